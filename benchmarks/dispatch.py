@@ -34,7 +34,7 @@ from benchmarks.meter import machine_cpu, tree
 from benchmarks.peers import agent_lightning_dispatch
 from benchmarks.peers.agent_lightning import OFFLINE
 from runner.queue.client import PlainQueue, QueueClient
-from runner.queue.wire import State
+from runner.queue.wire import RolloutState
 from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
 
 PEERS: Mapping[str, Callable[[Path], AbstractContextManager[agent_lightning_dispatch.Dispatcher]]] = {
@@ -179,13 +179,13 @@ def ours(directory: Path, count: int, waiting: int, workers: int, *, batch: int,
             succeeded: list[str] = []
             cursor = 0
             while (page := queue.wait(queue.client.ended(RUN, after=cursor, limit=1000))).rollouts:
-                succeeded += [one.rollout_id for one in page.rollouts if one.state is State.SUCCEEDED]
+                succeeded += [one.rollout_id for one in page.rollouts if one.state is RolloutState.SUCCEEDED]
                 cursor = page.cursor
             states = queue.wait(queue.client.run(RUN)).states
     finally:
         child.stop()
     checked = check(enqueued, handled, succeeded, refused)
-    checked["waiting"] = abs(states.get(State.QUEUED, 0) - waiting)
+    checked["waiting"] = abs(states.get(RolloutState.QUEUED, 0) - waiting)
     size = sum(file.stat().st_size for file in directory.glob("queue.db*"))
     return Measured({**figures, "waiting": waiting, "batch": batch, "streams": streams, "database_mb": round(size / 1e6, 1)}, checked)
 

@@ -12,7 +12,7 @@ import json
 import sys
 
 from runner.queue.client import ENQUEUE_MOST, QueueClient, new_rollout
-from runner.queue.wire import Completion, Lease
+from runner.queue.wire import Completion, RolloutLease
 
 GROUP = 8
 
@@ -58,7 +58,7 @@ async def work(client: QueueClient, run: str, name: str, count: int, batch: int,
     return {"handled": handled, "refused": refused}
 
 
-def completion(lease: Lease) -> Completion:
+def completion(lease: RolloutLease) -> Completion:
     """Run the agent, and return the completion with its reward."""
     reward = agent(lease.task_input())
     return Completion(rollout_id=lease.rollout_id, attempt=lease.attempt, rewards={"reward": reward}, calls=0, seconds=0.0)

@@ -28,13 +28,13 @@ from spangrad.processes import Child, answers, free_ports, own_command, wait_unt
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.store.clickhouse import connect
 from trainer import loop
-from trainer.data.source import BatchRollout, Group, Source
+from trainer.data.source import BatchRollout, Group, GroupReader
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.tables import FILE
 from trainer.loop import Trainer
 from trainer.monitor.evaluate import Evaluation
-from trainer.optim.deferred_optimizer import Deferred, Optimiser
+from trainer.optim.deferred_optimizer import DeferredOptimizer, Optimizer
 from trainer.shutdown import Shutdown
 
 RUN, POLICY = "default", "policy"
@@ -157,12 +157,12 @@ class World:
         if self._trainer is None:
             head = self.ledger.frontier()
             assert head
-            source = Source(self.client, self.settings)
+            source = GroupReader(self.client, self.settings)
             self._trainer = Trainer(
                 settings=self.settings,
                 ledger=self.ledger,
                 source=source,
-                optimiser=Deferred(_no_optimiser),
+                optimiser=DeferredOptimizer(_no_optimiser),
                 normalise=lambda units: units.values,
                 mirror=Mirror(self.client, self.settings.store.url, self.ledger),
                 publisher=None,
@@ -281,7 +281,7 @@ class World:
         return sum(sum(process.cpu_times()[:2]) for process in tree([self._store]))
 
 
-def _no_optimiser() -> Optimiser:
+def _no_optimiser() -> Optimizer:
     raise AssertionError("an idle trainer trains nothing")
 
 

@@ -20,13 +20,13 @@ from spangrad.processes import Child, answers, free_ports, own_command, wait_unt
 from spangrad.settings import Settings, StoreSettings
 from spangrad.types import PolicyVersion
 from trainer.credit.estimators import estimator
-from trainer.data.source import Source
+from trainer.data.source import GroupReader
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import newest_version, prepare
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish.publisher import Publisher
 from trainer.shutdown import Shutdown
 from transition_builder.loop import Builder
@@ -74,14 +74,14 @@ def training(settings: Settings, client: Client, sampler: Sampler) -> Iterator[T
         ledger = stack.enter_context(closing(Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)))
         newest = prepare(ledger, settings)
 
-        def engine(version: LedgerVersion) -> Engine:
+        def engine(version: LedgerVersion) -> VerlOptimizer:
             # The samplers of benchmarks compute in float32.
-            return stack.enter_context(closing(Engine(Path(version.policy_version.path), settings.trainer, engine_dtype="float32")))
+            return stack.enter_context(closing(VerlOptimizer(Path(version.policy_version.path), settings.trainer, engine_dtype="float32")))
 
         trainer = Trainer(
             settings=settings,
             ledger=ledger,
-            source=Source(client, settings),
+            source=GroupReader(client, settings),
             optimiser=engine(newest),
             normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),

@@ -31,7 +31,7 @@ from spangrad.settings.sources import load_settings
 from spangrad.settings.trainer import LogprobAlarm
 from trainer.data.batch import Batch
 from trainer.monitor import logprob_check
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 
 ROOT = Path(__file__).parents[1]
 Head = Literal["float32", "model"]
@@ -124,7 +124,7 @@ def compare(model: Path, batch: Batch, dtype: logprob_check.Dtype, head: Head) -
     settings = TrainerSettings(dtype=dtype, logprob_alarm=NO_ALARM)
     plain = patch("trainer.optim.verl_worker.compute_head_in_float32") if head == "model" else contextlib.nullcontext()
     with plain:
-        engine = Engine(model, settings)
+        engine = VerlOptimizer(model, settings)
     metrics = engine.step(batch)
     engine.close()
     return {name: metrics[name] for name in STATISTICS}

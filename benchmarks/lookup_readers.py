@@ -20,7 +20,7 @@ from spangrad.store.clickhouse import connect
 from transition_builder.completeness.complete import decide, facts
 from transition_builder.frames import Frames, conform
 from transition_builder.schemas import CALLS, SPANS
-from transition_builder.source.rollouts import Source
+from transition_builder.source.rollouts import RolloutReader
 
 _Result = TypeVar("_Result")
 _TIMES = {"Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp"}
@@ -72,7 +72,7 @@ class Reader:
         self.client = connect(store)
         self.client.set_client_setting("use_query_condition_cache", 0)
         self._settings = Settings(store=store)
-        self._source = Source(self.client, self._settings)
+        self._source = RolloutReader(self.client, self._settings)
         self._meter = Meter(store_process)
         self._workload = workload
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from commands.demo.services import CHECKOUT, Services, clean_directory, demo_settings, write_settings
+from commands.demo.services import CHECKOUT, DemoServices, clean_directory, demo_settings, write_settings
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent
 from spangrad.client.task_files import read_tasks
@@ -150,7 +150,7 @@ def measure(directory: Path, versions: int, group_size: int, seed: int, road: st
     settings = load_settings(values, env={})
     write_settings(directory / "spangrad.toml", explain_settings(values, env={}))
     (directory / "logs").mkdir()
-    with Services(directory, settings, lambda text: print(text, file=sys.stderr), None) as services:
+    with DemoServices(directory, settings, lambda text: print(text, file=sys.stderr), None) as services:
         services.start([sys.executable, str(EXAMPLE / "model.py"), str(directory / "model"), "--seed", str(seed)])
         client = Client(settings.gateway.url.removeprefix("http://"))
         client.start()
@@ -174,7 +174,7 @@ def measure(directory: Path, versions: int, group_size: int, seed: int, road: st
     }
 
 
-async def _train(settings: Settings, services: Services, versions: int) -> None:
+async def _train(settings: Settings, services: DemoServices, versions: int) -> None:
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=EXAMPLE)
     tasks, publisher = read_tasks(EXAMPLE / "tasks.jsonl"), Publisher(settings.gateway)
     async with Runner(settings, agent) as runner:

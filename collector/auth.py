@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Role(StrEnum):
+class TokenRole(StrEnum):
     """Permissions of a request, by the token that it bears."""
 
     WRITER = "writer"
@@ -33,9 +33,9 @@ class Guardian:
 
     def admits_bearer(self, authorization: str) -> bool:
         """Return whether the sender of this Authorization header may write."""
-        return self._role(_credential(authorization, "bearer")) is Role.WRITER
+        return self._role(_credential(authorization, "bearer")) is TokenRole.WRITER
 
-    def clickhouse_role(self, headers: Mapping[str, str], parameters: Mapping[str, str]) -> Role | None:
+    def clickhouse_role(self, headers: Mapping[str, str], parameters: Mapping[str, str]) -> TokenRole | None:
         """Return the role of a request to ClickHouse's interface, which bears a token as key, bearer, basic password or parameter."""
         authorization = headers.get("Authorization", "")
         return self._role(
@@ -45,12 +45,12 @@ class Guardian:
             or parameters.get("password")
         )
 
-    def _role(self, shown: str | None) -> Role | None:
+    def _role(self, shown: str | None) -> TokenRole | None:
         if _same(shown, self.token):
-            return Role.WRITER
+            return TokenRole.WRITER
         if _same(shown, self.read_token):
-            return Role.READER
-        return Role.WRITER if self.token is None else None
+            return TokenRole.READER
+        return TokenRole.WRITER if self.token is None else None
 
 
 def _same(shown: str | None, token: str | None) -> bool:

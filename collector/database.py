@@ -54,7 +54,7 @@ class EngineRefusedError(StoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QueryAnswer:
     """Result of one statement."""
 
     body: bytes
@@ -86,7 +86,7 @@ class Handle:
         parsed = self._connection._conn.classify_query(sql)
         return Kind(parsed["statement_count"], parsed["query_class"].name == "READ_ONLY")
 
-    def query(self, sql: str, output_format: str = "TabSeparated", parameters: Mapping[str, str] | None = None) -> Answer:
+    def query(self, sql: str, output_format: str = "TabSeparated", parameters: Mapping[str, str] | None = None) -> QueryAnswer:
         """Run any statement; its own FORMAT clause takes precedence over `output_format`.
 
         Raises:
@@ -102,9 +102,9 @@ class Handle:
         except TypeError:
             # From a form's field or a header, whose bytes are not checked before.
             raise EngineRefusedError("Code: 36. DB::Exception: the database or a setting is not UTF-8. (BAD_ARGUMENTS)", 36) from None
-        return Answer(result.bytes() or b"", result.rows_read(), result.bytes_read())
+        return QueryAnswer(result.bytes() or b"", result.rows_read(), result.bytes_read())
 
-    def write(self, clause: AnswerClause, descriptor: int, output_format: str, parameters: Mapping[str, str]) -> Answer:
+    def write(self, clause: AnswerClause, descriptor: int, output_format: str, parameters: Mapping[str, str]) -> QueryAnswer:
         """Run one statement whose answer goes into a pipe while it is computed, at the pace of the reader.
 
         When the reading end is closed, the database reports no error and continues: the statement must be killed too.
@@ -151,7 +151,7 @@ class Handle:
         self._connection.close()
 
 
-class Engine:
+class EmbeddedDatabase:
     """The embedded database of one directory, which this process owns until `close`."""
 
     def __init__(self, path: Path) -> None:

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from collector.auth import Guardian
 from collector.confinement import confine
-from collector.database import Engine, make_directory
+from collector.database import EmbeddedDatabase, make_directory
 from collector.database_tuning import tune
 from collector.memory import keep_memory
 from collector.otlp.receiver_grpc import GRPCReceiver
@@ -30,7 +30,7 @@ from collector.sql.http import ClickHouseInterface
 from collector.sql.readers import ReaderLimits
 from collector.write.ingest import Budget, Ingest, Inserter
 from collector.write.log_staging import LogStaging
-from collector.write.write_buffer import DeferredSpans
+from collector.write.write_buffer import WriteBuffer
 from spangrad.errors import SettingsError
 from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
 from spangrad.processes import require_free_port, require_safe_bind
@@ -66,7 +66,7 @@ def serve(store: StoreSettings) -> None:
     gc.freeze()
     make_directory(store.path)
     confine(store.path.resolve())
-    database = Engine(store.path)
+    database = EmbeddedDatabase(store.path)
     # The database keeps files of its own (schemas of formats) in the working directory.
     os.chdir(database.path)
     try:
@@ -79,7 +79,7 @@ def serve(store: StoreSettings) -> None:
         database.close()
 
 
-async def _serve(store: StoreSettings, database: Engine) -> None:
+async def _serve(store: StoreSettings, database: EmbeddedDatabase) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,7 +88,7 @@ async def _serve(store: StoreSettings, database: Engine) -> None:
     token, read_token = (secret.get_secret_value() if secret else None for secret in (store.token, store.read_token))
     guardian = Guardian(token, read_token)
     traces, logs = (database.handle(schema_files=True), database.handle(schema_files=True)), database.handle()
-    spans = DeferredSpans(traces, database.path / "journals", store.settle_seconds)
+    spans = WriteBuffer(traces, database.path / "journals", store.settle_seconds)
     ingest = Ingest(
         Inserter("insert-traces", spans.commit, store.linger_ms / 1000),
         Inserter("insert-logs", LogStaging(logs).commit, store.linger_ms / 1000),
@@ -128,7 +128,7 @@ async def _serve(store: StoreSettings, database: Engine) -> None:
     logger.info("store stopped")
 
 
-async def _cancel_statements(database: Engine) -> None:
+async def _cancel_statements(database: EmbeddedDatabase) -> None:
     """Cancel all statements after half the time, in which they may end by themselves."""
     await asyncio.sleep(STOP_SECONDS / 2)
     await asyncio.to_thread(database.kill_queries)

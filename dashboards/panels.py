@@ -34,7 +34,7 @@ Links: TypeAlias = Mapping[str, tuple[str, str]]
 """Column name -> title and URL of its link."""
 
 
-class Format(IntEnum):
+class ResultFormat(IntEnum):
     """Format of a query's result, with the numbers that the data source uses."""
 
     TIME_SERIES = 0
@@ -42,13 +42,13 @@ class Format(IntEnum):
     TRACE = 3
 
 
-_QUERY_TYPE = {Format.TIME_SERIES: "timeseries", Format.TABLE: "table", Format.TRACE: "traces"}
+_QUERY_TYPE = {ResultFormat.TIME_SERIES: "timeseries", ResultFormat.TABLE: "table", ResultFormat.TRACE: "traces"}
 
 
 class Query(variants.Dataquery, builder.Builder[variants.Dataquery]):
     """Query of a panel, in the form that version 4 of the ClickHouse data source stores."""
 
-    def __init__(self, sql: str, format_: Format) -> None:
+    def __init__(self, sql: str, format_: ResultFormat) -> None:
         self._sql = sql
         self._format = format_
 
@@ -115,7 +115,7 @@ def over_versions(
     if stacked:
         panel.draw_style(looks.GraphDrawStyle.BARS).fill_opacity(70).line_width(0)
         panel.stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL).group("A"))
-    return panel.span(12).height(8).with_target(Query(sql, Format.TABLE))
+    return panel.span(12).height(8).with_target(Query(sql, ResultFormat.TABLE))
 
 
 def over_time(
@@ -130,7 +130,7 @@ def over_time(
     if stacked:
         panel.draw_style(looks.GraphDrawStyle.BARS).fill_opacity(70).line_width(0)
         panel.stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL).group("A"))
-    return panel.span(12).height(8).with_target(Query(sql, Format.TIME_SERIES))
+    return panel.span(12).height(8).with_target(Query(sql, ResultFormat.TIME_SERIES))
 
 
 def figure(
@@ -143,7 +143,7 @@ def figure(
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     if decimals is not None:
         panel.decimals(decimals)
-    return panel.height(4).with_target(Query(sql, Format.TABLE))
+    return panel.height(4).with_target(Query(sql, ResultFormat.TABLE))
 
 
 def beside(figures: Sequence[stat.Panel]) -> list[stat.Panel]:
@@ -156,7 +156,7 @@ def bars(title: str, sql: str, unit: str, description: str, *, name: str) -> bar
     panel = barchart.Panel().title(title).unit(unit).description(description).datasource(SOURCE).x_field(name).min(0)
     panel.orientation(looks.VizOrientation.HORIZONTAL).show_value(looks.VisibilityMode.AUTO).bar_width(0.8).fill_opacity(70)
     panel.legend(common.VizLegendOptions().show_legend(False).display_mode(looks.LegendDisplayMode.HIDDEN))
-    return panel.span(12).height(8).with_target(Query(sql, Format.TABLE))
+    return panel.span(12).height(8).with_target(Query(sql, ResultFormat.TABLE))
 
 
 def rows(
@@ -179,10 +179,10 @@ def rows(
         overrides[name].append(("custom.cellOptions", {"type": "color-text"}))
     for name, properties in overrides.items():
         panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])
-    return panel.span(WIDTH).height(height).with_target(Query(sql, Format.TABLE))
+    return panel.span(WIDTH).height(height).with_target(Query(sql, ResultFormat.TABLE))
 
 
 def trace(title: str, sql: str, description: str) -> dashboard.Panel:
     """Return a panel that draws the spans of one trace."""
     panel = dashboard.Panel().type("traces").title(title).description(description).datasource(SOURCE).unit("ms")
-    return panel.span(WIDTH).height(16).with_target(Query(sql, Format.TRACE))
+    return panel.span(WIDTH).height(16).with_target(Query(sql, ResultFormat.TRACE))

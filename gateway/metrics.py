@@ -25,7 +25,7 @@ _BACKEND = ["backend", "policy"]
 
 
 @dataclass(frozen=True, slots=True)
-class BackendState:
+class BackendSample:
     """A backend at the time of a scrape."""
 
     name: str
@@ -82,14 +82,14 @@ class _PolicyTally:
     tokens_out: int = 0
 
 
-class Metrics(Collector):
+class GatewayMetrics(Collector):
     """Counters, gauges and histograms of the gateway: plain numbers, put into Prometheus' form at each scrape."""
 
     def __init__(self) -> None:
         self.in_flight = 0
         self.spans_recorded = 0
         # Asked at each scrape.
-        self.backends: Callable[[], Iterable[BackendState]] = tuple
+        self.backends: Callable[[], Iterable[BackendSample]] = tuple
         self.spans: Callable[[], SpanState] = SpanState
         self.calls_waiting: Callable[[], int] = int
         self._calls: Counter[tuple[str, str, str, str]] = Counter()

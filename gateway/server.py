@@ -19,10 +19,10 @@ import uvloop
 from aiohttp import web
 
 from gateway.dialects import DIALECTS
-from gateway.metrics import BackendState, Metrics, SpanState
+from gateway.metrics import BackendSample, GatewayMetrics, SpanState
 from gateway.pool.admin_pool import PoolAdmin
 from gateway.pool.backend import Backend
-from gateway.pool.pool import Pool
+from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import Upstream
 from gateway.proxy.admin import Admin, error_response
 from gateway.proxy.calls import Calls
@@ -98,12 +98,12 @@ async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]
         skip_auto_headers=("Accept-Encoding",),
         cookie_jar=aiohttp.DummyCookieJar(),
     ) as session:
-        pool = Pool(settings, session)
+        pool = BackendPool(settings, session)
         guards = Guards(settings.gateway, lambda model: pool.policy_of(model).name)
         # Nothing has begun so far that would have to be ended.
         exporter = SpanExporter(settings, session, process_id, retokenizer)
         watcher = asyncio.create_task(pool.run(), name="engine watchers")
-        metrics = Metrics()
+        metrics = GatewayMetrics()
         metrics.backends = lambda: map(_state, pool.backends)
         metrics.calls_waiting = lambda: pool.waiting
         metrics.spans = lambda: SpanState(exporter.delivered, exporter.refused, exporter.waiting_bytes, exporter.memory_bytes)
@@ -138,11 +138,11 @@ async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]
 def application(
     settings: Settings,
     session: aiohttp.ClientSession,
-    pool: Pool,
+    pool: BackendPool,
     exporter: SpanExporter,
     process_id: str,
     guards: Guards,
-    metrics: Metrics,
+    metrics: GatewayMetrics,
     redactor: Redactor | None,
 ) -> web.Application:
     """Return the HTTP application with all routes of the gateway."""
@@ -156,9 +156,9 @@ def application(
     return app
 
 
-def _state(backend: Upstream) -> BackendState:
+def _state(backend: Upstream) -> BackendSample:
     version = backend.info.version if isinstance(backend, Backend) and backend.info else None
-    return BackendState(backend.name, backend.policy, backend.status, version, backend.in_flight)
+    return BackendSample(backend.name, backend.policy, backend.status, version, backend.in_flight)
 
 
 async def _unknown(request: web.Request) -> web.Response:

@@ -27,7 +27,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class EditPosition:
     """One edit: the number-th (from 0) of a parent in a round (from 1)."""
 
     round: int
@@ -49,11 +49,11 @@ class Round:
 class Expand:
     """Step: make these edits, which do not exist yet."""
 
-    places: tuple[Place, ...]
+    places: tuple[EditPosition, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class MeasureVersions:
     """Step: measure these versions, which have no score yet."""
 
     round: int
@@ -69,10 +69,10 @@ class Done:
     """Every version that was a candidate, in the order of entry."""
 
 
-Step = Expand | Measure | Done
+Step = Expand | MeasureVersions | Done
 
 
-def next_step(start: int, shape: Shape, edits: Mapping[Place, int | None], scores: Mapping[int, float | None]) -> Step:
+def next_step(start: int, shape: Shape, edits: Mapping[EditPosition, int | None], scores: Mapping[int, float | None]) -> Step:
     """Return the next step.
 
     Args:
@@ -85,13 +85,13 @@ def next_step(start: int, shape: Shape, edits: Mapping[Place, int | None], score
     rounds: list[Round] = []
     for number in range(shape.rounds + 1):
         if number:
-            places = [Place(number, parent, edit) for parent in rounds[-1].beam for edit in range(shape.branch)]
+            places = [EditPosition(number, parent, edit) for parent in rounds[-1].beam for edit in range(shape.branch)]
             if missing := tuple(place for place in places if place not in edits):
                 return Expand(missing)
             edited = (edits[place] for place in places)
             entered = list(dict.fromkeys([*entered, *(version for version in edited if version is not None)]))
         if unmeasured := tuple(version for version in entered if version not in scores):
-            return Measure(number, unmeasured)
+            return MeasureVersions(number, unmeasured)
         rounds.append(Round(number, _best(entered, scores)[: shape.width]))
     return Done(tuple(rounds), tuple(entered))
 

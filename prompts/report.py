@@ -1,6 +1,6 @@
 """Reports of a search, for people and for programs.
 
-In: a `Result`. Out: a JSON object, a table, a plot. Invariant: the numbers of all three are the same.
+In: a `SearchResult`. Out: a JSON object, a table, a plot. Invariant: the numbers of all three are the same.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prompts.search import Candidate, Result
+from prompts.search import Candidate, SearchResult
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _FIRST_WORDS = 60
 
 
-def as_object(result: Result, *, published: bool) -> dict[str, Any]:
+def as_object(result: SearchResult, *, published: bool) -> dict[str, Any]:
     """Return the whole result as a JSON object; `published` is recorded in it: whether agents get the best version from now on."""
     question = result.question
     return {
@@ -50,7 +50,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def as_table(result: Result) -> Table:
+def as_table(result: SearchResult) -> Table:
     """Build a table with a row per candidate, the best first."""
     from rich.table import Table
 
@@ -69,7 +69,7 @@ def as_table(result: Result) -> Table:
     return table
 
 
-def plot(result: Result, file: Path) -> None:
+def plot(result: SearchResult, file: Path) -> None:
     """Write a PNG with the best score after each round as a line, and each candidate as a dot."""
     import matplotlib
 

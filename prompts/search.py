@@ -1,8 +1,8 @@
 """Search for a better prompt: executes the steps of `beam.next_step` until the search ends.
 
-In: the prompt's published version, tasks to learn from and others to measure on, a function that runs trials, a critic. Out: a `Result`;
-versions and edits in the prompt store, trials in the span store. Invariant: recorded edits and trials are read before each step, so a
-search that is started again does nothing twice; the published prompt is not changed here.
+In: the prompt's published version, tasks to learn from and others to measure on, a function that runs trials, a critic. Out: a
+`SearchResult`; versions and edits in the prompt store, trials in the span store. Invariant: recorded edits and trials are read before
+each step, so a search that is started again does nothing twice; the published prompt is not changed here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from prompts.beam import Done, Expand, Measure, Place, Round, Shape, next_step
+from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, Shape, next_step
 from prompts.compare import Gain, gain
 from prompts.trials import Trial
 from prompts.words import Messages, ask_for_critique, ask_for_edit, choose, read_edit
@@ -93,7 +93,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SearchResult:
     """Result of a search."""
 
     question: Question
@@ -140,9 +140,9 @@ class Search:
     progress: Progress = field(default_factory=Progress)
     _known: dict[str, Trial] = field(default_factory=dict[str, Trial])
     _texts: dict[int, str] = field(default_factory=dict[int, str])
-    _edits: dict[Place, Edit] = field(default_factory=dict[Place, Edit])
+    _edits: dict[EditPosition, Edit] = field(default_factory=dict[EditPosition, Edit])
 
-    async def go(self) -> Result:
+    async def go(self) -> SearchResult:
         """Run the search until it ends.
 
         Raises:
@@ -153,7 +153,7 @@ class Search:
         start = self.question.start
         self._texts[start.version] = start.text
         for edit in await asyncio.to_thread(self.prompts.edits, start.name, self.question.id):
-            self._edits[Place(edit.round, edit.parent, edit.number)] = edit
+            self._edits[EditPosition(edit.round, edit.parent, edit.number)] = edit
         self._take(await asyncio.to_thread(self.trials.read))
         while True:
             measured = {version: self._candidate(version) for version in self._whole()}
@@ -164,7 +164,7 @@ class Search:
             match next_step(start.version, shape, {place: edit.version for place, edit in self._edits.items()}, scores):
                 case Expand(places):
                     await self._expand(places)
-                case Measure(number, versions):
+                case MeasureVersions(number, versions):
                     self.progress.round = number
                     pairs = [(version, task) for version in versions for task in self.question.held_out]
                     await self._try(pairs, self.settings.evaluations, "measuring")
@@ -172,7 +172,7 @@ class Search:
                     await self._read_texts(entered)
                     return self._result(rounds, [self._candidate(version) for version in entered])
 
-    async def _expand(self, places: Sequence[Place]) -> None:
+    async def _expand(self, places: Sequence[EditPosition]) -> None:
         """Make edits; each is recorded as soon as it exists."""
         self.progress.round = places[0].round
         parents = list(dict.fromkeys(place.parent for place in places))
@@ -191,7 +191,7 @@ class Search:
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    async def _edit(self, place: Place, trials: Sequence[Trial]) -> None:
+    async def _edit(self, place: EditPosition, trials: Sequence[Trial]) -> None:
         text, chosen = self._texts[place.parent], self.settings
         rng = random.Random(f"{chosen.seed} {place}")
         shown = choose(trials, chosen.shown, rng)
@@ -285,10 +285,10 @@ class Search:
             if version not in self._texts:
                 self._texts[version] = (await asyncio.to_thread(self.prompts.get, self.question.start.name, version)).text
 
-    def _result(self, rounds: tuple[Round, ...], candidates: Sequence[Candidate]) -> Result:
+    def _result(self, rounds: tuple[Round, ...], candidates: Sequence[Candidate]) -> SearchResult:
         by_version = {one.version: one for one in candidates}
         best, start = by_version[rounds[-1].beam[0]], by_version[self.question.start.version]
-        return Result(self.question, tuple(candidates), rounds, best, gain(start.by_task, best.by_task, self.settings.seed))
+        return SearchResult(self.question, tuple(candidates), rounds, best, gain(start.by_task, best.by_task, self.settings.seed))
 
     def _unmeasured(self, start: Candidate) -> PromptError:
         without = [task.task_id for task in self.question.held_out if task.task_id not in start.by_task]

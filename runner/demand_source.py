@@ -18,8 +18,8 @@ from functools import lru_cache
 
 from runner.groups import rollouts_of
 from runner.queue.client import QueueClient
-from runner.queue.wire import Demand, NewRollout, State, Which
-from runner.queue.wire import Rollout as Standing
+from runner.queue.wire import DemandState, NewRollout, RolloutSelector, RolloutState
+from runner.queue.wire import QueuedRollout as Standing
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.settings import Settings
 from spangrad.types import Mode, Rollout, Task
@@ -70,7 +70,7 @@ class Difference:
     """Upper limit of the groups to cancel: the newest of those that have not ended."""
 
 
-def difference(demand: Demand, extra: int) -> Difference:
+def difference(demand: DemandState, extra: int) -> Difference:
     """Compute what to do about a demand; repeated looks come to rest, since cancelled groups are replaced only when the demand rises.
 
     Args:
@@ -135,17 +135,17 @@ class DemandSource:
     async def _cancel_stragglers(self, most: int) -> int:
         """Cancel at most `most` groups that have not ended, queued before running, newest first; return how many."""
         opened: dict[str, None] = {}
-        for state in (State.RUNNING, State.QUEUED):
+        for state in (RolloutState.RUNNING, RolloutState.QUEUED):
             async for rollout in self._rollouts(state):
                 opened[rollout.group_id] = None
         stragglers = list(opened)[-most:]
         for group in stragglers:
-            await self._queue.cancel(Which(run_id=self._settings.runner.run_id, group_id=group))
+            await self._queue.cancel(RolloutSelector(run_id=self._settings.runner.run_id, group_id=group))
         if stragglers:
             _logger.info("cancelled %d groups that were still at work when the trainer had what it wants", len(stragglers))
         return len(stragglers)
 
-    async def _rollouts(self, state: State) -> AsyncGenerator[Standing]:
+    async def _rollouts(self, state: RolloutState) -> AsyncGenerator[Standing]:
         """Yield the run's rollouts in a state that count for the demand: those of mode train and greedy."""
         after = 0
         while (page := await self._queue.rollouts(run_id=self._settings.runner.run_id, state=state, after=after, limit=_PAGE)).rollouts:
@@ -154,7 +154,7 @@ class DemandSource:
                 if rollout.mode in {Mode.TRAIN, Mode.GREEDY}:
                     yield rollout
 
-    async def _cancel_old(self, demand: Demand) -> int:
+    async def _cancel_old(self, demand: DemandState) -> int:
         """Cancel the groups of attempts that began before the oldest version that a branch can still train; return how many."""
         oldest: dict[str, int] = {}
         for branch in demand.branches:
@@ -165,7 +165,7 @@ class DemandSource:
         serving = {policy: version for policy in oldest if (version := await self._served(policy)) is not None}
         begun: dict[tuple[str, int], dict[str, int]] = {}
         stale: set[str] = set()
-        async for rollout in self._rollouts(State.RUNNING):
+        async for rollout in self._rollouts(RolloutState.RUNNING):
             key = (rollout.rollout_id, rollout.attempts[-1].attempt)
             versions = begun[key] = self._begun.get(key, serving)
             # Where several policies are trained, a group is stale when it is too old for each of them.
@@ -173,7 +173,7 @@ class DemandSource:
                 stale.add(rollout.group_id)
         self._begun = begun
         for group in stale:
-            await self._queue.cancel(Which(run_id=self._settings.runner.run_id, group_id=group))
+            await self._queue.cancel(RolloutSelector(run_id=self._settings.runner.run_id, group_id=group))
         if stale:
             _logger.info("cancelled %d groups that began before the oldest version that can be trained: %s", len(stale), oldest)
         return len(stale)

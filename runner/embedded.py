@@ -19,12 +19,12 @@ from runner.queue.client import QueueClient
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
-from runner.queue.wire import Demand, Rollout, Rollouts, Run, State
+from runner.queue.wire import DemandState, QueuedRollout, Rollouts, RolloutState, RunCounts
 from spangrad.errors import QueueError
 from spangrad.settings import RunnerSettings
 
 T = TypeVar("T")
-_OPEN = (State.QUEUED, State.RUNNING)
+_OPEN = (RolloutState.QUEUED, RolloutState.RUNNING)
 
 
 class EmbeddedQueue(QueueClient):
@@ -78,11 +78,11 @@ class EmbeddedQueue(QueueClient):
         assert isinstance(answer, kind)
         return answer
 
-    async def run(self, run_id: str) -> Run:
+    async def run(self, run_id: str) -> RunCounts:
         """Return the number of rollouts of one run, by state."""
         return await self._service.run(run_id)
 
-    async def rollout(self, rollout_id: str) -> Rollout:
+    async def rollout(self, rollout_id: str) -> QueuedRollout:
         """Return one rollout, with its attempts."""
         rollout = await self._service.rollout(rollout_id)
         if rollout is None:
@@ -90,7 +90,7 @@ class EmbeddedQueue(QueueClient):
         return rollout
 
     async def rollouts(
-        self, *, run_id: str | None = None, state: State | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
+        self, *, run_id: str | None = None, state: RolloutState | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
     ) -> Rollouts:
         """Return rollouts in order of arrival."""
         return await self._service.listed(run_id=run_id, state=state, group_id=group_id, after=after, limit=limit)
@@ -99,7 +99,7 @@ class EmbeddedQueue(QueueClient):
         """Return a run's rollouts in the order in which they ended."""
         return await self._service.ends(run_id, after=after, limit=limit, wait_seconds=wait_seconds)
 
-    async def demand(self, run_id: str) -> Demand:
+    async def demand(self, run_id: str) -> DemandState:
         """Return the trainers' demand for a run."""
         return await self._service.demand(run_id)
 

@@ -21,16 +21,16 @@ from runner.embedded import EmbeddedQueue
 from runner.environments.client import EnvironmentClient
 from runner.groups import rollouts_of
 from runner.queue.client import QueueClient, new_rollout
-from runner.queue.wire import NewRollout, State, Which
-from runner.queue.wire import Rollout as Standing
+from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
+from runner.queue.wire import QueuedRollout as Standing
 from runner.rewards.client import RewardClient
 from runner.workers.agent_processes import HostPool
-from runner.workers.agents import AgentSpec, Limits, agent_environment, is_service
+from runner.workers.agents import AgentSpec, HostLimits, agent_environment, is_service
 from runner.workers.attempt_files import AttemptFiles
-from runner.workers.attempts import Attempts, Services, Why
+from runner.workers.attempts import Attempts, AttemptServices, Why
 from runner.workers.containers import remove_of_dead
 from runner.workers.gateway_client import GatewayClient
-from runner.workers.root_spans import Roots, require_store
+from runner.workers.root_spans import RootSpans, require_store
 from runner.workers.worker import Worker
 from spangrad.agent.reward_values import Rewards
 from spangrad.client.prompt_store import PromptStore
@@ -253,7 +253,7 @@ class Runner:
     async def _abandon(self, ids: Sequence[str], cursor: int) -> None:
         """Cancel the rollouts that have not ended, and wait until each attempt that began has its root span."""
         for start in range(0, len(ids), _WORDS):
-            await self.queue.cancel(Which(rollout_ids=list(ids[start : start + _WORDS])))
+            await self.queue.cancel(RolloutSelector(rollout_ids=list(ids[start : start + _WORDS])))
         self._worker.stop(set(ids), _STOPPED)
         left = set(ids)
         while left:
@@ -300,14 +300,14 @@ async def open_attempts(
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
     services = replace(await _open_services(settings.runner, agent, stack), by_rules=settings.builder.rewards_from == "rules")
-    roots = Roots(settings.store)
+    roots = RootSpans(settings.store)
     stack.push_async_callback(roots.shut)
     opened = await queue()
     stack.push_async_callback(opened.close)
     directory = settings.runner.directory
     environment = agent_environment(os.environ, settings, agent.name)
     hosts = settings.runner
-    limits = Limits(hosts.initialisations, hosts.initialised_ahead, hosts.evaluations, hosts.attempt_log_bytes)
+    limits = HostLimits(hosts.initialisations, hosts.initialised_ahead, hosts.evaluations, hosts.attempt_log_bytes)
     pool = HostPool(agent, hosts.workers, hosts.concurrency, environment, directory / "logs", limits)
     stack.push_async_callback(pool.close)
     await asyncio.to_thread(remove_of_dead, agent)
@@ -317,7 +317,7 @@ async def open_attempts(
     return Attempts(pool, gateway, roots, opened, files, settings.runner, services)
 
 
-async def _open_services(settings: RunnerSettings, agent: AgentSpec, stack: AsyncExitStack) -> Services:
+async def _open_services(settings: RunnerSettings, agent: AgentSpec, stack: AsyncExitStack) -> AttemptServices:
     """Connect to the environment service and the reward service, where the agent names them by URL.
 
     Raises:
@@ -333,7 +333,7 @@ async def _open_services(settings: RunnerSettings, agent: AgentSpec, stack: Asyn
         most = settings.workers * settings.evaluations
         rewards = RewardClient(agent.evaluator, token.get_secret_value() if token else None, most)
         await stack.enter_async_context(rewards)
-    return Services(environments, rewards)
+    return AttemptServices(environments, rewards)
 
 
 def queued(rollout: Rollout, settings: Settings) -> NewRollout:
@@ -354,14 +354,14 @@ def queued(rollout: Rollout, settings: Settings) -> NewRollout:
 def outcome_of(standing: Standing) -> Outcome:
     """Return the outcome of a rollout that has ended."""
     last = standing.attempts[-1] if standing.attempts else None
-    succeeded = standing.state is State.SUCCEEDED
+    succeeded = standing.state is RolloutState.SUCCEEDED
     failure = None if succeeded else (last and last.reason) or AttemptFailure.CANCELLED
     return Outcome(
         RolloutKey(standing.run_id, standing.rollout_id, last.attempt if last else 0),
         standing.task_id,
         standing.mode,
         ((last and last.rewards) or {}) if succeeded else last and last.rewards,
-        AttemptFailure.CANCELLED if standing.state is State.CANCELLED else failure,
+        AttemptFailure.CANCELLED if standing.state is RolloutState.CANCELLED else failure,
         last.detail if last else "cancelled before it began",
         (last and last.seconds) or 0.0,
         last.calls if last else 0,

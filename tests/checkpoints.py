@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish import checkpoint
 from trainer.publish.lora import adapter_of
 
 
-def written(engine: Engine, base: Path, directory: Path) -> checkpoint.Checkpoint:
+def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Checkpoint:
     """Write what an engine holds; `base` is the model that it began with."""
     return checkpoint.write(
         directory,

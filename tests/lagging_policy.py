@@ -19,7 +19,7 @@ from fakes import transition_row
 from spangrad.settings import TrainerSettings
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 
 CITIES, ROWS, TOKENS = 4, 64, 3
 CITY, FIRST_CITY, WEATHER, CLOCK, END = 3, 11, 9, 10, 2
@@ -32,7 +32,7 @@ class LaggingPolicy:
     def __init__(self, model: Path, settings: TrainerSettings, engine: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.engine = Engine(model, settings, engine_dtype=str(engine).removeprefix("torch."))
+        self.engine = VerlOptimizer(model, settings, engine_dtype=str(engine).removeprefix("torch."))
         self._dtype, self._dice = engine, torch.Generator().manual_seed(0)
         self._plain = AutoModelForCausalLM.from_pretrained(model)
         self.versions = [self._served()]

@@ -26,7 +26,7 @@ from trainer.data.batch import layout
 from trainer.data.chains import chains
 from trainer.data.merge import merge, separate
 from trainer.optim.losses.corrected import actor_config, correction_of
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "learning.md"
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
@@ -248,7 +248,7 @@ def loss_settings(name: str, **changes: Any) -> TrainerSettings:
 def loss_here(model: Path, settings: TrainerSettings) -> float:
     """The loss of an optimiser step on the fixed batch."""
     rows, worth = sampled(model)
-    engine = Engine(model, settings)
+    engine = VerlOptimizer(model, settings)
     torch.manual_seed(0)
     return engine.step(layout(separate(rows, worth), lineage=[0]))["loss"]
 
@@ -336,7 +336,7 @@ def trajectories(model: Path) -> tuple[pl.DataFrame, pl.Series]:
 
 def step(model: Path, settings: TrainerSettings, rows: pl.DataFrame, worth: pl.Series) -> dict[str, float]:
     """Metrics of an optimiser step on calls."""
-    engine = Engine(model, settings)
+    engine = VerlOptimizer(model, settings)
     torch.manual_seed(0)
     return engine.step(layout((merge if settings.merge else separate)(rows, worth), lineage=[0]))
 

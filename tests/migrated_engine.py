@@ -6,15 +6,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from collector.database import Engine
+from collector.database import EmbeddedDatabase
 from collector.schema.cluster import Layout
 from collector.schema.migrations import migrate
 
 
 @contextmanager
-def migrated_engine(path: Path) -> Generator[Engine]:
+def migrated_engine(path: Path) -> Generator[EmbeddedDatabase]:
     """Open a directory; the process may have no other engine meanwhile."""
-    engine = Engine(path)
+    engine = EmbeddedDatabase(path)
     handle = engine.handle()
     migrate(lambda sql: handle.query(sql).body.decode(), Layout())
     handle.close()

@@ -33,7 +33,7 @@ def one_shard(directory: Path) -> Generator[Execute]:
     users = re.sub(r"<grants>.*</grants>", "", (database.CONFIG / "users.xml").read_text(), flags=re.DOTALL)
     (config / "users.xml").write_text(users)
     with patch.object(database, "CONFIG", config):
-        opened = database.Engine(directory / "data")
+        opened = database.EmbeddedDatabase(directory / "data")
         handle = opened.handle()
     handle.query("SET distributed_product_mode = 'global'")
     handle.query("SET distributed_foreground_insert = 1")

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 from runner.queue.client import QueueClient
-from runner.queue.wire import Completion, Failure, Lease
+from runner.queue.wire import Completion, Failure, RolloutLease
 from spangrad.leases import this_process
 from spangrad.types import AttemptFailure
 
 
-async def attempt(client: QueueClient, lease: Lease, file: Path) -> None:
+async def attempt(client: QueueClient, lease: RolloutLease, file: Path) -> None:
     await asyncio.sleep(random.random() * 0.02)
     if lease.task_input() == "poison":
         await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH, detail="poison")])

@@ -22,7 +22,7 @@ from runner.queue import server
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
-from runner.queue.wire import Completion, Failure, Held, Lease, NewRollout, Rollout, State
+from runner.queue.wire import Completion, Failure, Held, NewRollout, QueuedRollout, RolloutLease, RolloutState
 from spangrad.errors import QueueError
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import RunnerSettings
@@ -87,9 +87,9 @@ def with_mood(mood: str, rollouts: Iterable[NewRollout]) -> list[NewRollout]:
     return [msgspec.structs.replace(one, input=msgspec.Raw(json.dumps(mood).encode())) for one in rollouts]
 
 
-async def until_ended(client: QueueClient, count: int) -> list[Rollout]:
+async def until_ended(client: QueueClient, count: int) -> list[QueuedRollout]:
     """The rollouts that have ended, once there are so many."""
-    found: list[Rollout] = []
+    found: list[QueuedRollout] = []
     cursor = 0
     while len(found) < count:
         page = await client.ended("run", after=cursor, limit=1000, wait_seconds=20)
@@ -115,13 +115,13 @@ async def refuses(url: str) -> bool:
     return False
 
 
-def done(lease: Lease | Held, **facts: Any) -> Completion:
+def done(lease: RolloutLease | Held, **facts: Any) -> Completion:
     return Completion(
         **{"rollout_id": lease.rollout_id, "attempt": lease.attempt, "rewards": {"reward": 1.0}, "calls": 2, "seconds": 0.5, **facts}
     )
 
 
-def failed(lease: Lease, reason: AttemptFailure = AttemptFailure.CRASH, **facts: Any) -> Failure:
+def failed(lease: RolloutLease, reason: AttemptFailure = AttemptFailure.CRASH, **facts: Any) -> Failure:
     return Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=reason, **facts)
 
 
@@ -132,11 +132,11 @@ async def until(true: Callable[[], Awaitable[bool]], seconds: float = 20) -> Non
         await asyncio.sleep(0.01)
 
 
-async def state(client: QueueClient, name: str) -> State:
+async def state(client: QueueClient, name: str) -> RolloutState:
     return (await client.rollout(name)).state
 
 
-async def is_state(client: QueueClient, name: str, wanted: State) -> bool:
+async def is_state(client: QueueClient, name: str, wanted: RolloutState) -> bool:
     return await state(client, name) == wanted
 
 

@@ -19,7 +19,7 @@ from spangrad.settings import BuilderSettings, Settings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import tokenizer_hash
 from trainer import loop
-from trainer.data.source import Source
+from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
 from trainer.shutdown import Shutdown
 
@@ -117,7 +117,7 @@ def trainer_over(world: World, settings: Settings, optimiser: FakeOptimiser | No
     trainer = loop.Trainer(
         settings=settings,
         ledger=ledger,
-        source=Source(world.client, settings),
+        source=GroupReader(world.client, settings),
         optimiser=optimiser or saved(newest),
         normalise=lambda units: units.values * 2 - 1,
         mirror=Mirror(world.client, settings.store.url, ledger),

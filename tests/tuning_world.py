@@ -20,9 +20,9 @@ from trainer.ledger.ledger import Ledger
 from trainer.publish.checkpoint import STATE, save_weights
 from trainer.sft import training
 from trainer.sft.examples import Example
-from trainer.sft.files import Source
-from trainer.sft.rendering import Tokens
-from trainer.sft.training import Plan, Tuned, tune
+from trainer.sft.files import ExampleFile
+from trainer.sft.rendering import TokenSequence
+from trainer.sft.training import FileTrainPlan, Tuned, tune
 
 NOBODY = StoreSettings(url="http://127.0.0.1:9")
 """A store that is away: a run over files needs none."""
@@ -94,7 +94,7 @@ def with_fakes(*, fails_at: int | None = None) -> list[FakeTuner]:
     """Have runs make fakes from here on, each with its base's weight; the list of those that were made."""
     made: list[FakeTuner] = []
 
-    def fake(_: Any, plan: Plan) -> FakeTuner:
+    def fake(_: Any, plan: FileTrainPlan) -> FakeTuner:
         from safetensors.numpy import load_file
 
         directory = Path(plan.base.policy_version.path)
@@ -136,7 +136,7 @@ def weight_of(chosen: Settings) -> float:
 
 
 def example(*sequences: tuple[list[int], list[int]]) -> Example:
-    return Example(tuple(Tokens(ids, mask) for ids, mask in sequences), "unit", Source(Path("f"), "00", 1), ())
+    return Example(tuple(TokenSequence(ids, mask) for ids, mask in sequences), "unit", ExampleFile(Path("f"), "00", 1), ())
 
 
 PROMPT = [1, 4, 7, 11, 2, 1, 5]

@@ -32,9 +32,9 @@ from trainer.data.assemble import assemble, batch_groups
 from trainer.data.batch import Batch
 from trainer.data.batch_queue import BatchQueue, GroupSource
 from trainer.data.planning import plan_of
-from trainer.data.source import Loaded, Source
+from trainer.data.source import GroupReader, Loaded
 from trainer.ledger.batch_rollouts import AlreadyTrainedError
-from trainer.ledger.demand import Caller
+from trainer.ledger.demand import DemandReporter
 from trainer.ledger.file_batches import has_trainers_state
 from trainer.ledger.heartbeat import beating
 from trainer.ledger.ledger import Ledger
@@ -47,8 +47,8 @@ from trainer.monitor.batch_metrics import measures
 from trainer.monitor.evaluate import Evaluation, best, describe_best
 from trainer.monitor.view import LogLines
 from trainer.monitor.watchers import watchers_of
-from trainer.monitor.watching import Clock, Step, Watchers
-from trainer.optim.deferred_optimizer import Deferred, Optimiser
+from trainer.monitor.watching import Clock, CommittedStep, Watchers
+from trainer.optim.deferred_optimizer import DeferredOptimizer, Optimizer
 from trainer.outages import Outage
 from trainer.publish import checkpoint
 from trainer.publish.lora import adapter_of, model_of
@@ -75,7 +75,7 @@ class Trainer:
     settings: Settings
     ledger: Ledger
     source: GroupSource
-    optimiser: Optimiser
+    optimiser: Optimizer
     normalise: Normalise
     mirror: Mirror
     publisher: Publisher | None
@@ -83,7 +83,7 @@ class Trainer:
     shutdown: Shutdown
     loaded: LedgerVersion
     """Version whose weights the optimizer holds."""
-    load_optimiser: Callable[[LedgerVersion], Optimiser]
+    load_optimiser: Callable[[LedgerVersion], Optimizer]
     """Function that returns an optimizer with a version's weights and state."""
     evaluation: Evaluation | None = None
     """Evaluation on held-out rollouts. None: they are not read."""
@@ -97,7 +97,7 @@ class Trainer:
     """Holder of the step that this trainer waits for. None: it waits for no step."""
 
     def __post_init__(self) -> None:
-        self.demand = Caller(self.settings, self.ledger, self.source.build_spec)
+        self.demand = DemandReporter(self.settings, self.ledger, self.source.build_spec)
         self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown) if self.publisher else None
         self.batches = BatchQueue(self.settings.trainer, self.ledger, self.clock, self._publish_again)
 
@@ -191,7 +191,7 @@ class Trainer:
         if version.version != self.loaded.version:
             self.optimiser.close()
             # The old weights are freed before the new ones are loaded.
-            self.optimiser = Deferred(lambda: self.load_optimiser(version))
+            self.optimiser = DeferredOptimizer(lambda: self.load_optimiser(version))
             self.optimiser = self.load_optimiser(version)
             self.loaded = version
             self.mirror.catch_up()
@@ -209,7 +209,7 @@ class Trainer:
             TrainerError: too many groups of the run have failed (trainer.max_failed_share).
         """
         parent = self._head or newest_version(self.ledger)
-        if isinstance(self.optimiser, Deferred) and not self.optimiser.is_loaded:
+        if isinstance(self.optimiser, DeferredOptimizer) and not self.optimiser.is_loaded:
             # The head may have moved since the start: only the version to train is loaded.
             self._load(parent)
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
@@ -244,7 +244,7 @@ class Trainer:
         # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
         self.mirror.write(committed)
         number = len(self.ledger.committed_versions()) - 1
-        self.watchers.stepped(Step(number, committed, loaded.rollouts, self.clock.stages))
+        self.watchers.stepped(CommittedStep(number, committed, loaded.rollouts, self.clock.stages))
         self.evaluate()
         prune(self.ledger, self.settings)
         if self.evaluation:
@@ -356,12 +356,12 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         newest = prepare(ledger, settings)
 
         from trainer.credit.estimators import estimator
-        from trainer.optim.optimizer import Engine
+        from trainer.optim.optimizer import VerlOptimizer
 
-        def load(version: LedgerVersion) -> Engine:
+        def load(version: LedgerVersion) -> VerlOptimizer:
             model = Path(version.policy_version.path)
             checkpoint.verify(model, version.policy_version.checksum)
-            engine = Engine(model_of(model), settings.trainer, engine_dtype=settings.engine.dtype)
+            engine = VerlOptimizer(model_of(model), settings.trainer, engine_dtype=settings.engine.dtype)
             try:
                 if has_trainers_state(ledger.database, version) or model_of(model) != model:
                     engine.load_state(model)
@@ -372,7 +372,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
             return engine
 
-        source = Source(client, settings)
+        source = GroupReader(client, settings)
         watchers = watchers_of(settings, store)
         trainer = Trainer(
             settings=settings,
@@ -387,7 +387,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             load_optimiser=load,
             evaluation=Evaluation(client, settings, source.build_spec),
             watchers=watchers,
-            optimiser=load(newest) if follow else Deferred(lambda: load(newest)),
+            optimiser=load(newest) if follow else DeferredOptimizer(lambda: load(newest)),
         )
         trainer.start()
         trainer.run(follow=follow)

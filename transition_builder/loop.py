@@ -36,8 +36,8 @@ from transition_builder.schemas import BUILT, LOOSE, ROOTS
 from transition_builder.source import late_spans
 from transition_builder.source.claims import Claims
 from transition_builder.source.discovery import OVERLAP, Discovery
-from transition_builder.source.queries import Reader
-from transition_builder.source.rollouts import Source
+from transition_builder.source.queries import StoreReader
+from transition_builder.source.rollouts import RolloutReader
 from transition_builder.source.sink import Sink
 from transition_builder.stopping import stoppable
 from transition_builder.summary import Summary
@@ -96,9 +96,9 @@ class Builder:
         self._run = run
         self._on_progress = on_progress
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._reader = Reader(client, settings)
+        self._reader = StoreReader(client, settings)
         self._discovery = Discovery(self._reader, since)
-        self._source = Source(client, settings)
+        self._source = RolloutReader(client, settings)
         self._claims = Claims(self._reader, name, settings.builder.lease_seconds)
         self._sink = Sink(self._reader, name)
         self._pending = empty(ROOTS).with_columns(CheckedAt=pl.col("IngestedAt"))

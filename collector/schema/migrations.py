@@ -60,7 +60,7 @@ class Migration:
         ]
 
 
-class State(StrEnum):
+class MigrationState(StrEnum):
     """State of a migration, by comparison of this installation with a store."""
 
     APPLIED = "applied"
@@ -74,7 +74,7 @@ class State(StrEnum):
     """A newer spangrad applied it to the store, and this installation has no such file."""
 
 
-_TO_APPLY = frozenset({State.NEW, State.INCOMPLETE})
+_TO_APPLY = frozenset({MigrationState.NEW, MigrationState.INCOMPLETE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Entry:
 
     number: int
     name: str
-    state: State
+    state: MigrationState
     applied_at: str
     """Time in UTC; empty when it is not applied."""
     lacks: tuple[str, ...] = ()
@@ -148,16 +148,16 @@ def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA, *, incom
     Raises:
         StoreError: as for `migrate`.
     """
-    return _pending(status(execute, layout, directory), directory, _TO_APPLY if incomplete else {State.NEW})
+    return _pending(status(execute, layout, directory), directory, _TO_APPLY if incomplete else {MigrationState.NEW})
 
 
-def _pending(entries: list[Entry], directory: Path, states: Collection[State]) -> list[Migration]:
+def _pending(entries: list[Entry], directory: Path, states: Collection[MigrationState]) -> list[Migration]:
     for entry in entries:
-        if entry.state is State.CHANGED:
+        if entry.state is MigrationState.CHANGED:
             raise StoreError(
                 f"{directory / entry.name} was changed after it was applied to this store. Restore it, and put the change in a new file."
             )
-        if entry.state is State.UNKNOWN:
+        if entry.state is MigrationState.UNKNOWN:
             raise StoreError(
                 f"the store was migrated by {entry.name}, which {directory} does not have: this spangrad is older than the store."
                 " Upgrade it."
@@ -185,13 +185,13 @@ def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[E
     def entry(number: int) -> Entry:
         migration, record = known.get(number), applied.get(number)
         if migration is None:
-            return Entry(number, applied[number].name, State.UNKNOWN, applied[number].at)
+            return Entry(number, applied[number].name, MigrationState.UNKNOWN, applied[number].at)
         if record is None:
-            return Entry(number, migration.name, State.NEW, "")
+            return Entry(number, migration.name, MigrationState.NEW, "")
         if migration.sha256 != record.sha256:
-            return Entry(number, migration.name, State.CHANGED, record.at)
+            return Entry(number, migration.name, MigrationState.CHANGED, record.at)
         lacks = tuple(f"otel.{name}" for name in migration.makes(layout) if name not in there)
-        return Entry(number, migration.name, State.INCOMPLETE if lacks else State.APPLIED, record.at, lacks)
+        return Entry(number, migration.name, MigrationState.INCOMPLETE if lacks else MigrationState.APPLIED, record.at, lacks)
 
     return [entry(number) for number in sorted({*known, *applied})]
 

@@ -1,7 +1,7 @@
 """Answers of ClickHouse's HTTP interface: in one piece if they are small or the client asks for it, else streamed.
 
-In: a `Run`. Out: an HTTP answer, packed as the client asked. Invariant: of an answer of any size, a few megabytes are held; one
-that fails in its middle ends with an exception block and without HTTP's last chunk, so that no client takes it for complete.
+In: a `RunningStatement`. Out: an HTTP answer, packed as the client asked. Invariant: of an answer of any size, a few megabytes are held;
+one that fails in its middle ends with an exception block and without HTTP's last chunk, so that no client takes it for complete.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 
 from aiohttp import web
 
-from collector.database import Answer
+from collector.database import QueryAnswer
 from collector.encodings import Packer
-from collector.sql.errors import REFUSALS, BadRequestError, Refusal, refusal
+from collector.sql.errors import REFUSALS, BadRequestError, QueryRefusal, refusal
 from collector.sql.frames import frame, frame_plainly
 from collector.sql.pipe import PIECE
 from collector.sql.request import Statement
-from collector.sql.statements import Run
+from collector.sql.statements import RunningStatement
 
 HELD = PIECE
 """Size in bytes up to which an answer is sent in one piece, with its final counts in the headers."""
@@ -52,7 +52,7 @@ _CONTENT_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class AnswerForm:
     """Form of the answer that a client asks for."""
 
     framed: bool
@@ -71,7 +71,7 @@ class Wanted:
     begin: float = field(default_factory=time.perf_counter)
 
 
-async def send_answer(request: web.Request, run: Run, form: Wanted) -> web.StreamResponse:
+async def send_answer(request: web.Request, run: RunningStatement, form: AnswerForm) -> web.StreamResponse:
     """Answer with the result of a run.
 
     Raises:
@@ -109,7 +109,7 @@ async def send_answer(request: web.Request, run: Run, form: Wanted) -> web.Strea
         return await _send(request, _headers(run, form, run.done.result()), form, spooled())
 
 
-def send_refusal(error: Exception, form: Wanted) -> web.Response:
+def send_refusal(error: Exception, form: AnswerForm) -> web.Response:
     """Answer a request that is refused; in a frame if the client asked for frames."""
     refused = refusal(error)
     body = f"{refused.message}\n".encode()
@@ -119,7 +119,7 @@ def send_refusal(error: Exception, form: Wanted) -> web.Response:
     return web.Response(status=refused.status, body=frame(body) if form.framed else body, headers=headers)
 
 
-async def _pieces(run: Run, head: list[bytes]) -> AsyncIterator[bytes]:
+async def _pieces(run: RunningStatement, head: list[bytes]) -> AsyncIterator[bytes]:
     """Yield the pieces that were read, and those still to come; raise at the end if the statement failed."""
     while head:
         yield head.pop(0)
@@ -128,7 +128,7 @@ async def _pieces(run: Run, head: list[bytes]) -> AsyncIterator[bytes]:
     await run.result()
 
 
-async def _in_one_piece(run: Run, form: Wanted, piped: bytes) -> web.Response:
+async def _in_one_piece(run: RunningStatement, form: AnswerForm, piped: bytes) -> web.Response:
     answer = await run.result()
     body = piped or answer.body
     headers = _headers(run, form, answer)
@@ -144,7 +144,7 @@ async def _in_one_piece(run: Run, form: Wanted, piped: bytes) -> web.Response:
     return web.Response(body=packed, headers=headers)
 
 
-async def _send(request: web.Request, headers: dict[str, str], form: Wanted, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
+async def _send(request: web.Request, headers: dict[str, str], form: AnswerForm, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
     tag = "".join(secrets.choice(_TAG_LETTERS) for _ in range(16))
     headers["X-ClickHouse-Exception-Tag"] = tag
     packer = _packer(form)
@@ -184,13 +184,13 @@ def _cut(request: web.Request) -> None:
         request.transport.close()
 
 
-def _exception_block(refused: Refusal, tag: str) -> bytes:
+def _exception_block(refused: QueryRefusal, tag: str) -> bytes:
     """Return the exception block of a streamed answer, in ClickHouse's form since 25.11."""
     message = refused.message.encode()[:_LONGEST_EXCEPTION]
     return b"\r\n__exception__\r\n%s\r\n%s\n%d %s\r\n__exception__\r\n" % (tag.encode(), message, len(message) + 1, tag.encode())
 
 
-def _headers(run: Run, form: Wanted, answer: Answer | None = None) -> dict[str, str]:
+def _headers(run: RunningStatement, form: AnswerForm, answer: QueryAnswer | None = None) -> dict[str, str]:
     statement = run.statement
     assert statement is not None, "a run that answers has read its statement"
     headers = {**form.headers, "X-ClickHouse-Timezone": form.timezone, "Content-Type": _content_type(statement)}
@@ -235,7 +235,7 @@ class _Encoder(Packer):
         return self.pack(block) + self.finish()
 
 
-def _packer(form: Wanted) -> _Encoder | _Framer | None:
+def _packer(form: AnswerForm) -> _Encoder | _Framer | None:
     if form.framed:
         return _Framer()
     return _Encoder(form.encoding) if form.encoding else None

@@ -40,7 +40,7 @@ REFUSALS = (BadRequestError, EngineRefusedError, ForbiddenError, QueueFullError,
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class QueryRefusal:
     """An error as it is reported to a client."""
 
     code: int
@@ -52,19 +52,19 @@ class Refusal:
         return _HTTP_STATUS.get(self.code, 500)
 
 
-def refusal(error: Exception) -> Refusal:
+def refusal(error: Exception) -> QueryRefusal:
     """Return the code and message for an exception of REFUSALS."""
     match error:
         case BadRequestError() | EngineRefusedError():
-            return Refusal(error.code, str(error))
+            return QueryRefusal(error.code, str(error))
         case ForbiddenError():
-            return Refusal(497, f"Code: 497. DB::Exception: {error} (ACCESS_DENIED)")
+            return QueryRefusal(497, f"Code: 497. DB::Exception: {error} (ACCESS_DENIED)")
         case QueueFullError():
             message = "the store holds as much as it may; send again later."
-            return Refusal(202, f"Code: 202. DB::Exception: {message} (TOO_MANY_SIMULTANEOUS_QUERIES)")
+            return QueryRefusal(202, f"Code: 202. DB::Exception: {message} (TOO_MANY_SIMULTANEOUS_QUERIES)")
         case TooLargeError():
-            return Refusal(307, f"Code: 307. DB::Exception: {error} (TOO_MANY_BYTES)")
+            return QueryRefusal(307, f"Code: 307. DB::Exception: {error} (TOO_MANY_BYTES)")
         case TooSlowError():
-            return Refusal(159, f"Code: 159. DB::Exception: {error} (TIMEOUT_EXCEEDED)")
+            return QueryRefusal(159, f"Code: 159. DB::Exception: {error} (TIMEOUT_EXCEEDED)")
         case _:
-            return Refusal(117, f"Code: 117. DB::Exception: {error} (INCORRECT_DATA)")
+            return QueryRefusal(117, f"Code: 117. DB::Exception: {error} (INCORRECT_DATA)")

@@ -11,17 +11,17 @@ from concurrent.futures import Future
 
 from aiohttp import web
 
-from collector.auth import Guardian, Role
-from collector.database import Engine
+from collector.auth import Guardian, TokenRole
+from collector.database import EmbeddedDatabase
 from collector.encodings import accepted_encoding
-from collector.sql.answer import HELD, HELD_AT_MOST, QUICK_SECONDS, Wanted, send_answer, send_refusal
+from collector.sql.answer import HELD, HELD_AT_MOST, QUICK_SECONDS, AnswerForm, send_answer, send_refusal
 from collector.sql.body import MAX_BODY, Unpacker, read_body, read_form
 from collector.sql.errors import REFUSALS, BadRequestError
 from collector.sql.frames import HANDSHAKE, frame, handshake
 from collector.sql.readers import ReaderLimits
-from collector.sql.statements import Request, Run, Runner
+from collector.sql.statements import QueryRequest, RunningStatement, StatementRunner
 from collector.write.ingest import Budget, Charge
-from collector.write.write_buffer import DeferredSpans
+from collector.write.write_buffer import WriteBuffer
 
 _HELD_WAITING = 4 * HELD
 """Bytes held in memory of an answer whose client waits for its end, before it is written to a file."""
@@ -30,14 +30,14 @@ _HELD_WAITING = 4 * HELD
 class ClickHouseInterface:
     """Handler of the interface's requests."""
 
-    def __init__(self, database: Engine, spans: DeferredSpans, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
+    def __init__(self, database: EmbeddedDatabase, spans: WriteBuffer, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
         """Answer from `database`, including the spans that wait in `spans`; `limits` bound readers, `budget` the bytes of all bodies."""
         self._database = database
         self._guardian = guardian
         self._budget = budget
-        self._runner = Runner(database, spans, limits)
+        self._runner = StatementRunner(database, spans, limits)
         # One for each role, so that readers cannot delay writers.
-        self._unpackers = {role: Unpacker(role) for role in Role}
+        self._unpackers = {role: Unpacker(role) for role in TokenRole}
 
     def application(self) -> web.Application:
         """Return the interface as an aiohttp application. Its handlers must be cancelled when their clients disconnect."""
@@ -67,7 +67,7 @@ class ClickHouseInterface:
                 if _is_handshake(sql_request):
                     answer = handshake(self._database.version, self._database.timezone)
                     return web.Response(body=frame(answer) if form.framed else answer, headers=form.headers)
-                run = Run(sql_request, QUICK_SECONDS)
+                run = RunningStatement(sql_request, QUICK_SECONDS)
                 charge.release_after(_end_of(run))
             self._runner.start(run)
             try:
@@ -77,12 +77,12 @@ class ClickHouseInterface:
         except REFUSALS as error:
             return send_refusal(error, form)
 
-    def _answer_form(self, request: web.Request, query_id: str) -> Wanted:
+    def _answer_form(self, request: web.Request, query_id: str) -> AnswerForm:
         query = request.query
         packed = query.get("enable_http_compression") == "1"
         whole = query.get("wait_end_of_query") == "1"
         size = query.get("buffer_size", "")
-        return Wanted(
+        return AnswerForm(
             framed=query.get("compress") == "1",
             encoding=accepted_encoding(request.headers.get("Accept-Encoding", "")) if packed else None,
             whole=whole,
@@ -101,7 +101,7 @@ async def _ok(_: web.Request) -> web.Response:
     return web.Response(body=b"Ok.\n")
 
 
-async def _read(request: web.Request, role: Role, charge: Charge, query_id: str, unpacker: Unpacker) -> Request:
+async def _read(request: web.Request, role: TokenRole, charge: Charge, query_id: str, unpacker: Unpacker) -> QueryRequest:
     parameters = dict(request.query)
     body, files = b"", {}
     if request.content_type == "multipart/form-data":
@@ -109,7 +109,7 @@ async def _read(request: web.Request, role: Role, charge: Charge, query_id: str,
         parameters |= fields
     else:
         body = await read_body(request, parameters, charge, unpacker)
-    return Request(
+    return QueryRequest(
         parameters=parameters,
         headers=request.headers,
         body=body,
@@ -120,12 +120,12 @@ async def _read(request: web.Request, role: Role, charge: Charge, query_id: str,
     )
 
 
-def _is_handshake(sql_request: Request) -> bool:
+def _is_handshake(sql_request: QueryRequest) -> bool:
     begin = sql_request.parameters.get("query") or sql_request.body[: 2 * len(HANDSHAKE)].decode(errors="replace")
     return "client_protocol_version" in sql_request.parameters and begin.strip() == HANDSHAKE
 
 
-def _end_of(run: Run) -> Future[None]:
+def _end_of(run: RunningStatement) -> Future[None]:
     ended: Future[None] = Future()
     run.done.add_done_callback(lambda _: ended.set_result(None))
     return ended

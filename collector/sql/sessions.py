@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
-from collector.auth import Role
+from collector.auth import TokenRole
 from collector.database import HANDLE_SETTINGS, EngineRefusedError, Handle
 from collector.sql.errors import BadRequestError
 from collector.sql.external_data import drop_tables, load_tables
@@ -28,7 +28,7 @@ SESSION_WAIT_SECONDS = 1.0
 class _ConfiguredHandle:
     """A handle, with the SQL database and the settings that requests set on it."""
 
-    def __init__(self, handle: Handle, role: Role) -> None:
+    def __init__(self, handle: Handle, role: TokenRole) -> None:
         self.handle = handle
         self.role = role
         self.lock = threading.Lock()
@@ -58,7 +58,7 @@ class _ConfiguredHandle:
         self.handle.query(f"SET {key} = '{quoted}'")
 
 
-class Handles:
+class SessionPool:
     """Pool of the handles that requests use."""
 
     def __init__(self, open_handle: Callable[[], Handle]) -> None:
@@ -68,14 +68,14 @@ class Handles:
         self._lock = threading.Lock()
 
     @contextmanager
-    def borrow(self, statement: Statement, role: Role) -> Generator[Handle]:
+    def borrow(self, statement: Statement, role: TokenRole) -> Generator[Handle]:
         """Lend a handle for one statement. Readers have no sessions: there is nothing that they could keep there.
 
         Raises:
             BadRequestError: the session is busy, or must exist and does not, or there are too many.
             EngineRefusedError: the SQL database, a setting or an external table is refused.
         """
-        if role is Role.READER:
+        if role is TokenRole.READER:
             with self._reading(statement) as handle:
                 yield handle
         elif statement.session is None:
@@ -114,10 +114,10 @@ class Handles:
     def _reading(self, statement: Statement) -> Generator[Handle]:
         if statement.session_must_exist:
             raise BadRequestError(372, f"Session {statement.session} not found.", "SESSION_NOT_FOUND")
-        configured = None if statement.tables else self._matching(Role.READER, statement.database, statement.settings)
+        configured = None if statement.tables else self._matching(TokenRole.READER, statement.database, statement.settings)
         try:
             if configured is None:
-                configured = _ConfiguredHandle(self._open(), Role.READER)
+                configured = _ConfiguredHandle(self._open(), TokenRole.READER)
                 configured.configure(statement.database, statement.settings)
                 load_tables(configured.handle, statement.tables)
                 configured.restrict("1")
@@ -134,7 +134,7 @@ class Handles:
             self._idle.clear()
             self._sessions.clear()
 
-    def _matching(self, role: Role, database: str, settings: Mapping[str, str]) -> _ConfiguredHandle | None:
+    def _matching(self, role: TokenRole, database: str, settings: Mapping[str, str]) -> _ConfiguredHandle | None:
         with self._lock:
             for place, configured in enumerate(self._idle):
                 if (configured.role, configured.database, configured.settings) == (role, database, settings):
@@ -144,7 +144,7 @@ class Handles:
     def _writing(self, statement: Statement) -> _ConfiguredHandle:
         """Return a writer's handle with the statement's SQL database and settings, except `readonly`."""
         database, settings = statement.database, _revocable(statement.settings)
-        if matching := self._matching(Role.WRITER, database, settings):
+        if matching := self._matching(TokenRole.WRITER, database, settings):
             return matching
         if used := self._used():
             try:
@@ -154,7 +154,7 @@ class Handles:
                 used.handle.close()
             else:
                 return used
-        fresh = _ConfiguredHandle(self._open(), Role.WRITER)
+        fresh = _ConfiguredHandle(self._open(), TokenRole.WRITER)
         try:
             fresh.configure(database, settings)
         except EngineRefusedError:
@@ -165,7 +165,7 @@ class Handles:
     def _used(self) -> _ConfiguredHandle | None:
         """Return a writer's idle handle, with any settings; None while more of them may be opened."""
         with self._lock:
-            writers = [configured for configured in self._idle if configured.role is Role.WRITER]
+            writers = [configured for configured in self._idle if configured.role is TokenRole.WRITER]
             if len(writers) < MAX_IDLE // 2:
                 return None
             self._idle.remove(writers[0])
@@ -192,7 +192,7 @@ class Handles:
             if configured is None and len(self._sessions) >= MAX_SESSIONS:
                 raise BadRequestError(202, f"more than {MAX_SESSIONS} sessions.", "TOO_MANY_SIMULTANEOUS_QUERIES")
             if configured is None:
-                configured = self._sessions[name] = _ConfiguredHandle(self._open(), Role.WRITER)
+                configured = self._sessions[name] = _ConfiguredHandle(self._open(), TokenRole.WRITER)
             # Kept from now on, so that no other request closes it before it is used.
             configured.expires = now + 60
             return configured

@@ -1,6 +1,6 @@
 """Execution of statements of ClickHouse's HTTP interface: each on a worker thread, found by its id, cancelled if its client leaves.
 
-In: requests, read whole. Out: a `Run`: an answer that comes through a pipe, and its counts.
+In: requests, read whole. Out: a `RunningStatement`: an answer that comes through a pipe, and its counts.
 Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it arrived;
 one that only reads ends soon after its client has disconnected.
 """
@@ -15,19 +15,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from collector.auth import Role
-from collector.database import Answer, Engine, EngineRefusedError, Handle
+from collector.auth import TokenRole
+from collector.database import EmbeddedDatabase, EngineRefusedError, Handle, QueryAnswer
 from collector.sql.answer_clause import AnswerClause, find_answer_clause
 from collector.sql.errors import BadRequestError
 from collector.sql.guard import StatementGuard
 from collector.sql.pipe import Pipe, wake
 from collector.sql.readers import ReaderLimits
 from collector.sql.request import Statement, read_statement
-from collector.sql.sessions import Handles
+from collector.sql.sessions import SessionPool
 from collector.write.staging import Staging
-from collector.write.write_buffer import DeferredSpans
+from collector.write.write_buffer import WriteBuffer
 
-WORKERS = {Role.WRITER: 16, Role.READER: 8}
+WORKERS = {TokenRole.WRITER: 16, TokenRole.READER: 8}
 """Number of concurrent statements, by role; more wait. Readers cannot delay the builder, the trainer or a collector."""
 _ENGINE_NAMES = """
 SELECT name FROM system.table_functions
@@ -41,7 +41,7 @@ _SYNTAX_ERROR = 62
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class QueryRequest:
     """A client's request, whole and unpacked."""
 
     parameters: Mapping[str, str]
@@ -49,22 +49,22 @@ class Request:
     """Headers; names in any case."""
     body: bytes
     files: Mapping[str, bytes]
-    role: Role
+    role: TokenRole
     safe: bool
     """True if the HTTP method is GET or HEAD, which must change nothing."""
     query_id: str
 
 
-class Run:
+class RunningStatement:
     """A statement from its request to its end."""
 
-    def __init__(self, request: Request, quick_seconds: float) -> None:
-        self.request: Request | None = request
+    def __init__(self, request: QueryRequest, quick_seconds: float) -> None:
+        self.request: QueryRequest | None = request
         """The request. None: the client has disconnected before the statement began."""
         self.pipe = Pipe()
         self.statement: Statement | None = None
         """The parsed statement; set before anything comes through the pipe."""
-        self.done: Future[Answer] = Future()
+        self.done: Future[QueryAnswer] = Future()
         """Future of the statement's end: its counts, and its answer where that did not go through the pipe."""
         self.lock = threading.Lock()
         self.handle: str | None = None
@@ -81,7 +81,7 @@ class Run:
         finally:
             self._timer.cancel()
 
-    async def result(self) -> Answer:
+    async def result(self) -> QueryAnswer:
         """Wait for the statement's end; return its counts, and the answer where that did not go through the pipe.
 
         Raises:
@@ -90,29 +90,29 @@ class Run:
         return self.done.result() if self.done.done() else await asyncio.wrap_future(self.done)
 
 
-class Runner:
+class StatementRunner:
     """Executor of statements, with a thread pool for each role."""
 
-    def __init__(self, database: Engine, spans: DeferredSpans, limits: ReaderLimits) -> None:
+    def __init__(self, database: EmbeddedDatabase, spans: WriteBuffer, limits: ReaderLimits) -> None:
         """Run on `database`, after the spans that wait in `spans` are stored in it; `limits` bound readers."""
         self._database = database
         self._spans = spans
         self._limits = limits
-        self._handles = Handles(database.handle)
+        self._handles = SessionPool(database.handle)
         self._workers = {role: ThreadPoolExecutor(count, f"clickhouse-{role}") for role, count in WORKERS.items()}
-        self._ids: dict[str, Run] = {}
+        self._ids: dict[str, RunningStatement] = {}
         """Running statements by their clients' ids."""
         self._endings: set[asyncio.Task[None]] = set()
         handle = database.handle()
         self._guard = StatementGuard(handle.query(_ENGINE_NAMES).body.decode().split())
         handle.close()
 
-    def start(self, run: Run) -> None:
+    def start(self, run: RunningStatement) -> None:
         """Run the request's statement as soon as a worker is free; the run's `done` reports errors."""
         assert run.request, "a run starts before its client leaves"
         self._workers[run.request.role].submit(self._work, run)
 
-    def leave(self, run: Run) -> None:
+    def leave(self, run: RunningStatement) -> None:
         """Cancel a run whose client has its answer or has disconnected, unless it changes something. Returns at once."""
         run.pipe.close_reading()
         if run.done.cancel():
@@ -131,18 +131,18 @@ class Runner:
             workers.shutdown(cancel_futures=True)
         self._handles.close()
 
-    async def _end(self, run: Run) -> None:
+    async def _end(self, run: RunningStatement) -> None:
         # Repeatedly: a statement can be killed only once the database has started it.
         while not run.done.done():
             await asyncio.to_thread(self._kill, run)
             await asyncio.sleep(_KILL_AGAIN_SECONDS)
 
-    def _kill(self, run: Run) -> None:
+    def _kill(self, run: RunningStatement) -> None:
         with run.lock:
             if run.handle and run.statement and run.statement.answers:
                 self._database.kill(run.handle)
 
-    def _work(self, run: Run) -> None:
+    def _work(self, run: RunningStatement) -> None:
         """Check and run the statement on a worker thread, since the time for both grows with the statement."""
         # From here on it can only be killed.
         if not run.done.set_running_or_notify_cancel():
@@ -158,10 +158,10 @@ class Runner:
             run.pipe.close_writing()
             run.done.set_result(answer)
 
-    def _check_and_run(self, run: Run, request: Request) -> Answer:
+    def _check_and_run(self, run: RunningStatement, request: QueryRequest) -> QueryAnswer:
         statement = read_statement(request.parameters, request.headers, request.body, request.files)
         self._guard.check(statement.sql, statement.parameters.values(), (table.structure for table in statement.tables))
-        if request.role is Role.READER:
+        if request.role is TokenRole.READER:
             statement = replace(statement, settings=self._limits.settings(statement.settings))
         run.statement = statement
         if statement.rows is None:
@@ -174,7 +174,7 @@ class Runner:
                 if statement.rows is None and not statement.answers:
                     self._spans.recheck()
 
-    def _run(self, run: Run, handle: Handle, statement: Statement, request: Request) -> Answer:
+    def _run(self, run: RunningStatement, handle: Handle, statement: Statement, request: QueryRequest) -> QueryAnswer:
         _check_kind(handle, statement, request)
         if statement.rows is not None:
             return Staging(handle).insert(statement.sql, statement.format, statement.rows)
@@ -191,7 +191,7 @@ class Runner:
         return handle.query(statement.sql, statement.format, statement.parameters)
 
     @contextmanager
-    def _registered(self, run: Run, handle: Handle, query_id: str) -> Generator[None]:
+    def _registered(self, run: RunningStatement, handle: Handle, query_id: str) -> Generator[None]:
         """Register the run by its client's id, by which it can be killed, while the block runs."""
         if self._ids.setdefault(query_id, run) is not run:
             raise BadRequestError(216, f"Query with id = {query_id} is already running.", "QUERY_WITH_SAME_ID_IS_ALREADY_RUNNING")
@@ -213,7 +213,7 @@ class Runner:
         return f"'{query_id}'" if query_id else text[0]
 
 
-def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
+def _check_kind(handle: Handle, statement: Statement, request: QueryRequest) -> None:
     """Raise unless the text is a single statement that its sender may run.
 
     Raises:
@@ -221,7 +221,7 @@ def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
     """
     # On a session's handle `readonly` is not set.
     readonly = statement.settings.get("readonly", "0") if statement.session else "0"
-    restricted = request.role is Role.READER or request.safe or readonly != "0"
+    restricted = request.role is TokenRole.READER or request.safe or readonly != "0"
     if statement.rows is not None:
         if restricted:
             raise _read_only(request)
@@ -234,13 +234,13 @@ def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
         raise BadRequestError(_SYNTAX_ERROR, "several statements at once, or one that cannot be read.", "SYNTAX_ERROR")
     # A text that the parser cannot read is refused later by the database, with a helpful message.
     if restricted and not kind.reads_only and (kind.statements or not statement.answers):
-        if request.role is Role.WRITER and readonly != "1" and statement.first_word in _SESSION_WORDS:
+        if request.role is TokenRole.WRITER and readonly != "1" and statement.first_word in _SESSION_WORDS:
             return
         raise _read_only(request)
 
 
-def _read_only(request: Request) -> BadRequestError:
-    if request.role is Role.READER:
+def _read_only(request: QueryRequest) -> BadRequestError:
+    if request.role is TokenRole.READER:
         why = "the token is for reading."
     elif request.safe:
         why = "method GET implies readonly; use POST to change something."

@@ -44,7 +44,7 @@ _TRIES = 3
 """Number of tries after which a body that cannot be stored by itself becomes a dead letter."""
 
 
-class Lot:
+class PendingBatch:
     """A pending batch in one journal; used by one thread at a time, except for the properties that any thread may read."""
 
     def __init__(self, handle: Handle, journal: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 
-from collector.database import Answer, EngineRefusedError, Handle
+from collector.database import EngineRefusedError, Handle, QueryAnswer
 from collector.sql.insert_head import InsertHead, parse_insert_head
 
 _ANY_TYPE = "SETTINGS " + ", ".join(f"allow_suspicious_{kind}_types = 1" for kind in ("low_cardinality", "fixed_string", "variant"))
@@ -44,7 +44,7 @@ class Staging:
         self._kept: dict[str, tuple[str, str]] = {}
         """Head of an insert -> the temporary table that is kept for it, and its columns."""
 
-    def insert(self, head: str, input_format: str, rows: bytes, *, keep_staging: bool = False) -> Answer:
+    def insert(self, head: str, input_format: str, rows: bytes, *, keep_staging: bool = False) -> QueryAnswer:
         """Insert rows: `head` is the statement before its FORMAT clause. Return after the commit.
 
         chDB reports errors while rows are parsed, and swallows errors while they are written (too many parts, a violated
@@ -77,7 +77,7 @@ class Staging:
             # A table that may still hold rows is never used again.
             if head not in self._kept:
                 self._handle.query(f"DROP TEMPORARY TABLE {staging}")
-        return Answer(b"", rows_written=read)
+        return QueryAnswer(b"", rows_written=read)
 
     def _stage(self, head: InsertHead) -> tuple[str, str]:
         """Create a temporary table that accepts the rows of the head's table, defaults included; return its name and the columns."""

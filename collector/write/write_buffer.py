@@ -24,7 +24,7 @@ from collector.otlp.requests import TraceBody
 from collector.schema.migrations import materialized_views
 from collector.write import pending_batch
 from collector.write.ingest import Refused
-from collector.write.pending_batch import Lot
+from collector.write.pending_batch import PendingBatch
 
 _TABLES = """
 SELECT sum(cityHash64(create_table_query)), countIf(engine = 'MaterializedView' AND NOT (database = 'otel' AND name IN ({views})))
@@ -32,7 +32,7 @@ FROM system.tables
 WHERE database = 'otel' AND engine LIKE '%MergeTree' OR engine = 'MaterializedView' AND NOT is_temporary"""
 
 
-class DeferredSpans:
+class WriteBuffer:
     """Buffer that commits spans to a journal, and inserts them into the tables later."""
 
     def __init__(self, handles: tuple[Handle, Handle], journals: Path, wait_seconds: float) -> None:
@@ -44,7 +44,9 @@ class DeferredSpans:
             wait_seconds: longest wait of a span, unless the database fails. 0: each commit is an insert.
         """
         journals.mkdir(exist_ok=True)
-        self._taking, self._storing = (Lot(handle, journals / name) for handle, name in zip(handles, ("first", "second"), strict=True))
+        self._taking, self._storing = (
+            PendingBatch(handle, journals / name) for handle, name in zip(handles, ("first", "second"), strict=True)
+        )
         """The batch that new bodies join, and the batch that is being inserted into the tables."""
         self._take_lock, self._store_lock = threading.Lock(), threading.Lock()
         """Locks of the two batches, which are swapped under both locks, taken in this order."""
@@ -173,7 +175,7 @@ def _are_large(bodies: Sequence[TraceBody]) -> bool:
     return any(body.size > pending_batch.MAX_BODY for body in bodies) or sum(body.spans for body in bodies) > pending_batch.MAX_SPANS
 
 
-def _store_before(*batches: Lot) -> None:
+def _store_before(*batches: PendingBatch) -> None:
     """Store waiting batches, for a body that can only be taken after them."""
     try:
         for waiting in batches:

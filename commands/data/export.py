@@ -81,11 +81,11 @@ def export(
     log_to_stderr()
     from spangrad.store.clickhouse import connect
     from transition_builder.export import formats
-    from transition_builder.export.reading import Wanted
+    from transition_builder.export.reading import ExportSelection
 
     if min_margin and format_ != "preferences":
         raise SettingsError(f"--min-margin is of preferences, and {format_} compares no returns. Leave it out, or take --min-return.")
-    rollout_filter = Wanted(
+    rollout_filter = ExportSelection(
         dataset or settings.trainer.dataset or settings.builder.dataset,
         as_of=_moment("--as-of", as_of),
         runs=tuple(run or ()),

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from collector.schema.cluster import Layout
-from collector.schema.migrations import SCHEMA, Execute, State, migrate, pending, preamble, read_migrations, status
+from collector.schema.migrations import SCHEMA, Execute, MigrationState, migrate, pending, preamble, read_migrations, status
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import SettingsError
 from spangrad.settings import StoreSettings
@@ -36,7 +36,7 @@ def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
         state = f"{entry.state}: {', '.join(entry.lacks)} is gone" if entry.lacks else entry.state
         table.add_row(f"{entry.number:04d}", entry.name, entry.applied_at, state)
     plain_console(10_000).print(table)
-    if any(entry.state is not State.APPLIED for entry in entries):
+    if any(entry.state is not MigrationState.APPLIED for entry in entries):
         sys.exit(OUTDATED)
 
 

@@ -48,9 +48,9 @@ def demo(
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    from commands.demo.learning import Plan, learn
+    from commands.demo.learning import DemoPlan, learn
 
-    plan = Plan(
+    plan = DemoPlan(
         example=example.resolve(),
         directory=directory,
         seed=seed,

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from collector.otelcol import find_binary
 from commands.console import plain_console
-from commands.demo.report import Step, conclude
-from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, direct_mode_settings, write_settings
+from commands.demo.report import DemoStep, conclude
+from commands.demo.services import DemoServices, clean_directory, collector_settings, demo_settings, direct_mode_settings, write_settings
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
 from spangrad import semconv
@@ -36,7 +36,7 @@ TARGET_BATCHES = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """Arguments of one run of the demo."""
 
     example: Path
@@ -56,7 +56,7 @@ class History:
     """Steps of the run so far, and the start of its clock."""
 
     started: float = field(default_factory=time.monotonic)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DemoStep] = field(default_factory=list)
 
     def reached(self, target: float) -> bool:
         """Return whether the mean success rate of the last TARGET_BATCHES batches is at least the target."""
@@ -64,7 +64,7 @@ class History:
         return len(last) == TARGET_BATCHES and sum(step.success for step in last) / len(last) >= target
 
 
-def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
+def learn(plan: DemoPlan, flags: Mapping[str, object], config: Path | None) -> None:
     """Run the demo from start to report."""
     console = plain_console(highlight=False)
     tasks = read_tasks(plan.example / "tasks.jsonl")
@@ -78,14 +78,16 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
     write_settings(plan.directory / "spangrad.toml", explain_settings(values, file=config))
     (plan.directory / "logs").mkdir()
     history = History()
-    with Services(plan.directory, settings, lambda text: console.print(f"{_clock(history)} {text}", style="dim"), otelcol) as services:
+    with DemoServices(plan.directory, settings, lambda text: console.print(f"{_clock(history)} {text}", style="dim"), otelcol) as services:
         make_model = [sys.executable, str(plan.example / "model.py"), str(plan.directory / "model"), "--seed", str(plan.seed)]
         services.start(make_model)
         held_out = asyncio.run(_loop(plan, settings, services, history, tasks, console))
         conclude(plan.directory, settings, services, history.steps, held_out, plan.seed, history.started, console)
 
 
-async def _loop(plan: Plan, settings: Settings, services: Services, history: History, tasks: Sequence[Task], console: Console) -> float:
+async def _loop(
+    plan: DemoPlan, settings: Settings, services: DemoServices, history: History, tasks: Sequence[Task], console: Console
+) -> float:
     """Train until the target is reached, then return the last version's success rate on held-out rollouts, which are never trained."""
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=plan.example)
     # If off-policy calls may be trained, rollouts continue during the training step.
@@ -99,7 +101,7 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
                 rolled_out = time.monotonic()
                 if on_policy:
                     await services.wait_for_version(version + 1)
-                step = Step(
+                step = DemoStep(
                     number=len(history.steps),
                     version=version,
                     success=success_rate(outcomes),

@@ -23,7 +23,7 @@ from spangrad.store.clickhouse import connect, store_errors
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-    from commands.demo.services import Services
+    from commands.demo.services import DemoServices
 
 BUILD_TIMEOUT_SECONDS = 60
 
@@ -68,7 +68,7 @@ QUESTIONS = {
 
 
 @dataclass(frozen=True)
-class Step:
+class DemoStep:
     """One batch: the rollouts that one version sampled, up to the version that was trained on them."""
 
     number: int
@@ -96,8 +96,8 @@ class Step:
 def conclude(
     directory: Path,
     settings: Settings,
-    services: Services,
-    steps: Sequence[Step],
+    services: DemoServices,
+    steps: Sequence[DemoStep],
     held_out: float,
     seed: int,
     started: float,
@@ -118,7 +118,7 @@ def conclude(
         console.print(f'\n  # {title}\n  .venv/bin/spangrad sql --config {directory / "spangrad.toml"} "{query}"', soft_wrap=True)
 
 
-def measure(client: Client, settings: Settings, steps: Sequence[Step], held_out: float, seed: int) -> dict[str, Any]:
+def measure(client: Client, settings: Settings, steps: Sequence[DemoStep], held_out: float, seed: int) -> dict[str, Any]:
     """Return the numbers of the report, queried from the span store."""
 
     def ask(query: str) -> Sequence[Sequence[Any]]:
@@ -161,7 +161,7 @@ def table(report: dict[str, Any]) -> Table:
     return out
 
 
-def plot(path: Path, steps: Sequence[Step], held_out: float) -> None:
+def plot(path: Path, steps: Sequence[DemoStep], held_out: float) -> None:
     """Plot success rate and mean reward by step, and save the image."""
     import matplotlib as mpl
 
@@ -180,7 +180,7 @@ def plot(path: Path, steps: Sequence[Step], held_out: float) -> None:
     plt.close(figure)
 
 
-def _wait_until_built(client: Client, settings: Settings, services: Services) -> None:
+def _wait_until_built(client: Client, settings: Settings, services: DemoServices) -> None:
     """Wait until every rollout of the run is built, held-out ones included, so that every call is accounted for.
 
     Raises:

@@ -145,7 +145,7 @@ def _plain(value: object) -> str:
     return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
 
 
-class Services:
+class DemoServices:
     """The running services of one demo."""
 
     def __init__(
@@ -173,7 +173,7 @@ class Services:
         self.otelcol = otelcol
         self.children: list[Child] = []
 
-    def __enter__(self) -> Services:
+    def __enter__(self) -> DemoServices:
         """Start nothing yet, so that `__exit__` stops the services even if `start` fails halfway."""
         return self
 

@@ -73,7 +73,7 @@ def inspect(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FileReport:
     """Numbers of spans, calls, transitions and drops of one file."""
 
     file: str
@@ -106,7 +106,7 @@ class _Spans:
         return sorted({trace for trace, _ in self.parents})
 
 
-def examine(files: Sequence[Path], settings: Settings) -> list[Row]:
+def examine(files: Sequence[Path], settings: Settings) -> list[FileReport]:
     """Send files to a temporary store, build everything in it, and return one row a file.
 
     Raises:
@@ -145,18 +145,18 @@ def looks_like_a_call(name: str, scope: str, attributes: Mapping[str, str]) -> b
     )
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[FileReport]) -> str:
     """Return the table in Markdown, with a last row for all files."""
     lines = [_HEADINGS, tuple("---" for _ in _HEADINGS), *((f"`{row.cells[0]}`", *row.cells[1:]) for row in rows), _total(rows).cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _total(rows: Iterable[Row]) -> Row:
+def _total(rows: Iterable[FileReport]) -> FileReport:
     rows = list(rows)
     drops = Counter[str]()
     for row in rows:
         drops.update(row.drops)
-    return Row(
+    return FileReport(
         "all",
         sum(row.spans for row in rows),
         sum(row.calls for row in rows),
@@ -166,7 +166,7 @@ def _total(rows: Iterable[Row]) -> Row:
     )
 
 
-def _print(rows: Sequence[Row], *, reasons: bool) -> None:
+def _print(rows: Sequence[FileReport], *, reasons: bool) -> None:
     from rich.table import Table
 
     from commands.console import plain_console
@@ -232,7 +232,7 @@ SELECT TraceId, SpanId, CallId, Reason FROM otel.v_drops WHERE TraceId IN {trace
 _RECORDED = "SELECT CallId FROM otel.v_calls WHERE TraceId IN {traces:Array(String)} AND IdsSource != 'agent'"
 
 
-def _row(name: str, spans: _Spans, client: Any) -> Row:
+def _row(name: str, spans: _Spans, client: Any) -> FileReport:
     traces = {"traces": spans.traces}
     concluded = list(client.query(_CONCLUDED, parameters=traces).result_rows)
     recorded = {row[0] for row in client.query(_RECORDED, parameters=traces).result_rows}
@@ -241,7 +241,7 @@ def _row(name: str, spans: _Spans, client: Any) -> Row:
     double = sum(count - 1 for count in calls.values())
     lost = len(recorded - calls.keys())
     unaccounted = len(_unaccounted(spans, {(trace, span) for trace, span, _, _ in concluded}))
-    return Row(name, len(spans.parents), len(calls), sum(not reason for *_, reason in concluded), drops, double + lost + unaccounted)
+    return FileReport(name, len(spans.parents), len(calls), sum(not reason for *_, reason in concluded), drops, double + lost + unaccounted)
 
 
 def _unaccounted(spans: _Spans, calls: set[tuple[str, str]]) -> set[tuple[str, str]]:

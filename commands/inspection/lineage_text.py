@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spangrad.store.lineage import Ancestor, BatchRollout, SpanLineage, VersionLineage
+from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, VersionLineage
 
 
 def of_version(lineage: VersionLineage) -> list[str]:
@@ -53,7 +53,7 @@ def _version(policy: str, ancestor: Ancestor) -> Iterator[str]:
             yield from _rollout(rollout)
 
 
-def _rollout(rollout: BatchRollout) -> Iterator[str]:
+def _rollout(rollout: BatchRolloutRow) -> Iterator[str]:
     none = "" if rollout.spans else ": no call of this policy was built"
     yield f"  rollout {rollout.rollout}, attempt {rollout.attempt}, revision {rollout.revision}, group {rollout.group}{none}"
     for span in rollout.spans:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span, Trained
+from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span, TrainedBatch
 from spangrad import semconv
 from spangrad.store.clickhouse import moment
 from spangrad.store.datasets import builds_sql, rows_sql
@@ -122,7 +122,7 @@ def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLook
         [call for call in calls if (call.trace, call.span) in kept],
         rewards,
         _builds(rows, attempt, skipped),
-        [Trained(*row) for row in rows(_TRAINED)],
+        [TrainedBatch(*row) for row in rows(_TRAINED)],
         {(policy, branch): version for policy, branch, version in rows(_NEWEST)},
         moment(max(row["Arrived"] for row in span_rows)),
         moment(now),

@@ -171,7 +171,7 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedBatch:
     """A training batch that contained the rollout."""
 
     run: str
@@ -196,7 +196,7 @@ class Record:
     calls: Sequence[Call]
     rewards: Sequence[Reward]
     builds: Sequence[Build]
-    trained: Sequence[Trained] = ()
+    trained: Sequence[TrainedBatch] = ()
     newest: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """The newest committed version of each policy and branch."""
     last_arrival: datetime | None = None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from runner.queue.client import QueueClient
-    from runner.queue.wire import Attempt, Cancelled, Rollout, State, Which
+    from runner.queue.wire import AttemptRecord, Cancelled, QueuedRollout, RolloutSelector, RolloutState
 
 T = TypeVar("T")
 _PIPE_WIDTH = 200
@@ -64,13 +64,13 @@ def _list(
     from rich.table import Table
 
     from commands.console import plain_console
-    from runner.queue.wire import State
+    from runner.queue.wire import RolloutState
 
     console = plain_console(_PIPE_WIDTH)
     if run is None and state is None and group is None:
-        table = Table("run", *[state.value for state in State], box=None, pad_edge=False)
+        table = Table("run", *[state.value for state in RolloutState], box=None, pad_edge=False)
         for row in _ask(config, set_, lambda client: client.runs()):
-            table.add_row(row.run_id, *[str(row.states.get(state, 0)) for state in State])
+            table.add_row(row.run_id, *[str(row.states.get(state, 0)) for state in RolloutState])
         console.print(table)
         return
     state_filter = _state(state)
@@ -86,9 +86,9 @@ def _dead(*, run: RunId = None, limit: int = 50, config: ConfigFile = None, set_
         limit: maximum number of rollouts to list.
     """
     from commands.console import plain_console
-    from runner.queue.wire import State
+    from runner.queue.wire import RolloutState
 
-    page = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=State.DEAD, limit=limit))
+    page = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=RolloutState.DEAD, limit=limit))
     plain_console(_PIPE_WIDTH).print(_table(page.rollouts))
 
 
@@ -175,17 +175,17 @@ def _ask(config: Path | None, set_: list[str] | None, request: Callable[[QueueCl
         return plain.wait(request(plain.client))
 
 
-def _which(rollouts: Sequence[str], run: str | None, group: str | None) -> Which:
-    from runner.queue.wire import Which
+def _which(rollouts: Sequence[str], run: str | None, group: str | None) -> RolloutSelector:
+    from runner.queue.wire import RolloutSelector
 
     if bool(rollouts) == bool(run):
         raise SettingsError("name rollouts, or --run RUN (and --group GROUP).")
     if group and not run:
         raise SettingsError("--group needs the --run that it belongs to.")
-    return Which(rollout_ids=list(rollouts)) if rollouts else Which(run_id=run, group_id=group)
+    return RolloutSelector(rollout_ids=list(rollouts)) if rollouts else RolloutSelector(run_id=run, group_id=group)
 
 
-async def _require(client: QueueClient, which: Which) -> None:
+async def _require(client: QueueClient, which: RolloutSelector) -> None:
     """Raise unless the queue knows the selected rollouts, before any of them is changed.
 
     Raises:
@@ -198,15 +198,15 @@ async def _require(client: QueueClient, which: Which) -> None:
         raise QueueError(f"the queue at {client.url} has no rollout of {of}. `spangrad queue list` shows what it has.")
 
 
-def _state(text: str | None) -> State | None:
-    from runner.queue.wire import State
+def _state(text: str | None) -> RolloutState | None:
+    from runner.queue.wire import RolloutState
 
-    if text is not None and text not in list(State):
-        raise SettingsError(f"--state {text!r} is none. A rollout is {', '.join(State)}.")
-    return State(text) if text else None
+    if text is not None and text not in list(RolloutState):
+        raise SettingsError(f"--state {text!r} is none. A rollout is {', '.join(RolloutState)}.")
+    return RolloutState(text) if text else None
 
 
-def _table(rollouts: Sequence[Rollout]) -> Table:
+def _table(rollouts: Sequence[QueuedRollout]) -> Table:
     from rich.table import Table
 
     table = Table("rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt", box=None, pad_edge=False)
@@ -219,17 +219,17 @@ def _table(rollouts: Sequence[Rollout]) -> Table:
     return table
 
 
-def _end(attempt: Attempt) -> str:
+def _end(attempt: AttemptRecord) -> str:
     if attempt.ended_at is None:
         return "under way"
     return attempt.reason.value if attempt.reason else "succeeded"
 
 
-def _seconds(attempt: Attempt) -> str:
+def _seconds(attempt: AttemptRecord) -> str:
     return "-" if attempt.seconds is None else f"{attempt.seconds:.1f}"
 
 
-def _rewards(attempt: Attempt) -> str:
+def _rewards(attempt: AttemptRecord) -> str:
     return " ".join(f"{name}{f'[{role}]' if role else ''}={value:g}" for name, role, value in entries(attempt.rewards or {}))
 
 

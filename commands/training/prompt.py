@@ -22,7 +22,7 @@ from spangrad.client.task_files import read_tasks
 from spangrad.errors import PromptError
 
 if TYPE_CHECKING:
-    from prompts.search import Question, Result
+    from prompts.search import Question, SearchResult
     from runner.workers.agents import AgentSpec
     from spangrad.settings import Settings
     from spangrad.types import Task
@@ -161,7 +161,7 @@ def _optimise(
     _finish(settings, result, out or Path("data/prompts") / f"{name}-{question.id}", publish=publish)
 
 
-def _finish(settings: Settings, result: Result, out: Path, *, publish: bool) -> None:
+def _finish(settings: Settings, result: SearchResult, out: Path, *, publish: bool) -> None:
     """Write the result to files, publish the best version if it is better, and print the result, in this order.
 
     Files come first because after publishing, the same command begins a new search. Printing comes last so that an error in it cannot
@@ -190,7 +190,7 @@ def _finish(settings: Settings, result: Result, out: Path, *, publish: bool) -> 
         print(f"published stays {start.name}@{start.version}: {why}")
 
 
-async def _search(settings: Settings, spec: AgentSpec, question: Question) -> Result:
+async def _search(settings: Settings, spec: AgentSpec, question: Question) -> SearchResult:
     from commands.training.prompt_progress import shown
     from prompts.critic import Critic
     from prompts.search import Search

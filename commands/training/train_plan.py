@@ -1,6 +1,6 @@
 """The plan of `spangrad train --plan`, as a table or as JSON.
 
-In: a `Plan`. Out: a table and a sentence, or JSON. Invariant: what was trained or skipped before is counted, not listed.
+In: a `TrainPlan`. Out: a table and a sentence, or JSON. Invariant: what was trained or skipped before is counted, not listed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.data.plan import Plan
+    from trainer.data.plan import TrainPlan
 
 _WORDS = {
     "batch": "would be trained",
@@ -25,7 +25,7 @@ _WORDS = {
 }
 
 
-def show(plan: Plan) -> None:
+def show(plan: TrainPlan) -> None:
     """Print the plan as a table, followed by its sentence and by the demand for groups."""
     from rich.table import Table
 
@@ -47,7 +47,7 @@ def show(plan: Plan) -> None:
         console.print(plan.demand, highlight=False, soft_wrap=True)
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: TrainPlan) -> str:
     """Return the plan as JSON: its fields, `batches`, `sentence`, `wanted` (groups), `counts` by fate. Trained groups are only counted."""
     facts = asdict(plan)
     facts["groups"] = [asdict(group) for group in plan.groups if group.fate != "trained"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from trainer.ledger.tables import LedgerVersion
-    from trainer.sft.training import Plan, Tuned
+    from trainer.sft.training import FileTrainPlan, Tuned
 
 _PIPE_WIDTH = 200
 _LOG_SECONDS = 10
@@ -92,7 +92,7 @@ class _Lines:
         self._last_logged = time.monotonic()
         self._steps = 0
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: FileTrainPlan) -> None:
         """Log the plan of the training."""
         self._steps = len(plan.steps)
         self._log.info("%s", _planned(plan))
@@ -121,7 +121,7 @@ class _Bar(_Lines):
         self._task: TaskID | None = None
         self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: FileTrainPlan) -> None:
         """Log the plan of the training, and begin to draw the bar."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -150,7 +150,7 @@ class _Bar(_Lines):
                 handler.setStream(stream)
 
 
-def _planned(plan: Plan) -> str:
+def _planned(plan: FileTrainPlan) -> str:
     examples, unit = plan.examples, "rows" if plan.method == "sft" else "pairs"
     where = f"from step {plan.at} " if plan.at else ""
     lengths = len(plan.steps)
@@ -160,7 +160,7 @@ def _planned(plan: Plan) -> str:
     )
 
 
-def _how(plan: Plan) -> str:
+def _how(plan: FileTrainPlan) -> str:
     """Return a text on the source of the token ids, and on the tokens with a loss."""
     examples = plan.examples
     parts = [f"{examples.with_ids} with the token ids that the engine sampled"] if examples.with_ids else []

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from commands.demo.services import SETTINGS, Services, clean_directory, demo_settings, write_settings
+from commands.demo.services import SETTINGS, DemoServices, clean_directory, demo_settings, write_settings
 from examples.learning.example import CHECKOUT, GROUP_SIZE, GROUPS, Example, write_questions
 from examples.learning.report import draw, seconds_by_part
 from runner.runner import Outcome, Runner
@@ -102,7 +102,7 @@ def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, o
     settings = load_settings(values)
     write_settings(directory / SETTINGS, explain_settings(values))
     make = [sys.executable, "-m", example.model, str(directory / "model"), "--seed", str(seed)]
-    with Services(directory, settings, say, None, engines) as services:
+    with DemoServices(directory, settings, say, None, engines) as services:
         services.start(make)
         before, history, after = asyncio.run(_learn(example, settings, services, directory, steps, say))
         parts = seconds_by_part(settings)
@@ -158,7 +158,7 @@ def _judge(example: Example, directory: Path, values: Mapping[str, object]) -> d
 
 
 async def _learn(
-    example: Example, settings: Settings, services: Services, directory: Path, steps: int, say: Callable[[str], None]
+    example: Example, settings: Settings, services: DemoServices, directory: Path, steps: int, say: Callable[[str], None]
 ) -> tuple[float, list[Step], float]:
     """Success on held-out questions, the steps, and success on the same questions after them."""
     agent = CallableAgent(example.agent, evaluator=example.evaluator, directory=CHECKOUT)

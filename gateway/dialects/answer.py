@@ -1,6 +1,6 @@
 """An engine's answer, in a form common to all dialects.
 
-In: what the dialects' readers parse. Out: an `Answer` for the call's span. Invariant: prompts and choices stand in the
+In: what the dialects' readers parse. Out: an `EngineAnswer` for the call's span. Invariant: prompts and choices stand in the
 engine's order, and of n choices to p prompts, choice i answers prompt i // (n / p).
 """
 
@@ -60,7 +60,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Answer:
+class EngineAnswer:
     """An answer, or the part of it that arrived before it was cut."""
 
     id: str | None = None

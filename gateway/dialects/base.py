@@ -1,6 +1,6 @@
 """The interface of every dialect: its path, its requests, and readers of the engine's answers.
 
-In: a client's request and the engine's answer, as bytes. Out: what the other side gets of it, and an `Answer`.
+In: a client's request and the engine's answer, as bytes. Out: what the other side gets of it, and an `EngineAnswer`.
 Invariant: JSON that is not ours to change passes as the bytes it came in, and a stream's event leaves as soon as it
 has arrived.
 """
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.dialects.answer import Answer
+from gateway.dialects.answer import EngineAnswer
 from gateway.vllm_plugin.asking import ask, asks_ids, asks_logprobs, is_left_alone
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
@@ -25,7 +25,7 @@ Fields = dict[str, msgspec.Raw]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ClientRequest:
     """A client's request."""
 
     raw: bytes
@@ -57,7 +57,7 @@ class Request:
         """Return whether the client gets logprobs that the engine sends: it asked for them, or the gateway did not."""
         return asks_logprobs(self.engine_path, self.fields) or is_left_alone(self.engine_path, self.fields)
 
-    def greedy(self) -> Request:
+    def greedy(self) -> ClientRequest:
         """Return the same request at temperature 0, whatever it asked for."""
         fields = {**self.fields, "temperature": 0}
         return replace(self, raw=msgspec.json.encode(fields), fields=fields)
@@ -71,7 +71,7 @@ class Request:
 class StreamReader(ABC):
     """Reader of a stream, event by event as it arrives."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: EngineAnswer) -> None:
         self.answer = answer
         self._held = bytearray()
         """Beginning of an event that has not arrived whole."""
@@ -104,7 +104,7 @@ class Dialect(Protocol):
     operation: str
     """`gen_ai.operation.name`."""
 
-    def parse(self, raw: bytes) -> Request:
+    def parse(self, raw: bytes) -> ClientRequest:
         """Read a client's request.
 
         Raises:
@@ -112,7 +112,7 @@ class Dialect(Protocol):
         """
         ...
 
-    def read(self, body: bytes, request: Request) -> tuple[Answer, bytes]:
+    def read(self, body: bytes, request: ClientRequest) -> tuple[EngineAnswer, bytes]:
         """Read a whole answer; return it, and the bytes that the client gets.
 
         Raises:
@@ -120,7 +120,7 @@ class Dialect(Protocol):
         """
         ...
 
-    def stream(self, request: Request) -> StreamReader:
+    def stream(self, request: ClientRequest) -> StreamReader:
         """Return a reader for the answer's stream."""
         ...
 
@@ -135,7 +135,7 @@ def data_of(event: bytes) -> tuple[bytes, bytes, bytes]:
     return (event[: match.start(1)], match[1], event[match.end(1) :]) if match else (event, b"", b"")
 
 
-def parse_request(raw: bytes, dialect: Dialect, conversation: frozenset[str]) -> Request:
+def parse_request(raw: bytes, dialect: Dialect, conversation: frozenset[str]) -> ClientRequest:
     """Read a client's request; the fields named in `conversation` stay raw.
 
     Raises:
@@ -146,7 +146,7 @@ def parse_request(raw: bytes, dialect: Dialect, conversation: frozenset[str]) ->
         decoded = {name: value if name in conversation else msgspec.json.decode(value) for name, value in fields.items()}
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return Request(raw, decoded, dialect)
+    return ClientRequest(raw, decoded, dialect)
 
 
 def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:

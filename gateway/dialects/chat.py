@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.answer import Answer, Choice, Index, Logprob, TokenId
-from gateway.dialects.base import NULL, Fields, Request
+from gateway.dialects.answer import Choice, EngineAnswer, Index, Logprob, TokenId
+from gateway.dialects.base import NULL, ClientRequest, Fields
 from gateway.dialects.choices import ChoicesDialect
 from gateway.vllm_plugin.asking import CHAT_PATH
 
@@ -47,14 +47,14 @@ class ChatDialect(ChoicesDialect):
     operation = "chat"
     conversation = frozenset({"messages"})
 
-    def read_top(self, answer: Answer, top: Fields) -> None:
+    def read_top(self, answer: EngineAnswer, top: Fields) -> None:
         """See `ChoicesDialect`."""
         super().read_top(answer, top)
         if "prompt_token_ids" in top and not answer.prompts:
             ids = msgspec.json.decode(top["prompt_token_ids"], type=list[TokenId] | None)
             answer.prompts = [ids] if ids else []
 
-    def read_choice(self, answer: Answer, fields: Fields, request: Request) -> bool:
+    def read_choice(self, answer: EngineAnswer, fields: Fields, request: ClientRequest) -> bool:
         """See `ChoicesDialect`."""
         # All of it is read before anything is kept: what is no choice leaves no trace.
         index = msgspec.json.decode(fields["index"], type=Index)
@@ -71,7 +71,7 @@ class ChatDialect(ChoicesDialect):
         # A chunk that has no ids came from an upstream that was not asked for any: nothing of it is ours to leave out.
         return bool(delta) or finish_reason is not None or "token_ids" not in fields
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: EngineAnswer) -> dict[str, Any]:
         """See `ChoicesDialect`."""
         choices = [
             {"index": index, "message": choice.message, "finish_reason": choice.finish_reason}

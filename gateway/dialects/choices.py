@@ -1,6 +1,6 @@
 """Base of the two dialects whose answers hold `choices`, with ids and logprobs in fields of vLLM's own.
 
-In: answers and chunks with more than the client asked for. Out: the same without it, and an `Answer`. Invariant: where
+In: answers and chunks with more than the client asked for. Out: the same without it, and an `EngineAnswer`. Invariant: where
 vLLM writes null for what was not asked, null is left; a chunk that vLLM sends only for its ids is left out.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.answer import Answer, EngineFacts
-from gateway.dialects.base import NULL, Fields, Request, StreamReader, data_of, openai_error, parse_request
+from gateway.dialects.answer import EngineAnswer, EngineFacts
+from gateway.dialects.base import NULL, ClientRequest, Fields, StreamReader, data_of, openai_error, parse_request
 from spangrad.semconv import ANSWER_FIELD
 
 _Choices = list[Fields]
@@ -26,17 +26,17 @@ class ChoicesDialect(ABC):
     conversation: frozenset[str]
     """Request fields that are not decoded."""
 
-    def parse(self, raw: bytes) -> Request:
+    def parse(self, raw: bytes) -> ClientRequest:
         """See `Dialect`."""
         return parse_request(raw, self, self.conversation)
 
-    def read(self, body: bytes, request: Request) -> tuple[Answer, bytes]:
+    def read(self, body: bytes, request: ClientRequest) -> tuple[EngineAnswer, bytes]:
         """See `Dialect`."""
         top = msgspec.json.decode(body, type=Fields)
         if "choices" not in top:
             raise ValueError("the answer has no `choices`")
         choices = msgspec.json.decode(top["choices"], type=_Choices)
-        answer = Answer()
+        answer = EngineAnswer()
         self.read_top(answer, top)
         for fields in choices:
             if "index" not in fields:
@@ -47,7 +47,7 @@ class ChoicesDialect(ABC):
             return answer, answer.json
         return answer, encode(top, choices, ids=request.wants_ids, logprobs=request.wants_logprobs)
 
-    def stream(self, request: Request) -> ChoicesStream:
+    def stream(self, request: ClientRequest) -> ChoicesStream:
         """See `Dialect`."""
         return ChoicesStream(self, request)
 
@@ -55,11 +55,11 @@ class ChoicesDialect(ABC):
         """See `Dialect`."""
         return openai_error(status, message, kind)
 
-    def begin(self, request: Request) -> Answer:
+    def begin(self, request: ClientRequest) -> EngineAnswer:
         """Return the answer of a stream with what is known before it begins."""
-        return Answer()
+        return EngineAnswer()
 
-    def read_top(self, answer: Answer, top: Fields) -> None:
+    def read_top(self, answer: EngineAnswer, top: Fields) -> None:
         """Read the top-level fields of an answer or chunk, and remove our own field."""
         own = top.pop(ANSWER_FIELD, None)
         if own is not None:
@@ -71,18 +71,18 @@ class ChoicesDialect(ABC):
             answer.usage = msgspec.json.decode(top["usage"], type=dict[str, Any] | None)
 
     @abstractmethod
-    def read_choice(self, answer: Answer, fields: Fields, request: Request) -> bool:
+    def read_choice(self, answer: EngineAnswer, fields: Fields, request: ClientRequest) -> bool:
         """Read a choice; return whether it holds anything but ids and logprobs."""
 
     @abstractmethod
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: EngineAnswer) -> dict[str, Any]:
         """Return the whole answer that a stream's parts amount to."""
 
 
 class ChoicesStream(StreamReader):
     """Reader of a stream whose chunks hold choices."""
 
-    def __init__(self, dialect: ChoicesDialect, request: Request) -> None:
+    def __init__(self, dialect: ChoicesDialect, request: ClientRequest) -> None:
         answer = dialect.begin(request)
         answer.whole = lambda: dialect.whole(answer) if answer.choices else None
         super().__init__(answer)

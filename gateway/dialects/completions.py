@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.answer import Answer, Choice, Index, Logprob, TokenId
-from gateway.dialects.base import NULL, Fields, Request
+from gateway.dialects.answer import Choice, EngineAnswer, Index, Logprob, TokenId
+from gateway.dialects.base import NULL, ClientRequest, Fields
 from gateway.dialects.choices import ChoicesDialect
 from gateway.vllm_plugin.asking import COMPLETIONS_PATH
 
@@ -31,15 +31,15 @@ class CompletionsDialect(ChoicesDialect):
     operation = "text_completion"
     conversation = frozenset({"prompt"})
 
-    def begin(self, request: Request) -> Answer:
+    def begin(self, request: ClientRequest) -> EngineAnswer:
         """See `ChoicesDialect`. No choice of a cut stream may be missing, or others would be taken for its prompt's."""
         prompts = _prompts(request)
         choices = prompts * _choices_each(request)
         if 1 < choices <= CHOICES_FORESEEN and not request.fields.get("echo"):
-            return Answer(prompts=[[] for _ in range(prompts)], choices={index: Choice() for index in range(choices)})
-        return Answer()
+            return EngineAnswer(prompts=[[] for _ in range(prompts)], choices={index: Choice() for index in range(choices)})
+        return EngineAnswer()
 
-    def read_choice(self, answer: Answer, fields: Fields, request: Request) -> bool:
+    def read_choice(self, answer: EngineAnswer, fields: Fields, request: ClientRequest) -> bool:
         """See `ChoicesDialect`."""
         # All of it is read before anything is kept: what is no choice leaves no trace.
         index = msgspec.json.decode(fields["index"], type=Index)
@@ -60,7 +60,7 @@ class CompletionsDialect(ChoicesDialect):
                 answer.prompts[place] = prompt_ids
         return True
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: EngineAnswer) -> dict[str, Any]:
         """See `ChoicesDialect`."""
         choices = [
             {"index": index, "text": choice.message.get("text", ""), "finish_reason": choice.finish_reason}
@@ -69,13 +69,13 @@ class CompletionsDialect(ChoicesDialect):
         return {"id": answer.id, "object": "text_completion", "model": answer.model, "choices": choices, "usage": answer.usage}
 
 
-def _choices_each(request: Request) -> int:
+def _choices_each(request: ClientRequest) -> int:
     """Return the number of choices that each prompt gets."""
     asked = request.fields.get("n")
     return asked if isinstance(asked, int) and asked > 0 else 1
 
 
-def _prompts(request: Request) -> int:
+def _prompts(request: ClientRequest) -> int:
     """Return the number of prompts: 1 for a text or a list of token ids, else the length of the list of such."""
     prompt = bytes(request.fields.get("prompt", b""))
     if not prompt.startswith(b"["):

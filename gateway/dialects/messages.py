@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.base import Fields, Request
-from gateway.dialects.tapped import TappedDialect, TappedStream
+from gateway.dialects.base import ClientRequest, Fields
+from gateway.dialects.tapped import MiddlewareFieldDialect, MiddlewareFieldStream
 from gateway.vllm_plugin.asking import MESSAGES_PATH
 
 _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature", "input_json_delta": "partial_json"}
 """Type of a delta -> the field to which it appends."""
 
 
-class MessagesDialect(TappedDialect):
+class MessagesDialect(MiddlewareFieldDialect):
     """Anthropic's messages."""
 
     path = MESSAGES_PATH
@@ -27,7 +27,7 @@ class MessagesDialect(TappedDialect):
     required = "content"
     finish = "stop_reason"
 
-    def stream(self, request: Request) -> MessagesStream:
+    def stream(self, request: ClientRequest) -> MessagesStream:
         """See `Dialect`."""
         return MessagesStream(self)
 
@@ -36,7 +36,7 @@ class MessagesDialect(TappedDialect):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-class MessagesStream(TappedStream):
+class MessagesStream(MiddlewareFieldStream):
     """Reader that assembles a message from its events."""
 
     def __init__(self, dialect: MessagesDialect) -> None:
@@ -45,7 +45,7 @@ class MessagesStream(TappedStream):
         self._blocks: dict[int, dict[str, Any]] = {}
 
     def take(self, event: dict[str, Any], raw: Fields) -> None:
-        """See `TappedStream`."""
+        """See `MiddlewareFieldStream`."""
         match event["type"]:
             case "message_start":
                 self._message = event["message"]
@@ -67,7 +67,7 @@ class MessagesStream(TappedStream):
                 pass  # content_block_stop, message_stop, ping
 
     def whole(self) -> dict[str, Any] | None:
-        """See `TappedStream`."""
+        """See `MiddlewareFieldStream`."""
         if not self._message:
             return None
         blocks = [_block(block) for _, block in sorted(self._blocks.items())]

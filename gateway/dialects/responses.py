@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.base import Fields, Request, openai_error
-from gateway.dialects.tapped import TappedDialect, TappedStream
+from gateway.dialects.base import ClientRequest, Fields, openai_error
+from gateway.dialects.tapped import MiddlewareFieldDialect, MiddlewareFieldStream
 from gateway.vllm_plugin.asking import RESPONSES_PATH
 
 _DELTAS = {
@@ -23,7 +23,7 @@ _DELTAS = {
 """Type of an event -> the field of an item to which it appends."""
 
 
-class ResponsesDialect(TappedDialect):
+class ResponsesDialect(MiddlewareFieldDialect):
     """OpenAI's responses."""
 
     path = RESPONSES_PATH
@@ -33,7 +33,7 @@ class ResponsesDialect(TappedDialect):
     finish = "status"
     hidden = frozenset({"input_messages", "output_messages"})
 
-    def stream(self, request: Request) -> ResponsesStream:
+    def stream(self, request: ClientRequest) -> ResponsesStream:
         """See `Dialect`."""
         return ResponsesStream(self)
 
@@ -42,7 +42,7 @@ class ResponsesDialect(TappedDialect):
         return openai_error(status, message, kind)
 
 
-class ResponsesStream(TappedStream):
+class ResponsesStream(MiddlewareFieldStream):
     """Reader that keeps the response that the last event holds whole, or the items that arrived of a stream that is cut."""
 
     def __init__(self, dialect: ResponsesDialect) -> None:
@@ -51,7 +51,7 @@ class ResponsesStream(TappedStream):
         self._items: dict[int, dict[str, Any]] = {}
 
     def take(self, event: dict[str, Any], raw: Fields) -> None:
-        """See `TappedStream`."""
+        """See `MiddlewareFieldStream`."""
         kind: str = event["type"]
         if "response" in event:
             self._response = event["response"]
@@ -68,7 +68,7 @@ class ResponsesStream(TappedStream):
             self.answer.failed = True
 
     def whole(self) -> dict[str, Any] | None:
-        """See `TappedStream`."""
+        """See `MiddlewareFieldStream`."""
         if not self._response:
             return None
         items = self._response.get("output") or [item for _, item in sorted(self._items.items())]

@@ -1,7 +1,7 @@
 """Base of the dialects whose answers have no place for ids: the engine's middleware reports them in its own field.
 
 In: answers and events with the field `spangrad`. Out: the same without it, byte for byte what vLLM's own code wrote,
-and an `Answer`. Invariant: each of the engine's generations is a prompt and the choice that answers it; of a stream
+and an `EngineAnswer`. Invariant: each of the engine's generations is a prompt and the choice that answers it; of a stream
 that is cut, the tokens up to the last event are kept.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.answer import Answer, Choice, EngineFacts, Logprob, TokenId
-from gateway.dialects.base import NULL, Fields, Request, StreamReader, data_of, parse_request
+from gateway.dialects.answer import Choice, EngineAnswer, EngineFacts, Logprob, TokenId
+from gateway.dialects.base import NULL, ClientRequest, Fields, StreamReader, data_of, parse_request
 from spangrad.semconv import ANSWER_FIELD
 
 
@@ -30,7 +30,7 @@ class _Field(EngineFacts, frozen=True):
     generations: list[_Generation] = msgspec.field(default_factory=list[_Generation])
 
 
-class TappedDialect(ABC):
+class MiddlewareFieldDialect(ABC):
     """Base of the dialects responses and messages."""
 
     path: str
@@ -44,35 +44,35 @@ class TappedDialect(ABC):
     hidden: frozenset[str] = frozenset()
     """Fields of answers that hold token ids where the client asked for them: not kept a second time."""
 
-    def parse(self, raw: bytes) -> Request:
+    def parse(self, raw: bytes) -> ClientRequest:
         """See `Dialect`."""
         return parse_request(raw, self, self.conversation)
 
-    def read(self, body: bytes, request: Request) -> tuple[Answer, bytes]:
+    def read(self, body: bytes, request: ClientRequest) -> tuple[EngineAnswer, bytes]:
         """See `Dialect`."""
         top = msgspec.json.decode(body, type=Fields)
         if self.required not in top:
             raise ValueError(f"the answer has no `{self.required}`")
-        answer = Answer(choices={0: Choice()})
+        answer = EngineAnswer(choices={0: Choice()})
         pop_engine_field(answer, top)
         self.read_head(answer, top)
         self.read_finish(answer, top)
         answer.json = msgspec.json.encode({name: NULL if name in self.hidden else value for name, value in top.items()})
         return answer, answer.json if self.hidden.isdisjoint(top) else msgspec.json.encode(top)
 
-    def read_head(self, answer: Answer, top: Fields) -> None:
+    def read_head(self, answer: EngineAnswer, top: Fields) -> None:
         """Read the id, model and usage of an answer."""
         answer.id = msgspec.json.decode(top.get("id", NULL), type=str | None)
         answer.model = msgspec.json.decode(top.get("model", NULL), type=str | None)
         answer.usage = msgspec.json.decode(top.get("usage", NULL), type=dict[str, Any] | None) or answer.usage
 
-    def read_finish(self, answer: Answer, end: Fields) -> None:
+    def read_finish(self, answer: EngineAnswer, end: Fields) -> None:
         """Read the finish reason in the dialect's own words, where the engine's field is absent."""
         if answer.engine is None:
             answer.choices[0].finish_reason = msgspec.json.decode(end.get(self.finish, NULL), type=str | None)
 
     @abstractmethod
-    def stream(self, request: Request) -> TappedStream:
+    def stream(self, request: ClientRequest) -> MiddlewareFieldStream:
         """See `Dialect`."""
 
     @abstractmethod
@@ -80,11 +80,11 @@ class TappedDialect(ABC):
         """See `Dialect`."""
 
 
-class TappedStream(StreamReader):
+class MiddlewareFieldStream(StreamReader):
     """Reader of a stream whose ids come in our own field."""
 
-    def __init__(self, dialect: TappedDialect) -> None:
-        super().__init__(Answer(whole=self.whole))
+    def __init__(self, dialect: MiddlewareFieldDialect) -> None:
+        super().__init__(EngineAnswer(whole=self.whole))
         self._dialect = dialect
 
     def event(self, event: bytes) -> bytes:
@@ -116,7 +116,7 @@ class TappedStream(StreamReader):
         """Return the whole answer that the events amount to. None: nothing arrived."""
 
 
-def pop_engine_field(answer: Answer, top: Fields) -> bool:
+def pop_engine_field(answer: EngineAnswer, top: Fields) -> bool:
     """Remove the field that our middleware added, and read it into the answer; return whether it was there."""
     own = top.pop(ANSWER_FIELD, None)
     if own is None:

@@ -15,10 +15,10 @@ import msgspec
 from aiohttp import web
 from pydantic import SecretStr, ValidationError
 
-from gateway.metrics import Metrics
+from gateway.metrics import GatewayMetrics
 from gateway.pool.backend import Backend
 from gateway.pool.policy import Policy
-from gateway.pool.pool import BackendRefusedError, Pool
+from gateway.pool.pool import BackendPool, BackendRefusedError
 from gateway.pool.sleeping import send_to_sleep, wake_up
 from gateway.pool.upstream import BackendStatus, Upstream
 from gateway.proxy.admin import error_response, json_response
@@ -107,7 +107,7 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
 class PoolAdmin:
     """Handlers of the pool's routes."""
 
-    def __init__(self, pool: Pool, metrics: Metrics) -> None:
+    def __init__(self, pool: BackendPool, metrics: GatewayMetrics) -> None:
         self._pool = pool
         self._metrics = metrics
 

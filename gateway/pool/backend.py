@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from gateway.dialects import CHAT
-from gateway.dialects.answer import Answer
+from gateway.dialects.answer import EngineAnswer
 from gateway.pool.upstream import BackendStatus, Upstream, unreachable
 from gateway.vllm_plugin.middleware import ADAPTER_PATH
 from spangrad.errors import EngineError
@@ -219,7 +219,7 @@ class Backend(Upstream):
             raise EngineError(unreachable(self, error)) from error
 
 
-def _lacking(answer: Answer, version: int) -> str:
+def _lacking(answer: EngineAnswer, version: int) -> str:
     """Return which of the data that training needs an answer lacks; empty: none."""
     choices = answer.ordered()
     if not answer.prompts or not choices or not choices[0].token_ids:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from gateway.pool.backend import Backend
 from gateway.pool.queueing import FairQueue
 from gateway.pool.upstream import BackendDownError, BackendStatus, Upstream
-from gateway.proxy.context import Attempt
-from gateway.weights.publication import Release
+from gateway.proxy.context import AttemptKey
+from gateway.weights.publication import WeightsRelease
 from spangrad.errors import GatewayError
 
 RETRY_AFTER_SECONDS = 1
@@ -40,13 +40,13 @@ class Canary:
     """A release that one backend serves to a share of the rollouts, until it is promoted or rolled back."""
 
     backend: Backend
-    release: Release
+    release: WeightsRelease
     share: float
 
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    attempt: Attempt | None
+    attempt: AttemptKey | None
     avoid: Set[str]
     granted: asyncio.Future[Upstream]
 
@@ -57,7 +57,7 @@ class Policy:
     def __init__(self, name: str, queue_limit: int) -> None:
         self.name = name
         self.backends: list[Upstream] = []
-        self.releases: list[Release] = []
+        self.releases: list[WeightsRelease] = []
         """Releases that were served, the newest last, which every engine of the policy must serve. Empty: none was published."""
         self.rolled_back: set[int] = set()
         """Versions that were rolled back; they are published again only on explicit request."""
@@ -68,9 +68,9 @@ class Policy:
         """Held by the task that publishes."""
         self.all_at_once = False
         """True while all engines take new weights: those that are done first do not get the calls of all."""
-        self._queue: FairQueue[Attempt | None, _Waiter] = FairQueue()
+        self._queue: FairQueue[AttemptKey | None, _Waiter] = FairQueue()
         self._queue_limit = queue_limit
-        self._holders: OrderedDict[Attempt, Upstream] = OrderedDict()
+        self._holders: OrderedDict[AttemptKey, Upstream] = OrderedDict()
 
     @property
     def engines(self) -> list[Backend]:
@@ -78,7 +78,7 @@ class Policy:
         return [engine for engine in self.backends if isinstance(engine, Backend) and engine.status is not BackendStatus.DRAINING]
 
     @property
-    def release(self) -> Release | None:
+    def release(self) -> WeightsRelease | None:
         """Return the release that every engine but the canary must serve. None: each serves the weights it was started with."""
         return self.releases[-1] if self.releases else None
 
@@ -101,18 +101,18 @@ class Policy:
         statuses = {backend.status for backend in self.backends}
         return next((status for status in BackendStatus if status in statuses), BackendStatus.DOWN)
 
-    def release_for(self, backend: Backend) -> Release | None:
+    def release_for(self, backend: Backend) -> WeightsRelease | None:
         """Return the release that a backend must serve. None: the weights it was started with."""
         return self.canary.release if self.canary and self.canary.backend is backend else self.release
 
-    def missed(self, backend: Backend, version: int) -> Release | None:
+    def missed(self, backend: Backend, version: int) -> WeightsRelease | None:
         """Return the release that a backend at a version must load before it answers calls. None: it may answer with what it holds."""
         release = self.release_for(backend)
         # An engine that was started with a newer version keeps it.
         stale = release and version != release.version and (version < release.version or version in self.rolled_back | self.replaced)
         return release if stale else None
 
-    def served(self, release: Release) -> None:
+    def served(self, release: WeightsRelease) -> None:
         """Record a release as served now, and newer versions as replaced."""
         known = {past.version for past in self.releases} | {engine.info.version for engine in self.engines if engine.info}
         self.replaced |= {version for version in known if version > release.version}
@@ -130,7 +130,7 @@ class Policy:
             if not waiter.granted.done():
                 waiter.granted.set_exception(BackendDownError(self.why_down()))
 
-    async def acquire(self, attempt: Attempt | None, avoid: Set[str] = NOTHING) -> Upstream:
+    async def acquire(self, attempt: AttemptKey | None, avoid: Set[str] = NOTHING) -> Upstream:
         """Wait for a backend; the caller must give it back.
 
         Args:
@@ -183,7 +183,7 @@ class Policy:
         waiter.granted.set_result(self._begin(backend, waiter.attempt))
         return True
 
-    def _begin(self, backend: Upstream, attempt: Attempt | None) -> Upstream:
+    def _begin(self, backend: Upstream, attempt: AttemptKey | None) -> Upstream:
         backend.begin()
         if attempt is not None and len(self.backends) > 1:
             self._holders[attempt] = backend
@@ -192,7 +192,7 @@ class Policy:
                 self._holders.popitem(last=False)
         return backend
 
-    def _choose(self, attempt: Attempt | None, avoid: Set[str]) -> Upstream | None:
+    def _choose(self, attempt: AttemptKey | None, avoid: Set[str]) -> Upstream | None:
         """Return the backend that a call may go to now: the one that caches its prefix, unless another is much less busy."""
         group = self._group(attempt, avoid)
         free = [backend for backend in group if backend.status is BackendStatus.SERVING and backend.has_room and self._has_share(backend)]
@@ -209,12 +209,12 @@ class Policy:
             return holder
         return least
 
-    def worth_waiting(self, attempt: Attempt | None, avoid: Set[str]) -> bool:
+    def worth_waiting(self, attempt: AttemptKey | None, avoid: Set[str]) -> bool:
         """Return whether there is a backend that may take a call, now or soon."""
         group = self._group(attempt, avoid)
         return any(backend.status in _WAITED_FOR or (backend.worth_a_try and not self.release) for backend in group)
 
-    def _group(self, attempt: Attempt | None, avoid: Set[str]) -> list[Upstream]:
+    def _group(self, attempt: AttemptKey | None, avoid: Set[str]) -> list[Upstream]:
         """Return the backends that may answer an attempt's calls: the canary for its share of the rollouts, the others for the rest."""
         if self.canary is None:
             return self.backends if not avoid else [backend for backend in self.backends if backend.name not in avoid]
@@ -238,6 +238,6 @@ class Policy:
         return backend.in_flight < -(-calls // len(sharing))
 
 
-def _canary_bucket(attempt: Attempt) -> float:
+def _canary_bucket(attempt: AttemptKey) -> float:
     """Return the place of a rollout in [0, 1), the same for all of its calls; it is compared with the canary's share."""
     return zlib.crc32(attempt.rollout_id.encode("utf-8", "replace")) / 2**32

@@ -19,7 +19,7 @@ from gateway.pool.backend import Backend
 from gateway.pool.policy import NOTHING, Policy
 from gateway.pool.upstream import BackendStatus, FrozenUpstream, Upstream
 from gateway.pool.watch import watch
-from gateway.proxy.context import Attempt
+from gateway.proxy.context import AttemptKey
 from spangrad.errors import GatewayError, SettingsError
 from spangrad.settings import BackendSettings, GatewaySettings, Settings
 
@@ -30,10 +30,10 @@ class BackendRefusedError(GatewayError):
     """A backend cannot be registered."""
 
 
-class Lease:
+class BackendLease:
     """A backend for the time of a call."""
 
-    def __init__(self, policy: Policy, backend: Upstream, model: str | None, attempt: Attempt | None, avoid: Set[str]) -> None:
+    def __init__(self, policy: Policy, backend: Upstream, model: str | None, attempt: AttemptKey | None, avoid: Set[str]) -> None:
         self.backend = backend
         self.model = model
         """Model name to send to the backend. None: the one that the client sent."""
@@ -48,7 +48,7 @@ class Lease:
         return avoid if self._policy.worth_waiting(self._attempt, avoid) else None
 
 
-class Pool:
+class BackendPool:
     """All backends of the gateway, and their watchers."""
 
     def __init__(self, settings: Settings, session: aiohttp.ClientSession) -> None:
@@ -91,13 +91,13 @@ class Pool:
         return self.policies.get(name) or self.policies.setdefault(self.default, Policy(self.default, self._queue_limit))
 
     @asynccontextmanager
-    async def lease(self, model: str | None, attempt: Attempt | None, avoid: Set[str] = NOTHING) -> AsyncGenerator[Lease]:
+    async def lease(self, model: str | None, attempt: AttemptKey | None, avoid: Set[str] = NOTHING) -> AsyncGenerator[BackendLease]:
         """Lease a backend for a call; wait while all are busy or taking new weights.
 
         Args:
             model: what the client asks for.
             attempt: the attempt that makes the call. None: of no rollout; such calls share one turn.
-            avoid: names of backends to avoid, as `Lease.failed_to_connect` returned them.
+            avoid: names of backends to avoid, as `BackendLease.failed_to_connect` returned them.
 
         Raises:
             BackendDownError: no backend is admitted.
@@ -107,7 +107,7 @@ class Pool:
         backend = await policy.acquire(attempt, avoid)
         try:
             named = model in self.models or model == policy.name
-            yield Lease(policy, backend, backend.model if named else None, attempt, avoid)
+            yield BackendLease(policy, backend, backend.model if named else None, attempt, avoid)
         finally:
             policy.give_back(backend)
 

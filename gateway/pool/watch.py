@@ -13,7 +13,7 @@ import tempfile
 from gateway.pool.backend import Backend, EngineInfo
 from gateway.pool.policy import Policy
 from gateway.pool.upstream import BackendStatus
-from gateway.weights.publication import Expected, PublicationError, Release, put
+from gateway.weights.publication import Expected, PublicationError, WeightsRelease, put
 from spangrad.errors import EngineError
 from spangrad.processes import die_with_parent
 
@@ -108,12 +108,12 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
             backend.take_down(f"the engine at {backend.url} was not admitted: {error}", broken=True)
         return
     if not policy.releases and info.model and info.version >= (policy.version or 0):
-        policy.served(Release(info.version, info.model, backend.checksum))
+        policy.served(WeightsRelease(info.version, info.model, backend.checksum))
     backend.serve(info, backend.checksum)
     log.info("engine admitted: %s, policy %r version %d at %s, %s", backend.name, info.policy, info.version, backend.url, backend.checksum)
 
 
-async def _bring_up(backend: Backend, release: Release) -> None:
+async def _bring_up(backend: Backend, release: WeightsRelease) -> None:
     """Load the release that the policy serves into an engine that holds older weights, or weights that were rolled back.
 
     Raises:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from gateway.pool.pool import Pool
+from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendStatus
-from gateway.proxy.context import Announcement, Attempt, parse_traceparent
+from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
 from gateway.proxy.counts import Counts
 
 COUNT_WAIT_SECONDS = 10
@@ -27,7 +27,7 @@ class _AnnouncementRequest(msgspec.Struct, forbid_unknown_fields=True):
 class Admin:
     """Handlers of the routes for the runner and for health checks."""
 
-    def __init__(self, pool: Pool, counts: Counts) -> None:
+    def __init__(self, pool: BackendPool, counts: Counts) -> None:
         self._pool = pool
         self._counts = counts
 
@@ -73,9 +73,9 @@ class Admin:
         return json_response({"status": max((policy.status for policy in policies), key=list(BackendStatus).index)})
 
 
-def url_attempt(request: web.Request) -> Attempt:
+def url_attempt(request: web.Request) -> AttemptKey:
     """Return the attempt that a URL names."""
-    return Attempt(request.match_info["rollout"], int(request.match_info["attempt"]))
+    return AttemptKey(request.match_info["rollout"], int(request.match_info["attempt"]))
 
 
 def json_response(body: object, status: int = 200) -> web.Response:

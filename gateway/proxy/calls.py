@@ -21,14 +21,14 @@ import msgspec
 from aiohttp import web
 
 from gateway.dialects import DIALECTS, Dialect
-from gateway.dialects.answer import Answer
-from gateway.dialects.base import Request
-from gateway.metrics import Metrics
+from gateway.dialects.answer import EngineAnswer
+from gateway.dialects.base import ClientRequest
+from gateway.metrics import GatewayMetrics
 from gateway.pool.policy import NOTHING, RETRY_AFTER_SECONDS, PoolFullError
-from gateway.pool.pool import Lease, Pool
+from gateway.pool.pool import BackendLease, BackendPool
 from gateway.pool.upstream import BackendDownError, Scrubber, unreachable
 from gateway.proxy.admin import json_response, url_attempt
-from gateway.proxy.context import Attempt, attempt_of, call_context, parse_baggage
+from gateway.proxy.context import AttemptKey, attempt_of, call_context, parse_baggage
 from gateway.proxy.counts import Counts
 from gateway.proxy.headers import forwarded, returned
 from gateway.proxy.passthrough import pass_through
@@ -73,11 +73,11 @@ class Calls:
         self,
         settings: Settings,
         session: aiohttp.ClientSession,
-        pool: Pool,
+        pool: BackendPool,
         exporter: SpanExporter,
         counts: Counts,
         process_id: str,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         redactor: Redactor | None,
     ) -> None:
         self._session = session
@@ -201,7 +201,7 @@ class Calls:
                 except aiohttp.ClientError as error:
                     return _failed(exchange, 502, "engine_unreachable", unreachable(lease.backend, error))
 
-    async def _forward(self, exchange: _Exchange, lease: Lease) -> web.StreamResponse:
+    async def _forward(self, exchange: _Exchange, lease: BackendLease) -> web.StreamResponse:
         request, facts, backend = exchange.request, exchange.facts, lease.backend
         facts.provider = backend.provider
         if backend.is_engine and facts.context.mode == Mode.GREEDY:
@@ -258,7 +258,7 @@ class Calls:
         await self._record(exchange)
 
 
-def _used(answer: Answer, *names: str) -> int:
+def _used(answer: EngineAnswer, *names: str) -> int:
     """Return the number of tokens that the upstream reports as usage, for answers without ids; 0 where it reports none."""
     counts = [(answer.usage or {}).get(name) for name in names]
     return next((count for count in counts if isinstance(count, int)), 0)
@@ -270,7 +270,7 @@ def _is_end(events: bytes) -> bool:
     return _LAST_EVENT.match(last) is not None
 
 
-def _asked(request: Request, lease: Lease) -> bytes:
+def _asked(request: ClientRequest, lease: BackendLease) -> bytes:
     """Return the request for a backend: with its own name of the model, and asking for ids if it can give them."""
     if lease.model is not None and lease.model != request.model:
         fields = {**request.fields, "model": lease.model}
@@ -317,5 +317,5 @@ async def _to_client(writing: Awaitable[object]) -> None:
         raise _ClientLeftError from error
 
 
-def _url_attempt(request: web.Request) -> Attempt | None:
+def _url_attempt(request: web.Request) -> AttemptKey | None:
     return url_attempt(request) if "rollout" in request.match_info else None

@@ -32,7 +32,7 @@ class SpanContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptKey:
     """An attempt of a rollout, as the gateway counts it."""
 
     rollout_id: str
@@ -55,7 +55,7 @@ class Announcement:
 class CallContext:
     """Rollout, run and mode of a call, and its place in a trace."""
 
-    attempt: Attempt | None
+    attempt: AttemptKey | None
     """None: the call belongs to no rollout that we know of."""
     run_id: str | None
     mode: str | None
@@ -80,16 +80,16 @@ def parse_baggage(text: str | None) -> dict[str, str]:
     return {key.strip(): unquote(value.strip()) for key, _, value in pairs if key.strip() in semconv.CONTEXT_KEYS}
 
 
-def attempt_of(url: Attempt | None, baggage: Mapping[str, str]) -> Attempt | None:
+def attempt_of(url: AttemptKey | None, baggage: Mapping[str, str]) -> AttemptKey | None:
     """Return the attempt that a call belongs to: from its URL, else from its baggage. None: neither names one."""
     if url is not None:
         return url
     rollout = baggage.get(semconv.ROLLOUT_ID)
     number = baggage.get(semconv.ROLLOUT_ATTEMPT, "0")
-    return Attempt(rollout, int(number) if _ATTEMPT_NUMBER.fullmatch(number) else 0) if rollout else None
+    return AttemptKey(rollout, int(number) if _ATTEMPT_NUMBER.fullmatch(number) else 0) if rollout else None
 
 
-def call_context(attempt: Attempt | None, announced: Announcement, baggage: Mapping[str, str], traceparent: str | None) -> CallContext:
+def call_context(attempt: AttemptKey | None, announced: Announcement, baggage: Mapping[str, str], traceparent: str | None) -> CallContext:
     """Return the context of a call; its own span gets a fresh id."""
     parent = parse_traceparent(traceparent) or announced.parent
     return CallContext(

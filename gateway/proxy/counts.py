@@ -10,7 +10,7 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, Attempt
+from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, AttemptKey
 
 ATTEMPTS_KEPT = 100_000
 """Number of attempts remembered; the least recently used without a call in flight are forgotten first (some 50 MB in all)."""
@@ -30,18 +30,18 @@ class Counts:
     """Call counts of the attempts that were announced or seen."""
 
     def __init__(self) -> None:
-        self._tallies: OrderedDict[Attempt, _Tally] = OrderedDict()
+        self._tallies: OrderedDict[AttemptKey, _Tally] = OrderedDict()
 
-    def announce(self, attempt: Attempt, announcement: Announcement) -> None:
+    def announce(self, attempt: AttemptKey, announcement: Announcement) -> None:
         """Keep the runner's announcement; calls by URL alone inherit it."""
         self._touch(attempt).announced = announcement
 
-    def announced(self, attempt: Attempt | None) -> Announcement:
+    def announced(self, attempt: AttemptKey | None) -> Announcement:
         """Return the announcement of an attempt, or an empty one."""
         tally = self._tallies.get(attempt) if attempt else None
         return tally.announced if tally else NOTHING_ANNOUNCED
 
-    def begin(self, attempt: Attempt | None) -> None:
+    def begin(self, attempt: AttemptKey | None) -> None:
         """Count an accepted call."""
         if attempt is not None:
             tally = self._touch(attempt)
@@ -49,7 +49,7 @@ class Counts:
             tally.in_flight += 1
             tally.idle.clear()
 
-    def end(self, attempt: Attempt | None, *, overflowed: bool = False) -> None:
+    def end(self, attempt: AttemptKey | None, *, overflowed: bool = False) -> None:
         """Note that a call's span is queued, and whether the engine refused the call for the length of its prompt."""
         if attempt is not None:
             tally = self._tallies[attempt]
@@ -58,7 +58,7 @@ class Counts:
             if not tally.in_flight:
                 tally.idle.set()
 
-    async def calls(self, attempt: Attempt, wait_seconds: float) -> int | None:
+    async def calls(self, attempt: AttemptKey, wait_seconds: float) -> int | None:
         """Return the number of calls of an attempt, after waiting for those in flight; None when this process cannot know them all.
 
         The runner announces an attempt before its first call. A tally without an announcement was begun by a gateway
@@ -74,12 +74,12 @@ class Counts:
                 pass  # a call that hangs is counted all the same: its span will come when it ends
         return tally.calls
 
-    def overflowed(self, attempt: Attempt) -> bool:
+    def overflowed(self, attempt: AttemptKey) -> bool:
         """Return whether an attempt's last call that ended was refused because its prompt was longer than the model's context."""
         tally = self._tallies.get(attempt)
         return tally is not None and tally.overflowed
 
-    def _touch(self, attempt: Attempt) -> _Tally:
+    def _touch(self, attempt: AttemptKey) -> _Tally:
         tally = self._tallies.setdefault(attempt, _Tally())
         self._tallies.move_to_end(attempt)
         if len(self._tallies) > ATTEMPTS_KEPT:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
-from gateway.dialects.base import Request
+from gateway.dialects.base import ClientRequest
 
 _KINDS = {
     **dict.fromkeys(
@@ -35,7 +35,7 @@ _ESCAPES = (b"\\u006", b"\\u007")
 _NAMED = re.compile(rb'"(?:images|' + b"|".join(name.encode() for name in sorted(_KINDS)) + rb')"(?!\s*:\s*null)')
 
 
-def modality(request: Request, answer: bytes | None) -> str:
+def modality(request: ClientRequest, answer: bytes | None) -> str:
     """Return the kinds of content of a call that are not text, joined by commas in alphabetical order, such as `audio,image`.
 
     Args:

@@ -15,10 +15,10 @@ from yarl import URL
 
 from gateway.dialects import DIALECTS
 from gateway.pool.policy import PoolFullError
-from gateway.pool.pool import Pool
+from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendDownError, Upstream, unreachable
 from gateway.proxy.admin import error_response, json_response
-from gateway.proxy.context import Attempt
+from gateway.proxy.context import AttemptKey
 from gateway.proxy.headers import forwarded, forwarded_query, returned
 
 REFUSED = {
@@ -33,7 +33,9 @@ class _Asked(msgspec.Struct):
     model: str | None = None
 
 
-async def pass_through(request: web.Request, session: aiohttp.ClientSession, pool: Pool, attempt: Attempt | None) -> web.StreamResponse:
+async def pass_through(
+    request: web.Request, session: aiohttp.ClientSession, pool: BackendPool, attempt: AttemptKey | None
+) -> web.StreamResponse:
     """Forward a request to a backend of the policy that its model names."""
     rest = request.match_info["rest"]
     refusal = _refusal(request.method, rest)

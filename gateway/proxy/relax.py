@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 import msgspec
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gateway.dialects.base import Request
+from gateway.dialects.base import ClientRequest
 from spangrad.settings.gateway import Relaxation
 
 _Fields = Mapping[str, Any]
@@ -35,7 +35,7 @@ _FORCED = ("function", "custom")
 _FORCED_IN_MESSAGES = ("any", "tool")
 
 
-def relax(request: Request, names: Iterable[Relaxation]) -> tuple[Request, tuple[Relaxation, ...]]:
+def relax(request: ClientRequest, names: Iterable[Relaxation]) -> tuple[ClientRequest, tuple[Relaxation, ...]]:
     """Relax a request.
 
     Args:

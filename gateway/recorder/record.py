@@ -16,8 +16,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyVa
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from pydantic import TypeAdapter, ValidationError
 
-from gateway.dialects.answer import Answer, Sampling
-from gateway.dialects.base import Request
+from gateway.dialects.answer import EngineAnswer, Sampling
+from gateway.dialects.base import ClientRequest
 from gateway.proxy.context import CallContext
 from gateway.proxy.modality import modality
 from gateway.proxy.redaction import Redactor
@@ -55,13 +55,13 @@ class CallFacts:
     """Facts of a call; filled in while the call is in progress."""
 
     context: CallContext
-    request: Request
+    request: ClientRequest
     seq: int
     """Sequence number among the calls of this process."""
     started_ns: int
     provider: str = PROVIDER
     """Kind of the upstream that answers (`gen_ai.provider.name`)."""
-    answer: Answer = field(default_factory=Answer)
+    answer: EngineAnswer = field(default_factory=EngineAnswer)
     http_status: int | None = None
     """HTTP status of the response to the client. None: the client disconnected before one."""
     error_type: str | None = None
@@ -173,7 +173,7 @@ def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str
     return effective
 
 
-def _answer(answer: Answer, response: bytes | None) -> dict[str, _Value]:
+def _answer(answer: EngineAnswer, response: bytes | None) -> dict[str, _Value]:
     choices = answer.ordered()
     response_json = response.decode(errors="replace") if response is not None else None
     if not choices:

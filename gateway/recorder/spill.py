@@ -34,7 +34,7 @@ _CHECKSUM_OF_NOTHING = 0x5350414E
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class SpilledSpan:
     """A span that was read back."""
 
     span: bytes
@@ -46,7 +46,7 @@ class Stored:
 class Piece:
     """Spans that were read at once."""
 
-    spans: list[Stored] = field(default_factory=list[Stored])
+    spans: list[SpilledSpan] = field(default_factory=list[SpilledSpan])
     end: int = 0
     """Offset at which to continue reading."""
     damaged: int = 0
@@ -79,7 +79,7 @@ class Extent:
             # A length that leads beyond the end, or the rest at the end: it never becomes a frame.
             damaged += left - end
             end = left
-        return Piece([Stored(span, self.begin + behind) for span, behind in spans], self.begin + end, damaged)
+        return Piece([SpilledSpan(span, self.begin + behind) for span, behind in spans], self.begin + end, damaged)
 
 
 @dataclass(slots=True)

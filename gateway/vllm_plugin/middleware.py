@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, TAPPED_PATHS, ask
-from gateway.vllm_plugin.sender import AnswerSender, TappedSender
+from gateway.vllm_plugin.sender import AnswerSender, FieldSender
 from gateway.vllm_plugin.tap import Labels, Tap, open_tap
 from spangrad.sampling import is_constrained
 from spangrad.weights.checksums import tokenizer_hash
@@ -201,7 +201,7 @@ class SpangradMiddleware:
         if not (isinstance(request, dict) and request.get("use_beam_search")):  # a search has no sampling distribution
             tap = open_tap(scope["app"].state.engine_client, reads_ids=scope["path"] in TAPPED_PATHS)
         facts = partial(self.facts, tap, constrained)
-        sender = TappedSender(facts, send, tap) if tap and tap.reads_ids else AnswerSender(facts, send)
+        sender = FieldSender(facts, send, tap) if tap and tap.reads_ids else AnswerSender(facts, send)
         await self.app(scope, _replay(body, receive), sender)
 
     def _named(self, request: dict[str, Any]) -> dict[str, Any]:

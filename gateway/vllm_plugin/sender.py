@@ -116,7 +116,7 @@ class AnswerSender:
         return {}
 
 
-class TappedSender(AnswerSender):
+class FieldSender(AnswerSender):
     """ASGI sender that adds the field, with the engine's generations, to one answer."""
 
     def __init__(self, facts: Facts, send: Send, tap: Tap) -> None:

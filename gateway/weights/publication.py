@@ -18,8 +18,8 @@ import msgspec
 
 from gateway.pool.backend import Backend
 from gateway.pool.upstream import BackendStatus
-from gateway.weights.sync_methods import Adapter, Road, refusal_of, sync_method_of
-from gateway.weights.transfer import Sender, checksums
+from gateway.weights.sync_methods import Adapter, SyncMethod, refusal_of, sync_method_of
+from gateway.weights.transfer import SenderAddress, checksums
 from spangrad.errors import CheckpointError, EngineError, GatewayError
 from spangrad.weights.checksums import checksum_directory
 
@@ -54,7 +54,7 @@ class CallsInFlight(msgspec.Struct, frozen=True):
     which the publication fails."""
 
 
-class Release(msgspec.Struct, frozen=True):
+class WeightsRelease(msgspec.Struct, frozen=True):
     """A policy version: its number, and the directory and checksum of its weights."""
 
     version: int
@@ -65,7 +65,7 @@ class Release(msgspec.Struct, frozen=True):
 class Expected:
     """Checksums that engines must show once they hold a release, by dtype. The release's files are read once for each dtype."""
 
-    def __init__(self, release: Release, sender: Sender | None = None) -> None:
+    def __init__(self, release: WeightsRelease, sender: SenderAddress | None = None) -> None:
         """Expect a release that is read from its files, or that `sender` sends; the sender is asked for checksums of other dtypes."""
         self._release = release
         self.sender = sender
@@ -112,7 +112,9 @@ def holds(backend: Backend, expected: str) -> bool:
     return backend.status is BackendStatus.SERVING and backend.checksum == expected
 
 
-async def put(backend: Backend, release: Release, expected: str, calls: CallsInFlight = KEEP, sender: Sender | None = None) -> None:
+async def put(
+    backend: Backend, release: WeightsRelease, expected: str, calls: CallsInFlight = KEEP, sender: SenderAddress | None = None
+) -> None:
     """Make an engine serve a release; the caller holds its lock. `backend.publication` then holds the seconds of each step.
 
     An engine that holds these weights already is given the version's number alone: nothing is paused, loaded or reset, and calls go on.
@@ -146,7 +148,7 @@ async def put(backend: Backend, release: Release, expected: str, calls: CallsInF
             backend.take_down(f"publication of version {release.version} was cut short. Publish again, or restart the engine.", broken=True)
 
 
-def _read(release: Release, dtype: str) -> str:
+def _read(release: WeightsRelease, dtype: str) -> str:
     path = Path(release.path)
     try:
         if not path.is_dir():
@@ -177,7 +179,7 @@ class _Steps:
         self.now, self._began = step, ended
 
 
-async def _relabel(backend: Backend, release: Release, expected: str) -> bool:
+async def _relabel(backend: Backend, release: WeightsRelease, expected: str) -> bool:
     """Give a serving engine a version's number, once its checksum has shown that it holds that version's weights.
 
     Returns:
@@ -204,7 +206,7 @@ async def _relabel(backend: Backend, release: Release, expected: str) -> bool:
 
 
 async def _replace_weights(
-    backend: Backend, release: Release, expected: str, calls: CallsInFlight, before: BackendStatus, sync_method: Road
+    backend: Backend, release: WeightsRelease, expected: str, calls: CallsInFlight, before: BackendStatus, sync_method: SyncMethod
 ) -> None:
     """Run all steps of a publication; an engine that served before resumes if a step fails before any weights are loaded."""
     steps = _Steps("check")

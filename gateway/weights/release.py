@@ -17,8 +17,8 @@ import msgspec
 from gateway.pool.backend import Backend
 from gateway.pool.policy import Canary, Policy
 from gateway.pool.upstream import BackendStatus
-from gateway.weights.publication import CallsInFlight, Expected, InFlight, PublicationError, Release, holds, put
-from gateway.weights.transfer import Sender
+from gateway.weights.publication import CallsInFlight, Expected, InFlight, PublicationError, WeightsRelease, holds, put
+from gateway.weights.transfer import SenderAddress
 from spangrad.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     which the publication fails."""
     canary: float | None = None
     """Share of the rollouts that one engine serves with the version until it is promoted or rolled back. None: all engines serve it."""
-    sender: Sender | None = None
+    sender: SenderAddress | None = None
     """Trainer that sends the weights to the engines. None: they read them from `path`, as any engine does that needs them later."""
     again: bool = False
     """Publish a version that was rolled back, or that is older than what is served."""
@@ -78,7 +78,7 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
         EngineError: no engine serves it; the message says what state that left.
     """
     began = time.monotonic()
-    release = Release(request.version, request.path, request.checksum)
+    release = WeightsRelease(request.version, request.path, request.checksum)
     async with policy.lock:
         engines = _reached(policy)
         if policy.canary:
@@ -182,12 +182,12 @@ def _reached(policy: Policy) -> list[Backend]:
     return reached
 
 
-def _serves(backend: Backend, release: Release, expected: str) -> bool:
+def _serves(backend: Backend, release: WeightsRelease, expected: str) -> bool:
     assert backend.info
     return backend.status is BackendStatus.SERVING and (backend.info.version, backend.checksum) == (release.version, expected)
 
 
-def _require_newer(policy: Policy, release: Release, todo: Sequence[Backend], *, again: bool) -> None:
+def _require_newer(policy: Policy, release: WeightsRelease, todo: Sequence[Backend], *, again: bool) -> None:
     """Raise unless the version is newer than those served: a version's weights never change, and old ones return by rollback or `again`."""
     for engine in policy.engines:
         if engine.info and (release.version == engine.info.version or (release.version < engine.info.version and not again)):
@@ -197,7 +197,7 @@ def _require_newer(policy: Policy, release: Release, todo: Sequence[Backend], *,
 
 
 async def _put_into(
-    policy: Policy, engines: Sequence[Backend], release: Release, expected: Expected, order: Order, calls: CallsInFlight
+    policy: Policy, engines: Sequence[Backend], release: WeightsRelease, expected: Expected, order: Order, calls: CallsInFlight
 ) -> None:
     """Publish to engines; the status of each shows whether it failed.
 
@@ -226,7 +226,7 @@ async def _put_into(
     )
 
 
-async def _publish_to(backend: Backend, release: Release, expected: Expected, calls: CallsInFlight) -> EngineError | None:
+async def _publish_to(backend: Backend, release: WeightsRelease, expected: Expected, calls: CallsInFlight) -> EngineError | None:
     """Publish to one engine; return its error, or None."""
     async with backend.lock:
         try:
@@ -236,7 +236,9 @@ async def _publish_to(backend: Backend, release: Release, expected: Expected, ca
     return None
 
 
-async def _send_canary(policy: Policy, release: Release, expected: Expected, request: PublicationRequest, todo: Sequence[Backend]) -> None:
+async def _send_canary(
+    policy: Policy, release: WeightsRelease, expected: Expected, request: PublicationRequest, todo: Sequence[Backend]
+) -> None:
     share = request.canary or 0.0
     serving = [engine for engine in todo if engine.status is BackendStatus.SERVING]
     if len(serving) < 2:
@@ -265,7 +267,7 @@ def _withdraw_laggards(policy: Policy) -> None:
             )
 
 
-def _publication(policy: Policy, release: Release, seconds: float, took: Sequence[Backend] = ()) -> Publication:
+def _publication(policy: Policy, release: WeightsRelease, seconds: float, took: Sequence[Backend] = ()) -> Publication:
     backends = {engine.name: f"{engine.status}: {engine.reason}" if engine.reason else str(engine.status) for engine in policy.engines}
     stages = {engine.name: engine.publication for engine in took if engine.status is not BackendStatus.DOWN}
     return Publication(policy.name, release.version, release.checksum, seconds, backends, stages)

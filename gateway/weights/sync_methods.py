@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Protocol
 
 from gateway.pool.backend import Backend
-from gateway.weights.transfer import Sender, Transfer
+from gateway.weights.transfer import SenderAddress, Transfer
 from spangrad.errors import CheckpointError, EngineError
 from spangrad.weights.adapters import AdapterFacts, adapter_facts
 from spangrad.weights.checksums import checksum_base
 
 
-class Road(Protocol):
+class SyncMethod(Protocol):
     """A weight sync method, for one release and one engine."""
 
     @property
@@ -101,7 +101,7 @@ class Adapter:
         await backend.load_adapter(self.path)
 
 
-def refusal_of(backend: Backend, path: Path, sender: Sender | None) -> str:
+def refusal_of(backend: Backend, path: Path, sender: SenderAddress | None) -> str:
     """Return the reason why an engine cannot load a release; empty: it can, or the engine was never reached.
 
     Args:
@@ -138,7 +138,7 @@ def refusal_of(backend: Backend, path: Path, sender: Sender | None) -> str:
     return ""
 
 
-def sync_method_of(backend: Backend, path: Path, sender: Sender | None) -> Road:
+def sync_method_of(backend: Backend, path: Path, sender: SenderAddress | None) -> SyncMethod:
     """Return the method by which an engine loads a release. One that takes adapters can load a whole model only if that is its base.
 
     Raises:

@@ -18,7 +18,7 @@ from gateway.pool.backend import Backend
 from spangrad.errors import EngineError
 
 
-class Sender(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address and token of a trainer that is ready to send the weights of a version."""
 
     url: str
@@ -49,7 +49,7 @@ class Transfer:
 
     step = "transfer"
 
-    def __init__(self, sender: Sender, dtype: str) -> None:
+    def __init__(self, sender: SenderAddress, dtype: str) -> None:
         self._sender = sender
         self._dtype = dtype
         self._update: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class Transfer:
         backend.group = group
 
 
-async def checksums(backend: Backend, sender: Sender, dtype: str) -> Checksums:
+async def checksums(backend: Backend, sender: SenderAddress, dtype: str) -> Checksums:
     """Ask the sender for the checksum that an engine of a dtype must show once it has the sender's weights.
 
     Raises:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from runner.environments.wire import Ask, Beat, Leased, Over
+from runner.environments.wire import InstanceHeartbeat, InstanceRequest, Leased, Over
 from runner.http_retry import AgainError, TimeUpError, again, away, checked
 from spangrad.agent.telemetry import bearer
 from spangrad.errors import EnvironmentsError
@@ -47,7 +47,7 @@ class NoInstanceError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Instance:
+class LeasedInstance:
     """Environment that an attempt has leased."""
 
     lease: str
@@ -74,7 +74,7 @@ class EnvironmentClient:
         self._url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **bearer(token)}
         self._session: aiohttp.ClientSession
-        self._held: dict[str, Instance] = {}
+        self._held: dict[str, LeasedInstance] = {}
         self._beating: asyncio.Task[None]
         self._changed = asyncio.Event()
         self._releases: set[asyncio.Task[None]] = set()
@@ -113,14 +113,16 @@ class EnvironmentClient:
         await asyncio.gather(self._beating, *self._releases, return_exceptions=True)
         await self._session.close()
 
-    async def lease(self, rollout_id: str, attempt: int, given: object, seconds: float) -> Instance:
+    async def lease(self, rollout_id: str, attempt: int, given: object, seconds: float) -> LeasedInstance:
         """Wait for an instance, for at most `seconds`.
 
         Raises:
             NoInstanceError: this attempt gets no instance.
         """
         lease = uuid.uuid4().hex
-        ask = Ask(lease=lease, rollout_id=rollout_id, attempt=attempt, input=given, wait_seconds=min(_LINE_SECONDS, seconds / 2))
+        ask = InstanceRequest(
+            lease=lease, rollout_id=rollout_id, attempt=attempt, input=given, wait_seconds=min(_LINE_SECONDS, seconds / 2)
+        )
         try:
             instance = await again(lambda: self._ask(ask), seconds)
         except TimeUpError as error:
@@ -135,12 +137,12 @@ class EnvironmentClient:
         self._changed.set()
         return instance
 
-    def release(self, instance: Instance) -> None:
+    def release(self, instance: LeasedInstance) -> None:
         """Release an instance, in the background; idempotent."""
         if self._held.pop(instance.lease, None) is not None:
             self._release(instance.lease)
 
-    async def _ask(self, ask: Ask) -> Instance:
+    async def _ask(self, ask: InstanceRequest) -> LeasedInstance:
         began = time.monotonic()
         try:
             async with self._session.post(f"{self._url}/v1/leases", data=msgspec.json.encode(ask)) as answer:
@@ -155,7 +157,7 @@ class EnvironmentClient:
             raise NoInstanceError(AttemptFailure.ENVIRONMENT, f"{self._url} answers what is no lease: {error}") from None
         # The lease holds from the hand-out, at an unknown time after the request began: the first heartbeat is due at once.
         heard = max(began, time.monotonic() - leased.lease_seconds / BEATS)
-        return Instance(ask.lease, leased.instance, leased.environment, leased.lease_seconds, heard)
+        return LeasedInstance(ask.lease, leased.instance, leased.environment, leased.lease_seconds, heard)
 
     def _release(self, lease: str) -> None:
         task = asyncio.create_task(self._send_release(lease))
@@ -179,7 +181,7 @@ class EnvironmentClient:
         held, began = list(self._held.values()), time.monotonic()
         try:
             seconds = min(instance.lease_seconds for instance in held) / BEATS
-            over = await asyncio.wait_for(self._send_heartbeat(Beat(leases=[instance.lease for instance in held])), seconds)
+            over = await asyncio.wait_for(self._send_heartbeat(InstanceHeartbeat(leases=[instance.lease for instance in held])), seconds)
         except (AgainError, TimeoutError) as error:
             _logger.warning("the environments at %s do not take heartbeats (%s)", self._url, str(error) or type(error).__name__)
             for instance in held:
@@ -193,7 +195,7 @@ class EnvironmentClient:
             else:
                 instance.heard = began
 
-    def _send_heartbeat(self, heartbeat: Beat) -> Coroutine[Any, Any, set[str]]:
+    def _send_heartbeat(self, heartbeat: InstanceHeartbeat) -> Coroutine[Any, Any, set[str]]:
         async def send() -> set[str]:
             try:
                 async with self._session.post(f"{self._url}/v1/leases/heartbeat", data=msgspec.json.encode(heartbeat)) as answer:
@@ -206,7 +208,7 @@ class EnvironmentClient:
 
         return send()
 
-    def _lose(self, instance: Instance, reason: str) -> None:
+    def _lose(self, instance: LeasedInstance, reason: str) -> None:
         """Mark an instance as lost; the lease is released all the same, though the service may not know it any more."""
         if not instance.lost.done():
             instance.lost.set_result(reason)

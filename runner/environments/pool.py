@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from runner.environments.instance import Factory, IllError, Instance
-from runner.environments.wire import Ask, Leased, Standing, State
+from runner.environments.wire import InstanceRequest, InstanceState, Leased, Standing
 from spangrad.errors import EnvironmentsError
 from spangrad.leases import Watch
 
@@ -41,7 +41,7 @@ class BeginError(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    ask: Ask
+    ask: InstanceRequest
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     answer: asyncio.Future[Leased] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     given_back: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,13 +50,13 @@ class _Request:
 @dataclass(eq=False, slots=True)
 class _Slot:
     number: int
-    state: State = State.MAKING
+    state: InstanceState = InstanceState.MAKING
     users: int = 0
     request: _Request | None = None
     created: int = 0
 
 
-class Pool:
+class InstancePool:
     """A fixed number of instances, from `start` to `close`; the caller must run `watch` meanwhile."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Pool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def lease(self, ask: Ask) -> Leased:
+    async def lease(self, ask: InstanceRequest) -> Leased:
         """Lease an instance; a request repeated under the same name returns the same lease.
 
         Raises:
@@ -196,11 +196,11 @@ class Pool:
     async def _live(self, slot: _Slot, instance: Instance | None) -> None:
         """Run the life cycle of a slot's instances, one after the other."""
         while True:
-            slot.state = State.MAKING
+            slot.state = InstanceState.MAKING
             instance = instance or await self._made(slot)
             try:
                 while True:
-                    slot.state = State.FREE
+                    slot.state = InstanceState.FREE
                     await self._use(slot, instance, await self._next(instance))
             except IllError as error:
                 self.counts["discarded"] += 1
@@ -248,7 +248,7 @@ class Pool:
 
     async def _use(self, slot: _Slot, instance: Instance, request: _Request) -> None:
         """Lease the instance to one attempt, until it is reset again."""
-        slot.state, slot.request = State.LEASED, request
+        slot.state, slot.request = InstanceState.LEASED, request
         slot.users += 1
         request.taken.set()
         name = request.ask.lease
@@ -266,5 +266,5 @@ class Pool:
                 held = Leased(lease=name, instance=instance.name, environment=environment, lease_seconds=self._lease_seconds)
                 request.answer.set_result(held)
                 await request.given_back.wait()
-        slot.state, slot.request = State.RESETTING, None
+        slot.state, slot.request = InstanceState.RESETTING, None
         await instance.clean()

@@ -19,8 +19,8 @@ from prometheus_client.registry import Collector
 
 from runner import small_server
 from runner.environments.instance import Factory
-from runner.environments.pool import BeginError, FullError, Pool
-from runner.environments.wire import Ask, Beat, Over, Released, Standings, State
+from runner.environments.pool import BeginError, FullError, InstancePool
+from runner.environments.wire import InstanceHeartbeat, InstanceRequest, InstanceState, Over, Released, Standings
 from runner.small_server import Address, BusyError
 from spangrad.settings import RunnerSettings
 
@@ -51,15 +51,15 @@ async def running(settings: RunnerSettings, factory: Factory, count: int) -> Asy
     Raises:
         EnvironmentsError: the first instance cannot be created.
     """
-    pool = Pool(factory, count, lease_seconds=settings.environment_lease_seconds, seconds=settings.environment_seconds)
-    answers = Answers(pool)
+    pool = InstancePool(factory, count, lease_seconds=settings.environment_lease_seconds, seconds=settings.environment_seconds)
+    answers = EnvironmentRoutes(pool)
     routes = [
         web.post("/v1/leases", answers.lease),
         web.post("/v1/leases/heartbeat", answers.beat),
         web.delete("/v1/leases/{lease}", answers.release),
         web.get("/v1/instances", answers.instances),
         web.get("/readyz", answers.ready),
-        web.get("/metrics", Metrics(pool).handle),
+        web.get("/metrics", EnvironmentMetrics(pool).handle),
     ]
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
@@ -70,16 +70,16 @@ async def running(settings: RunnerSettings, factory: Factory, count: int) -> Asy
         yield f"{count} instances"
 
 
-class Answers:
+class EnvironmentRoutes:
     """HTTP handlers of the service."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: InstancePool) -> None:
         """Answer requests from the pool."""
         self._pool = pool
 
     async def lease(self, request: web.Request) -> web.Response:
         """Lease an instance."""
-        ask = msgspec.json.decode(await small_server.body(request), type=Ask)
+        ask = msgspec.json.decode(await small_server.body(request), type=InstanceRequest)
         try:
             return small_server.answer(await self._pool.lease(ask))
         except FullError as error:
@@ -89,7 +89,7 @@ class Answers:
 
     async def beat(self, request: web.Request) -> web.Response:
         """Renew leases."""
-        asked = msgspec.json.decode(await small_server.body(request), type=Beat)
+        asked = msgspec.json.decode(await small_server.body(request), type=InstanceHeartbeat)
         return small_server.answer(Over(over=self._pool.beat(asked.leases)))
 
     async def release(self, request: web.Request) -> web.Response:
@@ -102,15 +102,15 @@ class Answers:
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200 once an instance exists, in use or free."""
-        if all(one.state is State.MAKING for one in self._pool.standings()):
+        if all(one.state is InstanceState.MAKING for one in self._pool.standings()):
             raise BusyError("no instance is made yet")
         return web.Response(text="ok\n")
 
 
-class Metrics(Collector):
+class EnvironmentMetrics(Collector):
     """Prometheus metrics of the pool, computed at each scrape; label values are fixed names."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: InstancePool) -> None:
         """Report one pool."""
         self._pool = pool
         self._registry = CollectorRegistry(auto_describe=False)
@@ -124,7 +124,7 @@ class Metrics(Collector):
         """Yield the metrics; called by prometheus_client."""
         standings = self._pool.standings()
         instances = GaugeMetricFamily(_PREFIX + "instances", "Instances, by state.", labels=["state"])
-        for state in State:
+        for state in InstanceState:
             instances.add_metric([state.value], sum(one.state is state for one in standings))
         yield instances
         yield GaugeMetricFamily(_PREFIX + "waiting", "Requests in line.", value=self._pool.waiting)

@@ -17,7 +17,7 @@ WAIT_MOST = 60.0
 """Longest time that a request may wait in line, in seconds."""
 
 
-class State(StrEnum):
+class InstanceState(StrEnum):
     """State of an instance."""
 
     MAKING = "making"
@@ -30,7 +30,7 @@ class State(StrEnum):
     """Released and being reset; it is not leased before that is done."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InstanceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/leases: request for a lease."""
 
     lease: Name
@@ -55,7 +55,7 @@ class Leased(msgspec.Struct, frozen=True, kw_only=True):
     """Time for which the lease holds without a heartbeat, in seconds."""
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InstanceHeartbeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/leases/heartbeat: these leases are in use."""
 
     leases: list[Name]
@@ -78,7 +78,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """State of one instance, for people."""
 
     instance: str
-    state: State
+    state: InstanceState
     users: int
     """Number of attempts that it was leased to so far."""
     rollout_id: str | None
@@ -93,7 +93,7 @@ class Standings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests in line."""
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+class EnvironmentRefusal(msgspec.Struct, frozen=True, kw_only=True):
     """Response with any status but 200."""
 
     error: str

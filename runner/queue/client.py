@@ -20,35 +20,35 @@ import msgspec
 
 from runner.ids import ordered_ids
 from runner.queue.wire import (
-    Ask,
-    Beat,
+    AttemptReceipt,
+    AttemptReceipts,
     Cancelled,
     Complete,
     Completion,
-    Demand,
+    DemandRequest,
+    DemandState,
     Enqueue,
     Enqueued,
     Extend,
     Fail,
     Failure,
+    Heartbeat,
     Held,
-    Lease,
+    LeaseRelease,
+    LeaseRequest,
     Leases,
     NewRollout,
     Purge,
     Purged,
-    Refusal,
-    Release,
-    Result,
-    Results,
+    QueuedRollout,
+    QueueRefusal,
     Retried,
-    Rollout,
+    RolloutLease,
     Rollouts,
-    Run,
+    RolloutSelector,
+    RolloutState,
+    RunCounts,
     Runs,
-    State,
-    Wanted,
-    Which,
 )
 from spangrad.errors import QueueError
 from spangrad.leases import BEATS, beat
@@ -121,37 +121,37 @@ class QueueClient:
 
     async def lease(
         self, run_id: str, worker: str, count: int = 1, *, wait_seconds: float = 0, lease_seconds: float | None = None
-    ) -> list[Lease]:
+    ) -> list[RolloutLease]:
         """Lease at most `count` rollouts of a run, fewer if fewer are queued. `Beating` renews the leases."""
-        ask = Ask(run_id=run_id, worker=worker, count=count, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
+        ask = LeaseRequest(run_id=run_id, worker=worker, count=count, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
         return (await self._change("/v1/leases", Leases, ask)).leases
 
-    async def beat(self, leases: Sequence[Lease | Held]) -> list[Result]:
+    async def beat(self, leases: Sequence[RolloutLease | Held]) -> list[AttemptReceipt]:
         """Send a heartbeat for these leases; return a result for each one that is not held any more."""
-        return (await self._change("/v1/leases/heartbeat", Results, Beat(leases=_held(leases)))).results
+        return (await self._change("/v1/leases/heartbeat", AttemptReceipts, Heartbeat(leases=_held(leases)))).results
 
-    async def extend(self, leases: Sequence[Lease | Held], seconds: float) -> list[Result]:
+    async def extend(self, leases: Sequence[RolloutLease | Held], seconds: float) -> list[AttemptReceipt]:
         """Extend the time for which these leases hold without a heartbeat; return a result for each one that is not held any more."""
-        return (await self._change("/v1/leases/extend", Results, Extend(leases=_held(leases), seconds=seconds))).results
+        return (await self._change("/v1/leases/extend", AttemptReceipts, Extend(leases=_held(leases), seconds=seconds))).results
 
-    async def complete(self, completions: Sequence[Completion]) -> list[Result]:
+    async def complete(self, completions: Sequence[Completion]) -> list[AttemptReceipt]:
         """Report that attempts succeeded; see `refused` of each result."""
-        return (await self._change("/v1/leases/complete", Results, Complete(completions=list(completions)))).results
+        return (await self._change("/v1/leases/complete", AttemptReceipts, Complete(completions=list(completions)))).results
 
-    async def fail(self, failures: Sequence[Failure]) -> list[Result]:
+    async def fail(self, failures: Sequence[Failure]) -> list[AttemptReceipt]:
         """Report that attempts failed; see `refused` of each result. A detail may hold any text of the agent."""
         cleaned = [msgspec.structs.replace(one, detail=storable(one.detail)) for one in failures]
-        return (await self._change("/v1/leases/fail", Results, Fail(failures=cleaned))).results
+        return (await self._change("/v1/leases/fail", AttemptReceipts, Fail(failures=cleaned))).results
 
-    async def release(self, leases: Sequence[Lease | Held], detail: str = "") -> list[Result]:
+    async def release(self, leases: Sequence[RolloutLease | Held], detail: str = "") -> list[AttemptReceipt]:
         """Return leases to the queue; the attempts do not count."""
-        return (await self._change("/v1/leases/release", Results, Release(leases=_held(leases), detail=detail))).results
+        return (await self._change("/v1/leases/release", AttemptReceipts, LeaseRelease(leases=_held(leases), detail=detail))).results
 
-    async def cancel(self, which: Which) -> Cancelled:
+    async def cancel(self, which: RolloutSelector) -> Cancelled:
         """Cancel the rollouts of a selection: by id, by group, or by run."""
         return await self._change("/v1/cancel", Cancelled, which)
 
-    async def retry(self, which: Which) -> int:
+    async def retry(self, which: RolloutSelector) -> int:
         """Queue dead letters again; return how many."""
         return (await self._change("/v1/retry", Retried, which)).queued
 
@@ -163,12 +163,12 @@ class QueueClient:
             gone, more = gone + done.rollouts, done.more
         return gone
 
-    async def rollout(self, rollout_id: str) -> Rollout:
+    async def rollout(self, rollout_id: str) -> QueuedRollout:
         """Return one rollout, with its attempts."""
-        return await self._ask("GET", f"/v1/rollouts/{quote(rollout_id, safe='')}", Rollout)
+        return await self._ask("GET", f"/v1/rollouts/{quote(rollout_id, safe='')}", QueuedRollout)
 
     async def rollouts(
-        self, *, run_id: str | None = None, state: State | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
+        self, *, run_id: str | None = None, state: RolloutState | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
     ) -> Rollouts:
         """Return rollouts in order of arrival."""
         asked = {"run": run_id, "state": state, "group": group_id}
@@ -180,21 +180,21 @@ class QueueClient:
         query = {"after": str(after), "limit": str(limit), "wait": str(wait_seconds)}
         return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}/ended", Rollouts, query=query)
 
-    async def runs(self) -> list[Run]:
+    async def runs(self) -> list[RunCounts]:
         """Return the number of rollouts of each run, by state."""
         return (await self._ask("GET", "/v1/runs", Runs)).runs
 
-    async def run(self, run_id: str) -> Run:
+    async def run(self, run_id: str) -> RunCounts:
         """Return the number of rollouts of one run, by state."""
-        return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}", Run)
+        return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}", RunCounts)
 
-    async def demand(self, run_id: str) -> Demand:
+    async def demand(self, run_id: str) -> DemandState:
         """Return the trainers' demand for a run."""
-        return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}/demand", Demand)
+        return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState)
 
-    async def want(self, run_id: str, branch_demand: Wanted) -> Demand:
+    async def want(self, run_id: str, branch_demand: DemandRequest) -> DemandState:
         """Set the demand of a branch; return the demand for the run."""
-        return await self._ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", Demand, branch_demand)
+        return await self._ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState, branch_demand)
 
     async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
         """Send a request that consists of a body alone."""
@@ -234,7 +234,10 @@ class Beating:
     """Renews leases by heartbeats from a background task; an async context manager."""
 
     def __init__(
-        self, client: QueueClient, ended: Callable[[Lease, Result], None], ran: Callable[[Lease], float | None] = lambda lease: None
+        self,
+        client: QueueClient,
+        ended: Callable[[RolloutLease, AttemptReceipt], None],
+        ran: Callable[[RolloutLease], float | None] = lambda lease: None,
     ) -> None:
         """Hold no leases yet.
 
@@ -246,7 +249,7 @@ class Beating:
         self._client = client
         self._ended = ended
         self._ran = ran
-        self._leases: dict[tuple[str, int], Lease] = {}
+        self._leases: dict[tuple[str, int], RolloutLease] = {}
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -263,12 +266,12 @@ class Beating:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def keep(self, leases: Iterable[Lease]) -> None:
+    def keep(self, leases: Iterable[RolloutLease]) -> None:
         """Add leases to the heartbeats."""
         self._leases.update(((one.rollout_id, one.attempt), one) for one in leases)
         self._changed.set()
 
-    def drop(self, lease: Lease) -> None:
+    def drop(self, lease: RolloutLease) -> None:
         """Remove a lease from the heartbeats: its attempt was reported, or returned."""
         self._leases.pop((lease.rollout_id, lease.attempt), None)
 
@@ -332,12 +335,12 @@ def new_rollout(task_id: str, task_input: object, group_id: str, **facts: Any) -
     return NewRollout(task_id=task_id, input=msgspec.Raw(msgspec.json.encode(task_input)), group_id=group_id, **facts)
 
 
-def _held(leases: Sequence[Lease | Held]) -> list[Held]:
+def _held(leases: Sequence[RolloutLease | Held]) -> list[Held]:
     return [one if isinstance(one, Held) else Held(rollout_id=one.rollout_id, attempt=one.attempt) for one in leases]
 
 
 def _reason(content: bytes) -> str:
     try:
-        return msgspec.json.decode(content, type=Refusal).error
+        return msgspec.json.decode(content, type=QueueRefusal).error
     except msgspec.DecodeError:
         return content.decode(errors="replace")[:300]

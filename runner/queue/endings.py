@@ -16,12 +16,12 @@ import sqlalchemy as sa
 
 from runner.queue.rows import chunks
 from runner.queue.tables import ATTEMPTS, ENDED, GROUPS, ROLLOUTS
-from runner.queue.wire import Cancelled, Completion, Failure, Result, State, Which
+from runner.queue.wire import AttemptReceipt, Cancelled, Completion, Failure, RolloutSelector, RolloutState
 from spangrad.agent.reward_values import Rewards
 from spangrad.text_sanitizer import storable
 from spangrad.types import AttemptFailure
 
-OPEN = (State.QUEUED.value, State.RUNNING.value)
+OPEN = (RolloutState.QUEUED.value, RolloutState.RUNNING.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Endings:
         highest = [connection.execute(sa.select(sa.func.max(column))).scalar() or 0 for column in (ROLLOUTS.c.ended, ENDED.c.highest)]
         self._next = max(highest) + 1
 
-    def end(self, transaction: sa.Connection, endings: Sequence[Ending], wall: float) -> list[Result]:
+    def end(self, transaction: sa.Connection, endings: Sequence[Ending], wall: float) -> list[AttemptReceipt]:
         """End attempts; return results in the order of the endings.
 
         Args:
@@ -74,7 +74,7 @@ class Endings:
         recorded = _ended(transaction, [ending for ending in endings if not _under_way(rows.get(ending.rollout_id), ending.attempt)])
         updates: list[dict[str, object]] = []
         new: list[dict[str, object]] = []
-        results: list[Result] = []
+        results: list[AttemptReceipt] = []
         for ending in endings:
             row, before = rows.get(ending.rollout_id), recorded.get((ending.rollout_id, ending.attempt))
             if row is None or not _under_way(row, ending.attempt):
@@ -85,20 +85,20 @@ class Endings:
             updates.append({f"the_{name}": row[name] for name in ("seq", "state", "attempts_left", "ended", "ended_at")})
             recorded[ending.rollout_id, ending.attempt] = attempt = _attempt_row(ending, row, wall)
             new.append(attempt)
-            results.append(Result(rollout_id=ending.rollout_id, attempt=ending.attempt, state=State(row["state"])))
+            results.append(AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(row["state"])))
         if updates:
             transaction.execute(_UPDATE, updates)
             transaction.execute(ATTEMPTS.insert(), new)
         return results
 
-    def cancel(self, transaction: sa.Connection, which: Which, wall: float) -> tuple[Cancelled, list[tuple[str, int]]]:
+    def cancel(self, transaction: sa.Connection, which: RolloutSelector, wall: float) -> tuple[Cancelled, list[tuple[str, int]]]:
         """Cancel queued and running rollouts; return the counts, and the attempts that were running."""
         conditions = _condition(which)
         held = [
             (row.rollout_id, row.attempt)
             for condition in conditions
             for row in transaction.execute(
-                sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.attempt).where(condition, ROLLOUTS.c.state == State.RUNNING.value)
+                sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.attempt).where(condition, ROLLOUTS.c.state == RolloutState.RUNNING.value)
             )
         ]
         queued = 0
@@ -109,31 +109,31 @@ class Endings:
             transaction.execute(GROUPS.update().where(sa.tuple_(GROUPS.c.run_id, GROUPS.c.group_id).in_(groups)).values(cancelled=True))
             transaction.execute(ATTEMPTS.insert().from_select(_COPIED, _copies(condition, wall)))
             gone: dict[str, Any] = {
-                "state": State.CANCELLED.value, "worker": None, "ended": self._next + ROLLOUTS.c.seq, "ended_at": wall,
+                "state": RolloutState.CANCELLED.value, "worker": None, "ended": self._next + ROLLOUTS.c.seq, "ended_at": wall,
             }  # fmt: skip
             queued += transaction.execute(ROLLOUTS.update().where(*matches).values(gone)).rowcount
         self._next += highest + 1
         return Cancelled(queued=queued - len(held), running=len(held)), held
 
-    def retry(self, transaction: sa.Connection, which: Which) -> int:
+    def retry(self, transaction: sa.Connection, which: RolloutSelector) -> int:
         """Queue dead letters again, each with its full number of attempts; return how many."""
         # Their rows lose their numbers of endings: a server that is started again must know that these were used.
         transaction.execute(ENDED.delete())
         transaction.execute(ENDED.insert().values(highest=self._next - 1))
-        again = {"state": State.QUEUED.value, "ended": None, "ended_at": None, "attempts_left": ROLLOUTS.c.max_attempts}
-        dead = ROLLOUTS.c.state == State.DEAD.value
+        again = {"state": RolloutState.QUEUED.value, "ended": None, "ended_at": None, "attempts_left": ROLLOUTS.c.max_attempts}
+        dead = ROLLOUTS.c.state == RolloutState.DEAD.value
         return sum(transaction.execute(ROLLOUTS.update().where(one, dead).values(again)).rowcount for one in _condition(which))
 
     def _next_state(self, ending: Ending, row: Mapping[str, Any]) -> tuple[str, int]:
         """Return the rollout's state and the number of attempts left, after one of its attempts ended."""
         left = row["attempts_left"]
         if ending.reason is None:
-            return State.SUCCEEDED.value, left
+            return RolloutState.SUCCEEDED.value, left
         if ending.rewards is not None:
-            return State.FAILED.value, left
+            return RolloutState.FAILED.value, left
         if ending.reason is AttemptFailure.RELEASED:
-            return State.QUEUED.value, left + 1
-        return (State.QUEUED if ending.retry and left > 0 else State.DEAD).value, left
+            return RolloutState.QUEUED.value, left + 1
+        return (RolloutState.QUEUED if ending.retry and left > 0 else RolloutState.DEAD).value, left
 
     def _number(self) -> int:
         self._next += 1
@@ -157,32 +157,32 @@ def _ended(transaction: sa.Connection, endings: Sequence[Ending]) -> dict[tuple[
 
 
 def _under_way(row: Mapping[str, Any] | None, attempt: int) -> bool:
-    return row is not None and row["state"] == State.RUNNING and row["attempt"] == attempt
+    return row is not None and row["state"] == RolloutState.RUNNING and row["attempt"] == attempt
 
 
-def _answer(ending: Ending, row: Mapping[str, Any] | None, before: sa.RowMapping | None) -> Result:
+def _answer(ending: Ending, row: Mapping[str, Any] | None, before: sa.RowMapping | None) -> AttemptReceipt:
     """Build the result for an attempt that is not running."""
     name = f"attempt {ending.attempt} of rollout {ending.rollout_id}"
     if row is None:
         refused = f"the queue has no rollout {ending.rollout_id}. Lease one before you end it."
-        return Result(rollout_id=ending.rollout_id, attempt=ending.attempt, state=None, refused=refused)
+        return AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=None, refused=refused)
     if before is None:
         refused = f"{name} has not been handed out: the newest is {row['attempt']}. Lease one before you end it."
-        return Result(rollout_id=ending.rollout_id, attempt=ending.attempt, state=State(row["state"]), refused=refused)
+        return AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(row["state"]), refused=refused)
     if ending.same(before):
-        return Result(rollout_id=ending.rollout_id, attempt=ending.attempt, state=State(before["state"]))
+        return AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(before["state"]))
     how = f"failed ({before['reason']}: {before['detail']})" if before["reason"] else "succeeded"
     newest = f"; attempt {row['attempt']} is {row['state']}" if row["attempt"] != ending.attempt else ""
-    return Result(
+    return AttemptReceipt(
         rollout_id=ending.rollout_id,
         attempt=ending.attempt,
-        state=State(row["state"]),
+        state=RolloutState(row["state"]),
         refused=f"{name} is over: it {how}{newest}. What is told of it now counts for nothing.",
         ended=AttemptFailure(before["reason"]) if before["reason"] else None,
     )
 
 
-def over(connection: sa.Connection, attempts: Sequence[tuple[str, int]]) -> list[Result]:
+def over(connection: sa.Connection, attempts: Sequence[tuple[str, int]]) -> list[AttemptReceipt]:
     """Return a result for each of these attempts that is not running, though its worker holds it to be; none for those that run."""
     asked = [Ending(name, attempt, None, seconds=-1) for name, attempt in attempts]  # equal to no recorded ending
     rows, recorded = _rollouts(connection, [name for name, _ in attempts]), _ended(connection, asked)
@@ -210,7 +210,7 @@ def _json(rewards: Rewards | None) -> str | None:
     return None if rewards is None else json.dumps(rewards, sort_keys=True)
 
 
-def _condition(which: Which) -> list[sa.ColumnElement[bool]]:
+def _condition(which: RolloutSelector) -> list[sa.ColumnElement[bool]]:
     """Build the conditions that select the rollouts; several where one statement cannot hold all ids."""
     if which.rollout_ids is not None:
         return [ROLLOUTS.c.rollout_id.in_(part) for part in chunks(which.rollout_ids)]
@@ -223,12 +223,12 @@ _COPIED = ["rollout_id", "attempt", "worker", "began_at", "ended_at", "reason", 
 
 def _copies(which: sa.ColumnElement[bool], wall: float) -> sa.Select[Any]:
     """Select rows of ATTEMPTS for the running attempts that are cancelled."""
-    constants = (AttemptFailure.CANCELLED.value, "the rollout was cancelled", State.CANCELLED.value)
+    constants = (AttemptFailure.CANCELLED.value, "the rollout was cancelled", RolloutState.CANCELLED.value)
     return sa.select(
         *[ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "worker", "began_at")],
         sa.literal(wall),
         *[sa.literal(word) for word in constants],
-    ).where(which, ROLLOUTS.c.state == State.RUNNING.value)
+    ).where(which, ROLLOUTS.c.state == RolloutState.RUNNING.value)
 
 
 _STANDING = sa.select(

@@ -16,24 +16,24 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from runner.queue.service import Service
-from runner.queue.wire import State
+from runner.queue.wire import RolloutState
 
 _PREFIX = "spangrad_queue_"
 
 
-class Metrics(Collector):
+class QueueMetrics(Collector):
     """Prometheus metrics of the service, computed at each scrape."""
 
     def __init__(self, service: Service) -> None:
         """Report one service."""
         self._service = service
-        self._states: Counter[State] = Counter()
+        self._states: Counter[RolloutState] = Counter()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     async def handle(self, request: web.Request) -> web.Response:
         """Answer `/metrics`."""
-        counted: Counter[State] = Counter()
+        counted: Counter[RolloutState] = Counter()
         for run in await self._service.counts():
             counted.update(run.states)
         self._states = counted
@@ -42,7 +42,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by prometheus_client."""
         rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Rollouts, by state.", labels=["state"])
-        for state in State:
+        for state in RolloutState:
             rollouts.add_metric([state.value], self._states[state])
         yield rollouts
         ended = CounterMetricFamily(_PREFIX + "attempts", "Attempts that ended, by how, since the server began.", labels=["end"])

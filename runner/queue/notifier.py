@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 
-class News:
+class Notifier:
     """Events of one kind, by run; within one event loop."""
 
     def __init__(self) -> None:

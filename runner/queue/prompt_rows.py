@@ -51,7 +51,7 @@ EDITS = sa.Table(
 )
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class SearchStep(Struct, frozen=True, kw_only=True):
     """Position of an edit in a prompt search."""
 
     search: Annotated[str, Meta(min_length=1, max_length=100, pattern=NO_NULL)]
@@ -71,11 +71,11 @@ class Put(Struct, frozen=True, kw_only=True):
     """None: the model gave no prompt; only the edit is recorded."""
     publish: bool = True
     """True if requests without a version get this one from now on."""
-    edit: Step | None = None
+    edit: SearchStep | None = None
     """None: the text is not from a search."""
 
 
-class Prompt(Struct, frozen=True, kw_only=True):
+class PromptRow(Struct, frozen=True, kw_only=True):
     """One version of a prompt."""
 
     name: str
@@ -89,10 +89,10 @@ class Prompt(Struct, frozen=True, kw_only=True):
 class Prompts(Struct, frozen=True, kw_only=True):
     """Response to GET /v1/prompts and /v1/prompts/{name}/versions."""
 
-    prompts: list[Prompt]
+    prompts: list[PromptRow]
 
 
-class Edit(Step, frozen=True, kw_only=True):
+class StoredEdit(SearchStep, frozen=True, kw_only=True):
     """An edit that a search has made."""
 
     version: int | None
@@ -102,10 +102,10 @@ class Edit(Step, frozen=True, kw_only=True):
 class Edits(Struct, frozen=True, kw_only=True):
     """Response to GET /v1/prompts/{name}/edits."""
 
-    edits: list[Edit]
+    edits: list[StoredEdit]
 
 
-class Kept(Struct, frozen=True, kw_only=True):
+class PromptPut(Struct, frozen=True, kw_only=True):
     """Response to PUT /v1/prompts/{name}."""
 
     name: str
@@ -115,21 +115,21 @@ class Kept(Struct, frozen=True, kw_only=True):
     """True if the text was not stored before."""
 
 
-def put(transaction: sa.Connection, database: Database, name: str, asked: Put) -> Kept:
+def put(transaction: sa.Connection, database: Database, name: str, asked: Put) -> PromptPut:
     """Store a text as a version, publish it, record the edit that it came from: each of these only if the request asks for it."""
     step = asked.edit
     place = {"name": name, "search": step.search, "round": step.round, "parent": step.parent, "number": step.number} if step else None
     if place is not None:
         recorded = transaction.execute(sa.select(EDITS.c.version).where(*[EDITS.c[key] == value for key, value in place.items()])).first()
         if recorded is not None:
-            return Kept(name=name, version=recorded.version, new=False)
+            return PromptPut(name=name, version=recorded.version, new=False)
     version, new = _keep(transaction, name, asked.text) if asked.text is not None else (None, False)
     if place is not None and step is not None:
         transaction.execute(EDITS.insert().values(**place, version=version, critique=step.critique))
     if asked.publish and version is not None:
         database.insert_new(transaction, HEADS, [{"name": name, "version": version}])
         transaction.execute(HEADS.update().where(HEADS.c.name == name).values(version=version))
-    return Kept(name=name, version=version, new=new)
+    return PromptPut(name=name, version=version, new=new)
 
 
 def _keep(transaction: sa.Connection, name: str, text: str) -> tuple[int, bool]:
@@ -143,7 +143,7 @@ def _keep(transaction: sa.Connection, name: str, text: str) -> tuple[int, bool]:
     return version, True
 
 
-def get(connection: sa.Connection, name: str, version: int | None) -> Prompt | None:
+def get(connection: sa.Connection, name: str, version: int | None) -> PromptRow | None:
     """Return a version, or None if there is none; `version` None: the published one."""
     query = _SHOWN.where(VERSIONS.c.name == name)
     row = connection.execute(query.where(VERSIONS.c.version == (HEADS.c.version if version is None else version))).first()
@@ -171,14 +171,14 @@ def edits(connection: sa.Connection, name: str, search: str | None) -> Edits:
     columns = [EDITS.c[key] for key in ("search", "round", "parent", "number")]
     query = sa.select(EDITS).where(EDITS.c.name == name).order_by(*columns)
     rows = connection.execute(query if search is None else query.where(EDITS.c.search == search)).mappings()
-    return Edits(edits=[msgspec.convert({str(key): value for key, value in row.items() if key != "name"}, Edit) for row in rows])
+    return Edits(edits=[msgspec.convert({str(key): value for key, value in row.items() if key != "name"}, StoredEdit) for row in rows])
 
 
 _SHOWN = sa.select(VERSIONS, HEADS.c.version.label("head")).select_from(VERSIONS.outerjoin(HEADS, HEADS.c.name == VERSIONS.c.name))
 
 
-def _prompt(row: sa.Row[Any]) -> Prompt:
-    return Prompt(
+def _prompt(row: sa.Row[Any]) -> PromptRow:
+    return PromptRow(
         name=row.name,
         version=row.version,
         checksum=row.checksum,

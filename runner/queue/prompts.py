@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from aiohttp import web
 
 from runner.queue import prompt_rows
-from runner.queue.prompt_rows import Prompt, PromptName, Put
+from runner.queue.prompt_rows import PromptName, PromptRow, Put
 from runner.queue.service import Service
 from runner.small_server import answer, body, refusal
 from spangrad import semconv
@@ -49,12 +49,12 @@ class PromptAnswers:
     async def get(self, request: web.Request) -> web.Response:
         """Return one version of a prompt."""
         prompt = await self._find(request)
-        return answer(prompt) if isinstance(prompt, Prompt) else prompt
+        return answer(prompt) if isinstance(prompt, PromptRow) else prompt
 
     async def text(self, request: web.Request) -> web.Response:
         """Return the text of one version of a prompt."""
         prompt = await self._find(request)
-        if not isinstance(prompt, Prompt):
+        if not isinstance(prompt, PromptRow):
             return prompt
         return web.Response(text=prompt.text, headers={"Spangrad-Prompt-Version": str(prompt.version)})
 
@@ -75,7 +75,7 @@ class PromptAnswers:
         database = self._service.database
         return answer(await self._service.writer.do(lambda transaction: prompt_rows.put(transaction, database, name, asked)))
 
-    async def _find(self, request: web.Request) -> Prompt | web.Response:
+    async def _find(self, request: web.Request) -> PromptRow | web.Response:
         name = request.match_info["name"]
         version = _version(request, name)
         prompt = await self._read(lambda connection: prompt_rows.get(connection, name, version))

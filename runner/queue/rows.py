@@ -15,7 +15,17 @@ import sqlalchemy as sa
 from msgspec import Raw
 
 from runner.queue.tables import ATTEMPTS, DEMANDS, GROUPS, ROLLOUTS, Database
-from runner.queue.wire import Ask, Attempt, Demand, Lease, NewRollout, Rollout, Run, State, Wanted
+from runner.queue.wire import (
+    AttemptRecord,
+    DemandRequest,
+    DemandState,
+    LeaseRequest,
+    NewRollout,
+    QueuedRollout,
+    RolloutLease,
+    RolloutState,
+    RunCounts,
+)
 from spangrad.types import AttemptFailure, Mode, PromptVersion
 
 CHUNK = 1000
@@ -91,7 +101,7 @@ def enqueue(
                     "prompt_name": new_rollout.prompt.name if new_rollout.prompt else None,
                     "prompt_version": new_rollout.prompt.version if new_rollout.prompt else None,
                     "attempts_left": attempts,
-                    "state": State.QUEUED.value,
+                    "state": RolloutState.QUEUED.value,
                     "attempt": -1,
                 },
             )
@@ -103,7 +113,7 @@ def enqueue(
     return len(ids) - len(new)
 
 
-def hand_out(transaction: sa.Connection, ask: Ask, seconds: float, now: Moment) -> list[Lease]:
+def hand_out(transaction: sa.Connection, ask: LeaseRequest, seconds: float, now: Moment) -> list[RolloutLease]:
     """Lease the first rollouts: those of the highest priority, then the oldest. One statement.
 
     Args:
@@ -116,7 +126,7 @@ def hand_out(transaction: sa.Connection, ask: Ask, seconds: float, now: Moment) 
     values = {"run": ask.run_id, "count": ask.count, **{f"the_{name}": value for name, value in facts.items()}}
     rows = sorted(transaction.execute(HAND_OUT, values), key=_order)
     return [
-        Lease(
+        RolloutLease(
             run_id=ask.run_id,
             rollout_id=row.rollout_id,
             attempt=row.attempt,
@@ -137,7 +147,7 @@ def hand_out(transaction: sa.Connection, ask: Ask, seconds: float, now: Moment) 
 
 def running(connection: sa.Connection) -> list[Running]:
     """Return every running attempt."""
-    attempts = connection.execute(sa.select(*_RUNNING).where(ROLLOUTS.c.state == State.RUNNING))
+    attempts = connection.execute(sa.select(*_RUNNING).where(ROLLOUTS.c.state == RolloutState.RUNNING))
     return [Running(*row) for row in attempts]
 
 
@@ -148,21 +158,21 @@ def extend(transaction: sa.Connection, attempts: Iterable[tuple[str, int]], seco
         transaction.execute(_EXTEND, rows)
 
 
-def demand(connection: sa.Connection, run_id: str) -> Demand:
+def demand(connection: sa.Connection, run_id: str) -> DemandState:
     """Return the demand for a run, and the number of groups enqueued."""
     order = (DEMANDS.c.policy, DEMANDS.c.branch)
     branches = [
-        Wanted(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version, filled=row.filled or 0)
+        DemandRequest(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version, filled=row.filled or 0)
         for row in connection.execute(sa.select(DEMANDS).where(DEMANDS.c.run_id == run_id).order_by(*order))
     ]
     of_run = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN)
     count = sa.select(GROUPS.c.cancelled, sa.func.count()).where(*of_run).group_by(GROUPS.c.cancelled)
     groups = {bool(cancelled): number for cancelled, number in connection.execute(count)}
     level = max((one.groups for one in branches), default=0)
-    return Demand(groups=level, enqueued=groups.get(False, 0), cancelled=groups.get(True, 0), branches=branches)
+    return DemandState(groups=level, enqueued=groups.get(False, 0), cancelled=groups.get(True, 0), branches=branches)
 
 
-def want(transaction: sa.Connection, database: Database, run_id: str, branch_demand: Wanted) -> Demand:
+def want(transaction: sa.Connection, database: Database, run_id: str, branch_demand: DemandRequest) -> DemandState:
     """Record the demand of a branch; fewer groups than it demanded before is an outdated request, and changes nothing."""
     key = {"run_id": run_id, "policy": branch_demand.policy, "branch": branch_demand.branch}
     values = {"groups": branch_demand.groups, "oldest_version": branch_demand.oldest_version, "filled": branch_demand.filled}
@@ -172,26 +182,26 @@ def want(transaction: sa.Connection, database: Database, run_id: str, branch_dem
     return demand(transaction, run_id)
 
 
-def counts(connection: sa.Connection, run_id: str | None = None) -> list[Run]:
+def counts(connection: sa.Connection, run_id: str | None = None) -> list[RunCounts]:
     """Count the rollouts of each run, or of one run, by state."""
     query = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.state, sa.func.count()).group_by(ROLLOUTS.c.state, ROLLOUTS.c.run_id)
     if run_id is not None:
-        query = query.where(ROLLOUTS.c.run_id == run_id, ROLLOUTS.c.state.in_(list(State)))
-    states_by_run: dict[str, dict[State, int]] = {}
+        query = query.where(ROLLOUTS.c.run_id == run_id, ROLLOUTS.c.state.in_(list(RolloutState)))
+    states_by_run: dict[str, dict[RolloutState, int]] = {}
     for run, state, count in connection.execute(query):
-        states_by_run.setdefault(run, {})[State(state)] = count
+        states_by_run.setdefault(run, {})[RolloutState(state)] = count
     newest = sa.select(sa.func.max(ROLLOUTS.c.ended)).where(ROLLOUTS.c.run_id == sa.bindparam("run"))
     return [
-        Run(
+        RunCounts(
             run_id=run,
-            states={state: states[state] for state in State if state in states},
+            states={state: states[state] for state in RolloutState if state in states},
             cursor=connection.execute(newest, {"run": run}).scalar() or 0,
         )
         for run, states in sorted(states_by_run.items())
     ]
 
 
-def rollout(connection: sa.Connection, rollout_id: str) -> Rollout | None:
+def rollout(connection: sa.Connection, rollout_id: str) -> QueuedRollout | None:
     """Return one rollout with all its attempts. None: the id is unknown."""
     row = connection.execute(sa.select(*_SHOWN).where(ROLLOUTS.c.rollout_id == rollout_id)).first()
     if row is None:
@@ -201,8 +211,8 @@ def rollout(connection: sa.Connection, rollout_id: str) -> Rollout | None:
 
 
 def listed(
-    connection: sa.Connection, *, run_id: str | None, state: State | None, group_id: str | None, after: int, limit: int
-) -> tuple[list[Rollout], int]:
+    connection: sa.Connection, *, run_id: str | None, state: RolloutState | None, group_id: str | None, after: int, limit: int
+) -> tuple[list[QueuedRollout], int]:
     """Return rollouts in order of arrival, each with its last attempt, and the cursor of the next page."""
     query = sa.select(*_SHOWN).where(ROLLOUTS.c.seq > after).order_by(ROLLOUTS.c.seq).limit(limit)
     asked = {ROLLOUTS.c.run_id: run_id, ROLLOUTS.c.state: state, ROLLOUTS.c.group_id: group_id}
@@ -210,7 +220,7 @@ def listed(
     return _with_last(connection, rows), rows[-1].seq if rows else after
 
 
-def ended(connection: sa.Connection, run_id: str, after: int, limit: int) -> tuple[list[Rollout], int]:
+def ended(connection: sa.Connection, run_id: str, after: int, limit: int) -> tuple[list[QueuedRollout], int]:
     """Return a run's rollouts in the order in which they ended, each with its last attempt, and the cursor of the next page."""
     where = (ROLLOUTS.c.run_id == run_id, ROLLOUTS.c.ended > after)
     rows = connection.execute(sa.select(*_SHOWN).where(*where).order_by(ROLLOUTS.c.ended).limit(limit)).all()
@@ -226,9 +236,9 @@ def _order(row: sa.Row[Any]) -> tuple[int, int]:
     return -row.priority, row.seq
 
 
-def _with_last(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Rollout]:
+def _with_last(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[QueuedRollout]:
     last = {row.rollout_id: row.attempt for row in rows}
-    attempts: dict[str, Attempt] = {}
+    attempts: dict[str, AttemptRecord] = {}
     for part in chunks(list(last)):
         for attempt_row in connection.execute(sa.select(ATTEMPTS).where(ATTEMPTS.c.rollout_id.in_(part))).mappings():
             if attempt_row["attempt"] == last[attempt_row["rollout_id"]]:
@@ -236,12 +246,12 @@ def _with_last(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[R
     return [_rollout(row, [attempts[row.rollout_id]] if row.rollout_id in attempts else []) for row in rows]
 
 
-def _rollout(row: sa.Row[Any], attempts: list[Attempt]) -> Rollout:
-    if row.state == State.RUNNING:
-        under_way = Attempt(attempt=row.attempt, worker=row.worker, began_at=row.began_at, ended_at=None,
+def _rollout(row: sa.Row[Any], attempts: list[AttemptRecord]) -> QueuedRollout:
+    if row.state == RolloutState.RUNNING:
+        under_way = AttemptRecord(attempt=row.attempt, worker=row.worker, began_at=row.began_at, ended_at=None,
             reason=None, detail="", rewards=None, calls=None, seconds=None)  # fmt: skip
         attempts = [*attempts, under_way]
-    return Rollout(
+    return QueuedRollout(
         run_id=row.run_id,
         rollout_id=row.rollout_id,
         task_id=row.task_id,
@@ -249,7 +259,7 @@ def _rollout(row: sa.Row[Any], attempts: list[Attempt]) -> Rollout:
         group_id=row.group_id,
         group_size=row.group_size,
         priority=row.priority,
-        state=State(row.state),
+        state=RolloutState(row.state),
         attempts_left=row.attempts_left,
         timeout_seconds=row.timeout_seconds,
         worker=row.worker,
@@ -263,8 +273,8 @@ def _prompt(row: sa.Row[Any]) -> PromptVersion | None:
     return PromptVersion(row.prompt_name, row.prompt_version) if row.prompt_name is not None else None
 
 
-def _attempt(row: sa.RowMapping) -> Attempt:
-    return Attempt(
+def _attempt(row: sa.RowMapping) -> AttemptRecord:
+    return AttemptRecord(
         attempt=row["attempt"],
         worker=row["worker"],
         began_at=row["began_at"],
@@ -283,7 +293,7 @@ _SHOWN = [column for column in ROLLOUTS.c if column.name != "input"]
 _RUNNING = [ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "lease_seconds", "timeout_seconds", "worker", "boot", "began")]
 _FIRST = (
     sa.select(ROLLOUTS.c.seq)
-    .where(ROLLOUTS.c.state == State.QUEUED.value, ROLLOUTS.c.run_id == sa.bindparam("run"))
+    .where(ROLLOUTS.c.state == RolloutState.QUEUED.value, ROLLOUTS.c.run_id == sa.bindparam("run"))
     .order_by(ROLLOUTS.c.priority.desc(), ROLLOUTS.c.seq)
     .limit(sa.bindparam("count", type_=sa.Integer))
 )
@@ -291,7 +301,7 @@ HAND_OUT = (
     ROLLOUTS.update()
     .where(ROLLOUTS.c.seq.in_(_FIRST))
     .values(
-        state=State.RUNNING.value,
+        state=RolloutState.RUNNING.value,
         attempt=ROLLOUTS.c.attempt + 1,
         attempts_left=ROLLOUTS.c.attempts_left - 1,
         **{name: sa.bindparam(f"the_{name}") for name in ("worker", "lease_seconds", "boot", "began", "began_at")},
@@ -310,7 +320,9 @@ HAND_OUT = (
 _EXTEND = (
     ROLLOUTS.update()
     .where(
-        ROLLOUTS.c.rollout_id == sa.bindparam("id"), ROLLOUTS.c.attempt == sa.bindparam("number"), ROLLOUTS.c.state == State.RUNNING.value
+        ROLLOUTS.c.rollout_id == sa.bindparam("id"),
+        ROLLOUTS.c.attempt == sa.bindparam("number"),
+        ROLLOUTS.c.state == RolloutState.RUNNING.value,
     )
     .values(lease_seconds=sa.bindparam("seconds"))
 )

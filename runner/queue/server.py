@@ -19,19 +19,19 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from runner.queue.client import default_url
-from runner.queue.metrics import Metrics
+from runner.queue.metrics import QueueMetrics
 from runner.queue.prompts import PromptAnswers
 from runner.queue.purge import keep_tidy
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
-from runner.queue.task_data import Kept, Part, TaskData
+from runner.queue.task_data import NamedTasks, TaskData, UploadPart
 from runner.queue.wire import (
-    Ask,
+    DemandRequest,
+    LeaseRequest,
+    RolloutSelector,
+    RolloutState,
     Runs,
-    State,
-    Wanted,
-    Which,
 )
 from runner.small_server import BODY_BYTES, DRAIN_SECONDS, Handler, answer, body, guard, refusal
 from spangrad.errors import QueueError
@@ -108,8 +108,8 @@ def application(service: Service, token: SecretStr | None) -> web.Application:
     """Build the application with all routes."""
     guarding = guard("queue", "docs/queue.md", token, noun="queue", smaller="Send fewer rollouts at once.", busy=QueueError)
     app = web.Application(middlewares=[guarding], client_max_size=BODY_BYTES)
-    metrics = Metrics(service)
-    answers = Answers(service)
+    metrics = QueueMetrics(service)
+    answers = QueueRoutes(service)
     app.add_routes(
         [
             *[web.post(path, _change(kind, work)) for path, (kind, work) in service.changes.items()],
@@ -120,7 +120,7 @@ def application(service: Service, token: SecretStr | None) -> web.Application:
             web.get("/v1/runs/{run}/ended", answers.ended),
             web.get("/v1/runs/{run}/demand", answers.demand),
             web.put("/v1/runs/{run}/demand", answers.want),
-            web.post("/v1/tasks", _change(Part, answers.task_data.keep)),
+            web.post("/v1/tasks", _change(UploadPart, answers.task_data.keep)),
             web.get("/v1/tasks/{digest}", answers.tasks),
             web.get("/v1/runs/{run}/tasks/{name}", answers.named_tasks),
             web.put("/v1/runs/{run}/tasks/{name}", answers.name_tasks),
@@ -133,7 +133,7 @@ def application(service: Service, token: SecretStr | None) -> web.Application:
     return app
 
 
-class Answers:
+class QueueRoutes:
     """HTTP handlers of requests with a path and a query."""
 
     def __init__(self, service: Service) -> None:
@@ -144,7 +144,7 @@ class Answers:
     async def rollouts(self, request: web.Request) -> web.Response:
         """List rollouts in order of arrival."""
         query = request.query
-        state = State(query["state"]) if "state" in query else None
+        state = RolloutState(query["state"]) if "state" in query else None
         page = await self._service.listed(
             run_id=query.get("run"), state=state, group_id=query.get("group"), after=_whole(query, "after", 0), limit=_limit(request)
         )
@@ -176,7 +176,7 @@ class Answers:
 
     async def want(self, request: web.Request) -> web.Response:
         """Set the demand of a branch."""
-        branch_demand = msgspec.json.decode(await body(request), type=Wanted)
+        branch_demand = msgspec.json.decode(await body(request), type=DemandRequest)
         return answer(await self._service.want(request.match_info["run"], branch_demand))
 
     async def tasks(self, request: web.Request) -> web.Response:
@@ -191,7 +191,7 @@ class Answers:
 
     async def name_tasks(self, request: web.Request) -> web.Response:
         """Set the tasks that a name of a run refers to."""
-        kept = msgspec.json.decode(await body(request), type=Kept)
+        kept = msgspec.json.decode(await body(request), type=NamedTasks)
         there = await self.task_data.name(request.match_info["run"], request.match_info["name"], kept)
         if there != kept.tasks:
             return refusal(409, f"of {kept.tasks} tasks {there} are there. Upload them all before they are given a name.")
@@ -213,14 +213,14 @@ def _change(kind: type[Any], work: Callable[..., Coroutine[Any, Any, msgspec.Str
 
     async def handle(request: web.Request) -> web.Response:
         asked = decoder.decode(await body(request))
-        if isinstance(asked, Which) and (problem := _unclear(asked)):
+        if isinstance(asked, RolloutSelector) and (problem := _unclear(asked)):
             return refusal(400, problem)
-        return answer(await (work(asked, lambda: request.transport is None) if kind is Ask else work(asked)))
+        return answer(await (work(asked, lambda: request.transport is None) if kind is LeaseRequest else work(asked)))
 
     return handle
 
 
-def _unclear(which: Which) -> str | None:
+def _unclear(which: RolloutSelector) -> str | None:
     """Return why the selection is ambiguous. None: it is not."""
     if (which.rollout_ids is None) == (which.run_id is None):
         return "name either rollout_ids, or run_id (and group_id)."

@@ -21,33 +21,33 @@ import sqlalchemy as sa
 from runner.ids import ordered_ids
 from runner.queue import rows
 from runner.queue.endings import Ending, Endings, over
-from runner.queue.notifier import News, within
+from runner.queue.notifier import Notifier, within
 from runner.queue.purge import purge
 from runner.queue.rows import Defaults, Moment, Running
 from runner.queue.tables import QueueDatabase, ServedElsewhereError
 from runner.queue.wire import (
-    Ask,
-    Beat,
+    AttemptReceipts,
     Cancelled,
     Complete,
-    Demand,
+    DemandRequest,
+    DemandState,
     Enqueue,
     Enqueued,
     Extend,
     Fail,
-    Lease,
+    Heartbeat,
+    LeaseRelease,
+    LeaseRequest,
     Leases,
     Purge,
     Purged,
-    Release,
-    Results,
+    QueuedRollout,
     Retried,
-    Rollout,
+    RolloutLease,
     Rollouts,
-    Run,
-    State,
-    Wanted,
-    Which,
+    RolloutSelector,
+    RolloutState,
+    RunCounts,
 )
 from runner.queue.writer import Writer
 from spangrad.errors import QueueError
@@ -85,9 +85,9 @@ class Service:
         self._run = Watch[Key]()
         """Time until each attempt exceeds its time limit."""
         self._running: dict[Key, Running] = {}
-        self._arrivals = News()
+        self._arrivals = Notifier()
         """Notified when a rollout is queued."""
-        self._ends = News()
+        self._ends = Notifier()
         """Notified when a rollout ends."""
         self._stopping = False
         self.taken: asyncio.Future[ServedElsewhereError] = asyncio.get_running_loop().create_future()
@@ -116,14 +116,14 @@ class Service:
         """Request types and handlers of the POST paths."""
         return {
             "/v1/rollouts": (Enqueue, self.enqueue),
-            "/v1/leases": (Ask, self.lease),
-            "/v1/leases/heartbeat": (Beat, self.beat),
+            "/v1/leases": (LeaseRequest, self.lease),
+            "/v1/leases/heartbeat": (Heartbeat, self.beat),
             "/v1/leases/extend": (Extend, self.extend),
             "/v1/leases/complete": (Complete, self.complete),
             "/v1/leases/fail": (Fail, self.fail),
-            "/v1/leases/release": (Release, self.release),
-            "/v1/cancel": (Which, self.cancel),
-            "/v1/retry": (Which, self.retry),
+            "/v1/leases/release": (LeaseRelease, self.release),
+            "/v1/cancel": (RolloutSelector, self.cancel),
+            "/v1/retry": (RolloutSelector, self.retry),
             "/v1/purge": (Purge, self.purge),
         }
 
@@ -151,7 +151,7 @@ class Service:
         self._arrivals.tell(asked.run_id)
         return Enqueued(rollout_ids=ids, known=known)
 
-    async def lease(self, ask: Ask, is_gone: Callable[[], bool] = lambda: False) -> Leases:
+    async def lease(self, ask: LeaseRequest, is_gone: Callable[[], bool] = lambda: False) -> Leases:
         """Hand out the first rollouts; if none is queued, wait for one as long as requested.
 
         Args:
@@ -169,7 +169,7 @@ class Service:
             if leases or self._stopping or not await within(news, end) or is_gone() or is_dead(ask.worker):
                 return Leases(leases=leases)
 
-    async def beat(self, beat: Beat) -> Results:
+    async def beat(self, beat: Heartbeat) -> AttemptReceipts:
         """Renew leases; return results for those that are over."""
         lost: list[Key] = []
         for held in beat.leases:
@@ -181,13 +181,13 @@ class Service:
             else:
                 lost.append(key)
         if not lost:
-            return Results(results=[])
+            return AttemptReceipts(results=[])
         results = await self._read(lambda connection: over(connection, lost))
         if len(results) < len(lost):  # handed out in a transaction whose commit failed
             await self._rebuild()
-        return Results(results=results)
+        return AttemptReceipts(results=results)
 
-    async def extend(self, asked: Extend) -> Results:
+    async def extend(self, asked: Extend) -> AttemptReceipts:
         """Set the time for which leases hold from now on; return results for those that are over."""
         keys = [(one.rollout_id, one.attempt) for one in asked.leases]
         held = [key for key in keys if key in self._running]
@@ -196,22 +196,22 @@ class Service:
             if running := self._running.get(key):
                 self._take([replace(running, lease_seconds=asked.seconds)], fresh=True)
         lost = [key for key in keys if key not in self._running]
-        return Results(results=await self._read(lambda connection: over(connection, lost)) if lost else [])
+        return AttemptReceipts(results=await self._read(lambda connection: over(connection, lost)) if lost else [])
 
-    async def complete(self, asked: Complete) -> Results:
+    async def complete(self, asked: Complete) -> AttemptReceipts:
         """End attempts that succeeded."""
         return await self._end([Ending.of(one) for one in asked.completions])
 
-    async def fail(self, asked: Fail) -> Results:
+    async def fail(self, asked: Fail) -> AttemptReceipts:
         """End attempts that failed."""
         return await self._end([Ending.of(one) for one in asked.failures])
 
-    async def release(self, asked: Release) -> Results:
+    async def release(self, asked: LeaseRelease) -> AttemptReceipts:
         """Take leases back; their attempts do not count."""
         detail = storable(asked.detail)
         return await self._end([Ending(one.rollout_id, one.attempt, AttemptFailure.RELEASED, detail) for one in asked.leases])
 
-    async def cancel(self, which: Which) -> Cancelled:
+    async def cancel(self, which: RolloutSelector) -> Cancelled:
         """Cancel rollouts, queued or running."""
         cancelled, held = await self._write(lambda transaction: self._endings.cancel(transaction, which, time.time()))
         for key in held:
@@ -220,7 +220,7 @@ class Service:
         self._ends.tell()
         return cancelled
 
-    async def retry(self, which: Which) -> Retried:
+    async def retry(self, which: RolloutSelector) -> Retried:
         """Queue dead letters again."""
         queued = await self._write(lambda transaction: self._endings.retry(transaction, which))
         self._arrivals.tell()
@@ -230,28 +230,28 @@ class Service:
         """Delete rollouts that ended long ago."""
         return await purge(self._read, self._write, asked)
 
-    async def want(self, run_id: str, branch_demand: Wanted) -> Demand:
+    async def want(self, run_id: str, branch_demand: DemandRequest) -> DemandState:
         """Set the demand of a branch; return the demand for the run."""
         return await self._write(lambda transaction: rows.want(transaction, self.database, run_id, branch_demand))
 
-    async def demand(self, run_id: str) -> Demand:
+    async def demand(self, run_id: str) -> DemandState:
         """Return the demand for a run."""
         return await self._read(lambda connection: rows.demand(connection, run_id))
 
-    async def counts(self, run_id: str | None = None) -> list[Run]:
+    async def counts(self, run_id: str | None = None) -> list[RunCounts]:
         """Count the rollouts of each run, or of one run, by state."""
         return await self._read(lambda connection: rows.counts(connection, run_id))
 
-    async def run(self, run_id: str) -> Run:
+    async def run(self, run_id: str) -> RunCounts:
         """Count the rollouts of one run, by state; an unknown run has none."""
         runs = await self.counts(run_id)
-        return runs[0] if runs else Run(run_id=run_id, states={}, cursor=0)
+        return runs[0] if runs else RunCounts(run_id=run_id, states={}, cursor=0)
 
-    async def rollout(self, rollout_id: str) -> Rollout | None:
+    async def rollout(self, rollout_id: str) -> QueuedRollout | None:
         """Return one rollout. None: the id is unknown."""
         return await self._read(lambda connection: rows.rollout(connection, rollout_id))
 
-    async def listed(self, *, run_id: str | None, state: State | None, group_id: str | None, after: int, limit: int) -> Rollouts:
+    async def listed(self, *, run_id: str | None, state: RolloutState | None, group_id: str | None, after: int, limit: int) -> Rollouts:
         """Return rollouts in order of arrival."""
         ask = partial(rows.listed, run_id=run_id, state=state, group_id=group_id, after=after, limit=limit)
         rollouts, cursor = await self._read(ask)
@@ -307,15 +307,15 @@ class Service:
                 "%d attempts are over by time: %s", len(results), ", ".join(f"{one.rollout_id}/{one.attempt}" for one in results[:8])
             )
 
-    async def _end(self, endings: Sequence[Ending]) -> Results:
+    async def _end(self, endings: Sequence[Ending]) -> AttemptReceipts:
         results = await self._write(lambda transaction: self._endings.end(transaction, endings, time.time()))
         for ending, result in zip(endings, results, strict=True):
             if self._drop((ending.rollout_id, ending.attempt)) and result.refused is None:
                 self._count(ending.reason)
         self._ends.tell()
-        if any(result.state is State.QUEUED for result in results):
+        if any(result.state is RolloutState.QUEUED for result in results):
             self._arrivals.tell()
-        return Results(results=results)
+        return AttemptReceipts(results=results)
 
     async def _write(self, work: Callable[[sa.Connection], T]) -> T:
         try:
@@ -384,12 +384,12 @@ class Service:
         return self._running.pop(key, None) is not None
 
     def _count(self, reason: AttemptFailure | None, count: int = 1) -> None:
-        name = reason.value if reason else State.SUCCEEDED.value
+        name = reason.value if reason else RolloutState.SUCCEEDED.value
         self.ended[name] = self.ended.get(name, 0) + count
 
     def _now(self) -> Moment:
         return Moment(self._boot, time.monotonic(), time.time())
 
 
-def _running(lease: Lease, worker: str, boot: str, began: float) -> Running:
+def _running(lease: RolloutLease, worker: str, boot: str, began: float) -> Running:
     return Running(lease.rollout_id, lease.attempt, lease.lease_seconds, lease.timeout_seconds, worker, boot, began)

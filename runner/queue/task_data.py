@@ -41,7 +41,7 @@ NAMED = sa.Table(
 )
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class TaskRow(Struct, frozen=True, kw_only=True):
     """A task."""
 
     task_id: Name
@@ -49,21 +49,21 @@ class Row(Struct, frozen=True, kw_only=True):
     """Any JSON value, kept as it was written."""
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class UploadPart(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/tasks: tasks of an upload, from a place on."""
 
     digest: Digest
     first: Place
-    tasks: list[Row]
+    tasks: list[TaskRow]
 
 
 class Page(Struct, frozen=True, kw_only=True):
     """Response to GET /v1/tasks/{digest}: tasks from a place on."""
 
-    tasks: list[Row]
+    tasks: list[TaskRow]
 
 
-class Kept(Struct, frozen=True, kw_only=True):
+class NamedTasks(Struct, frozen=True, kw_only=True):
     """Body and response of PUT and GET /v1/runs/{run}/tasks/{name}: the tasks that a name of a run refers to."""
 
     digest: Digest
@@ -79,23 +79,23 @@ class TaskData:
         self._database: Database = service.database
         self._writer = service.writer
 
-    async def keep(self, part: Part) -> Kept:
+    async def keep(self, part: UploadPart) -> NamedTasks:
         """Store a part of an upload; rows that exist stay as they are."""
         rows: list[dict[str, object]] = [
             {"digest": part.digest, "place": place, "task_id": task.task_id, "input": bytes(task.input).decode()}
             for place, task in enumerate(part.tasks, part.first)
         ]
         await self._writer.do(lambda transaction: self._database.insert_new(transaction, TASKS, rows))
-        return Kept(digest=part.digest, tasks=len(rows))
+        return NamedTasks(digest=part.digest, tasks=len(rows))
 
     async def page(self, digest: str, first: int, limit: int) -> Page:
         """Return tasks in their order, from a place on."""
         of = (TASKS.c.digest == digest) & (TASKS.c.place >= first)
         ask = sa.select(TASKS.c.task_id, TASKS.c.input).where(of).order_by(TASKS.c.place).limit(limit)
         rows = await self._read(lambda connection: connection.execute(ask).all())
-        return Page(tasks=[Row(task_id=row.task_id, input=Raw(row.input.encode())) for row in rows])
+        return Page(tasks=[TaskRow(task_id=row.task_id, input=Raw(row.input.encode())) for row in rows])
 
-    async def name(self, run: str, name: str, kept: Kept) -> int:
+    async def name(self, run: str, name: str, kept: NamedTasks) -> int:
         """Give tasks a name in a run, in place of the previous ones, if all of them are stored.
 
         Returns:
@@ -111,11 +111,11 @@ class TaskData:
 
         return await self._writer.do(write)
 
-    async def named(self, run: str, name: str) -> Kept | None:
+    async def named(self, run: str, name: str) -> NamedTasks | None:
         """Return the tasks that a name of a run refers to. None: the run has no such name."""
         ask = sa.select(NAMED.c.digest, NAMED.c.tasks).where(_named(run, name))
         row = await self._read(lambda connection: connection.execute(ask).first())
-        return Kept(digest=row.digest, tasks=row.tasks) if row else None
+        return NamedTasks(digest=row.digest, tasks=row.tasks) if row else None
 
     async def _read(self, work: Callable[[sa.Connection], T]) -> T:
         def read() -> T:

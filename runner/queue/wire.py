@@ -23,7 +23,7 @@ Rewards = dict[str, float | dict[str, float]]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
-class State(StrEnum):
+class RolloutState(StrEnum):
     """State of a rollout."""
 
     QUEUED = "queued"
@@ -82,7 +82,7 @@ class Enqueued(Struct, frozen=True, kw_only=True):
     """Number of them that were in the queue before."""
 
 
-class Ask(Struct, frozen=True, kw_only=True):
+class LeaseRequest(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/leases."""
 
     run_id: Name
@@ -97,7 +97,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     """Time for which each lease holds without renewal, in seconds. None: runner.queue_lease_seconds of the server."""
 
 
-class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RolloutLease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Permission for one attempt of a rollout; its holder must report how the attempt ended."""
 
     run_id: str
@@ -124,7 +124,7 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Leases(Struct, frozen=True, kw_only=True):
     """Response to POST /v1/leases."""
 
-    leases: list[Lease]
+    leases: list[RolloutLease]
 
 
 class Held(Struct, frozen=True, kw_only=True):
@@ -136,7 +136,7 @@ class Held(Struct, frozen=True, kw_only=True):
     """Heartbeats only: time that the agent has run, in seconds; only this counts as run time. None: the time since the hand-out counts."""
 
 
-class Beat(Struct, frozen=True, kw_only=True):
+class Heartbeat(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/leases/heartbeat: the worker is alive, and holds these leases."""
 
     leases: list[Held]
@@ -149,7 +149,7 @@ class Extend(Struct, frozen=True, kw_only=True):
     seconds: Seconds
 
 
-class Release(Struct, frozen=True, kw_only=True):
+class LeaseRelease(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/leases/release: the leases are returned as if they had not been handed out; the attempts do not count."""
 
     leases: list[Held]
@@ -207,12 +207,12 @@ class Fail(Struct, frozen=True, kw_only=True):
     failures: list[Failure]
 
 
-class Result(Struct, frozen=True, kw_only=True):
+class AttemptReceipt(Struct, frozen=True, kw_only=True):
     """Result of a request for one attempt: complete, fail, release, extend or heartbeat."""
 
     rollout_id: str
     attempt: int
-    state: State | None
+    state: RolloutState | None
     """State of the rollout after this attempt ended; the same however often it is reported. None: the queue has no such rollout."""
     refused: str | None = None
     """Sentence that says why the report does not count. None: it was accepted."""
@@ -220,13 +220,13 @@ class Result(Struct, frozen=True, kw_only=True):
     """Failure with which the attempt had ended before. None: it had not ended, or it had succeeded."""
 
 
-class Results(Struct, frozen=True, kw_only=True):
+class AttemptReceipts(Struct, frozen=True, kw_only=True):
     """Response: results in the order of the request; to a heartbeat and an extension, only for attempts that are over."""
 
-    results: list[Result]
+    results: list[AttemptReceipt]
 
 
-class Which(Struct, frozen=True, kw_only=True):
+class RolloutSelector(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/cancel and /v1/retry: rollouts by id, a group, or a whole run."""
 
     rollout_ids: list[Name] | None = None
@@ -267,7 +267,7 @@ class Purged(Struct, frozen=True, kw_only=True):
     """True if more rollouts of that age may be left: send the request again."""
 
 
-class Attempt(Struct, frozen=True, kw_only=True):
+class AttemptRecord(Struct, frozen=True, kw_only=True):
     """One attempt of a rollout."""
 
     attempt: int
@@ -284,7 +284,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     seconds: float | None
 
 
-class Rollout(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class QueuedRollout(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout, for people and for clients that wait for its end."""
 
     run_id: str
@@ -294,14 +294,14 @@ class Rollout(Struct, frozen=True, kw_only=True, omit_defaults=True):
     group_id: str
     group_size: int
     priority: int
-    state: State
+    state: RolloutState
     attempts_left: int
     timeout_seconds: float
     worker: str | None
     """Worker that holds its lease. None: no worker does."""
     cursor: int | None
     """Position in the order in which the run's rollouts ended. None: it has not ended."""
-    attempts: list[Attempt]
+    attempts: list[AttemptRecord]
     """Oldest first; in lists only the last one."""
     prompt: PromptVersion | None = None
     """Prompt version that its attempts are pinned to. None: they are not pinned."""
@@ -310,16 +310,16 @@ class Rollout(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Rollouts(Struct, frozen=True, kw_only=True):
     """Response to GET /v1/rollouts and /v1/runs/{run}/ended."""
 
-    rollouts: list[Rollout]
+    rollouts: list[QueuedRollout]
     cursor: int
     """Value of `after` for the next page."""
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class RunCounts(Struct, frozen=True, kw_only=True):
     """Number of a run's rollouts, by state."""
 
     run_id: str
-    states: dict[State, int]
+    states: dict[RolloutState, int]
     cursor: int
     """Newest position in the order in which its rollouts ended; 0: none has ended."""
 
@@ -327,10 +327,10 @@ class Run(Struct, frozen=True, kw_only=True):
 class Runs(Struct, frozen=True, kw_only=True):
     """Response to GET /v1/runs."""
 
-    runs: list[Run]
+    runs: list[RunCounts]
 
 
-class Wanted(Struct, frozen=True, kw_only=True):
+class DemandRequest(Struct, frozen=True, kw_only=True):
     """Body of PUT /v1/runs/{run}/demand: the demand of one branch."""
 
     policy: Name
@@ -343,7 +343,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """Groups that the trainer has spent or received whole. Equal to `groups`: the demand is met."""
 
 
-class Demand(Struct, frozen=True, kw_only=True):
+class DemandState(Struct, frozen=True, kw_only=True):
     """Demand for a run: response to PUT and GET /v1/runs/{run}/demand."""
 
     groups: int
@@ -352,10 +352,10 @@ class Demand(Struct, frozen=True, kw_only=True):
     """Groups of mode train that were enqueued in the run, except those with a cancelled rollout."""
     cancelled: int
     """Groups of mode train with a cancelled rollout."""
-    branches: list[Wanted]
+    branches: list[DemandRequest]
 
 
-class Refusal(Struct, frozen=True, kw_only=True):
+class QueueRefusal(Struct, frozen=True, kw_only=True):
     """Response with any status but 200."""
 
     error: str

@@ -33,7 +33,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class Tally:
+class WriterTally:
     """Totals of the writer since its start."""
 
     transactions: int = 0
@@ -50,7 +50,7 @@ class Writer:
         self._database = database
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.tally = Tally()
+        self.tally = WriterTally()
         self._thread = threading.Thread(target=self._run, name="queue writer", daemon=True)
         self._thread.start()
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import aiohttp
 
 from runner.http_retry import TimeUpError, again, away, checked
-from runner.workers.jobs import Answer
+from runner.workers.jobs import AttemptOutcome
 from spangrad.agent.reward_values import rewards_from
 from spangrad.agent.telemetry import bearer
 from spangrad.types import AttemptFailure, Stage
@@ -47,7 +47,7 @@ class RewardClient:
         """Close the connections."""
         await self._session.close()
 
-    async def judge(self, body: Mapping[str, object], seconds: float) -> Answer:
+    async def judge(self, body: Mapping[str, object], seconds: float) -> AttemptOutcome:
         """Return the rewards of an attempt, or its failure; retry for at most `seconds`.
 
         Args:
@@ -58,21 +58,21 @@ class RewardClient:
             status, content = await again(lambda: self._ask(body), seconds)
         except TimeUpError as error:
             detail = f"{Stage.EVALUATE}: not done after {seconds:g} s; {self._url} says: {error}"
-            return Answer(None, AttemptFailure.EVALUATION, detail)
+            return AttemptOutcome(None, AttemptFailure.EVALUATION, detail)
         text = content.decode(errors="replace")
         if status != 200:
-            return Answer(None, AttemptFailure.EVALUATION, f"{self._url} answers HTTP {status}: {text[:500]}")
+            return AttemptOutcome(None, AttemptFailure.EVALUATION, f"{self._url} answers HTTP {status}: {text[:500]}")
         try:
             value: Any = json.loads(text)
         except ValueError:
-            return Answer(None, AttemptFailure.EVALUATION, f"{self._url} answers what is not JSON: {text[:200]!r}")
+            return AttemptOutcome(None, AttemptFailure.EVALUATION, f"{self._url} answers what is not JSON: {text[:200]!r}")
         try:
             rewards = rewards_from(value)
         except ValueError as error:
-            return Answer(None, AttemptFailure.EVALUATION, f"{self._url}: {error}")
+            return AttemptOutcome(None, AttemptFailure.EVALUATION, f"{self._url}: {error}")
         if rewards is None:
-            return Answer(None, AttemptFailure.NO_REWARD, f"{self._url} gave no reward")
-        return Answer(rewards, None)
+            return AttemptOutcome(None, AttemptFailure.NO_REWARD, f"{self._url} gave no reward")
+        return AttemptOutcome(rewards, None)
 
     async def _ask(self, body: Mapping[str, object]) -> tuple[int, bytes]:
         try:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runner.workers.agents import AgentSpec, Limits, host_command, initialises
+from runner.workers.agents import AgentSpec, HostLimits, host_command, initialises
 from runner.workers.containers import remove_of_host
-from runner.workers.slots import Places
+from runner.workers.slots import Slots
 from spangrad.agent.host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
 from spangrad.processes import MARK, die_with_parent, kill_marked
@@ -38,14 +38,14 @@ _LOADED = ""
 _logger = logging.getLogger(__name__)
 
 
-class HostPlaces:
+class HostSlots:
     """Slots of one host, by stage."""
 
-    def __init__(self, concurrency: int, limits: Limits) -> None:
+    def __init__(self, concurrency: int, limits: HostLimits) -> None:
         """Create the slots, all free."""
-        self.initialising = Places(limits.initialisations)
-        self.running = Places(concurrency)
-        self.judging = Places(limits.evaluations)
+        self.initialising = Slots(limits.initialisations)
+        self.running = Slots(concurrency)
+        self.judging = Slots(limits.evaluations)
 
 
 class _KilledLoadingError(AgentError):
@@ -64,7 +64,7 @@ class AgentHost:
         log: _Log,
         mark: str,
         spec: AgentSpec,
-        places: HostPlaces,
+        places: HostSlots,
     ) -> None:
         self._process = process
         self._jobs = jobs
@@ -84,7 +84,9 @@ class AgentHost:
         """True if it gets no further jobs."""
 
     @classmethod
-    async def start(cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path, limits: Limits) -> AgentHost:
+    async def start(
+        cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path, limits: HostLimits
+    ) -> AgentHost:
         """Start a process, and wait until it has loaded the agent.
 
         Raises:
@@ -118,7 +120,7 @@ class AgentHost:
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
         jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
-        host = cls(process, jobs, answers, pipe, log, mark, spec, HostPlaces(concurrency, limits))
+        host = cls(process, jobs, answers, pipe, log, mark, spec, HostSlots(concurrency, limits))
         loaded = host.expect(_LOADED)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -244,7 +246,9 @@ class HostPool:
     its slot of stage run (`AgentHost.places`) later, in the same host.
     """
 
-    def __init__(self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path, limits: Limits) -> None:
+    def __init__(
+        self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path, limits: HostLimits
+    ) -> None:
         self._spec = spec
         self._workers = workers
         self._concurrency = concurrency

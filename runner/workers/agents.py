@@ -133,7 +133,7 @@ AgentSpec = CallableAgent | CommandAgent | ContainerAgent
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HostLimits:
     """Limits of an agent host beside the number of attempts."""
 
     initialisations: int
@@ -146,7 +146,7 @@ class Limits:
     """Largest size of an attempt's log, in bytes."""
 
 
-def host_command(spec: AgentSpec, limits: Limits) -> list[str]:
+def host_command(spec: AgentSpec, limits: HostLimits) -> list[str]:
     """Return the command line of an agent host.
 
     The interpreter is started with -P, so that it does not look for modules in the working directory before the installed ones.

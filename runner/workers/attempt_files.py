@@ -23,7 +23,7 @@ _PRUNE_EVERY = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptAttempt:
     """Files of one attempt."""
 
     attempt: int
@@ -75,13 +75,13 @@ class AttemptFiles:
         for rollout in rollouts[: max(0, len(rollouts) - self._keep)]:
             shutil.rmtree(rollout, ignore_errors=True)
 
-    def kept(self, rollout_id: str) -> Iterator[Kept]:
+    def kept(self, rollout_id: str) -> Iterator[KeptAttempt]:
         """Yield the files of a rollout's attempts, oldest first."""
         root = self._root / _name(rollout_id)
         numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit()) if root.is_dir() else []
         for number in numbers:
             log, end = root / str(number) / LOG, root / str(number) / END
-            yield Kept(number, _read(end), log if log.exists() else None)
+            yield KeptAttempt(number, _read(end), log if log.exists() else None)
 
 
 def _name(rollout_id: str) -> str:

@@ -19,24 +19,24 @@ from typing import Any, TypeVar
 
 from opentelemetry.trace import Span
 
-from runner.environments.client import EnvironmentClient, Instance, NoInstanceError
+from runner.environments.client import EnvironmentClient, LeasedInstance, NoInstanceError
 from runner.queue.client import QueueClient
-from runner.queue.wire import Attempt, Lease, State
-from runner.queue.wire import Rollout as Standing
+from runner.queue.wire import AttemptRecord, RolloutLease, RolloutState
+from runner.queue.wire import QueuedRollout as Standing
 from runner.rewards.client import RewardClient
 from runner.workers.agent_processes import AgentHost, HostPool
 from runner.workers.attempt_files import AttemptFiles
 from runner.workers.gateway_client import GatewayClient
 from runner.workers.hosted import Ends, Hosted
-from runner.workers.jobs import Answer, Job
-from runner.workers.root_spans import Roots, carrier
-from runner.workers.slots import Place, Places, StageClock
+from runner.workers.jobs import AttemptOutcome, Job
+from runner.workers.root_spans import RootSpans, carrier
+from runner.workers.slots import Slot, Slots, StageClock
 from spangrad.errors import SpangradError
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Stage, Task
 
 T = TypeVar("T")
-_BETWEEN = Answer(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
+_BETWEEN = AttemptOutcome(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Stop:
 class Ended:
     """Result of an attempt, to be reported to the queue."""
 
-    lease: Lease
-    answer: Answer
+    lease: RolloutLease
+    answer: AttemptOutcome
     calls: int | None
     """Number of policy calls. None: they were not counted."""
     stages: Mapping[Stage, float]
@@ -114,7 +114,7 @@ class _Making:
     """Time limit of the agent, in seconds."""
     stop: Stop
     clock: StageClock
-    entry: Place
+    entry: Slot
     """Slot held until the attempt has a slot of stage run, or, where no stage comes before that, until it has run."""
     span: Span | None = None
     """Root span. None: the attempt has not begun."""
@@ -125,7 +125,7 @@ class _Making:
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
+class AttemptServices:
     """Services that attempts use over HTTP."""
 
     environments: EnvironmentClient | None = None
@@ -143,11 +143,11 @@ class Attempts:
         self,
         pool: HostPool,
         gateway: GatewayClient | None,
-        roots: Roots,
+        roots: RootSpans,
         queue: QueueClient,
         files: AttemptFiles,
         settings: RunnerSettings,
-        services: Services,
+        services: AttemptServices,
     ) -> None:
         """Store the arguments, and create the slots of each stage.
 
@@ -167,9 +167,9 @@ class Attempts:
         self.queue = queue
         self._settings = settings
         self._services = services
-        self._ahead = Places(settings.workers * settings.initialised_ahead)
-        self._asking = Places(settings.workers * settings.initialisations)
-        self._judging = Places(settings.workers * settings.evaluations)
+        self._ahead = Slots(settings.workers * settings.initialised_ahead)
+        self._asking = Slots(settings.workers * settings.initialisations)
+        self._judging = Slots(settings.workers * settings.evaluations)
         running = settings.workers * settings.concurrency
         before = settings.workers * settings.initialised_ahead if pool.initialises or services.environments else 0
         self.entry = before or running
@@ -178,7 +178,7 @@ class Attempts:
         """Number of attempts at once: those before stage run, those in it, and as many that are evaluated or reported."""
 
     async def make(
-        self, lease: Lease, stop: Stop, clock: StageClock, entered: Callable[[], None], broken: Callable[[SpangradError], None]
+        self, lease: RolloutLease, stop: Stop, clock: StageClock, entered: Callable[[], None], broken: Callable[[SpangradError], None]
     ) -> Ended:
         """Run an attempt.
 
@@ -189,9 +189,9 @@ class Attempts:
             entered: called once, when another attempt can begin in its place.
             broken: called when it cannot go on for a reason outside of the attempt; it then waits to be stopped.
         """
-        making = _Making(rollout_of(lease), lease.timeout_seconds, stop, clock, Place(entered))
+        making = _Making(rollout_of(lease), lease.timeout_seconds, stop, clock, Slot(entered))
         self.roots.claim(lease.rollout_id, lease.attempt)
-        answer = Answer(None, AttemptFailure.CANCELLED, "it had not begun")
+        answer = AttemptOutcome(None, AttemptFailure.CANCELLED, "it had not begun")
         try:
             with making.entry:
                 answer = await self._through(making)
@@ -207,14 +207,14 @@ class Attempts:
             await asyncio.wait([stop.asked])
         why = stop.asked.result() if stop.asked.done() else None
         if why is not None:
-            answer = Answer(None, why.failure, why.detail)
+            answer = AttemptOutcome(None, why.failure, why.detail)
         answer = answer.storable()
         final = why.final if why is not None else answer.failure is None or answer.rewards is not None or lease.last
         stages = clock.taken()
         self.roots.close(making.span or self.roots.open(making.rollout), answer, making.calls, stages, final=final)
         return Ended(lease, answer, making.calls, stages, final=final, reported=why is not None and why.reported)
 
-    async def _through(self, making: _Making) -> Answer:
+    async def _through(self, making: _Making) -> AttemptOutcome:
         """Run all stages, with or without a leased environment."""
         if self._services.environments is None:
             return await self._judged(making, await self._hosted(making, None), None)
@@ -222,13 +222,13 @@ class Attempts:
             async with self._leased(making, self._services.environments) as instance:
                 answer = await self._judged(making, await self._hosted(making, instance), instance)
                 if instance.lost.done():
-                    return Answer(None, AttemptFailure.ENVIRONMENT, instance.lost.result())
+                    return AttemptOutcome(None, AttemptFailure.ENVIRONMENT, instance.lost.result())
                 return answer
         except NoInstanceError as error:
-            return Answer(None, error.failure, str(error))
+            return AttemptOutcome(None, error.failure, str(error))
 
     @asynccontextmanager
-    async def _leased(self, making: _Making, environments: EnvironmentClient) -> AsyncGenerator[Instance]:
+    async def _leased(self, making: _Making, environments: EnvironmentClient) -> AsyncGenerator[LeasedInstance]:
         """Lease an environment of a service, for as long as the block."""
         stop, key = making.stop, making.rollout.key
         with await stop.first(self._ahead.take()) as ahead:
@@ -238,16 +238,16 @@ class Attempts:
                     asked = environments.lease(key.rollout_id, key.attempt, making.rollout.task.input, self._settings.init_timeout_seconds)
                     instance = await stop.first(asked)
             entry = making.entry
-            making.entry = Place(lambda: (ahead.free(), entry.free()))
+            making.entry = Slot(lambda: (ahead.free(), entry.free()))
             try:
                 yield instance
             finally:
                 environments.release(instance)
 
-    async def _hosted(self, making: _Making, instance: Instance | None) -> Answer:
+    async def _hosted(self, making: _Making, instance: LeasedInstance | None) -> AttemptOutcome:
         """Run the stages in an agent host."""
         host = await making.stop.first(self._pool.take())
-        slot = Place(lambda: self._pool.free(host))
+        slot = Slot(lambda: self._pool.free(host))
         try:
             if instance is None:
                 await self._begin(making)
@@ -259,7 +259,7 @@ class Attempts:
         finally:
             self._pool.give(host, freed=slot.freed)
 
-    async def _staged(self, making: _Making, hosted: Hosted, host: AgentHost, slot: Place, ends: Ends) -> Answer:
+    async def _staged(self, making: _Making, hosted: Hosted, host: AgentHost, slot: Slot, ends: Ends) -> AttemptOutcome:
         stop, clock, settings = making.stop, making.clock, self._settings
         running = slot
         if self._pool.initialises:
@@ -278,7 +278,7 @@ class Attempts:
                 await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)
         return await hosted.finish(ends)
 
-    async def _judged(self, making: _Making, answer: Answer, instance: Instance | None) -> Answer:
+    async def _judged(self, making: _Making, answer: AttemptOutcome, instance: LeasedInstance | None) -> AttemptOutcome:
         """Return the answer with the rewards of the reward service, if there is one."""
         rewards = self._services.rewards
         if rewards is None or answer.failure is not None:
@@ -303,7 +303,7 @@ class Attempts:
         if self.gateway is not None:
             await self.gateway.announce(making.rollout.key, making.rollout.mode, making.carried["traceparent"])
 
-    async def _counted(self, making: _Making, answer: Answer) -> Answer:
+    async def _counted(self, making: _Making, answer: AttemptOutcome) -> AttemptOutcome:
         """Return the answer after the gateway has counted the calls; it is a failure if the count is needed and unknown."""
         if self.gateway is None or making.stop.asked.done():
             return answer
@@ -311,22 +311,22 @@ class Attempts:
         making.calls = counted and counted.calls
         counts = answer.failure is None or self._settings.failure_rewards.of(answer.failure) is not None
         if counted is None and counts:
-            return Answer(None, AttemptFailure.UNCOUNTED, f"the gateway does not know this attempt any more{_after(answer)}")
+            return AttemptOutcome(None, AttemptFailure.UNCOUNTED, f"the gateway does not know this attempt any more{_after(answer)}")
         if counted is not None and counted.overflowed and answer.failure in {AttemptFailure.EXCEPTION, AttemptFailure.EXIT_CODE}:
             return replace(answer, failure=AttemptFailure.CONTEXT_OVERFLOW)
         return answer
 
-    def _with_reward(self, answer: Answer) -> Answer:
+    def _with_reward(self, answer: AttemptOutcome) -> AttemptOutcome:
         """Return the answer, with the reward of its failure where the policy caused that."""
         reward = self._settings.failure_rewards.of(answer.failure)
         return answer if reward is None else replace(answer, rewards=reward)
 
     async def mourn(self, standing: Standing) -> None:
         """Write the missing root spans of a rollout that was cancelled, or whose last worker died."""
-        if not standing.attempts or standing.state not in {State.DEAD, State.CANCELLED}:
+        if not standing.attempts or standing.state not in {RolloutState.DEAD, RolloutState.CANCELLED}:
             return
         last = standing.attempts[-1]
-        between = standing.state is State.CANCELLED and last.reason is not AttemptFailure.CANCELLED
+        between = standing.state is RolloutState.CANCELLED and last.reason is not AttemptFailure.CANCELLED
         if not between and not _ended_by_queue(last):
             return
         whole = await self.queue.rollout(standing.rollout_id) if last.attempt else standing
@@ -335,7 +335,7 @@ class Attempts:
             # No attempt was running, and no root span has the final mark: one must say that no other attempt follows.
             self._write(_rollout(standing, last.attempt + 1), _BETWEEN, 0, final=True)
 
-    def end_cancelled(self, lease: Lease) -> None:
+    def end_cancelled(self, lease: RolloutLease) -> None:
         """Write the final root span of a rollout that was cancelled before the queue learned of an attempt that is not final."""
         rollout = rollout_of(lease)
         self._write(replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1)), _BETWEEN, 0, final=True)
@@ -346,14 +346,14 @@ class Attempts:
             if _ended_by_queue(attempt):
                 key = RolloutKey(whole.run_id, whole.rollout_id, attempt.attempt)
                 counted = await self.gateway.calls(key) if self.gateway is not None else None
-                answer = Answer(None, attempt.reason, attempt.detail)
+                answer = AttemptOutcome(None, attempt.reason, attempt.detail)
                 self._write(_rollout(whole, attempt.attempt), answer, counted and counted.calls, final=attempt.attempt == final)
 
-    def _write(self, rollout: Rollout, answer: Answer, calls: int | None, *, final: bool) -> None:
+    def _write(self, rollout: Rollout, answer: AttemptOutcome, calls: int | None, *, final: bool) -> None:
         if self.roots.claim(rollout.key.rollout_id, rollout.key.attempt):
             self.roots.close(self.roots.open(rollout), answer, calls, final=final)
 
-    def _job(self, making: _Making, instance: Instance | None) -> Job:
+    def _job(self, making: _Making, instance: LeasedInstance | None) -> Job:
         key = making.rollout.key
         return Job(
             id=f"{key.rollout_id}/{key.attempt}",
@@ -366,7 +366,7 @@ class Attempts:
         )
 
 
-def rollout_of(lease: Lease) -> Rollout:
+def rollout_of(lease: RolloutLease) -> Rollout:
     """Return the rollout of a lease."""
     key = RolloutKey(lease.run_id, lease.rollout_id, lease.attempt)
     return Rollout(key, Task(lease.task_id, lease.task_input(), lease.prompt), lease.mode, lease.group_id, lease.group_size)
@@ -377,10 +377,10 @@ def _rollout(standing: Standing, attempt: int) -> Rollout:
     return Rollout(key, Task(standing.task_id, None, standing.prompt), Mode(standing.mode), standing.group_id, standing.group_size)
 
 
-def _after(answer: Answer) -> str:
+def _after(answer: AttemptOutcome) -> str:
     return "" if answer.failure is None else f"; it had failed: {answer.failure.value}: {answer.detail}"
 
 
-def _ended_by_queue(attempt: Attempt) -> bool:
+def _ended_by_queue(attempt: AttemptRecord) -> bool:
     """Return whether the queue itself ended the attempt: workers report the seconds, and release only attempts with a root span."""
     return attempt.ended_at is not None and attempt.reason not in {None, AttemptFailure.RELEASED} and attempt.seconds is None

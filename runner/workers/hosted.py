@@ -13,7 +13,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from runner.workers.jobs import Answer, Job
+from runner.workers.jobs import AttemptOutcome, Job
 from spangrad.agent.attempt_answer import END_STAGE
 from spangrad.types import POLICY_FAILURES, AttemptFailure, Stage
 
@@ -26,7 +26,7 @@ _FLUSH_SECONDS = 30.0
 """Time that a host has to send the spans of an attempt that ended in time, in seconds, when the store did not accept them at once."""
 _CLOSE_SECONDS = 30.0
 """Time that a host has after the last stage to close the environment and to send the spans, in seconds."""
-_STOPPED = Answer(None, AttemptFailure.CANCELLED, "stopped")
+_STOPPED = AttemptOutcome(None, AttemptFailure.CANCELLED, "stopped")
 _LATE = {
     Stage.INIT: AttemptFailure.ENVIRONMENT,
     Stage.RUN: AttemptFailure.TIMEOUT,
@@ -35,7 +35,7 @@ _LATE = {
 """Failure of a stage that exceeds its time limit: only the agent's own time may count against the policy."""
 _logger = logging.getLogger(__name__)
 
-_UNFLUSHED = Answer(None, AttemptFailure.UNFLUSHED, "its spans could not be sent in time, so rewards on them may be missing")
+_UNFLUSHED = AttemptOutcome(None, AttemptFailure.UNFLUSHED, "its spans could not be sent in time, so rewards on them may be missing")
 
 Ends = Sequence[asyncio.Future[Any]]
 """Futures of which each one stops the attempt when done; it then fails as `cancelled`, once it has ended."""
@@ -50,7 +50,7 @@ class Hosted:
         self._job = job
         self._begun = False
         self._moved: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._answer: Answer | None = None
+        self._answer: AttemptOutcome | None = None
         self._answered: asyncio.Future[dict[str, Any]]
 
     async def __aenter__(self) -> Self:
@@ -77,9 +77,9 @@ class Hosted:
             True if another stage follows; if none does, `finish` returns the answer.
         """
         if self._host.ended:
-            self._answer = Answer(None, AttemptFailure.CRASH, "the agent's process had ended")
+            self._answer = AttemptOutcome(None, AttemptFailure.CRASH, "the agent's process had ended")
         elif self._begun and stage is Stage.RUN and self._host.retired:  # a new host can run the agent, but only this one can evaluate
-            self._answer = Answer(None, AttemptFailure.CRASH, "the agent's process hangs, and is replaced")
+            self._answer = AttemptOutcome(None, AttemptFailure.CRASH, "the agent's process hangs, and is replaced")
         elif any(one.done() for one in ends):
             self._answer = _STOPPED
         if self._answer is not None or self._answered.done():
@@ -95,7 +95,7 @@ class Hosted:
             return False
         return self._moved.result() != END_STAGE
 
-    async def finish(self, ends: Ends) -> Answer:
+    async def finish(self, ends: Ends) -> AttemptOutcome:
         """Wait until the attempt has ended, and return its answer."""
         if self._answer is None and not self._answered.done():
             await asyncio.wait([self._answered, *ends], timeout=_CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -112,7 +112,7 @@ class Hosted:
         if not self._moved.done():
             self._moved.set_result(stage)
 
-    async def _over(self, ends: Ends, failure: AttemptFailure, late: str) -> Answer:
+    async def _over(self, ends: Ends, failure: AttemptFailure, late: str) -> AttemptOutcome:
         """Cancel an attempt that was stopped or exceeded a time limit; the latter fails with `failure` and the detail `late`."""
         done = await self._cancel()
         if any(one.done() for one in ends):
@@ -121,8 +121,10 @@ class Hosted:
             return await self._read(self._answered.result())  # it ended in time; only its spans are late
         if not done and failure is AttemptFailure.TIMEOUT and self._host.attempts > 1:
             # It is unknown which attempt blocks the process, so no policy is blamed.
-            return Answer(None, AttemptFailure.CRASH, f"{late}; the agent's process hangs with {self._host.attempts} attempts in it")
-        return Answer(None, failure, late)
+            return AttemptOutcome(
+                None, AttemptFailure.CRASH, f"{late}; the agent's process hangs with {self._host.attempts} attempts in it"
+            )
+        return AttemptOutcome(None, failure, late)
 
     async def _cancel(self) -> bool:
         """Cancel the attempt; return whether the host has answered."""
@@ -136,16 +138,16 @@ class Hosted:
         _logger.warning("an attempt hangs: its process gets no more of them, and is replaced")
         self._host.retired = True
 
-    async def _read(self, message: Mapping[str, Any]) -> Answer:
+    async def _read(self, message: Mapping[str, Any]) -> AttemptOutcome:
         """Read an attempt's answer, once its spans were sent: a reward must not count before a tool's failure can."""
         if message.get("stuck") and not self._host.retired:
             self._retire()
         failure = AttemptFailure(message["failure"]) if message["failure"] else None
         if failure is not None and failure not in POLICY_FAILURES:
-            return Answer(None, failure, message["detail"])
+            return AttemptOutcome(None, failure, message["detail"])
         if not message["flushed"] and not await self._flush():
             return _UNFLUSHED
-        return Answer(message["reward"], failure, message["detail"], message.get("output"))
+        return AttemptOutcome(message["reward"], failure, message["detail"], message.get("output"))
 
     async def _flush(self) -> bool:
         if self._host.ended:

@@ -31,7 +31,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AttemptOutcome:
     """Result of an attempt: rewards, or a failure."""
 
     rewards: Rewards | float | None
@@ -44,7 +44,7 @@ class Answer:
     output: object = None
     """Output of the agent, for a reward service to evaluate."""
 
-    def storable(self) -> Answer:
+    def storable(self) -> AttemptOutcome:
         """Return the answer with texts that the span store and the queue accept, whatever the agent or a service has written."""
         rewards = self.rewards
         if isinstance(rewards, Mapping):

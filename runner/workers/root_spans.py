@@ -22,7 +22,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, StatusCode
 
-from runner.workers.jobs import Answer
+from runner.workers.jobs import AttemptOutcome
 from spangrad import semconv
 from spangrad.agent.propagation import carrier_of, with_baggage
 from spangrad.agent.reward_values import Rewards, entries
@@ -41,7 +41,7 @@ _SECONDS = {
 }
 
 
-class Roots:
+class RootSpans:
     """Root spans of one process, and their exporter."""
 
     def __init__(self, store: StoreSettings) -> None:
@@ -82,7 +82,7 @@ class Roots:
         )
 
     def close(
-        self, span: Span, answer: Answer, calls: int | None, stages: Mapping[Stage, float] = MappingProxyType({}), *, final: bool
+        self, span: Span, answer: AttemptOutcome, calls: int | None, stages: Mapping[Stage, float] = MappingProxyType({}), *, final: bool
     ) -> None:
         """Write the result of an attempt to its root span, and end it.
 

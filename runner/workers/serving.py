@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from runner.queue.client import QueueClient
-from runner.queue.wire import State
+from runner.queue.wire import RolloutState
 from runner.runner import open_attempts
 from runner.workers.agents import AgentSpec
 from runner.workers.attempts import Attempts
@@ -98,7 +98,7 @@ async def _mourn(attempts: Attempts, run_id: str) -> None:
 async def _mourn_old(attempts: Attempts, run_id: str) -> int:
     """Write those of rollouts that have ended; return the number of the ending up to which all are done."""
     cursor = (await attempts.queue.run(run_id)).cursor
-    for state in (State.DEAD, State.CANCELLED):
+    for state in (RolloutState.DEAD, RolloutState.CANCELLED):
         after = 0
         while (page := await attempts.queue.rollouts(run_id=run_id, state=state, after=after, limit=_PAGE)).rollouts:
             after = page.cursor

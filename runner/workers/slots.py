@@ -16,7 +16,7 @@ from typing import Self
 from spangrad.types import Stage
 
 
-class Place:
+class Slot:
     """One taken slot; a context manager that frees it."""
 
     def __init__(self, free: Callable[[], object]) -> None:
@@ -39,7 +39,7 @@ class Place:
         self.free()
 
 
-class Places:
+class Slots:
     """A fixed number of slots, taken in the order of the requests."""
 
     def __init__(self, count: int) -> None:
@@ -47,11 +47,11 @@ class Places:
         self._semaphore = asyncio.Semaphore(count)
         self.taken = 0
 
-    async def take(self) -> Place:
+    async def take(self) -> Slot:
         """Wait for a slot, and take it."""
         await self._semaphore.acquire()
         self.taken += 1
-        return Place(self._give)
+        return Slot(self._give)
 
     def _give(self) -> None:
         self.taken -= 1

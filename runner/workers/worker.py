@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from runner.queue.client import Beating, QueueClient
-from runner.queue.wire import Completion, Failure, Lease, Result, State
+from runner.queue.wire import AttemptReceipt, Completion, Failure, RolloutLease, RolloutState
 from runner.workers.attempts import Attempts, Ended, Stop, Why
 from runner.workers.root_spans import by_name
 from runner.workers.slots import StageClock
@@ -134,7 +134,7 @@ class Worker:
             for lease in await self._queue.lease(self._run_id, self.name, room, wait_seconds=_ASK_SECONDS):
                 self._begin(lease)
 
-    def _begin(self, lease: Lease) -> None:
+    def _begin(self, lease: RolloutLease) -> None:
         key = lease.rollout_id, lease.attempt
         stop = self._held[key] = Stop()
         self._clocks[key] = StageClock()
@@ -146,7 +146,7 @@ class Worker:
         self._making.add(task)
         task.add_done_callback(self._making.discard)
 
-    async def _make(self, lease: Lease, stop: Stop) -> None:
+    async def _make(self, lease: RolloutLease, stop: Stop) -> None:
         try:
             clock = self._clocks[lease.rollout_id, lease.attempt]
             self._ended.put_nowait(await self._attempts.make(lease, stop, clock, self._freed, self._fail))
@@ -154,7 +154,7 @@ class Worker:
             self._fail(error)
             raise
 
-    def _ran(self, lease: Lease) -> float | None:
+    def _ran(self, lease: RolloutLease) -> float | None:
         """Return the seconds that the agent of an attempt has run; waits, initialisation and evaluation do not count."""
         clock = self._clocks.get((lease.rollout_id, lease.attempt))
         return clock and clock.seconds(Stage.RUN)
@@ -163,13 +163,13 @@ class Worker:
         self._free += 1
         self._room.set()
 
-    def _lost(self, lease: Lease, result: Result) -> None:
+    def _lost(self, lease: RolloutLease, result: AttemptReceipt) -> None:
         """Stop an attempt whose lease the queue has ended."""
         _logger.info("attempt %d of rollout %s is over: %s", lease.attempt, lease.rollout_id, result.refused)
         stop = self._held.get((lease.rollout_id, lease.attempt))
         if stop is not None:
             why = result.ended or AttemptFailure.LOST
-            final = result.state in {State.CANCELLED, State.DEAD}
+            final = result.state in {RolloutState.CANCELLED, RolloutState.DEAD}
             stop.now(Why(why, result.refused or "the queue ended it", final=final, reported=True))
 
     async def _report_endings(self) -> None:
@@ -192,7 +192,7 @@ class Worker:
         released = [one.lease for one in ended if one.answer.failure is AttemptFailure.RELEASED]
         completions = [_completion(one) for one in ended if one.answer.failure is None]
         failures = [_failure(one) for one in ended if one.answer.failure not in {None, AttemptFailure.RELEASED}]
-        results: list[Result] = []
+        results: list[AttemptReceipt] = []
         if completions:
             results += await self._queue.complete(completions)
         if failures:
@@ -204,7 +204,7 @@ class Worker:
         for result in refused:
             _logger.warning("%s", result.refused)
             lease = leases.get((result.rollout_id, result.attempt))
-            if lease is not None and result.state is State.CANCELLED:
+            if lease is not None and result.state is RolloutState.CANCELLED:
                 self._attempts.end_cancelled(lease)
         if refused:
             await self._attempts.roots.acknowledged(self._patience)

@@ -19,7 +19,7 @@ END_STAGE = "end"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AttemptReply:
     """Result of an attempt."""
 
     id: str
@@ -57,16 +57,16 @@ class Stages:
         return self.leased or self.initialiser is not None
 
 
-def raised(name: str, failure: AttemptFailure, error: BaseException) -> Answer:
+def raised(name: str, failure: AttemptFailure, error: BaseException) -> AttemptReply:
     """Return the answer for an exception of the user's code, and print its traceback to the attempt's log."""
     traceback.print_exception(error)
-    return Answer(name, failure=failure, detail=f"{type(error).__name__}: {error}"[:1000])
+    return AttemptReply(name, failure=failure, detail=f"{type(error).__name__}: {error}"[:1000])
 
 
-def handed_on(name: str, output: object) -> Answer:
+def handed_on(name: str, output: object) -> AttemptReply:
     """Return an answer whose output a service evaluates."""
     try:
         json.dumps(output, allow_nan=False)
     except (TypeError, ValueError) as error:
-        return Answer(name, failure=AttemptFailure.INVALID_OUTPUT, detail=f"the output {output!r:.200} is not JSON: {error}")
-    return Answer(name, output=output)
+        return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=f"the output {output!r:.200} is not JSON: {error}")
+    return AttemptReply(name, output=output)

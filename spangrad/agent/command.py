@@ -52,7 +52,7 @@ class InvalidOutput(Exception):  # noqa: N818  # an outcome of the attempt, not 
     """The program's last line cannot be read."""
 
 
-class CommandAgent:
+class AgentCommand:
     """An agent in the form of a command line."""
 
     def __init__(
@@ -130,7 +130,7 @@ def kill_groups() -> None:
 
 
 async def variables_of(endpoint: str | None, leased: object) -> dict[str, str]:
-    """Return the environment variables of the current attempt's program; arguments as `CommandAgent.__call__`."""
+    """Return the environment variables of the current attempt's program; arguments as `AgentCommand.__call__`."""
     return _environment(endpoint, leased) | await asyncio.to_thread(program_variables, os.environ)
 
 

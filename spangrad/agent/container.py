@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from opentelemetry import baggage
 
 from spangrad.agent import prompt_client
-from spangrad.agent.command import ENVIRONMENT_VARIABLE, CommandAgent, ExitCode, variables_of
+from spangrad.agent.command import ENVIRONMENT_VARIABLE, AgentCommand, ExitCode, variables_of
 from spangrad.errors import AgentError
 from spangrad.processes import MARK
 from spangrad.semconv import ROLLOUT_ATTEMPT, ROLLOUT_ID, RUN_ID
@@ -89,11 +89,11 @@ def reached_at(engine: str, network: str, platform: str = sys.platform) -> str |
     return "host.containers.internal" if Path(engine).name == "podman" else "host.docker.internal"
 
 
-class ContainerAgent(CommandAgent):
+class AgentContainer(AgentCommand):
     """An agent in the form of a container image."""
 
     def __init__(self, container: Container, directory: Path, worker: str, *, on_group: Callable[[int, bool], None] | None = None) -> None:
-        """`directory` is where the engine's command line runs, `worker` is a label's value; `on_group` as for `CommandAgent`.
+        """`directory` is where the engine's command line runs, `worker` is a label's value; `on_group` as for `AgentCommand`.
 
         Raises:
             AgentError: the engine's program was not found.

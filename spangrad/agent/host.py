@@ -42,10 +42,10 @@ from opentelemetry.instrumentation.auto_instrumentation import initialize
 from opentelemetry.sdk.trace import TracerProvider
 
 from spangrad.agent.attempt import AttemptNote, with_note
-from spangrad.agent.attempt_answer import END_STAGE, Answer, Stages, handed_on, raised
+from spangrad.agent.attempt_answer import END_STAGE, AttemptReply, Stages, handed_on, raised
 from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs
-from spangrad.agent.command import CommandAgent, ExitCode, InvalidOutput, kill_groups
-from spangrad.agent.container import Container, ContainerAgent, remove_running
+from spangrad.agent.command import AgentCommand, ExitCode, InvalidOutput, kill_groups
+from spangrad.agent.container import AgentContainer, Container, remove_running
 from spangrad.agent.failures import failure_of
 from spangrad.agent.flushing import Flusher
 from spangrad.agent.local_environment import LocalEnvironment
@@ -127,7 +127,7 @@ class Host:
             await asyncio.wait(left, timeout=_END_SECONDS)
         return not self._threads and not self._left_open
 
-    async def _attempt(self, job: Mapping[str, Any]) -> Answer:
+    async def _attempt(self, job: Mapping[str, Any]) -> AttemptReply:
         log = AttemptLog(job.get("log"), self._log_bytes)
         begin_log(log)
         try:
@@ -135,7 +135,7 @@ class Host:
         finally:
             log.close()
 
-    async def _noted(self, name: str, job: Mapping[str, Any], note: AttemptNote) -> Answer:
+    async def _noted(self, name: str, job: Mapping[str, Any], note: AttemptNote) -> AttemptReply:
         context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
         environment = LocalEnvironment(self._stages.initialiser, self._pool)
         environment.value = job.get("environment")
@@ -149,16 +149,16 @@ class Host:
                 self._left_open |= not closed
         except asyncio.CancelledError as cancelled:
             stuck = not closed or isinstance(cancelled, _StuckError)
-            return Answer(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=stuck)
+            return AttemptReply(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=stuck)
         if name in self._cancelled:  # the agent has turned the cancellation into something else
-            return Answer(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=not closed)
+            return AttemptReply(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=not closed)
         try:
             flushed = await self._flusher.flush()
         except asyncio.CancelledError:
             flushed = False  # the agent was in time, even if its spans are not sent
         return replace(ended, stuck=not closed, flushed=flushed)
 
-    async def _run_stages(self, name: str, job: Mapping[str, Any], environment: LocalEnvironment, note: AttemptNote) -> Answer:
+    async def _run_stages(self, name: str, job: Mapping[str, Any], environment: LocalEnvironment, note: AttemptNote) -> AttemptReply:
         """Run the stages, as the runner opens them."""
         given, stages = job["input"], self._stages
         if stages.initialiser is not None:
@@ -171,9 +171,9 @@ class Host:
         try:
             output = await self._call(stages.agent, given, **self._keywords(offered, "agent"))
         except ExitCode as error:
-            return Answer(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
+            return AttemptReply(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
         except InvalidOutput as error:
-            return Answer(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
+            return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
         except (Exception, SystemExit) as error:
             return raised(name, failure_of(error), error)
         if stages.outputs:
@@ -186,18 +186,18 @@ class Host:
                 return raised(name, AttemptFailure.EVALUATION, error)
         return self._rewarded(name, output, note)
 
-    def _rewarded(self, name: str, value: object, note: AttemptNote) -> Answer:
+    def _rewarded(self, name: str, value: object, note: AttemptNote) -> AttemptReply:
         alone = self._stages.evaluator is None
         try:
             reward = rewards_from(value)
         except ValueError as error:
             # The policy is responsible for its agent's value, not for the evaluator's.
-            return Answer(name, failure=AttemptFailure.INVALID_OUTPUT if alone else AttemptFailure.EVALUATION, detail=str(error))
+            return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT if alone else AttemptFailure.EVALUATION, detail=str(error))
         if reward is None and alone and note.rewarded:
-            return Answer(name, {})
+            return AttemptReply(name, {})
         if reward is None:
-            return Answer(name, failure=AttemptFailure.NO_REWARD, detail=f"the {'agent' if alone else 'evaluator'} gave no reward")
-        return Answer(name, reward)
+            return AttemptReply(name, failure=AttemptFailure.NO_REWARD, detail=f"the {'agent' if alone else 'evaluator'} gave no reward")
+        return AttemptReply(name, reward)
 
     def _keywords(self, offered: Mapping[str, object], role: str) -> dict[str, object]:
         """Return the keyword arguments of a function: those that it has parameters for."""
@@ -286,9 +286,9 @@ def _agent(args: argparse.Namespace, on_group: Callable[[int, bool], None]) -> t
     """
     directory: Path = args.path.resolve()
     if args.container:
-        return ContainerAgent(Container.read(args.container), directory, args.worker, on_group=on_group), None
+        return AgentContainer(Container.read(args.container), directory, args.worker, on_group=on_group), None
     if args.command:
-        return CommandAgent(json.loads(args.command), directory, instrument=args.instrument, on_group=on_group), None
+        return AgentCommand(json.loads(args.command), directory, instrument=args.instrument, on_group=on_group), None
     return load_agent(args.agent or "")
 
 

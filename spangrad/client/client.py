@@ -22,10 +22,10 @@ from typing import Any, Self
 
 from spangrad.callables import is_file, reference_of
 from spangrad.client.queue_http import QueueHttp
-from spangrad.client.result import Measure, Result, Show, Tally, Validation
+from spangrad.client.result import RolloutSummary, RolloutTally, Show, TrainResult, Validation
 from spangrad.client.task_files import read_tasks, tasks_of
-from spangrad.client.task_store import Stored, TaskStore
-from spangrad.client.workers import Work, Workers
+from spangrad.client.task_store import StoredTasks, TaskStore
+from spangrad.client.workers import Work, WorkerProcesses
 from spangrad.errors import AgentError, SettingsError
 from spangrad.processes import MARK
 from spangrad.types import Mode, Task
@@ -54,12 +54,12 @@ class _TrainRun:
     """State of one call of `train` or `validate`."""
 
     work: Work
-    workers: Workers
+    workers: WorkerProcesses
     show: Show
-    shown: Tally
+    shown: RolloutTally
     """Tally that the progress shows."""
-    train: Tally = field(default_factory=Tally)
-    waits: dict[str, Tally | None] = field(default_factory=dict[str, Tally | None])
+    train: RolloutTally = field(default_factory=RolloutTally)
+    waits: dict[str, RolloutTally | None] = field(default_factory=dict[str, RolloutTally | None])
     """Rollouts that are waited for, and the tally that counts each. None: it is not counted."""
     cursor: int = 0
 
@@ -85,7 +85,7 @@ class Client:
         self.run_id = self.settings.runner.run_id
         self._queue = QueueHttp(url, self.settings.runner.queue_token, self.run_id)
         self._store = TaskStore(self._queue)
-        self._data: dict[str, tuple[Stored, list[Task]]] = {}
+        self._data: dict[str, tuple[StoredTasks, list[Task]]] = {}
 
     def upload_data(self, data: Data, *, test_file: Data | None = None) -> Self:
         """Store data in the queue for the run; uploading the same data again changes nothing.
@@ -116,7 +116,7 @@ class Client:
         validate_every: int | None = None,
         follow_demand: bool | None = None,
         idle_seconds: float = 600.0,
-    ) -> Result:
+    ) -> TrainResult:
         """Run the agent on the training data, with worker processes on this machine, until that is done.
 
         Where a trainer has sent its demand for groups of the run to the queue, these are run as it requests them and as they finish.
@@ -150,7 +150,7 @@ class Client:
         validations: list[Validation] = []
         work = replace(work, follow=TRAIN if follow else None)
         with Show("training", None if follow else len(counted)) as show, self._workers(work, n_workers) as workers:
-            train = Tally()
+            train = RolloutTally()
             run = _TrainRun(work, workers, show, shown=train, train=train, cursor=self._queue.cursor())
             if rollouts and self._queue.enqueue(rollouts):
                 run.cursor = 0  # some of them may have ended before
@@ -160,15 +160,15 @@ class Client:
                 if self._count_ended(run, count_all=follow) or (follow and self._is_busy()):
                     quiet = time.monotonic()
                 if validate_every and run.train.groups >= validate_every * (1 + len(validations)):
-                    validations.append(self._validation(run, Tally()))
+                    validations.append(self._validation(run, RolloutTally()))
             show.progress(run.train.measure, last=True)
             if TEST in self._data and not (validations and validations[-1].after_groups == run.train.groups):
-                validations.append(self._validation(run, Tally()))
-        return Result(self.run_id, run.train.groups, run.train.measure, tuple(validations), time.monotonic() - began)
+                validations.append(self._validation(run, RolloutTally()))
+        return TrainResult(self.run_id, run.train.groups, run.train.measure, tuple(validations), time.monotonic() - began)
 
     def validate(
         self, agent: Callable[..., Any], *, n_workers: int = 1, evaluator: Reference | None = None, environment: Reference | None = None
-    ) -> Measure:
+    ) -> RolloutSummary:
         """Run the test data once, in mode `validate`: measured, never trained.
 
         Args:
@@ -184,11 +184,11 @@ class Client:
         work = self._work(agent, evaluator, environment)
         self._required_data(TEST)
         with Show("test data", len(self._data[TEST][1])) as show, self._workers(work, n_workers) as workers:
-            tally = Tally()
+            tally = RolloutTally()
             run = _TrainRun(work, workers, show, shown=tally, cursor=self._queue.cursor())
             return self._validation(run, tally).measure
 
-    def _validation(self, run: _TrainRun, tally: Tally) -> Validation:
+    def _validation(self, run: _TrainRun, tally: RolloutTally) -> Validation:
         """Enqueue the test data before everything else, and wait for it."""
         after = run.train.groups
         stored, tasks = self._data[TEST]
@@ -230,7 +230,7 @@ class Client:
         demand, states = self._queue.demand(), self._queue.states()
         return demand["enqueued"] < demand["groups"] or any(states.get(state) for state in _OPEN)
 
-    def _epochs(self, stored: Stored, tasks: Sequence[Task], epochs: int) -> list[dict[str, Any]]:
+    def _epochs(self, stored: StoredTasks, tasks: Sequence[Task], epochs: int) -> list[dict[str, Any]]:
         """Return the rollouts of the next epochs, beginning with the one that was begun and has not ended."""
         first = 0
         while self._queue.rollout(self._rollouts(stored, tasks[-1:], first, Mode.TRAIN, len(tasks) - 1)[-1]["rollout_id"]):
@@ -240,7 +240,7 @@ class Client:
             first -= 1  # left by a script that was killed
         return [rollout for epoch in range(first, first + epochs) for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN)]
 
-    def _rollouts(self, stored: Stored, tasks: Sequence[Task], which: object, mode: Mode, first: int = 0) -> list[dict[str, Any]]:
+    def _rollouts(self, stored: StoredTasks, tasks: Sequence[Task], which: object, mode: Mode, first: int = 0) -> list[dict[str, Any]]:
         """Return rollouts of tasks in the queue's form: a group for each task, with a greedy rollout first where it is set.
 
         Their ids follow from run, data, `which`, the task's index (`first` is that of the first one) and the rollout's number.
@@ -267,7 +267,7 @@ class Client:
             ]
         return rollouts
 
-    def _required_data(self, name: str) -> tuple[Stored, list[Task]]:
+    def _required_data(self, name: str) -> tuple[StoredTasks, list[Task]]:
         """Return the data of a name, from the queue where another process has uploaded it."""
         if name not in self._data:
             tasks = self._store.read(name)
@@ -295,10 +295,10 @@ class Client:
             follow=None,
         )
 
-    def _workers(self, work: Work, count: int) -> Workers:
+    def _workers(self, work: Work, count: int) -> WorkerProcesses:
         if count < 1:
             raise SettingsError(f"n_workers = {count}: give 1 or more.")
-        return Workers(work, count, self.settings.runner.drain_seconds)
+        return WorkerProcesses(work, count, self.settings.runner.drain_seconds)
 
 
 def _stage_reference(name: str, function: Callable[..., Any], directory: Path) -> str:

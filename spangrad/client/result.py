@@ -22,7 +22,7 @@ _REWARDED = ("succeeded", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class RolloutSummary:
     """Counts and mean reward of rollouts that have ended."""
 
     outcomes: Mapping[str, int]
@@ -47,17 +47,17 @@ class Validation:
 
     after_groups: int
     """Number of groups of mode train that had ended when it was enqueued."""
-    measure: Measure
+    measure: RolloutSummary
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TrainResult:
     """Result of `Client.train`."""
 
     run_id: str
     groups: int
     """Number of groups of mode train of which every rollout has ended."""
-    train: Measure
+    train: RolloutSummary
     """Counts of the rollouts of mode train."""
     validations: tuple[Validation, ...]
     """Results of the test data, in order; empty where no test data was uploaded."""
@@ -69,7 +69,7 @@ class Result:
         return "\n".join(lines)
 
 
-class Tally:
+class RolloutTally:
     """Counter of rollouts as they end."""
 
     def __init__(self) -> None:
@@ -93,10 +93,10 @@ class Tally:
             self.groups += 1
 
     @property
-    def measure(self) -> Measure:
+    def measure(self) -> RolloutSummary:
         """Return the counts and the mean reward so far."""
         mean = sum(self._returns) / len(self._returns) if self._returns else None
-        return Measure(dict(self._outcomes.most_common()), mean)
+        return RolloutSummary(dict(self._outcomes.most_common()), mean)
 
 
 class Show:
@@ -134,7 +134,7 @@ class Show:
         if self._bar is not None:
             self._bar.__exit__(kind, error, trace)
 
-    def progress(self, measure: Measure, *, last: bool = False) -> None:
+    def progress(self, measure: RolloutSummary, *, last: bool = False) -> None:
         """Show the counts: on the bar, or in a line now and then."""
         if self._bar is not None:
             self._bar.update(self._task, completed=measure.rollouts, reward=f"mean reward {_number(measure.mean_reward)}")

@@ -28,7 +28,7 @@ _PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTasks:
     """Tasks that the queue stores."""
 
     name: str
@@ -55,7 +55,7 @@ class TaskStore:
             raise QueueError(f"{STORED}NAME is asked of the queue: set runner.queue_url.")
         return cls(QueueHttp(runner.queue_url, runner.queue_token, runner.run_id, patience_seconds=PATIENCE_SECONDS))
 
-    def upload(self, name: str, tasks: Sequence[Task]) -> Stored:
+    def upload(self, name: str, tasks: Sequence[Task]) -> StoredTasks:
         """Store tasks under a name, in place of its former ones.
 
         Raises:
@@ -69,7 +69,7 @@ class TaskStore:
                 rows = [{"task_id": task.task_id, "input": task.input} for task in part]
                 self._queue.ask("POST", "/v1/tasks", {"digest": digest, "first": first, "tasks": rows})
             self._queue.ask("PUT", path, {"digest": digest, "tasks": len(tasks)})
-        return Stored(name, digest, len(tasks))
+        return StoredTasks(name, digest, len(tasks))
 
     def read(self, name: str) -> list[Task]:
         """Return the tasks of that name.

@@ -52,7 +52,7 @@ class Work:
         return own_command("worker", *words)
 
 
-class Workers:
+class WorkerProcesses:
     """Worker processes of a client; a context manager."""
 
     def __init__(self, work: Work, count: int, drain_seconds: float) -> None:

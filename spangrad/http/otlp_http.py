@@ -20,7 +20,7 @@ _REQUEST_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class Refusal:
+class OtlpRefusal:
     """Reason for which a request was not acknowledged."""
 
     reason: str
@@ -45,7 +45,7 @@ class Poster:
         """Drop the connection without closing it: it belongs to the process that opened it."""
         self._connection = None
 
-    def __call__(self, body: bytes) -> int | Refusal:
+    def __call__(self, body: bytes) -> int | OtlpRefusal:
         """Post one body, once.
 
         Returns:
@@ -58,11 +58,11 @@ class Poster:
             self._connection = None
             if kept:  # the endpoint may have closed an idle connection, which says nothing about its health
                 return self(body)
-            return Refusal(f"{type(error).__name__}: {error}", retry=True)
+            return OtlpRefusal(f"{type(error).__name__}: {error}", retry=True)
         if 200 <= status < 300:
             return _rejected(answer)
         reason = f"HTTP {status} {answer[:200].decode(errors='replace').strip()}"
-        return Refusal(reason, retry=status in _RETRYABLE or status >= 500, after_seconds=after)
+        return OtlpRefusal(reason, retry=status in _RETRYABLE or status >= 500, after_seconds=after)
 
     def _exchange(self, body: bytes) -> tuple[int, float | None, bytes]:
         if self._connection is None:

@@ -50,7 +50,7 @@ _ROLLOUTS_OF = "SELECT DISTINCT RolloutId, RunId FROM otel.v_rollout_spans WHERE
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedSpan:
     """A span that a version was trained on."""
 
     trace: str
@@ -60,7 +60,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRollout:
+class BatchRolloutRow:
     """An attempt of a rollout in a batch."""
 
     run: str
@@ -69,7 +69,7 @@ class BatchRollout:
     rollout: str
     attempt: int
     revision: int
-    spans: list[Trained]
+    spans: list[TrainedSpan]
     """Trained spans. Empty: every call of this policy in it was dropped."""
 
 
@@ -111,7 +111,7 @@ class Ancestor:
     rollouts: int = 0
     files: list[TrainedFile] = field(default_factory=list[TrainedFile])
     """Files that it was trained on. Empty: it was trained on groups of rollouts."""
-    batch_rollouts: list[BatchRollout] | None = None
+    batch_rollouts: list[BatchRolloutRow] | None = None
     """Rollouts of its batch. None: they were not requested (--depth)."""
 
 
@@ -251,12 +251,12 @@ def _with_batch(client: Client, policy: str, version: Ancestor, sizes: Mapping[s
     return replace(version, groups=groups, rollouts=rollouts, batch_rollouts=shown)
 
 
-def _batch(client: Client, policy: str, version: Ancestor) -> list[BatchRollout]:
-    spans: dict[tuple[str, str, int], list[Trained]] = {}
+def _batch(client: Client, policy: str, version: Ancestor) -> list[BatchRolloutRow]:
+    spans: dict[tuple[str, str, int], list[TrainedSpan]] = {}
     for group, rollout, attempt, *span in _rows(client, _SPANS, policy=policy, branch=version.branch, version=version.version):
-        spans.setdefault((group, rollout, attempt), []).append(Trained(*span))
+        spans.setdefault((group, rollout, attempt), []).append(TrainedSpan(*span))
     rows = _rows(client, _ROLLOUTS, policy=policy, batch=version.batch)
-    return [BatchRollout(*row, spans=spans.get((row[2], row[3], row[4]), [])) for row in rows]
+    return [BatchRolloutRow(*row, spans=spans.get((row[2], row[3], row[4]), [])) for row in rows]
 
 
 def _rows(client: Client, sql: str, **parameters: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from queues import is_state, queue_db, queue_server, queue_settings, some, until
 from workers import kill, world
 
 from runner.queue.client import Beating, QueueClient
-from runner.queue.wire import State
+from runner.queue.wire import RolloutState
 from spangrad.processes import wait_until
 from spangrad.types import AttemptFailure
 
@@ -49,12 +49,12 @@ async def test_leases_of_a_queue_whose_clock_is_moved(queue_db: str, tmp_path: P
                 assert abs((await client.rollout(seen.rollout_id)).attempts[0].began_at - time.time() - moved) < 60, (
                     "its clock was not moved"
                 )
-                assert (await client.rollout(silent.rollout_id)).state is State.RUNNING, "it was freed"
-                while (found := await client.rollout(silent.rollout_id)).state is State.RUNNING:
+                assert (await client.rollout(silent.rollout_id)).state is RolloutState.RUNNING, "it was freed"
+                while (found := await client.rollout(silent.rollout_id)).state is RolloutState.RUNNING:
                     assert time.monotonic() - began < 30, "it is frozen"
                     await asyncio.sleep(0.05)
                 assert found.attempts[0].reason is AttemptFailure.LOST
-                assert (await client.rollout(held.rollout_id)).state is State.RUNNING, "it was freed"
+                assert (await client.rollout(held.rollout_id)).state is RolloutState.RUNNING, "it was freed"
 
 
 @pytest.mark.parametrize("moved", [HOUR, -HOUR])
@@ -76,11 +76,11 @@ async def test_workers_whose_clock_is_moved(queue_db: str, tmp_path: Path, clock
             seen = whole[-1].attempts[0]
             assert abs(seen.began_at - time.time() - moved) < 120, "its clock was not moved"
             await client.enqueue("run", with_mood("hang", some(2, "held ")))
-            await until(lambda: is_state(client, "held 0", State.RUNNING))
+            await until(lambda: is_state(client, "held 0", RolloutState.RUNNING))
             clock.move(0)
             for child in here.children:
                 kill(child.process.pid)
-            await until(lambda: is_state(client, "held 0", State.QUEUED))
+            await until(lambda: is_state(client, "held 0", RolloutState.QUEUED))
             assert [one.reason for one in (await client.rollout("held 0")).attempts] == [AttemptFailure.LOST]
         await asyncio.to_thread(wait_until, lambda: not here.left(), 30, "the end of the agents' programs")
 

@@ -23,7 +23,7 @@ from examples.two_tools.model import CITIES, TOOLS, WORDS
 from fakes import transition_row
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from trainer import loop
-from trainer.data.source import Source
+from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.skips import SkipReason
 from trainer.shutdown import Shutdown
@@ -49,7 +49,7 @@ def learn(
 ) -> tuple[float, dict[str, SkipReason], dict[str, SkipReason]]:
     """Train for ROUNDS batches; return the success of the last five, the skipped groups and the poisoned ones, with their reasons."""
     from trainer.credit.estimators import estimator
-    from trainer.optim.optimizer import Engine
+    from trainer.optim.optimizer import VerlOptimizer
 
     learning = TrainerSettings(
         run_id=f"poison-{uuid.uuid4().hex[:8]}", model=model, directory=directory, groups_per_batch=4, learning_rate=2e-3, publish=False
@@ -61,8 +61,8 @@ def learn(
     trainer = loop.Trainer(
         settings=settings,
         ledger=ledger,
-        source=Source(world.client, settings),
-        optimiser=Engine(model, learning),
+        source=GroupReader(world.client, settings),
+        optimiser=VerlOptimizer(model, learning),
         normalise=estimator(learning),
         mirror=Mirror(world.client, store.url, ledger),
         publisher=None,

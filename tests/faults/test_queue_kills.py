@@ -16,7 +16,7 @@ from queues import queue_db, queue_process, queue_settings, some
 
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.tables import ATTEMPTS, ROLLOUTS, QueueDatabase
-from runner.queue.wire import NewRollout, State, Which
+from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from spangrad.processes import Child, die_with_parent
 from spangrad.settings import RunnerSettings
 
@@ -79,7 +79,7 @@ async def survive(settings: RunnerSettings, directory: Path, kills: int, seed: i
             new = [*some(8, f"{number}-", max_attempts=1000), *poison(1, f"p{number}-"), *some(2, f"c{number}-", max_attempts=1000)]
             enqueued.update(await client.enqueue("run", new))
             unwanted = [f"c{number}-0", f"c{number}-1"]
-            await client.cancel(Which(rollout_ids=unwanted))
+            await client.cancel(RolloutSelector(rollout_ids=unwanted))
             cancelled.update(unwanted)
             await asyncio.sleep(chance.random() * 0.05)
 
@@ -96,7 +96,7 @@ async def survive(settings: RunnerSettings, directory: Path, kills: int, seed: i
             killing = False
             await enqueuing
             end = time.monotonic() + 120
-            while {State.QUEUED, State.RUNNING} & set(states := (await client.run("run")).states):
+            while {RolloutState.QUEUED, RolloutState.RUNNING} & set(states := (await client.run("run")).states):
                 assert time.monotonic() < end, f"not everything came to an end: {states}"
                 await asyncio.sleep(0.2)
     finally:
@@ -111,18 +111,18 @@ def require_truth(
     """What was acknowledged is what the rows say."""
     database = QueueDatabase(settings.queue_db.get_secret_value())
     with database.reading() as connection:
-        states = {row.rollout_id: State(row.state) for row in connection.execute(sa.select(ROLLOUTS))}
+        states = {row.rollout_id: RolloutState(row.state) for row in connection.execute(sa.select(ROLLOUTS))}
         good = connection.execute(sa.select(ATTEMPTS.c.rollout_id, ATTEMPTS.c.attempt).where(ATTEMPTS.c.reason.is_(None))).all()
         reasons = Counter(connection.execute(sa.select(ATTEMPTS.c.reason)).scalars())
     database.close()
     assert enqueued <= set(states), "an acknowledged rollout is lost"
     assert len(enqueued) > 10 * kills, "there was no load to speak of"
-    succeeded = {name for name, state in states.items() if state is State.SUCCEEDED}
+    succeeded = {name for name, state in states.items() if state is RolloutState.SUCCEEDED}
     assert Counter(name for name, _ in good) == Counter(succeeded), "something was completed twice, or not at all"
     assert set(acknowledged) <= {(row.rollout_id, row.attempt) for row in good}, "an acknowledged completion is lost"
     assert max(acknowledged.values()) == 1
-    assert {name for name in enqueued if states[name] is State.DEAD} >= {name for name in enqueued if name.startswith("p")}
-    assert {states[name] for name in cancelled} <= {State.CANCELLED, State.SUCCEEDED}, "what was done before stays done"
+    assert {name for name in enqueued if states[name] is RolloutState.DEAD} >= {name for name in enqueued if name.startswith("p")}
+    assert {states[name] for name in cancelled} <= {RolloutState.CANCELLED, RolloutState.SUCCEEDED}, "what was done before stays done"
     assert {name for name in enqueued - cancelled if not name.startswith(("p", "c"))} <= succeeded
     print(f"{len(enqueued)} enqueued, {len(succeeded)} succeeded, {dict(reasons)}")
 

@@ -20,7 +20,7 @@ from spangrad.errors import StoreError
 from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.store.clickhouse import connect
-from trainer.data.source import Source
+from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.patient_store import make_patient, patient_client
 from trainer.loop import newest_version
@@ -72,7 +72,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_pa
             world.group(name, [1.0, 0.0])
         trainer = trainer_over(world, chosen, Cutting(cut))
         client = patient_client(world.client, store.url, trainer.store_outage, trainer.shutdown)
-        trainer.source, trainer.mirror = Source(client, chosen), Mirror(client, store.url, trainer.ledger)
+        trainer.source, trainer.mirror = GroupReader(client, chosen), Mirror(client, store.url, trainer.ledger)
         trainer.run(follow=False)
         assert trainer.ledger.committed_versions() == [0, 1, 2, 3, 4]
         again = World(chosen, tiny_model)

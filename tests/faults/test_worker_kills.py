@@ -14,7 +14,7 @@ from queues import queue_db, queue_process, queue_server, queue_settings, some, 
 from workers import World, kill, world
 
 from runner.queue.client import QueueClient
-from runner.queue.wire import State, Which
+from runner.queue.wire import RolloutSelector, RolloutState
 from spangrad import semconv
 from spangrad.processes import Child, wait_until
 from spangrad.settings import RunnerSettings
@@ -55,7 +55,7 @@ async def require_once(client: QueueClient, here: World, names: Iterable[str]) -
     # Differences alone: pytest would take minutes to tell two large mappings apart.
     assert Counter(one.rollout_id for one in ended) - wanted == Counter(), "ended twice"
     assert wanted - Counter(one.rollout_id for one in ended) == Counter(), "lost"
-    assert {one.state for one in ended} == {State.SUCCEEDED}
+    assert {one.state for one in ended} == {RolloutState.SUCCEEDED}
     whole = [await client.rollout(one.rollout_id) for one in ended]
     attempts = {(rollout.rollout_id, one.attempt): one.reason for rollout in whole for one in rollout.attempts}
     assert Counter(name for (name, _), reason in attempts.items() if reason is None) - wanted == Counter(), "completed twice"
@@ -160,9 +160,9 @@ async def test_a_poison_task_is_dead_after_its_attempts_and_holds_up_nobody(queu
             here.start_worker()
             ended = await until_ended(client, 21)
             states = {one.rollout_id: one.state for one in ended}
-            assert Counter(states.values()) == {State.SUCCEEDED: 20, State.DEAD: 1}
+            assert Counter(states.values()) == {RolloutState.SUCCEEDED: 20, RolloutState.DEAD: 1}
             poison = await client.rollout("poison 0")
-            assert (poison.state, [one.reason for one in poison.attempts]) == (State.DEAD, [AttemptFailure.CRASH] * 3)
+            assert (poison.state, [one.reason for one in poison.attempts]) == (RolloutState.DEAD, [AttemptFailure.CRASH] * 3)
             whole = [await client.rollout(name) for name in states if name != poison.rollout_id]
             assert {len(one.attempts) for one in whole} == {1}, "nobody else paid for it"
             # It was first in the queue; what ran on the other host ended meanwhile. A host is back so soon that few have the time.
@@ -182,17 +182,17 @@ async def test_a_thousand_cancellations_in_flight_free_every_place(queue_db: str
                 await client.enqueue("run", with_mood("sleep", some(1000, f"{time} ")))
 
                 async def all_run() -> bool:
-                    return (await client.run("run")).states.get(State.RUNNING) == 1000
+                    return (await client.run("run")).states.get(RolloutState.RUNNING) == 1000
 
                 await until(all_run, 300)
                 await asyncio.to_thread(wait_until, lambda so_many=1000 * time: len(here.gateway.announced) == so_many, 300, "all attempts")
-                cancelled = await client.cancel(Which(run_id="run"))
+                cancelled = await client.cancel(RolloutSelector(run_id="run"))
                 assert (cancelled.queued, cancelled.running) == (0, 1000)
                 await asyncio.to_thread(wait_until, lambda so_many=1000 * time: len(here.roots()) == so_many, 300, "the roots")
             await client.enqueue("run", with_mood("well", some(40)))
             ended = await until_ended(client, 2040)
             states = Counter((one.rollout_id.partition(" ")[2] != "", one.state) for one in ended)
-            assert states == {(True, State.CANCELLED): 2000, (False, State.SUCCEEDED): 40}
+            assert states == {(True, RolloutState.CANCELLED): 2000, (False, RolloutState.SUCCEEDED): 40}
             ends = Counter((root.get(semconv.ROLLOUT_FAILURE), root[semconv.ROLLOUT_FINAL]) for root in here.roots().values())
             assert ends == {("cancelled", True): 2000, (None, True): 40}
         await require_no_orphan(here)

@@ -20,7 +20,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, Instr
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from collector.database import Engine
+from collector.database import EmbeddedDatabase
 from collector.otlp.requests import TraceBody, trace_body
 from collector.otlp.rows import encode_traces
 from collector.write import span_staging
@@ -35,7 +35,7 @@ _roads = itertools.count(1)
 class Roads:
     """Commits requests by either road, and reads the rows that they left."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EmbeddedDatabase) -> None:
         self._handles = [engine.handle(), *(engine.handle(schema_files=True) for _ in range(3))]
         self.asking, by_engine, by_python, apart = self._handles
         self.staging = {"engine": SpanStaging(by_engine, 1), "python": SpanStaging(by_python, NEVER), "apart": SpanStaging(apart, 1)}

@@ -19,14 +19,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from collector.database import Engine, EngineRefusedError, Handle
+from collector.database import EmbeddedDatabase, EngineRefusedError, Handle
 from collector.otlp.requests import TraceBody, trace_body
 from collector.otlp.rows import encode_traces
 from collector.write import pending_batch, span_staging
 from collector.write.ingest import Refused
 from collector.write.journal import Journal
 from collector.write.span_staging import SpanStaging
-from collector.write.write_buffer import DeferredSpans
+from collector.write.write_buffer import WriteBuffer
 
 START = 1_760_000_000_000_000_000
 NEVER = 10_000.0
@@ -34,13 +34,13 @@ _numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedDatabase]:
     with migrated_engine(tmp_path_factory.mktemp("deferred") / "data") as engine:
         yield engine
 
 
 @pytest.fixture(name="asking")
-def _asking(engine: Engine) -> Iterator[Handle]:
+def _asking(engine: EmbeddedDatabase) -> Iterator[Handle]:
     handle = engine.handle()
     yield handle
     handle.close()
@@ -49,7 +49,7 @@ def _asking(engine: Engine) -> Iterator[Handle]:
 class Store:
     """One life of the store's spans, and the next after a kill."""
 
-    def __init__(self, engine: Engine, journals: Path, wait_seconds: float = NEVER) -> None:
+    def __init__(self, engine: EmbeddedDatabase, journals: Path, wait_seconds: float = NEVER) -> None:
         self._engine, self._journals, self._wait = engine, journals, wait_seconds
         self._handles: list[Handle] = []
         self.spans = self._begin()
@@ -64,14 +64,14 @@ class Store:
         for handle in self._handles:
             handle.close()
 
-    def _begin(self) -> DeferredSpans:
+    def _begin(self) -> WriteBuffer:
         first, second = self._engine.handle(schema_files=True), self._engine.handle(schema_files=True)
         self._handles += (first, second)
-        return DeferredSpans((first, second), self._journals, self._wait)
+        return WriteBuffer((first, second), self._journals, self._wait)
 
 
 @pytest.fixture(name="store")
-def _store(engine: Engine, tmp_path: Path) -> Iterator[Store]:
+def _store(engine: EmbeddedDatabase, tmp_path: Path) -> Iterator[Store]:
     store = Store(engine, tmp_path / "journals")
     yield store
     store.close()
@@ -179,7 +179,7 @@ def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
     called = names(5)
     bad = body(called[2])
     monkeypatch.setattr(pending_batch, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(DeferredSpans, "_is_due", lambda _: False)
+    monkeypatch.setattr(WriteBuffer, "_is_due", lambda _: False)
     fail_on(monkeypatch, called[2])
     for name in called:
         store.spans.commit([bad if name == called[2] else body(name)])
@@ -369,7 +369,7 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
 
 
 def test_what_comes_while_others_are_inserted_need_not_wait(
-    engine: Engine, tmp_path: Path, asking: Handle, monkeypatch: pytest.MonkeyPatch
+    engine: EmbeddedDatabase, tmp_path: Path, asking: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = names(3)
     begun, go_on = threading.Event(), threading.Event()
@@ -403,14 +403,14 @@ def test_what_comes_while_others_are_inserted_need_not_wait(
     store.close()
 
 
-def test_without_a_wait_each_commit_is_an_insert(engine: Engine, tmp_path: Path, asking: Handle) -> None:
+def test_without_a_wait_each_commit_is_an_insert(engine: EmbeddedDatabase, tmp_path: Path, asking: Handle) -> None:
     store, (name,) = Store(engine, tmp_path / "other", wait_seconds=0), names(1)
     store.spans.commit([body(name)])
     assert stored(asking, name) == [2]
     store.close()
 
 
-def test_what_has_waited_long_enough_is_stored(engine: Engine, tmp_path: Path, asking: Handle) -> None:
+def test_what_has_waited_long_enough_is_stored(engine: EmbeddedDatabase, tmp_path: Path, asking: Handle) -> None:
     store, (name,) = Store(engine, tmp_path / "other", wait_seconds=0.05), names(1)
     store.spans.commit([body(name)])
     while stored(asking, name) != [2]:
@@ -418,7 +418,7 @@ def test_what_has_waited_long_enough_is_stored(engine: Engine, tmp_path: Path, a
     store.close()
 
 
-def test_readers_see_all_that_was_acknowledged(store: Store, engine: Engine) -> None:
+def test_readers_see_all_that_was_acknowledged(store: Store, engine: EmbeddedDatabase) -> None:
     """Three write and each looks for its own at once, while a fourth asks and asks."""
     missing: list[str] = []
     done = threading.Event()

@@ -16,7 +16,7 @@ import pytest
 from queues import is_state, queue_settings, serving, some
 from workers import kill, world
 
-from runner.queue.wire import State
+from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
@@ -123,7 +123,7 @@ async def test_the_lease_of_a_killed_worker_runs_out(tmp_path: Path) -> None:
             # Another worker gets it, for the next attempt.
             here.start_worker("--environment", leases)
             await asyncio.to_thread(wait_until, lambda: instances(leases)[0]["users"] == 2, 60, "the next user")
-            assert await is_state(client, "r0", State.RUNNING)
+            assert await is_state(client, "r0", RolloutState.RUNNING)
 
 
 def variables(directory: Path) -> list[bytes]:

@@ -26,7 +26,7 @@ from spangrad.store.clickhouse import connect
 from spangrad.types import DropReason, transition_id
 from trainer.optim.process import choose_platform
 from transition_builder.export.formats import FORMATS, Exported, export
-from transition_builder.export.reading import Wanted
+from transition_builder.export.reading import ExportSelection
 from transition_builder.export.tally import LeftOut
 from transition_builder.loop import build_once
 
@@ -42,7 +42,7 @@ ANSWERS = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
 
 def write(world: World, name: str, out: Path, **wanted: Any) -> Exported:
     options = {key: wanted.pop(key) for key in ("force", "min_margin") if key in wanted}
-    return export(world.client, world.store.url, name, Wanted(wanted.pop("dataset", world.name), **wanted), out, **options)
+    return export(world.client, world.store.url, name, ExportSelection(wanted.pop("dataset", world.name), **wanted), out, **options)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -393,7 +393,7 @@ def test_what_the_builder_made_is_exported(store: StoreSettings, tmp_path: Path)
     ).close()
     builder = BuilderSettings(dataset="ex-built", selection=Selection(agents=".*|ex-built"))
     build_once(Settings(store=store, builder=builder))
-    done = export(connect(store), store.url, "sft", Wanted("ex-built", runs=("ex-built",)), tmp_path / "sft.jsonl")
+    done = export(connect(store), store.url, "sft", ExportSelection("ex-built", runs=("ex-built",)), tmp_path / "sft.jsonl")
     (row,) = lines(tmp_path / "sft.jsonl")
     assert (row["messages"], row["meta"]["return"]) == ([user("rome?"), {**said("sunny"), "weight": 1}], 0.5)
     assert (done.tally.calls, dict(done.tally.left_out)) == (2, {"dropped: call_failed": 1})

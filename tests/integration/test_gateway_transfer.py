@@ -19,7 +19,7 @@ from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion
 from spangrad.weights.checksums import checksum_directory
 from trainer.publish.publisher import Publisher
-from trainer.publish.sender import Sender
+from trainer.publish.sender import WeightsSender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def taking(tiny_model: Path, store: StoreSettings, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def publisher(taking: Settings) -> Iterator[Publisher]:
-    sender = Sender(TrainerSettings())
+    sender = WeightsSender(TrainerSettings())
     yield Publisher(taking.gateway, sender=sender)
     sender.close()
 

@@ -17,7 +17,7 @@ from commands.inspection.lineage_text import of_span as span_text
 from commands.inspection.lineage_text import of_version as version_text
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
-from spangrad.store.lineage import Ancestor, BatchRollout, SpanLineage, Trained, VersionLineage, descendants, of_span, of_version
+from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, TrainedSpan, VersionLineage, descendants, of_span, of_version
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Setti
 
     found = of_version(world.client, run, 3, None, 2)
 
-    def rollout(group: str, i: int, *, dropped: bool = False) -> BatchRollout:
+    def rollout(group: str, i: int, *, dropped: bool = False) -> BatchRolloutRow:
         name = f"{group}-{i}"
-        spans = [] if dropped else [Trained(*(f"{kind}-{run}-{name}" for kind in ("TraceId", "SpanId", "CallId", "TransitionId")))]
-        return BatchRollout(run, "train", group, name, 0, 0, spans)
+        spans = [] if dropped else [TrainedSpan(*(f"{kind}-{run}-{name}" for kind in ("TraceId", "SpanId", "CallId", "TransitionId")))]
+        return BatchRolloutRow(run, "train", group, name, 0, 0, spans)
 
-    def ancestor(version: int, parent: int | None, groups: int, rollouts: int, shown: list[BatchRollout] | None) -> Ancestor:
+    def ancestor(version: int, parent: int | None, groups: int, rollouts: int, shown: list[BatchRolloutRow] | None) -> Ancestor:
         facts = ("committed", parent, "main" if parent is not None else "", batches[version], run, "train" if groups else "")
         return Ancestor("main", version, *facts, checksums[version], paths[version], groups, rollouts, batch_rollouts=shown)
 

@@ -14,7 +14,7 @@ from lagging_policy import CITIES, CITY, FIRST_CITY, ROWS, LaggingPolicy, task_p
 
 from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 
 LEARNING_RATE = 1e-3
 """The demo's, at which one step moves logprobs by more than a wrong temperature does."""
@@ -75,7 +75,7 @@ def test_weights_of_earlier_checkpoints_are_held_after_a_start_as_if_it_had_neve
         shutil.copytree(tiny_model, checkpoints[-1], ignore=shutil.ignore_patterns("*.safetensors"))
         policy.engine.save_weights(checkpoints[-1])
     policy.engine.close()
-    policy.engine = again = Engine(checkpoints[-1], settings, engine_dtype="float32")
+    policy.engine = again = VerlOptimizer(checkpoints[-1], settings, engine_dtype="float32")
     before = {name: value.copy() for name, value in again.weights()}
     again.hold(checkpoints[-3:-1])
     assert all(np.array_equal(value, before[name]) for name, value in again.weights()), "its own weights stay"

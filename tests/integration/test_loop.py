@@ -23,7 +23,7 @@ from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
 from trainer.data.failures import failed_shares
-from trainer.data.source import Source
+from trainer.data.source import GroupReader
 from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm
@@ -256,7 +256,7 @@ def test_failures_that_the_policy_caused_are_rewarded_built_and_loaded_for_train
     ]
     client = connect(settings.store)
     try:
-        source = Source(client, settings)
+        source = GroupReader(client, settings)
         loaded = source.load(source.ready())
     finally:
         client.close()

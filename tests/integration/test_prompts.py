@@ -24,7 +24,7 @@ from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerS
 from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
-from trainer.data.source import Source
+from trainer.data.source import GroupReader
 from transition_builder.loop import build_once
 
 PHRASE = "Name the country, too."
@@ -210,7 +210,7 @@ def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:
     assert rows("SELECT Mode, uniqExact(RolloutId) FROM otel.v_transitions WHERE RunId = {run:String} GROUP BY Mode") == [
         ("trial", rollouts)
     ]
-    source = Source(client, everything)
+    source = GroupReader(client, everything)
     assert {one.group.mode for one in source.states() if one.whole} == {"trial"}
     assert source.ready() == []
     with pytest.raises(ValueError, match="never trained"):

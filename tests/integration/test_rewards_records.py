@@ -17,7 +17,7 @@ from spangrad.errors import BuilderError, RuleError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from transition_builder import loop
-from transition_builder.source.queries import Reader
+from transition_builder.source.queries import StoreReader
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "spans" / "langgraph_tool_error.jsonl"
 
@@ -162,13 +162,13 @@ def test_a_log_record_that_comes_after_the_build_makes_no_revision(store: StoreS
 def test_nothing_is_read_of_tools_where_no_rule_asks(store: StoreSettings, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     agent(store, run)
     asked = list[str]()
-    frame = Reader.frame
+    frame = StoreReader.frame
 
-    def counted(self: Reader, sql: str, parameters: Mapping[str, Any] | None = None) -> Any:
+    def counted(self: StoreReader, sql: str, parameters: Mapping[str, Any] | None = None) -> Any:
         asked.append(sql)
         return frame(self, sql, parameters)
 
-    monkeypatch.setattr(Reader, "frame", counted)
+    monkeypatch.setattr(StoreReader, "frame", counted)
 
     def tables(*rules: AirRule) -> tuple[int, int]:
         asked.clear()

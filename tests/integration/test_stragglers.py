@@ -13,7 +13,7 @@ from workers import world
 
 from runner.demand_source import DemandSource, task_at
 from runner.queue.client import PlainQueue, QueueClient
-from runner.queue.wire import State
+from runner.queue.wire import RolloutState
 from runner.runner import queued
 from spangrad import semconv
 from spangrad.processes import wait_until
@@ -38,10 +38,10 @@ class Whole(FakeSource):
     def ready(self) -> list[Group]:
         with PlainQueue(QueueClient.of(self.runner)) as plain:
             found = plain.wait(plain.client.rollouts(run_id="run", limit=1000)).rollouts
-        states: defaultdict[str, set[State]] = defaultdict(set)
+        states: defaultdict[str, set[RolloutState]] = defaultdict(set)
         for one in found:
             states[one.group_id].add(one.state)
-        self.names = [name for name, its in states.items() if its == {State.SUCCEEDED}]
+        self.names = [name for name, its in states.items() if its == {RolloutState.SUCCEEDED}]
         self.changes = dict.fromkeys(self.names, self.facts)
         return super().ready()
 
@@ -82,12 +82,12 @@ async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path:
             demand = await client.demand("run")
     assert len(committed(trainer)) == STEPS + 1
     assert (demand.groups, demand.branches[0].filled) == (2 * STEPS, 2 * STEPS)
-    cancelled = {one.group_id: one.task_id for one in rollouts if one.state is State.CANCELLED}
+    cancelled = {one.group_id: one.task_id for one in rollouts if one.state is RolloutState.CANCELLED}
     # The group that came in its place is one too many in the end: it may have ended by then, or not.
     assert Counter(task == SLOW for task in cancelled.values()) in ({True: 1}, {True: 1, False: 1})
     assert demand.cancelled == len(cancelled)
-    assert Counter((one.task_id == SLOW, one.state) for one in rollouts)[True, State.CANCELLED] == 2
-    assert {one.state for one in rollouts if one.group_id not in cancelled} == {State.SUCCEEDED}
+    assert Counter((one.task_id == SLOW, one.state) for one in rollouts)[True, RolloutState.CANCELLED] == 2
+    assert {one.state for one in rollouts if one.group_id not in cancelled} == {RolloutState.SUCCEEDED}
     failures = Counter(_failures(here.roots()))
     assert failures.pop((SLOW, "cancelled")) == 2
     assert {*failures} <= {(task, "cancelled") for task in cancelled.values()}

@@ -22,7 +22,7 @@ from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.ledger.ledger import Ledger
 from trainer.loop import train
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish import checkpoint
 from transition_builder.loop import build_once
 
@@ -35,10 +35,10 @@ def sampled(model: Path, seed: int = 1) -> Batch:
     return layout(separate(rows, pl.Series(np.linspace(-1, 1, 24))), lineage=[0])
 
 
-def trained(model: Path, settings: TrainerSettings) -> Engine:
+def trained(model: Path, settings: TrainerSettings) -> VerlOptimizer:
     """An engine after one step; A begins the same each time."""
     torch.manual_seed(0)
-    engine = Engine(model, settings)
+    engine = VerlOptimizer(model, settings)
     assert engine.step(sampled(model))["updated"] == 1
     return engine
 
@@ -68,7 +68,7 @@ def test_a_version_is_an_adapter_that_peft_loads_and_that_goes_on_where_it_stopp
     later = sampled(made.path, seed=2)
     assert engine.step(replace(later, advantages=0 * later.advantages))["logprob_gap_max"] < 1e-4, "what PEFT computes is what is trained"
     expected = engine.step(later)
-    resumed = Engine(tiny_model, ALONE)
+    resumed = VerlOptimizer(tiny_model, ALONE)
     resumed.load_state(made.path)
     assert resumed.step(later) == expected
     for (name, ones), (_, others) in zip(engine.weights(), resumed.weights(), strict=True):
@@ -76,7 +76,7 @@ def test_a_version_is_an_adapter_that_peft_loads_and_that_goes_on_where_it_stopp
 
 
 def test_a_state_of_the_other_road_is_refused(tiny_model: Path, tmp_path: Path):
-    alone, merged = Engine(tiny_model, ALONE), Engine(tiny_model, MERGED)
+    alone, merged = VerlOptimizer(tiny_model, ALONE), VerlOptimizer(tiny_model, MERGED)
     for engine in (alone, merged):
         (tmp_path / engine.settings.road).mkdir()
         engine.save_state(tmp_path / engine.settings.road)
@@ -85,17 +85,17 @@ def test_a_state_of_the_other_road_is_refused(tiny_model: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"with trainer\.road = disk, and now it is adapter"):
         alone.load_state(tmp_path / "disk")
     with pytest.raises(CheckpointError, match=r"another shape than trainer\.lora_rank = 2"):
-        Engine(tiny_model, ALONE.model_copy(update={"lora_rank": 2})).load_state(tmp_path / "adapter")
+        VerlOptimizer(tiny_model, ALONE.model_copy(update={"lora_rank": 2})).load_state(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=r"another shape than .*trainer\.lora_modules"):
-        Engine(tiny_model, ALONE.model_copy(update={"lora_modules": ("q_proj",)})).load_state(tmp_path / "adapter")
+        VerlOptimizer(tiny_model, ALONE.model_copy(update={"lora_modules": ("q_proj",)})).load_state(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=r"with trainer\.lora_alpha = 6, and now it is 12\. Set it as it was"):
-        Engine(tiny_model, ALONE.model_copy(update={"lora_alpha": 12})).load_state(tmp_path / "adapter")
+        VerlOptimizer(tiny_model, ALONE.model_copy(update={"lora_alpha": 12})).load_state(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=r"with trainer\.lora_alpha = 6, and now it is 12"):
-        Engine(tiny_model, MERGED.model_copy(update={"lora_alpha": 12})).load_state(tmp_path / "disk")
+        VerlOptimizer(tiny_model, MERGED.model_copy(update={"lora_alpha": 12})).load_state(tmp_path / "disk")
 
 
 def test_the_checksum_is_of_base_scale_and_adapter(tiny_model: Path, tmp_path: Path):
-    engine = Engine(tiny_model, ALONE)
+    engine = VerlOptimizer(tiny_model, ALONE)
     assert written(engine, tiny_model, tmp_path / "begun").checksum != checksum_directory(tiny_model), "A counts, though B is 0"
     made = written(trained(tiny_model, ALONE), tiny_model, tmp_path / "trained")
     file = made.path / "adapter_config.json"

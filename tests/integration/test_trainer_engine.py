@@ -18,15 +18,15 @@ from trainer.credit import assignment
 from trainer.credit.estimators import group_relative
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import merge, separate
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish import checkpoint
 
 SETTINGS = TrainerSettings(learning_rate=1e-3)
 
 
 @pytest.fixture
-def engine(tiny_model: Path) -> Engine:
-    return Engine(tiny_model, SETTINGS)
+def engine(tiny_model: Path) -> VerlOptimizer:
+    return VerlOptimizer(tiny_model, SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def batch(rows: pl.DataFrame, advantages: pl.Series = ADVANTAGES, *, version: in
     return layout(separate(rows, advantages), lineage=[version], divisor=divisor)
 
 
-def weights(engine: Engine) -> dict[str, np.ndarray]:
+def weights(engine: VerlOptimizer) -> dict[str, np.ndarray]:
     return {name: value.copy() for name, value in engine.weights()}
 
 
@@ -51,7 +51,7 @@ def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> flo
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-def test_sampled_logprobs_are_the_trainers_at_each_rows_temperature(engine: Engine, rows: pl.DataFrame):
+def test_sampled_logprobs_are_the_trainers_at_each_rows_temperature(engine: VerlOptimizer, rows: pl.DataFrame):
     metrics = engine.step(batch(rows))
     assert metrics["logprob_gap_max"] < 1e-4
     assert 0 < metrics["logprob_gap_mean"] < metrics["logprob_gap_max"]
@@ -60,7 +60,7 @@ def test_sampled_logprobs_are_the_trainers_at_each_rows_temperature(engine: Engi
     assert metrics["updated"] == 1
 
 
-def test_step_of_wrong_logprobs_names_its_rows_and_touches_nothing(engine: Engine, rows: pl.DataFrame):
+def test_step_of_wrong_logprobs_names_its_rows_and_touches_nothing(engine: VerlOptimizer, rows: pl.DataFrame):
     before = weights(engine)
     logprobs = rows["Logprobs"].to_list()
     wrong = [*logprobs[:-1], [value - 3 for value in logprobs[-1]]]
@@ -105,7 +105,7 @@ def test_reshaped_rows_pass_the_check_and_train_by_their_truncated_weight(
         Reshaping=pl.Series(["top_p=0.9" if offset else "" for offset in above]),
     )
     settings = SETTINGS.model_copy(update=changes)
-    reshaped, plain = Engine(tiny_model, settings), Engine(tiny_model, settings)
+    reshaped, plain = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     start = weights(plain)
     metrics = reshaped.step(batch(processed))
     expected = plain.step(batch(rows, pl.Series(ADVANTAGES.to_numpy() * np.exp(-above))))
@@ -124,7 +124,7 @@ def test_reshaped_rows_pass_the_check_and_train_by_their_truncated_weight(
         plain.step(batch(processed.with_columns(Reshaping=pl.lit(""))))
 
 
-def test_a_positive_advantage_raises_its_responses_logprob(engine: Engine, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
+def test_a_positive_advantage_raises_its_responses_logprob(engine: VerlOptimizer, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
     chosen = pl.Series([1.0] + [0.0] * 23)
     before = sum(logprobs_of(tiny_model, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list()))
     engine.step(batch(rows, chosen))
@@ -135,7 +135,7 @@ def test_a_positive_advantage_raises_its_responses_logprob(engine: Engine, tiny_
 def test_the_rate_rises_from_nothing_over_the_warm_up(tiny_model: Path, rows: pl.DataFrame):
     def moves(settings: TrainerSettings) -> list[float]:
         """How far each of two steps moves a weight at most; Adam's first step is as long as its rate."""
-        engine, found = Engine(tiny_model, settings), list[float]()
+        engine, found = VerlOptimizer(tiny_model, settings), list[float]()
         for version in range(2):
             before = weights(engine)
             engine.step(batch(rows, version=version))
@@ -149,7 +149,7 @@ def test_the_rate_rises_from_nothing_over_the_warm_up(tiny_model: Path, rows: pl
 
 def test_step_for_the_entropy_alone_counts_in_the_warm_up(tiny_model: Path, rows: pl.DataFrame):
     """Steps without an advantage, for entropy or a reference, raise the rate like any other."""
-    engine = Engine(tiny_model, SETTINGS.model_copy(update={"warmup_steps": 2, "entropy_coef": 0.1, "logprob_alarm": NO_ALARM}))
+    engine = VerlOptimizer(tiny_model, SETTINGS.model_copy(update={"warmup_steps": 2, "entropy_coef": 0.1, "logprob_alarm": NO_ALARM}))
     start, moved = weights(engine), list[float]()
     for version in range(3):
         metrics = engine.step(batch(rows, ADVANTAGES * 0, version=version))
@@ -160,8 +160,8 @@ def test_step_for_the_entropy_alone_counts_in_the_warm_up(tiny_model: Path, rows
 
 
 def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.DataFrame):
-    plain, padded = Engine(tiny_model, SETTINGS), Engine(tiny_model, SETTINGS)
-    split = Engine(tiny_model, TrainerSettings(learning_rate=1e-3, max_tokens_per_device=40))
+    plain, padded = VerlOptimizer(tiny_model, SETTINGS), VerlOptimizer(tiny_model, SETTINGS)
+    split = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=1e-3, max_tokens_per_device=40))
     found = [
         plain.step(batch(rows)),
         padded.step(batch(rows, divisor=32)),
@@ -176,7 +176,7 @@ def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.
     assert differences(weights(plain), weights(split)) < 1e-4
 
 
-def test_zero_advantages_take_no_step_even_after_others(engine: Engine, rows: pl.DataFrame):
+def test_zero_advantages_take_no_step_even_after_others(engine: VerlOptimizer, rows: pl.DataFrame):
     engine.step(batch(rows))
     before = weights(engine)
     metrics = engine.step(batch(sampled_by(rows, 0), pl.Series(np.zeros(24)), version=1))
@@ -184,20 +184,20 @@ def test_zero_advantages_take_no_step_even_after_others(engine: Engine, rows: pl
     assert differences(before, weights(engine)) == 0, "AdamW's moments moved the weights"
 
 
-def test_a_resumed_engine_repeats_the_step_exactly(engine: Engine, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
+def test_a_resumed_engine_repeats_the_step_exactly(engine: VerlOptimizer, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
     engine.step(batch(rows))
     made = written(engine, tiny_model, tmp_path)
     expected = engine.step(batch(rows, version=1))
-    resumed = Engine(made.path, SETTINGS)
+    resumed = VerlOptimizer(made.path, SETTINGS)
     resumed.load_state(made.path)
     assert resumed.step(batch(rows, version=1)) == expected
     assert differences(weights(engine), weights(resumed)) == 0
-    forgetful = Engine(made.path, SETTINGS)
+    forgetful = VerlOptimizer(made.path, SETTINGS)
     forgetful.step(batch(rows, version=1))
     assert differences(weights(engine), weights(forgetful)) > 0, "the optimiser's state matters"
 
 
-def test_a_damaged_state_is_named(engine: Engine, tmp_path: Path):
+def test_a_damaged_state_is_named(engine: VerlOptimizer, tmp_path: Path):
     engine.save_state(tmp_path)
     file = tmp_path / checkpoint.STATE
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -249,7 +249,7 @@ def test_merged_calls_train_as_they_do_one_by_one(tiny_model: Path):
     assert together.trained_tokens == alone.trained_tokens
     assert len(alone) == len(rows) > len(together) > 24, "calls were merged, and breaks and choices forked"
     assert together.merge_ratio > 1.5
-    one, other = Engine(tiny_model, SETTINGS), Engine(tiny_model, SETTINGS)
+    one, other = VerlOptimizer(tiny_model, SETTINGS), VerlOptimizer(tiny_model, SETTINGS)
     found = [one.step(layout(alone, lineage=[0])), other.step(layout(together, lineage=[0], divisor=8))]
     for metrics in found:
         assert metrics["logprob_gap_max"] < 1e-4, "merged, each token still has the logprob that it was sampled with"
@@ -266,7 +266,7 @@ def test_merged_calls_of_older_weights_train_as_they_do_one_by_one(tiny_model: P
     off = np.random.default_rng(5)
     rows = rows.with_columns(pl.Series("Logprobs", [[one + off.normal(0, 0.3) for one in row] for row in rows["Logprobs"].to_list()]))
     worth = pl.Series(np.linspace(-1, 1, len(rows)))
-    found = [Engine(tiny_model, SETTINGS).step(layout(make(rows, worth), lineage=[1])) for make in (separate, merge)]
+    found = [VerlOptimizer(tiny_model, SETTINGS).step(layout(make(rows, worth), lineage=[1])) for make in (separate, merge)]
     assert found[0]["clip_fraction"] > 0.1
     assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-6)
     assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-5)
@@ -274,7 +274,7 @@ def test_merged_calls_of_older_weights_train_as_they_do_one_by_one(tiny_model: P
     assert found[1]["ppo_kl"] == pytest.approx(found[0]["ppo_kl"], abs=1e-6)
 
 
-def test_step_of_a_merged_sequence_with_wrong_logprobs_names_its_row(engine: Engine, tiny_model: Path):
+def test_step_of_a_merged_sequence_with_wrong_logprobs_names_its_row(engine: VerlOptimizer, tiny_model: Path):
     rows = conversations(tiny_model)
     wrong = rows["Logprobs"].to_list()
     last = max(range(len(rows)), key=lambda i: (rows["Turn"][i], i))
@@ -287,7 +287,7 @@ def test_step_of_a_merged_sequence_with_wrong_logprobs_names_its_row(engine: Eng
     assert raised.value.rows == {row: "logprob_gap"}
 
 
-def test_training_starts_no_ray_cluster_and_says_nothing(engine: Engine, rows: pl.DataFrame, capfd: pytest.CaptureFixture[str]):
+def test_training_starts_no_ray_cluster_and_says_nothing(engine: VerlOptimizer, rows: pl.DataFrame, capfd: pytest.CaptureFixture[str]):
     import ray
 
     engine.step(batch(rows))

@@ -25,7 +25,7 @@ from trainer.data.batch import layout
 from trainer.data.chains import chains
 from trainer.data.merge import separate
 from trainer.optim.losses.corrected import actor_config
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import prepare_process
 
 prepare_process()  # verl reads its platform when it is first imported
@@ -116,7 +116,7 @@ def chained(tiny_model: Path, count: int = 12) -> Any:
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
 def test_token_baselines_come_of_a_forward_pass(name: Any, tiny_model: Path):
     batch = chained(tiny_model)
-    engine = Engine(tiny_model, TrainerSettings(estimator=name, learning_rate=RATE))
+    engine = VerlOptimizer(tiny_model, TrainerSettings(estimator=name, learning_rate=RATE))
     seen = engine._estimated(batch)
     pairs = [(batch.prompts[i][batch.attention_mask[i, : batch.prompts.shape[1]] > 0], i) for i in range(batch.real_rows)]
     squared = np.zeros_like(batch.logprobs)
@@ -137,12 +137,12 @@ def test_a_critic_learns_what_comes_and_a_resume_repeats_it(tiny_model: Path, tm
         estimator="gae", learning_rate=1e-6, critic_learning_rate=3e-3, epochs=2, mini_batches=2, logprob_alarm=NO_ALARM
     )
     batch = chained(tiny_model)
-    engine = Engine(tiny_model, settings)
+    engine = VerlOptimizer(tiny_model, settings)
     losses = [engine.step(batch)["critic_loss"] for _ in range(10)]
     assert losses[-1] < 0.5 * losses[0]
     made = written(engine, tiny_model, tmp_path)
     expected = engine.step(batch)
-    resumed = Engine(made.path, settings)
+    resumed = VerlOptimizer(made.path, settings)
     resumed.load_state(made.path)
     assert resumed.step(batch) == expected
     assert expected["critic_explained"] > 0
@@ -150,10 +150,10 @@ def test_a_critic_learns_what_comes_and_a_resume_repeats_it(tiny_model: Path, tm
 
 
 def test_a_state_without_a_critic_begins_one_and_says_nothing(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    Engine(tiny_model, TrainerSettings()).save_state(tmp_path)
+    VerlOptimizer(tiny_model, TrainerSettings()).save_state(tmp_path)
     batch = chained(tiny_model)
     capfd.readouterr()
-    engine = Engine(tiny_model, TrainerSettings(estimator="gae"))
+    engine = VerlOptimizer(tiny_model, TrainerSettings(estimator="gae"))
     engine.load_state(tmp_path)
     assert engine.step(batch)["updated"] == 1
     assert capfd.readouterr() == ("", "")
@@ -231,7 +231,7 @@ def test_old_logprobs_and_corrections_are_verls_own(tiny_model: Path):
     ]
     for correction, facts in cases:
         settings = TrainerSettings(recompute_logprobs=True, correction=correction)
-        found = Engine(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0], divisor=8))
+        found = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0], divisor=8))
         weights, kept, told = compute_rollout_correction_and_rejection_mask(trainers, padded(old), mask, **facts)
         config = actor_config(settings, None)
         loss, _ = get_policy_loss_fn("vanilla")(
@@ -255,11 +255,11 @@ def test_old_logprobs_and_corrections_are_verls_own(tiny_model: Path):
 def test_a_batch_that_is_rejected_whole_takes_no_step(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
     settings = TrainerSettings(recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
-    found = Engine(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0]))
+    found = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0]))
     assert (found["updated"], found["grad_norm"], found["correction_rejected"]) == (0, 0, 1)
     critic = TrainerSettings(estimator="gae", recompute_logprobs=True, correction=settings.correction)
     batch = chained(tiny_model)
-    found = Engine(tiny_model, critic).step(
+    found = VerlOptimizer(tiny_model, critic).step(
         replace(batch, logprobs=batch.logprobs - batch.response_mask, staleness=0 * batch.staleness - 1)
     )
     assert (found["updated"], "critic_loss" in found) == (0, False)
@@ -274,7 +274,7 @@ def test_bypass_mode_corrects_within_the_loss(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
     tight = TrainerSettings(**{**dict(settings), "max_tokens_per_device": 10})
     alone, among = (
-        Engine(tiny_model, tight).step(layout(separate(rows[:1], worth[:1]), lineage=[0], divisor=divisor)) for divisor in (1, 32)
+        VerlOptimizer(tiny_model, tight).step(layout(separate(rows[:1], worth[:1]), lineage=[0], divisor=divisor)) for divisor in (1, 32)
     )
     assert among["loss"] == pytest.approx(alone["loss"], abs=1e-6), "micro-batches of no-op rows add nothing"
 
@@ -284,9 +284,9 @@ def test_the_alarm_stands_before_a_correction(tiny_model: Path):
     current = layout(separate(sampled_by(rows, 0), worth), lineage=[0])
     correction = Correction(weights="token")
     with pytest.raises(TrainerError, match="so no step was taken"):
-        Engine(tiny_model, TrainerSettings(recompute_logprobs=True, correction=correction)).step(current)
+        VerlOptimizer(tiny_model, TrainerSettings(recompute_logprobs=True, correction=correction)).step(current)
     tolerant = TrainerSettings(recompute_logprobs=True, correction=correction, logprob_alarm=NO_ALARM)
-    found = Engine(tiny_model, tolerant).step(current)
+    found = VerlOptimizer(tiny_model, tolerant).step(current)
     assert 0.1 < found["logprob_gap_mean"] < found["logprob_gap_max"] < 5
 
 
@@ -299,7 +299,9 @@ def fresh(tiny_model: Path) -> Any:
 @pytest.mark.parametrize("name", list(learning.LOSSES))
 def test_every_loss_pulls_the_better_above_the_worse(name: Any, tiny_model: Path):
     batch = layout(separate(pl.DataFrame(sampled_rows(tiny_model, 8, temperature=1.0, seed=1)), pl.Series([1.0, -1.0] * 4)), lineage=[0])
-    engine = Engine(tiny_model, TrainerSettings(loss=name, loss_options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE))
+    engine = VerlOptimizer(
+        tiny_model, TrainerSettings(loss=name, loss_options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE)
+    )
     engine.step(batch)
     moved = engine._logprobs("policy", batch) - batch.logprobs
     assert (moved * batch.advantages).sum() > 0.1
@@ -307,8 +309,8 @@ def test_every_loss_pulls_the_better_above_the_worse(name: Any, tiny_model: Path
 
 def test_epochs_and_mini_batches_step_against_the_batchs_start(tiny_model: Path):
     batch = fresh(tiny_model)
-    once = Engine(tiny_model, TrainerSettings(learning_rate=RATE)).step(batch)
-    engine = Engine(tiny_model, TrainerSettings(learning_rate=RATE, epochs=3, mini_batches=4))
+    once = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE)).step(batch)
+    engine = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE, epochs=3, mini_batches=4))
     found = engine.step(batch)
     assert (once["updated"], found["updated"]) == (1, 12)
     assert once["clip_fraction"] == 0, "one step is on policy"
@@ -320,7 +322,10 @@ def test_epochs_and_mini_batches_step_against_the_batchs_start(tiny_model: Path)
 def test_one_epoch_of_one_mini_batch_twice_is_two_epochs(tiny_model: Path):
     """Old logprobs stay those of the start: the second epoch equals a second step on the same rows, which are then stale."""
     batch = fresh(tiny_model)
-    twice, one = Engine(tiny_model, TrainerSettings(learning_rate=RATE, epochs=2)), Engine(tiny_model, TrainerSettings(learning_rate=RATE))
+    twice, one = (
+        VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE, epochs=2)),
+        VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE)),
+    )
     twice.step(batch)
     one.step(batch)
     one.step(replace(batch, staleness=np.full_like(batch.staleness, -1)))
@@ -331,12 +336,12 @@ def test_one_epoch_of_one_mini_batch_twice_is_two_epochs(tiny_model: Path):
 def test_mini_batches_repeat_after_a_resume(tiny_model: Path, tmp_path: Path):
     settings = TrainerSettings(learning_rate=RATE, mini_batches=3)
     batch = fresh(tiny_model)
-    engine = Engine(tiny_model, settings)
+    engine = VerlOptimizer(tiny_model, settings)
     engine._order.manual_seed(7)
     engine.save_state(tmp_path)
     expected = engine.step(batch)
-    assert Engine(tiny_model, settings).step(batch) != expected, "other mini-batches"
-    resumed = Engine(tiny_model, settings)
+    assert VerlOptimizer(tiny_model, settings).step(batch) != expected, "other mini-batches"
+    resumed = VerlOptimizer(tiny_model, settings)
     resumed.load_state(tmp_path)
     assert resumed.step(batch) == expected
 
@@ -346,18 +351,18 @@ def test_a_resume_has_the_moments_and_the_rates_of_its_own_settings(tiny_model: 
     batch = fresh(tiny_model)
     stale = replace(batch, staleness=np.full_like(batch.staleness, -1))
 
-    def furthest(engine: Engine) -> float:
+    def furthest(engine: VerlOptimizer) -> float:
         before = {name: value.copy() for name, value in engine.weights()}
         assert engine.step(stale)["updated"] == 1
         return max(float(np.abs(value - before[name]).max()) for name, value in engine.weights())
 
-    engine = Engine(tiny_model, TrainerSettings(learning_rate=RATE))
+    engine = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE))
     engine.step(batch)
     made = written(engine, tiny_model, tmp_path)
     moved = furthest(engine)
 
     def resumed(**changes: Any) -> float:
-        other = Engine(made.path, TrainerSettings(**{"learning_rate": RATE, **changes}))
+        other = VerlOptimizer(made.path, TrainerSettings(**{"learning_rate": RATE, **changes}))
         other.load_state(made.path)
         return furthest(other)
 
@@ -381,11 +386,11 @@ def test_the_reference_holds_the_policy(tiny_model: Path, tmp_path: Path):
     losses: dict[str, float] = {}
     for how in ("low_var_kl", "abs", "k3+"):
         settings = TrainerSettings(kl_coef=0.5, kl_type=how, reference=tmp_path)
-        found = Engine(tiny_model, settings).step(fresh(tiny_model))
+        found = VerlOptimizer(tiny_model, settings).step(fresh(tiny_model))
         expected = float((kl_penalty(policy, held, how) * mask).sum() / mask.sum())
         assert found["reference_kl"] == pytest.approx(expected, rel=1e-4)
         losses[how] = found["loss"] - 0.5 * expected
-    plain = Engine(tiny_model, TrainerSettings()).step(fresh(tiny_model))["loss"]
+    plain = VerlOptimizer(tiny_model, TrainerSettings()).step(fresh(tiny_model))["loss"]
     assert list(losses.values()) == pytest.approx([plain] * 3, abs=1e-5)
 
 
@@ -393,7 +398,7 @@ def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_m
     from examples.two_tools.model import build_model
 
     build_model(tmp_path, seed=1)
-    engine = Engine(tiny_model, TrainerSettings(learning_rate=RATE, kl_coef=1.0, reference=tmp_path))
+    engine = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE, kl_coef=1.0, reference=tmp_path))
     batch = fresh(tiny_model)
     still = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
     found = [engine.step(still) for _ in range(6)]
@@ -404,20 +409,22 @@ def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_m
 def test_an_entropy_bonus_raises_the_entropy(tiny_model: Path):
     batch = fresh(tiny_model)
     stale = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
-    engine = Engine(tiny_model, TrainerSettings(learning_rate=RATE, entropy_coef=1.0))
+    engine = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE, entropy_coef=1.0))
     found = [engine.step(stale) for _ in range(8)]
     assert found[0]["loss"] == pytest.approx(-found[0]["entropy"], abs=1e-6)
     assert found[-1]["entropy"] > found[0]["entropy"] + 0.1
-    measured = Engine(tiny_model, TrainerSettings()).step(batch)["entropy"]
+    measured = VerlOptimizer(tiny_model, TrainerSettings()).step(batch)["entropy"]
     assert measured == pytest.approx(found[0]["entropy"], rel=1e-5), "it is measured where nothing rewards it, too"
 
 
 def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_path: Path):
     settings = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=8)
     batch = fresh(tiny_model)
-    engine = Engine(tiny_model, settings)
+    engine = VerlOptimizer(tiny_model, settings)
     before = {name: value.copy() for name, value in engine.weights()}
-    assert all(np.array_equal(before[name], value) for name, value in Engine(tiny_model, TrainerSettings()).weights()), "B begins as 0"
+    assert all(np.array_equal(before[name], value) for name, value in VerlOptimizer(tiny_model, TrainerSettings()).weights()), (
+        "B begins as 0"
+    )
     first = engine.step(batch)
     assert (first["updated"], first["logprob_gap_max"] < 1e-4) == (1, True)
     made = written(engine, tiny_model, tmp_path)
@@ -429,7 +436,7 @@ def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_pa
         "what is served is what is trained"
     )
     expected = engine.step(from_merged)
-    resumed = Engine(made.path, settings)
+    resumed = VerlOptimizer(made.path, settings)
     resumed.load_state(made.path)
     assert resumed.step(from_merged) == expected
     for (name, ours), (_, theirs) in zip(engine.weights(), resumed.weights(), strict=True):
@@ -437,7 +444,7 @@ def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_pa
 
 
 def test_adapters_that_a_checkpoint_does_not_hold_are_refused(tiny_model: Path, tmp_path: Path):
-    plain, adapted = Engine(tiny_model, TrainerSettings()), Engine(tiny_model, TrainerSettings(lora_rank=4))
+    plain, adapted = VerlOptimizer(tiny_model, TrainerSettings()), VerlOptimizer(tiny_model, TrainerSettings(lora_rank=4))
     (tmp_path / "plain").mkdir()
     (tmp_path / "adapted").mkdir()
     plain.save_state(tmp_path / "plain")
@@ -447,8 +454,8 @@ def test_adapters_that_a_checkpoint_does_not_hold_are_refused(tiny_model: Path, 
     with pytest.raises(CheckpointError, match=r"with adapters, and trainer\.lora_rank = 0"):
         plain.load_state(tmp_path / "adapted")
     with pytest.raises(CheckpointError, match=r"another shape than trainer\.lora_rank = 2"):
-        Engine(tiny_model, TrainerSettings(lora_rank=2)).load_state(tmp_path / "adapted")
-    only = Engine(tiny_model, TrainerSettings(lora_rank=2, lora_modules=("q_proj",), learning_rate=1e-2))
+        VerlOptimizer(tiny_model, TrainerSettings(lora_rank=2)).load_state(tmp_path / "adapted")
+    only = VerlOptimizer(tiny_model, TrainerSettings(lora_rank=2, lora_modules=("q_proj",), learning_rate=1e-2))
     before = {name: value.copy() for name, value in only.weights()}
     only.step(fresh(tiny_model))
     assert {name.split(".")[-2] for name, value in only.weights() if not np.array_equal(before[name], value)} == {"q_proj"}

@@ -24,7 +24,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Correction
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import dtype_of, is_packed
 from trainer.optim.ray_cluster import Cluster
 from trainer.publish import checkpoint
@@ -58,9 +58,9 @@ def ray() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, Engine]]:
+def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
     """Of no, one and two workers under Ray."""
-    made = {workers: Engine(tiny_model, settings(tiny_model, workers=workers)) for workers in (0, 1, 2)}
+    made = {workers: VerlOptimizer(tiny_model, settings(tiny_model, workers=workers)) for workers in (0, 1, 2)}
     yield made
     for engine in made.values():
         engine.close()
@@ -70,12 +70,12 @@ def settings(model: Path, **changes: Any) -> TrainerSettings:
     return TrainerSettings(**{**SETTINGS, "model": model, **changes})
 
 
-def batch(engine: Engine, rows: pl.DataFrame, *, current: bool = True) -> Batch:
+def batch(engine: VerlOptimizer, rows: pl.DataFrame, *, current: bool = True) -> Batch:
     made = layout(separate(rows, pl.Series(np.linspace(-1, 1, len(rows)))), lineage=[0], divisor=engine.data_parallel_size)
     return made if current else replace(made, staleness=np.full_like(made.staleness, -1))
 
 
-def weights(engine: Engine) -> dict[str, np.ndarray]:
+def weights(engine: VerlOptimizer) -> dict[str, np.ndarray]:
     return {name: value.copy() for name, value in engine.weights()}
 
 
@@ -107,13 +107,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def rank_pids(engine: Engine) -> list[int]:
+def rank_pids(engine: VerlOptimizer) -> list[int]:
     import ray
 
     return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in engine._workers._group.workers])
 
 
-def test_workers_step_as_one_process_does(engines: dict[int, Engine], rows: pl.DataFrame) -> None:
+def test_workers_step_as_one_process_does(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
     assert {count: engine.data_parallel_size for count, engine in engines.items()} == {0: 1, 1: 1, 2: 2}
     before = weights(engines[0])
     told = {count: [engine.step(batch(engine, rows, current=not at)) for at in range(2)] for count, engine in engines.items()}
@@ -130,7 +130,7 @@ def test_workers_step_as_one_process_does(engines: dict[int, Engine], rows: pl.D
     assert differences(held[2], held[0]) < 1e-5
 
 
-def test_a_refused_batch_leaves_every_worker_as_it_was(engines: dict[int, Engine], rows: pl.DataFrame) -> None:
+def test_a_refused_batch_leaves_every_worker_as_it_was(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
     """The wrong row is the last: the first worker never sees it."""
     engine = engines[2]
     before = weights(engine)
@@ -144,7 +144,7 @@ def test_a_refused_batch_leaves_every_worker_as_it_was(engines: dict[int, Engine
 
 
 def test_the_state_is_whole_and_any_number_of_workers_goes_on_from_it(
-    engines: dict[int, Engine], tiny_model: Path, rows: pl.DataFrame, tmp_path: Path
+    engines: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame, tmp_path: Path
 ) -> None:
     made = {count: written(engine, tiny_model, tmp_path / str(count)).path for count, engine in engines.items()}
     kept = {count: facts(path) for count, path in made.items()}
@@ -153,7 +153,7 @@ def test_the_state_is_whole_and_any_number_of_workers_goes_on_from_it(
     assert {name: value.shape for name, value in kept[2].items()} == {name: value.shape for name, value in kept[0].items()}
     assert [len(state(made[count])["random"]) for count in (0, 1, 2)] == [1, 1, 2]
 
-    alone = Engine(made[2], settings(tiny_model))
+    alone = VerlOptimizer(made[2], settings(tiny_model))
     alone.load_state(made[2])
     alone.step(batch(alone, rows, current=False))
     engines[2].step(batch(engines[2], rows, current=False))
@@ -169,7 +169,7 @@ def test_the_state_is_whole_and_any_number_of_workers_goes_on_from_it(
     assert same(facts(tmp_path), kept[0]), "workers that refuse alike stand as before"
 
 
-def test_a_worker_that_dies_ends_the_step_with_an_error(engines: dict[int, Engine], rows: pl.DataFrame) -> None:
+def test_a_worker_that_dies_ends_the_step_with_an_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
     """Kill -9 the second of two, which is stopped, so that the first waits for it. The last test of these engines."""
     engine = engines[2]
     first, second = rank_pids(engine)
@@ -197,9 +197,9 @@ def test_a_worker_that_dies_ends_the_step_with_an_error(engines: dict[int, Engin
 
 def test_too_many_workers_are_refused(ray: Cluster, tiny_model: Path) -> None:
     with pytest.raises(TrainerError, match=r"workers = 7 needs as many nodes with that many CPUs each, .* nodes are 6\."):
-        Engine(tiny_model, settings(tiny_model, workers=7))
+        VerlOptimizer(tiny_model, settings(tiny_model, workers=7))
     with pytest.raises(TrainerError, match=r"trainer\.nodes = 2 with trainer\.workers = 1"):
-        Engine(tiny_model, settings(tiny_model, workers=1, nodes=2))
+        VerlOptimizer(tiny_model, settings(tiny_model, workers=1, nodes=2))
 
 
 def test_is_packed_by_default_where_a_gpu_and_flash_attention_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,12 +217,12 @@ def test_dtype_by_default_is_bfloat16_where_a_gpu_is() -> None:
 
 def test_packing_on_a_cpu_is_refused(tiny_model: Path) -> None:
     with pytest.raises(SettingsError, match=r"trainer\.packing = true needs a GPU"):
-        Engine(tiny_model, TrainerSettings(packing=True))
+        VerlOptimizer(tiny_model, TrainerSettings(packing=True))
 
 
 def test_gradient_checkpointing_and_bfloat16_train_on_a_cpu_as_well(tiny_model: Path, rows: pl.DataFrame) -> None:
     plain, frugal, coarse = (
-        Engine(tiny_model, TrainerSettings(learning_rate=1e-3, **changes))
+        VerlOptimizer(tiny_model, TrainerSettings(learning_rate=1e-3, **changes))
         for changes in ({}, {"gradient_checkpointing": True}, {"dtype": "bf16"})
     )
     told = [engine.step(batch(engine, rows)) for engine in (plain, frugal, coarse)]

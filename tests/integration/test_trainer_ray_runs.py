@@ -32,7 +32,7 @@ from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.ledger.ledger import Ledger
 from trainer.optim import ray_workers
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.ray_cluster import Cluster
 from trainer.publish import checkpoint
 
@@ -221,17 +221,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_new_workers_go_on_exactly(name: str, tiny_model: Path, tmp_path: Path, close: Callable[[Engine], Engine]) -> None:
+def test_new_workers_go_on_exactly(name: str, tiny_model: Path, tmp_path: Path, close: Callable[[VerlOptimizer], VerlOptimizer]) -> None:
     """Two workers, killed after a step, and two others that read what the first wrote; and one process does the same but for rounding."""
     settings = TrainerSettings(learning_rate=1e-3, mini_batches=2, workers=2, **VARIANTS[name])
-    first, alone = close(Engine(tiny_model, settings)), Engine(tiny_model, settings.model_copy(update={"workers": 0}))
+    first, alone = close(VerlOptimizer(tiny_model, settings)), VerlOptimizer(tiny_model, settings.model_copy(update={"workers": 0}))
     assert first.step(rows(tiny_model, first))["updated"] == alone.step(rows(tiny_model, alone))["updated"] == 2
     made = written(first, tiny_model, tmp_path)
     expected = first.step(rows(tiny_model, first, current=False))
     alone.step(rows(tiny_model, alone, current=False))
     held = dict(first.weights())
     first.close()
-    again = close(Engine(tiny_model if settings.lora_rank else made.path, settings))
+    again = close(VerlOptimizer(tiny_model if settings.lora_rank else made.path, settings))
     again.load_state(made.path)
     assert again.step(rows(tiny_model, again, current=False)) == expected
     found = dict(again.weights())
@@ -241,13 +241,13 @@ def test_new_workers_go_on_exactly(name: str, tiny_model: Path, tmp_path: Path, 
 
 
 def test_a_worker_that_fails_alone_ends_the_others(
-    tiny_model: Path, close: Callable[[Engine], Engine], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, close: Callable[[VerlOptimizer], VerlOptimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first would wait for the second for ever."""
     import ray
 
     monkeypatch.setattr(ray_workers, "_SETTLE_SECONDS", 2.0)
-    engine = close(Engine(tiny_model, TrainerSettings(workers=2)))
+    engine = close(VerlOptimizer(tiny_model, TrainerSettings(workers=2)))
     second = engine._workers._group.workers[1]
     ray.get(second.__ray_call__.remote(lambda self: self._models.clear()))
     with pytest.raises(TrainerError, match=r"worker 1 of 2 failed \(.*KeyError.*and the others were ended"):
@@ -279,12 +279,12 @@ def test_a_cluster_that_starts_too_slowly_is_begun_again(monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def close() -> Iterator[Callable[[Engine], Engine]]:
+def close() -> Iterator[Callable[[VerlOptimizer], VerlOptimizer]]:
     """Ends an engine's workers at the end of the test."""
     with contextlib.ExitStack() as stack:
         yield lambda engine: stack.enter_context(contextlib.closing(engine))
 
 
-def rows(model: Path, engine: Engine, *, current: bool = True) -> Batch:
+def rows(model: Path, engine: VerlOptimizer, *, current: bool = True) -> Batch:
     frame = pl.DataFrame(sampled_rows(model, 11, temperature=1.0, seed=5, Version=0 if current else -1))
     return layout(separate(frame, pl.Series(np.linspace(-1, 1, 11))), lineage=[0], divisor=engine.data_parallel_size)

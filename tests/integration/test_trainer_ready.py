@@ -13,7 +13,7 @@ from trainer_world import SPEC
 
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from trainer.data import built_groups
-from trainer.data.source import Group, Source
+from trainer.data.source import Group, GroupReader
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def with_trainer(settings: Settings, **changes: object) -> Settings:
 
 
 def test_ready_tells_groups_in_the_order_in_which_they_became_whole(settings: Settings, world: World) -> None:
-    source = Source(world.client, settings)
+    source = GroupReader(world.client, settings)
     assert source.ready() == []
     world.group("b", [1.0], size=2)
     assert source.ready() == []
@@ -45,12 +45,12 @@ def test_ready_tells_groups_in_the_order_in_which_they_became_whole(settings: Se
     world.group("b", [None, 0.0], size=2)
     world.group("a", [1.0, 0.0])
     ready = source.ready()
-    assert names(ready) == names(Source(world.client, settings).ready()) == ["c", "b", "a"]
+    assert names(ready) == names(GroupReader(world.client, settings).ready()) == ["c", "b", "a"]
     assert source.ready() is ready, "nothing has changed"
 
 
 def test_ready_forgets_what_is_released_until_it_changes_or_all_is_read_again(settings: Settings, world: World) -> None:
-    source = Source(world.client, settings)
+    source = GroupReader(world.client, settings)
     for name in "abc":
         world.group(name, [1.0, 0.0])
     source.release(source.ready()[:2])
@@ -62,18 +62,18 @@ def test_ready_forgets_what_is_released_until_it_changes_or_all_is_read_again(se
 
 
 def test_ready_counts_again_where_a_revision_moves_a_rollout_or_changes_the_size(settings: Settings, world: World) -> None:
-    source = Source(world.client, settings)
+    source = GroupReader(world.client, settings)
     world.group("a", [1.0, 0.0])
     world.group("b", [1.0], size=2)
     assert names(source.ready()) == ["a"]
     world.group("b", [0.0], size=2, RolloutId="a-1", Revision=1)
-    assert names(source.ready()) == names(Source(world.client, settings).ready()) == ["b"]
+    assert names(source.ready()) == names(GroupReader(world.client, settings).ready()) == ["b"]
     world.group("b", [0.0], size=3, RolloutId="a-1", Revision=2)
-    assert source.ready() == Source(world.client, settings).ready() == []
+    assert source.ready() == GroupReader(world.client, settings).ready() == []
 
 
 def test_ready_waits_for_the_greedy_rollout_of_remax(settings: Settings, world: World) -> None:
-    source = Source(world.client, with_trainer(settings, estimator="remax"))
+    source = GroupReader(world.client, with_trainer(settings, estimator="remax"))
     world.group("g", [1.0, 0.25])
     assert source.ready() == []
     world.group("g", [0.5], Mode="greedy", RolloutId="g-greedy", temperature=1.0, Temperature=0.0)
@@ -82,7 +82,7 @@ def test_ready_waits_for_the_greedy_rollout_of_remax(settings: Settings, world: 
 
 def test_ready_as_of_a_time_takes_nothing_that_came_later(settings: Settings, world: World) -> None:
     world.group("early", [1.0, 0.0])
-    then = Source(world.client, with_trainer(settings, as_of=datetime.now(UTC) + timedelta(milliseconds=1)))
+    then = GroupReader(world.client, with_trainer(settings, as_of=datetime.now(UTC) + timedelta(milliseconds=1)))
     assert names(then.ready()) == ["early"]
     world.group("late", [1.0, 0.0])
     assert names(then.ready()) == ["early"]
@@ -94,7 +94,7 @@ def test_ready_finds_rows_that_became_visible_long_after_they_were_dated(
 ) -> None:
     """Usual looks read 10 s again, and one now and then 120 s."""
     clock = built_groups.time.monotonic
-    source = Source(world.client, settings)
+    source = GroupReader(world.client, settings)
     assert source.ready() == []
     dated = datetime.now(UTC) - timedelta(seconds=60 if sweeps else 5)
     insert = world.insert
@@ -107,7 +107,7 @@ def test_ready_finds_rows_that_became_visible_long_after_they_were_dated(
 
 
 def test_ready_reads_no_history_when_nothing_has_arrived(settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Source(world.client, settings)
+    source = GroupReader(world.client, settings)
     for name in "abc":
         world.group(name, [1.0, 0.0])
     source.ready()

@@ -17,7 +17,7 @@ from spangrad.settings import TrainerSettings
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains
 from trainer.data.merge import separate
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish import checkpoint
 
 ROWS = 8
@@ -47,7 +47,7 @@ def wrong_at(batch: Batch, row: int) -> Batch:
     return replace(batch, logprobs=logprobs)
 
 
-def micro_batches(engine: Engine, batch: Batch, row: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def micro_batches(engine: VerlOptimizer, batch: Batch, row: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each micro-batch of a forward pass, in order: whether it holds a row."""
     fsdp, order = engine._workers._rank._models["policy"].engine, list[bool]()
     original = fsdp.forward_step
@@ -62,7 +62,7 @@ def micro_batches(engine: Engine, batch: Batch, row: int, monkeypatch: pytest.Mo
     return order
 
 
-def facts(engine: Engine, directory: Path) -> dict[str, torch.Tensor]:
+def facts(engine: VerlOptimizer, directory: Path) -> dict[str, torch.Tensor]:
     """Every weight and every tensor of the state (moments, steps, the critic's), by name."""
     named: dict[str, torch.Tensor] = {name: torch.from_numpy(value.copy()) for name, value in engine.weights()}
 
@@ -86,12 +86,12 @@ def require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def test_step_after_a_refusal_at_any_micro_batch_equals_the_step_alone(
     tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    alone = Engine(tiny_model, TrainerSettings(**SETTINGS))
+    alone = VerlOptimizer(tiny_model, TrainerSettings(**SETTINGS))
     expected = alone.step(sound)
     stepped = facts(alone, tmp_path)
     held_at, count = set[int](), 0
     for row in range(ROWS):
-        engine = Engine(tiny_model, TrainerSettings(**SETTINGS))
+        engine = VerlOptimizer(tiny_model, TrainerSettings(**SETTINGS))
         order = micro_batches(engine, other, row, monkeypatch)
         held_at.add(order.index(True))
         count = len(order)
@@ -109,7 +109,7 @@ def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Pa
     links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS))
     good, bad = replace(sound, chains=links), replace(other, chains=links)
     settings = TrainerSettings(**SETTINGS, estimator="gae", critic_learning_rate=1e-2)
-    alone, engine = Engine(tiny_model, settings), Engine(tiny_model, settings)
+    alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     expected = alone.step(good)
     for row in (0, ROWS // 2, ROWS - 1):
         with pytest.raises(BadRowsError, match="so no step was taken"):
@@ -122,7 +122,7 @@ def test_a_gradient_that_is_not_finite_in_a_later_optimizer_step_undoes_the_earl
     tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path
 ):
     settings = TrainerSettings(**SETTINGS, epochs=2, mini_batches=4)
-    alone, engine = Engine(tiny_model, settings), Engine(tiny_model, settings)
+    alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     for either in (alone, engine):
         either.step(replace(other, staleness=np.full_like(other.staleness, -1)))
     before = facts(engine, tmp_path)

@@ -15,7 +15,7 @@ from spangrad.settings import TrainerSettings
 from trainer.credit.estimators import estimator
 from trainer.data.assemble import assemble
 from trainer.data.source import Loaded
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 
 CITIES, TOOLS, ROLLOUTS, STEPS = range(4), 2, 16, 9
 SETTINGS = TrainerSettings(estimator="remax", learning_rate=3e-3, max_staleness=0)
@@ -23,7 +23,7 @@ SETTINGS = TrainerSettings(estimator="remax", learning_rate=3e-3, max_staleness=
 
 def test_success_rises_against_greedy_rollouts(tiny_model: Path):
     """The model knows the form of a reply; which of two tools a city needs it must find out, as it does in the demo."""
-    engine, dice = Engine(tiny_model, SETTINGS), np.random.default_rng(0)
+    engine, dice = VerlOptimizer(tiny_model, SETTINGS), np.random.default_rng(0)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     prompts = [[*PROMPT[:3], PROMPT[3] + city, *PROMPT[4:]] for city in CITIES]
     tools = [PROMPT[3] - TOOLS + tool for tool in range(TOOLS)]

@@ -19,7 +19,7 @@ from trainer.data.batch import layout
 from trainer.data.merge import merge, separate
 from trainer.optim.losses.corrected import actor_config
 from trainer.optim.losses.rollout_losses import by_rollout, several_rows
-from trainer.optim.optimizer import Engine
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import prepare_process
 
 prepare_process()  # verl reads its platform when it is first imported
@@ -155,7 +155,7 @@ def test_later_steps_on_a_batch_take_the_ratio_of_the_weights_they_step(name: An
 
 def test_mini_batches_keep_a_rollouts_rows_together(tiny_model: Path):
     rows, worth = trajectories(tiny_model)
-    engine = Engine(tiny_model, TrainerSettings(mini_batches=3))
+    engine = VerlOptimizer(tiny_model, TrainerSettings(mini_batches=3))
     batch = layout(separate(rows, worth), lineage=[0])
     rollouts = [set(part.rollout[: part.real_rows].tolist()) for _, part in engine._parts(batch)]
     assert [len(one) for one in rollouts] == [2, 2, 1]

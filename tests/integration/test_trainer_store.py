@@ -23,7 +23,7 @@ from spangrad.store import datasets
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory
 from trainer.data.group_checks import find_skips
-from trainer.data.source import BatchRollout, Group, Source
+from trainer.data.source import BatchRollout, Group, GroupReader
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import open_ledger, prepare
@@ -55,8 +55,8 @@ def world(settings: Settings, tiny_model: Path) -> World:
     return World(settings, tiny_model)
 
 
-def source(settings: Settings, world: World) -> Source:
-    return Source(world.client, settings)
+def source(settings: Settings, world: World) -> GroupReader:
+    return GroupReader(world.client, settings)
 
 
 def test_only_whole_groups_of_this_run_mode_and_specification_are_ready(settings: Settings, world: World, run: str):

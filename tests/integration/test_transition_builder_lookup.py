@@ -21,7 +21,7 @@ from transition_builder.completeness.complete import decide, facts
 from transition_builder.frames import Frames, conform
 from transition_builder.loop import Builder
 from transition_builder.schemas import CALLS, SPANS, Schema
-from transition_builder.source.rollouts import Source
+from transition_builder.source.rollouts import RolloutReader
 
 WORKLOAD = Workload(3 * RUNS * STEP, ordered=True)
 
@@ -68,7 +68,7 @@ def named(store: StoreSettings, rollouts: range) -> pl.DataFrame:
     return frame
 
 
-def read(source: Source, rollouts: pl.DataFrame) -> Frames:
+def read(source: RolloutReader, rollouts: pl.DataFrame) -> Frames:
     arrivals = source.arrivals(rollouts)
     return source.frames(decide(facts(arrivals), source.now(), BuilderSettings()), arrivals)
 
@@ -89,7 +89,7 @@ def comparable(frame: pl.DataFrame) -> pl.DataFrame:
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])
 def test_what_is_read_of_a_step_equals_a_scan_row_by_row(full: StoreSettings, run: int) -> None:
     rollouts = named(full, WORKLOAD.steps(run)[0])
-    frames = read(Source(connect(full), Settings(store=full)), rollouts)
+    frames = read(RolloutReader(connect(full), Settings(store=full)), rollouts)
     ours = pl.col("RolloutKeySource") == "rollout"
     of_them = (ours & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())) | (
         ~ours & pl.col("TraceId").is_in(rollouts["TraceId"].implode())
@@ -106,7 +106,7 @@ def test_what_is_read_of_a_step_equals_a_scan_row_by_row(full: StoreSettings, ru
 def test_a_few_rollouts_are_read_without_a_scan(full: StoreSettings, run: int) -> None:
     recording = Recording(connect(full))
     rollouts = named(full, WORKLOAD.steps(run)[1][:8])
-    frames = read(Source(recording, Settings(store=full)), rollouts)  # type: ignore[arg-type]
+    frames = read(RolloutReader(recording, Settings(store=full)), rollouts)  # type: ignore[arg-type]
     assert (frames.rollouts.height, frames.calls.height) == (8, 8 * 8)
     assert frames.spans.height == 8 * (SPANS_A_ROLLOUT + 1) + 2
     reads = [one for sql in recording.asked if "now64" not in sql for one in recording.granules(sql)]
@@ -121,7 +121,7 @@ def test_a_few_rollouts_are_read_without_a_scan(full: StoreSettings, run: int) -
 def test_spans_of_which_attributes_were_kept_back_are_told_of_once(full: StoreSettings, run: int) -> None:
     rollouts = named(full, WORKLOAD.steps(run)[2][:2])
     client = connect(full)
-    source = Source(client, Settings(store=full))
+    source = RolloutReader(client, Settings(store=full))
     agents = read(source, rollouts).spans.filter(pl.col("SpanName") == "agent").sort("TraceId")
     trace, span = agents.select("TraceId", "SpanId").row(0)
     for signal, attributes, lossy in (("span", 2, span), ("span", 2, span), ("span", 0, agents["SpanId"][1]), ("log", 1, "f" * 16)):
@@ -179,5 +179,5 @@ def test_a_call_without_a_root_that_shows_in_one_table_only_has_not_arrived(stor
 
 def test_keys_with_words_that_the_store_refuses_in_statements(store: StoreSettings) -> None:
     names = ["file('/etc/passwd')", "into outfile", "o'clock \\ --", "ü\x00,"]
-    nothing = Source(connect(store), Settings(store=store)).arrivals(pl.DataFrame({"RolloutId": names, "TraceId": names}))
+    nothing = RolloutReader(connect(store), Settings(store=store)).arrivals(pl.DataFrame({"RolloutId": names, "TraceId": names}))
     assert nothing.is_empty()

@@ -10,7 +10,7 @@ from building import outcome, post, rows, settings_of
 import fakes
 from spangrad.settings import AirRule, Settings, StoreSettings, TrainerSettings
 from spangrad.store.clickhouse import connect, constant
-from trainer.data.source import Group, Source
+from trainer.data.source import Group, GroupReader
 from transition_builder.loop import build_once
 
 LONG = 3000
@@ -100,7 +100,7 @@ def test_groups_of_any_name_are_loaded(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run=run)
     spans.root("s3(x) of url()", failure="cancelled")
     post(store, spans.otlp())
-    source = Source(client, settings)
+    source = GroupReader(client, settings)
     groups = source.ready()
     assert groups == [Group(run, "train", settings.builder.spec, name) for name in names]
     loaded = source.load(groups)

@@ -22,7 +22,7 @@ from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, Sto
 from spangrad.store.datasets import builds_sql, rows_sql
 from transition_builder import batch_sizes
 from transition_builder.loop import Builder, build_all, build_once
-from transition_builder.source.queries import Reader
+from transition_builder.source.queries import StoreReader
 from transition_builder.summary import Summary
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
@@ -114,14 +114,14 @@ def test_a_builder_killed_before_any_insert_leaves_nothing_half(store: StoreSett
     post(store, spans.otlp())
     settings = settings_of(store, run, lease_seconds=0)
 
-    def insert(reader: Reader, into: str, frame: Any) -> None:
+    def insert(reader: StoreReader, into: str, frame: Any) -> None:
         if into == table:
             raise Killed
         original(reader, into, frame)
 
-    original = Reader.insert
+    original = StoreReader.insert
     with monkeypatch.context() as patched:
-        patched.setattr(Reader, "insert", insert)
+        patched.setattr(StoreReader, "insert", insert)
         with pytest.raises(Killed):
             build_once(settings)
     assert outcome(store, run) == ([], [])
@@ -147,14 +147,14 @@ def test_what_a_killed_builder_left_does_not_mix_with_other_content(store: Store
     post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] != uncounted)))  # type: ignore[misc]
     settings = settings_of(store, run, lease_seconds=0)
 
-    def insert(reader: Reader, into: str, frame: Any) -> None:
+    def insert(reader: StoreReader, into: str, frame: Any) -> None:
         if into == "builds":
             raise Killed
         original(reader, into, frame)
 
-    original = Reader.insert
+    original = StoreReader.insert
     with monkeypatch.context() as patched:
-        patched.setattr(Reader, "insert", insert)
+        patched.setattr(StoreReader, "insert", insert)
         with pytest.raises(Killed):
             build_once(settings)
     post(store, spans.otlp(uncounted))

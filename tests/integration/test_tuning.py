@@ -18,13 +18,13 @@ from spangrad.settings import Settings, StoreSettings, TuningSettings
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from trainer.ledger.ledger import Ledger
 from trainer.optim.workers import LocalWorkers
-from trainer.sft.examples import Limits, digest_of, read_examples
+from trainer.sft.examples import LengthLimits, digest_of, read_examples
 from trainer.sft.files import find_sources
-from trainer.sft.optimizer import Tuner
-from trainer.sft.rendering import Renderer, Tokens
+from trainer.sft.optimizer import FileOptimizer
+from trainer.sft.rendering import Renderer, TokenSequence
 from trainer.sft.training import tune
 from transition_builder.export.formats import export
-from transition_builder.export.reading import Wanted
+from transition_builder.export.reading import ExportSelection
 
 RIGHT = {"paris": "weather", "oslo": "weather", "rome": "clock", "lima": "clock"}
 """Which tool serves which city."""
@@ -35,7 +35,7 @@ class Tuned:
 
     def __init__(self, model: Path, method: Any, **changes: Any) -> None:
         chosen = settings(model, model, **{"learning_rate": 1e-3, **changes})
-        self.tuner = Tuner(model, chosen, method, 10)
+        self.tuner = FileOptimizer(model, chosen, method, 10)
         self.gradients: dict[str, np.ndarray] = {}
         inner = self.tuner._workers._rank._models["policy"].engine
 
@@ -48,7 +48,7 @@ class Tuned:
         inner.optimizer_step = look
 
 
-def by_hand(model: Path, sequences: Sequence[Tokens], loss_of: Any) -> tuple[float, dict[str, np.ndarray]]:
+def by_hand(model: Path, sequences: Sequence[TokenSequence], loss_of: Any) -> tuple[float, dict[str, np.ndarray]]:
     """A loss of each sequence's logprobs, by transformers alone: no padding, no packing, one sequence at a time. And its gradients."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -218,7 +218,7 @@ class Traces:
         self.world.commit()
 
     def export(self, form: str, out: Path, **wanted: Any) -> Path:
-        export(self.world.client, self.world.store.url, form, Wanted(self.name, **wanted), out)
+        export(self.world.client, self.world.store.url, form, ExportSelection(self.name, **wanted), out)
         return out
 
 
@@ -254,7 +254,7 @@ def test_exported_replies_that_succeeded_teach_to_succeed(traces: Traces, tmp_pa
 
 
 def test_all_forms_of_an_export_give_the_same_examples(traces: Traces, tmp_path: Path):
-    limits = Limits.of(traces.model, tokenizer_hash(traces.model), TuningSettings(), 1000)
+    limits = LengthLimits.of(traces.model, tokenizer_hash(traces.model), TuningSettings(), 1000)
     found = {}
     for form in ("sft-tokens", "parquet", "huggingface", "sft", "verl-sft"):
         sources = find_sources([traces.export(form, tmp_path / form, min_return=0.5)])

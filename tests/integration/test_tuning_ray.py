@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tuning_world import EXAMPLES, PAIRS, settings
 
-from trainer.sft.optimizer import Tuner
+from trainer.sft.optimizer import FileOptimizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,7 +23,7 @@ def test_two_workers_train_as_one_and_go_on_from_each_others_state(method: Any, 
     weights: dict[int, dict[str, np.ndarray]] = {}
     for workers in (0, 2):
         chosen = settings(tiny_model, tmp_path, learning_rate=1e-3, warmup=0.2, trainer={"workers": workers, "max_tokens_per_device": 40})
-        tuner = Tuner(tiny_model, chosen, method, 10)
+        tuner = FileOptimizer(tiny_model, chosen, method, 10)
         tuner.reference = tuner.logprobs(examples)
         found[workers] = [tuner.step(examples, tuner.reference), tuner.step(examples, tuner.reference)]
         place = tmp_path / str(workers)
@@ -38,7 +38,7 @@ def test_two_workers_train_as_one_and_go_on_from_each_others_state(method: Any, 
     # AdamW's first steps are the gradient's sign: a last bit may turn where the gradient is all but 0.
     assert max(float(np.abs(weights[0][name] - weights[2][name]).max()) for name in weights[0]) < 1e-4
     chosen = settings(tiny_model, tmp_path, learning_rate=1e-3, warmup=0.2)
-    alone = Tuner(tiny_model, chosen, method, 10)
+    alone = FileOptimizer(tiny_model, chosen, method, 10)
     alone.load_state(tmp_path / "2")
     assert alone.reference is not None
     assert alone.reference.tolist() == pytest.approx(alone.logprobs(examples).tolist(), abs=1e-4)

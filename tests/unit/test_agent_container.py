@@ -17,13 +17,13 @@ from queues import is_state, until
 from workers import World, kill, world
 
 from runner.queue.client import new_rollout
-from runner.queue.wire import State
+from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers.agents import ContainerAgent
 from spangrad import semconv
 from spangrad.agent.command import ExitCode
+from spangrad.agent.container import AgentContainer as Hosted
 from spangrad.agent.container import Container, reachable, reached_at, run_command
-from spangrad.agent.container import ContainerAgent as Hosted
 from spangrad.errors import AgentError
 from spangrad.leases import this_process
 from spangrad.processes import MARK, wait_until
@@ -147,7 +147,7 @@ async def test_an_image_is_an_agent_and_its_containers_end_with_their_attempts(t
             async with Runner(here.settings, image) as runner:
                 await runner.queue.enqueue("run", [new_rollout("hang", "hang", "g", rollout_id="hung", timeout_seconds=3, max_attempts=1)])
                 outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
-                await until(lambda: is_state(runner.queue, "hung", State.FAILED), 60)
+                await until(lambda: is_state(runner.queue, "hung", RolloutState.FAILED), 60)
             assert [(o.task_id, o.reward, o.failure, o.detail) for o in outcomes] == [
                 ("well", {"reward": 0.5}, None, ""),
                 ("exit", {"reward": 0.0}, AttemptFailure.EXIT_CODE, "exit code 3"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fakes import OtlpSink
-from spangrad.agent.command import CommandAgent
+from spangrad.agent.command import AgentCommand
 from spangrad.agent.reward_values import rewards_from
 from spangrad.processes import wait_until
 from spangrad.semconv import ROLLOUT_ID
@@ -244,7 +244,7 @@ def test_a_program_whose_last_line_is_too_long_is_said(tmp_path: Path) -> None:
 )
 async def test_the_last_line_of_output(tmp_path: Path, printed: str, output: object) -> None:
     (tmp_path / "printed").write_bytes(printed.encode())
-    assert await CommandAgent(["cat", "printed"], tmp_path, instrument=False)(None, None) == output
+    assert await AgentCommand(["cat", "printed"], tmp_path, instrument=False)(None, None) == output
 
 
 def test_a_host_that_is_asked_to_end_ends_its_programs_whole(tmp_path: Path) -> None:

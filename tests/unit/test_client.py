@@ -8,7 +8,7 @@ import re
 import pytest
 
 from spangrad.client.client import Client
-from spangrad.client.result import Show, Tally
+from spangrad.client.result import RolloutTally, Show
 from spangrad.settings.sources import load_settings
 
 
@@ -41,7 +41,7 @@ def test_what_a_script_prints_below_the_bar_is_printed_as_it_is() -> None:
 
 
 def test_tally_of_failures_counts_the_rewards_that_they_have() -> None:
-    tally = Tally()
+    tally = RolloutTally()
     ended = [
         ("succeeded", None, {"reward": {"white": 1.0, "black": 0.5}, "style": 0.5}),
         ("failed", "timeout", {"reward": -1.0}),

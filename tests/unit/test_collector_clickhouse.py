@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collector.auth import Guardian, Role
+from collector.auth import Guardian, TokenRole
 from collector.encodings import SUPPORTED, EncodingError, Packer, TooLargeError, accepted_encoding, decompress
 from collector.sql.answer_clause import AnswerClause, find_answer_clause
 from collector.sql.errors import BadRequestError
@@ -324,20 +324,20 @@ def test_the_guard_takes_linear_time(sql: str) -> None:
 def test_tokens_are_taken_in_every_form() -> None:
     guardian = Guardian("secret", "eyes")
 
-    for token, role in (("secret", Role.WRITER), ("eyes", Role.READER)):
+    for token, role in (("secret", TokenRole.WRITER), ("eyes", TokenRole.READER)):
         basic = b64encode(f"default:{token}".encode()).decode()
         assert guardian.clickhouse_role({"X-ClickHouse-Key": token}, {}) is role
         assert guardian.clickhouse_role({"Authorization": f"Basic {basic}"}, {}) is role
         assert guardian.clickhouse_role({"Authorization": f"bearer {token}"}, {}) is role
         assert guardian.clickhouse_role({}, {"password": token}) is role
-        assert guardian.admits_bearer(f"Bearer {token}") is (role is Role.WRITER)
+        assert guardian.admits_bearer(f"Bearer {token}") is (role is TokenRole.WRITER)
 
 
 def test_without_a_token_everything_is_open_but_to_a_reader() -> None:
-    assert Guardian(None).clickhouse_role({}, {"password": "x"}) is Role.WRITER
+    assert Guardian(None).clickhouse_role({}, {"password": "x"}) is TokenRole.WRITER
     assert Guardian(None).admits_bearer("")
-    assert Guardian(None, "eyes").clickhouse_role({}, {}) is Role.WRITER
-    assert Guardian(None, "eyes").clickhouse_role({}, {"password": "eyes"}) is Role.READER
+    assert Guardian(None, "eyes").clickhouse_role({}, {}) is TokenRole.WRITER
+    assert Guardian(None, "eyes").clickhouse_role({}, {"password": "eyes"}) is TokenRole.READER
     assert not Guardian(None, "eyes").admits_bearer("Bearer eyes")
 
 

@@ -6,27 +6,27 @@ from typing import cast
 
 import pytest
 
-from collector.auth import Role
-from collector.database import Answer, EngineRefusedError, Handle
+from collector.auth import TokenRole
+from collector.database import EngineRefusedError, Handle, QueryAnswer
 from collector.sql.external_data import ExternalTable
 from collector.sql.request import Statement
-from collector.sql.sessions import Handles
+from collector.sql.sessions import SessionPool
 
 
 class StubbornHandle:
     """A handle that drops no table."""
 
-    def query(self, sql: str, *_: object) -> Answer:
+    def query(self, sql: str, *_: object) -> QueryAnswer:
         if sql.startswith("DROP"):
             raise EngineRefusedError("Code: 394. DB::Exception: Query was cancelled. (QUERY_WAS_CANCELLED)", 394)
-        return Answer(b"0" if sql.startswith("SELECT") else b"")
+        return QueryAnswer(b"0" if sql.startswith("SELECT") else b"")
 
 
 def test_a_session_is_free_again_whatever_happens_at_the_end_of_a_request() -> None:
-    handles = Handles(lambda: cast(Handle, StubbornHandle()))
+    handles = SessionPool(lambda: cast(Handle, StubbornHandle()))
     tables = (ExternalTable("t", "a UInt8", "CSV", b""),)
     statement = Statement("SELECT 1", None, "CSV", "default", {}, {}, "session", 60.0, False, tables)
 
     for _ in range(2):
-        with pytest.raises(EngineRefusedError, match="Query was cancelled"), handles.borrow(statement, Role.WRITER):
+        with pytest.raises(EngineRefusedError, match="Query was cancelled"), handles.borrow(statement, TokenRole.WRITER):
             pass

@@ -15,14 +15,14 @@ import pytest
 from aiohttp import web
 from memory import open_files
 
-from collector.auth import Role
-from collector.database import Answer, Engine, Kind
+from collector.auth import TokenRole
+from collector.database import EmbeddedDatabase, Kind, QueryAnswer
 from collector.sql import body as bodies
 from collector.sql.body import Unpacker, read_body
 from collector.sql.readers import ReaderLimits
-from collector.sql.statements import WORKERS, Request, Run, Runner
+from collector.sql.statements import WORKERS, QueryRequest, RunningStatement, StatementRunner
 from collector.write.ingest import Budget
-from collector.write.write_buffer import DeferredSpans
+from collector.write.write_buffer import WriteBuffer
 
 
 class BusyEngine:
@@ -35,12 +35,12 @@ class BusyEngine:
     def handle(self) -> BusyEngine:
         return self
 
-    def query(self, sql: str, *_: object) -> Answer:
+    def query(self, sql: str, *_: object) -> QueryAnswer:
         if sql.startswith("SELECT 1"):
             self.gate.wait(60)
-        return Answer(b"")
+        return QueryAnswer(b"")
 
-    def write(self, *_: object) -> Answer:
+    def write(self, *_: object) -> QueryAnswer:
         return self.query("SELECT 1")
 
     def kind(self, _: str) -> Kind:
@@ -70,14 +70,14 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def run(body: bytes, number: int) -> Run:
-    request = Request(parameters={}, headers={}, body=body, files={}, role=Role.READER, safe=False, query_id=str(number))
-    return Run(request, quick_seconds=0)
+def run(body: bytes, number: int) -> RunningStatement:
+    request = QueryRequest(parameters={}, headers={}, body=body, files={}, role=TokenRole.READER, safe=False, query_id=str(number))
+    return RunningStatement(request, quick_seconds=0)
 
 
 async def test_a_statement_whose_client_left_keeps_no_body_and_no_files(engine: BusyEngine) -> None:
-    runner = Runner(cast(Engine, engine), cast(DeferredSpans, engine), ReaderLimits(100, 60))
-    crowd = [run(b"SELECT 1", number) for number in range(WORKERS[Role.READER])]
+    runner = StatementRunner(cast(EmbeddedDatabase, engine), cast(WriteBuffer, engine), ReaderLimits(100, 60))
+    crowd = [run(b"SELECT 1", number) for number in range(WORKERS[TokenRole.READER])]
     for one in crowd:
         runner.start(one)
     await until(lambda: all(one.done.running() for one in crowd))
@@ -98,7 +98,7 @@ async def test_a_statement_whose_client_left_keeps_no_body_and_no_files(engine: 
     # Those whose turn came after they were gone did nothing, and closed nothing a second time.
     last = run(b"SELECT 1", 1000)
     runner.start(last)
-    assert await last.result() == Answer(b"")
+    assert await last.result() == QueryAnswer(b"")
     runner.leave(last)
     assert open_files(os.getpid()) == before[1] - 2 * len(crowd)
     runner.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from collector.schema.cluster import Layout
-from collector.schema.migrations import SCHEMA, Entry, State, migrate, pending, read_migrations, statements, status
+from collector.schema.migrations import SCHEMA, Entry, MigrationState, migrate, pending, read_migrations, statements, status
 from spangrad.errors import StoreError
 
 
@@ -79,15 +79,18 @@ def test_a_store_of_a_later_version_is_refused(schema: Path) -> None:
 def test_status_tells_what_the_store_lacks_and_changes_nothing(schema: Path) -> None:
     store = RecordedStore()
 
-    assert status(store, Layout(), schema) == [Entry(1, "0001_first.sql", State.NEW, ""), Entry(2, "0002_second.sql", State.NEW, "")]
+    assert status(store, Layout(), schema) == [
+        Entry(1, "0001_first.sql", MigrationState.NEW, ""),
+        Entry(2, "0002_second.sql", MigrationState.NEW, ""),
+    ]
     assert [migration.number for migration in pending(store, Layout(), schema)] == [1, 2]
     assert (store.ran, store.exists) == ([], False)
     migrate(store, Layout(), schema)
     (schema / "0001_first.sql").write_text("CREATE TABLE other (x String)")
     (schema / "0002_second.sql").unlink()
     assert status(store, Layout(), schema) == [
-        Entry(1, "0001_first.sql", State.CHANGED, "2026-01-02 03:04:05"),
-        Entry(2, "0002_second.sql", State.UNKNOWN, "2026-01-02 03:04:05"),
+        Entry(1, "0001_first.sql", MigrationState.CHANGED, "2026-01-02 03:04:05"),
+        Entry(2, "0002_second.sql", MigrationState.UNKNOWN, "2026-01-02 03:04:05"),
     ]
 
 
@@ -99,8 +102,8 @@ def test_a_file_is_applied_again_when_what_it_made_is_gone(schema: Path) -> None
     migrate(store, Layout(), schema)
     store.tables.remove("c")
 
-    incomplete = Entry(2, "0002_second.sql", State.INCOMPLETE, "2026-01-02 03:04:05", ("otel.c",))
-    assert status(store, Layout(), schema) == [Entry(1, "0001_first.sql", State.APPLIED, "2026-01-02 03:04:05"), incomplete]
+    incomplete = Entry(2, "0002_second.sql", MigrationState.INCOMPLETE, "2026-01-02 03:04:05", ("otel.c",))
+    assert status(store, Layout(), schema) == [Entry(1, "0001_first.sql", MigrationState.APPLIED, "2026-01-02 03:04:05"), incomplete]
     assert [migration.number for migration in pending(store, Layout(), schema)] == [2]
     assert pending(store, Layout(), schema, incomplete=False) == []
     lines: list[str] = []

@@ -15,12 +15,12 @@ from commands import console
 from commands.training import prompt, run, train_plan
 from prompts.beam import Round
 from prompts.compare import Gain
-from prompts.search import Candidate, Question, Result
+from prompts.search import Candidate, Question, SearchResult
 from runner.runner import Outcome
 from spangrad.client.prompt_store import Edit, PromptText
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, RolloutKey, Task
-from trainer.data.plan import Fate, Plan, PlannedGroup
+from trainer.data.plan import Fate, PlannedGroup, TrainPlan
 
 ODD = "[INST] :key: [bold]be[/bold] list[int] [/INST]"
 """Markup, the name of an emoji, and a tag that closes nothing."""
@@ -35,12 +35,12 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "plain_console", lambda *given, **more: made(*given, **{**more, "width": 200}))
 
 
-def found(gain: float = 0.8) -> Result:
+def found(gain: float = 0.8) -> SearchResult:
     """A search that has found a better version."""
     first = Candidate(1, ODD, 0.1, {"b": 0.1}, 0, None)
     edit = Edit("s", 1, 1, 0, ODD, 2)
     second = Candidate(2, f"{ODD} kindly", 0.1 + gain, {"b": 0.1 + gain}, 0, edit)
-    return Result(QUESTION, (first, second), (Round(0, (1,)), Round(1, (2,))), second, Gain(gain, 0.01))
+    return SearchResult(QUESTION, (first, second), (Round(0, (1,)), Round(1, (2,))), second, Gain(gain, 0.01))
 
 
 def test_no_command_has_a_console_of_its_own() -> None:
@@ -53,7 +53,7 @@ def test_rollouts_tasks_and_groups_are_named_as_they_are(capsys: pytest.CaptureF
     run._show([Outcome(RolloutKey("run", "r0", 0), ODD, Mode.TRAIN, None, AttemptFailure.EXIT_CODE, ODD, 0.0, None)])
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{ODD}  1 ")
     groups = (PlannedGroup("train", ODD, 1, 2, Fate.WAITING),)
-    train_plan.show(Plan(ODD, "main", ODD, "spec", 1, 1, 1, groups, 0, (), best=ODD))
+    train_plan.show(TrainPlan(ODD, "main", ODD, "spec", 1, 1, 1, groups, 0, (), best=ODD))
     first, _, row, *_ = capsys.readouterr().out.splitlines()
     assert first == f"{ODD}/main, run {ODD}, from version 1 ({ODD})"
     assert ODD in row

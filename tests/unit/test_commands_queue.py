@@ -13,7 +13,7 @@ from inline_snapshot import snapshot
 from queues import queue_settings, serving, some
 
 from commands.services import queue as command
-from runner.queue.wire import Completion, Failure, State
+from runner.queue.wire import Completion, Failure, RolloutState
 from spangrad.errors import QueueError, SettingsError
 from spangrad.processes import free_ports
 from spangrad.types import AttemptFailure
@@ -91,7 +91,7 @@ async def test_what_the_queue_does_not_know_is_neither_cancelled_nor_retried(tmp
                 await asyncio.to_thread(function, run="none", set_=where)
             with pytest.raises(QueueError, match=r"has no rollout of group none of run run\. `spangrad queue list` shows what it has\."):
                 await asyncio.to_thread(function, run="run", group="none", set_=where)
-        assert (await client.run("run")).states == {State.QUEUED: 2}
+        assert (await client.run("run")).states == {RolloutState.QUEUED: 2}
 
 
 async def test_what_agents_say_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from queues import queue_settings, serving
 
 from runner.demand_source import Answered, DemandSource, Difference, difference, task_at
-from runner.queue.wire import Demand, State, Wanted, Which
+from runner.queue.wire import DemandRequest, DemandState, RolloutSelector, RolloutState
 from runner.runner import queued
 from spangrad.settings import Settings
 from spangrad.types import Mode, Task
@@ -40,12 +40,12 @@ class Flow:
     """Whether a batch was taken, and told of."""
 
     @property
-    def demand(self) -> Demand:
+    def demand(self) -> DemandState:
         groups = len(self.spent) + 2 * (self.staleness + 1)
         filled = min(len(self.spent) + (len(self.whole) if self.begun else 0), groups)
-        branch = Wanted(policy="policy", branch="main", groups=groups, filled=filled)
+        branch = DemandRequest(policy="policy", branch="main", groups=groups, filled=filled)
         enqueued = len(self.running | self.whole | self.spent)
-        return Demand(groups=groups, enqueued=enqueued, cancelled=self.cancelled, branches=[branch])
+        return DemandState(groups=groups, enqueued=enqueued, cancelled=self.cancelled, branches=[branch])
 
     def look(self, extra: int) -> Difference:
         """What the source does: enqueue, or cancel the newest that run."""
@@ -119,7 +119,7 @@ async def test_the_level_is_met_and_places_of_late_groups_are_filled(tmp_path: P
 
         first = source()
         assert await first.look() == Answered(0, 0, 0)
-        want = Wanted(policy="policy", branch="main", groups=4, oldest_version=0)
+        want = DemandRequest(policy="policy", branch="main", groups=4, oldest_version=0)
         await client.want("run", want)
         assert await first.look() == Answered(4, 4, 0)
         # Another source goes on where the queue stands.
@@ -134,16 +134,16 @@ async def test_the_level_is_met_and_places_of_late_groups_are_filled(tmp_path: P
         served["policy"] = 2
         (later,) = [one for one in await client.lease("run", "worker 1", 3) if one.group_id != held.group_id]
         await first.look()
-        await client.want("run", Wanted(policy="policy", branch="main", groups=5, oldest_version=1))
+        await client.want("run", DemandRequest(policy="policy", branch="main", groups=5, oldest_version=1))
         assert await first.look() == Answered(5, 5, 1)
         states = {one.group_id: one.state for one in (await client.rollouts(run_id="run", group_id=held.group_id)).rollouts}
-        assert states == {held.group_id: State.CANCELLED}
+        assert states == {held.group_id: RolloutState.CANCELLED}
         assert {one.state for one in (await client.rollouts(run_id="run", group_id=later.group_id)).rollouts} <= {
-            State.RUNNING,
-            State.QUEUED,
+            RolloutState.RUNNING,
+            RolloutState.QUEUED,
         }
         assert len({one.group_id for one in (await client.rollouts(run_id="run")).rollouts}) == 6
 
-        await client.cancel(Which(run_id="run", group_id=later.group_id))
+        await client.cancel(RolloutSelector(run_id="run", group_id=later.group_id))
         assert await first.look() == Answered(5, 5, 0)
         assert len({one.group_id for one in (await client.rollouts(run_id="run")).rollouts}) == 7

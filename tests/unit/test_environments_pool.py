@@ -19,8 +19,8 @@ from queues import until
 
 from runner.environments import server
 from runner.environments.client import EnvironmentClient, NoInstanceError
-from runner.environments.pool import Pool
-from runner.environments.wire import Ask, Leased, State
+from runner.environments.pool import InstancePool
+from runner.environments.wire import InstanceRequest, InstanceState, Leased
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure
@@ -97,8 +97,8 @@ class Story(RuleBasedStateMachine):
         self.beaten: dict[str, float] = {}
         self.pool = self.do(self.made)
 
-    async def made(self) -> Pool:
-        pool = Pool(self.world.make, self.count, lease_seconds=LEASE_SECONDS, seconds=5, clock=lambda: self.now)
+    async def made(self) -> InstancePool:
+        pool = InstancePool(self.world.make, self.count, lease_seconds=LEASE_SECONDS, seconds=5, clock=lambda: self.now)
         await pool.start()
         return pool
 
@@ -138,7 +138,7 @@ class Story(RuleBasedStateMachine):
             return
 
         async def ask() -> None:
-            ask = Ask(lease=name, rollout_id=name, attempt=0, input=name, wait_seconds=60)
+            ask = InstanceRequest(lease=name, rollout_id=name, attempt=0, input=name, wait_seconds=60)
             self.asked[name] = asyncio.create_task(self.pool.lease(ask))
 
         self.do(ask)
@@ -147,7 +147,7 @@ class Story(RuleBasedStateMachine):
     def ask_twice(self, data: st.DataObject) -> None:
         if self.held:
             name = data.draw(st.sampled_from(sorted(self.held)))
-            again = self.do(lambda: self.pool.lease(Ask(lease=name, rollout_id=name, attempt=0, input="other")))
+            again = self.do(lambda: self.pool.lease(InstanceRequest(lease=name, rollout_id=name, attempt=0, input="other")))
             assert again.environment == name
             self.beaten[name] = self.now
 
@@ -200,10 +200,10 @@ class Story(RuleBasedStateMachine):
         assert self.world.wrong == []
         states = [one.state for one in self.pool.standings()]
         assert len(states) == self.count
-        assert states.count(State.LEASED) == len(self.held), "each lease has one instance, each instance one lease"
+        assert states.count(InstanceState.LEASED) == len(self.held), "each lease has one instance, each instance one lease"
         users = sorted(str(env.user) for env in self.world.made if env.user is not None and not env.discarded)
         assert users == sorted(self.held)
-        assert not (State.FREE in states and self.pool.waiting), "nobody waits while something is free"
+        assert not (InstanceState.FREE in states and self.pool.waiting), "nobody waits while something is free"
         assert len(self.world.made) - sum(env.discarded for env in self.world.made) == self.count, "what is discarded is replaced"
 
 
@@ -363,12 +363,12 @@ async def test_a_hung_instance_is_left_behind() -> None:
         def reset(self) -> None:
             release.wait(60)
 
-    pool = Pool(Hangs, 1, lease_seconds=30, seconds=0.2)
+    pool = InstancePool(Hangs, 1, lease_seconds=30, seconds=0.2)
     await pool.start()
     try:
-        first = await pool.lease(Ask(lease="a", rollout_id="r", attempt=0, input=1))
+        first = await pool.lease(InstanceRequest(lease="a", rollout_id="r", attempt=0, input=1))
         pool.release("a")
-        second = await pool.lease(Ask(lease="b", rollout_id="r", attempt=1, input=2, wait_seconds=20))
+        second = await pool.lease(InstanceRequest(lease="b", rollout_id="r", attempt=1, input=2, wait_seconds=20))
         assert (first.instance, second.instance, second.environment["seen"]) == ("0.0", "0.1", [2])
     finally:
         release.set()

@@ -17,7 +17,7 @@ from transition_builder.export.conventions import NoTextError, RedactedError, Sp
 from transition_builder.export.conversations import of_messages, of_tokens
 from transition_builder.export.files import made_whole
 from transition_builder.export.messages import Dialogue, UnreadableError, dialogue
-from transition_builder.export.tally import LeftOut, Tally
+from transition_builder.export.tally import ExportTally, LeftOut
 from transition_builder.export.writers.columns import fitting_tools
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -360,7 +360,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_sum_is_checked() -> None:
-    tally = Tally(calls=3)
+    tally = ExportTally(calls=3)
     tally.write(1, rows=1)
     tally.leave(LeftOut.TIE, 2)
     tally.check()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.proxy import counts
-from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, Attempt, SpanContext, attempt_of, parse_baggage, parse_traceparent
+from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, AttemptKey, SpanContext, attempt_of, parse_baggage, parse_traceparent
 from spangrad import semconv
 from spangrad.sampling import is_constrained
 
@@ -34,17 +34,17 @@ def test_a_traceparent_is_read_or_absent(header: str | None, found: tuple[str, s
 @pytest.mark.parametrize(
     ("baggage", "attempt"),
     [
-        ("spangrad.rollout.id=a%2Fb", Attempt("a/b", 0)),
-        ("spangrad.rollout.id=a,spangrad.rollout.attempt=3", Attempt("a", 3)),
-        ("spangrad.rollout.id=a,spangrad.rollout.attempt=-3", Attempt("a", 0)),
-        ("spangrad.rollout.id=a , spangrad.rollout.attempt = 3;x=y", Attempt("a", 3)),
+        ("spangrad.rollout.id=a%2Fb", AttemptKey("a/b", 0)),
+        ("spangrad.rollout.id=a,spangrad.rollout.attempt=3", AttemptKey("a", 3)),
+        ("spangrad.rollout.id=a,spangrad.rollout.attempt=-3", AttemptKey("a", 0)),
+        ("spangrad.rollout.id=a , spangrad.rollout.attempt = 3;x=y", AttemptKey("a", 3)),
         ("spangrad.rollout.attempt=3", None),
         ("spangrad.rollout.id=", None),
         (",=,;", None),
         (None, None),
     ],
 )
-def test_baggage_names_an_attempt_or_nothing(baggage: str | None, attempt: Attempt | None) -> None:
+def test_baggage_names_an_attempt_or_nothing(baggage: str | None, attempt: AttemptKey | None) -> None:
     assert attempt_of(None, parse_baggage(baggage)) == attempt
 
 
@@ -81,24 +81,24 @@ def test_what_keeps_tokens_from_being_sampled_is_constrained(request_: dict[str,
 async def test_the_longest_unused_attempts_are_forgotten_but_none_with_a_call_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counts, "ATTEMPTS_KEPT", 2)
     tally = counts.Counts()
-    tally.announce(Attempt("busy", 0), Announcement("run"))
-    tally.begin(Attempt("busy", 0))
-    tally.announce(Attempt("old", 0), Announcement("run"))
-    tally.announce(Attempt("new", 0), Announcement("run"))
-    assert [await tally.calls(Attempt(name, 0), 0) for name in ("busy", "old", "new")] == [1, None, 0]
-    assert tally.announced(Attempt("old", 0)) == NOTHING_ANNOUNCED
-    tally.end(Attempt("busy", 0))
-    assert await tally.calls(Attempt("busy", 0), 0) == 1
+    tally.announce(AttemptKey("busy", 0), Announcement("run"))
+    tally.begin(AttemptKey("busy", 0))
+    tally.announce(AttemptKey("old", 0), Announcement("run"))
+    tally.announce(AttemptKey("new", 0), Announcement("run"))
+    assert [await tally.calls(AttemptKey(name, 0), 0) for name in ("busy", "old", "new")] == [1, None, 0]
+    assert tally.announced(AttemptKey("old", 0)) == NOTHING_ANNOUNCED
+    tally.end(AttemptKey("busy", 0))
+    assert await tally.calls(AttemptKey("busy", 0), 0) == 1
 
 
 async def test_an_attempt_that_was_not_announced_to_this_process_has_no_count() -> None:
     tally = counts.Counts()
-    tally.begin(Attempt("before a restart", 0))
-    tally.end(Attempt("before a restart", 0))
-    assert await tally.calls(Attempt("before a restart", 0), 0) is None
+    tally.begin(AttemptKey("before a restart", 0))
+    tally.end(AttemptKey("before a restart", 0))
+    assert await tally.calls(AttemptKey("before a restart", 0), 0) is None
 
 
 def test_attempt_numbers_that_no_column_holds_count_as_none() -> None:
     numbers = {"7": 7, "9999": 9999, "70000": 0, "9" * 5000: 0, "-1": 0, "x": 0}
     found = {text: attempt_of(None, {semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: text}) for text in numbers}
-    assert found == {text: Attempt("r", number) for text, number in numbers.items()}
+    assert found == {text: AttemptKey("r", number) for text, number in numbers.items()}

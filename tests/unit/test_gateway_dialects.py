@@ -16,8 +16,8 @@ from unit_gateway import Stage, staged
 from yarl import URL
 
 from gateway.dialects import DIALECTS
-from gateway.dialects.answer import Answer
-from gateway.dialects.base import Request
+from gateway.dialects.answer import EngineAnswer
+from gateway.dialects.base import ClientRequest
 from spangrad import semconv
 from spangrad.processes import free_ports
 
@@ -31,8 +31,8 @@ WITH_IDS = [name for name in ANSWERED if not name.startswith("completions-echo")
 class Heard:
     """What a dialect made of an answer."""
 
-    request: Request
-    answer: Answer
+    request: ClientRequest
+    answer: EngineAnswer
     client: bytes
 
 

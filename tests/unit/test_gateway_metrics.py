@@ -11,7 +11,7 @@ from fake_engine import ANSWER_TOKENS, PROMPT_IDS, FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from unit_gateway import Stage, staged
 
-from gateway.metrics import BackendState, Metrics, SpanState
+from gateway.metrics import BackendSample, GatewayMetrics, SpanState
 
 CHAT = "/v1/chat/completions"
 
@@ -114,8 +114,8 @@ async def test_publications_are_timed_by_outcome(tmp_path: Path) -> None:
 
 
 def test_a_registry_of_its_own_holds_nothing_of_the_process() -> None:
-    metrics = Metrics()
-    metrics.backends = lambda: [BackendState("b-0", "b", "down", None, 0), BackendState("a-0", "a", "serving", 7, 2)]
+    metrics = GatewayMetrics()
+    metrics.backends = lambda: [BackendSample("b-0", "b", "down", None, 0), BackendSample("a-0", "a", "serving", 7, 2)]
     metrics.spans = lambda: SpanState(delivered=3, refused=1, waiting_bytes=10, memory_bytes=4)
     metrics.calls_waiting = lambda: 5
     metrics.published("a", "ok", 2.0)
@@ -141,7 +141,7 @@ def test_a_registry_of_its_own_holds_nothing_of_the_process() -> None:
 
 @pytest.mark.bench
 def test_counting_a_call_costs_less_than_two_microseconds() -> None:
-    metrics = Metrics()
+    metrics = GatewayMetrics()
 
     def count() -> None:
         metrics.began()

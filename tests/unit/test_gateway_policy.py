@@ -15,11 +15,11 @@ from gateway.pool.backend import Backend
 from gateway.pool.policy import AFFINITY_CALLS, Canary, Policy, PoolFullError
 from gateway.pool.queueing import FairQueue
 from gateway.pool.upstream import BackendDownError, BackendStatus, FrozenUpstream, Upstream
-from gateway.proxy.context import Attempt
-from gateway.weights.publication import Release
+from gateway.proxy.context import AttemptKey
+from gateway.weights.publication import WeightsRelease
 from spangrad.settings import BackendSettings
 
-A, B, C = (Attempt(name, 0) for name in "abc")
+A, B, C = (AttemptKey(name, 0) for name in "abc")
 
 
 def policy_of(*limits: int | None, queue_limit: int = 100) -> tuple[Policy, list[Upstream]]:
@@ -34,7 +34,7 @@ def policy_of(*limits: int | None, queue_limit: int = 100) -> tuple[Policy, list
     return policy, backends
 
 
-async def begun(policy: Policy, attempt: Attempt | None) -> asyncio.Task[Upstream]:
+async def begun(policy: Policy, attempt: AttemptKey | None) -> asyncio.Task[Upstream]:
     """A call that has had the time to get a backend."""
     task = asyncio.create_task(policy.acquire(attempt))
     await asyncio.sleep(0)
@@ -132,7 +132,7 @@ async def test_calls_wait_while_every_backend_takes_new_weights_and_then_spread_
     policy.all_at_once = True
     first.become(BackendStatus.PUBLISHING)
     second.become(BackendStatus.PUBLISHING)
-    waiting = [await begun(policy, Attempt(str(number), 0)) for number in range(10)]
+    waiting = [await begun(policy, AttemptKey(str(number), 0)) for number in range(10)]
     first.become(BackendStatus.SERVING)
     # Half of them, and the one that may come next.
     assert first.in_flight == 6
@@ -158,19 +158,19 @@ async def test_a_canary_gets_its_share_of_the_rollouts_and_no_other_call() -> No
     for backend in (canary, stable):
         backend.changed = policy.changed
         backend.become(BackendStatus.SERVING)
-    policy.canary = Canary(canary, Release(2, "/v2", "float32:2"), 0.25)
-    attempts = [Attempt(f"r{number}", 0) for number in range(400)]
+    policy.canary = Canary(canary, WeightsRelease(2, "/v2", "float32:2"), 0.25)
+    attempts = [AttemptKey(f"r{number}", 0) for number in range(400)]
     chosen = {attempt: await policy.acquire(attempt) for attempt in attempts}
     assert 70 < sum(backend is canary for backend in chosen.values()) < 130
     # A rollout is served by one side, whatever the load, and its later attempts too.
-    again = {attempt: await policy.acquire(Attempt(attempt.rollout_id, 1)) for attempt in attempts}
+    again = {attempt: await policy.acquire(AttemptKey(attempt.rollout_id, 1)) for attempt in attempts}
     assert again == chosen
     assert await policy.acquire(None) is stable
     stable.become(BackendStatus.DOWN, "stable fell.")
     own = next(one for one, backend in chosen.items() if backend is canary)
     other = next(one for one, backend in chosen.items() if backend is stable)
     assert await policy.acquire(own) is canary
-    policy.releases = [Release(1, "/v1", "float32:1")]
+    policy.releases = [WeightsRelease(1, "/v1", "float32:1")]
     with pytest.raises(BackendDownError):
         await policy.acquire(other)
     stable.become(BackendStatus.SERVING)
@@ -183,7 +183,7 @@ async def test_an_engine_is_tried_before_it_was_reached_unless_it_would_hold_oth
     engine = Backend("policy-0", BackendSettings(url="http://engine"), None, 1)  # type: ignore[arg-type]
     policy.backends.append(engine)
     assert await policy.acquire(A) is engine
-    policy.releases = [Release(1, "/v1", "float32:1")]
+    policy.releases = [WeightsRelease(1, "/v1", "float32:1")]
     with pytest.raises(BackendDownError, match="is not admitted yet"):
         await policy.acquire(A)
 
@@ -285,8 +285,8 @@ class Leases(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.policy, self.backends = policy_of(1, 2, queue_limit=8)
-        self.calls: list[tuple[Attempt, asyncio.Task[Upstream]]] = []
-        self.passed: dict[asyncio.Task[Upstream], list[Attempt]] = {}
+        self.calls: list[tuple[AttemptKey, asyncio.Task[Upstream]]] = []
+        self.passed: dict[asyncio.Task[Upstream], list[AttemptKey]] = {}
 
     def teardown(self) -> None:
         for _, task in self.calls:
@@ -305,7 +305,7 @@ class Leases(RuleBasedStateMachine):
                 await asyncio.sleep(0)
 
         waiting = {task for _, task in self.calls if not task.done()}
-        first: dict[Attempt, asyncio.Task[Upstream]] = {}
+        first: dict[AttemptKey, asyncio.Task[Upstream]] = {}
         for attempt, task in self.calls:
             if task in waiting:
                 first.setdefault(attempt, task)
@@ -318,7 +318,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(rollout=st.sampled_from("abcd"))
     def begin(self, rollout: str) -> None:
-        attempt = Attempt(rollout, 0)
+        attempt = AttemptKey(rollout, 0)
         self.calls.append((attempt, self.loop.create_task(self.policy.acquire(attempt))))
         self.settle()
 

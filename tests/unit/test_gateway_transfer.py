@@ -14,7 +14,7 @@ from unit_gateway import Stage, staged
 
 from spangrad.settings import TrainerSettings
 from spangrad.weights.checksums import checksum_arrays, checksum_directory
-from trainer.publish.sender import Sender
+from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32) / 3, "b": np.float32([1e30, -0.1])}
 BEFORE = ["/pause", "/reset_prefix_cache"]
@@ -25,8 +25,8 @@ AFTER = ["spangrad_checksum", "/update_weight_version", "/resume", "probe"]
 
 
 @pytest.fixture
-def sender() -> Iterator[Sender]:
-    made = Sender(TrainerSettings())
+def sender() -> Iterator[WeightsSender]:
+    made = WeightsSender(TrainerSettings())
     yield made
     made.close()
 
@@ -40,7 +40,7 @@ def version(tmp_path: Path) -> tuple[Path, str]:
     return tmp_path, checksum
 
 
-async def publish(stage: Stage, sender: Sender, version: tuple[Path, str], number: int = 1, **weights: Any) -> tuple[int, Any]:
+async def publish(stage: Stage, sender: WeightsSender, version: tuple[Path, str], number: int = 1, **weights: Any) -> tuple[int, Any]:
     path, checksum = version
     with sender.offering(lambda: iter({**WEIGHTS, **weights}.items())) as said:
         body = {"version": number, "path": str(path), "checksum": checksum, "sender": said}
@@ -49,7 +49,7 @@ async def publish(stage: Stage, sender: Sender, version: tuple[Path, str], numbe
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_the_gateway_orders_and_the_trainer_sends(sender: Sender, version: tuple[Path, str], dtype: str) -> None:
+async def test_the_gateway_orders_and_the_trainer_sends(sender: WeightsSender, version: tuple[Path, str], dtype: str) -> None:
     async with staged(FakeEngine(transfer="http", checksum=f"{dtype}:{0:016x}")) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
@@ -66,7 +66,7 @@ async def test_the_gateway_orders_and_the_trainer_sends(sender: Sender, version:
         assert stage.engine.orders == [*BEFORE, *SENDING, *AFTER], "they have met already"
 
 
-async def test_what_cannot_be_sent_is_refused_before_the_engine_is_touched(sender: Sender, version: tuple[Path, str]) -> None:
+async def test_what_cannot_be_sent_is_refused_before_the_engine_is_touched(sender: WeightsSender, version: tuple[Path, str]) -> None:
     async with staged(FakeEngine()) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
@@ -94,7 +94,7 @@ async def test_what_cannot_be_sent_is_refused_before_the_engine_is_touched(sende
 
 @pytest.mark.parametrize("order", [*MEETING, *SENDING])
 async def test_an_order_that_fails_leaves_the_old_version_or_takes_the_engine_out(
-    sender: Sender, version: tuple[Path, str], order: str
+    sender: WeightsSender, version: tuple[Path, str], order: str
 ) -> None:
     async with staged(FakeEngine(transfer="http", refuses=order)) as stage:
         await stage.readiness("serving")
@@ -109,7 +109,7 @@ async def test_an_order_that_fails_leaves_the_old_version_or_takes_the_engine_ou
         assert (await stage.chat())[0] == 200
 
 
-async def test_a_way_back_reads_files(sender: Sender, version: tuple[Path, str], tmp_path: Path) -> None:
+async def test_a_way_back_reads_files(sender: WeightsSender, version: tuple[Path, str], tmp_path: Path) -> None:
     async with staged(FakeEngine(transfer="http")) as stage:
         await stage.readiness("serving")
         assert (await publish(stage, sender, version))[0] == 200

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prompts.beam import Done, Expand, Measure, Place, Round, Shape, next_step
+from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, Shape, next_step
 from prompts.compare import gain
 
 SHAPES = st.builds(Shape, rounds=st.integers(1, 4), width=st.integers(1, 3), branch=st.integers(1, 3))
@@ -17,7 +17,7 @@ SHAPES = st.builds(Shape, rounds=st.integers(1, 4), width=st.integers(1, 3), bra
 def play(shape: Shape, seed: int, forgets: bool) -> tuple[Done, list[int], dict[int, float | None]]:
     """A whole search over made-up prompts; the order of what was measured, and the scores. `forgets`: only half of each step is done."""
     dice = random.Random(seed)
-    edits: dict[Place, int | None] = {}
+    edits: dict[EditPosition, int | None] = {}
     scores: dict[int, float | None] = {}
     measured: list[int] = []
     newest = 1
@@ -28,7 +28,7 @@ def play(shape: Shape, seed: int, forgets: bool) -> tuple[Done, list[int], dict[
                 for place in places[: (len(places) + 1) // 2] if forgets else places:
                     edits[place] = dice.choice([None, dice.randint(1, newest), newest + 1])
                     newest = max(newest, edits[place] or 0)
-            case Measure(_, versions):
+            case MeasureVersions(_, versions):
                 for version in versions[: (len(versions) + 1) // 2] if forgets else versions:
                     measured.append(version)
                     scores[version] = None if version > 1 and dice.random() < 0.2 else round(dice.random(), 1)
@@ -52,12 +52,12 @@ def test_a_search_ends_and_measures_every_candidate_once_and_never_gets_worse(sh
 
 
 def test_of_equals_the_older_one_stays_and_an_edit_to_an_old_text_is_no_new_candidate() -> None:
-    edits = {Place(1, 7, 0): 9, Place(1, 7, 1): 3, Place(1, 7, 2): 7}
+    edits = {EditPosition(1, 7, 0): 9, EditPosition(1, 7, 1): 3, EditPosition(1, 7, 2): 7}
     scores = {7: 0.5, 9: 0.5, 3: 0.5}
     assert next_step(7, Shape(1, 2, 3), edits, scores) == Done((Round(0, (7,)), Round(1, (7, 9))), (7, 9, 3))
-    assert next_step(7, Shape(1, 2, 3), edits, {7: 0.5, 9: None}) == Measure(1, (3,))
+    assert next_step(7, Shape(1, 2, 3), edits, {7: 0.5, 9: None}) == MeasureVersions(1, (3,))
     # A longer search of the same question goes on where a shorter one ended.
-    assert next_step(7, Shape(2, 1, 3), edits, scores) == Expand(tuple(Place(2, 7, number) for number in range(3)))
+    assert next_step(7, Shape(2, 1, 3), edits, scores) == Expand(tuple(EditPosition(2, 7, number) for number in range(3)))
 
 
 @settings(deadline=None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from prompts.exchanges import Exchange, read_exchange
-from prompts.search import Question, Result, Search, search_id
+from prompts.search import Question, Search, SearchResult, search_id
 from prompts.trials import Trial
 from prompts.words import Messages, ask_for_critique, choose, read_edit, shown
 from spangrad.client.prompt_store import Edit, PromptStore, PromptText
@@ -93,7 +93,7 @@ class World(PromptStore):
         return "nothing" if chosen is None else f"<prompt>{chosen}</prompt>"
 
 
-def search(world: World, **changes: object) -> Result:
+def search(world: World, **changes: object) -> SearchResult:
     chosen = PromptSettings.model_validate({"rounds": 3, "branch": 2, "minibatch": 3, "shown": 2, **changes})
     return asyncio.run(Search(QUESTION, chosen, world, world, world.run, world).go())
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from queues import failed, queue_settings, serving, some
 
-from runner.queue.wire import Fail, State, Which
+from runner.queue.wire import Fail, RolloutSelector, RolloutState
 from spangrad.types import POLICY_FAILURES, AttemptFailure
 
 
@@ -18,14 +18,14 @@ async def test_fail_with_rewards_ends_the_rollout_and_nobody_tries_it_again(tmp_
         first, second = await client.lease("run", "worker", 2)
         counted = failed(first, AttemptFailure.TIMEOUT, rewards={"reward": -1.0})
         results = await client.fail([counted, failed(second, AttemptFailure.TIMEOUT)])
-        assert [one.state for one in results] == [State.FAILED, State.QUEUED]
-        assert [one.state for one in await client.fail([counted])] == [State.FAILED], "told twice, answered alike"
+        assert [one.state for one in results] == [RolloutState.FAILED, RolloutState.QUEUED]
+        assert [one.state for one in await client.fail([counted])] == [RolloutState.FAILED], "told twice, answered alike"
         (attempt,) = (await client.rollout(first.rollout_id)).attempts
         assert (attempt.reason, attempt.rewards) == (AttemptFailure.TIMEOUT, {"reward": -1.0})
         ended = (await client.ended("run")).rollouts
-        assert [(one.rollout_id, one.state) for one in ended] == [(first.rollout_id, State.FAILED)]
-        assert await client.retry(Which(run_id="run")) == 0, "no dead letter"
-        assert (await client.run("run")).states == {State.QUEUED: 1, State.FAILED: 1}
+        assert [(one.rollout_id, one.state) for one in ended] == [(first.rollout_id, RolloutState.FAILED)]
+        assert await client.retry(RolloutSelector(run_id="run")) == 0, "no dead letter"
+        assert (await client.run("run")).states == {RolloutState.QUEUED: 1, RolloutState.FAILED: 1}
 
 
 @pytest.mark.parametrize("reason", list(AttemptFailure))

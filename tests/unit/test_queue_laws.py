@@ -21,7 +21,7 @@ from runner.queue import rows
 from runner.queue.endings import Ending, Endings, over
 from runner.queue.rows import Defaults, Moment
 from runner.queue.tables import ATTEMPTS, METADATA, ROLLOUTS, QueueDatabase
-from runner.queue.wire import Ask, State, Which
+from runner.queue.wire import LeaseRequest, RolloutSelector, RolloutState
 from spangrad.database import Database, Owner
 from spangrad.errors import QueueError
 from spangrad.types import AttemptFailure
@@ -63,9 +63,9 @@ class Story(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def hand_out(self, count: int) -> None:
         with self.database.transaction() as transaction:
-            waiting = self.rows(transaction, State.QUEUED)
-            leases = rows.hand_out(transaction, Ask(run_id="run", worker="w", count=count), 30, NOW)
-            assert rows.hand_out(transaction, Ask(run_id="other run", worker="w", count=count), 30, NOW) == []
+            waiting = self.rows(transaction, RolloutState.QUEUED)
+            leases = rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=count), 30, NOW)
+            assert rows.hand_out(transaction, LeaseRequest(run_id="other run", worker="w", count=count), 30, NOW) == []
         expected = sorted(waiting, key=lambda row: (-row.priority, row.seq))[:count]
         assert [(one.rollout_id, one.attempt) for one in leases] == [(row.rollout_id, row.attempt + 1) for row in expected]
         assert [one.last for one in leases] == [row.attempts_left == 1 for row in expected]
@@ -80,7 +80,7 @@ class Story(RuleBasedStateMachine):
             before = {row.rollout_id: row for row in self.rows(transaction)}[key[0]]
             results = self.endings.end(transaction, [ending] * times, NOW.wall)
             told = [over(transaction, [key])]
-        accepted = before.state == State.RUNNING and before.attempt == key[1]
+        accepted = before.state == RolloutState.RUNNING and before.attempt == key[1]
         if accepted:
             first = self.taken[key] = ending
         first = self.taken.get(key)
@@ -96,9 +96,9 @@ class Story(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from([f"{number}- group 0" for number in range(self.count)]))
         with self.database.transaction() as transaction:
-            open_rows = [row for row in self.rows(transaction, State.QUEUED, State.RUNNING) if row.group_id == group]
-            cancelled, held = self.endings.cancel(transaction, Which(run_id="run", group_id=group), NOW.wall)
-        running = {(row.rollout_id, row.attempt) for row in open_rows if row.state == State.RUNNING}
+            open_rows = [row for row in self.rows(transaction, RolloutState.QUEUED, RolloutState.RUNNING) if row.group_id == group]
+            cancelled, held = self.endings.cancel(transaction, RolloutSelector(run_id="run", group_id=group), NOW.wall)
+        running = {(row.rollout_id, row.attempt) for row in open_rows if row.state == RolloutState.RUNNING}
         assert (cancelled.queued, cancelled.running, set(held)) == (len(open_rows) - len(running), len(running), running)
         for key in running:
             self.taken[key] = Ending(*key, AttemptFailure.CANCELLED, "the rollout was cancelled")
@@ -106,9 +106,9 @@ class Story(RuleBasedStateMachine):
     @rule()
     def retry(self) -> None:
         with self.database.transaction() as transaction:
-            dead = {row.rollout_id for row in self.rows(transaction, State.DEAD)}
-            assert self.endings.retry(transaction, Which(run_id="run")) == len(dead)
-            assert {row.rollout_id for row in self.rows(transaction, State.QUEUED)} >= dead
+            dead = {row.rollout_id for row in self.rows(transaction, RolloutState.DEAD)}
+            assert self.endings.retry(transaction, RolloutSelector(run_id="run")) == len(dead)
+            assert {row.rollout_id for row in self.rows(transaction, RolloutState.QUEUED)} >= dead
 
     @invariant()
     def rows_are_true(self) -> None:
@@ -119,19 +119,19 @@ class Story(RuleBasedStateMachine):
             told = connection.execute(sa.select(ATTEMPTS)).all()
         ended = {(row.rollout_id, row.attempt): row for row in told}
         for row in found:
-            running = row.state == State.RUNNING
+            running = row.state == RolloutState.RUNNING
             numbers = sorted(number for name, number in ended if name == row.rollout_id)
             assert numbers == list(range(row.attempt + (not running))), "each attempt but the one under way has ended, once"
             assert (row.worker is not None) == running
             good = [number for number in numbers if ended[row.rollout_id, number].reason is None]
-            assert len(good) == (row.state == State.SUCCEEDED), "it succeeded once, or not at all"
+            assert len(good) == (row.state == RolloutState.SUCCEEDED), "it succeeded once, or not at all"
             assert 0 <= row.attempts_left <= row.max_attempts
-            assert (row.ended is None) == (row.state in {State.QUEUED, State.RUNNING})
+            assert (row.ended is None) == (row.state in {RolloutState.QUEUED, RolloutState.RUNNING})
         ends = [row.ended for row in found if row.ended is not None]
         assert len(set(ends)) == len(ends), "each end has a place of its own"
         assert {key: row.reason for key, row in ended.items()} == {key: ending.reason for key, ending in self.taken.items()}
 
-    def rows(self, connection: sa.Connection, *states: State) -> list[Any]:
+    def rows(self, connection: sa.Connection, *states: RolloutState) -> list[Any]:
         query = sa.select(ROLLOUTS)
         return list(connection.execute(query.where(ROLLOUTS.c.state.in_(states)) if states else query))
 
@@ -153,7 +153,7 @@ class TestHandOut:
         fill(database, 100_000)
         with database.transaction() as transaction:
             with self.statements(database) as seen:
-                leases = rows.hand_out(transaction, Ask(run_id="run 7", worker="w", count=20), 30, NOW)
+                leases = rows.hand_out(transaction, LeaseRequest(run_id="run 7", worker="w", count=20), 30, NOW)
             ((statement, parameters),) = seen
             explain = "EXPLAIN QUERY PLAN" if database.is_sqlite else "EXPLAIN"
             plan = "\n".join(str(row[-1]) for row in transaction.exec_driver_sql(f"{explain} {statement}", parameters))
@@ -182,7 +182,7 @@ class TestHandOut:
                     return 0
 
                 driver.set_progress_handler(step, 1)
-                rows.hand_out(transaction, Ask(run_id="run 7", worker="w", count=20), 30, NOW)
+                rows.hand_out(transaction, LeaseRequest(run_id="run 7", worker="w", count=20), 30, NOW)
                 driver.set_progress_handler(None, 1)
                 steps.append(counted)
         assert steps[1] <= steps[0] * 1.1, steps
@@ -225,10 +225,10 @@ def test_the_order_of_ends_is_the_order_in_which_they_were_told(queue_db: str) -
     with database.transaction() as transaction:
         rows.enqueue(transaction, database, "run", some(30), names, DEFAULTS)
         endings = Endings(transaction)
-        rows.hand_out(transaction, Ask(run_id="run", worker="w", count=30), 30, NOW)
+        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=30), 30, NOW)
         for name in told[:10]:
             endings.end(transaction, [Ending(name, 0, None)], NOW.wall)
-        endings.cancel(transaction, Which(rollout_ids=told[10:20]), NOW.wall)
+        endings.cancel(transaction, RolloutSelector(rollout_ids=told[10:20]), NOW.wall)
         later = Endings(transaction)  # as a server that is started again does
         later.end(transaction, [Ending(name, 0, AttemptFailure.CRASH, retry=False) for name in told[20:]], NOW.wall)
         found, cursor = rows.ended(transaction, "run", 0, 15)
@@ -245,12 +245,12 @@ def test_a_number_that_was_taken_back_is_not_given_again(queue_db: str) -> None:
     with database.transaction() as transaction:
         rows.enqueue(transaction, database, "run", some(2, max_attempts=1), ["r0", "r1"], DEFAULTS)
         endings = Endings(transaction)
-        rows.hand_out(transaction, Ask(run_id="run", worker="w", count=2), 30, NOW)
+        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30, NOW)
         endings.end(transaction, [Ending(name, 0, AttemptFailure.CRASH) for name in ("r0", "r1")], NOW.wall)
         _, cursor = rows.ended(transaction, "run", 0, 100)
-        assert endings.retry(transaction, Which(run_id="run")) == 2
+        assert endings.retry(transaction, RolloutSelector(run_id="run")) == 2
         later = Endings(transaction)  # as a server that is started again does
-        rows.hand_out(transaction, Ask(run_id="run", worker="w", count=2), 30, NOW)
+        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30, NOW)
         later.end(transaction, [Ending(name, 1, None) for name in ("r1", "r0")], NOW.wall)
         found, _ = rows.ended(transaction, "run", cursor, 100)
     assert [one.rollout_id for one in found] == ["r1", "r0"], "whoever waits for what ends after the first two hears of both"

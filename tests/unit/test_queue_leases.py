@@ -12,7 +12,7 @@ from inline_snapshot import snapshot
 from queues import done, is_state, is_true, queue_db, queue_settings, serving, some, state, until
 
 from runner.queue.client import Beating, QueueClient
-from runner.queue.wire import Cancelled, Held, Result, State, Which
+from runner.queue.wire import AttemptReceipt, Cancelled, Held, RolloutSelector, RolloutState
 from spangrad.types import AttemptFailure
 
 __all__ = ["queue_db"]
@@ -22,13 +22,13 @@ async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:
     async with serving(queue_settings(queue_db, queue_lease_seconds=0.3)) as (client, _):
         await client.enqueue("run", some(1))
         (slow,) = await client.lease("run", "slow")
-        await until(lambda: is_state(client, "r0", State.QUEUED))
+        await until(lambda: is_state(client, "r0", RolloutState.QUEUED))
         (late,) = await client.complete([done(slow)])
         assert late == snapshot(
-            Result(
+            AttemptReceipt(
                 rollout_id="r0",
                 attempt=0,
-                state=State.QUEUED,
+                state=RolloutState.QUEUED,
                 refused="attempt 0 of rollout r0 is over: it failed (lost: nothing was heard of slow for 0.3 s). "
                 "What is told of it now counts for nothing.",
                 ended=AttemptFailure.LOST,
@@ -57,19 +57,21 @@ async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: 
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=1.0)) as (client, _):
         await client.enqueue("run", some(3))
         leases = await client.lease("run", "worker", 3)
-        over: dict[str, Result] = {}
+        over: dict[str, AttemptReceipt] = {}
         async with Beating(client, lambda lease, result: over.update({lease.rollout_id: result})) as beating:
             beating.keep(leases)
             end = time.monotonic() + 2.2
             while time.monotonic() < end:  # more than twice as long as a lease
-                assert (await client.run("run")).states == {State.RUNNING: 3}
+                assert (await client.run("run")).states == {RolloutState.RUNNING: 3}
                 await asyncio.sleep(0.02)
-            assert await client.cancel(Which(rollout_ids=["r1"])) == Cancelled(queued=0, running=1)
+            assert await client.cancel(RolloutSelector(rollout_ids=["r1"])) == Cancelled(queued=0, running=1)
             await until(lambda: is_true(over))
-            assert {name: (one.ended, one.state) for name, one in over.items()} == {"r1": (AttemptFailure.CANCELLED, State.CANCELLED)}
+            assert {name: (one.ended, one.state) for name, one in over.items()} == {
+                "r1": (AttemptFailure.CANCELLED, RolloutState.CANCELLED)
+            }
             beating.drop(leases[2])
-            await until(lambda: is_state(client, "r2", State.QUEUED))
-            assert await state(client, "r0") == State.RUNNING
+            await until(lambda: is_state(client, "r2", RolloutState.QUEUED))
+            assert await state(client, "r0") == RolloutState.RUNNING
             (refused,) = await client.complete([done(leases[1])])
             assert refused.refused
             assert "cancelled" in refused.refused
@@ -129,10 +131,10 @@ async def test_an_extended_lease_needs_no_heartbeat_also_after_a_restart(queue_d
         await client.enqueue("run", some(2))
         long, short = await client.lease("run", "worker", 2)
         assert await client.extend([long], 600) == []
-        await until(lambda: is_state(client, "r1", State.QUEUED))
+        await until(lambda: is_state(client, "r1", RolloutState.QUEUED))
         assert [one.ended for one in await client.extend([long, short], 500)] == [AttemptFailure.LOST]
     async with serving(settings) as (client, service):
-        assert (await state(client, "r0"), service.in_flight) == (State.RUNNING, 1)
+        assert (await state(client, "r0"), service.in_flight) == (RolloutState.RUNNING, 1)
         assert [one.lease_seconds for one in service.attempts()] == [500]
         assert (await client.complete([done(long)]))[0].refused is None
 
@@ -148,12 +150,12 @@ async def test_a_restart_gives_every_lease_its_whole_time_and_counts_on_what_att
         assert service.in_flight == 2
         async with Beating(client, lambda lease, result: None) as beating:
             beating.keep(leases)
-            await until(lambda: is_state(client, "short0", State.QUEUED))
+            await until(lambda: is_state(client, "short0", RolloutState.QUEUED))
             ran = time.monotonic() - began
         assert 1.5 <= ran < 2.2, "its timeout and a lease's time, counted from the hand-out"
         (ended,) = (await client.rollout("short0")).attempts
         assert (ended.reason, ended.detail) == (AttemptFailure.LOST, "it ran for more than 1 s, and its worker did not end it")
-        assert await state(client, "long0") == State.RUNNING
+        assert await state(client, "long0") == RolloutState.RUNNING
 
 
 async def test_a_server_that_was_held_up_itself_blames_no_worker(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ async def test_a_server_that_was_held_up_itself_blames_no_worker(tmp_path: Path)
         looks = service.looks
         await until(lambda: is_true(service.looks > looks))
         assert await client.beat([lease]) == []
-        await until(lambda: is_state(client, "r0", State.QUEUED))
+        await until(lambda: is_state(client, "r0", RolloutState.QUEUED))
 
 
 async def test_time_in_the_queue_does_not_count(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ async def test_what_is_given_back_does_not_count(queue_db: str) -> None:
             (lease,) = await client.lease("run", "worker")
             assert (lease.attempt, lease.last) == (number, True)
             (result,) = await client.release([lease], "draining")
-            assert (result.state, result.refused) == (State.QUEUED, None)
+            assert (result.state, result.refused) == (RolloutState.QUEUED, None)
 
 
 async def test_the_attempts_of_a_dead_worker_of_this_machine_are_lost_at_once(tmp_path: Path) -> None:
@@ -200,8 +202,8 @@ async def test_the_attempts_of_a_dead_worker_of_this_machine_are_lost_at_once(tm
         await until(lambda: is_true(service.writer.tally.requests == 4))  # it has found nothing, and waits
         child.kill()
         await child.wait()
-        await until(lambda: is_state(client, "r0", State.QUEUED))
-        assert await state(client, "r1") == State.RUNNING
+        await until(lambda: is_state(client, "r0", RolloutState.QUEUED))
+        assert await state(client, "r1") == RolloutState.RUNNING
         assert await waiting == [], "nothing is handed to the dead, though they had asked"
         assert [one.reason for one in (await client.rollout("r0")).attempts] == [AttemptFailure.LOST]
 
@@ -214,17 +216,17 @@ async def test_a_thousand_attempts_in_flight_are_cancelled(queue_db: str) -> Non
         (kept,) = await client.lease("other", "one")
         finished, *rest = leases
         await client.complete([done(finished)])
-        assert await client.cancel(Which(run_id="run", group_id="r group 0")) == Cancelled(queued=0, running=9)
-        assert await client.cancel(Which(run_id="run")) == Cancelled(queued=500, running=990)
+        assert await client.cancel(RolloutSelector(run_id="run", group_id="r group 0")) == Cancelled(queued=0, running=9)
+        assert await client.cancel(RolloutSelector(run_id="run")) == Cancelled(queued=500, running=990)
         over = await client.beat([*rest, kept])
         assert {(one.rollout_id, one.attempt) for one in over} == {(one.rollout_id, one.attempt) for one in rest}
         assert {one.ended for one in over} == {AttemptFailure.CANCELLED}
         late = await client.complete([done(one) for one in rest])
-        assert {one.state for one in late if one.refused} == {State.CANCELLED}
+        assert {one.state for one in late if one.refused} == {RolloutState.CANCELLED}
         assert len(late) == len([one for one in late if one.refused]) == 999
         assert await client.lease("run", "one", 10) == []
         assert {one.run_id: one.states for one in await client.runs()} == {
-            "other": {State.QUEUED: 1, State.RUNNING: 1},
-            "run": {State.SUCCEEDED: 1, State.CANCELLED: 1499},
+            "other": {RolloutState.QUEUED: 1, RolloutState.RUNNING: 1},
+            "run": {RolloutState.SUCCEEDED: 1, RolloutState.CANCELLED: 1499},
         }
         assert service.in_flight == 1

@@ -11,7 +11,7 @@ from queues import done, failed, queue_db, queue_settings, serving, some, until
 
 from runner.queue import purge
 from runner.queue.tables import ATTEMPTS, ROLLOUTS
-from runner.queue.wire import Demand, Purge, State, Which
+from runner.queue.wire import DemandState, Purge, RolloutSelector, RolloutState
 
 __all__ = ["queue_db"]
 
@@ -26,8 +26,8 @@ async def test_only_what_has_ended_is_forgotten_and_no_number_is_given_twice(que
         held = await client.lease("run", "worker", 12)
         await client.complete([done(one) for one in held[:8]])
         await client.fail([failed(one) for one in held[8:11]])
-        await client.retry(Which(rollout_ids=["r10"]))
-        await client.cancel(Which(rollout_ids=["r18", "r19"]))
+        await client.retry(RolloutSelector(rollout_ids=["r10"]))
+        await client.cancel(RolloutSelector(rollout_ids=["r18", "r19"]))
         others = await client.lease("another run", "worker", 3)
         await client.complete([done(one) for one in others])
         before = await client.run("run"), await client.demand("run")
@@ -38,10 +38,10 @@ async def test_only_what_has_ended_is_forgotten_and_no_number_is_given_twice(que
         assert await client.purge(0, run_id="run") + first.rollouts + await client.purge(0) == 11 + 2
         assert await client.purge(0) == 0
         run = await client.run("run")
-        assert run.states == {State.QUEUED: 7, State.RUNNING: 1, State.CANCELLED: 1}
+        assert run.states == {RolloutState.QUEUED: 7, RolloutState.RUNNING: 1, RolloutState.CANCELLED: 1}
         assert (run.cursor, await client.demand("run")) == (before[0].cursor, before[1])
-        assert before[1] == Demand(groups=0, enqueued=9, cancelled=1, branches=[])
-        assert (await client.run("another run")).states == {State.SUCCEEDED: 1}
+        assert before[1] == DemandState(groups=0, enqueued=9, cancelled=1, branches=[])
+        assert (await client.run("another run")).states == {RolloutState.SUCCEEDED: 1}
         with service.database.reading() as connection:
             kept = set(connection.execute(sa.select(ROLLOUTS.c.rollout_id)).scalars())
             left = Counter(connection.execute(sa.select(ATTEMPTS.c.rollout_id)).scalars())
@@ -65,6 +65,6 @@ async def test_the_server_forgets_by_itself(tmp_path: Path, monkeypatch: pytest.
         await client.complete([done(one) for one in await client.lease("run", "worker", 4)])
 
         async def forgotten() -> bool:
-            return (await client.run("run")).states == {State.QUEUED: 2, State.SUCCEEDED: 1}
+            return (await client.run("run")).states == {RolloutState.QUEUED: 2, RolloutState.SUCCEEDED: 1}
 
         await until(forgotten)

@@ -18,7 +18,7 @@ from running_postgres import running_postgres
 
 from runner.queue.client import PlainQueue, QueueClient
 from runner.queue.server import serve
-from runner.queue.wire import Demand, Result, State, Wanted, Which
+from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, RolloutSelector, RolloutState
 from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
 from spangrad.types import Mode
@@ -49,12 +49,12 @@ async def test_the_whole_story_of_a_rollout(queue_db: str) -> None:
         )
         assert await client.beat([lease]) == []
         assert await client.fail([failed(lease, detail="it fell", seconds=0.25)]) == [
-            Result(rollout_id="r0", attempt=0, state=State.QUEUED)
+            AttemptReceipt(rollout_id="r0", attempt=0, state=RolloutState.QUEUED)
         ]
         again, other = await client.lease("run", "worker two", 5)
         assert [(one.rollout_id, one.attempt, one.last) for one in (again, other)] == [("r0", 1, True), ("r1", 0, False)]
         for _ in range(2):
-            assert await client.complete([done(again)]) == [Result(rollout_id="r0", attempt=1, state=State.SUCCEEDED)]
+            assert await client.complete([done(again)]) == [AttemptReceipt(rollout_id="r0", attempt=1, state=RolloutState.SUCCEEDED)]
         told = msgspec.to_builtins(await client.rollout("r0"))
         for attempt in told["attempts"]:
             assert attempt.pop("ended_at") >= attempt.pop("began_at")
@@ -94,7 +94,7 @@ async def test_the_whole_story_of_a_rollout(queue_db: str) -> None:
                 ],
             }
         )
-        assert (await client.run("run")).states == {State.RUNNING: 1, State.SUCCEEDED: 1}
+        assert (await client.run("run")).states == {RolloutState.RUNNING: 1, RolloutState.SUCCEEDED: 1}
         assert service.ended == {"crash": 1, "succeeded": 1}
 
 
@@ -106,34 +106,34 @@ async def test_the_dead_are_listed_and_queued_again(queue_db: str) -> None:
             assert {one.attempt for one in leases} == {number}
             await client.fail([failed(one, detail=f"poison {number}") for one in leases])
         assert await client.lease("run", "worker", 3) == []
-        dead = (await client.rollouts(run_id="run", state=State.DEAD)).rollouts
+        dead = (await client.rollouts(run_id="run", state=RolloutState.DEAD)).rollouts
         assert [(one.rollout_id, one.attempts[0].detail) for one in dead] == [(f"r{i}", "poison 1") for i in range(3)]
-        assert await client.retry(Which(rollout_ids=["r1", "nobody"])) == 1
+        assert await client.retry(RolloutSelector(rollout_ids=["r1", "nobody"])) == 1
         (lease,) = await client.lease("run", "worker", 3)
         assert (lease.rollout_id, lease.attempt, lease.last) == ("r1", 2, False)
         (result,) = await client.fail([failed(lease, retry=False)])
-        assert result.state == State.DEAD, "no other attempt would do better"
-        assert await client.retry(Which(run_id="run")) == 3
+        assert result.state == RolloutState.DEAD, "no other attempt would do better"
+        assert await client.retry(RolloutSelector(run_id="run")) == 3
 
 
 async def test_demand_is_a_level_that_never_falls(queue_db: str) -> None:
     settings = queue_settings(queue_db)
     async with serving(settings) as (client, _):
-        assert await client.demand("run") == Demand(groups=0, enqueued=0, cancelled=0, branches=[])
+        assert await client.demand("run") == DemandState(groups=0, enqueued=0, cancelled=0, branches=[])
         apart = [msgspec.structs.replace(one, rollout_id=f"apart {one.rollout_id}", mode=Mode.PROBE) for one in some(16, group_size=8)]
         await client.enqueue("run", apart[:8])
         await client.enqueue("run", [*some(16, group_size=8), *some(4, "held out", mode="validate"), *apart])
-        main = Wanted(policy="policy", branch="main", groups=12, oldest_version=3, filled=4)
+        main = DemandRequest(policy="policy", branch="main", groups=12, oldest_version=3, filled=4)
         for _ in range(2):
-            assert await client.want("run", main) == Demand(groups=12, enqueued=2, cancelled=0, branches=[main])
-        older = Wanted(policy="policy", branch="main", groups=11, oldest_version=2)
+            assert await client.want("run", main) == DemandState(groups=12, enqueued=2, cancelled=0, branches=[main])
+        older = DemandRequest(policy="policy", branch="main", groups=11, oldest_version=2)
         assert (await client.want("run", older)).branches == [main], "older news"
-        other = Wanted(policy="policy", branch="brevity", groups=20)
-        await client.want("another run", Wanted(policy="policy", branch="main", groups=99))
-        assert await client.want("run", other) == Demand(groups=20, enqueued=2, cancelled=0, branches=[other, main])
+        other = DemandRequest(policy="policy", branch="brevity", groups=20)
+        await client.want("another run", DemandRequest(policy="policy", branch="main", groups=99))
+        assert await client.want("run", other) == DemandState(groups=20, enqueued=2, cancelled=0, branches=[other, main])
     async with serving(settings) as (client, _):
-        await client.cancel(Which(rollout_ids=["r3"]))
-        assert await client.demand("run") == Demand(groups=20, enqueued=1, cancelled=1, branches=[other, main]), (
+        await client.cancel(RolloutSelector(rollout_ids=["r3"]))
+        assert await client.demand("run") == DemandState(groups=20, enqueued=1, cancelled=1, branches=[other, main]), (
             "that group will never be whole"
         )
 
@@ -142,11 +142,13 @@ async def test_a_run_with_an_odd_name_is_one_segment(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
         for name in ("a/b c?d#é", "%2F"):
             await client.enqueue(name, some(1, name))
-            wanted = Wanted(policy="p", branch="b", groups=1)
+            wanted = DemandRequest(policy="p", branch="b", groups=1)
             assert (
-                await client.want(name, wanted) == await client.demand(name) == Demand(groups=1, enqueued=1, cancelled=0, branches=[wanted])
+                await client.want(name, wanted)
+                == await client.demand(name)
+                == DemandState(groups=1, enqueued=1, cancelled=0, branches=[wanted])
             )
-            assert (await client.run(name)).states == {State.QUEUED: 1}
+            assert (await client.run(name)).states == {RolloutState.QUEUED: 1}
             assert (await client.rollout(f"{name}0")).run_id == name
 
 
@@ -213,7 +215,7 @@ async def test_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
         await asyncio.gather(first, before, after)
         with pytest.raises(ZeroDivisionError):
             await bad
-        assert (await client.run("run")).states == {State.QUEUED: 2}
+        assert (await client.run("run")).states == {RolloutState.QUEUED: 2}
 
 
 async def test_a_queue_without_its_database_says_so_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +257,7 @@ async def test_a_postgresql_that_falls_and_comes_back_loses_nothing() -> None:
             await asyncio.to_thread(postgres.start)
             assert [one.refused for one in await client.complete([done(first), done(second)])] == [None, None]
             await until(lambda: refuses(settings.queue_db.get_secret_value()))
-            assert (await client.run("run")).states == {State.QUEUED: 2, State.SUCCEEDED: 2}
+            assert (await client.run("run")).states == {RolloutState.QUEUED: 2, RolloutState.SUCCEEDED: 2}
             assert service.in_flight == 0
 
 
@@ -349,7 +351,7 @@ def test_plain_code_needs_no_event_loop(tmp_path: Path) -> None:
         with PlainQueue(QueueClient.of(settings)) as queue:
             queue.wait(queue.client.enqueue("run", some(1)))
             (lease,) = queue.wait(queue.client.lease("run", "worker"))
-            assert queue.wait(queue.client.complete([done(lease)]))[0].state == State.SUCCEEDED
+            assert queue.wait(queue.client.complete([done(lease)]))[0].state == RolloutState.SUCCEEDED
     finally:
         end.set()
         thread.join()

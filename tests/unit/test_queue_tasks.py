@@ -12,7 +12,7 @@ from queues import queue_db, queue_settings, serving
 from runner.queue.task_data import TASKS
 from spangrad.client import task_store
 from spangrad.client.queue_http import QueueHttp
-from spangrad.client.task_store import Stored, TaskStore, digest_of
+from spangrad.client.task_store import StoredTasks, TaskStore, digest_of
 from spangrad.errors import QueueError
 from spangrad.types import Task
 
@@ -40,7 +40,7 @@ async def test_tasks_are_kept_once_and_read_whole(queue_db: str, monkeypatch: py
             queue.ask("POST", "/v1/tasks", part)
             with pytest.raises(QueueError, match=r"\(409\): of 2500 tasks 7 are there. Upload them all"):
                 queue.ask("PUT", "/tasks/train", {"digest": digest_of(FIRST), "tasks": 2500})
-            kept = Stored("train", digest_of(FIRST), 2500)
+            kept = StoredTasks("train", digest_of(FIRST), 2500)
             assert [store.upload("train", FIRST) for _ in range(2)] == [kept] * 2
             assert store.upload("again", FIRST).digest == kept.digest
             assert rows() == 2500

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rollout_records import CLIENT, FAILED, FIRST_CALL, KEPT, SECOND, SECOND_CALL, root, span
 
-from commands.inspection.rollout_record import Build, Conclusion, Record, Reward, Trained
+from commands.inspection.rollout_record import Build, Conclusion, Record, Reward, TrainedBatch
 from commands.inspection.rollout_why import explain
 from spangrad.settings import Settings
 
@@ -190,7 +190,7 @@ def test_a_greedy_rollout_is_there_for_the_others() -> None:
 
 
 def test_what_was_trained_names_the_version() -> None:
-    used = Trained("run-1", BUILD.spec, "policy", "main", 5, "b-1", 1, "committed")
+    used = TrainedBatch("run-1", BUILD.spec, "policy", "main", 5, "b-1", 1, "committed")
     assert last(record(*WHOLE_SPANS, builds=(BUILD,), trained=[used])) == (
         "It is trained: batch b-1 made version 5 of policy policy (branch main)."
     )

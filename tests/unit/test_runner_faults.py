@@ -17,11 +17,11 @@ import pytest
 from workers import kill
 
 from fakes import AttemptGateway, OtlpSink
-from runner.queue.wire import State
+from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers import agent_processes
 from runner.workers.agents import AgentSpec, CallableAgent
-from runner.workers.root_spans import Roots
+from runner.workers.root_spans import RootSpans
 from spangrad import semconv
 from spangrad.client.task_files import read_tasks
 from spangrad.errors import AgentError, StoreError
@@ -177,11 +177,11 @@ async def test_a_root_that_the_store_refuses_for_good_is_not_told_to_the_queue(t
         ):
             await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
         (standing,) = (await on.runner.queue.rollouts(run_id="run")).rollouts
-        assert (standing.state, [one.reason for one in standing.attempts]) == (State.CANCELLED, [AttemptFailure.CANCELLED])
+        assert (standing.state, [one.reason for one in standing.attempts]) == (RolloutState.CANCELLED, [AttemptFailure.CANCELLED])
 
 
 def test_a_root_is_one_span_of_its_own_in_each_run() -> None:
-    roots = Roots(StoreSettings(otlp_endpoint="http://127.0.0.1:9"))
+    roots = RootSpans(StoreSettings(otlp_endpoint="http://127.0.0.1:9"))
     keys = [RolloutKey(run, "r", attempt) for run in ("one", "other") for attempt in (0, 1)]
     twice = [[roots.open(Rollout(key, Task("t", 1), Mode.TRAIN, "g", 1)).get_span_context() for key in keys] for _ in range(2)]
     first, again = [[(one.trace_id, one.span_id) for one in spans] for spans in twice]

@@ -22,11 +22,11 @@ from workers import World, world
 
 from fakes import HttpServer
 from runner.environments import server
-from runner.queue.wire import Which
+from runner.queue.wire import RolloutSelector
 from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
 from runner.workers.attempt_files import AttemptFiles
-from runner.workers.slots import Places
+from runner.workers.slots import Slots
 from spangrad import semconv
 from spangrad.settings.sources import load_settings
 from spangrad.types import AttemptFailure, Mode, Task
@@ -193,7 +193,7 @@ async def test_a_cancelled_attempt_frees_its_place_in_each_stage(tmp_path: Path)
             run = asyncio.create_task(outcomes(made, [stage]))
             await until(lambda stage=stage: _true(f"in {stage}" in told(tmp_path)), 60)
             (waiting,) = [one for one in (await made.queue.rollouts(run_id="run")).rollouts if one.task_id == stage]
-            await made.queue.cancel(Which(rollout_ids=[waiting.rollout_id]))
+            await made.queue.cancel(RolloutSelector(rollout_ids=[waiting.rollout_id]))
             assert [one.failure for one in await run] == [AttemptFailure.CANCELLED]
             (well,) = await outcomes(made, [f"after {stage}"])
             assert well.reward == {"reward": 1.0}
@@ -347,7 +347,7 @@ async def test_a_reward_service_judges_programs_and_their_environments(tmp_path:
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["take", "free", "free again", "leave"]), st.integers(0, 9)), max_size=40))
 def test_places_are_never_more_than_there_are(count: int, steps: list[tuple[str, int]]) -> None:
     async def story() -> None:
-        places, asked = Places(count), dict[int, asyncio.Task[Any]]()
+        places, asked = Slots(count), dict[int, asyncio.Task[Any]]()
         for what, who in steps:
             if what == "take" and who not in asked:
                 asked[who] = asyncio.create_task(places.take())

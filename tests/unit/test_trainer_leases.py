@@ -22,7 +22,7 @@ from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.heartbeat import beating
 from trainer.ledger.ledger import Ledger, ancestry
-from trainer.ledger.tables import Database
+from trainer.ledger.tables import LedgerDatabase
 
 ELSEWHERE = "other-host 7 123 other-boot/pid:[1]"
 FACTS: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}
@@ -224,7 +224,7 @@ def test_pins_are_the_policys(place: Place):
 )
 def test_a_database_that_is_none_is_said_in_a_sentence(url: str, sentence: str):
     with pytest.raises(LedgerError, match=sentence) as caught:
-        Database(url)
+        LedgerDatabase(url)
     assert "secret" not in str(caught.value)
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.settings.trainer import LogprobAlarm
-from trainer.monitor.logprob_check import DEFAULTS, Limits, bad_rows, beyond, engine_dtype, limits_of, metrics, statistics
+from trainer.monitor.logprob_check import DEFAULTS, LogprobLimits, bad_rows, beyond, engine_dtype, limits_of, metrics, statistics
 
-LIMITS = Limits(mean=0.05, p99=0.5, pearson=0.98, k3=0.005)
+LIMITS = LogprobLimits(mean=0.05, p99=0.5, pearson=0.98, k3=0.005)
 
 
 def noisy(rows: int, tokens: int, seed: int = 0) -> tuple[Any, Any, Any]:
@@ -104,7 +104,7 @@ def test_limits_are_the_settings_and_else_the_dtypes_own():
         ("bf16", "bf16"),
     ]
     assert [limits_of(LogprobAlarm(), *pair) for pair in dtypes] == [DEFAULTS[pair] for pair in dtypes]
-    assert limits_of(LogprobAlarm(mean=7, pearson=-1), "fp32", "fp32") == Limits(
+    assert limits_of(LogprobAlarm(mean=7, pearson=-1), "fp32", "fp32") == LogprobLimits(
         7, DEFAULTS["fp32", "fp32"].p99, -1, DEFAULTS["fp32", "fp32"].k3
     )
     assert [engine_dtype(name) for name in ("float32", "float", "auto", "bfloat16", "half")] == ["fp32", "fp32", "bf16", "bf16", "bf16"]

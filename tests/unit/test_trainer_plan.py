@@ -14,28 +14,28 @@ from trainer_world import SPEC, FakeSource, group, settings, wired, write_base
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
 from trainer import loop
-from trainer.data.plan import Fate, Past, Plan, planned
+from trainer.data.plan import Fate, LedgerHistory, TrainPlan, planned
 from trainer.data.planning import past_of
 from trainer.data.source import Group, GroupState
 from trainer.ledger.skips import SkipReason
 
 SETTINGS = TrainerSettings(groups_per_batch=2, max_staleness=1)
 TOKENIZER = str(transition_row("r")["TokenizerHash"])
-FRESH = Past((0,), TOKENIZER, frozenset(), frozenset(), {})
+FRESH = LedgerHistory((0,), TOKENIZER, frozenset(), frozenset(), {})
 
 
 def states(*names: str, built: int = 2, size: int = 2, mode: str = "train") -> list[GroupState]:
     return [GroupState(Group("run", mode, SPEC, name), built, size) for name in names]
 
 
-def plan(of: Sequence[GroupState], past: Past = FRESH, chosen: TrainerSettings = SETTINGS, **facts: object) -> Plan:
+def plan(of: Sequence[GroupState], past: LedgerHistory = FRESH, chosen: TrainerSettings = SETTINGS, **facts: object) -> TrainPlan:
     source = FakeSource([one.group.group_id for one in of])
     made = planned(of, source.load, past, chosen)
     fixed = {"policy": "policy", "branch": "main", "run_id": "run", "build_spec": "spec", "version": past.lineage[-1]}
-    return Plan(**{**fixed, "groups_per_batch": 2, "in_flight": 4, "groups": made, "unbuilt": 0, "elsewhere": (), **facts})  # type: ignore[arg-type]
+    return TrainPlan(**{**fixed, "groups_per_batch": 2, "in_flight": 4, "groups": made, "unbuilt": 0, "elsewhere": (), **facts})  # type: ignore[arg-type]
 
 
-def fates(made: Plan) -> dict[str, tuple[str, int | None, str | None]]:
+def fates(made: TrainPlan) -> dict[str, tuple[str, int | None, str | None]]:
     return {one.group_id: (one.fate.value, one.batch, one.reason) for one in made.groups}
 
 
@@ -56,7 +56,7 @@ def test_every_reason_not_to_train_is_told():
         *states("old"), *states("gone"), *states("busy"),
     ]  # fmt: skip
     busy = ("train", "busy")
-    past = Past((0, 1), TOKENIZER, frozenset({("train", "old"), busy}), frozenset({busy}), {group("gone"): SkipReason.GREEDY})
+    past = LedgerHistory((0, 1), TOKENIZER, frozenset({("train", "old"), busy}), frozenset({busy}), {group("gone"): SkipReason.GREEDY})
     made = plan(of, past, unbuilt=1)
     assert fates(made) == {
         "left": ("left", None, None), "gone": ("skipped", None, SkipReason.GREEDY), "whole": ("waiting", None, None),

@@ -18,7 +18,7 @@ from spangrad.errors import LedgerError
 from spangrad.settings import TrainerSettings
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.ledger import Lease, Ledger
+from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.skips import SkipReason
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
@@ -144,7 +144,7 @@ def test_look_agrees_with_a_look_at_everything(events: list[str], random) -> Non
         ledger, branch = begun(Path(directory)), begun(Path(directory), "elsewhere")
         other = begun(Path(directory), holder="other-host 7 123 other-boot/pid:[1]")
         source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
-        lease: Lease | None = None
+        lease: BatchLease | None = None
 
         def free() -> list[str]:
             finished = ledger.finished_groups("run", "spec")

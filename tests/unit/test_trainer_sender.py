@@ -15,20 +15,20 @@ from spangrad.errors import SettingsError
 from spangrad.processes import free_ports
 from spangrad.settings import TrainerSettings
 from spangrad.weights.checksums import checksum_arrays
-from trainer.publish.sender import Sender
+from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}
 ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32", "group": ""}
 
 
 @pytest.fixture
-def sender() -> Iterator[Sender]:
-    made = Sender(TrainerSettings())
+def sender() -> Iterator[WeightsSender]:
+    made = WeightsSender(TrainerSettings())
     yield made
     made.close()
 
 
-def ask(sender: Sender, path: str, body: object, token: str | None = None) -> tuple[int, Any]:
+def ask(sender: WeightsSender, path: str, body: object, token: str | None = None) -> tuple[int, Any]:
     headers = {"Authorization": f"Bearer {sender.token if token is None else token}"}
     try:
         with urllib.request.urlopen(urllib.request.Request(sender.url + path, json.dumps(body).encode(), headers), timeout=10) as answer:
@@ -42,7 +42,7 @@ def fetched(url: str) -> bytes:
         return answer.read()
 
 
-def test_weights_are_fetched_once_in_the_engines_dtype(sender: Sender):
+def test_weights_are_fetched_once_in_the_engines_dtype(sender: WeightsSender):
     with sender.offering(lambda: iter(WEIGHTS.items())) as said:
         assert said == {"url": sender.url, "token": sender.token}
         for dtype, size in (("float32", 4), ("bfloat16", 2)):
@@ -65,7 +65,7 @@ def test_weights_are_fetched_once_in_the_engines_dtype(sender: Sender):
         fetched(pending)
 
 
-def test_weights_are_read_from_the_trainer_only_when_somebody_asks(sender: Sender):
+def test_weights_are_read_from_the_trainer_only_when_somebody_asks(sender: WeightsSender):
     reads: list[int] = []
 
     def weights() -> Iterator[tuple[str, Any]]:
@@ -79,7 +79,7 @@ def test_weights_are_read_from_the_trainer_only_when_somebody_asks(sender: Sende
         assert reads == [1]
 
 
-def test_strangers_and_what_cannot_be_are_refused(sender: Sender):
+def test_strangers_and_what_cannot_be_are_refused(sender: WeightsSender):
     with sender.offering(lambda: iter(WEIGHTS.items())):
         assert ask(sender, "/transfers", ASKED, token="wrong") == (401, "another token is needed.")
         assert ask(sender, "/checksum", {"dtype": "float16"})[0] == 409
@@ -88,7 +88,7 @@ def test_strangers_and_what_cannot_be_are_refused(sender: Sender):
         assert ask(sender, "/elsewhere", ASKED) == (409, "there is no /elsewhere.")
 
 
-def test_nccl_without_a_gpu_is_refused_with_the_remedy(sender: Sender, monkeypatch: pytest.MonkeyPatch):
+def test_nccl_without_a_gpu_is_refused_with_the_remedy(sender: WeightsSender, monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with sender.offering(lambda: iter(WEIGHTS.items())):
@@ -96,9 +96,9 @@ def test_nccl_without_a_gpu_is_refused_with_the_remedy(sender: Sender, monkeypat
     assert (status, "sees no GPU. Give it one of its own" in said) == (409, True)
 
 
-def test_a_port_that_is_taken_is_told(sender: Sender):
+def test_a_port_that_is_taken_is_told(sender: WeightsSender):
     taken = int(sender.url.rpartition(":")[2])
     with pytest.raises(SettingsError, match=rf"trainer\.transfer_port = {taken}: cannot listen there"):
-        Sender(TrainerSettings(transfer_port=taken))
+        WeightsSender(TrainerSettings(transfer_port=taken))
     (free,) = free_ports(1)
-    Sender(TrainerSettings(transfer_port=free)).close()
+    WeightsSender(TrainerSettings(transfer_port=free)).close()

@@ -21,7 +21,7 @@ from trainer.monitor import tracking
 from trainer.monitor.evaluate import Evaluation, best, describe_best, validation
 from trainer.monitor.tracking import Trackers, grouped
 from trainer.monitor.view import LiveView, LogLines
-from trainer.monitor.watching import Clock, Stage, Step, Watchers
+from trainer.monitor.watching import Clock, CommittedStep, StepStage, Watchers
 
 SECOND = 1_000_000_000
 METRICS = {
@@ -35,15 +35,15 @@ def version(number: int = 3, path: str = "", **metrics: float) -> LedgerVersion:
     return LedgerVersion(facts, "main", "main", "run", "train", "", VersionStatus.COMMITTED, {**METRICS, **metrics})
 
 
-def step(number: int = 3, **metrics: float) -> Step:
-    stages = [Stage("load", 0, SECOND), Stage("train", SECOND, 2 * SECOND), Stage("publish", 3 * SECOND // 2, 2 * SECOND)]
-    return Step(number, version(number, **metrics), (), stages)
+def step(number: int = 3, **metrics: float) -> CommittedStep:
+    stages = [StepStage("load", 0, SECOND), StepStage("train", SECOND, 2 * SECOND), StepStage("publish", 3 * SECOND // 2, 2 * SECOND)]
+    return CommittedStep(number, version(number, **metrics), (), stages)
 
 
 class Broken:
     """A tracker whose network is down."""
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: CommittedStep) -> None:
         raise ConnectionError("no route")
 
     def evaluated(self, version: LedgerVersion, newest: int) -> None:
@@ -59,7 +59,7 @@ class Kept:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: CommittedStep) -> None:
         self.told.append((step.number, step.version.version, [one.name for one in step.stages], len(step.rollouts)))
 
     def evaluated(self, version: LedgerVersion, newest: int) -> None:

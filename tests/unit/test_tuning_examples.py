@@ -15,7 +15,7 @@ from tuning_world import meta, tokens, write_policy, write_rows
 
 from spangrad.errors import TrainerError
 from spangrad.settings import TuningSettings
-from trainer.sft.examples import Examples, Limits, Method, batches, digest_of, read_examples
+from trainer.sft.examples import Examples, LengthLimits, Method, batches, digest_of, read_examples
 from trainer.sft.files import find_sources
 from trainer.sft.rendering import Renderer, UnfitRowError
 
@@ -32,7 +32,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(policy: Path, file: Path, method: Method = "sft", settings: TuningSettings = NONE, **options: Any) -> Examples:
-    limits = Limits.of(policy, "tok", settings, options.pop("device", 1000))
+    limits = LengthLimits.of(policy, "tok", settings, options.pop("device", 1000))
     return read_examples(find_sources([file]), method, Renderer(policy), limits, settings, **options)
 
 
@@ -149,7 +149,7 @@ def test_files_that_are_none(policy: Path, tmp_path: Path):
     }
     for message, files in faults.items():
         with pytest.raises(TrainerError, match=message):
-            read_examples(find_sources(files), "sft", Renderer(policy), Limits(15, 24, 100, "tok"), NONE)
+            read_examples(find_sources(files), "sft", Renderer(policy), LengthLimits(15, 24, 100, "tok"), NONE)
     damaged = tmp_path / "damaged.parquet"
     pq.write_table(pa.table({"input_ids": [[3, 4]], "loss_mask": [[0, 1]]}), damaged)
     damaged.write_bytes(damaged.read_bytes()[:-9])

@@ -15,7 +15,7 @@ import pytest
 from queues import queue_settings, serving, some
 from workers import World, kill, world
 
-from runner.queue.wire import NewRollout, State, Which
+from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
 from runner.workers.attempt_files import AttemptFiles
@@ -73,9 +73,13 @@ async def test_a_worker_told_to_end_gives_back_what_it_has_not_done(tmp_path: Pa
             assert await asyncio.to_thread(worker.process.wait, 30) == 0
             states = {name: await client.rollout(name) for name in ("hang0", "slow0", "slow1", "slow2")}
             ends = {name: [one.reason for one in rollout.attempts] for name, rollout in states.items()}
-            assert (states["hang0"].state, states["hang0"].attempts_left, ends["hang0"]) == (State.QUEUED, 1, [AttemptFailure.RELEASED])
-            assert (states["slow0"].state, ends["slow0"]) == (State.SUCCEEDED, [None])
-            assert states["slow2"].state in {State.QUEUED, State.SUCCEEDED}
+            assert (states["hang0"].state, states["hang0"].attempts_left, ends["hang0"]) == (
+                RolloutState.QUEUED,
+                1,
+                [AttemptFailure.RELEASED],
+            )
+            assert (states["slow0"].state, ends["slow0"]) == (RolloutState.SUCCEEDED, [None])
+            assert states["slow2"].state in {RolloutState.QUEUED, RolloutState.SUCCEEDED}
             given_back = here.roots()["hang0", 0]
             assert (given_back[semconv.ROLLOUT_FAILURE], given_back[semconv.ROLLOUT_FINAL]) == ("released", False)
             # Every attempt that the queue knows of has its root.
@@ -94,7 +98,7 @@ async def test_a_cancelled_rollout_ends_in_its_worker_and_has_its_root(tmp_path:
             await client.enqueue("run", [_mood(one, "hang") for one in some(2)])
             here.start_worker()
             await asyncio.to_thread(wait_until, lambda: bool(here.gateway.announced), 30, "an attempt")
-            cancelled = await client.cancel(Which(run_id="run"))
+            cancelled = await client.cancel(RolloutSelector(run_id="run"))
             assert (cancelled.queued, cancelled.running) == (1, 1)
             await asyncio.to_thread(here.sink.wait_for, lambda: bool(here.sink.named("rollout")), 30)
             assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in here.roots().items()} == {
@@ -115,7 +119,7 @@ async def test_the_roots_of_a_worker_that_died_are_written_by_others(tmp_path: P
                 kill(worker.process.pid)
                 worker.process.wait()
             await asyncio.to_thread(wait_until, lambda: not here.processes(), 10, "the end of the agent's programs")
-            assert (await client.ended("run", wait_seconds=20)).rollouts[0].state is State.DEAD
+            assert (await client.ended("run", wait_seconds=20)).rollouts[0].state is RolloutState.DEAD
             here.start_worker()
             await asyncio.to_thread(here.sink.wait_for, lambda: ("r0", 1) in here.roots(), 30)
             assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in here.roots().items()} == {

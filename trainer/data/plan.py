@@ -1,8 +1,8 @@
 """Plan of the batches that a run would train, and the reasons for groups left out: without a lease, a skip or PyTorch.
 
-In: every group that the store has built of the run, the ledger's conclusions, the trainer's settings. Out: a `Plan`. Invariant: nothing is
-changed, in the ledger or in the store, so a plan can be asked for while a trainer is at work; the groups of its batches are those that
-`train --once` takes now, in the same order.
+In: every group that the store has built of the run, the ledger's conclusions, the trainer's settings. Out: a `TrainPlan`. Invariant:
+nothing is changed, in the ledger or in the store, so a plan can be asked for while a trainer is at work; the groups of its batches are
+those that `train --once` takes now, in the same order.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PlannedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class LedgerHistory:
     """State of a branch in the ledger."""
 
     lineage: Sequence[int]
@@ -77,7 +77,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainPlan:
     """Plan of a run: the outcome of each group, now."""
 
     policy: str
@@ -169,7 +169,7 @@ class Plan:
 
 
 def planned(
-    states: Sequence[GroupState], load: Callable[[Sequence[Group]], Loaded], past: Past, settings: TrainerSettings
+    states: Sequence[GroupState], load: Callable[[Sequence[Group]], Loaded], past: LedgerHistory, settings: TrainerSettings
 ) -> tuple[PlannedGroup, ...]:
     """Return every group with its fate.
 
@@ -223,7 +223,7 @@ def planned(
 
 
 def _reasons(
-    groups: Sequence[Group], loaded: Loaded, lineage: Sequence[int], past: Past, settings: TrainerSettings
+    groups: Sequence[Group], loaded: Loaded, lineage: Sequence[int], past: LedgerHistory, settings: TrainerSettings
 ) -> dict[Group, SkipReason]:
     skips = find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=past.tokenizer_hash)
     if not skips and (claimed := past.claimed(loaded.rollouts)):

@@ -1,6 +1,6 @@
 """The plan of a run, from the store and the ledger as they stand.
 
-In: settings. Out: a `Plan`. Invariant: store and ledger are only read.
+In: settings. Out: a `TrainPlan`. Invariant: store and ledger are only read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
-from trainer.data.plan import Past, Plan, planned
-from trainer.data.source import Source
+from trainer.data.plan import LedgerHistory, TrainPlan, planned
+from trainer.data.source import GroupReader
 from trainer.ledger.demand import in_flight, spent
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import existing_ledger, require_beginning
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 
-def make_plan(settings: Settings) -> Plan:
+def make_plan(settings: Settings) -> TrainPlan:
     """Return the plan of what `train --once` would do now.
 
     Raises:
@@ -39,16 +39,16 @@ def make_plan(settings: Settings) -> Plan:
             ledger.close()
 
 
-def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
+def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainPlan:
     """Return the plan of a run that reads with `client`. No ledger: nothing has been trained yet."""
-    source = Source(client, settings)
+    source = GroupReader(client, settings)
     past = past_of(settings, ledger, source.build_spec)
     trainer = settings.trainer
     groups = planned(source.states(), source.load, past, trainer)
     steps = spent(ledger, trainer, source.build_spec).steps if ledger else 0
     steps += max((group.batch or 0 for group in groups), default=0) + bool(past.leased)
     champion = best(ledger.versions(), trainer) if ledger else None
-    return Plan(
+    return TrainPlan(
         policy=trainer.policy,
         branch=trainer.branch,
         run_id=trainer.run_id,
@@ -63,7 +63,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
     )
 
 
-def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
+def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> LedgerHistory:
     """Return the branch's state in the ledger; for a branch that has not begun, the state with which it will begin."""
     newest = ledger.frontier() if ledger else None
     if ledger is None or newest is None:
@@ -76,14 +76,14 @@ def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
     skipped = ledger.skips.read()
     again = {(row.group.mode, row.group.group_id) for row in skipped if row.is_outdated(known, bases)}
     kept = {row.group: row.reason for row in skipped if not row.is_outdated(known, bases)}
-    return Past(tuple(lineage), newest.tokenizer_hash, frozenset(finished - again), frozenset(leased), kept, ledger.claimed)
+    return LedgerHistory(tuple(lineage), newest.tokenizer_hash, frozenset(finished - again), frozenset(leased), kept, ledger.claimed)
 
 
-def _beginning(settings: Settings, ledger: Ledger | None) -> Past:
+def _beginning(settings: Settings, ledger: Ledger | None) -> LedgerHistory:
     """Return the state of a branch without versions: it begins with trainer.model, which may be another branch's version."""
     model = settings.trainer.model
     tokenizer, lineage = tokenizer_hash(model) if model else "", [0]
     if ledger and model:
         path = model.absolute()
         lineage = ledger.beginning(checksum=checksum_directory(path), path=str(path), tokenizer_hash=tokenizer)
-    return Past(tuple(lineage), tokenizer, frozenset(), frozenset(), {})
+    return LedgerHistory(tuple(lineage), tokenizer, frozenset(), frozenset(), {})

@@ -181,7 +181,7 @@ def _with_greedy(states: Sequence[GroupState], modes: Sequence[str]) -> list[Gro
     ]
 
 
-class Source:
+class GroupReader:
     """Reads one run's groups."""
 
     def __init__(self, client: Client, settings: Settings) -> None:

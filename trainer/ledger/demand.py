@@ -117,7 +117,7 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
     )
 
 
-class Caller:
+class DemandReporter:
     """Reports the trainer's demand to the queue, when it changes and every `AGAIN_SECONDS`."""
 
     def __init__(self, settings: Settings, ledger: Ledger, build_spec: str) -> None:

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.tables import BATCH_ROLLOUTS, TUNED_ROLLOUTS, TUNINGS, VERSIONS, Database, LedgerVersion
+from trainer.ledger.tables import BATCH_ROLLOUTS, TUNED_ROLLOUTS, TUNINGS, VERSIONS, LedgerDatabase, LedgerVersion
 
 Attempt = tuple[str, str, int]
 """Run id, rollout id and attempt."""
@@ -95,7 +95,7 @@ def rollouts_of(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]
     ]
 
 
-def tuning_of(database: Database, batch_id: str | None) -> Tuning | None:
+def tuning_of(database: LedgerDatabase, batch_id: str | None) -> Tuning | None:
     """Return the files that a batch is made of. None: it is made of rollouts, or there is no such batch."""
     if batch_id is None:
         return None
@@ -104,7 +104,7 @@ def tuning_of(database: Database, batch_id: str | None) -> Tuning | None:
         return _tuning(row) if row else None
 
 
-def has_trainers_state(database: Database, version: LedgerVersion) -> bool:
+def has_trainers_state(database: LedgerDatabase, version: LedgerVersion) -> bool:
     """Return whether a batch of rollouts made a version, so that the trainer continues from the optimizer state beside its weights.
 
     Initial weights have no such state, and a run over files has an optimizer and a schedule of its own.
@@ -113,7 +113,7 @@ def has_trainers_state(database: Database, version: LedgerVersion) -> bool:
     return batch_id is not None and tuning_of(database, batch_id) is None
 
 
-def last_of(database: Database, policy: str, branch: str, run: str, lineage: Sequence[int]) -> tuple[int, Tuning] | None:
+def last_of(database: LedgerDatabase, policy: str, branch: str, run: str, lineage: Sequence[int]) -> tuple[int, Tuning] | None:
     """Return the newest version that a run has committed on the way to the head, and its batch. None: the run has not begun there."""
     with database.transaction() as transaction:
         rows = transaction.execute(
@@ -131,7 +131,7 @@ def last_of(database: Database, policy: str, branch: str, run: str, lineage: Seq
         return next(((row.version, _tuning(row)) for row in rows if row.version in known), None)
 
 
-def trained_attempts(database: Database, policy: str, branch: str, begun: Tuning | None) -> set[Attempt]:
+def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: Tuning | None) -> set[Attempt]:
     """Return every rollout's attempt that a branch has trained, or is training, in batches of rollouts or of files.
 
     Args:

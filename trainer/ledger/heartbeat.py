@@ -13,13 +13,13 @@ from contextlib import contextmanager
 
 from spangrad.errors import LedgerError
 from spangrad.leases import BEATS
-from trainer.ledger.ledger import Lease, Ledger
+from trainer.ledger.ledger import BatchLease, Ledger
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def beating(ledger: Ledger, lease: Lease) -> Generator[None]:
+def beating(ledger: Ledger, lease: BatchLease) -> Generator[None]:
     """Renew a lease until the block ends, or the lease is lost."""
     done = threading.Event()
 

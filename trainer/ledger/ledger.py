@@ -34,11 +34,11 @@ from trainer.data.source import BatchRollout, Group
 from trainer.ledger import batch_rollouts, file_batches
 from trainer.ledger.skipped_groups import SkippedGroups
 from trainer.ledger.skips import Skip, SkipReason
-from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, VERSIONS, Database, LedgerVersion, version_of
+from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, VERSIONS, LedgerDatabase, LedgerVersion, version_of
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class BatchLease:
     """Right to make one version of one batch."""
 
     batch_id: str
@@ -76,7 +76,7 @@ class Ledger:
         self.lease_seconds = lease_seconds
         self._holder = holder or this_process()
         self._watch = Watch[str]()
-        self.database = Database(place)
+        self.database = LedgerDatabase(place)
         self.skips = SkippedGroups(self.database, self._branch, settings or TrainerSettings())
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Ledger:
 
     def begin(
         self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, tuning: file_batches.Tuning | None = None
-    ) -> Lease | None:
+    ) -> BatchLease | None:
         """Lease rollouts to a new batch, and assign the number of the version that it will make.
 
         Args:
@@ -146,7 +146,7 @@ class Ledger:
                 self._undo(transaction, row)
             if parent not in {None, head}:
                 return None
-            lease = Lease(uuid.uuid4().hex, self._free_number(transaction), head)
+            lease = BatchLease(uuid.uuid4().hex, self._free_number(transaction), head)
             runs, modes = {rollout.group.run_id for rollout in rollouts}, {rollout.group.mode for rollout in rollouts}
             values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
             of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
@@ -158,13 +158,13 @@ class Ledger:
             batch_rollouts.claim(transaction, self._branch, lease.batch_id, rollouts)
         return lease
 
-    def renew(self, lease: Lease) -> bool:
+    def renew(self, lease: BatchLease) -> bool:
         """Renew a lease for another trainer.lease_seconds. Return False if it was undone."""
         with self.database.transaction() as transaction:
             beats = {"seconds": self.lease_seconds, "beats": LEASES.c.beats + 1}
             return transaction.execute(LEASES.update().where(LEASES.c.batch_id == lease.batch_id).values(beats)).rowcount == 1
 
-    def commit(self, lease: Lease, *, checksum: str, path: str, tokenizer_hash: str, metrics: dict[str, float]) -> None:
+    def commit(self, lease: BatchLease, *, checksum: str, path: str, tokenizer_hash: str, metrics: dict[str, float]) -> None:
         """Make a leased batch and its version final, and the branch's head, in one transaction.
 
         Raises:

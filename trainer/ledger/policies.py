@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from spangrad.leases import shown
 from trainer.data.source import Group
-from trainer.ledger.tables import HEADS, LEASES, PINS, SKIPPED, VERSIONS, Database, LedgerVersion, version_of
+from trainer.ledger.tables import HEADS, LEASES, PINS, SKIPPED, VERSIONS, LedgerDatabase, LedgerVersion, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Overview:
     """Readable name of the process whose step is under way, by policy and branch."""
 
 
-def overview(database: Database) -> Overview:
+def overview(database: LedgerDatabase) -> Overview:
     """Read the whole ledger."""
     with database.transaction() as transaction:
         versions = transaction.execute(sa.select(VERSIONS).order_by(VERSIONS.c.policy, VERSIONS.c.branch, VERSIONS.c.version)).mappings()
@@ -41,7 +41,7 @@ def overview(database: Database) -> Overview:
         )
 
 
-def skipped_by(database: Database, group: Group) -> list[tuple[str, str, str, str]]:
+def skipped_by(database: LedgerDatabase, group: Group) -> list[tuple[str, str, str, str]]:
     """Return policy, branch, reason and detail of each trainer that has skipped a group."""
     key = {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
     columns = (SKIPPED.c.policy, SKIPPED.c.branch, SKIPPED.c.reason, SKIPPED.c.detail)

@@ -18,7 +18,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import Group
 from trainer.ledger.skips import FAILURES, Skip, SkipReason, bases, depends_on_versions
-from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, VERSIONS, Database
+from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, VERSIONS, LedgerDatabase
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Failures:
 class SkippedGroups:
     """Skipped groups of one branch of one policy."""
 
-    def __init__(self, database: Database, branch: Mapping[str, str], settings: TrainerSettings) -> None:
+    def __init__(self, database: LedgerDatabase, branch: Mapping[str, str], settings: TrainerSettings) -> None:
         """Read and write them in `database`; `settings` give the basis of each reason."""
         self._database = database
         self._branch = branch

@@ -177,7 +177,7 @@ def ledger_place(settings: TrainerSettings) -> Path | str:
     return settings.directory if settings.ledger_url is None else settings.ledger_url.get_secret_value()
 
 
-class Database(AnyDatabase):
+class LedgerDatabase(AnyDatabase):
     """Database of the ledger, with its tables."""
 
     def __init__(self, place: Path | str) -> None:

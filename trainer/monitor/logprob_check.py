@@ -25,7 +25,7 @@ Floats = NDArray[np.float32] | NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LogprobLimits:
     """Largest tolerated statistics of a batch's tokens; `pearson` is the smallest."""
 
     mean: float
@@ -33,7 +33,7 @@ class Limits:
     pearson: float
     k3: float
 
-    def after(self, drift: float) -> Limits:
+    def after(self, drift: float) -> LogprobLimits:
         """Return the limits for tokens of a policy that has since moved by a KL divergence of `drift` nats.
 
         Small divergences are half the mean square of d, so that |d| has a mean of at most sqrt(2 drift).
@@ -41,18 +41,18 @@ class Limits:
         if not drift:
             return self
         moved = float(np.sqrt(2 * drift))
-        return Limits(self.mean + moved, self.p99 + _TAIL * moved, -1.0, self.k3 + drift)
+        return LogprobLimits(self.mean + moved, self.p99 + _TAIL * moved, -1.0, self.k3 + drift)
 
     def of_row(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the largest tolerated mean |d| of rows with so many tokens: few tokens may all come from the tail."""
         return self.mean + _TAIL * self.p99 / np.sqrt(np.maximum(tokens, 1))
 
 
-DEFAULTS: Mapping[tuple[Dtype, Dtype], Limits] = {
-    ("fp32", "fp32"): Limits(mean=2e-3, p99=2e-2, pearson=0.999, k3=2e-5),
-    ("fp32", "bf16"): Limits(mean=5e-2, p99=0.5, pearson=0.98, k3=5e-3),
-    ("bf16", "fp32"): Limits(mean=5e-2, p99=0.5, pearson=0.98, k3=5e-3),
-    ("bf16", "bf16"): Limits(mean=5e-2, p99=0.5, pearson=0.98, k3=5e-3),
+DEFAULTS: Mapping[tuple[Dtype, Dtype], LogprobLimits] = {
+    ("fp32", "fp32"): LogprobLimits(mean=2e-3, p99=2e-2, pearson=0.999, k3=2e-5),
+    ("fp32", "bf16"): LogprobLimits(mean=5e-2, p99=0.5, pearson=0.98, k3=5e-3),
+    ("bf16", "fp32"): LogprobLimits(mean=5e-2, p99=0.5, pearson=0.98, k3=5e-3),
+    ("bf16", "bf16"): LogprobLimits(mean=5e-2, p99=0.5, pearson=0.98, k3=5e-3),
 }
 """Limits by the dtypes of engine and trainer: several times what `python -m benchmarks.logprob_gap` measures (docs/learning.md)."""
 _TAIL = 4.0
@@ -65,11 +65,11 @@ _LARGEST_K3 = 10.0
 """Cap of a token's k3, as verl's `low_var_kl`: exp(d) of one token would outweigh all others."""
 
 
-def limits_of(alarm: LogprobAlarm, engine: Dtype, trainer: Dtype) -> Limits:
+def limits_of(alarm: LogprobAlarm, engine: Dtype, trainer: Dtype) -> LogprobLimits:
     """Return the limits that the settings name, and the dtypes' defaults for the others."""
     default = DEFAULTS[engine, trainer]
     named = {name: getattr(alarm, name) for name in ("mean", "p99", "pearson", "k3")}
-    return Limits(**{name: getattr(default, name) if value is None else value for name, value in named.items()})
+    return LogprobLimits(**{name: getattr(default, name) if value is None else value for name, value in named.items()})
 
 
 def engine_dtype(name: str) -> Dtype:
@@ -121,7 +121,7 @@ def metrics(recorded: Floats, computed: Floats, staleness: NDArray[np.int16], cl
     }
 
 
-def bad_rows(recorded: Floats, computed: Floats, mask: NDArray[np.bool_], limits: Limits) -> NDArray[np.int64]:
+def bad_rows(recorded: Floats, computed: Floats, mask: NDArray[np.bool_], limits: LogprobLimits) -> NDArray[np.int64]:
     """Return the rows that cause differences beyond the limits, in order.
 
     A row whose own mean is out of all proportion is named regardless of the others. Where all tokens together are beyond a limit, the rows
@@ -150,7 +150,7 @@ def bad_rows(recorded: Floats, computed: Floats, mask: NDArray[np.bool_], limits
     return np.flatnonzero(named)
 
 
-def beyond(recorded: Floats, computed: Floats, mask: NDArray[np.bool_], limits: Limits) -> list[str]:
+def beyond(recorded: Floats, computed: Floats, mask: NDArray[np.bool_], limits: LogprobLimits) -> list[str]:
     """Return a text for each statistic of the chosen tokens that is beyond its limit; none where no token is chosen."""
     if not mask.any():
         return []

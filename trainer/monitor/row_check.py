@@ -16,7 +16,7 @@ from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
 from trainer.data.batch import Batch
 from trainer.monitor import logprob_check
-from trainer.monitor.logprob_check import Dtype, Limits
+from trainer.monitor.logprob_check import Dtype, LogprobLimits
 
 LOGPROB_GAP, NOT_FINITE = "logprob_gap", "not_finite"
 """Values of `trainer.ledger.skips.SkipReason`."""
@@ -88,7 +88,9 @@ class RowCheck:
             raise BadRowsError(_sentence(bad, batch), dict.fromkeys(bad, LOGPROB_GAP))
         return metrics
 
-    def _earlier(self, computed: Logprobs, chosen: NDArray[np.bool_], behind: int, earlier: EarlierLogprobs) -> tuple[Logprobs, Limits]:
+    def _earlier(
+        self, computed: Logprobs, chosen: NDArray[np.bool_], behind: int, earlier: EarlierLogprobs
+    ) -> tuple[Logprobs, LogprobLimits]:
         then = earlier(chosen, behind)
         return (computed, self._limits.after(behind * self._alarm.drift)) if then is None else (then, self._limits)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spangrad.settings import Settings
     from trainer.data.source import BatchRollout
     from trainer.ledger.tables import LedgerVersion
-    from trainer.monitor.watching import Step
+    from trainer.monitor.watching import CommittedStep
 
 SERVICE = "spangrad-trainer"
 STEP_SPAN_NAME = "train step"
@@ -51,7 +51,7 @@ class StepSpans:
         self._client = client
         self._url = settings.store.url
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: CommittedStep) -> None:
         """Send the step's span and its stages'."""
         if not step.stages:
             return

@@ -18,7 +18,7 @@ from trainer.publish.checkpoint import branch_directory
 if TYPE_CHECKING:
     from spangrad.settings import Settings
     from trainer.ledger.tables import LedgerVersion
-    from trainer.monitor.watching import Step
+    from trainer.monitor.watching import CommittedStep
 
 _PACKAGES = {
     "tensorboard": "tensorboard",
@@ -56,7 +56,7 @@ class Trackers:
             self._opened = _open(self._settings)
         return self._opened
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: CommittedStep) -> None:
         """Log a version's metrics."""
         metrics = {**step.version.metrics, "seconds_idle_share": step.idle_share}
         data = {grouped(name): value for name, value in metrics.items() if not name.startswith("validate_")}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from spangrad.settings import TrainerSettings
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.evaluate import describe_validation
-from trainer.monitor.watching import Step
+from trainer.monitor.watching import CommittedStep
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ _STAGES = ("load", "credit", "train", "checkpoint", "publish")
 class LogLines:
     """Watcher that logs one line per step."""
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: CommittedStep) -> None:
         """Log the step."""
         logger.info("%s", describe(step))
 
@@ -49,7 +49,7 @@ class LiveView:
         from rich.live import Live
 
         self._settings = settings
-        self._steps: deque[Step] = deque(maxlen=_STEPS_SHOWN)
+        self._steps: deque[CommittedStep] = deque(maxlen=_STEPS_SHOWN)
         self._validation: dict[int, Mapping[str, float]] = {}
         self._seconds = {"idle": 0.0, "all": 0.0}
         self._count = 0
@@ -61,7 +61,7 @@ class LiveView:
         for handler in self._handlers:
             handler.setStream(sys.stderr)
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: CommittedStep) -> None:
         """Add a row."""
         self._steps.append(step)
         self._count += 1
@@ -98,7 +98,7 @@ class LiveView:
         return table
 
 
-def row(step: Step, validation: Mapping[str, float]) -> list[str]:
+def row(step: CommittedStep, validation: Mapping[str, float]) -> list[str]:
     """Return the cells of a step.
 
     Args:
@@ -121,7 +121,7 @@ def row(step: Step, validation: Mapping[str, float]) -> list[str]:
     ]
 
 
-def describe(step: Step) -> str:
+def describe(step: CommittedStep) -> str:
     """Return one line about a step."""
     version, m = step.version, step.version.metrics
     masked = sum(value for name, value in m.items() if name.startswith("masked_"))

@@ -1,6 +1,6 @@
 """Events of a training run for its watchers, and the clock that times its stages.
 
-In: what the loop does, stage by stage. Out: a `Step` for every version, to each watcher: a line in the log, a table in a terminal,
+In: what the loop does, stage by stage. Out: a `CommittedStep` for every version, to each watcher: a line in the log, a table in a terminal,
 trackers, spans. Invariant: a watcher that fails is named in the log and changes nothing: by the time that it is called, the step is
 committed.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StepStage:
     """Timed stage of a step."""
 
     name: str
@@ -38,7 +38,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CommittedStep:
     """Step that was committed, and published where versions are."""
 
     number: int
@@ -46,7 +46,7 @@ class Step:
     version: LedgerVersion
     rollouts: Sequence[BatchRollout]
     """Rollouts that it trained on."""
-    stages: Sequence[Stage]
+    stages: Sequence[StepStage]
 
     @property
     def idle_share(self) -> float:
@@ -60,7 +60,7 @@ class Clock:
     """Timer of the stages of the step under way, and of the wait before it."""
 
     def __init__(self) -> None:
-        self.stages: list[Stage] = []
+        self.stages: list[StepStage] = []
         self._idle = 0.0
         self._free_since = time.monotonic()
 
@@ -83,7 +83,7 @@ class Clock:
         """Time a stage; one that fails is not recorded."""
         began = time.time_ns()
         yield
-        self.stages.append(Stage(name, began, max(time.time_ns(), began)))
+        self.stages.append(StepStage(name, began, max(time.time_ns(), began)))
 
     def seconds(self) -> dict[str, float]:
         """Return metrics: seconds of the wait, of each stage so far, and of all stages together."""
@@ -94,7 +94,7 @@ class Clock:
 class Watcher(Protocol):
     """Observer of a training run."""
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: CommittedStep) -> None:
         """Handle a version that was committed, and published where versions are."""
         ...
 
@@ -113,7 +113,7 @@ class Watchers:
     def __init__(self, watchers: Iterable[Watcher]) -> None:
         self._watchers = tuple(watchers)
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: CommittedStep) -> None:
         """Pass the step to each watcher."""
         for watcher in self._watchers:
             with _errors_logged(watcher):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Optimiser(Protocol):
+class Optimizer(Protocol):
     """Interface of the optimizer of the weights (`trainer.optim.optimizer.Engine`)."""
 
     @property
@@ -46,14 +46,14 @@ class Optimiser(Protocol):
         ...
 
 
-class Deferred:
+class DeferredOptimizer:
     """Proxy of the optimizer that `load` returns, loaded at first use."""
 
-    def __init__(self, load: Callable[[], Optimiser]) -> None:
+    def __init__(self, load: Callable[[], Optimizer]) -> None:
         self._load = load
 
     @cached_property
-    def _optimiser(self) -> Optimiser:
+    def _optimiser(self) -> Optimizer:
         return self._load()
 
     @property

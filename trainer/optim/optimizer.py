@@ -7,7 +7,7 @@ that came with them are checked (`trainer.monitor.row_check`). A batch that is s
 whole, so that the denominators of its ratios stay as at its start.
 
 Code that needs PyTorch and verl is in `rank`, `verl_worker`, `rows`, `losses`, `credit.estimators` and `process`; it is imported once an
-`Engine` is made or values are compared. The workers are one in this process, or several under Ray (`trainer.optim.workers`).
+`VerlOptimizer` is made or values are compared. The workers are one in this process, or several under Ray (`trainer.optim.workers`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _METRIC_NAMES = {
 """Names of verl's metrics of a step that are kept, with their names here. Not every loss has all of them."""
 
 
-class Engine:
+class VerlOptimizer:
     """Model with its optimizer, and the step of both."""
 
     def __init__(self, model: Path, settings: TrainerSettings, *, engine_dtype: str = "auto") -> None:

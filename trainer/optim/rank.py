@@ -39,7 +39,7 @@ MESH = "train"
 """Name of verl's device mesh, by which rows are divided among ranks."""
 
 
-class Role(StrEnum):
+class ModelRole(StrEnum):
     """Model of a worker."""
 
     POLICY = "policy"
@@ -53,8 +53,8 @@ class Rank(Worker):
     def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         super().__init__()
         self._model, self._settings, self._objective = model, settings, objective
-        self._models: dict[Role, Any] = {}
-        self._before: dict[Role, snapshots.Snapshot] = {}
+        self._models: dict[ModelRole, Any] = {}
+        self._before: dict[ModelRole, snapshots.Snapshot] = {}
         self._earlier: EarlierWeights | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -81,15 +81,17 @@ class Rank(Worker):
         settings = self._settings
         check_device(settings, device)
         with quiet(), _same_random_numbers():
-            self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank, objective=self._objective)
+            self._models[ModelRole.POLICY] = training_worker(
+                self._model, settings, device, rank=settings.lora_rank, objective=self._objective
+            )
             if settings.kl_coef:
                 # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
                 held = settings.reference or settings.model
                 assert held is not None  # checked
-                self._models[Role.REFERENCE] = training_worker(held, settings, device)
+                self._models[ModelRole.REFERENCE] = training_worker(held, settings, device)
             if settings.estimator == "gae":
-                self._models[Role.CRITIC] = training_worker(self._model, settings, device, critic=True)
-        policy = self._engine(Role.POLICY)
+                self._models[ModelRole.CRITIC] = training_worker(self._model, settings, device, critic=True)
+        policy = self._engine(ModelRole.POLICY)
         self._register_dispatch_collect_info(MESH, policy.get_data_parallel_rank(), policy.is_mp_src_rank_with_outputs())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -102,15 +104,15 @@ class Rank(Worker):
         """
         if self._earlier is None:
             self._earlier = EarlierWeights(held_versions)
-        trained = [role for role in self._models if role is not Role.REFERENCE]
-        copied = trained if undoable else [Role.POLICY] if held_versions else []
+        trained = [role for role in self._models if role is not ModelRole.REFERENCE]
+        copied = trained if undoable else [ModelRole.POLICY] if held_versions else []
         self._before = {role: snapshots.take(self._engine(role), moments=undoable) for role in copied}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_step(self) -> None:
         """Hold the weights from the start of the step, as those of the previous version."""
-        if Role.POLICY in self._before and self._earlier:
-            self._earlier.hold(self._before[Role.POLICY].weights)
+        if ModelRole.POLICY in self._before and self._earlier:
+            self._earlier.hold(self._before[ModelRole.POLICY].weights)
         self._before = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -126,7 +128,7 @@ class Rank(Worker):
         """
         if self._earlier is None:
             self._earlier = EarlierWeights(held_versions)
-        engine = self._engine(Role.POLICY)
+        engine = self._engine(ModelRole.POLICY)
         own = snapshots.take(engine, moments=False)
         state = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
         tied = getattr(engine.module, "all_tied_weights_keys", None) or {}
@@ -145,7 +147,7 @@ class Rank(Worker):
     def undo_step(self) -> None:
         """Clear gradients, and restore the copies of `begin_step`."""
         for role, model in self._models.items():
-            if role is not Role.REFERENCE:
+            if role is not ModelRole.REFERENCE:
                 staged_step.discard(model)
         for role, snapshot in self._before.items():
             snapshots.restore(self._engine(role), snapshot)
@@ -155,28 +157,28 @@ class Rank(Worker):
     def train(self, rows: Any) -> Any:
         """Take one optimizer step of the model that the rows name; collective."""
         with quiet():
-            return self._models[Role(tu.pop(rows, "role"))].train_batch(rows)
+            return self._models[ModelRole(tu.pop(rows, "role"))].train_batch(rows)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def accumulate(self, rows: Any) -> Any:
         """Pass rows forward and backward through the model that they name, and keep their gradients for `apply`; collective."""
         with quiet():
-            return staged_step.accumulate(self._models[Role(tu.pop(rows, "role"))], rows)
+            return staged_step.accumulate(self._models[ModelRole(tu.pop(rows, "role"))], rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def apply(self, role: str) -> float:
         """Step a model by the gradients of `accumulate`; collective. Return the gradient's norm."""
         with quiet():
-            return staged_step.apply(self._models[Role(role)])
+            return staged_step.apply(self._models[ModelRole(role)])
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def infer(self, rows: Any) -> Any:
         """Pass rows forward through the model that they name, or through the policy as it was `behind` versions ago; collective."""
-        role, behind = Role(tu.pop(rows, "role")), tu.pop(rows, "behind", default=0)
+        role, behind = ModelRole(tu.pop(rows, "role")), tu.pop(rows, "behind", default=0)
         with quiet(), self._with_weights_of(role, behind):
             return self._models[role].infer_batch(rows)
 
-    def _with_weights_of(self, role: Role, behind: int) -> contextlib.AbstractContextManager[None]:
+    def _with_weights_of(self, role: ModelRole, behind: int) -> contextlib.AbstractContextManager[None]:
         if not behind:
             return contextlib.nullcontext()
         assert self._earlier is not None
@@ -184,14 +186,14 @@ class Rank(Worker):
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters, by PEFT's; collective."""
-        module, settings = self._engine(Role.POLICY).module, self._settings
+        module, settings = self._engine(ModelRole.POLICY).module, self._settings
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         if settings.road == "adapter":
             tensors = alone(module.state_dict())
         elif settings.lora_rank:  # verl would merge them too, in bfloat16
             tensors = merged(module.state_dict(), settings.lora_alpha / settings.lora_rank)
         else:
-            tensors, _ = self._engine(Role.POLICY).get_per_tensor_param()
+            tensors, _ = self._engine(ModelRole.POLICY).get_per_tensor_param()
         for name, tensor in tensors:
             if name not in tied:
                 yield name, np.ascontiguousarray(tensor.detach().float().cpu().numpy())
@@ -213,7 +215,7 @@ class Rank(Worker):
             directory: directory that the file is written to.
             order: random state that mini-batches are drawn from, which is not a worker's.
         """
-        policy = self._engine(Role.POLICY)
+        policy = self._engine(ModelRole.POLICY)
         ranks: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(ranks, _random_state())
         state = {
@@ -225,8 +227,8 @@ class Rank(Worker):
         if self._settings.lora_rank:
             state["adapted"] = _whole(kept(policy.module.state_dict(), self._settings))
             state["lora_alpha"] = self._settings.lora_alpha
-        if Role.CRITIC in self._models:
-            critic = self._engine(Role.CRITIC)
+        if ModelRole.CRITIC in self._models:
+            critic = self._engine(ModelRole.CRITIC)
             state["critic"] = {"weights": _whole(critic.module.state_dict()), "moments": _moments(critic.optimizer)}
         if self.rank == 0:
             torch.save(state, directory / checkpoint.STATE)
@@ -250,7 +252,7 @@ class Rank(Worker):
             raise CheckpointError(
                 f"{file} is of another release. Begin a branch with the weights beside it (trainer.branch, trainer.model), or go on there."
             )
-        policy = self._engine(Role.POLICY)
+        policy = self._engine(ModelRole.POLICY)
         require_adapters(file, state.get("adapted"), state.get("lora_alpha"), policy.module.state_dict(), settings)
         if settings.lora_rank:
             _load_module(policy.module, state["adapted"], strict=settings.road != "adapter")
@@ -258,12 +260,12 @@ class Rank(Worker):
         _resume_schedule(policy.lr_scheduler, state["steps"])
         if self.rank < len(state["random"]):
             _set_random_state(state["random"][self.rank])
-        if Role.CRITIC in self._models and "critic" in state:
-            _load_module(self._engine(Role.CRITIC).module, state["critic"]["weights"])
-            _load_moments(self._engine(Role.CRITIC).optimizer, state["critic"]["moments"])
+        if ModelRole.CRITIC in self._models and "critic" in state:
+            _load_module(self._engine(ModelRole.CRITIC).module, state["critic"]["weights"])
+            _load_moments(self._engine(ModelRole.CRITIC).optimizer, state["critic"]["moments"])
         return state["order"]
 
-    def _engine(self, role: Role) -> Any:
+    def _engine(self, role: ModelRole) -> Any:
         return self._models[role].engine
 
 

@@ -19,7 +19,7 @@ from trainer.optim.ray_workers import RayWorkers
 from trainer.sft.objective import Objective
 
 
-class Workers(Protocol):
+class WorkerGroup(Protocol):
     """Ranks that execute the same calls at the same time."""
 
     device: str
@@ -79,7 +79,7 @@ class LocalWorkers:
         """Do nothing: no process runs elsewhere, and memory is freed with the last reference."""
 
 
-def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> Workers:
+def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> WorkerGroup:
     """Start the workers of trainer.workers, with the model loaded.
 
     Args:

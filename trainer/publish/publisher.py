@@ -17,7 +17,7 @@ from spangrad.errors import GatewayError
 from spangrad.http.json_http import ask, refusal
 from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
-from trainer.publish.sender import Sender, Weights
+from trainer.publish.sender import Weights, WeightsSender
 
 _REFUSALS = {400, 401, 403, 405, 409, 413, 422}
 """HTTP statuses of permanent refusals; others, such as those of a proxy before a gateway that starts, are transient."""
@@ -41,7 +41,7 @@ class Publisher:
         self,
         gateway: GatewaySettings,
         remedy: str = _REMEDY,
-        sender: Sender | None = None,
+        sender: WeightsSender | None = None,
         calls: Mapping[str, object] | None = None,
     ) -> None:
         """Send requests to gateway.url, with gateway.token when there is one.
@@ -120,4 +120,4 @@ def publisher_of(settings: Settings) -> Publisher | None:
     calls: dict[str, object] = {"in_flight": trainer.in_flight}
     if trainer.in_flight == "drain":
         calls["drain_seconds"] = trainer.drain_seconds
-    return Publisher(settings.gateway, sender=Sender(trainer) if trainer.road == "transfer" else None, calls=calls)
+    return Publisher(settings.gateway, sender=WeightsSender(trainer) if trainer.road == "transfer" else None, calls=calls)

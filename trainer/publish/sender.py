@@ -59,7 +59,7 @@ class _Offer:
         return {"names": list(named), "dtype_names": [dtype] * len(named), "shapes": shapes}
 
 
-class Sender:
+class WeightsSender:
     """HTTP server of the trainer for publications."""
 
     def __init__(self, settings: TrainerSettings) -> None:
@@ -175,7 +175,7 @@ class Sender:
         return {"group": group, "init": init, "update": offer.update(body["dtype"])}
 
 
-def _handler(sender: Sender) -> type[BaseHTTPRequestHandler]:
+def _handler(sender: WeightsSender) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 

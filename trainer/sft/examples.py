@@ -21,9 +21,9 @@ import numpy as np
 
 from spangrad.errors import TrainerError
 from spangrad.settings import TuningSettings
-from trainer.sft.files import RolloutOrigin, Row, Source, read_rows
+from trainer.sft.files import ExampleFile, FileRow, RolloutOrigin, read_rows
 from trainer.sft.objective import Method
-from trainer.sft.rendering import Message, Renderer, Tokens, UnfitRowError
+from trainer.sft.rendering import Message, Renderer, TokenSequence, UnfitRowError
 
 _KNOWN = {
     "sft": "input_ids and loss_mask; PromptIds and ResponseIds; messages; or prompt and completion",
@@ -42,9 +42,9 @@ _READ = {
 class Example:
     """Unit of a batch: a sequence, or in preference training a chosen and a rejected one."""
 
-    sequences: tuple[Tokens, ...]
+    sequences: tuple[TokenSequence, ...]
     unit: str
-    source: Source
+    source: ExampleFile
     origins: tuple[RolloutOrigin, ...]
 
     @property
@@ -72,7 +72,7 @@ class Examples:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LengthLimits:
     """Limits of examples for a policy."""
 
     vocabulary: int
@@ -85,7 +85,7 @@ class Limits:
     """Hash of the policy's tokenizer."""
 
     @classmethod
-    def of(cls, model: Path, tokenizer: str, settings: TuningSettings, device: int) -> Limits:
+    def of(cls, model: Path, tokenizer: str, settings: TuningSettings, device: int) -> LengthLimits:
         """Return the limits of a model directory.
 
         Raises:
@@ -100,10 +100,10 @@ class Limits:
 
 
 def read_examples(
-    sources: Sequence[Source],
+    sources: Sequence[ExampleFile],
     method: Method,
     renderer: Renderer,
-    limits: Limits,
+    limits: LengthLimits,
     settings: TuningSettings,
     trained_before: Callable[[Sequence[RolloutOrigin]], Collection[RolloutOrigin]] = lambda _: (),
 ) -> Examples:
@@ -147,7 +147,7 @@ def read_examples(
     return examples
 
 
-def _nothing_to_train(examples: Examples, sources: Sequence[Source], method: Method) -> str:
+def _nothing_to_train(examples: Examples, sources: Sequence[ExampleFile], method: Method) -> str:
     files = ", ".join(source.name for source in sources)
     why = ", ".join(f"{count} {reason}" for reason, count in sorted(examples.left_out.items()))
     held = f", {len(examples.held_out)} held out" if examples.held_out else ""
@@ -157,7 +157,7 @@ def _nothing_to_train(examples: Examples, sources: Sequence[Source], method: Met
     )
 
 
-def _examples(row: Row, method: Method, renderer: Renderer, limits: Limits, counts: Examples) -> Iterator[Example]:
+def _examples(row: FileRow, method: Method, renderer: Renderer, limits: LengthLimits, counts: Examples) -> Iterator[Example]:
     if "PromptIds" not in row.values:  # else a whole transition, whose columns are all known
         counts.unread.update(row.values.keys() - _READ)
     ours = row.tokenizers <= {limits.tokenizer}
@@ -173,7 +173,7 @@ def _examples(row: Row, method: Method, renderer: Renderer, limits: Limits, coun
     yield from (Example(tuple(group), row.unit, row.source, row.origins) for group in sequences)
 
 
-def _check(tokens: Tokens, limits: Limits) -> None:
+def _check(tokens: TokenSequence, limits: LengthLimits) -> None:
     tokens.mask[:1] = [0] * len(tokens.mask[:1])  # nothing stands before it, so that it has no probability
     if len(tokens.ids) != len(tokens.mask):
         raise UnfitRowError("mask_of_other_length")
@@ -187,15 +187,15 @@ def _check(tokens: Tokens, limits: Limits) -> None:
         raise UnfitRowError("mask_not_0_or_1")
 
 
-def _supervised(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[list[list[Tokens]], bool]:
+def _supervised(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[list[list[TokenSequence]], bool]:
     """Return the sequences of a row, and whether their ids are its own."""
     match values:
         case {"input_ids": list(ids), "loss_mask": list(mask)}:
             _require_own(ours)
-            return [[Tokens(list(ids), list(mask))]], True
+            return [[TokenSequence(list(ids), list(mask))]], True
         case {"PromptIds": list(prompt), "ResponseIds": list(response)}:
             _require_own(ours)
-            return [[Tokens([*prompt, *response], [0] * len(prompt) + [1] * len(response))]], True
+            return [[TokenSequence([*prompt, *response], [0] * len(prompt) + [1] * len(response))]], True
         case {"messages": list(messages)}:
             return [[sequence] for sequence in _conversation(messages, 0, values.get("tools"), renderer)], False
         case {"prompt": str(prompt), "completion": str(completion)}:
@@ -206,7 +206,7 @@ def _supervised(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tu
             raise UnfitRowError("unknown_columns")
 
 
-def _pair(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[list[list[Tokens]], bool]:
+def _pair(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[list[list[TokenSequence]], bool]:
     """Return the chosen and rejected sequences of a row, and whether their ids are its own."""
     match values:
         case {
@@ -217,7 +217,7 @@ def _pair(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[li
             "rejected_mask": list(rejected_mask),
         } if ours:
             before = [0] * len(prompt)
-            pair = [Tokens([*prompt, *chosen], before + chosen_mask), Tokens([*prompt, *rejected], before + rejected_mask)]
+            pair = [TokenSequence([*prompt, *chosen], before + chosen_mask), TokenSequence([*prompt, *rejected], before + rejected_mask)]
         case {"prompt": prompt, "chosen": chosen, "rejected": rejected}:
             pair = [_continuation(prompt, reply, values.get("tools"), renderer) for reply in (chosen, rejected)]
         case {"input": {"messages": prompt, **more}, "preferred_output": chosen, "non_preferred_output": rejected}:
@@ -240,7 +240,7 @@ def _require_own(ours: bool) -> None:
         raise UnfitRowError("other_tokenizer")
 
 
-def _continuation(prompt: Any, reply: Any, tools: Any, renderer: Renderer) -> Tokens:
+def _continuation(prompt: Any, reply: Any, tools: Any, renderer: Renderer) -> TokenSequence:
     """Return one sequence of a prompt and its reply, both texts or both messages."""
     if isinstance(prompt, str) and isinstance(reply, str):
         return _completion(prompt, reply, renderer)
@@ -252,13 +252,13 @@ def _continuation(prompt: Any, reply: Any, tools: Any, renderer: Renderer) -> To
     return sequences[0]
 
 
-def _completion(prompt: str, completion: str, renderer: Renderer) -> Tokens:
+def _completion(prompt: str, completion: str, renderer: Renderer) -> TokenSequence:
     if not completion:
         raise UnfitRowError("no_reply")
     return renderer.completion(prompt, completion)
 
 
-def _conversation(messages: Sequence[Message], first: int, tools: Any, renderer: Renderer) -> list[Tokens]:
+def _conversation(messages: Sequence[Message], first: int, tools: Any, renderer: Renderer) -> list[TokenSequence]:
     """Return the sequences of a conversation; the assistant's messages from `first` on are trained, except those of weight 0.
 
     An assistant's message at the beginning is not trained: no engine samples from an empty prompt.

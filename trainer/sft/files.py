@@ -1,7 +1,7 @@
 """Files of examples, row by row: JSON lines and Parquet, as `spangrad export` writes them or in common formats.
 
-In: paths of files and directories. Out: `Source`s with their checksums, and `Row`s. Invariant: a file is known by what is in it, not by
-its name; a file that cannot be read to its end is an error that names the place, never a shorter file.
+In: paths of files and directories. Out: `ExampleFile`s with their checksums, and `FileRow`s. Invariant: a file is known by what is in it,
+not by its name; a file that cannot be read to its end is an error that names the place, never a shorter file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HELD_OUT_MODES = frozenset({Mode.VALIDATE.value, Mode.PROBE.value})
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExampleFile:
     """File that is trained on."""
 
     path: Path
@@ -54,10 +54,10 @@ class RolloutOrigin:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FileRow:
     """Row of a file."""
 
-    source: Source
+    source: ExampleFile
     number: int
     """Number of the row, from 1; of a JSON lines file, the line."""
     values: Mapping[str, Any]
@@ -98,13 +98,13 @@ class Row:
         return any(origin.mode not in _TRAINED_MODES | _HELD_OUT_MODES for origin in self.origins)
 
 
-def find_sources(paths: Sequence[Path]) -> list[Source]:
+def find_sources(paths: Sequence[Path]) -> list[ExampleFile]:
     """Return the files at some paths, with their checksums; of a directory, every .jsonl and .parquet file in it, by name.
 
     Raises:
         TrainerError: there is no such file, a directory has none, a file is empty, or two have the same contents.
     """
-    sources: list[Source] = []
+    sources: list[ExampleFile] = []
     for path in paths:
         if not path.exists():
             raise TrainerError(f"there is no file {path}. Write one with `spangrad export`.")
@@ -112,7 +112,7 @@ def find_sources(paths: Sequence[Path]) -> list[Source]:
         if not files:
             raise TrainerError(f"the directory {path} holds no file named *.jsonl or *.parquet. Name the files themselves.")
         sources += [_source(file) for file in files]
-    first: dict[str, Source] = {}
+    first: dict[str, ExampleFile] = {}
     for source in sources:
         same = first.setdefault(source.checksum, source)
         if same is not source:
@@ -120,7 +120,7 @@ def find_sources(paths: Sequence[Path]) -> list[Source]:
     return sources
 
 
-def read_rows(source: Source) -> Iterator[Row]:
+def read_rows(source: ExampleFile) -> Iterator[FileRow]:
     """Yield all rows of a file, in order.
 
     Raises:
@@ -131,7 +131,7 @@ def read_rows(source: Source) -> Iterator[Row]:
     yield from _parquet(source) if is_parquet else _json_lines(source)
 
 
-def _json_lines(source: Source) -> Iterator[Row]:
+def _json_lines(source: ExampleFile) -> Iterator[FileRow]:
     with source.path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -142,10 +142,10 @@ def _json_lines(source: Source) -> Iterator[Row]:
                 raise TrainerError(f"{source.path}, line {number}, is no JSON ({error}). Fix the file, or write it again.") from None
             if not isinstance(values, dict):
                 raise TrainerError(f"{source.path}, line {number}, is no JSON object. A line holds one row: {{...}}.")
-            yield Row(source, number, values)
+            yield FileRow(source, number, values)
 
 
-def _parquet(source: Source) -> Iterator[Row]:
+def _parquet(source: ExampleFile) -> Iterator[FileRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -155,7 +155,7 @@ def _parquet(source: Source) -> Iterator[Row]:
             for part in file.iter_batches(_ROWS_AT_ONCE):
                 for values in part.to_pylist():
                     number += 1
-                    yield Row(source, number, _without_nulls(values))
+                    yield FileRow(source, number, _without_nulls(values))
     except (pa.ArrowInvalid, OSError) as error:
         raise TrainerError(f"{source.path} is damaged after row {number} ({error}). Write it again.") from error
 
@@ -168,7 +168,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if holds_keys else value
 
 
-def _source(path: Path) -> Source:
+def _source(path: Path) -> ExampleFile:
     digest, size = hashlib.sha256(), 0
     try:
         with path.open("rb") as file:
@@ -179,7 +179,7 @@ def _source(path: Path) -> Source:
         raise TrainerError(f"{path} cannot be read ({error.strerror or error}).") from error
     if not size:
         raise TrainerError(f"{path} is empty. Write it again with `spangrad export`, and see what the export left out.")
-    return Source(path, digest.hexdigest(), size)
+    return ExampleFile(path, digest.hexdigest(), size)
 
 
 def _metas(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -20,15 +20,15 @@ from trainer.optim.rows import scalars
 from trainer.optim.workers import begin
 from trainer.sft.examples import Example
 from trainer.sft.objective import Method, Objective
-from trainer.sft.rendering import Tokens
+from trainer.sft.rendering import TokenSequence
 
-_NO_OP = Tokens([0, 0], [0, 0])
+_NO_OP = TokenSequence([0, 0], [0, 0])
 _KEPT = ("loss", "grad_norm", "preference_accuracy", "preference_margin", "chosen_reward", "rejected_reward")
 _POLICY_ONLY = {"kl_coef": 0.0, "estimator": "grpo"}
 """Values of the trainer's settings by which neither a reference nor a critic is loaded beside the policy."""
 
 
-class Tuner:
+class FileOptimizer:
     """Model with its optimizer, and the steps of a run over files."""
 
     def __init__(self, model: Path, settings: Settings, method: Method, steps: int) -> None:

@@ -27,7 +27,7 @@ class UnfitRowError(Exception):
 
 
 @dataclass(slots=True)
-class Tokens:
+class TokenSequence:
     """Token sequence with its loss mask."""
 
     ids: list[int] = field(default_factory=list[int])
@@ -44,7 +44,7 @@ class Tokens:
 class _RenderedSequence:
     """Sequence, with the text that it encodes."""
 
-    tokens: Tokens = field(default_factory=Tokens)
+    tokens: TokenSequence = field(default_factory=TokenSequence)
     text: str = ""
 
 
@@ -55,7 +55,7 @@ class Renderer:
         """Load nothing yet: rows with ids need no tokenizer."""
         self._model = model
 
-    def conversation(self, messages: Sequence[Message], trained: Sequence[bool], tools: Sequence[Any] | None) -> list[Tokens]:
+    def conversation(self, messages: Sequence[Message], trained: Sequence[bool], tools: Sequence[Any] | None) -> list[TokenSequence]:
         """Return messages as sequences; messages after the last trained reply are left out.
 
         Args:
@@ -81,15 +81,15 @@ class Renderer:
             sequence.text = rendered
         return [sequence.tokens for sequence in sequences]
 
-    def completion(self, prompt: str, reply: str) -> Tokens:
+    def completion(self, prompt: str, reply: str) -> TokenSequence:
         """Return a prompt with its completion, as in /v1/completions; the end-of-sequence token is trained."""
-        tokens = Tokens()
+        tokens = TokenSequence()
         tokens.extend(self._tokenizer(prompt)["input_ids"], 0)
         end = self._tokenizer.eos_token_id
         tokens.extend([*self._ids(reply), *([] if end is None else [end])], 1)
         return tokens
 
-    def _reply(self, tokens: Tokens, ids: list[int]) -> None:
+    def _reply(self, tokens: TokenSequence, ids: list[int]) -> None:
         """Add a reply; text of the template after its end (mostly a line break) is not trained, as no model samples it."""
         ends = [at for at, token in enumerate(ids) if token in self._ends]
         length = ends[-1] + 1 if ends else len(ids)

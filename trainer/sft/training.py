@@ -29,16 +29,16 @@ from spangrad.store.clickhouse import connect
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.file_batches import TunedFile, Tuning, last_of, trained_attempts
 from trainer.ledger.heartbeat import beating
-from trainer.ledger.ledger import Lease, Ledger
+from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.ledger.tables import LedgerVersion
-from trainer.monitor.watching import Clock, Step, Watchers
+from trainer.monitor.watching import Clock, CommittedStep, Watchers
 from trainer.publish import checkpoint
 from trainer.publish.lora import model_of
 from trainer.publish.publisher import Publisher
-from trainer.sft.examples import Example, Examples, Limits, batches, digest_of, read_examples
-from trainer.sft.files import RolloutOrigin, Source, find_sources
+from trainer.sft.examples import Example, Examples, LengthLimits, batches, digest_of, read_examples
+from trainer.sft.files import ExampleFile, RolloutOrigin, find_sources
 from trainer.sft.objective import Method
 from trainer.sft.rendering import Renderer
 from trainer.shutdown import Shutdown, Stopped
@@ -46,7 +46,7 @@ from trainer.shutdown import Shutdown, Stopped
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-    from trainer.sft.optimizer import Tuner
+    from trainer.sft.optimizer import FileOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class FileTrainPlan:
     """Plan of a run over files."""
 
     method: Method
@@ -68,7 +68,7 @@ class Plan:
     """Version that the run starts from."""
     done: Tuning | None
     """Batch that made `base`, where it is one of this run. None: the run has not begun."""
-    sources: Sequence[Source]
+    sources: Sequence[ExampleFile]
     examples: Examples
     digest: str
     steps: list[list[int]]
@@ -86,7 +86,7 @@ class Plan:
 class Tuned:
     """Result of a run over files."""
 
-    plan: Plan
+    plan: FileTrainPlan
     versions: list[LedgerVersion]
     """Versions that it committed, oldest first; empty: the run had been whole before."""
 
@@ -94,7 +94,7 @@ class Tuned:
 class Observer(Protocol):
     """Observer of a run's progress."""
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: FileTrainPlan) -> None:
         """Handle the plan: the files are read, and training is about to begin."""
         ...
 
@@ -108,7 +108,7 @@ class Observer(Protocol):
 
 
 class _NoObserver:
-    def planned(self, plan: Plan) -> None: ...
+    def planned(self, plan: FileTrainPlan) -> None: ...
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -150,7 +150,7 @@ def tune(
         return None
 
 
-def run_name(settings: Settings, method: Method, sources: Sequence[Source], *, again: bool) -> str:
+def run_name(settings: Settings, method: Method, sources: Sequence[ExampleFile], *, again: bool) -> str:
     """Return a run's name: 16 hexadecimal digits of a hash of the method, the files and every setting that decides what is learnt."""
     trainer = settings.trainer.model_dump(mode="json", include=set(_LEARNING))
     facts = [method, [source.checksum for source in sources], settings.tuning.model_dump(mode="json"), trainer, again]
@@ -161,7 +161,7 @@ def run_name(settings: Settings, method: Method, sources: Sequence[Source], *, a
 class _Run:
     settings: Settings
     method: Method
-    sources: Sequence[Source]
+    sources: Sequence[ExampleFile]
     again: bool
     observer: Observer
     shutdown: Shutdown
@@ -191,7 +191,7 @@ class _Run:
             if client:
                 client.close()
 
-    def _plan(self, ledger: Ledger, head: LedgerVersion) -> Plan:
+    def _plan(self, ledger: Ledger, head: LedgerVersion) -> FileTrainPlan:
         trainer, tuning = self.settings.trainer, self.settings.tuning
         run = run_name(self.settings, self.method, self.sources, again=self.again)
         last = last_of(ledger.database, trainer.policy, trainer.branch, run, ledger.lineage())
@@ -199,7 +199,7 @@ class _Run:
         if last and done and self.again and (done.is_whole or last[0] != head.version):
             last = done = None
         if done and done.is_whole:
-            return Plan(self.method, run, head, done, self.sources, Examples(), done.examples, [], [])
+            return FileTrainPlan(self.method, run, head, done, self.sources, Examples(), done.examples, [], [])
         if last and done and last[0] != head.version:
             raise TrainerError(
                 f"this run stopped at step {done.step} of {done.steps} (version {last[0]}), and branch {trainer.branch} is at "
@@ -212,7 +212,7 @@ class _Run:
                 f"version {head.version}, the head of branch {trainer.branch}, is an adapter, and `spangrad tune` goes on from whole "
                 "models. Begin a branch with a whole model (trainer.branch, trainer.model)."
             )
-        limits = Limits.of(model, head.tokenizer_hash, tuning, trainer.max_tokens_per_device)
+        limits = LengthLimits.of(model, head.tokenizer_hash, tuning, trainer.max_tokens_per_device)
         known = set() if self.again else trained_attempts(ledger.database, trainer.policy, trainer.branch, done)
 
         def trained_before(origins: Sequence[RolloutOrigin]) -> list[RolloutOrigin]:
@@ -228,13 +228,15 @@ class _Run:
         steps = batches(examples.trained, tuning)
         stride = tuning.steps_per_version or len(steps) // tuning.epochs
         ends = [*range(stride, len(steps), stride), len(steps)]
-        return Plan(self.method, run, head, done, self.sources, examples, digest, steps, ends)
+        return FileTrainPlan(self.method, run, head, done, self.sources, examples, digest, steps, ends)
 
-    def _train(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: Plan) -> list[LedgerVersion]:
+    def _train(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: FileTrainPlan) -> list[LedgerVersion]:
         with closing(self._tuner(plan)) as tuner:
             return self._versions(ledger, client, watchers, plan, tuner)
 
-    def _versions(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: Plan, tuner: Tuner) -> list[LedgerVersion]:
+    def _versions(
+        self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: FileTrainPlan, tuner: FileOptimizer
+    ) -> list[LedgerVersion]:
         head, versions = plan.base, list[LedgerVersion]()
         before = _named("held_out", self._held_out(tuner, plan)) if not plan.at else {}
         for begin, end in pairwise([plan.at, *(step for step in plan.ends if step > plan.at)]):
@@ -245,16 +247,16 @@ class _Run:
             self.observer.committed(head)
             _copy(client, self.settings, ledger)
             batch = ledger.batch(head.policy_version.batch_id or "")
-            watchers.stepped(Step(len(ledger.committed_versions()) - 1, head, batch, self.clock.stages))
+            watchers.stepped(CommittedStep(len(ledger.committed_versions()) - 1, head, batch, self.clock.stages))
             prune(ledger, self.settings)
             self.clock.end()
         return versions
 
-    def _tuner(self, plan: Plan) -> Tuner:
-        from trainer.sft.optimizer import Tuner
+    def _tuner(self, plan: FileTrainPlan) -> FileOptimizer:
+        from trainer.sft.optimizer import FileOptimizer
 
         model = Path(plan.base.policy_version.path)
-        tuner = Tuner(model, self.settings, self.method, len(plan.steps))
+        tuner = FileOptimizer(model, self.settings, self.method, len(plan.steps))
         if plan.done:
             tuner.load_state(model)
         elif self.method == "dpo":
@@ -262,12 +264,19 @@ class _Run:
         logger.info("version %d is loaded on %s", plan.base.version, tuner.device)
         return tuner
 
-    def _held_out(self, tuner: Tuner, plan: Plan) -> dict[str, float]:
+    def _held_out(self, tuner: FileOptimizer, plan: FileTrainPlan) -> dict[str, float]:
         after = 2 * len(plan.examples.trained)
         return tuner.measure(plan.examples.held_out, None if tuner.reference is None else tuner.reference[after:])
 
     def _version(
-        self, ledger: Ledger, tuner: Tuner, plan: Plan, parent: LedgerVersion, begin: int, end: int, facts: dict[str, float]
+        self,
+        ledger: Ledger,
+        tuner: FileOptimizer,
+        plan: FileTrainPlan,
+        parent: LedgerVersion,
+        begin: int,
+        end: int,
+        facts: dict[str, float],
     ) -> LedgerVersion:
         """Make one version of some steps; on any error before the commit, undo the lease."""
         trained = [plan.examples.trained[at] for at in sorted({at for step in plan.steps[begin:end] for at in step})]
@@ -292,7 +301,7 @@ class _Run:
             raise
         return ledger.version(lease.version)
 
-    def _step(self, tuner: Tuner, plan: Plan, at: int) -> dict[str, float]:
+    def _step(self, tuner: FileOptimizer, plan: FileTrainPlan, at: int) -> dict[str, float]:
         self.shutdown.check()
         places = plan.steps[at]
         reference = None
@@ -302,7 +311,9 @@ class _Run:
         self.observer.stepped(at + 1, metrics)
         return metrics
 
-    def _checkpoint(self, tuner: Tuner, plan: Plan, parent: LedgerVersion, lease: Lease, *, is_last: bool) -> checkpoint.Checkpoint:
+    def _checkpoint(
+        self, tuner: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, lease: BatchLease, *, is_last: bool
+    ) -> checkpoint.Checkpoint:
         trainer = self.settings.trainer
         nothing: Callable[[Path], None] = lambda _: None  # noqa: E731
         with self.clock.stage("checkpoint"):
@@ -318,7 +329,7 @@ class _Run:
                 save_state=nothing if is_last else tuner.save_state,  # a whole run is not resumed
             )
 
-    def _lease(self, ledger: Ledger, rollouts: list[BatchRollout], parent: LedgerVersion, tuning: Tuning) -> Lease:
+    def _lease(self, ledger: Ledger, rollouts: list[BatchRollout], parent: LedgerVersion, tuning: Tuning) -> BatchLease:
         awaited = None
         while True:
             with self.shutdown.shielded():
@@ -351,7 +362,7 @@ def _rollouts(examples: Sequence[Example]) -> list[BatchRollout]:
     return list(rollouts.values())
 
 
-def _files(sources: Sequence[Source], examples: Sequence[Example]) -> tuple[TunedFile, ...]:
+def _files(sources: Sequence[ExampleFile], examples: Sequence[Example]) -> tuple[TunedFile, ...]:
     counts = {source.checksum: 0 for source in sources}
     for example in examples:
         counts[example.source.checksum] += 1

@@ -41,7 +41,7 @@ _WEIGHT = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class Things:
+class AnchoredEvents:
     """Calls or tool calls, a row each."""
 
     node: Indices
@@ -54,9 +54,9 @@ class Things:
     tool: Indices
     """Tool call that each lies in; the forest's size where there is none."""
 
-    def take(self, rows: Indices) -> Things:
+    def take(self, rows: Indices) -> AnchoredEvents:
         """Return the given rows."""
-        return Things(self.node[rows], self.attempt[rows], self.where.take(rows), self.agent[rows], self.tool[rows])
+        return AnchoredEvents(self.node[rows], self.attempt[rows], self.where.take(rows), self.agent[rows], self.tool[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class Agents:
         agent = jump[nearest]
         return cls(agent, agent[tree.parent[agent]], name, tools)
 
-    def things(self, tree: Forest, span_clocks: Clocks, node: Indices, attempt: Indices, where: Paths) -> Things:
+    def things(self, tree: Forest, span_clocks: Clocks, node: Indices, attempt: Indices, where: Paths) -> AnchoredEvents:
         """Make things whose outermost spans are `node`, and whose own spans' paths are `where`."""
         above = tree.parent[node]
-        return Things(node, attempt, _outermost(tree, span_clocks, node, where), self.agent[above], self.tool[above])
+        return AnchoredEvents(node, attempt, _outermost(tree, span_clocks, node, where), self.agent[above], self.tool[above])
 
 
 def _outermost(tree: Forest, span_clocks: Clocks, node: Indices, where: Paths) -> Paths:
@@ -113,12 +113,12 @@ def _outermost(tree: Forest, span_clocks: Clocks, node: Indices, where: Paths) -
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class CallHistory:
     """Index of the calls of all attempts, in the order of attempts and of `lineage.order`, for lookups of the call that came before."""
 
     tree: Forest
     agents: Agents
-    calls: Things
+    calls: AnchoredEvents
     counts: Mask
     """True for calls that gave something to act upon."""
     first: Indices
@@ -137,7 +137,7 @@ class Past:
     """Nearest agent with calls among each node and its ancestors."""
 
     @classmethod
-    def of(cls, tree: Forest, agents: Agents, calls: Things, counts: Mask, attempts: int, tools: Indices) -> Past:
+    def of(cls, tree: Forest, agents: Agents, calls: AnchoredEvents, counts: Mask, attempts: int, tools: Indices) -> CallHistory:
         """Index sorted calls; `tools` are the spans of tool calls whose causes will be looked up."""
         many = np.bincount(calls.attempt, minlength=attempts)
         below, both = _below(tree, calls.node), _below(tree, np.concatenate([calls.node, tools]))
@@ -160,7 +160,7 @@ class Past:
             tree.nearest((earliest < len(rows))[: tree.size]),
         )
 
-    def latest(self, things: Things, until: Indices, *, ended: bool) -> Indices:
+    def latest(self, things: AnchoredEvents, until: Indices, *, ended: bool) -> Indices:
         """Return the row of the call that came before each thing, or NO_CALL.
 
         Args:
@@ -190,7 +190,7 @@ class Past:
             active, at = active[on], at[on]
         return best
 
-    def _score_bound(self, things: Things, until: Indices, ancestor_of: Indices) -> Indices:
+    def _score_bound(self, things: AnchoredEvents, until: Indices, ancestor_of: Indices) -> Indices:
         """Return an upper bound on the score of any call for each thing."""
         size, depth = self.tree.size, self.tree.depth
         own = self._active[things.agent]
@@ -200,7 +200,7 @@ class Past:
         named = np.where(things.agent != size, _NAMESAKE, _OTHER)
         return np.where(within, _ENCLOSING + depth[own], named) * _WEIGHT + depth[ancestor_of[things.node]]
 
-    def _common(self, calls: Indices, things: Things, rows: Indices) -> Indices:
+    def _common(self, calls: Indices, things: AnchoredEvents, rows: Indices) -> Indices:
         """Return the depths of the nearest common ancestors."""
         left, right = self.calls.node[calls], things.node[rows]
         ancestor = self._ancestor_with_two_things[right]
@@ -210,7 +210,7 @@ class Past:
         common[apart] = self.tree.common_depth(left[apart], right[apart])
         return common
 
-    def _agent_score(self, calls: Indices, things: Things, rows: Indices) -> Indices:
+    def _agent_score(self, calls: Indices, things: AnchoredEvents, rows: Indices) -> Indices:
         size, agents = self.tree.size, self.agents
         call_agent, thing_agent = self.calls.agent[calls], things.agent[rows]
         in_agents = (call_agent != size) & (thing_agent != size)

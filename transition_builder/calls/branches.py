@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from transition_builder.calls.before import NO_CALL, Past
+from transition_builder.calls.before import NO_CALL, CallHistory
 from transition_builder.calls.lineage import Indices, Mask
 
 
@@ -55,7 +55,7 @@ class Lists:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Tree of calls, by their rows in `Past.calls`."""
+    """Tree of calls, by their rows in `CallHistory.calls`."""
 
     parent: Indices
     """Row of the parent call; NO_CALL for none."""
@@ -64,7 +64,7 @@ class Tree:
     branch: Indices
 
 
-def build_call_tree(past: Past, prompts: Lists, responses: Lists, first: Indices) -> Tree:
+def build_call_tree(past: CallHistory, prompts: Lists, responses: Lists, first: Indices) -> Tree:
     """Find parents and number branches.
 
     Args:
@@ -119,7 +119,7 @@ def _goes_on(prompts: Lists, responses: Lists, earlier: Indices, later: Indices)
     return fits
 
 
-def _longest_prefix_parent(past: Past, prompts: Lists, responses: Lists, first: Indices, calls: Indices) -> Indices:
+def _longest_prefix_parent(past: CallHistory, prompts: Lists, responses: Lists, first: Indices, calls: Indices) -> Indices:
     """Return, for each call, the earlier choice whose prompt and response are the longest prefix of its prompt; NO_CALL where none is."""
     best, length = np.full(len(calls), NO_CALL, dtype=np.int64), np.zeros(len(calls), dtype=np.int64)
     owner = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(prompts.length))))
@@ -136,7 +136,7 @@ def _longest_prefix_parent(past: Past, prompts: Lists, responses: Lists, first: 
     return best
 
 
-def _numbers(past: Past, parent: Indices, goes_on: Mask) -> Indices:
+def _numbers(past: CallHistory, parent: Indices, goes_on: Mask) -> Indices:
     """Return the branch number of each call."""
     if not len(parent):
         return parent
@@ -154,13 +154,13 @@ def _numbers(past: Past, parent: Indices, goes_on: Mask) -> Indices:
     return (opened - opened[past.first[past.calls.attempt]])[opener]
 
 
-def _of_one_agent(past: Past, first_calls: Indices, second_calls: Indices) -> Mask:
+def _of_one_agent(past: CallHistory, first_calls: Indices, second_calls: Indices) -> Mask:
     """Return whether two calls belong to one agent or to namesakes in the same enclosing agent, or neither belongs to any."""
     agents, left, right = past.agents, past.calls.agent[first_calls], past.calls.agent[second_calls]
     return (left == right) | ((agents.name[left] == agents.name[right]) & (agents.around[left] == agents.around[right]))
 
 
-def _below_parent(past: Past, parent: Indices) -> Mask:
+def _below_parent(past: CallHistory, parent: Indices) -> Mask:
     """Return whether each call lies in a tool, or in an agent nested in its parent's, that its parent does not lie in."""
     size, calls, around = past.tree.size, past.calls, past.agents.around
     parent_row = np.maximum(parent, 0)

@@ -18,7 +18,7 @@ from transition_builder.calls.lineage import Forest, Indices, Mask
 
 
 @dataclass(frozen=True, slots=True)
-class Families:
+class CallGroups:
     """Spans of calls, linked to call groups."""
 
     node: Indices
@@ -39,16 +39,16 @@ class Families:
     """True where the span lies below a gateway span."""
 
     @classmethod
-    def of(cls, node: Indices, number: Indices, tree: Forest, gateway: Mask, client: Mask, model: Mask, suspect: Mask) -> Families:
+    def of(cls, node: Indices, number: Indices, tree: Forest, gateway: Mask, client: Mask, model: Mask, suspect: Mask) -> CallGroups:
         """Derive the other fields; every span of a call is one of gateway, client, model and suspect, or the engine's."""
         roots = tree.topmost(np.ones(tree.size, dtype=np.bool_))[: tree.size]
         below = tree.nearest(gateway)[tree.parent[: tree.size]] != tree.size
         return cls(node, number, tree, gateway, client, model, suspect, roots, tree.above(gateway), below)
 
-    def linked(self, lower: Indices, upper: Indices) -> Families:
+    def linked(self, lower: Indices, upper: Indices) -> CallGroups:
         """Return the same spans with some call groups hung below others."""
         tree = self.tree.with_parents(lower, upper)
-        return Families.of(self.node, self.number, tree, self.is_gateway, self.client, self.model, self.suspect)
+        return CallGroups.of(self.node, self.number, tree, self.is_gateway, self.client, self.model, self.suspect)
 
     @property
     def tops(self) -> Mask:

@@ -27,7 +27,7 @@ import polars as pl
 
 from transition_builder import dialects
 from transition_builder.calls import lineage, retries, span_matching
-from transition_builder.calls.call_groups import Families
+from transition_builder.calls.call_groups import CallGroups
 from transition_builder.calls.lineage import Forest, Indices, Mask
 from transition_builder.completeness.resolve import NAMED
 from transition_builder.frames import empty
@@ -187,7 +187,7 @@ def _order(calls: pl.DataFrame, nodes: pl.DataFrame, tree: Forest, group_roots: 
     return lineage.order(attempt, where, once["ByGateway"].to_numpy(), once.select(_SPAN))[span_of]
 
 
-def _answered(nodes: pl.DataFrame, call_spans: Families, clients: Indices, answers: pl.DataFrame) -> dict[int, set[str]]:
+def _answered(nodes: pl.DataFrame, call_spans: CallGroups, clients: Indices, answers: pl.DataFrame) -> dict[int, set[str]]:
     """Return response ids that clients' spans name, nested clients included, by the outer client's node."""
     if not len(clients):
         return {}
@@ -217,7 +217,7 @@ def _at(spans: pl.DataFrame, index: pl.DataFrame) -> Indices:
     return spans.select(_SPAN).join(index, on=_SPAN, how="left", maintain_order="left")["node"].cast(pl.Int64).to_numpy()
 
 
-def _call_spans(nodes: pl.DataFrame, tree: Forest, at: Indices) -> Families:
+def _call_spans(nodes: pl.DataFrame, tree: Forest, at: Indices) -> CallGroups:
     """Return the spans of calls, linked to the nearest ones that they lie directly inside of."""
     kinds = nodes.select(*_KINDS, "IsTool", IsAgent=pl.col("AgentName").is_not_null())
     client, model, engine, suspect, tool, agent = (kinds[name].to_numpy() for name in kinds.columns)
@@ -227,7 +227,7 @@ def _call_spans(nodes: pl.DataFrame, tree: Forest, at: Indices) -> Families:
     node = np.flatnonzero(call_like)
     number = np.full(tree.size + 1, len(node), dtype=np.int64)
     number[node] = np.arange(len(node))
-    return Families.of(
+    return CallGroups.of(
         node,
         number,
         Forest.of(number[tree.nearest(call_like | tool | agent)[tree.parent[node]]]),
@@ -238,7 +238,7 @@ def _call_spans(nodes: pl.DataFrame, tree: Forest, at: Indices) -> Families:
     )
 
 
-def _holders(nodes: pl.DataFrame, call_spans: Families, answers: pl.DataFrame) -> Mask:
+def _holders(nodes: pl.DataFrame, call_spans: CallGroups, answers: pl.DataFrame) -> Mask:
     """Return a mask of the groups' spans that hold token ids."""
     holds = np.zeros(len(call_spans.node), dtype=np.bool_)
     if answers.height:
@@ -250,7 +250,7 @@ def _holders(nodes: pl.DataFrame, call_spans: Families, answers: pl.DataFrame) -
 
 
 def _pair(
-    nodes: pl.DataFrame, tree: Forest, call_spans: Families, gateway_calls: pl.DataFrame, answers: pl.DataFrame
+    nodes: pl.DataFrame, tree: Forest, call_spans: CallGroups, gateway_calls: pl.DataFrame, answers: pl.DataFrame
 ) -> span_matching.Paired:
     """Match the call groups of every attempt in which there is anything to match."""
     tops = np.flatnonzero(call_spans.tops)
@@ -271,8 +271,8 @@ def _pair(
 
 
 def _call_groups(
-    nodes: pl.DataFrame, tree: Forest, call_spans: Families, gateway_calls: pl.DataFrame, answers: pl.DataFrame, tops: Indices
-) -> dict[int, span_matching.Kin]:
+    nodes: pl.DataFrame, tree: Forest, call_spans: CallGroups, gateway_calls: pl.DataFrame, answers: pl.DataFrame, tops: Indices
+) -> dict[int, span_matching.CallSpans]:
     """Return the facts of each call group that `span_matching` compares."""
     members = np.flatnonzero(np.isin(call_spans.roots, tops))
     facts = nodes.select(
@@ -305,7 +305,7 @@ def _call_groups(
         if call_spans.is_gateway[number]:
             tokens.setdefault(top, (len(prompt or ()), len(response or ())))
             requested_model.setdefault(top, requested)
-    groups = dict[int, span_matching.Kin]()
+    groups = dict[int, span_matching.CallSpans]()
     inside = call_spans.inside(tree, tops)
     named = facts.sort("depth", *_SPAN).with_columns(
         start=pl.col("Timestamp").cast(pl.Int64), lasted=pl.col("Duration").cast(pl.Int64, strict=False).fill_null(0)
@@ -322,7 +322,7 @@ def _call_groups(
                 tokens.setdefault(top, (row["InputTokens"], row["OutputTokens"]))
         ranks = [row["rank"] for row in rows]
         wire = [rank for rank in ranks if rank not in (span_matching.REQUEST, span_matching.ENGINE)]
-        groups[top] = span_matching.Kin(
+        groups[top] = span_matching.CallSpans(
             name=top,
             top=first["rank"],
             bottom=min(wire or ranks),

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from transition_builder.calls import branches, causes, lineage
-from transition_builder.calls.before import NO_CALL, Agents, Past
+from transition_builder.calls.before import NO_CALL, Agents, CallHistory
 from transition_builder.calls.branches import Lists
 from transition_builder.calls.join import Joined
 from transition_builder.calls.lineage import Forest, Indices, Mask
@@ -63,7 +63,7 @@ def place(nodes: pl.DataFrame, joined: Joined) -> Placed:
     row_of_span[sort] = np.arange(many)
     agents = Agents.of(nodes, tree, joined.call_like)
     calls = agents.things(tree, span_clocks, slim["TopNode"].to_numpy()[sort], attempt[sort], where.take(sort))
-    past = Past.of(tree, agents, calls, slim["counts"].to_numpy()[sort], int(attempt.max(initial=-1)) + 1, tools)
+    past = CallHistory.of(tree, agents, calls, slim["counts"].to_numpy()[sort], int(attempt.max(initial=-1)) + 1, tools)
 
     row = row_of_span[span_of]
     choices = np.lexsort((joined.calls["Choice"].to_numpy(), row))

@@ -1,7 +1,7 @@
 """Span matching: unlinked spans that describe the same call.
 
-In: call groups (each linked group of spans is one `Kin`) of one attempt. Out: the group that each hangs below, and the groups that are
-absorbed by others without a definite match. Invariant: nothing depends on the order in which groups are given; a group is hung below
+In: call groups (each linked group of spans is one `CallSpans`) of one attempt. Out: the group that each hangs below, and the groups that
+are absorbed by others without a definite match. Invariant: nothing depends on the order in which groups are given; a group is hung below
 one other at most.
 
 A group goes below another, in whose spans it does not lie, that is further from the wire (framework above client above HTTP request
@@ -31,7 +31,7 @@ ENGINE, GATEWAY, REQUEST, CLIENT, FRAMEWORK = range(5)
 
 
 @dataclass(frozen=True, slots=True)
-class Kin:
+class CallSpans:
     """Linked group of spans of a call."""
 
     name: int
@@ -67,7 +67,7 @@ class Paired:
     absorbed: frozenset[int]
 
 
-def pair(groups: Iterable[Kin]) -> Paired:
+def pair(groups: Iterable[CallSpans]) -> Paired:
     """Match the call groups of one attempt."""
     ordered = sorted(groups, key=lambda group: (group.place, group.name))
     below = dict[int, int]()
@@ -83,7 +83,7 @@ def pair(groups: Iterable[Kin]) -> Paired:
     return Paired(below, frozenset(_absorbed(ordered, below)))
 
 
-def _hang(below: dict[int, int], lower: Kin, upper: Kin) -> None:
+def _hang(below: dict[int, int], lower: CallSpans, upper: CallSpans) -> None:
     above = upper.name
     while above in below and above != lower.name:
         above = below[above]
@@ -91,7 +91,7 @@ def _hang(below: dict[int, int], lower: Kin, upper: Kin) -> None:
         below[lower.name] = upper.name
 
 
-def _fits(lower: Kin, upper: Kin) -> bool:
+def _fits(lower: CallSpans, upper: CallSpans) -> bool:
     """Return whether a group may hang below another."""
     if lower is upper or upper.name in lower.inside:
         return False
@@ -103,9 +103,9 @@ def _fits(lower: Kin, upper: Kin) -> bool:
     return upper.bottom >= CLIENT and (lower.top < upper.bottom or beside)
 
 
-def _by_response(groups: Sequence[Kin]) -> Iterator[tuple[Kin, Kin]]:
+def _by_response(groups: Sequence[CallSpans]) -> Iterator[tuple[CallSpans, CallSpans]]:
     """Yield pairs that name one response: each with the nearest one further from the wire."""
-    sharing = dict[str, list[Kin]]()
+    sharing = dict[str, list[CallSpans]]()
     for group in groups:
         for response in sorted(group.responses):
             sharing.setdefault(response, []).append(group)
@@ -116,7 +116,7 @@ def _by_response(groups: Sequence[Kin]) -> Iterator[tuple[Kin, Kin]]:
                 yield lower, min(uppers, key=lambda group: group.bottom)
 
 
-def _by_ids(groups: Sequence[Kin]) -> Iterator[tuple[Kin, Kin]]:
+def _by_ids(groups: Sequence[CallSpans]) -> Iterator[tuple[CallSpans, CallSpans]]:
     """Yield gateway calls and groups whose answers have the same token ids and name no other response."""
     unmatched = [group for group in groups if group.bottom >= CLIENT and group.ids]
     for lower in [group for group in groups if group.top <= REQUEST and group.bottom == GATEWAY and group.ids] if unmatched else []:
@@ -131,10 +131,10 @@ def _same(left: frozenset[object], right: frozenset[object]) -> bool:
     return not left or not right or not left.isdisjoint(right)
 
 
-def _around(lower: Kin, groups: Sequence[Kin], below: dict[int, int]) -> Kin | None:
+def _around(lower: CallSpans, groups: Sequence[CallSpans], below: dict[int, int]) -> CallSpans | None:
     """Return the group of the same process in which another began."""
     taken = set(below.values())
-    candidates = list[Kin]()
+    candidates = list[CallSpans]()
     for upper in groups:
         if upper.place >= lower.place:
             break
@@ -156,12 +156,12 @@ def _around(lower: Kin, groups: Sequence[Kin], below: dict[int, int]) -> Kin | N
     )
 
 
-def _latest_first(group: Kin) -> tuple[str, int, str]:
+def _latest_first(group: CallSpans) -> tuple[str, int, str]:
     # Where all have something below them already, it is a further retry of the one that began last.
     return (group.place[0], -group.place[1], group.place[2])
 
 
-def _began_inside(lower: Kin, upper: Kin) -> bool:
+def _began_inside(lower: CallSpans, upper: CallSpans) -> bool:
     if upper.name in lower.inside or lower.place[0] != upper.place[0] or upper.place[1] >= lower.place[1]:
         return False
     if upper.end == upper.start:
@@ -169,7 +169,7 @@ def _began_inside(lower: Kin, upper: Kin) -> bool:
     return lower.start <= upper.end
 
 
-def _agree(left: Kin, right: Kin) -> bool:
+def _agree(left: CallSpans, right: CallSpans) -> bool:
     tokens = left.tokens is None or right.tokens is None or left.tokens == right.tokens
     return tokens and _same_model(left.model, right.model) and _same(left.responses, right.responses) and _same(left.ids, right.ids)
 
@@ -182,7 +182,7 @@ def _same_model(left: str | None, right: str | None) -> bool:
     return long.startswith(short)
 
 
-def _by_tokens(groups: Sequence[Kin], below: dict[int, int]) -> Iterator[tuple[Kin, Kin]]:
+def _by_tokens(groups: Sequence[CallSpans], below: dict[int, int]) -> Iterator[tuple[CallSpans, CallSpans]]:
     """Yield gateway calls and groups with the same token counts, in the order of each."""
     for tokens in sorted({group.tokens for group in groups if group.top == GATEWAY and group.tokens is not None}):
         recorded = [group for group in groups if group.top == GATEWAY and group.tokens == tokens]
@@ -199,7 +199,7 @@ def _by_tokens(groups: Sequence[Kin], below: dict[int, int]) -> Iterator[tuple[K
                 break
 
 
-def _absorbed(groups: Sequence[Kin], below: dict[int, int]) -> Iterator[int]:
+def _absorbed(groups: Sequence[CallSpans], below: dict[int, int]) -> Iterator[int]:
     """Yield the names of groups that are no calls of their own."""
     taken = set(below.values())
     gateway = any(group.bottom == GATEWAY for group in groups)
@@ -224,5 +224,5 @@ def _absorbed(groups: Sequence[Kin], below: dict[int, int]) -> Iterator[int]:
             yield group.name
 
 
-def _of_client(other: Kin, group: Kin) -> bool:
+def _of_client(other: CallSpans, group: CallSpans) -> bool:
     return other.top == CLIENT and other.place[0] == group.place[0] and group.name not in other.inside

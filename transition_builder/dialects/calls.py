@@ -13,7 +13,7 @@ from spangrad import semconv
 from spangrad.types import call_id
 from transition_builder.dialects.answers import TEXTS_WITH_TOOL_CALLS
 from transition_builder.dialects.describe import READERS
-from transition_builder.dialects.reading import Said
+from transition_builder.dialects.reading import AttributeColumns
 from transition_builder.schemas import VERSIONS
 
 _ASKED_TOOL = (
@@ -79,7 +79,7 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
 
 def _reported(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the facts of calls that the spans report, each by its own dialect: reported_*, HttpStatus."""
-    attributes = Said(spans)
+    attributes = AttributeColumns(spans)
     beside = spans.select("ScopeName", "SpanName", "StatusCode", "StatusMessage", OfClient=pl.lit(False), SpeaksOfModels=pl.lit(False))
     parts, order = list[pl.DataFrame](), [np.zeros(0, dtype=np.int64)]
     for name in spans["Convention"].unique(maintain_order=True):
@@ -112,7 +112,7 @@ def _reported(spans: pl.DataFrame) -> pl.DataFrame:
 def asked_tools(nodes: pl.DataFrame) -> pl.DataFrame:
     """Return the tool calls that the responses of calls requested: TraceId, SpanId, ToolCallId; `nodes` are described spans."""
     called = nodes.filter(pl.col("IsClient") | pl.col("IsModel")).select("TraceId", "SpanId", "Attributes")
-    attributes = Said(called)
+    attributes = AttributeColumns(called)
     plain = attributes.entries(_ASKED_TOOL).select("row", ToolCallId="value")
     texts = attributes.entries(rf"^({'|'.join(name.replace('.', chr(92) + '.') for name in TEXTS_WITH_TOOL_CALLS)})$")
     if texts.height:

@@ -28,19 +28,19 @@ from transition_builder.dialects.conventions import (
     vercel,
     vllm,
 )
-from transition_builder.dialects.reading import NO, SCORES, Reading, Said
+from transition_builder.dialects.reading import NO, SCORES, AttributeColumns, Reading
 from transition_builder.dialects.scores import scores
 
 _GEN_AI_KEYS = r"^gen_ai\."
 
 
-def _gateway(attributes: Said) -> Reading:
+def _gateway(attributes: AttributeColumns) -> Reading:
     """Read the gateway's own spans; otel.calls holds the facts of its calls."""
     base = gen_ai.read(attributes)
     return replace(base, call=NO, tool=NO, chain=NO, suspect=NO, agent=pl.lit(None, pl.String))
 
 
-def _nothing(attributes: Said) -> Reading:
+def _nothing(attributes: AttributeColumns) -> Reading:
     """Read spans of no dialect: some are suspects, and any may name its agent."""
     return Reading(
         suspect=suspects.suspects(attributes),
@@ -49,7 +49,7 @@ def _nothing(attributes: Said) -> Reading:
     )
 
 
-READERS: Mapping[str, Callable[[Said], Reading]] = {
+READERS: Mapping[str, Callable[[AttributeColumns], Reading]] = {
     "gateway": _gateway,
     "vllm": vllm.read,
     "pydantic_ai": pydantic_ai.read,
@@ -87,7 +87,7 @@ def describe(spans: pl.DataFrame) -> pl.DataFrame:
         The same rows with the further columns of NODES, and ResponseId, Model, InputTokens, OutputTokens (null where the span is neither
         call, engine call nor suspect, or has none).
     """
-    attributes = Said(spans)
+    attributes = AttributeColumns(spans)
     beside = _beside(spans, attributes)
     convention = _conventions(attributes, beside)
     names = convention.unique(maintain_order=True).to_list()
@@ -106,7 +106,7 @@ def describe(spans: pl.DataFrame) -> pl.DataFrame:
     return spans.drop(described.columns, strict=False).hstack(described)
 
 
-def _scores(attributes: Said, spans: pl.DataFrame) -> pl.Series:
+def _scores(attributes: AttributeColumns, spans: pl.DataFrame) -> pl.Series:
     scored = scores(attributes, spans)
     if scored is None:
         return pl.repeat([], spans.height, dtype=SCORES, eager=True).alias("Scores")
@@ -114,14 +114,14 @@ def _scores(attributes: Said, spans: pl.DataFrame) -> pl.Series:
     return rows.join(scored, on="row", how="left", maintain_order="left").select(pl.col("Scores").fill_null([])).to_series()
 
 
-def conventions(spans: pl.DataFrame) -> tuple[Said, pl.DataFrame]:
+def conventions(spans: pl.DataFrame) -> tuple[AttributeColumns, pl.DataFrame]:
     """Return the attributes of spans, with ScopeName, SpanName, StatusCode, StatusMessage, OfClient and Convention beside them."""
-    attributes = Said(spans)
+    attributes = AttributeColumns(spans)
     beside = _beside(spans, attributes)
     return attributes, beside.with_columns(_conventions(attributes, beside).alias("Convention"))
 
 
-def _beside(spans: pl.DataFrame, attributes: Said) -> pl.DataFrame:
+def _beside(spans: pl.DataFrame, attributes: AttributeColumns) -> pl.DataFrame:
     """Return the columns that readings may use beside attributes."""
     client = [scope for scope in spans["ScopeName"].unique() if scopes.is_client(scope or "")]
     return spans.select(
@@ -131,7 +131,7 @@ def _beside(spans: pl.DataFrame, attributes: Said) -> pl.DataFrame:
     )
 
 
-def _conventions(attributes: Said, beside: pl.DataFrame) -> pl.Series:
+def _conventions(attributes: AttributeColumns, beside: pl.DataFrame) -> pl.Series:
     """Return the dialect of each span; empty where none reads it."""
     by_scope = {scope: name for scope in beside["ScopeName"].unique() if (name := scopes.dialect(scope))}
     of_scope = (

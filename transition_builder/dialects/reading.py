@@ -1,6 +1,6 @@
 """Reading of span attributes by dialects.
 
-In: the attributes of many spans, as one column of maps. Out: `Said`, which gives each requested attribute as a column of its
+In: the attributes of many spans, as one column of maps. Out: `AttributeColumns`, which gives each requested attribute as a column of its
 own, and `Reading`, the expressions over such columns that classify a span. Invariant: a span that lacks an attribute gives null, never
 an error, and so does text that was meant as a number or as JSON and is none.
 
@@ -33,7 +33,7 @@ def attribute(name: str) -> pl.Expr:
     return pl.col("Attributes").map.get(name)
 
 
-class Said:
+class AttributeColumns:
     """Attributes of spans, as a column each."""
 
     def __init__(self, spans: pl.DataFrame) -> None:
@@ -134,7 +134,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Expressions that classify a dialect's spans, over `Said`, ScopeName, SpanName, StatusCode, StatusMessage and OfClient."""
+    """Expressions that classify a dialect's spans, over `AttributeColumns`, ScopeName, SpanName, StatusCode, StatusMessage and OfClient."""
 
     call: pl.Expr = NO
     """The span is a call of a model for a response (no embedding, no ranking)."""
@@ -213,6 +213,6 @@ def unquoted(text: pl.Expr) -> pl.Expr:
     return text.str.strip_chars('"')
 
 
-def error_type(attributes: Said) -> pl.Expr:
+def error_type(attributes: AttributeColumns) -> pl.Expr:
     """Return the type of a span's error, by the attributes of OpenTelemetry's conventions."""
     return attributes.first(semconv.ERROR_TYPE, "exception.type")

@@ -14,7 +14,7 @@ import polars as pl
 
 from spangrad import semconv
 from transition_builder.dialects.conventions import agent_lightning
-from transition_builder.dialects.reading import SCORES, Said
+from transition_builder.dialects.reading import SCORES, AttributeColumns
 
 _PRIMARY = "primary"
 """Agent Lightning's name of a reward without a name."""
@@ -24,7 +24,7 @@ _KEYS = rf"^({semconv.REWARD}(\..+)?|{semconv.EVALUATION_SCORE}|agentlightning\.
 _OLD = r"^(agentops\.(task|entity)\.output|reward)$"
 
 
-def scores(attributes: Said, spans: pl.DataFrame) -> pl.DataFrame | None:
+def scores(attributes: AttributeColumns, spans: pl.DataFrame) -> pl.DataFrame | None:
     """Return the scores of spans that have any: row, Scores. None where no span has.
 
     Args:
@@ -45,7 +45,7 @@ def scores(attributes: Said, spans: pl.DataFrame) -> pl.DataFrame | None:
     return given.group_by("row", maintain_order=True).agg(pl.struct("Name", "Value").alias("Scores")).cast({"Scores": SCORES})
 
 
-def _named(entries: pl.DataFrame, attributes: Said) -> pl.DataFrame:
+def _named(entries: pl.DataFrame, attributes: AttributeColumns) -> pl.DataFrame:
     """Return scores with their names: row, at (place among several), Name, Value."""
     key = pl.col("key")
     place = key.str.extract(r"^agentlightning\.reward\.(\d+)\.value$")

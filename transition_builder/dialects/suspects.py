@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from transition_builder.dialects.reading import Said
+from transition_builder.dialects.reading import AttributeColumns
 
 PATHS = (
     r"(/chat/completions|/completions|/v\d[^/]*/(responses|messages)|/(openai|anthropic|llm)/(responses|messages)|//[^/]+/(responses|messages)"
@@ -36,12 +36,12 @@ _OF_SERVERS = ("http.route", "http.server_name", "net.host.port", "http.target")
 _METHODS = ("http.request.method", "http.method")
 
 
-def suspects(attributes: Said) -> pl.Expr:
+def suspects(attributes: AttributeColumns) -> pl.Expr:
     """Return whether a span that no dialect reads seems to have called a model, by other signs than a request."""
     return pl.col("SpanName").str.contains(NAMES).fill_null(False) | pl.col(SPEAKS)
 
 
-def requests(attributes: Said) -> pl.Expr:
+def requests(attributes: AttributeColumns) -> pl.Expr:
     """Return whether a span is an HTTP client's, of a request to a path that generates."""
     generating = attributes.first(*_URLS).str.contains(PATHS) & (attributes.first(*_METHODS).fill_null("POST").str.to_uppercase() == "POST")
     return attributes.once("=request", (generating & ~attributes.has(*_OF_SERVERS)).fill_null(False))

@@ -1,7 +1,7 @@
 """Rollouts of a part as conversations.
 
-In: a `Part` and the store. Out: for each rollout its calls with their dialogues, and merged conversations. Invariant: a call without a
-usable text is counted with its reason, once.
+In: a `GroupSlice` and the store. Out: for each rollout its calls with their dialogues, and merged conversations. Invariant: a call
+without a usable text is counted with its reason, once.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 from transition_builder.export.conversations import Conversation, of_messages
 from transition_builder.export.messages import Dialogue, Message
-from transition_builder.export.reading import Part, Reader
+from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.export.tally import LeftOut
 from transition_builder.export.texts import read_dialogues
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class CallText:
     """Call and its dialogue."""
 
     call: dict[str, Any]
-    """Row of `Part.calls`."""
+    """Row of `GroupSlice.calls`."""
     dialogue: Dialogue
 
 
@@ -31,8 +31,8 @@ class SpokenRollout:
     """Calls of a rollout that have a text."""
 
     rollout: dict[str, Any]
-    """Row of `Part.rollouts`."""
-    call_texts: list[Said]
+    """Row of `GroupSlice.rollouts`."""
+    call_texts: list[CallText]
     """Calls with a text, in order."""
     whole: bool
     """True if the rollout's first call is among them."""
@@ -46,7 +46,7 @@ class SpokenRollout:
         return merged
 
 
-def spoken(reader: Reader, part: Part, *, keep_cut: bool = False) -> Iterator[SpokenRollout]:
+def spoken(reader: ExportReader, part: GroupSlice, *, keep_cut: bool = False) -> Iterator[SpokenRollout]:
     """Yield the rollouts of a part that have a text.
 
     Args:
@@ -57,14 +57,14 @@ def spoken(reader: Reader, part: Part, *, keep_cut: bool = False) -> Iterator[Sp
     rollouts = list(part.by_rollout())
     dialogues = iter(read_dialogues(reader.client, reader.url, [call for _, calls in rollouts for call in calls]))
     for rollout, calls in rollouts:
-        call_texts: list[Said] = []
+        call_texts: list[CallText] = []
         whole = True
         for place, call in enumerate(calls):
             result = next(dialogues)
             if isinstance(result, Dialogue) and (result.cut or call["FinishReason"] == "length") and not keep_cut:
                 result = LeftOut.CUT_SHORT
             if isinstance(result, Dialogue):
-                call_texts.append(Said(call, result))
+                call_texts.append(CallText(call, result))
             else:
                 reader.tally.leave(result)
                 whole = whole and place > 0
@@ -72,7 +72,7 @@ def spoken(reader: Reader, part: Part, *, keep_cut: bool = False) -> Iterator[Sp
             yield SpokenRollout(rollout, call_texts, whole)
 
 
-def about(reader: Reader, rollout: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
+def about(reader: ExportReader, rollout: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the metadata of a row: its dataset, rollout and calls."""
     return {
         "dataset": str(reader.dataset),

@@ -29,7 +29,7 @@ class Conversation:
 
 
 @dataclass(slots=True)
-class Tokens:
+class CallTokens:
     """Token ids of one or more calls."""
 
     ids: list[int]
@@ -62,16 +62,16 @@ def of_messages(calls: Sequence[tuple[list[Message], Message, list[Tool]]]) -> l
     return sorted(merged, key=lambda conversation: conversation.calls[0])
 
 
-def of_tokens(calls: Sequence[tuple[list[int], list[int]]]) -> list[Tokens]:
+def of_tokens(calls: Sequence[tuple[list[int], list[int]]]) -> list[CallTokens]:
     """Merge calls, given as prompt and response ids in order."""
-    sequences: list[Tokens] = []
+    sequences: list[CallTokens] = []
     for place in sorted(range(len(calls)), key=lambda number: (len(calls[number][0]), number)):
         prompt, response = calls[place]
         fitting = [tokens for tokens in sequences if len(tokens.ids) <= len(prompt) and prompt[: len(tokens.ids)] == tokens.ids]
         if fitting:
             sequence = max(fitting, key=lambda tokens: len(tokens.ids))
         else:
-            sequence = Tokens([], [], [], len(prompt))
+            sequence = CallTokens([], [], [], len(prompt))
             sequences.append(sequence)
         known = len(sequence.ids)
         sequence.ids += [*prompt[known:], *response]

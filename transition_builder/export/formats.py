@@ -1,6 +1,6 @@
 """Export formats, and one export from the store to a file or directory.
 
-In: a format's name, the request, the path. Out: the file or directory, complete, and a `Tally`. Invariant: nothing appears under the
+In: a format's name, the request, the path. Out: the file or directory, complete, and a `ExportTally`. Invariant: nothing appears under the
 name before all of it is written and every call is accounted for.
 """
 
@@ -16,8 +16,8 @@ from spangrad.errors import BuilderError
 from spangrad.store.datasets import Dataset
 from spangrad.types import DropReason
 from transition_builder.export.files import made_whole
-from transition_builder.export.reading import Reader, Wanted
-from transition_builder.export.tally import Tally
+from transition_builder.export.reading import ExportReader, ExportSelection
+from transition_builder.export.tally import ExportTally
 from transition_builder.export.writers.hugging_face import write_hugging_face
 from transition_builder.export.writers.parquet import write_parquet
 from transition_builder.export.writers.preferences import write_preferences
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ExportFormat:
     """Export format."""
 
-    write: Callable[[Reader, Path], None]
+    write: Callable[[ExportReader, Path], None]
     is_directory: bool = False
     takes_dropped: bool = False
     """True if the format can hold calls without token ids."""
 
 
 FORMATS = {
-    "parquet": Format(write_parquet),
-    "huggingface": Format(write_hugging_face, is_directory=True),
-    "verl": Format(write_verl),
-    "verl-sft": Format(write_verl_sft, takes_dropped=True),
-    "sft": Format(write_sft, takes_dropped=True),
-    "sft-tokens": Format(write_sft_tokens),
-    "preferences": Format(write_preferences),
+    "parquet": ExportFormat(write_parquet),
+    "huggingface": ExportFormat(write_hugging_face, is_directory=True),
+    "verl": ExportFormat(write_verl),
+    "verl-sft": ExportFormat(write_verl_sft, takes_dropped=True),
+    "sft": ExportFormat(write_sft, takes_dropped=True),
+    "sft-tokens": ExportFormat(write_sft_tokens),
+    "preferences": ExportFormat(write_preferences),
 }
 
 
@@ -54,7 +54,7 @@ class Exported:
     """Result of an export."""
 
     dataset: Dataset
-    tally: Tally
+    tally: ExportTally
 
 
 def require_place(name: str, dropped: Collection[DropReason]) -> None:
@@ -72,7 +72,7 @@ def export(
     client: Client,
     url: str,
     name: str,
-    request: Wanted,
+    request: ExportSelection,
     out: Path,
     *,
     force: bool = False,
@@ -99,7 +99,7 @@ def export(
     chosen = FORMATS[name]
     write = partial(write_preferences, min_margin=min_margin) if name == "preferences" else chosen.write
     with made_whole(out, force=force, directory=chosen.is_directory) as path:
-        reader = Reader(client, url, request, progress)
+        reader = ExportReader(client, url, request, progress)
         write(reader, path)
         reader.tally.check()
     return Exported(reader.dataset, reader.tally)

@@ -1,6 +1,6 @@
 """Rollouts of a dataset, part by part: their transitions, and the requested drops.
 
-In: a client of the store and a request. Out: `Part`s of whole groups, in the order of run, mode, group and rollout. Invariants: only
+In: a client of the store and a request. Out: `GroupSlice`s of whole groups, in the order of run, mode, group and rollout. Invariants: only
 the revision that was a rollout's newest at the requested time; every call of every requested rollout is in a part, or
 counted as left out; what is in memory is one part, and a row of numbers and names for each rollout.
 """
@@ -20,7 +20,7 @@ from spangrad.settings import Selection
 from spangrad.store import datasets
 from spangrad.store.clickhouse import constant, microseconds, store_errors
 from spangrad.types import DropReason
-from transition_builder.export.tally import LeftOut, Tally
+from transition_builder.export.tally import ExportTally, LeftOut
 from transition_builder.frames import empty
 from transition_builder.schemas import TRANSITIONS
 
@@ -62,7 +62,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportSelection:
     """Request of an export: its dataset, rollouts and calls."""
 
     dataset: str
@@ -84,7 +84,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupSlice:
     """Part of a dataset: some whole groups."""
 
     rollouts: pl.DataFrame
@@ -103,10 +103,12 @@ class Part:
                 yield row, list(calls.iter_rows(named=True))
 
 
-class Reader:
+class ExportReader:
     """Reads the requested rollouts, once; `tally` counts."""
 
-    def __init__(self, client: Client, url: str, request: Wanted, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def __init__(
+        self, client: Client, url: str, request: ExportSelection, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
         """Look the dataset up and list its rollouts.
 
         Args:
@@ -122,7 +124,7 @@ class Reader:
         self._client = client
         self._url = url
         self.request = request
-        self.tally = Tally()
+        self.tally = ExportTally()
         self._progress = progress
         for reason in request.dropped:
             if reason not in SPOKEN:
@@ -140,7 +142,7 @@ class Reader:
         """URL of the store, for messages."""
         return self._url
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[GroupSlice]:
         """Yield the parts, in order; each is counted as it is yielded."""
         done, total = 0, self.rollouts.height
         self._progress(done, total)
@@ -174,7 +176,7 @@ class Reader:
         if end > start:
             yield self.rollouts[start:end]
 
-    def _part(self, rollouts: pl.DataFrame) -> Part:
+    def _part(self, rollouts: pl.DataFrame) -> GroupSlice:
         transitions = self._rows("transitions", _COLUMNS, rollouts).with_columns(
             pl.col("Timestamp").cast(pl.Datetime("ns", "UTC")), Reason=pl.lit("")
         )
@@ -194,7 +196,7 @@ class Reader:
         kept = calls.filter(chosen)
         self.tally.leave(LeftOut.NOT_SELECTED, calls.height - kept.height)
         ordered = kept.sort("RunId", "Mode", "GroupId", "RolloutId", "Turn", "Timestamp", "CallId", nulls_last=True)
-        return Part(rollouts.select(*ROLLOUT, "TaskId", "GroupSize", "Group", "Return"), ordered)
+        return GroupSlice(rollouts.select(*ROLLOUT, "TaskId", "GroupSize", "Group", "Return"), ordered)
 
     def _count(self, rollouts: pl.DataFrame, drops: pl.DataFrame) -> None:
         self.tally.calls += int(rollouts["Calls"].sum())

@@ -57,7 +57,7 @@ class LeftOut(StrEnum):
 
 
 @dataclass(slots=True)
-class Tally:
+class ExportTally:
     """Counts of an export."""
 
     calls: int = 0

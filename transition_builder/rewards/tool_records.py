@@ -24,7 +24,7 @@ from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS
 from transition_builder.source.queries import span_constants
 
 if TYPE_CHECKING:
-    from transition_builder.source.queries import Reader
+    from transition_builder.source.queries import StoreReader
 
 CHARACTERS = 4096
 """Characters of a value or a body that are read, at most."""
@@ -62,7 +62,7 @@ SETTINGS max_threads = 1
 """
 
 
-def read(reader: Reader, spec: BuilderSettings, spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Read the records that the rules of a specification need, of the tools among some spans.
 
     Args:

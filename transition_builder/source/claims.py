@@ -17,7 +17,7 @@ import polars as pl
 from spangrad.store.clickhouse import constant
 from transition_builder.frames import concat
 from transition_builder.schemas import MICROSECONDS
-from transition_builder.source.queries import Reader, batches
+from transition_builder.source.queries import StoreReader, batches
 
 SETTLE_SECONDS = 0.02
 """Wait after a claim, in seconds; longer than a claim usually takes to become visible."""
@@ -34,7 +34,7 @@ GROUP BY RunId, RolloutId, Builder
 class Claims:
     """Claims of one builder."""
 
-    def __init__(self, reader: Reader, builder: str, lease_seconds: float) -> None:
+    def __init__(self, reader: StoreReader, builder: str, lease_seconds: float) -> None:
         """Claim in a builder's name; this does not query the store yet."""
         self._reader = reader
         self._builder = builder

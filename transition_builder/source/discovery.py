@@ -23,7 +23,7 @@ from transition_builder.completeness.resolve import NAMED
 from transition_builder.dialects import MODEL_SPAN_SQL
 from transition_builder.frames import concat, conform, empty
 from transition_builder.schemas import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TRACES, Schema
-from transition_builder.source.queries import Reader, batches
+from transition_builder.source.queries import StoreReader, batches
 
 OVERLAP = timedelta(seconds=120)
 """Upper bound on the time that an insert takes to become visible after its rows were dated."""
@@ -125,7 +125,7 @@ _NAMELESS = f"{_UNNAMED} AND TraceId IN {{keys}} AND RolloutKey IN (SELECT Rollo
 class Discovery:
     """Finds rollouts for one build specification."""
 
-    def __init__(self, reader: Reader, since: datetime | None = None) -> None:
+    def __init__(self, reader: StoreReader, since: datetime | None = None) -> None:
         """Find what has arrived since a time; None: ever. This does not query the store yet."""
         self._reader = reader
         self._arrived = reader.arrived("rollout_spans")

@@ -32,7 +32,7 @@ FROM {builds} AS v
 """
 
 
-class Reader:
+class StoreReader:
     """Runs queries for one build specification."""
 
     def __init__(self, client: Client, settings: Settings) -> None:

@@ -27,7 +27,7 @@ from transition_builder.rewards import responses, sql, tool_records
 from transition_builder.schemas import ANSWERS, ARRIVALS, CALLS, DROPPED, MICROSECONDS, NAMES, ROLLOUTS, SPANS, Schema
 from transition_builder.source import late_spans
 from transition_builder.source.discovery import Discovery
-from transition_builder.source.queries import Reader, batches, span_constants
+from transition_builder.source.queries import StoreReader, batches, span_constants
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -63,13 +63,13 @@ _ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId", "Choice"]
 """Columns that are equal in all deliveries of a row: the sorting key of the tables."""
 
 
-class Source:
+class RolloutReader:
     """Reads rollouts for one build specification."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
         """Read with `client`; this does not query the store yet."""
         self._settings = settings
-        self._reader = Reader(client, settings)
+        self._reader = StoreReader(client, settings)
         self._owners = Discovery(self._reader).owners
 
     def now(self) -> datetime:

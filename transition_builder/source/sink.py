@@ -19,7 +19,7 @@ import polars as pl
 from spangrad.types import transition_id
 from transition_builder.frames import Built, conform
 from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS, Schema
-from transition_builder.source.queries import Reader
+from transition_builder.source.queries import StoreReader
 
 _ROLLOUT = ["RunId", "RolloutId"]
 _AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}
@@ -41,7 +41,7 @@ class Written:
 class Sink:
     """Writes for one build specification."""
 
-    def __init__(self, reader: Reader, builder: str = "") -> None:
+    def __init__(self, reader: StoreReader, builder: str = "") -> None:
         """Write in a builder's name; this does not query the store yet."""
         self._reader = reader
         self._builder = builder

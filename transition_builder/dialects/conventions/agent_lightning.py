@@ -14,7 +14,7 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import OF_CLIENT, Reading, Said, of_json
+from transition_builder.dialects.reading import OF_CLIENT, AttributeColumns, Reading, of_json
 
 SCOPES = r"^(agentlightning|agentops)\b"
 SPAN_KIND = "agentops.span.kind"
@@ -34,7 +34,7 @@ _OUTPUTS = ("agentops.task.output", "agentops.entity.output")
 """Attributes in which AgentOps keeps the return value of a decorated function."""
 
 
-def read(attributes: Said) -> Reading:
+def read(attributes: AttributeColumns) -> Reading:
     """Read spans by their kinds and names."""
     base = gen_ai.read(attributes)
     kind = attributes(SPAN_KIND).str.to_lowercase()
@@ -66,7 +66,7 @@ def read(attributes: Said) -> Reading:
     )
 
 
-def old_reward(attributes: Said) -> pl.Expr:
+def old_reward(attributes: AttributeColumns) -> pl.Expr:
     """Return the reward in a span of an early version: of the decorator `reward`, or of 0.2's annotation; null where there is none."""
     rewards = [pl.when(of_json(attributes(name), "type") == "reward").then(of_json(attributes(name), "value")) for name in _OUTPUTS]
     annotation = pl.when(pl.col("SpanName").is_in(["agentlightning.annotation", "agentlightning.reward"])).then(attributes("reward"))

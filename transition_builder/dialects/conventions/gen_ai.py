@@ -12,7 +12,7 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad import semconv
-from transition_builder.dialects.reading import Reading, Said, error_type, first_of_list
+from transition_builder.dialects.reading import AttributeColumns, Reading, error_type, first_of_list
 
 TOOL_CALL_ID = "gen_ai.tool.call.id"
 CALLS = (
@@ -27,7 +27,7 @@ ARGUMENTS = ("gen_ai.tool.call.arguments", "gcp.vertex.agent.tool_call_args", "g
 RESULTS = ("gen_ai.tool.call.result", "gcp.vertex.agent.tool_response", "gen_ai.tool.message", "tool_response")
 
 
-def read(attributes: Said) -> Reading:
+def read(attributes: AttributeColumns) -> Reading:
     """Read spans by `gen_ai.*` attributes alone; other dialects put their own attributes first."""
     operation = attributes(semconv.GEN_AI_OPERATION).str.to_lowercase().replace("", None)
     model = attributes.first(semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL)

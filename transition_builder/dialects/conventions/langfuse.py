@@ -11,7 +11,7 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import OF_CLIENT, Reading, Said, of_json, unquoted
+from transition_builder.dialects.reading import OF_CLIENT, AttributeColumns, Reading, of_json, unquoted
 
 OBSERVATION_TYPE = "langfuse.observation.type"
 OUTPUT = "langfuse.observation.output"
@@ -19,7 +19,7 @@ _OF_WRAPPER = r"^OpenAI-(generation|embedding)"
 """Span names of its wrapper of the openai client, unless configured otherwise."""
 
 
-def read(attributes: Said) -> Reading:
+def read(attributes: AttributeColumns) -> Reading:
     """Read spans by the types of their observations."""
     base = gen_ai.read(attributes)
     kind = unquoted(attributes(OBSERVATION_TYPE)).str.to_lowercase()

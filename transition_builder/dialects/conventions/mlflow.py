@@ -11,7 +11,7 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import Reading, Said, of_json, unquoted
+from transition_builder.dialects.reading import AttributeColumns, Reading, of_json, unquoted
 
 SPAN_TYPE = "mlflow.spanType"
 OUTPUTS = "mlflow.spanOutputs"
@@ -22,7 +22,7 @@ _CLIENTS = ("openai", "anthropic", "gemini", "groq", "mistral", "bedrock", "lite
 _ID = r'^\s*\{\s*"id"\s*:\s*"([^"]+)"'
 
 
-def read(attributes: Said) -> Reading:
+def read(attributes: AttributeColumns) -> Reading:
     """Read spans by their types."""
     base = gen_ai.read(attributes)
     kind = unquoted(attributes(SPAN_TYPE)).str.to_uppercase()

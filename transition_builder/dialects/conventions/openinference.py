@@ -15,7 +15,7 @@ import polars as pl
 
 from spangrad import semconv
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import Reading, Said, of_json
+from transition_builder.dialects.reading import AttributeColumns, Reading, of_json
 
 OPENAI_SCOPE = "openinference.instrumentation.openai"
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
@@ -31,7 +31,7 @@ _TOOL_MESSAGE_FAILED = r'"tool_call_id".*"status"\s*:\s*"error"'
 """LangChain's ToolMessage, which a tool's span holds whole."""
 
 
-def read(attributes: Said) -> Reading:
+def read(attributes: AttributeColumns) -> Reading:
     """Read spans by their kinds."""
     base = gen_ai.read(attributes)
     kind = attributes.once("=kind", attributes(semconv.OPENINFERENCE_KIND).str.to_uppercase())

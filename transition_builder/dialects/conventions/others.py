@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import Reading, Said, unquoted
+from transition_builder.dialects.reading import AttributeColumns, Reading, unquoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,10 @@ VOCABULARIES = {
 }
 
 
-def reader(words: Vocabulary) -> Callable[[Said], Reading]:
+def reader(words: Vocabulary) -> Callable[[AttributeColumns], Reading]:
     """Return the dialect of a vocabulary."""
 
-    def read(attributes: Said) -> Reading:
+    def read(attributes: AttributeColumns) -> Reading:
         base = gen_ai.read(attributes)
         of_name = [pl.col("SpanName").str.extract(words.named)] if words.named else []
         kind = pl.coalesce(unquoted(attributes.first(*words.kind)), *of_name).str.to_lowercase().fill_null("")

@@ -12,12 +12,12 @@ import polars as pl
 
 from spangrad import semconv
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import Reading, Said
+from transition_builder.dialects.reading import AttributeColumns, Reading
 
 SCOPES = r"^pydantic[-_]ai\b"
 
 
-def read(attributes: Said) -> Reading:
+def read(attributes: AttributeColumns) -> Reading:
     """Read spans by `gen_ai.*` and by Pydantic AI's own names."""
     base = gen_ai.read(attributes)
     run = attributes.has("final_result", "all_messages_events", "pydantic_ai.all_messages") | pl.col("SpanName").str.contains(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import Reading, Said
+from transition_builder.dialects.reading import AttributeColumns, Reading
 
 SPAN_KIND = "traceloop.span.kind"
 REQUEST_TYPE = "llm.request.type"
@@ -21,7 +21,7 @@ SCOPES = r"(?i)^(opentelemetry\.instrumentation\.openai\.v[01]$|traceloop\b|@tra
 _NAME = "traceloop.entity.name"
 
 
-def read(attributes: Said) -> Reading:
+def read(attributes: AttributeColumns) -> Reading:
     """Read spans by their kinds."""
     base = gen_ai.read(attributes)
     kind = attributes(SPAN_KIND).str.to_lowercase().replace(["", "unknown"], [None, None])

@@ -11,7 +11,7 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import Reading, Said
+from transition_builder.dialects.reading import AttributeColumns, Reading
 
 OPERATION = "ai.operationId"
 TOOL_CALLS = "ai.response.toolCalls"
@@ -19,7 +19,7 @@ _CLIENT = r"\.do(Generate|Stream)$"
 _FUNCTION = r"^ai\.(generate|stream)(Text|Object)$"
 
 
-def read(attributes: Said) -> Reading:
+def read(attributes: AttributeColumns) -> Reading:
     """Read spans by their operations."""
     base = gen_ai.read(attributes)
     operation = attributes(OPERATION)

@@ -13,12 +13,12 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import Reading, Said
+from transition_builder.dialects.reading import AttributeColumns, Reading
 
 SCOPES = r"^vllm\."
 
 
-def read(attributes: Said) -> Reading:
+def read(attributes: AttributeColumns) -> Reading:
     """Read spans by their name: vLLM traces how it loads models in other spans of its scopes."""
     base = gen_ai.read(attributes)
     return replace(

@@ -1,7 +1,7 @@
 """Transitions as a directory that Hugging Face's `datasets` loads: Parquet shards and a card.
 
-In: a `Reader`. Out: `data/MODE-00000.parquet`, ... and README.md, whose head names the splits (a split a mode) and the columns' types.
-Invariant: `load_dataset(DIRECTORY)` gives the rows of `parquet`, without the library being needed here.
+In: a `ExportReader`. Out: `data/MODE-00000.parquet`, ... and README.md, whose head names the splits (a split a mode) and the columns'
+types. Invariant: `load_dataset(DIRECTORY)` gives the rows of `parquet`, without the library being needed here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from transition_builder.export.reading import Reader
+from transition_builder.export.reading import ExportReader
 from transition_builder.export.writers.parquet import SCHEMA, metadata, tables
 
 SHARD_BYTES = 256 * 2**20
@@ -45,7 +45,7 @@ class _Split:
             self._writer.close()
 
 
-def write_hugging_face(reader: Reader, out: Path) -> None:
+def write_hugging_face(reader: ExportReader, out: Path) -> None:
     """Write the transitions to the directory `out`, which exists and is empty."""
     data = out / "data"
     data.mkdir()
@@ -70,7 +70,7 @@ def split_name(mode: str) -> str:
     return re.sub(r"\W", "_", mode) or "unnamed"
 
 
-def card(reader: Reader, rows: Counter[str]) -> str:
+def card(reader: ExportReader, rows: Counter[str]) -> str:
     """Return the dataset's card: its head is YAML that `datasets` reads."""
     splits = [line for name in sorted(rows) for line in (f"  - split: {name}", f"    path: data/{name}-*.parquet")]
     features = [line for field in SCHEMA for line in _feature(field.name, field.type, "  ")]

@@ -1,7 +1,7 @@
 """Transitions as Parquet: all their columns, a row a policy call.
 
-In: a `Reader`. Out: one Parquet file, a row group a part. Invariant: values are those of otel.transitions; Return is the weighted sum of
-the rollout's rewards, and the file's metadata names the dataset, its build specification and the time it was read as of.
+In: a `ExportReader`. Out: one Parquet file, a row group a part. Invariant: values are those of otel.transitions; Return is the weighted
+sum of the rollout's rewards, and the file's metadata names the dataset, its build specification and the time it was read as of.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from transition_builder.export.reading import Part, Reader
+from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.schemas import TRANSITIONS
 
 _NOT_WRITTEN = frozenset({"Content"})
@@ -51,14 +51,14 @@ SCHEMA = pa.schema(
 """Columns of the file."""
 
 
-def write_parquet(reader: Reader, out: Path) -> None:
+def write_parquet(reader: ExportReader, out: Path) -> None:
     """Write the transitions to the file `out`."""
     with pq.ParquetWriter(out, SCHEMA.with_metadata(metadata(reader)), compression="zstd") as writer:
         for _, table in tables(reader):
             writer.write_table(table)
 
 
-def tables(reader: Reader) -> Iterator[tuple[Part, Any]]:
+def tables(reader: ExportReader) -> Iterator[tuple[GroupSlice, Any]]:
     """Yield parts and their transitions as Arrow tables of SCHEMA; they count as written."""
     for part in reader.parts():
         if part.calls.height:
@@ -75,7 +75,7 @@ def table(calls: pl.DataFrame) -> Any:
     return arrow.append_column("Rewards", rewards).select(SCHEMA.names).cast(SCHEMA)
 
 
-def metadata(reader: Reader) -> dict[str, str]:
+def metadata(reader: ExportReader) -> dict[str, str]:
     """Return the metadata of a file: its dataset, build specification, time and reward weights."""
     request = reader.request
     return {

@@ -1,6 +1,6 @@
 """Pairs for preference training (DPO), as JSON lines: the best and the worst rollout of a group that began with the same messages.
 
-In: a `Reader`. Out: a line a pair: `prompt`, `chosen`, `rejected` as messages, and as token ids with masks where every call has them.
+In: a `ExportReader`. Out: a line a pair: `prompt`, `chosen`, `rejected` as messages, and as token ids with masks where every call has them.
 Invariant: a group gives one pair at most, and its two returns differ; a group that gives none is counted with the reason.
 
 `chosen` and `rejected` go on where the prompt ends: replies, and what came between them. Where a rollout has several conversations, the
@@ -19,7 +19,7 @@ from transition_builder.export.call_texts import SpokenRollout, about, spoken
 from transition_builder.export.conversations import Conversation, of_tokens, prompt_key
 from transition_builder.export.files import JsonLines
 from transition_builder.export.messages import Message
-from transition_builder.export.reading import Reader
+from transition_builder.export.reading import ExportReader
 from transition_builder.export.tally import LeftOut
 
 
@@ -46,7 +46,7 @@ class _Candidate:
         return [self.rollout.call_texts[at].call for at in self.main.calls]
 
 
-def write_preferences(reader: Reader, out: Path, *, min_margin: float = 0.0) -> None:
+def write_preferences(reader: ExportReader, out: Path, *, min_margin: float = 0.0) -> None:
     """Write pairs to the file `out`.
 
     Args:
@@ -74,7 +74,7 @@ def write_preferences(reader: Reader, out: Path, *, min_margin: float = 0.0) -> 
     tally.groups_left_out.update({"no_usable_rollout": without} if without else {})
 
 
-def _candidate(reader: Reader, rollout: SpokenRollout) -> _Candidate | None:
+def _candidate(reader: ExportReader, rollout: SpokenRollout) -> _Candidate | None:
     """Return the rollout's main conversation, if it can be compared; calls outside of it are counted."""
     reason = None
     if rollout.rollout["Return"] is None:
@@ -107,7 +107,7 @@ def _pair(candidates: list[_Candidate], min_margin: float) -> tuple[_Candidate, 
     return (best, worst) if best.value - worst.value > min_margin else LeftOut.TIE
 
 
-def _row(reader: Reader, best: _Candidate, worst: _Candidate) -> dict[str, Any]:
+def _row(reader: ExportReader, best: _Candidate, worst: _Candidate) -> dict[str, Any]:
     row: dict[str, Any] = {
         "prompt": best.prompt,
         "chosen": best.main.messages[best.main.prompt :],

@@ -1,6 +1,6 @@
 """Rows for supervised fine-tuning, as JSON lines: messages with weights, or token ids with a loss mask.
 
-In: a `Reader`. Out: a line a sequence. Invariant: each call's reply is trained in exactly one line, after exactly the prompt that it
+In: a `ExportReader`. Out: a line a sequence. Invariant: each call's reply is trained in exactly one line, after exactly the prompt that it
 answered.
 
 Text: `messages` with `weight` 1 on the replies that are trained and 0 on other assistant messages, as OpenAI's fine-tuning reads it, and
@@ -16,11 +16,11 @@ from transition_builder.export.call_texts import about, spoken
 from transition_builder.export.conversations import Conversation, of_tokens
 from transition_builder.export.files import JsonLines
 from transition_builder.export.messages import Message
-from transition_builder.export.reading import Reader
+from transition_builder.export.reading import ExportReader
 from transition_builder.export.tally import LeftOut
 
 
-def write_sft(reader: Reader, out: Path) -> None:
+def write_sft(reader: ExportReader, out: Path) -> None:
     """Write conversations to the file `out`."""
     with JsonLines(out) as lines:
         for part in reader.parts():
@@ -37,7 +37,7 @@ def write_sft(reader: Reader, out: Path) -> None:
                         reader.tally.write(1, rows=1)
 
 
-def write_sft_tokens(reader: Reader, out: Path) -> None:
+def write_sft_tokens(reader: ExportReader, out: Path) -> None:
     """Write token sequences to the file `out`."""
     with JsonLines(out) as lines:
         for part in reader.parts():

@@ -1,8 +1,8 @@
 """Parquet layouts that verl's datasets read.
 
-In: a `Reader`. Out: for `RLHFDataset` (reinforcement learning) a row for each distinct beginning of a rollout, for `MultiTurnSFTDataset` a
-row a conversation. Invariant: verl reads back the messages of the calls; rows that its reader would change or mask differently
-are left out, and counted.
+In: a `ExportReader`. Out: for `RLHFDataset` (reinforcement learning) a row for each distinct beginning of a rollout, for
+`MultiTurnSFTDataset` a row a conversation. Invariant: verl reads back the messages of the calls; rows that its reader would change or
+mask differently are left out, and counted.
 
 verl's readers, as of 0.9: `RLHFDataset` wants `data_source`, `prompt`, `ability`, `reward_model` {style, ground_truth} and `extra_info`
 {index, ...}; `MultiTurnSFTDataset` wants `messages`, takes `tools`, and trains every assistant message.
@@ -19,7 +19,7 @@ import pyarrow as pa
 from transition_builder.export.call_texts import SpokenRollout, about, spoken
 from transition_builder.export.conversations import Conversation, prompt_key
 from transition_builder.export.messages import Dialogue
-from transition_builder.export.reading import Part, Reader
+from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.export.tally import LeftOut
 from transition_builder.export.texts import read_dialogues
 from transition_builder.export.writers.columns import MessageRows
@@ -49,7 +49,7 @@ _META = pa.struct(
 )
 
 
-def write_verl(reader: Reader, out: Path) -> None:
+def write_verl(reader: ExportReader, out: Path) -> None:
     """Write prompts for `RLHFDataset` to the file `out`: the messages that rollouts began with, each once."""
     rows = MessageRows(out, "prompt", _RL_COLUMNS)
     seen: set[bytes] = set()
@@ -62,7 +62,7 @@ def write_verl(reader: Reader, out: Path) -> None:
         rows.close()
 
 
-def _add_prompts(reader: Reader, part: Part, rows: MessageRows, seen: set[bytes]) -> None:
+def _add_prompts(reader: ExportReader, part: GroupSlice, rows: MessageRows, seen: set[bytes]) -> None:
     rollouts = list(part.by_rollout())
     dialogues = read_dialogues(reader.client, reader.url, [calls[0] for _, calls in rollouts])
     for (rollout, calls), dialogue in zip(rollouts, dialogues, strict=True):
@@ -88,7 +88,7 @@ def _unfit(dialogue: Dialogue | LeftOut) -> LeftOut | None:
     return None if all(isinstance(message["content"], str) for message in dialogue.prompt) else LeftOut.NOT_TEXT
 
 
-def _task(reader: Reader, rollout: dict[str, Any], call: dict[str, Any], index: int) -> dict[str, Any]:
+def _task(reader: ExportReader, rollout: dict[str, Any], call: dict[str, Any], index: int) -> dict[str, Any]:
     return {
         "data_source": reader.dataset.name,
         "ability": ABILITY,
@@ -107,7 +107,7 @@ def _task(reader: Reader, rollout: dict[str, Any], call: dict[str, Any], index: 
     }
 
 
-def write_verl_sft(reader: Reader, out: Path) -> None:
+def write_verl_sft(reader: ExportReader, out: Path) -> None:
     """Write conversations for `MultiTurnSFTDataset` to the file `out`."""
     rows = MessageRows(out, "messages", {"meta": _META})
     try:
@@ -120,7 +120,7 @@ def write_verl_sft(reader: Reader, out: Path) -> None:
         rows.close()
 
 
-def _add_conversations(reader: Reader, rollout: SpokenRollout, rows: MessageRows) -> None:
+def _add_conversations(reader: ExportReader, rollout: SpokenRollout, rows: MessageRows) -> None:
     reader.tally.leave(LeftOut.NO_MESSAGES, sum(isinstance(call_text.dialogue.prompt, str) for call_text in rollout.call_texts))
     for conversation in rollout.conversations():
         calls = [rollout.call_texts[at].call for at in conversation.calls]

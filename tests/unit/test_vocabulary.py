@@ -1,0 +1,108 @@
+"""The vocabulary of docs/glossary.md holds in the code: unique class names, names that say what they hold, docstrings that stand alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = (
+    "spangrad",
+    "commands",
+    "span_processors",
+    "gateway",
+    "collector",
+    "runner",
+    "transition_builder",
+    "trainer",
+    "prompts",
+    "dashboards",
+)
+BANNED = {"one", "said", "told", "some", "theirs", "mine", "found", "made", "wanted"}
+SHORT_LINES = 2
+"""Longest comprehension, in lines, that may bind a banned name."""
+MOST_FILES = 15
+BEGINNINGS = (
+    "what who whom whose which how why when where whether that of in on at by for with without from to into as until if "
+    "whoever whatever wherever"
+).split()
+FIGURES = re.compile(r"\b(nobody|somebody|whoever|whose word|mends?|mended|somebody's|nobody's)\b", re.IGNORECASE)
+
+
+def modules(package: str) -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def bound_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every name that a module binds, with its line; those of short comprehensions left out."""
+    short = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)
+        and (node.end_lineno or node.lineno) - node.lineno < SHORT_LINES
+        for generator in node.generators
+        for name in ast.walk(generator.target)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in short:
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Docstrings of a module, its classes, functions and fields, with their lines."""
+    for node in ast.walk(tree):
+        for text in ast.iter_child_nodes(node):
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+                yield text.value.value, text.lineno
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_names_say_what_they_hold(package: str) -> None:
+    assert [f"{path}:{line}: {name}" for path, tree in modules(package) for name, line in bound_names(tree) if name in BANNED] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_begin_with_a_verb_or_a_noun_phrase(package: str) -> None:
+    wrong = [
+        f"{path}:{line}: {text.splitlines()[0]}"
+        for path, tree in modules(package)
+        for text, line in docstrings(tree)
+        if re.split(r"[^\w']", text, maxsplit=1)[0].lower() in BEGINNINGS
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_are_plain_english(package: str) -> None:
+    wrong = [
+        f"{path}:{line}: {match[0]}"
+        for path, tree in modules(package)
+        for text, line in docstrings(tree)
+        if (match := FIGURES.search(text))
+    ]
+    assert wrong == []
+
+
+def test_a_public_class_name_occurs_once() -> None:
+    homes = defaultdict[str, list[str]](list)
+    for package in PACKAGES:
+        for path, tree in modules(package):
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes[node.name].append(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_a_folder_of_a_package_holds_at_most_15_files() -> None:
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert {str(folder.relative_to(ROOT)): count for folder in folders if (count := len(list(folder.glob("*.py")))) > MOST_FILES} == {}
