@@ -84,7 +84,7 @@ def engine(tiny_model: Path, vllm_cache: Path, tmp_path_factory: pytest.TempPath
     if not VLLM_PYTHON.exists():
         pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
     directory = tmp_path_factory.mktemp("engine")
-    settings = engine_settings(tiny_model, vllm_cache, max_model_len=2048)
+    settings = engine_settings(tiny_model, vllm_cache)
     with running_engine(settings, directory / "engine.log"):
         yield settings
 

@@ -29,8 +29,6 @@ pytestmark = pytest.mark.vllm
 MESSAGES = [{"role": "user", "content": "say rome"}]
 GREEDY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
 CHAT = "/v1/chat/completions"
-LONG = 1500
-"""Tokens of a call that an engine is at when it is published to, however fast it is."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -261,68 +259,6 @@ def test_calls_in_flight_survive_a_publication(gateway: Settings, tiny_model: Pa
     found = rows("flight-1", 12)
     assert {tuple(row["Versions.Version"]) for row in found} <= {(version,), (version, version + 1), (version + 1,)}
     assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) == 110 for row in found)
-
-
-def test_the_same_weights_under_another_number_leave_calls_in_flight_alone(
-    gateway: Settings, tiny_model: Path, rows: Callable[[str], list[Any]]
-) -> None:
-    policy = f"{gateway.gateway.url}/admin/policies/policy"
-    version = fetch(policy)["version"]
-    publish(policy, tiny_model, version + 1)
-    url = f"{gateway.gateway.url}/rollout/label-1/attempt/0{CHAT}"
-    long = {**GREEDY, "max_tokens": LONG, "ignore_eos": True, "temperature": 1.0, "stream": True}
-    request = urllib.request.Request(url, json.dumps(long).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        answer.readline()
-        published = publish(policy, tiny_model, version + 2)
-        answer.read()
-    assert sorted(published["stages"]["policy-0"]) == ["checksum", "update_weight_version"], "nothing was paused or loaded"
-    (row,) = rows("label-1", 1)
-    assert len(row["ResponseIds"]) == LONG
-    assert row["Versions.Version"] == [version + 1, version + 2], "the label alone changed, in the midst of the call"
-    assert fetch(f"{gateway.gateway.engine_url}/spangrad/info")["version"] == version + 2
-
-
-def test_calls_that_a_publication_aborts_are_recorded_with_what_they_sampled(
-    gateway: Settings, tiny_model: Path, tmp_path: Path, rows: Callable[[str], list[Any]]
-) -> None:
-    policy = f"{gateway.gateway.url}/admin/policies/policy"
-    version = fetch(policy)["version"]
-    other = perturbed(tiny_model, tmp_path / "aborting")
-    url = f"{gateway.gateway.url}/rollout/abort-1/attempt/0{CHAT}"
-    long = {**GREEDY, "max_tokens": LONG, "ignore_eos": True, "temperature": 1.0, "stream": True}
-    came, published_already = threading.Event(), threading.Event()
-    calls: list[int] = []
-    refusals: set[int] = set()
-
-    def call_again_and_again() -> None:
-        while not published_already.is_set():
-            calls.append(1)
-            request = urllib.request.Request(url, json.dumps(long).encode(), {"Content-Type": "application/json"})
-            try:
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    answer.readline()
-                    came.set()
-                    answer.read()
-            except urllib.error.HTTPError as error:
-                refusals.add(error.code)
-
-    callers = [threading.Thread(target=call_again_and_again) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    came.wait(30)
-    published = publish(policy, other, version + 1, in_flight="abort")
-    published_already.set()
-    for caller in callers:
-        caller.join()
-    assert published["version"] == version + 1
-    found = rows("abort-1", len(calls))
-    cut = [row for row in found if row["FinishReason"] == "abort"]
-    assert len(found) == len(calls), "each call is a row, cut or not"
-    assert refusals <= {503}, "an engine that is paused refuses"
-    assert cut, "no call was in flight"
-    assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) < LONG and row["Aborted"] for row in cut)
-    assert publish(policy, tiny_model, version + 2)["version"] == version + 2
 
 
 def test_weights_that_are_not_whole_take_the_engine_out_until_good_ones_come(

@@ -57,6 +57,9 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 """A rollout each. Messages know no `ignore_eos`: such calls are short, and there are many."""
 
 
+STREAMED = {**ROUTES[0][1], "stream": True}
+
+
 @dataclass(frozen=True)
 class World:
     """Directories of the versions, and who serves and stores."""
@@ -126,9 +129,13 @@ def publish_all(world: World, times: Times) -> None:
     for version in range(1, NEWEST + 1):
         time.sleep(GAP_SECONDS)
         path = world.models[version]
-        body = {"version": version, "path": str(path), "checksum": checksum_directory(path)}
-        assert fetch(f"{world.settings.gateway.url}/admin/policies/policy/versions", body)["version"] == version
+        assert publish(world, path, version)["version"] == version
         times.publications.append(time.monotonic())
+
+
+def publish(world: World, path: Path, version: int, **more: str) -> dict[str, Any]:
+    body = {"version": version, "path": str(path), "checksum": checksum_directory(path), **more}
+    return fetch(f"{world.settings.gateway.url}/admin/policies/policy/versions", body)
 
 
 def reward(world: World, calls: dict[str, int]) -> None:
@@ -204,6 +211,52 @@ def test_calls_longer_than_the_time_between_publications_are_labelled_exactly_an
         assert newest.metrics["staleness_max"] >= 2
     finally:
         ledger.close()
+
+
+def test_publication_of_the_same_weights_changes_the_label_of_calls_in_flight_alone(world: World, tiny_model: Path) -> None:
+    version = fetch(f"{world.settings.gateway.url}/admin/policies/policy")["version"]
+    publish(world, tiny_model, version + 1)
+    url = f"{world.settings.gateway.url}/rollout/label/attempt/0/v1/chat/completions"
+    request = urllib.request.Request(url, json.dumps(STREAMED).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.readline()
+        published = publish(world, tiny_model, version + 2)
+        answer.read()
+    assert sorted(published["stages"]["policy-0"]) == ["checksum", "update_weight_version"], "nothing was paused or loaded"
+    query = "SELECT * FROM otel.v_calls WHERE RolloutKey = 'label'"
+    wait_until(lambda: len(world.rows(query)) == 1, 30, "the call's row")
+    (row,) = world.rows(query)
+    assert len(row["ResponseIds"]) == TOKENS
+    assert row["Versions.Version"] == [version + 1, version + 2], "the label changed in the midst of the call"
+
+
+def test_publication_that_aborts_calls_records_what_they_sampled(world: World, tmp_path: Path) -> None:
+    version = fetch(f"{world.settings.gateway.url}/admin/policies/policy")["version"]
+    url = f"{world.settings.gateway.url}/rollout/abort/attempt/0/v1/chat/completions"
+    other = perturbed(world.models[0], tmp_path / "aborting")
+    begun = threading.Barrier(5)
+
+    def call_once() -> None:
+        request = urllib.request.Request(url, json.dumps(STREAMED).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.readline()
+            begun.wait(60)
+            answer.read()
+
+    callers = [threading.Thread(target=call_once) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    begun.wait(60)
+    assert publish(world, other, version + 1, in_flight="abort")["version"] == version + 1
+    for caller in callers:
+        caller.join()
+    query = "SELECT * FROM otel.v_calls WHERE RolloutKey = 'abort'"
+    wait_until(lambda: len(world.rows(query)) == 4, 30, "the calls' rows")
+    rows = world.rows(query)
+    cut = [row for row in rows if row["FinishReason"] == "abort"]
+    assert cut, "no call was in flight"
+    assert all(0 < len(row["ResponseIds"]) == len(row["Logprobs"]) < TOKENS and row["Aborted"] for row in cut)
+    assert {tuple(row["Versions.Version"]) for row in rows} == {(version,)}, "none went on with the new weights"
 
 
 def require_exact(reference: Reference, rows: list[dict[str, Any]]) -> None:

@@ -27,10 +27,36 @@ BANNED = {"one", "said", "told", "some", "theirs", "mine", "found", "made", "wan
 SHORT_LINES = 2
 """Longest comprehension, in lines, that may bind a banned name."""
 MOST_FILES = 15
-BEGINNINGS = (
-    "what who whom whose which how why when where whether that of in on at by for with without from to into as until if "
-    "whoever whatever wherever"
-).split()
+BEGINNINGS = [
+    "what",
+    "who",
+    "whom",
+    "whose",
+    "which",
+    "how",
+    "why",
+    "when",
+    "where",
+    "whether",
+    "that",
+    "of",
+    "in",
+    "on",
+    "at",
+    "by",
+    "for",
+    "with",
+    "without",
+    "from",
+    "to",
+    "into",
+    "as",
+    "until",
+    "if",
+    "whoever",
+    "whatever",
+    "wherever",
+]
 FIGURES = re.compile(r"\b(nobody|somebody|whoever|whose word|mends?|mended|somebody's|nobody's)\b", re.IGNORECASE)
 
 
