@@ -61,7 +61,7 @@ def run(task: Inbox, credit: str, seed: int, steps: int, directory: Path) -> Res
     result = Result(task.name, credit, seed, task.group, steps)
     sampler, dice = Sampler(directory / "model", seed + 77), random.Random(seed + 1000)
     model = sampler.model
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(steps):
         rollouts = sampler.rollouts(task, task.goals(dice, GROUPS))
         result.success.append(success(task, rollouts))
@@ -74,10 +74,10 @@ def run(task: Inbox, credit: str, seed: int, steps: int, directory: Path) -> Res
         advantage = torch.from_numpy(_advantages(rollouts, credit)).float()[:, None]
         entropy = -(logits.exp() * logits).sum(-1)[place]
         loss = -(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + task.entropy * entropy).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
     goals = task.goals(random.Random(seed + 5), FRESH_ROLLOUTS // task.group)
     result.final = success(task, sampler.rollouts(task, goals))
     return result

@@ -89,7 +89,7 @@ def run(arm: Arm, seed: int, steps: int, directory: Path, on_step: Callable[[Res
     Args:
         arm: task, credit and rules of the run.
         seed: random seed of the model, of sampling and of the tasks.
-        steps: number of optimiser steps.
+        steps: number of optimizer steps.
         directory: directory for everything that the run writes.
         on_step: called with the result so far, after each step.
     """

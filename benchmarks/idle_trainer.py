@@ -162,13 +162,13 @@ class World:
                 settings=self.settings,
                 ledger=self.ledger,
                 source=source,
-                optimiser=DeferredOptimizer(_no_optimiser),
+                optimizer=DeferredOptimizer(_no_optimizer),
                 normalise=lambda units: units.values,
                 mirror=Mirror(self.client, self.settings.store.url, self.ledger),
                 publisher=None,
                 shutdown=Shutdown(),
                 loaded=head,
-                load_optimiser=lambda _: _no_optimiser(),
+                load_optimizer=lambda _: _no_optimizer(),
                 evaluation=Evaluation(self.client, self.settings, source.build_spec),
             )
             self.looks(2)
@@ -281,7 +281,7 @@ class World:
         return sum(sum(process.cpu_times()[:2]) for process in tree([self._store]))
 
 
-def _no_optimiser() -> Optimizer:
+def _no_optimizer() -> Optimizer:
     raise AssertionError("an idle trainer trains nothing")
 
 

@@ -82,13 +82,13 @@ def training(settings: Settings, client: Client, sampler: Sampler) -> Iterator[T
             settings=settings,
             ledger=ledger,
             source=GroupReader(client, settings),
-            optimiser=engine(newest),
+            optimizer=engine(newest),
             normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=_Served(sampler, newest.version),
             shutdown=Shutdown(),
             loaded=newest,
-            load_optimiser=engine,
+            load_optimizer=engine,
         )
         trainer.start()
         yield trainer

@@ -1,11 +1,11 @@
-"""Benchmark of publishing: seconds from the end of an optimiser step to the first token from the new weights, by stage, with a peer.
+"""Benchmark of publishing: seconds from the end of an optimizer step to the first token from the new weights, by stage, with a peer.
 
-In: how many versions, and by which road they come into the engine. Out: a table, and as the last line one JSON object; exit code 1 when
+In: how many versions, and by which method they come into the engine. Out: a table, and as the last line one JSON object; exit code 1 when
 a check fails. Invariant: the demo's whole loop runs as it does in `spangrad demo` (store, vLLM, gateway, builder, trainer, agent: each a
 process of its own); clients that know nothing of versions ask the gateway for one token after the other, and the store shows afterwards
 which weights sampled each.
 
-Ours: the trainer's own spans give the end of the optimiser step and the duration of each stage, the gateway's response those of the
+Ours: the trainer's own spans give the end of the optimizer step and the duration of each stage, the gateway's response those of the
 stages in the engine, a client's clock the time of its first token. The peers, with the same engine and the same weights on the
 same disk: starting vLLM with them (`restart`), and vLLM's own endpoints pause, reload, resume, without a checksum, a version or a probe
 (`reload`), each until the first token. An adapter's peers are the same around vLLM's own endpoint for adapters.
@@ -42,8 +42,8 @@ from trainer.publish.publisher import Publisher
 EXAMPLE = CHECKOUT / "examples/two_tools"
 CHAT = "/v1/chat/completions"
 QUESTION = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}], "max_tokens": 1, "temperature": 0}
-ROADS = {"disk": "reload", "adapter": "adapter", "transfer": "transfer"}
-"""Weight sync method (`trainer.road`) -> name of the stage in which the engine loads the weights."""
+METHODS = {"disk": "reload", "adapter": "adapter", "transfer": "transfer"}
+"""Weight sync method (`trainer.weight_sync`) -> name of the stage in which the engine loads the weights."""
 LORA_RANK = 8
 STAGES = (
     "checkpoint",
@@ -121,32 +121,32 @@ def main() -> int:
     parser.add_argument("--versions", type=int, default=8, help="steps of the demo's loop")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts a task")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--road", choices=ROADS, default="disk", help="trainer.road")
+    parser.add_argument("--weight-sync", choices=METHODS, default="disk", help="trainer.weight_sync")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
-        result = measure(Path(scratch) / "run", arguments.versions, arguments.group_size, arguments.seed, arguments.road)
+        result = measure(Path(scratch) / "run", arguments.versions, arguments.group_size, arguments.seed, arguments.weight_sync)
     print(f"{'seconds':24}{'median':>10}{'largest':>10}")
-    for name, samples in {"optimiser to first token": result["ours"]["each"], **result["ours"]["each_stage"]}.items():
+    for name, samples in {"optimizer to first token": result["ours"]["each"], **result["ours"]["each_stage"]}.items():
         print(f"{name:24}{median(samples):>10.3f}{max(samples):>10.3f}")
     for name, seconds in result["peer"]["seconds"].items():
         print(f"peer: {name:18}{seconds:>10.3f}")
     del result["ours"]["each"], result["ours"]["each_stage"]
-    print(json.dumps({"benchmark": "publish", "road": arguments.road, **result}))
+    print(json.dumps({"benchmark": "publish", "weight_sync": arguments.weight_sync, **result}))
     return 1 if any(result["checked"].values()) else 0
 
 
-def road_settings(road: str) -> dict[str, object]:
+def sync_settings(method: str) -> dict[str, object]:
     """Return the settings that a weight sync method needs beside the demo's."""
-    chosen: dict[str, object] = {"trainer.road": road}
-    if road == "adapter":
+    chosen: dict[str, object] = {"trainer.weight_sync": method}
+    if method == "adapter":
         chosen |= {"trainer.lora_rank": LORA_RANK, "trainer.learning_rate": 1e-2, "engine.lora_rank": LORA_RANK}
-    return chosen | ({"engine.transfer": "http"} if road == "transfer" else {})
+    return chosen | ({"engine.transfer": "http"} if method == "transfer" else {})
 
 
-def measure(directory: Path, versions: int, group_size: int, seed: int, road: str = "disk") -> dict[str, Any]:
+def measure(directory: Path, versions: int, group_size: int, seed: int, method: str = "disk") -> dict[str, Any]:
     """Run the loop for some versions, then the peers on its last one."""
     clean_directory(directory)
-    values = demo_settings(directory, seed=seed, group_size=group_size) | road_settings(road)
+    values = demo_settings(directory, seed=seed, group_size=group_size) | sync_settings(method)
     settings = load_settings(values, env={})
     write_settings(directory / "spangrad.toml", explain_settings(values, env={}))
     (directory / "logs").mkdir()
@@ -159,7 +159,7 @@ def measure(directory: Path, versions: int, group_size: int, seed: int, road: st
         served = Publisher(settings.gateway).served("policy")
         checksums = json.loads(_post(settings.gateway.engine_url + "/collective_rpc", {"method": "spangrad_checksum"}))["results"]
         services.stop("train")  # it sends its last spans before it ends
-        figures = read(settings, client.tokens, served, checksums, client.failed, ROADS[road])
+        figures = read(settings, client.tokens, served, checksums, client.failed, METHODS[method])
         newest = figures.pop("path")
         reload = peer_reload(settings, newest)
         services.stop("gateway")
@@ -245,7 +245,7 @@ def went_back(tokens: Sequence[Token], weights: Mapping[str, tuple[int, int]]) -
 
 
 def stages_of(spans: Mapping[str, tuple[int, int]], metrics: Mapping[str, float], came: int, taking: str) -> dict[str, float]:
-    """Seconds of each of STAGES; their sum is the time from the end of the optimiser step to the first token.
+    """Seconds of each of STAGES; their sum is the time from the end of the optimizer step to the first token.
 
     Args:
         spans: begin and end of the step's stages, in nanoseconds since 1970.

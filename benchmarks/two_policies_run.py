@@ -1,7 +1,7 @@
 """One training run of the benchmark of two policies: one rollout, two agents, two trainers.
 
 In: a seed, how many steps. Out: a `Result`. Invariant: the two trainers share a store, a builder's work and a ledger's file, and nothing
-else: each has its policy, its selection, its versions and its optimiser, and finds the same rollouts by itself.
+else: each has its policy, its selection, its versions and its optimizer, and finds the same rollouts by itself.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run(desk: Desk, seed: int, steps: int, directory: Path, on_step: Callable[[R
     Args:
         desk: the task.
         seed: random seed of the models, of sampling and of the tickets.
-        steps: number of optimiser steps of each policy.
+        steps: number of optimizer steps of each policy.
         directory: directory for everything that the run writes.
         on_step: called with the result so far, after each step.
     """

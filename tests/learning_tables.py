@@ -246,7 +246,7 @@ def loss_settings(name: str, **changes: Any) -> TrainerSettings:
 
 
 def loss_here(model: Path, settings: TrainerSettings) -> float:
-    """The loss of an optimiser step on the fixed batch."""
+    """The loss of an optimizer step on the fixed batch."""
     rows, worth = sampled(model)
     engine = VerlOptimizer(model, settings)
     torch.manual_seed(0)
@@ -335,7 +335,7 @@ def trajectories(model: Path) -> tuple[pl.DataFrame, pl.Series]:
 
 
 def step(model: Path, settings: TrainerSettings, rows: pl.DataFrame, worth: pl.Series) -> dict[str, float]:
-    """Metrics of an optimiser step on calls."""
+    """Metrics of an optimizer step on calls."""
     engine = VerlOptimizer(model, settings)
     torch.manual_seed(0)
     return engine.step(layout((merge if settings.merge else separate)(rows, worth), lineage=[0]))

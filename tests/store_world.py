@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sampling import sampled_rows
-from trainer_world import FakeOptimiser, saved
+from trainer_world import FakeOptimizer, saved
 
 from spangrad.settings import BuilderSettings, Settings
 from spangrad.store.clickhouse import connect
@@ -110,21 +110,21 @@ def _build(row: dict[str, Any], calls: Sequence[dict[str, Any]]) -> dict[str, An
     return {"Mode": "train", "Attempt": 0, "Revision": 0, "Content": 0, **counts, **kept}
 
 
-def trainer_over(world: World, settings: Settings, optimiser: FakeOptimiser | None = None) -> loop.Trainer:
-    """A trainer whose store is real and whose optimiser is a fake, begun; nothing is published."""
+def trainer_over(world: World, settings: Settings, optimizer: FakeOptimizer | None = None) -> loop.Trainer:
+    """A trainer whose store is real and whose optimizer is a fake, begun; nothing is published."""
     ledger = loop.open_ledger(settings)
     newest = loop.prepare(ledger, settings)
     trainer = loop.Trainer(
         settings=settings,
         ledger=ledger,
         source=GroupReader(world.client, settings),
-        optimiser=optimiser or saved(newest),
+        optimizer=optimizer or saved(newest),
         normalise=lambda units: units.values * 2 - 1,
         mirror=Mirror(world.client, settings.store.url, ledger),
         publisher=None,
         shutdown=Shutdown(),
         loaded=newest,
-        load_optimiser=saved,
+        load_optimizer=saved,
     )
     trainer.start()
     return trainer

@@ -1,4 +1,4 @@
-"""A trainer whose store, optimiser and gateway are fakes: everything between them is real."""
+"""A trainer whose store, optimizer and gateway are fakes: everything between them is real."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FakeSource:
 
 
 @dataclass
-class FakeOptimiser:
+class FakeOptimizer:
     """Adds 1 to its only weight at each step."""
 
     weight: float = 0.0
@@ -100,7 +100,7 @@ class FakeOptimiser:
         (directory / "optimizer.pt").write_text(str(self.weight))
 
 
-class Cutting(FakeOptimiser):
+class Cutting(FakeOptimizer):
     """Has something happen to the world at its second step."""
 
     def __init__(self, cut: Callable[[], object]) -> None:
@@ -162,7 +162,7 @@ def settings(base: Path, directory: Path, **changes: object) -> Settings:
     return Settings(trainer=TrainerSettings(**{**facts, **changes}))  # type: ignore[arg-type]
 
 
-def wired(chosen: Settings, source: FakeSource, optimiser: FakeOptimiser | None = None) -> Trainer:
+def wired(chosen: Settings, source: FakeSource, optimizer: FakeOptimizer | None = None) -> Trainer:
     """A trainer as `train` wires it, begun."""
     ledger = loop.open_ledger(chosen)
     newest = loop.prepare(ledger, chosen)
@@ -174,22 +174,22 @@ def wired(chosen: Settings, source: FakeSource, optimiser: FakeOptimiser | None 
         settings=chosen,
         ledger=ledger,
         source=source,
-        optimiser=optimiser or saved(newest),
+        optimizer=optimizer or saved(newest),
         normalise=lambda units: units.values * 2 - 1,
         mirror=FakeMirror(ledger),
         publisher=FakePublisher(served),
         shutdown=Shutdown(),
         loaded=newest,
-        load_optimiser=saved,
+        load_optimizer=saved,
     )
     trainer.start()
     return trainer
 
 
-def saved(version: LedgerVersion) -> FakeOptimiser:
-    """The optimiser that a version's directory holds."""
+def saved(version: LedgerVersion) -> FakeOptimizer:
+    """The optimizer that a version's directory holds."""
     state = Path(version.policy_version.path) / "optimizer.pt"
-    return FakeOptimiser(float(state.read_text()) if state.exists() else 0.0)
+    return FakeOptimizer(float(state.read_text()) if state.exists() else 0.0)
 
 
 def committed(trainer: Trainer) -> dict[int, list[str]]:

@@ -1,4 +1,4 @@
-"""Files of examples, and a run over files whose optimiser is a fake: everything else of it is real."""
+"""Files of examples, and a run over files whose optimizer is a fake: everything else of it is real."""
 
 from __future__ import annotations
 

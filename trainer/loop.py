@@ -2,14 +2,12 @@
 
 In: the settings; through them the span store, the model and the gateway. Out: policy versions. Invariant: at every instruction the
 ledger knows enough to resume. A lease without a commit is undone, at once when this process fails or is asked to stop, else at the next
-start; a commit that was not yet copied to the store, or not published, is copied and published at the next start. Nothing is repeated,
-nothing skipped.
+start; a commit that was not yet copied to the store, or published, is at the next start. Nothing is repeated, nothing skipped.
 
 A step trains the head of its branch. When another process moved it (another trainer of the branch, a rollback), its weights and its
 optimizer state are loaded first; while another trainer's step is under way, this one waits.
 
-A batch in which every advantage is 0 takes no optimizer step, yet commits a version with its parent's weights: its groups are used, and
-lineage and step count stay whole.
+A batch whose every advantage is 0 takes no optimizer step, yet commits a version with its parent's weights, so that its groups are used.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ class Trainer:
     settings: Settings
     ledger: Ledger
     source: GroupSource
-    optimiser: Optimizer
+    optimizer: Optimizer
     normalise: Normalise
     mirror: Mirror
     publisher: Publisher | None
@@ -83,7 +81,7 @@ class Trainer:
     shutdown: Shutdown
     loaded: LedgerVersion
     """Version whose weights the optimizer holds."""
-    load_optimiser: Callable[[LedgerVersion], Optimizer]
+    load_optimizer: Callable[[LedgerVersion], Optimizer]
     """Function that returns an optimizer with a version's weights and state."""
     evaluation: Evaluation | None = None
     """Evaluation on held-out rollouts. None: they are not read."""
@@ -105,12 +103,12 @@ class Trainer:
         """Bring the store's copy and the gateway up to the ledger's newest commit."""
         self.mirror.catch_up()
         if self.publishing:
-            self.publishing.start(self.loaded, self.optimiser.weights)
+            self.publishing.start(self.loaded, self.optimizer.weights)
 
     def _publish_again(self) -> None:
         """Publish the newest version to engines that were restarted, as they serve the weights that they started with."""
         if self.publishing:
-            self.publishing.look(self.loaded, self.optimiser.weights)
+            self.publishing.look(self.loaded, self.optimizer.weights)
 
     def _idle(self) -> None:
         """Pause while there is nothing to train; at intervals undo leases of dead processes, evaluate, and check the served version."""
@@ -189,10 +187,10 @@ class Trainer:
     def _load(self, version: LedgerVersion) -> None:
         """Load the version to train, where it is not the one that this trainer's last step made."""
         if version.version != self.loaded.version:
-            self.optimiser.close()
+            self.optimizer.close()
             # The old weights are freed before the new ones are loaded.
-            self.optimiser = DeferredOptimizer(lambda: self.load_optimiser(version))
-            self.optimiser = self.load_optimiser(version)
+            self.optimizer = DeferredOptimizer(lambda: self.load_optimizer(version))
+            self.optimizer = self.load_optimizer(version)
             self.loaded = version
             self.mirror.catch_up()
             logger.info("version %d is loaded: branch %s was moved there by another process", version.version, version.branch)
@@ -209,10 +207,10 @@ class Trainer:
             TrainerError: too many groups of the run have failed (trainer.max_failed_share).
         """
         parent = self._head or newest_version(self.ledger)
-        if isinstance(self.optimiser, DeferredOptimizer) and not self.optimiser.is_loaded:
+        if isinstance(self.optimizer, DeferredOptimizer) and not self.optimizer.is_loaded:
             # The head may have moved since the start: only the version to train is loaded.
             self._load(parent)
-        settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
+        settings, rows = self.settings.trainer, self.optimizer.data_parallel_size
         with self.clock.stage("credit"):
             lineage = self.ledger.lineage()
             batch, facts = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash)
@@ -275,7 +273,7 @@ class Trainer:
         if not self.publishing or newest_version(self.ledger).version != committed.version:
             return committed
         with self.clock.stage("publish"):
-            served = self.publishing.publish(committed, self.optimiser.weights)
+            served = self.publishing.publish(committed, self.optimizer.weights)
         if served and served.version == committed.version:
             self.ledger.add_metrics(committed.version, dict(served.metrics))
         return self.ledger.version(committed.version)
@@ -284,7 +282,7 @@ class Trainer:
         """Stop the publication thread and the optimizer."""
         if self.publishing:
             self.publishing.close()
-        self.optimiser.close()
+        self.optimizer.close()
 
     def _retries(self) -> dict[str, float]:
         """Return metrics: number of retries against the gateway and the store since the last step."""
@@ -300,7 +298,7 @@ class Trainer:
         with beating(self.ledger, lease):
             self._load(parent)
             with self.clock.stage("train"):
-                metrics = self.optimiser.step(batch)
+                metrics = self.optimizer.step(batch)
             with self.clock.stage("checkpoint"):
                 written = checkpoint.write(
                     settings.directory,
@@ -310,8 +308,8 @@ class Trainer:
                     parent=lease.parent,
                     batch_id=lease.batch_id,
                     base=Path(parent.policy_version.path),
-                    save_weights=self.optimiser.save_weights,
-                    save_state=self.optimiser.save_state,
+                    save_weights=self.optimizer.save_weights,
+                    save_state=self.optimizer.save_state,
                     adapter=adapter_of(Path(parent.policy_version.path), settings),
                 )
         metrics |= {**self.clock.seconds(), **facts}
@@ -384,10 +382,10 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             shutdown=shutdown,
             store_outage=outage,
             loaded=newest,
-            load_optimiser=load,
+            load_optimizer=load,
             evaluation=Evaluation(client, settings, source.build_spec),
             watchers=watchers,
-            optimiser=load(newest) if follow else DeferredOptimizer(lambda: load(newest)),
+            optimizer=load(newest) if follow else DeferredOptimizer(lambda: load(newest)),
         )
         trainer.start()
         trainer.run(follow=follow)

@@ -51,7 +51,7 @@ def tune(
         files: JSON Lines or Parquet files, or directories of them.
         model: directory of the weights that training begins with if the branch has no version yet; default: trainer.model.
         epochs: number of passes over the rows; default: tuning.epochs.
-        batch_size: number of rows, or pairs for dpo, per optimiser step; default: tuning.batch_size.
+        batch_size: number of rows, or pairs for dpo, per optimizer step; default: tuning.batch_size.
         learning_rate: highest learning rate of the schedule; default: tuning.learning_rate.
         beta: strength with which dpo keeps the policy close to the reference; default: tuning.beta.
         held_out: share of the rows, from 0 to below 1, that are measured and not trained; default: tuning.held_out.

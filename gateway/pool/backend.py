@@ -192,7 +192,7 @@ class Backend(Upstream):
         except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise EngineError(
                 f"the trainer at {url} does not answer ({error or type(error).__name__}). Set trainer.transfer_host to an address that "
-                "gateway and engines reach, or trainer.road = disk."
+                "gateway and engines reach, or trainer.weight_sync = disk."
             ) from error
 
     def _decode(self, path: str, body: bytes, kind: type[_T]) -> _T:

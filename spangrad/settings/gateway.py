@@ -129,10 +129,10 @@ class EngineSettings(Section):
     enforce_eager: bool = False
     cache_dir: Path = Path("data/vllm-cache")
     lora_rank: int = Field(default=0, ge=0, le=512)
-    """Largest rank of the adapters that the engine loads from trainers with trainer.road `adapter`. 0: it loads whole models."""
+    """Largest rank of the adapters that the engine loads from trainers with trainer.weight_sync `adapter`. 0: it loads whole models."""
     transfer: Literal["nccl", "http"] | None = None
-    """Transport by which the engine receives weights from trainers with trainer.road `transfer`: `nccl` between GPUs, `http` anywhere.
-    None: it does not receive any."""
+    """Transport of weights from trainers with trainer.weight_sync `transfer`: `nccl` between GPUs, `http` anywhere. None: the engine
+    receives none."""
     warmup_requests: int = 16
     start_timeout_seconds: float = 600
     extra_args: tuple[str, ...] = ()

@@ -169,15 +169,15 @@ class TrainerSettings(Section):
     merge: bool = False
     """True to train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/merging.md)."""
     lora_rank: int = Field(default=0, ge=0)
-    """Rank of the adapters that are trained while the weights stay fixed; versions are served merged unless trainer.road is `adapter`.
-    0: train the weights."""
+    """Rank of the adapters that are trained while the weights stay fixed; versions are served merged unless trainer.weight_sync is
+    `adapter`. 0: train the weights."""
     lora_alpha: int = 16
     """LoRA's alpha: adapters are multiplied by lora_alpha / lora_rank."""
     lora_modules: tuple[str, ...] = ()
     """Names of the layers that have adapters, such as `q_proj`. Empty: every linear layer but the head."""
     learning_rate: float = 1e-6
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimiser steps over which the learning rate rises from 0 to trainer.learning_rate. The critic's has no warm-up."""
+    """Optimizer steps over which the learning rate rises from 0 to trainer.learning_rate. The critic's has no warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     loss: Loss = "vanilla"
@@ -193,7 +193,7 @@ class TrainerSettings(Section):
     epochs: int = Field(default=1, ge=1)
     """Number of passes over a batch."""
     mini_batches: int = Field(default=1, ge=1)
-    """Optimiser steps in an epoch, each on a part of the batch's rows, drawn anew. Ratios are relative to the batch's start."""
+    """Optimizer steps in an epoch, each on a part of the batch's rows, drawn anew. Ratios are relative to the batch's start."""
     recompute_logprobs: bool = False
     """True to take ratios against the trainer's own logprobs at the batch's start. False: against those that were sampled with."""
     correction: Correction = Correction()
@@ -242,13 +242,13 @@ class TrainerSettings(Section):
     are aborted (abort) (docs/weights.md)."""
     drain_seconds: float = Field(default=60.0, ge=0)
     """Time limit of in_flight `drain`, in seconds; calls that are left continue as with `keep`."""
-    road: Literal["disk", "adapter", "transfer"] = "disk"
+    weight_sync: Literal["disk", "adapter", "transfer"] = "disk"
     """Weight sync method: engines read a whole model from `trainer.directory` (disk) or the adapter alone (adapter), or the trainer
     sends them the weights (transfer) (docs/weights.md)."""
     transfer_host: str = "127.0.0.1"
-    """Address of this machine at which the gateway and the engines' workers reach the trainer; for trainer.road `transfer`."""
+    """Address of this machine at which the gateway and the engines' workers reach the trainer; for trainer.weight_sync `transfer`."""
     transfer_port: int = Field(default=0, ge=0)
-    """Port at which the gateway and the engines' workers reach the trainer; for trainer.road `transfer`. 0: any free port."""
+    """Port at which the gateway and the engines' workers reach the trainer; for trainer.weight_sync `transfer`. 0: any free port."""
     evaluate_every: int = Field(default=0, ge=0)
     """Number of versions after which evaluate_command runs again. 0: never."""
     evaluate_command: tuple[str, ...] = ()

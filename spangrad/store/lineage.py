@@ -80,9 +80,9 @@ class TrainedFile:
     method: str
     """Training method: sft or dpo."""
     step: int
-    """Number of optimiser steps of its run so far, this version's included."""
+    """Number of optimizer steps of its run so far, this version's included."""
     steps: int
-    """Number of optimiser steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     name: str
     sha256: str
     size: int

@@ -62,13 +62,13 @@ def learn(
         settings=settings,
         ledger=ledger,
         source=GroupReader(world.client, settings),
-        optimiser=VerlOptimizer(model, learning),
+        optimizer=VerlOptimizer(model, learning),
         normalise=estimator(learning),
         mirror=Mirror(world.client, store.url, ledger),
         publisher=None,
         shutdown=Shutdown(),
         loaded=begun,
-        load_optimiser=lambda version: pytest.fail(f"version {version.version} was loaded anew: nobody moved the branch"),
+        load_optimizer=lambda version: pytest.fail(f"version {version.version} was loaded anew: nobody moved the branch"),
     )
     trainer.start()
     try:
@@ -88,7 +88,7 @@ def learn(
             assert len(ledger.committed_versions()) == number + 2, "each round's sound groups are a step, whatever was skipped"
         return float(np.mean(successes[-5:])), {group.group_id: reason for group, reason in ledger.skipped().items()}, injected
     finally:
-        trainer.optimiser.close()
+        trainer.optimizer.close()
         ledger.close()
 
 

@@ -1,6 +1,6 @@
 """A trainer whose disk is full, whose store goes away, or who has a rival: nothing is trained twice, nothing is skipped (law 4).
 
-Ledger, checkpoints and store are real; the optimiser is a fake that adds 1 to its weight at each step, so that the weight counts steps.
+Ledger, checkpoints and store are real; the optimizer is a fake that adds 1 to its weight at each step, so that the weight counts steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from running_postgres import running_postgres
 from running_store import answers, running_store, start_store, store_settings
 from small_disks import small_disk
 from store_world import World, trainer_over
-from trainer_world import Cutting, FakeOptimiser, FakeSource, committed, settings, wired, write_base
+from trainer_world import Cutting, FakeOptimizer, FakeSource, committed, settings, wired, write_base
 
 from spangrad.errors import CheckpointError, LedgerError, SpangradError, StoreError
 from spangrad.processes import wait_until
@@ -39,7 +39,7 @@ def _small_disk(tmp_path: Path) -> Iterator[Path]:
         yield mount
 
 
-class Filling(FakeOptimiser):
+class Filling(FakeOptimizer):
     """Takes the room that is left on a disk, but for so many KiB, at its second step."""
 
     def __init__(self, disk: Path, left: int) -> None:

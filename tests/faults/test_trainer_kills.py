@@ -1,6 +1,6 @@
 """A trainer killed while it trains: the weights are those of a run that nothing disturbed, bit by bit (law 4).
 
-The span store is fixed, the optimiser verl's, the trainer one process; it is killed at any instruction, its start included.
+The span store is fixed, the optimizer verl's, the trainer one process; it is killed at any instruction, its start included.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def same(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in {"id", "created"}}
 
 
-def test_vllm_answers_with_ids_unasked_on_the_plain_road(engine: Settings, tiny_model: Path) -> None:
+def test_vllm_answers_with_ids_unasked_on_the_direct_mode(engine: Settings, tiny_model: Path) -> None:
     answer = fetch(engine.gateway.engine_url + CHAT, GREEDY)
     version = fetch(f"{engine.gateway.engine_url}/spangrad/info")["version"]
     incomplete = {"policy": "policy", "tokenizer_hash": tokenizer_hash(tiny_model)}

@@ -194,7 +194,7 @@ def test_a_program_without_instrumentation_is_recorded_under_its_root(gateway: S
     assert sorted(rows) == sorted((outcome.key.rollout_id, "train", 1, 0.5, 1) for outcome in outcomes)
 
 
-def test_the_plain_road_builds_from_the_agents_own_spans(engine: Settings, store: StoreSettings, tmp_path: Path) -> None:
+def test_the_direct_mode_builds_from_the_agents_own_spans(engine: Settings, store: StoreSettings, tmp_path: Path) -> None:
     settings = own_run(engine.model_copy(update={"store": store}), gateway=False, quiet_seconds=1)
     outcomes = roll_out(settings, ASK, TASKS[:1], tmp_path, size=3)
     assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, None)] * 3

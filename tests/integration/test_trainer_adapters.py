@@ -26,8 +26,8 @@ from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish import checkpoint
 from transition_builder.loop import build_once
 
-ALONE = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=6, road="adapter")
-MERGED = ALONE.model_copy(update={"road": "disk"})
+ALONE = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=6, weight_sync="adapter")
+MERGED = ALONE.model_copy(update={"weight_sync": "disk"})
 
 
 def sampled(model: Path, seed: int = 1) -> Batch:
@@ -78,11 +78,11 @@ def test_a_version_is_an_adapter_that_peft_loads_and_that_goes_on_where_it_stopp
 def test_a_state_of_the_other_road_is_refused(tiny_model: Path, tmp_path: Path):
     alone, merged = VerlOptimizer(tiny_model, ALONE), VerlOptimizer(tiny_model, MERGED)
     for engine in (alone, merged):
-        (tmp_path / engine.settings.road).mkdir()
-        engine.save_state(tmp_path / engine.settings.road)
-    with pytest.raises(CheckpointError, match=r"with trainer\.road = adapter, and now it is disk"):
+        (tmp_path / engine.settings.weight_sync).mkdir()
+        engine.save_state(tmp_path / engine.settings.weight_sync)
+    with pytest.raises(CheckpointError, match=r"with trainer\.weight_sync = adapter, and now it is disk"):
         merged.load_state(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"with trainer\.road = disk, and now it is adapter"):
+    with pytest.raises(CheckpointError, match=r"with trainer\.weight_sync = disk, and now it is adapter"):
         alone.load_state(tmp_path / "disk")
     with pytest.raises(CheckpointError, match=r"another shape than trainer\.lora_rank = 2"):
         VerlOptimizer(tiny_model, ALONE.model_copy(update={"lora_rank": 2})).load_state(tmp_path / "adapter")

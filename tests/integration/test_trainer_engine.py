@@ -194,7 +194,7 @@ def test_a_resumed_engine_repeats_the_step_exactly(engine: VerlOptimizer, tiny_m
     assert differences(weights(engine), weights(resumed)) == 0
     forgetful = VerlOptimizer(made.path, SETTINGS)
     forgetful.step(batch(rows, version=1))
-    assert differences(weights(engine), weights(forgetful)) > 0, "the optimiser's state matters"
+    assert differences(weights(engine), weights(forgetful)) > 0, "the optimizer's state matters"
 
 
 def test_a_damaged_state_is_named(engine: VerlOptimizer, tmp_path: Path):

@@ -244,7 +244,7 @@ def test_calls_of_a_reshaped_distribution_are_kept_with_what_reshaped_it(store: 
     assert rows(store, asked) == [(plain, ""), (plain, ""), (cut, "top_p=0.9, top_k=20"), (masked, "masked tokens")]
 
 
-def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSettings) -> None:
+def test_a_direct_mode_rollout_builds_from_the_agents_own_spans(store: StoreSettings) -> None:
     """The captured LangGraph run with its failing tool, between a root of ours and without a gateway."""
     body = json.loads((SPANS / "langgraph_tool_error.jsonl").read_text())
     said = {"policy": "policy", "versions": [[[0, 7]]], "tokenizer_hash": "tok", "sampling": fake_engine.SAMPLING}
@@ -286,7 +286,7 @@ def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSetti
     assert [(one[3], len(one[4]), len(one[5]), one[6]) for one in transitions] == [(0, 2, 12, 7), (1, 11, 5, 7)]
 
 
-def test_a_call_of_the_plain_road_that_comes_late_makes_a_new_revision(store: StoreSettings) -> None:
+def test_a_call_of_the_direct_mode_that_comes_late_makes_a_new_revision(store: StoreSettings) -> None:
     """Nobody counted the rollout's calls, so that it was complete without this one."""
     spans = fakes.SpanFactory(run="tardy")
     root = spans.root("tardy-1")

@@ -31,7 +31,7 @@ RIGHT = {"paris": "weather", "oslo": "weather", "rome": "clock", "lima": "clock"
 
 
 class Tuned:
-    """A tuner whose optimiser steps nothing: gradients stay to be looked at."""
+    """A tuner whose optimizer steps nothing: gradients stay to be looked at."""
 
     def __init__(self, model: Path, method: Any, **changes: Any) -> None:
         chosen = settings(model, model, **{"learning_rate": 1e-3, **changes})

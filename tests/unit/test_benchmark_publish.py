@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.publish import ROADS, STAGES, Token, first_token, stages_of, went_back
+from benchmarks.publish import METHODS, STAGES, Token, first_token, stages_of, went_back
 
 MS = 1_000_000
 SPANS = {"train": (0, 100 * MS), "checkpoint": (101 * MS, 150 * MS), "publish": (180 * MS, 260 * MS)}
@@ -12,9 +12,9 @@ ENGINE = {"files": 0.005, "check": 0.0, "pause": 0.01, "checksum": 0.005, "updat
 METRICS = {f"seconds_publish_{name}": value for name, value in ENGINE.items()}
 
 
-@pytest.mark.parametrize("taking", ROADS.values())
+@pytest.mark.parametrize("taking", METHODS.values())
 @pytest.mark.parametrize("came", [300 * MS, 259 * MS], ids=["after the gateway's word", "before it"])
-def test_the_stages_add_up_to_the_time_from_optimiser_to_token(came: int, taking: str) -> None:
+def test_the_stages_add_up_to_the_time_from_optimizer_to_token(came: int, taking: str) -> None:
     stages = stages_of(SPANS, {**METRICS, f"seconds_publish_{taking}": 0.02}, came, taking)
     assert tuple(stages) == STAGES
     assert sum(stages.values()) == pytest.approx((came - 100 * MS) / 1e9)

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_world import SPEC, FakeOptimiser, FakeSource, committed, group, settings, wired, write_base
+from trainer_world import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
@@ -133,14 +133,14 @@ class WithGreedy(FakeSource):
 
 def test_a_step_of_remax_from_whole_groups_to_the_batch(tmp_path: Path):
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", estimator="remax")
-    optimiser = FakeOptimiser()
+    optimizer = FakeOptimizer()
     source = WithGreedy(["a", "b", "c"], returns={"a": 1.0, "b": None, "c": 0.25})
-    trainer = wired(chosen, source, optimiser)
+    trainer = wired(chosen, source, optimizer)
     trainer.normalise = minus_greedy
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "c-0", "c-1"]}, "greedy rollouts are in no batch"
     assert trainer.ledger.skipped() == {group("b"): SkipReason.NO_BASELINE}
-    (batch,) = optimiser.batches
+    (batch,) = optimizer.batches
     assert batch.advantages[:, 0].tolist() == [0.0, -1.0, 0.75, -0.25]
     metrics = trainer.ledger.versions()[-1].metrics
     assert (metrics["mean_return"], metrics["greedy_return"], metrics["rollouts"]) == (0.5, 0.625, 4)

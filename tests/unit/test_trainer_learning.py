@@ -43,7 +43,7 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
         ({"loss": "gspo", "loss_options": {"tau_pos": 1.0}}, r"loss_options\.tau_pos: trainer\.loss = 'gspo'.*takes none"),
         ({"loss_options": {"tau_pos": 1.0}}, r"takes clip_ratio_c\. Take it out"),
         ({"loss_options": {"loss_scale_factor": 9}}, "takes clip_ratio_c"),
-        ({"road": "adapter"}, r"trainer\.lora_rank = 0 trains no adapters\. Set the rank"),
+        ({"weight_sync": "adapter"}, r"trainer\.lora_rank = 0 trains no adapters\. Set the rank"),
         ({"kl_coef": 0.1}, r"Set trainer\.reference"),
         ({"kl_coef": 0.1, "reference": Path("/nowhere")}, "is no directory"),
         ({"correction": Correction(weights="token")}, "Set trainer.recompute_logprobs = true"),

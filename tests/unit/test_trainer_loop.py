@@ -1,4 +1,4 @@
-"""The loop, with a fake optimiser and a fake store: order of work, crashes, signals, and what is left to whom."""
+"""The loop, with a fake optimizer and a fake store: order of work, crashes, signals, and what is left to whom."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import polars as pl
 import pytest
 import trainer_world
-from trainer_world import SPEC, FakeOptimiser, FakePublisher, FakeSource, committed, group, settings, wired, write_base
+from trainer_world import SPEC, FakeOptimizer, FakePublisher, FakeSource, committed, group, settings, wired, write_base
 
 from fakes import transition_row
 from spangrad.errors import GatewayError, LedgerError, SettingsError, TrainerError
@@ -93,11 +93,11 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
 
 
 def test_the_batch_holds_the_advantages_and_knows_what_is_on_policy(tmp_path: Path, base: Path):
-    optimiser = FakeOptimiser()
-    trainer = wired(settings(base, tmp_path), FakeSource(["a", "b", "c", "d"]), optimiser)
+    optimizer = FakeOptimizer()
+    trainer = wired(settings(base, tmp_path), FakeSource(["a", "b", "c", "d"]), optimizer)
     trainer.run(follow=False)
-    assert [one.advantages[:, 0].tolist() for one in optimiser.batches] == [[1.0, -1.0, 1.0, -1.0]] * 2
-    assert [(one.staleness == 0).any(axis=1).tolist() for one in optimiser.batches] == [[True] * 4, [False] * 4]
+    assert [one.advantages[:, 0].tolist() for one in optimizer.batches] == [[1.0, -1.0, 1.0, -1.0]] * 2
+    assert [(one.staleness == 0).any(axis=1).tolist() for one in optimizer.batches] == [[True] * 4, [False] * 4]
 
 
 def test_stale_groups_are_skipped_once_and_counted(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
@@ -119,10 +119,10 @@ def test_a_group_that_may_not_be_trained_is_replaced_by_the_next(tmp_path: Path,
 def test_calls_that_no_device_takes_are_left_out_and_told_of(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     long = Turns([[1, 2], [1, 2, 3, 4, 5, 6, 7, 8]])
-    optimiser = FakeOptimiser()
-    trainer = wired(settings(base, tmp_path, max_tokens_per_device=9), long, optimiser)
+    optimizer = FakeOptimizer()
+    trainer = wired(settings(base, tmp_path, max_tokens_per_device=9), long, optimizer)
     trainer.run(follow=False)
-    (batch,) = optimiser.batches
+    (batch,) = optimizer.batches
     assert (batch.token_counts, batch.advantages[:, 0].tolist()) == ([4] * 4, [1.0, -1.0, 1.0, -1.0]), "rewards on the long calls count"
     newest = loop.newest_version(trainer.ledger)
     assert (newest.metrics["transitions"], newest.metrics["masked_too_long"]) == (4, 4)
@@ -151,12 +151,12 @@ def test_merging_trains_the_same_tokens_in_fewer_rows(tmp_path: Path, base: Path
     prompts = [[1, 2], [1, 2, 4, 5, 6], [9, 9]]
     found = {}
     for merged in (False, True):
-        optimiser = FakeOptimiser()
-        trainer = wired(settings(base, tmp_path / str(merged), merge=merged), Turns(prompts), optimiser)
+        optimizer = FakeOptimizer()
+        trainer = wired(settings(base, tmp_path / str(merged), merge=merged), Turns(prompts), optimizer)
         trainer.run(follow=False)
         metrics = loop.newest_version(trainer.ledger).metrics
         found[merged] = {name: metrics[name] for name in ("transitions", "sequences", "tokens", "trained_tokens", "merge_ratio")}
-        assert int(optimiser.batches[0].response_mask.sum()) == 24
+        assert int(optimizer.batches[0].response_mask.sum()) == 24
     assert found == {
         False: {"transitions": 12, "sequences": 12, "tokens": 60, "trained_tokens": 24, "merge_ratio": 1},
         True: {"transitions": 12, "sequences": 8, "tokens": 44, "trained_tokens": 24, "merge_ratio": 60 / 44},
@@ -166,11 +166,11 @@ def test_merging_trains_the_same_tokens_in_fewer_rows(tmp_path: Path, base: Path
 
 
 def test_only_selected_calls_are_trained_and_the_others_rewards_count(tmp_path: Path, base: Path):
-    optimiser = FakeOptimiser()
+    optimizer = FakeOptimizer()
     source = Turns([[1], [2], [3]], agents=["planner", "coder", "planner"])
-    trainer = wired(settings(base, tmp_path, selection=Selection(agents="cod.*")), source, optimiser)
+    trainer = wired(settings(base, tmp_path, selection=Selection(agents="cod.*")), source, optimizer)
     trainer.run(follow=False)
-    (batch,) = optimiser.batches
+    (batch,) = optimizer.batches
     assert (batch.prompts.tolist(), batch.advantages[:, 0].tolist()) == ([[2]] * 4, [1.0, -1.0, 1.0, -1.0])
     nobody = wired(settings(base, tmp_path / "nobody", selection=Selection(agents="cod")), source)
     nobody.run(follow=False)
@@ -187,7 +187,7 @@ def test_a_branch_of_a_branch_trains_on_what_the_old_one_sampled(tmp_path: Path,
     # Sampled by versions 0 and 1 of main; branch brevity begins with version 2.
     source = FakeSource(names, changes={"a": {"Version": 1}, "b": {"Version": 1}})
     fork = settings(Path(of_main.path), tmp_path / "policies", branch="brevity", max_staleness=1)
-    brevity = wired(fork, source, FakeOptimiser(2.0))
+    brevity = wired(fork, source, FakeOptimizer(2.0))
     brevity.run(follow=False)
     assert committed(brevity) == {2: [], 3: ["a-0", "a-1", "b-0", "b-1"]}
     assert brevity.ledger.skipped() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
@@ -236,7 +236,7 @@ def test_follow_ends_after_max_steps_of_the_branch(tmp_path: Path, base: Path):
 
 def test_a_refused_step_frees_its_groups_and_keeps_the_weights(tmp_path: Path, base: Path):
     source = FakeSource(["a", "b"])
-    trainer = wired(settings(base, tmp_path), source, FakeOptimiser(fails=TrainerError("gap")))
+    trainer = wired(settings(base, tmp_path), source, FakeOptimizer(fails=TrainerError("gap")))
     with pytest.raises(TrainerError, match="gap"):
         trainer.run(follow=False)
     assert [(one.version, one.status) for one in trainer.ledger.versions()] == [(0, VersionStatus.COMMITTED), (1, VersionStatus.ORPHANED)]
@@ -266,7 +266,7 @@ def test_a_signal_while_waiting_ends_the_loop(tmp_path: Path, base: Path, number
 
 
 def test_a_signal_during_a_step_undoes_the_lease_at_once(tmp_path: Path, base: Path):
-    trainer = wired(settings(base, tmp_path), FakeSource(["a", "b"]), FakeOptimiser(interrupted=True))
+    trainer = wired(settings(base, tmp_path), FakeSource(["a", "b"]), FakeOptimizer(interrupted=True))
     with pytest.raises(Stopped), trainer.shutdown.listening():
         trainer.run(follow=True)
     assert trainer.ledger.finished_groups("run", SPEC) == set()
@@ -349,24 +349,24 @@ def test_a_trainer_that_another_overtook_loads_the_head_once_and_forgets_what_it
     ours, theirs = wired(chosen, FakeSource([*"abcdef"])), wired(chosen, FakeSource([*"abcd"]))
     loads, held = list[tuple[int, bool]](), list[weakref.ref[Any]]()
 
-    def load(version: LedgerVersion) -> FakeOptimiser:
+    def load(version: LedgerVersion) -> FakeOptimizer:
         loads.append((version.version, any(one() for one in held)))
         return trainer_world.saved(version)
 
     newest = ours.loaded
-    ours.load_optimiser, ours.optimiser = load, DeferredOptimizer(lambda: load(newest))
+    ours.load_optimizer, ours.optimizer = load, DeferredOptimizer(lambda: load(newest))
     theirs.run(follow=False)
     ours.run(follow=False)
     assert loads == [(2, False)], "what was the head when it began is not loaded"
-    held.append(weakref.ref(ours.optimiser))
+    held.append(weakref.ref(ours.optimizer))
     for source in (theirs.source, ours.source):
         source.names = [*"abcdefgh"] if source is theirs.source else [*"abcdefghij"]  # type: ignore[attr-defined]
         source.changes |= dict.fromkeys(source.names, source.changes["a"])  # type: ignore[attr-defined]
     theirs.run(follow=False)
     ours.run(follow=False)
     assert loads == [(2, False), (4, False)], "what it held is gone before as much again is loaded"
-    assert isinstance(ours.optimiser, FakeOptimiser)
-    assert (ours.optimiser.weight, ours.ledger.committed_versions()) == (5, [0, 1, 2, 3, 4, 5]), "one step a version, whoever made it"
+    assert isinstance(ours.optimizer, FakeOptimizer)
+    assert (ours.optimizer.weight, ours.ledger.committed_versions()) == (5, [0, 1, 2, 3, 4, 5]), "one step a version, whoever made it"
 
 
 def test_an_idle_trainer_sees_that_the_newest_version_is_served(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer_world import FakeOptimiser, FakePublisher, FakeSource, committed, settings, wired, write_base
+from trainer_world import FakeOptimizer, FakePublisher, FakeSource, committed, settings, wired, write_base
 
 from fakes import HttpServer
 from spangrad.errors import GatewayError
@@ -141,7 +141,7 @@ class Gateway(HttpServer):
         return 200, {}, json.dumps({"version": self.versions[-1], "seconds": 0.5}).encode()
 
 
-class Closing(FakeOptimiser):
+class Closing(FakeOptimizer):
     """Has something done to the world at a step."""
 
     def __init__(self, at: float, act: Callable[[], object]) -> None:
@@ -204,7 +204,7 @@ def test_start_waits_for_a_gateway_that_starts_beside_it(tmp_path: Path, base: P
 
 def test_retries_of_transfers_read_the_weights_of_the_version_from_its_files(tmp_path: Path, base: Path) -> None:
     """Those in memory are in the middle of the next step by then."""
-    chosen = settings(base, tmp_path / "policies", road="transfer", groups_per_batch=1)
+    chosen = settings(base, tmp_path / "policies", weight_sync="transfer", groups_per_batch=1)
     sent: list[list[float]] = []
 
     class Sending(Away):
@@ -220,7 +220,7 @@ def test_retries_of_transfers_read_the_weights_of_the_version_from_its_files(tmp
     batch = trainer.take()
     assert batch
     trainer.step(batch)
-    trainer.optimiser.weight = 7.0  # type: ignore[attr-defined]
+    trainer.optimizer.weight = 7.0  # type: ignore[attr-defined]
     gateway.away = False
     assert trainer.publishing
     trainer.publishing.wait()

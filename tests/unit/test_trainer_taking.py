@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from trainer_world import SPEC, FakeOptimiser, FakeSource, committed, group, settings, wired, write_base
+from trainer_world import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 
 from commands.training.train_skips import restore, skipped
 from fakes import transition_row
@@ -33,7 +33,7 @@ def base(tmp_path: Path) -> Path:
 
 
 @dataclass
-class Refusing(FakeOptimiser):
+class Refusing(FakeOptimizer):
     """Refuses a batch with rows whose prompt begins with BAD, and names them."""
 
     reason: str = "logprob_gap"
@@ -114,7 +114,7 @@ def test_a_refilled_batch_is_the_one_that_a_fresh_start_would_take(tmp_path: Pat
 def test_step_that_fails_as_a_whole_skips_the_batch(tmp_path: Path, base: Path, named: bool):
     """A gradient is not finite, and no row is to blame more than the others."""
 
-    class Exploding(FakeOptimiser):
+    class Exploding(FakeOptimizer):
         def step(self, batch: Batch) -> dict[str, float]:
             if (batch.prompts == BAD).any():
                 raise BadRowsError("the gradient's norm is nan.", dict.fromkeys(range(batch.real_rows), "not_finite") if named else {})

@@ -50,7 +50,7 @@ def test_without_a_parent_link_the_response_id_tells() -> None:
     assert concluded(spans) == {call: ""}
 
 
-def test_a_client_that_the_gateway_did_not_see_is_a_call_of_the_plain_road() -> None:
+def test_a_client_that_the_gateway_did_not_see_is_a_call_of_the_direct_mode() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     recorded = spans.call(spans.client(root))

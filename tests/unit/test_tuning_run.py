@@ -1,4 +1,4 @@
-"""A run over files: what it commits, what it goes on from, and that a crash repeats and skips nothing. The optimiser is a fake."""
+"""A run over files: what it commits, what it goes on from, and that a crash repeats and skips nothing. The optimizer is a fake."""
 
 from __future__ import annotations
 
@@ -265,8 +265,8 @@ def test_a_gateway_that_is_away_is_missed_before_the_work(tmp_path: Path, base: 
     with pytest.raises(GatewayError, match=r"does not answer .* trainer\.publish = false trains without"):
         tuned(chosen, file)
     assert fakes == []
-    with pytest.raises(SettingsError, match=r"trainer\.road = adapter hands out adapters alone"):
-        tuned(settings(base, tmp_path / "policies", trainer={"road": "adapter", "lora_rank": 4}), file)
+    with pytest.raises(SettingsError, match=r"trainer\.weight_sync = adapter hands out adapters alone"):
+        tuned(settings(base, tmp_path / "policies", trainer={"weight_sync": "adapter", "lora_rank": 4}), file)
     with pytest.raises(SettingsError, match=r"trainer\.model is not set"):
         tuned(settings(None, tmp_path / "nothing"), file)  # type: ignore[arg-type]
 

@@ -147,9 +147,10 @@ def by_token(settings: TrainerSettings) -> bool:
 
 
 def _check_road(settings: TrainerSettings) -> None:
-    if settings.road == "adapter" and not settings.lora_rank:
+    if settings.weight_sync == "adapter" and not settings.lora_rank:
         raise SettingsError(
-            "trainer.road = adapter, and trainer.lora_rank = 0 trains no adapters. Set the rank, or trainer.road = disk for whole models."
+            "trainer.weight_sync = adapter, and trainer.lora_rank = 0 trains no adapters. Set the rank, or "
+            "trainer.weight_sync = disk for whole models."
         )
     held = settings.reference or settings.model
     if settings.kl_coef and held and adapter_facts(held):

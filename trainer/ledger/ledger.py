@@ -32,6 +32,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import batch_rollouts, file_batches
+from trainer.ledger.file_batches import Tuning
 from trainer.ledger.skipped_groups import SkippedGroups
 from trainer.ledger.skips import Skip, SkipReason
 from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, VERSIONS, LedgerDatabase, LedgerVersion, version_of
@@ -118,9 +119,7 @@ class Ledger:
             version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
             return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
 
-    def begin(
-        self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, tuning: file_batches.Tuning | None = None
-    ) -> BatchLease | None:
+    def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, tuning: Tuning | None = None) -> BatchLease | None:
         """Lease rollouts to a new batch, and assign the number of the version that it will make.
 
         Args:

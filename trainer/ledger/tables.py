@@ -89,7 +89,7 @@ TUNINGS = sa.Table(
     sa.Column("batch_id", sa.String, primary_key=True),
     *[sa.Column(name, sa.String, nullable=False) for name in (*BRANCH, "method")],
     sa.Column("run", sa.String, nullable=False, comment="names what is trained how: trainer/ledger/file_batches.py"),
-    sa.Column("step", sa.Integer, nullable=False, comment="optimiser steps of the run once this batch is trained"),
+    sa.Column("step", sa.Integer, nullable=False, comment="optimizer steps of the run once this batch is trained"),
     sa.Column("steps", sa.Integer, nullable=False, comment="of the whole run"),
     sa.Column("examples", sa.String, nullable=False, comment="digest of what the run trains"),
     sa.Column("files", sa.String, nullable=False, comment="JSON: name, checksum, size and rows of each file of the batch"),

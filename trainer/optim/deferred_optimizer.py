@@ -53,36 +53,36 @@ class DeferredOptimizer:
         self._load = load
 
     @cached_property
-    def _optimiser(self) -> Optimizer:
+    def _optimizer(self) -> Optimizer:
         return self._load()
 
     @property
     def is_loaded(self) -> bool:
         """Return whether the optimizer was loaded."""
-        return "_optimiser" in self.__dict__
+        return "_optimizer" in self.__dict__
 
     @property
     def data_parallel_size(self) -> int:
         """Return the number that a batch's rows must be divisible by."""
-        return self._optimiser.data_parallel_size
+        return self._optimizer.data_parallel_size
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Take one step; return its metrics."""
-        return self._optimiser.step(batch)
+        return self._optimizer.step(batch)
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the parameters by name."""
-        return self._optimiser.weights()
+        return self._optimizer.weights()
 
     def save_weights(self, directory: Path) -> None:
         """Write the parameters."""
-        self._optimiser.save_weights(directory)
+        self._optimizer.save_weights(directory)
 
     def save_state(self, directory: Path) -> None:
         """Write the optimizer's state."""
-        self._optimiser.save_state(directory)
+        self._optimizer.save_state(directory)
 
     def close(self) -> None:
         """Close the optimizer, if it was loaded."""
         if self.is_loaded:
-            self._optimiser.close()
+            self._optimizer.close()

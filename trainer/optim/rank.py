@@ -188,7 +188,7 @@ class Rank(Worker):
         """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters, by PEFT's; collective."""
         module, settings = self._engine(ModelRole.POLICY).module, self._settings
         tied = getattr(module, "all_tied_weights_keys", None) or {}
-        if settings.road == "adapter":
+        if settings.weight_sync == "adapter":
             tensors = alone(module.state_dict())
         elif settings.lora_rank:  # verl would merge them too, in bfloat16
             tensors = merged(module.state_dict(), settings.lora_alpha / settings.lora_rank)
@@ -255,7 +255,7 @@ class Rank(Worker):
         policy = self._engine(ModelRole.POLICY)
         require_adapters(file, state.get("adapted"), state.get("lora_alpha"), policy.module.state_dict(), settings)
         if settings.lora_rank:
-            _load_module(policy.module, state["adapted"], strict=settings.road != "adapter")
+            _load_module(policy.module, state["adapted"], strict=settings.weight_sync != "adapter")
         _load_moments(policy.optimizer, state["moments"])
         _resume_schedule(policy.lr_scheduler, state["steps"])
         if self.rank < len(state["random"]):

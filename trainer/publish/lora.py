@@ -54,8 +54,8 @@ def alone(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def kept(parameters: Mapping[str, Any], settings: TrainerSettings) -> dict[str, Any]:
-    """Return the parameters of a version's state: all, as merging loses the adapters; with trainer.road `adapter` the adapters alone."""
-    return {name: value for name, value in parameters.items() if ".lora_" in name or settings.road != "adapter"}
+    """Return the parameters of a version's state: all, as merging loses the adapters; with weight sync `adapter` the adapters alone."""
+    return {name: value for name, value in parameters.items() if ".lora_" in name or settings.weight_sync != "adapter"}
 
 
 def require_adapters(
@@ -81,10 +81,10 @@ def require_adapters(
     if held is None:
         return
     alone = all(".lora_" in name for name in held)
-    if alone != (settings.road == "adapter"):
+    if alone != (settings.weight_sync == "adapter"):
         raise CheckpointError(
-            f"{file} was written with trainer.road = {'adapter' if alone else 'disk'}, and now it is {settings.road}. Set it as it was, or "
-            "begin a branch with a whole model (trainer.branch, trainer.model)."
+            f"{file} was written with trainer.weight_sync = {'adapter' if alone else 'disk'}, and now it is {settings.weight_sync}. "
+            "Set it as it was, or begin a branch with a whole model (trainer.branch, trainer.model)."
         )
     if {name: value.shape for name, value in held.items()} != {name: value.shape for name, value in kept(parameters, settings).items()}:
         raise CheckpointError(
@@ -101,7 +101,7 @@ def require_adapters(
 
 def weights_file(settings: TrainerSettings) -> str:
     """Return the name of the file of a version's parameters."""
-    return ADAPTER if settings.road == "adapter" else WEIGHTS
+    return ADAPTER if settings.weight_sync == "adapter" else WEIGHTS
 
 
 def model_of(version: Path) -> Path:
@@ -112,7 +112,7 @@ def model_of(version: Path) -> Path:
 
 def adapter_of(parent: Path, settings: TrainerSettings) -> AdapterFacts | None:
     """Return base model, rank and alpha of the adapter that a step makes from a parent. None: a step makes a whole model."""
-    if settings.road != "adapter":
+    if settings.weight_sync != "adapter":
         return None
     return AdapterFacts(model_of(parent), settings.lora_rank, settings.lora_alpha)
 

@@ -120,4 +120,4 @@ def publisher_of(settings: Settings) -> Publisher | None:
     calls: dict[str, object] = {"in_flight": trainer.in_flight}
     if trainer.in_flight == "drain":
         calls["drain_seconds"] = trainer.drain_seconds
-    return Publisher(settings.gateway, sender=WeightsSender(trainer) if trainer.road == "transfer" else None, calls=calls)
+    return Publisher(settings.gateway, sender=WeightsSender(trainer) if trainer.weight_sync == "transfer" else None, calls=calls)

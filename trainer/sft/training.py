@@ -135,10 +135,10 @@ def tune(
             on.
     """
     require_beginning(settings)
-    if settings.trainer.road == "adapter":
+    if settings.trainer.weight_sync == "adapter":
         raise SettingsError(
-            "trainer.road = adapter hands out adapters alone, and `spangrad tune` makes whole models (adapters are merged into them). Set "
-            "trainer.road = disk, on a branch that has no adapters for versions."
+            "trainer.weight_sync = adapter hands out adapters alone, and `spangrad tune` makes whole models, adapters merged into them. "
+            "Set trainer.weight_sync = disk, on a branch that has no adapters for versions."
         )
     sources = find_sources(paths)
     shutdown = Shutdown()
@@ -241,7 +241,7 @@ class _Run:
         before = _named("held_out", self._held_out(tuner, plan)) if not plan.at else {}
         for begin, end in pairwise([plan.at, *(step for step in plan.ends if step > plan.at)]):
             self.clock.begin()
-            head = self._version(ledger, tuner, plan, head, begin, end, {f"{name}_before": value for name, value in before.items()})
+            head = self._version(ledger, tuner, plan, head, range(begin, end), {f"{name}_before": value for name, value in before.items()})
             before = {}
             versions.append(head)
             self.observer.committed(head)
@@ -269,24 +269,19 @@ class _Run:
         return tuner.measure(plan.examples.held_out, None if tuner.reference is None else tuner.reference[after:])
 
     def _version(
-        self,
-        ledger: Ledger,
-        tuner: FileOptimizer,
-        plan: FileTrainPlan,
-        parent: LedgerVersion,
-        begin: int,
-        end: int,
-        facts: dict[str, float],
+        self, ledger: Ledger, tuner: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, steps: range, facts: dict[str, float]
     ) -> LedgerVersion:
         """Make one version of some steps; on any error before the commit, undo the lease."""
-        trained = [plan.examples.trained[at] for at in sorted({at for step in plan.steps[begin:end] for at in step})]
+        end = steps.stop
+        trained = [plan.examples.trained[at] for at in sorted({at for step in steps for at in plan.steps[step]})]
         tuning = Tuning(plan.method, plan.run, end, len(plan.steps), plan.digest, _files(plan.sources, trained))
         try:
             lease = self._lease(ledger, _rollouts(trained), parent, tuning)
             with beating(ledger, lease):
                 with self.clock.stage("train"):
-                    steps = [self._step(tuner, plan, at) for at in range(begin, end)]
-                    metrics = _means(steps) | _named("held_out", self._held_out(tuner, plan)) | facts
+                    metrics = (
+                        _means([self._step(tuner, plan, at) for at in steps]) | _named("held_out", self._held_out(tuner, plan)) | facts
+                    )
                 written = self._checkpoint(tuner, plan, parent, lease, is_last=end == len(plan.steps))
             whole = len(plan.steps) // self.settings.tuning.epochs
             metrics |= {"epoch": end / whole, "tuning_step": float(end), "rows": float(len(trained)), **self.clock.seconds()}
@@ -304,9 +299,7 @@ class _Run:
     def _step(self, tuner: FileOptimizer, plan: FileTrainPlan, at: int) -> dict[str, float]:
         self.shutdown.check()
         places = plan.steps[at]
-        reference = None
-        if tuner.reference is not None:
-            reference = tuner.reference.reshape(-1, 2)[places].reshape(-1)
+        reference = None if tuner.reference is None else tuner.reference.reshape(-1, 2)[places].reshape(-1)
         metrics = tuner.step([plan.examples.trained[place] for place in places], reference)
         self.observer.stepped(at + 1, metrics)
         return metrics

@@ -1,4 +1,4 @@
-"""docs/plain-road.md, second table: what the builder finds in the spans that other frameworks sent, with no gateway beside them."""
+"""docs/direct-mode.md, second table: what the builder finds in the spans that other frameworks sent, with no gateway beside them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_what_other_frameworks_spans_hold() -> None:
     measured = "\n".join(
         ["| framework | calls with ids | without | failed | not read | agents' names |", "| --- | --- | --- | --- | --- | --- |", *lines]
     )
-    page = (ROOT / "docs" / "plain-road.md").read_text()
-    begin, end = "<!-- measured by tests/unit/test_plain_road_frameworks.py -->\n", "\n<!-- end -->"
+    page = (ROOT / "docs" / "direct-mode.md").read_text()
+    begin, end = "<!-- measured by tests/unit/test_direct_mode_frameworks.py -->\n", "\n<!-- end -->"
     start = page.index(begin) + len(begin)
     assert page[start : page.index(end, start)] == measured, f"\n{measured}"
 

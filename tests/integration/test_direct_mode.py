@@ -1,6 +1,6 @@
-"""The plain road, step by step, with real frameworks, vLLM, store and builder, and no gateway: what arrives and what is lost.
+"""Direct mode, step by step, with real frameworks, vLLM, store and builder, and no gateway: what arrives and what is lost.
 
-docs/plain-road.md holds the table that `test_what_arrives_by_framework_and_step` measures.
+docs/direct-mode.md holds the table that `test_what_arrives_by_framework_and_step` measures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm
 
-PAGE = ROOT / "docs" / "plain-road.md"
+PAGE = ROOT / "docs" / "direct-mode.md"
 WHOLE, STREAM, CUT, AGAIN = "paris", "rome", "lima", "oslo"
 ARGUMENTS = ["whole", WHOLE, "stream", STREAM, "cut", CUT, "whole", AGAIN]
 FRAMEWORKS = {
@@ -78,7 +78,7 @@ class Road:
 
 @pytest.fixture(scope="module")
 def road(engine: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
-    directory = tmp_path_factory.mktemp("plain-road")
+    directory = tmp_path_factory.mktemp("direct-mode")
     own = store_settings(directory / "data")
     settings = engine.model_copy(update={"store": own})
     front = EngineFront(settings.gateway.engine_url, again=f"say {AGAIN}", slow=f"say {CUT}")
@@ -156,7 +156,7 @@ def test_what_arrives_by_framework_and_step(road: Road) -> None:
     lines = [table_row(road, framework, step) for framework in FRAMEWORKS for step in STEPS]
     measured = "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|", *lines])
     page = PAGE.read_text()
-    begin, end = "<!-- measured by tests/integration/test_plain_road.py -->\n", "\n<!-- end -->"
+    begin, end = "<!-- measured by tests/integration/test_direct_mode.py -->\n", "\n<!-- end -->"
     assert page[page.index(begin) + len(begin) : page.index(end)] == measured, f"\n{measured}"
 
 

@@ -1,4 +1,4 @@
-"""docs/plain-road.md, the table of routes: what the openai client's spans keep of answers that a vLLM of ours gave, recorded before."""
+"""docs/direct-mode.md, the table of routes: what the openai client's spans keep of answers that a vLLM of ours gave, recorded before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transition_builder.loop import build_once
 
 ROOT = Path(__file__).parents[2]
 ANSWERS = ROOT / "tests" / "fixtures" / "gateway"
-BEGIN, END = "<!-- measured by tests/integration/test_plain_road_routes.py -->\n", "\n<!-- end -->"
+BEGIN, END = "<!-- measured by tests/integration/test_direct_mode_routes.py -->\n", "\n<!-- end -->"
 ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/responses": "responses"}
 SAMPLED = {"chat": 12, "completions": 6, "responses": 12}
 """Tokens of the recorded answers."""
@@ -94,6 +94,6 @@ def test_what_arrives_by_route(store: StoreSettings, spans: InMemorySpanExporter
         assert reason in {"no_reward", "no_token_ids"}
         cells = (f"`{route}`", "a stream" if stream else "whole", "yes" if told else "no", "yes" if reason == "no_reward" else "no")
         lines.append(f"| {' | '.join(cells)} |")
-    page = (ROOT / "docs" / "plain-road.md").read_text()
+    page = (ROOT / "docs" / "direct-mode.md").read_text()
     measured = "\n".join([*HEAD, *lines])
     assert page[page.index(BEGIN) + len(BEGIN) : page.index(END, page.index(BEGIN))] == measured, f"\n{measured}"

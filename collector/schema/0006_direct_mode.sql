@@ -1,4 +1,4 @@
--- The plain road: calls of agents that talk to an engine of ours directly, from their own clients' spans.
+-- Direct mode: calls of agents that talk to an engine of ours directly, from their own clients' spans.
 --
 -- The engine's middleware adds the field `spangrad` to its answers, and the span keeps the answer in output.value. The gateway takes that
 -- field out again, so that a call which it recorded is never here a second time. Whatever a sender writes there, the view must not fail:
@@ -6,7 +6,7 @@
 --
 -- Two steps, because an insert pays for planning each view, whether its rows concern it or not: the first is all that most inserts pay.
 
-CREATE TABLE IF NOT EXISTS otel.plain_answers (
+CREATE TABLE IF NOT EXISTS otel.direct_answers (
     Timestamp DateTime64(9),
     TraceId String,
     SpanId String,
@@ -15,7 +15,7 @@ CREATE TABLE IF NOT EXISTS otel.plain_answers (
     SpanAttributes Map(LowCardinality(String), String)
 ) ENGINE = Null;
 
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_answers_mv TO otel.plain_answers AS
+CREATE MATERIALIZED VIEW IF NOT EXISTS otel.direct_answers_mv TO otel.direct_answers AS
 SELECT Timestamp, TraceId, SpanId, ParentSpanId, Duration, SpanAttributes
 FROM otel.otel_traces
 WHERE ScopeName IN ('openinference.instrumentation.openai', 'openinference.instrumentation.anthropic')
@@ -98,6 +98,6 @@ FROM (
                     constrained Bool),
                 generations Array(Tuple(
                     prompt_token_ids Array(UInt32), token_ids Array(UInt32), logprobs Array(Float32), finish_reason String))))') AS answer
-    FROM otel.plain_answers
+    FROM otel.direct_answers
 )
 ARRAY JOIN choices AS choice;

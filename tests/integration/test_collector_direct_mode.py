@@ -1,4 +1,4 @@
-"""The table `calls` on the plain road: what the store makes of answers that agents' own spans keep, sound and hostile ones."""
+"""The table `calls` in direct mode: what the store makes of answers that agents' own spans keep, sound and hostile ones."""
 
 from __future__ import annotations
 
