@@ -279,9 +279,8 @@ class _Run:
             lease = self._lease(ledger, _rollouts(trained), parent, tuning)
             with beating(ledger, lease):
                 with self.clock.stage("train"):
-                    metrics = (
-                        _means([self._step(tuner, plan, at) for at in steps]) | _named("held_out", self._held_out(tuner, plan)) | facts
-                    )
+                    metrics = _means([self._step(tuner, plan, at) for at in steps]) | facts
+                    metrics |= _named("held_out", self._held_out(tuner, plan))
                 written = self._checkpoint(tuner, plan, parent, lease, is_last=end == len(plan.steps))
             whole = len(plan.steps) // self.settings.tuning.epochs
             metrics |= {"epoch": end / whole, "tuning_step": float(end), "rows": float(len(trained)), **self.clock.seconds()}
