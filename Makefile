@@ -20,15 +20,11 @@ WORKERS ?= $(if $(ARGS),0,2)
 
 export TORCH_INDEX
 
-# The real collector: what `make otelcol` built, else a ready binary beside the checkout; clickhouse-go's likewise.
+# The real Collector that `make otelcol` built. Another is found by SPANGRAD_OTELCOL or in PATH, and so is clickhouse-go's client (SPANGRAD_CHGO).
 OTELCOL_VERSION := v0.161.0
-READY := $(abspath ../shared/bin)
-OTELCOL := $(firstword $(wildcard $(CURDIR)/build/otelcol/otelcol-spangrad $(READY)/otelcol-spangrad))
+OTELCOL := $(wildcard $(CURDIR)/build/otelcol/otelcol-spangrad)
 ifneq ($(OTELCOL),)
 export SPANGRAD_OTELCOL ?= $(OTELCOL)
-endif
-ifneq ($(wildcard $(READY)/chgo),)
-export SPANGRAD_CHGO ?= $(READY)/chgo
 endif
 
 BIN := .venv/bin
