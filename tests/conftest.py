@@ -15,6 +15,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from ledger_places import Place
 from running_engine import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
 from running_postgres import running_postgres
 from running_store import running_store, store_settings
@@ -111,10 +112,6 @@ def postgres() -> Iterator[Callable[[str], str]]:
     """A running PostgreSQL, shared by the whole test run: the URL of a schema, by a name that is the test's own."""
     with running_postgres() as server:
         yield server.schema
-
-
-Place = Callable[..., Path | str]
-"""Where a ledger lies, by name: the same place at each call."""
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from clocks import MovedClock
-from conftest import Place
+from ledger_places import Place
 from queues import is_state, queue_db, queue_server, queue_settings, some, until, until_ended, with_mood
 from workers import kill, world
 
@@ -122,7 +122,7 @@ print(recovered, time.monotonic() - began > 1)
 
 @pytest.mark.parametrize("moved", [HOUR, -HOUR])
 def test_the_lease_of_a_step_when_the_clock_is_moved(place: Place, clock: MovedClock, tmp_path: Path, moved: int) -> None:
-    environment = {**os.environ, **clock.environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = {**os.environ, **clock.environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
     command = [sys.executable, "-c", LEDGER, str(place()), str(moved), clock.environment["MOVED_CLOCK"]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout.split("\n")[0], done.stderr) == ("[1] True", "")

@@ -27,7 +27,7 @@ CLIENTS = 8
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
 _ENGINE = """
 import asyncio, sys
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/support")
 from fake_engine import FakeEngine
 async def serve():
     async with FakeEngine(port=int(sys.argv[1])).running():

@@ -23,7 +23,7 @@ from spangrad.settings import RunnerSettings
 __all__ = ["queue_db"]
 
 ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).parents[1] / "queue_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "queue_worker.py"
 
 
 class Workers:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Place
+from ledger_places import Place
 from pydantic import SecretStr
 from running_postgres import running_postgres
 from running_store import answers, running_store, start_store, store_settings
@@ -178,7 +178,7 @@ def test_two_trainers_of_one_branch_take_turns(place: Place, tmp_path: Path) -> 
     # The fake gateway's file is there before either begins.
     (directory / "served.json").write_text("[0]")
     root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "support")])}
     command = [sys.executable, "-c", RIVAL, str(base), str(directory), url, ",".join(names)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     rivals = [subprocess.Popen(command, text=True, env=env, **pipes) for _ in range(2)]

@@ -1,6 +1,6 @@
 """The store against clickhouse-go, the client inside Grafana's ClickHouse data source and the Collector's exporter.
 
-Skipped where the binary is not there (tests/binaries.py).
+Skipped where the binary is not there (tests/support/binaries.py).
 """
 
 from __future__ import annotations

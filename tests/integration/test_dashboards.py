@@ -1,7 +1,7 @@
 """Every question that the dashboards ask, as Grafana asks it, of a store that a training run has filled.
 
-The data source is clickhouse-go over HTTP with the read token: tests/grafana.py expands what Grafana expands, `chgo` asks. Where the binary
-is not there those tests skip, and the same statements run through clickhouse-connect all the same.
+The data source is clickhouse-go over HTTP with the read token: tests/support/grafana.py expands what Grafana expands, `chgo` asks. Where
+the binary is not there those tests skip, and the same statements run through clickhouse-connect all the same.
 """
 
 from __future__ import annotations

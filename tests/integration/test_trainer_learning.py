@@ -196,7 +196,7 @@ def test_the_clip_settings_reach_verl(tiny_model: Path):
 
 
 def test_the_tables_of_the_page_are_these(tiny_model: Path):
-    """`tests/learning_tables.py` writes them."""
+    """`tests/support/learning_tables.py` writes them."""
     page = learning_tables.PAGE.read_text()
     for table in (
         learning_tables.estimator_table(),

@@ -1,4 +1,4 @@
-"""The dialects' readers, fed with what a real vLLM answered (tests/fixtures/gateway, made by tests/capture_dialects.py)."""
+"""The dialects' readers, fed with what a real vLLM answered (tests/fixtures/gateway, made by tests/support/capture_dialects.py)."""
 
 from __future__ import annotations
 

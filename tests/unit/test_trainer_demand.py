@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
 import pytest
-from conftest import Place
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from ledger_places import Place
 from pydantic import SecretStr
 from trainer_world import SPEC, FakeSource, committed, group, settings, wired, write_base
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Place
 from crash import crashes
+from ledger_places import Place
 
 from spangrad.errors import LedgerError
 from spangrad.types import PolicyVersion, VersionStatus

@@ -251,7 +251,7 @@ def test_a_refused_step_frees_its_groups_and_keeps_the_weights(tmp_path: Path, b
 def test_every_boundary_of_the_loop_is_a_safe_place_to_die(tmp_path: Path, base: Path):
     """Law 4 over ledger, checkpoint and gateway together; in a process of its own, where forking is safe."""
     script = Path(trainer_world.__file__)
-    ended = subprocess.run([sys.executable, script, base, tmp_path], cwd=script.parents[1], capture_output=True, text=True, check=False)
+    ended = subprocess.run([sys.executable, script, base, tmp_path], cwd=script.parents[2], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 30, "the boundaries were not found"
 

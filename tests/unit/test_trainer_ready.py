@@ -8,10 +8,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import sqlalchemy as sa
-from conftest import Place
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from ledger_places import Place
 from sqlalchemy import event
 
 from spangrad.errors import LedgerError

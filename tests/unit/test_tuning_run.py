@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Place
+from ledger_places import Place
 from tuning_world import (
     ROWS,
     WHOLE,
@@ -302,8 +302,8 @@ def test_the_ledger_names_rollouts_and_claims_none(place: Place):
 def test_a_death_at_any_boundary_repeats_and_skips_nothing(base: Path, tmp_path: Path):
     directory = tmp_path / "deaths"
     directory.mkdir()
-    script = Path(__file__).parents[1] / "tuning_world.py"
-    paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
+    script = Path(__file__).parents[1] / "support" / "tuning_world.py"
+    paths = os.pathsep.join([str(script.parent), str(script.parents[2])])
     done = subprocess.run(
         [sys.executable, str(script), str(base), str(directory)], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
     )

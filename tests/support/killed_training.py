@@ -52,7 +52,7 @@ class Nursery:
 @contextmanager
 def nursery(log: Path) -> Generator[Nursery]:
     """A process that forks trainers until the block ends."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     # verl reads these as it is imported; the trainer would set them later.
     of_verl = {
         "VERL_PLATFORM": "cpu",

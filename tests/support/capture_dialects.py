@@ -2,7 +2,7 @@
 
 In: vLLM's environment. Out: tests/fixtures/gateway/*.json, one a request: the request, the answer of a vLLM that knows
 nothing of us, and the answer of one with our middleware, asked as the gateway asks it. To be run again, and its changes
-read, when vLLM's version changes: `python tests/capture_dialects.py`.
+read, when vLLM's version changes: `python tests/support/capture_dialects.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from running_engine import engine_settings, running_bare_vllm, running_engine  # noqa: E402
 from spelling_model import build_spelling_model  # noqa: E402

@@ -19,7 +19,7 @@ from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.sources import load_settings
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
 KV_CACHE_BYTES = 64 * 2**20
 

@@ -1,4 +1,4 @@
-"""What the dialects read in the golden spans, and how the golden files are made again: `python tests/golden_dialects.py`.
+"""What the dialects read in the golden spans, and how the golden files are made again: `python tests/support/golden_dialects.py`.
 
 In: fixtures of recorded spans, and `registry_spans`. Out: a JSON file a dialect in tests/golden/dialects. Invariant: a file holds what a
 reader must see to agree, and no column that says nothing.
@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from registry_spans import REGISTRY, Made
 
@@ -22,8 +22,8 @@ import fakes
 from transition_builder import dialects
 from transition_builder.schemas import NODES, SPANS
 
-FILES = Path(__file__).parent / "golden" / "dialects"
-FIXTURES = Path(__file__).parent / "fixtures" / "spans"
+FILES = Path(__file__).parents[1] / "golden" / "dialects"
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "spans"
 RECORDED = {
     "openinference_openai_agents": "openai_agents+gateway",
     "openinference_langgraph": "langgraph_tool_error",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.peers.environment import peer_environment
 
-ROOT = Path(__file__).resolve().parents[1]
-CLIENTS = Path(__file__).resolve().parent / "agents" / "clients"
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = Path(__file__).resolve().parents[1] / "agents" / "clients"
 THREADING = "opentelemetry-instrumentation-threading==0.66b1"
 """What the wheel needs and the stock environment lacks."""
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from fakes import HttpServer
 
-PARSER = Path(__file__).parents[1] / "examples" / "learning" / "word_calls.py"
+PARSER = Path(__file__).parents[2] / "examples" / "learning" / "word_calls.py"
 
 
 @dataclass
