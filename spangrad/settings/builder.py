@@ -61,6 +61,7 @@ class AirRule(Section):
         "sql",
         "python",
     ]
+    """Event that the rule rewards (docs/rewards.md)."""
     reward: float = Field(default=0.0, allow_inf_nan=False)
     """Reward of each call, tool or tool call that the rule matches; for `expression`, `sql` and `python`, the factor of their value."""
     role: str = ""
@@ -113,6 +114,7 @@ class BuilderSettings(Section):
     dataset: str = "default"
     """Name under which the trainer and exports find what this build specification builds."""
     poll_seconds: float = 0.2
+    """Time between two looks of `spangrad build --follow` at the store, in seconds."""
     incomplete_after_seconds: float = 600
     """Time limit for missing calls or rewards, in seconds since the rollout's root span, after which the rollout drops. Without a root
     span (the runner was killed): longest silence of the rollout, in seconds."""
@@ -128,6 +130,7 @@ class BuilderSettings(Section):
     sql_rewards: tuple[str, ...] = ()
     """Names of SQL rewards, each a file NAME.sql in builder.rewards_directory."""
     rewards_directory: Path = Path("rewards")
+    """Directory of SQL files, each of which defines a reward."""
     tokenizer_hash: str | None = None
     """Hash of the only tokenizer whose calls are kept; calls of others drop. None: calls of every tokenizer are kept."""
     max_tokens: int | None = None

@@ -55,7 +55,9 @@ class GatewaySettings(Section):
     """Settings of the recording gateway."""
 
     host: str = "127.0.0.1"
+    """Address that the gateway binds to; any but loopback needs a token."""
     port: int = 8180
+    """TCP port of the gateway."""
     url: str = "http://127.0.0.1:8180"
     """URL at which agents, the runner and the trainer reach the gateway."""
     token: SecretStr | None = Field(default=None, min_length=1)
@@ -103,6 +105,7 @@ class GatewaySettings(Section):
     `strict_tools` (arguments held to their schema), `schemas` (answers in JSON), `top_p` (with top_k and min_p), `penalties`,
     `tool_choice` (a tool that must be called). Requests of every other mode reach the engine unchanged."""
     request_timeout_seconds: float = 600
+    """Time limit of one policy call, in seconds, waiting for a backend included."""
     retokenize: Path | None = None
     """Directory of the tokenizer and chat template that compute token ids for calls whose upstream returns none. None: such calls have
     no ids. Calls with computed ids are marked, and never trained unless `builder.retokenized` is set."""
@@ -114,26 +117,34 @@ class EngineSettings(Section):
     python: Path = Path(".venv-vllm/bin/python")
     """Python interpreter of vLLM's environment."""
     host: str = "127.0.0.1"
+    """Address that vLLM's server binds to."""
     port: int = 8000
+    """TCP port of vLLM's server."""
     model: Path | None = None
     """Directory of the policy's model. None: `spangrad engine` requires it as an argument."""
     version: int = 0
     """Policy version of the weights in `engine.model`."""
     dtype: str = "auto"
+    """Data type of the weights in the engine, by vLLM's name; `auto` is the checkpoint's own."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Type in which logits are computed: float32, as trainers compute them, or `model`: engine.dtype. A quantised head supports `model`
     only."""
     max_model_len: int = 4096
+    """Context length of the engine, in tokens: prompt and answer together."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache, in bytes. None: vLLM decides."""
     enforce_eager: bool = False
+    """Run the model without compiling it: vLLM starts sooner and generates slower."""
     cache_dir: Path = Path("data/vllm-cache")
+    """Directory in which vLLM keeps compiled code and what else a later start can use."""
     lora_rank: int = Field(default=0, ge=0, le=512)
     """Largest rank of the adapters that the engine loads from trainers with trainer.weight_sync `adapter`. 0: it loads whole models."""
     transfer: Literal["nccl", "http"] | None = None
     """Transport of weights from trainers with trainer.weight_sync `transfer`: `nccl` between GPUs, `http` anywhere. None: the engine
     receives none."""
     warmup_requests: int = 16
+    """Number of chat requests sent at once before the engine counts as warm."""
     start_timeout_seconds: float = 600
+    """Time limit of vLLM's start, in seconds, loading the weights included."""
     extra_args: tuple[str, ...] = ()
     """Further arguments of `vllm serve`."""

@@ -38,6 +38,7 @@ class RunnerSettings(Section):
     """Settings of the runner of agents."""
 
     run_id: str = "default"
+    """Name of the run that the rollouts belong to; trainers and queries select by it."""
     directory: Path = Path("data/runner")
     """Directory of the output of agents, of the results of attempts, and of the queues of runs that have no server."""
     group_size: int = Field(default=8, ge=1)
@@ -61,6 +62,7 @@ class RunnerSettings(Section):
     max_attempts: int = Field(default=2, ge=1)
     """Largest number of attempts of a rollout; a failure that the policy caused, and that has a reward, is not retried."""
     failure_rewards: FailureRewards = FailureRewards()
+    """Rewards of failures that the policy caused, by reason."""
     init_timeout_seconds: float = Field(default=300, gt=0)
     """Time limit of an attempt's environment, in seconds; the wait in the queue of an environment service included."""
     timeout_seconds: float = Field(default=300, gt=0)
@@ -92,6 +94,7 @@ class RunnerSettings(Section):
     queue_host: str = "127.0.0.1"
     """Address that `spangrad queue` binds. Anything but loopback needs `queue_token`."""
     queue_port: int = 8190
+    """TCP port of `spangrad queue`."""
     queue_token: SecretStr | None = Field(default=None, min_length=1)
     """Token that every request to the queue must carry. None: no token is required, and only loopback may be bound."""
     queue_db: SecretStr = SecretStr("sqlite:///data/queue.db")
@@ -101,6 +104,7 @@ class RunnerSettings(Section):
     environments_host: str = "127.0.0.1"
     """Address that `spangrad environments` binds. Anything but loopback needs `environments_token`."""
     environments_port: int = 8191
+    """TCP port of `spangrad environments`."""
     environments_token: SecretStr | None = Field(default=None, min_length=1)
     """Token that the environment service requires, and that agents' runners send it. None: no token is required."""
     environment_lease_seconds: float = Field(default=30.0, gt=0)
@@ -111,6 +115,7 @@ class RunnerSettings(Section):
     rewards_host: str = "127.0.0.1"
     """Address that `spangrad rewards serve` binds. Anything but loopback needs `rewards_token`."""
     rewards_port: int = 8192
+    """TCP port of `spangrad rewards serve`."""
     rewards_token: SecretStr | None = Field(default=None, min_length=1)
     """Token that the reward service requires, and that runners send it. None: no token is required."""
     queue_keep_days: float | None = Field(default=30.0, gt=0)

@@ -15,8 +15,11 @@ class StoreSettings(Section):
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback needs `token`."""
     otlp_grpc_port: int = 4317
+    """TCP port of the store's OTLP/gRPC receiver."""
     otlp_http_port: int = 4318
+    """TCP port of the store's OTLP/HTTP receiver."""
     clickhouse_port: int = 8123
+    """TCP port of the store's ClickHouse HTTP interface."""
     path: Path = Path("data/store")
     """Directory of the embedded database. One process owns it."""
     token: SecretStr | None = Field(default=None, min_length=1)
@@ -60,7 +63,9 @@ class CollectorSettings(Section):
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback needs a token."""
     otlp_grpc_port: int = 14317
+    """TCP port of the Collector's OTLP/gRPC receiver."""
     otlp_http_port: int = 14318
+    """TCP port of the Collector's OTLP/HTTP receiver."""
     health_port: int = 13133
     """Port on loopback that answers health checks while the collector is up."""
     zpages_port: int = 55679

@@ -109,7 +109,9 @@ class TrainerSettings(Section):
     run_id: str = "default"
     """Run whose rollouts are trained."""
     policy: str = "policy"
+    """Name of the policy that is trained, as the gateway and the ledger know it."""
     branch: str = "main"
+    """Name of the policy's branch that versions are committed to."""
     model: Path | None = None
     """Directory of the weights that training begins with. None: `spangrad train` requires it as an argument."""
     directory: Path = Path("data/policies")
@@ -128,6 +130,7 @@ class TrainerSettings(Section):
     selection: Selection = Selection()
     """Filter of the policy's calls that are trained; rewards of the others count all the same."""
     groups_per_batch: int = Field(default=4, ge=1)
+    """Number of groups of rollouts in the batch of a step."""
     max_failed_share: float = Field(default=0.25, ge=0, le=1)
     """Largest share of the last trainer.failed_window groups that may fail a check (docs/training.md) before the run stops."""
     failed_window: int = Field(default=64, ge=1)
@@ -141,10 +144,12 @@ class TrainerSettings(Section):
     reward_roles: tuple[str, ...] = ()
     """Roles whose rewards count, beside rewards of every role. Empty: every reward counts."""
     credit: Literal["identical", "final_only", "reward_to_go", "own", "gigpo"] = "identical"
+    """Credit scheme: how a rollout's rewards become values of its calls (docs/credit.md)."""
     baseline: Literal["rollout", "turn", "transition"] = "rollout"
     """Values that share a baseline: those of the group's rollouts (each counts once), of the calls at the same turn of its rollouts, or
     of all calls of all its rollouts (as in Agent Lightning's paper: a rollout counts once for each call). GiGPO has its own."""
     gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of a reward per call between it and the call that it is credited to."""
     step_weight: float = 1.0
     """GiGPO: weight of a step's advantage beside its rollout's."""
     estimator: Estimator = "grpo"
@@ -176,12 +181,17 @@ class TrainerSettings(Section):
     lora_modules: tuple[str, ...] = ()
     """Names of the layers that have adapters, such as `q_proj`. Empty: every linear layer but the head."""
     learning_rate: float = 1e-6
+    """Learning rate of AdamW after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises from 0 to trainer.learning_rate. The critic's has no warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and the second moment."""
     weight_decay: float = 0.0
+    """AdamW's weight decay, as a factor of the weights per step and learning rate."""
     loss: Loss = "vanilla"
+    """Policy loss, by verl's name (docs/learning.md)."""
     loss_aggregation: Aggregation = "token-mean"
+    """Aggregation of token losses to the loss of a step (docs/learning.md)."""
     loss_options: dict[str, float] = Field(default_factory=dict[str, float])
     """Numeric options of the loss, by verl's names; an option that is not listed has verl's default (docs/learning.md)."""
     clip_ratio: float = 0.2
@@ -197,18 +207,23 @@ class TrainerSettings(Section):
     recompute_logprobs: bool = False
     """True to take ratios against the trainer's own logprobs at the batch's start. False: against those that were sampled with."""
     correction: Correction = Correction()
+    """Rollout correction of the loss; off by default."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight in the loss of the KL divergence from the reference."""
     kl_type: KlEstimate = "low_var_kl"
+    """Estimator of the KL divergence from the reference, by verl's name."""
     reference: Path | None = None
     """Directory of the reference weights of the KL divergence. None: trainer.model."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     clip_grad: float = 1.0
+    """Largest norm of the gradient of an optimizer step; a larger one is scaled down to it."""
     max_tokens_per_device: int = 16384
+    """Largest number of tokens in a micro-batch of one device."""
     max_staleness: int = 0
     """Largest staleness of a call, in versions behind the newest; groups with older calls are skipped, with a reason."""
     logprob_alarm: LogprobAlarm = LogprobAlarm()
+    """Limits of the logprob gap, beyond which rows are refused."""
     failed_share_alarm: float = Field(default=0.5, ge=0, le=1)
     """Share of a batch's rollouts that may have failed before the trainer warns. 1: it never warns."""
     gaming_reward: str = "reward"
@@ -219,7 +234,9 @@ class TrainerSettings(Section):
     """Smallest rise of the mean return over trainer.gaming_versions that raises the gaming alarm: more than partial rewards bring before
     the first success."""
     keep_checkpoints: int = 3
+    """Number of newest checkpoints that are kept, beside pinned ones and those still needed."""
     poll_seconds: float = 0.2
+    """Shortest time between two looks for ready groups, in seconds; an idle trainer looks less often."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Type of the computation; weights, moments and sums of gradients are float32 (mixed precision). None: bf16 where there is a GPU."""
     packing: bool | None = None

@@ -132,3 +132,29 @@ def test_a_public_class_name_occurs_once() -> None:
 def test_a_folder_of_a_package_holds_at_most_15_files() -> None:
     folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert {str(folder.relative_to(ROOT)): count for folder in folders if (count := len(list(folder.glob("*.py")))) > MOST_FILES} == {}
+
+
+UNITS = {"_seconds": "second", "_bytes": "byte", "_days": "day", "_tokens": "token"}
+
+
+def fields(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """Class, name and docstring of each field of a section of settings."""
+    for section in ast.walk(tree):
+        if isinstance(section, ast.ClassDef) and any(isinstance(base, ast.Name) and base.id == "Section" for base in section.bases):
+            for field, after in zip(section.body, [*section.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                    yield section.name, field.target.id, str(after.value.value) if documented else ""  # pyright: ignore
+
+
+def test_each_setting_has_a_sentence_with_its_unit() -> None:
+    everything = [field for path, tree in modules("spangrad") if path.startswith("spangrad/settings/") for field in fields(tree)]
+    assert len(everything) > 200
+    wrong = [
+        f"{section}.{name}: {text!r}"
+        for section, name, text in everything
+        if len(text.split()) < 4
+        or not text.rstrip().endswith((".", ")"))
+        or any(unit not in text.lower() for ending, unit in UNITS.items() if name.endswith(ending))
+    ]
+    assert wrong == []
