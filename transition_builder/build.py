@@ -24,14 +24,11 @@ from transition_builder.completeness.resolve import resolve, shared
 from transition_builder.dialects.conventions import gateway
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Built, Frames, Verdict, concat, conform
-from transition_builder.schemas import DROPS, NAMES, REWARDS, TRANSITIONS, VERSIONS
+from transition_builder.schemas import ATTEMPT, DROPS, NAMES, REWARDS, ROLLOUT, SPAN, TRANSITIONS, VERSIONS
 
 REVISION = 0
 RETOKENIZED_TEMPERATURE = 1.0
 """Temperature of a retokenised call when none is recorded; it has no logprobs that a wrong temperature could affect."""
-_ROLLOUT = ["RunId", "RolloutId"]
-_ATTEMPT = [*_ROLLOUT, "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
 
 
 def build(frames: Frames, spec: BuilderSettings) -> Built:
@@ -49,19 +46,17 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     placed = placing.place(nodes, joined)
     calls = reconcile.without_arrays(placed.calls)
 
-    final = frames.rollouts.select(*_ATTEMPT)
-    current = calls.join(final, on=_ATTEMPT, how="semi")
+    final = frames.rollouts.select(*ATTEMPT)
+    current = calls.join(final, on=ATTEMPT, how="semi")
     rows = resolve(frames.spans.filter(pl.col("RowKind") != "span"), _named_spans(frames), frames.rollouts)
     rollouts = _without_rewarded_failures(frames.rollouts, rows)
     may_reward = rollouts.filter((pl.col("Verdict") == Verdict.COMPLETE.value) & (pl.col("Failure") == ""))
-    evaluations = rows.join(may_reward.select(_ATTEMPT), on=_ATTEMPT, how="semi")
+    evaluations = rows.join(may_reward.select(ATTEMPT), on=ATTEMPT, how="semi")
     given = rewards.gather(frames, evaluations, nodes, current, placed.caused, may_reward, spec)
 
     calls = _with_shared(calls, frames)
     concluded = reconcile.conclude(calls, rollouts, given.faults, spec)
-    known = concluded.join(final, on=_ATTEMPT, how="semi").select(
-        *_ATTEMPT, "CallId", "Order", "Choice", "Turn", Kept=pl.col("Reason") == ""
-    )
+    known = concluded.join(final, on=ATTEMPT, how="semi").select(*ATTEMPT, "CallId", "Order", "Choice", "Turn", Kept=pl.col("Reason") == "")
     return Built(
         transitions=_transitions(
             concluded.filter(pl.col("Reason") == ""), rewards.spread(given.rewards, known), placed.calls.select(*reconcile.ARRAYS), spec
@@ -79,13 +74,13 @@ def read(frames: Frames) -> tuple[pl.DataFrame, Forest, pl.DataFrame]:
     recorded = gateway.calls(resolve(frames.calls, witnesses, frames.rollouts))
     spans = resolve(frames.spans.filter(pl.col("RowKind") == "span"), witnesses, frames.rollouts)
     # A gateway span's row in otel.calls may become visible before its row in otel.rollout_spans.
-    unseen = recorded.select(_SPAN).with_row_index("row").unique(_SPAN, keep="first", maintain_order=True).join(spans, on=_SPAN, how="anti")
+    unseen = recorded.select(SPAN).with_row_index("row").unique(SPAN, keep="first", maintain_order=True).join(spans, on=SPAN, how="anti")
     if unseen.height:
         texts = ["SpanName", "ServiceName", "ScopeName", "StatusCode", "StatusMessage"]
         rows = recorded[unseen["row"]].select(name for name in recorded.columns if name in spans.columns)
         spans = pl.concat([spans, rows], how="diagonal_relaxed").with_columns(pl.col(texts).fill_null(""))
-    if not spans.select(_SPAN).is_unique().all():
-        spans = spans.unique(_SPAN, keep="first", maintain_order=True)
+    if not spans.select(SPAN).is_unique().all():
+        spans = spans.unique(SPAN, keep="first", maintain_order=True)
     nodes = dialects.describe(spans)
     return nodes, lineage.forest(nodes), recorded
 
@@ -98,9 +93,9 @@ def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame
         evaluations: resolved evaluation rows.
     """
     score = attribute(semconv.EVALUATION_SCORE).cast(pl.Float64, strict=False)
-    on_root = evaluations.filter((pl.col("RowKind") == "evaluation_event") & score.is_finite()).select(*_ROLLOUT, *_SPAN)
+    on_root = evaluations.filter((pl.col("RowKind") == "evaluation_event") & score.is_finite()).select(*ROLLOUT, *SPAN)
     rewarded = on_root.unique().with_columns(rewarded=pl.lit(True))
-    marked = rollouts.join(rewarded, on=[*_ROLLOUT, *_SPAN], how="left", maintain_order="left")
+    marked = rollouts.join(rewarded, on=[*ROLLOUT, *SPAN], how="left", maintain_order="left")
     return marked.with_columns(Failure=pl.when("rewarded").then(pl.lit("")).otherwise("Failure")).drop("rewarded")
 
 
@@ -138,10 +133,10 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, 
         .with_columns(Version=pl.col("Versions.Version").list.first())
         .join(given, on="CallId", how="left")
         .with_columns(pl.col(f"Rewards.{name}" for name in rewards.SPREAD).fill_null([]))
-        .sort(*_ATTEMPT, "Turn", "Choice", "CallId")
+        .sort(*ATTEMPT, "Turn", "Choice", "CallId")
     )
     return conform(rows.hstack(arrays[rows["Row"]]), TRANSITIONS)
 
 
 def _drops(dropped: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
-    return conform(_stamp(dropped, spec).sort(*_ATTEMPT, "Order", "Choice", "CallId"), DROPS)
+    return conform(_stamp(dropped, spec).sort(*ATTEMPT, "Order", "Choice", "CallId"), DROPS)

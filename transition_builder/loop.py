@@ -32,7 +32,7 @@ from transition_builder.completeness.rootless_traces import claim, judge, merge,
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import Frames, Verdict, empty
 from transition_builder.rewards import sql
-from transition_builder.schemas import BUILT, LOOSE, ROOTS
+from transition_builder.schemas import BUILT, LOOSE, ROLLOUT, ROOTS, SPAN
 from transition_builder.source import late_spans
 from transition_builder.source.claims import Claims
 from transition_builder.source.discovery import OVERLAP, Discovery
@@ -48,8 +48,6 @@ _RECHECK_FRACTION = 0.05
 """Fraction of its waiting time after which a waiting rollout is checked again."""
 ROLLOUTS_A_LOOK = 1024
 """Rollouts whose spans without attributes are read at a time; bounds memory."""
-_ROLLOUT = ["RunId", "RolloutId"]
-_SPAN = ["TraceId", "SpanId"]
 Said = Callable[[int, int], None]
 """Progress callback; called with the number of concluded rollouts and the number of all known ones."""
 
@@ -103,7 +101,7 @@ class Builder:
         self._sink = Sink(self._reader, name)
         self._pending = empty(ROOTS).with_columns(CheckedAt=pl.col("IngestedAt"))
         self._loose = empty(LOOSE).with_columns(CheckedAt=pl.col("IngestedAt"))
-        of_rollouts = {name: pl.String() for name in _ROLLOUT}
+        of_rollouts = {name: pl.String() for name in ROLLOUT}
         self._examined = pl.DataFrame(schema={**of_rollouts, "Until": ROOTS["IngestedAt"], "Examined": pl.UInt64()})
         self._late = pl.DataFrame(schema={**of_rollouts, "Rows": pl.UInt64()})
         self._moved = pl.DataFrame(schema=MOVED)
@@ -166,15 +164,15 @@ class Builder:
         built = self._built(claimed["RolloutId"])
         behind = stale(claimed, built)
         if self._discovery.sweeps:
-            behind = pl.concat([behind, self._seen_late(built.join(behind, on=_ROLLOUT, how="anti"))])
+            behind = pl.concat([behind, self._seen_late(built.join(behind, on=ROLLOUT, how="anti"))])
         if behind.is_empty():
             return
-        roots = self._discovery.roots(behind["RolloutId"]).filter("Final").join(behind, on=_ROLLOUT, how="semi")
+        roots = self._discovery.roots(behind["RolloutId"]).filter("Final").join(behind, on=ROLLOUT, how="semi")
         self._admit(roots)
-        rootless = behind.join(roots, on=_ROLLOUT, how="anti")
+        rootless = behind.join(roots, on=ROLLOUT, how="anti")
         named = claimed.select("RunId", "RolloutId").with_row_index("row")
         matching = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
-            (pl.col("RunId") == "") | pl.struct(_ROLLOUT).is_in(rootless.select(pl.struct(_ROLLOUT)).to_series().implode())
+            (pl.col("RunId") == "") | pl.struct(ROLLOUT).is_in(rootless.select(pl.struct(ROLLOUT)).to_series().implode())
         )
         self._loose = merge(self._loose, self._of_run(arrived[matching["row"]]))
 
@@ -190,17 +188,17 @@ class Builder:
         """Rebuild rollouts that lost calls to other rollouts, and queue those calls."""
         built = self._reader.built(self._moved["RolloutId"])
         for rollouts in self._portions.of(self._claims.take(reassigned_traces.to_rebuild(self._moved, built), built)):
-            lost = self._moved.join(rollouts, on=_ROLLOUT, how="semi")
+            lost = self._moved.join(rollouts, on=ROLLOUT, how="semi")
             self._build(self._source.claimed_frames(rollouts, lost["TraceId"]), summary)
             self._loose = merge(self._loose, reassigned_traces.loose(lost))
-            self._moved = self._moved.join(rollouts, on=_ROLLOUT, how="anti")
+            self._moved = self._moved.join(rollouts, on=ROLLOUT, how="anti")
 
     def _seen_late(self, built: pl.DataFrame) -> pl.DataFrame:
         """Return those of BUILT that lack rows in flight when they were read, in the form of `stale`. Remembered until read."""
         doubtful = late_spans.doubtful(built)
         incomplete = late_spans.more(doubtful, late_spans.count(self._discovery.tally(doubtful["RolloutId"]), doubtful))
-        self._late = pl.concat([self._late.join(incomplete, on=_ROLLOUT, how="anti"), incomplete])
-        return doubtful.join(incomplete, on=_ROLLOUT, how="semi").select(*_ROLLOUT, LastArrival="Watermark")
+        self._late = pl.concat([self._late.join(incomplete, on=ROLLOUT, how="anti"), incomplete])
+        return doubtful.join(incomplete, on=ROLLOUT, how="semi").select(*ROLLOUT, LastArrival="Watermark")
 
     def _conclude(self, now: datetime, summary: Summary) -> None:
         """Decide on the rollouts that are due, and build those that no longer wait."""
@@ -209,29 +207,29 @@ class Builder:
             arrivals = self._source.arrivals(batch)
             judged = self._judged(batch, arrivals, now)
             # A rollout without a verdict has no final root any more, and waits like one that never had a root.
-            self._pending = self._pending.join(batch.join(judged, on=_ROLLOUT, how="anti"), on=_ROLLOUT, how="anti")
+            self._pending = self._pending.join(batch.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
             for rollouts in self._portions.of(self._claimed(_ended(judged))):
                 frames = self._frames(rollouts, arrivals, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
-        self._pending = _checked(self._pending, due, _ROLLOUT, now)
+        self._pending = _checked(self._pending, due, ROLLOUT, now)
 
     def _judged(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> pl.DataFrame:
         """Return ROLLOUTS for the given rollouts that have a final root."""
-        return decide(facts(arrivals), now, self._waits).join(rollouts, on=_ROLLOUT, how="semi")
+        return decide(facts(arrivals), now, self._waits).join(rollouts, on=ROLLOUT, how="semi")
 
     def _claimed(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Claim those of the given ROLLOUTS that are still to be built by this builder; forget those that other builders have built."""
         if rollouts.is_empty():
             return rollouts
         built = self._built(rollouts["RolloutId"])
-        current = rollouts.join(built, on=_ROLLOUT).filter(pl.col("Watermark") >= pl.col("LastArrival"))
+        current = rollouts.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("LastArrival"))
         self._forget(current)
-        return self._claims.take(rollouts.join(current, on=_ROLLOUT, how="anti"), built)
+        return self._claims.take(rollouts.join(current, on=ROLLOUT, how="anti"), built)
 
     def _built(self, rollouts: pl.Series) -> pl.DataFrame:
         """Return BUILT of the rollouts; rows that were examined and changed nothing count as read."""
-        built = self._reader.built(rollouts).join(self._examined, on=_ROLLOUT, how="left").join(self._late, on=_ROLLOUT, how="left")
+        built = self._reader.built(rollouts).join(self._examined, on=ROLLOUT, how="left").join(self._late, on=ROLLOUT, how="left")
         read = pl.max_horizontal("RowsRead", "Examined")
         lacks = (pl.col("Rows") > read).fill_null(False)
         until = pl.when(lacks).then(pl.lit(late_spans.LONG_AGO).cast(BUILT["Watermark"])).otherwise(pl.max_horizontal("Watermark", "Until"))
@@ -243,16 +241,16 @@ class Builder:
         unseen = _unseen(frames)
         if unseen.is_empty():
             return frames
-        seen = arrivals.join(unseen, on=_SPAN, how="anti")
+        seen = arrivals.join(unseen, on=SPAN, how="anti")
         return self._source.frames(_ended(self._judged(rollouts, seen, now)), seen)
 
     def _claimed_frames(self, rollouts: pl.DataFrame, orphans: pl.DataFrame, now: datetime) -> Frames:
         """Read the frames of silent rollouts, except those with calls not yet visible; `orphans`: rows of their calls, with TraceId."""
-        frames = self._source.claimed_frames(rollouts, orphans.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"])
+        frames = self._source.claimed_frames(rollouts, orphans.join(rollouts, on=ROLLOUT, how="semi")["TraceId"])
         lacking = _unseen(frames).select(RolloutId="RolloutKey").unique()
         # Later than any insert ends, there is nothing to wait for.
         waiting = rollouts.filter(now - pl.col("LastArrival") < OVERLAP).join(lacking, on="RolloutId", how="semi")
-        return self._claimed_frames(rollouts.join(waiting, on=_ROLLOUT, how="anti"), orphans, now) if waiting.height else frames
+        return self._claimed_frames(rollouts.join(waiting, on=ROLLOUT, how="anti"), orphans, now) if waiting.height else frames
 
     def _conclude_unclaimed(self, now: datetime, summary: Summary) -> None:
         """Build the rollouts that no final root claims and that have fallen silent."""
@@ -263,8 +261,8 @@ class Builder:
         activity = self._discovery.activity(claim(due, owners)["RolloutKey"])
         whose = rollouts_of(due, owners, activity)
         built = self._built(whose["RolloutId"])
-        current = whose.join(built, on=_ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt"))
-        waiting = whose.join(current, on=_ROLLOUT, how="anti").join(self._pending, on=_ROLLOUT, how="anti")
+        current = whose.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt"))
+        waiting = whose.join(current, on=ROLLOUT, how="anti").join(self._pending, on=ROLLOUT, how="anti")
         roots, traces = self._discovery.roots(waiting["RolloutId"]), self._discovery.traces(waiting["TraceId"])
         silent = judge(waiting, roots, activity, traces, now, self._spec, force=self._force)
         self._loose = _checked(self._loose, due, ["TraceId", "RolloutKey"], now)
@@ -273,7 +271,7 @@ class Builder:
                 frames = self._claimed_frames(rollouts, waiting, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
-        for batch in (current, whose.join(roots.filter("Final"), on=_ROLLOUT, how="semi")):
+        for batch in (current, whose.join(roots.filter("Final"), on=ROLLOUT, how="semi")):
             self._loose = self._loose.join(batch, on="TraceId", how="anti")
 
     def _least_silence(self) -> pl.Expr:
@@ -288,15 +286,15 @@ class Builder:
         self._forget(frames.rollouts)
         read = frames.spans["TraceId"].unique()
         self._loose = self._loose.filter(NAMED | ~pl.col("TraceId").is_in(read.implode()))
-        examined = frames.rollouts.select(*_ROLLOUT, Until="LastArrival", Examined="RowsRead")
-        self._examined = pl.concat([self._examined.join(examined, on=_ROLLOUT, how="anti"), examined])
+        examined = frames.rollouts.select(*ROLLOUT, Until="LastArrival", Examined="RowsRead")
+        self._examined = pl.concat([self._examined.join(examined, on=ROLLOUT, how="anti"), examined])
         self._progress(frames.rollouts.height)
 
     def _forget(self, rollouts: pl.DataFrame) -> None:
         """Forget rollouts that are built."""
-        self._late = self._late.join(rollouts, on=_ROLLOUT, how="anti")
-        self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
-        named = pl.struct("RunId", RolloutId="RolloutKey").is_in(rollouts.select(pl.struct(_ROLLOUT)).to_series().implode())
+        self._late = self._late.join(rollouts, on=ROLLOUT, how="anti")
+        self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
+        named = pl.struct("RunId", RolloutId="RolloutKey").is_in(rollouts.select(pl.struct(ROLLOUT)).to_series().implode())
         any_run = (pl.col("RunId") == "") & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())
         self._loose = self._loose.filter(~(NAMED & (named | any_run)))
 
@@ -306,7 +304,7 @@ class Builder:
         self._on_progress(self._done, self._done + waiting)
 
     def _admit(self, roots: pl.DataFrame) -> None:
-        new = self._of_run(roots).sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
+        new = self._of_run(roots).sort("Attempt").unique(ROLLOUT, keep="last").join(self._pending, on=ROLLOUT, how="anti")
         self._pending = pl.concat([self._pending, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
 
     def _of_run(self, rows: pl.DataFrame) -> pl.DataFrame:
@@ -320,7 +318,7 @@ def _ended(judged: pl.DataFrame) -> pl.DataFrame:
 
 def _unseen(frames: Frames) -> pl.DataFrame:
     """Return gateway spans whose calls are not visible yet: an insert appears in one table before the other."""
-    return frames.spans.filter(IS_GATEWAY & (pl.col("RowKind") == "span")).join(frames.calls, on=_SPAN, how="anti")
+    return frames.spans.filter(IS_GATEWAY & (pl.col("RowKind") == "span")).join(frames.calls, on=SPAN, how="anti")
 
 
 def _due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:

@@ -18,6 +18,13 @@ _LOGPROBS = pl.List(pl.Float32())
 NANOSECONDS = pl.Datetime("ns", "UTC")
 MICROSECONDS = pl.Datetime("us", "UTC")
 
+ROLLOUT = ["RunId", "RolloutId"]
+"""Columns that name a rollout."""
+ATTEMPT = [*ROLLOUT, "Attempt"]
+"""Columns that name an attempt."""
+SPAN = ["TraceId", "SpanId"]
+"""Columns that name a span."""
+
 _IDENTITY: Schema = {
     "RunId": _TEXT,
     "Mode": _TEXT,

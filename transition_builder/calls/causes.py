@@ -16,9 +16,8 @@ import polars as pl
 from transition_builder import dialects
 from transition_builder.calls.before import NO_CALL
 from transition_builder.calls.lineage import Forest, Indices, Mask
+from transition_builder.schemas import ATTEMPT, SPAN
 
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
 _FIRST = ["ToolCallId", "ToolArguments", "ToolResult"]
 
 
@@ -45,7 +44,7 @@ def tool_spans(nodes: pl.DataFrame, tree: Forest, call_like: Mask) -> tuple[Indi
 
 def facts(nodes: pl.DataFrame, tools: Indices, outer: Indices) -> pl.DataFrame:
     """Return the attributes of each tool call, a row for each of `tools` (see `tool_spans`), in their order."""
-    about = nodes.select(*_ATTEMPT, *_SPAN, "ToolName", "ToolFailed", *_FIRST, "Duration", "IsTool")
+    about = nodes.select(*ATTEMPT, *SPAN, "ToolName", "ToolFailed", *_FIRST, "Duration", "IsTool")
     if len(tools) == len(outer):
         return (
             about[tools]
@@ -77,9 +76,9 @@ def asked(nodes: pl.DataFrame, tools: pl.DataFrame, attempt: Indices, until: Ind
     )
     if named.is_empty():
         return requesting_call
-    index = nodes.select(_SPAN).with_row_index("node")
+    index = nodes.select(SPAN).with_row_index("node")
     node = pl.col("node").cast(pl.Int64)
-    requested = dialects.asked_tools(nodes).join(index, on=_SPAN).select("ToolCallId", node)
+    requested = dialects.asked_tools(nodes).join(index, on=SPAN).select("ToolCallId", node)
     row = row_of[requested["node"].to_numpy()]
     known = row != NO_CALL
     calls = requested.filter(pl.Series(known)).select("ToolCallId", row=row[known], attempt=attempt_of[row[known]])

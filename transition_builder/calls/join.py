@@ -31,13 +31,11 @@ from transition_builder.calls.call_groups import CallGroups
 from transition_builder.calls.lineage import Forest, Indices, Mask
 from transition_builder.completeness.resolve import NAMED
 from transition_builder.frames import empty
-from transition_builder.schemas import CALLS, DROPPED
+from transition_builder.schemas import ATTEMPT, CALLS, DROPPED, SPAN
 
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
 CANONICAL = [
-    *_ATTEMPT,
-    *(name for name in CALLS if name not in {*_ATTEMPT, "Mode", "RolloutKey", "RolloutKeySource"}),
+    *ATTEMPT,
+    *(name for name in CALLS if name not in {*ATTEMPT, "Mode", "RolloutKey", "RolloutKeySource"}),
     "Convention",
     "Unfinished",
     "ByGateway",
@@ -82,22 +80,22 @@ def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     Returns:
         TraceId, SpanId, Timestamp, ServiceName and SpanName of each.
     """
-    links = [*_SPAN, "ParentSpanId"]
+    links = [*SPAN, "ParentSpanId"]
     recorded = calls.select("RolloutKeySource", *links).filter(NAMED).select(links)
-    real = spans.select("RowKind", *_SPAN).with_row_index("row").filter(pl.col("RowKind") == "span")
+    real = spans.select("RowKind", *SPAN).with_row_index("row").filter(pl.col("RowKind") == "span")
     # Usually nothing lies between the two; this check is cheap.
-    rows = real.join(recorded.select("TraceId", SpanId="ParentSpanId"), on=_SPAN, how="anti", maintain_order="left")["row"]
-    apart = spans.select(*_SPAN, *_ANSWERING)[rows]
+    rows = real.join(recorded.select("TraceId", SpanId="ParentSpanId"), on=SPAN, how="anti", maintain_order="left")["row"]
+    apart = spans.select(*SPAN, *_ANSWERING)[rows]
     apart = apart.filter(dialects.holds_answer(apart))
-    apart = apart.select(*_SPAN, "Timestamp", "ServiceName", "SpanName").unique(_SPAN, keep="first", maintain_order=True)
+    apart = apart.select(*SPAN, "Timestamp", "ServiceName", "SpanName").unique(SPAN, keep="first", maintain_order=True)
     if apart.is_empty():
         return apart
     holders = spans[real["row"]]
     holders = holders.filter(dialects.holds_answer(holders))
-    recorded = recorded.unique(_SPAN, maintain_order=True)
-    own = spans.select("RowKind", *links).filter(pl.col("RowKind") == "span").select(links).unique(_SPAN, keep="first", maintain_order=True)
-    nodes = pl.concat([own, recorded.join(own, on=_SPAN, how="anti")])
-    at = nodes.select(_SPAN).with_row_index("node")
+    recorded = recorded.unique(SPAN, maintain_order=True)
+    own = spans.select("RowKind", *links).filter(pl.col("RowKind") == "span").select(links).unique(SPAN, keep="first", maintain_order=True)
+    nodes = pl.concat([own, recorded.join(own, on=SPAN, how="anti")])
+    at = nodes.select(SPAN).with_row_index("node")
     marked = np.zeros(nodes.height, dtype=np.bool_)
     marked[_at(holders, at)] = True
     covered = lineage.forest(nodes).nearest(marked)[_at(recorded, at)]
@@ -117,8 +115,8 @@ def join(
         dropped: DROPPED.
     """
     size = tree.size
-    answers = answers.unique([*_SPAN, "Choice"], keep="first", maintain_order=True) if answers.height else answers
-    at = _at(gateway_calls, nodes.select(_SPAN).with_row_index("node"))
+    answers = answers.unique([*SPAN, "Choice"], keep="first", maintain_order=True) if answers.height else answers
+    at = _at(gateway_calls, nodes.select(SPAN).with_row_index("node"))
     call_spans = _call_spans(nodes, tree, at)
     loose = np.flatnonzero(call_spans.tops & ~call_spans.above_gateway & ~call_spans.is_gateway)
     absorbed = np.zeros(len(call_spans.node), dtype=np.bool_)
@@ -127,7 +125,7 @@ def join(
         absorbed[list(paired.absorbed)] = True
         if paired.below:
             lower, above = np.array(list(paired.below)), np.array(list(paired.below.values()))
-            began = nodes.select(*_SPAN, "ProcessId", "ServiceName", "Seq", start=pl.col("Timestamp").cast(pl.Int64))
+            began = nodes.select(*SPAN, "ProcessId", "ServiceName", "Seq", start=pl.col("Timestamp").cast(pl.Int64))
             upper = call_spans.innermost(above, lambda numbers: [*map(_place, began[call_spans.node[numbers]].iter_rows(named=True))])
             tree = tree.with_parents(call_spans.node[lower], call_spans.node[upper])
             call_spans = call_spans.linked(lower, upper)
@@ -145,8 +143,8 @@ def join(
         Unfinished=pl.lit(False),
     ).select(CANONICAL)
     if plain.height:
-        places = plain.select(_SPAN).with_columns(Node=call_spans.node[given], TopNode=call_spans.node[call_spans.roots[given]])
-        own = dialects.calls(plain, answers).join(places, on=_SPAN, how="left", maintain_order="left")
+        places = plain.select(SPAN).with_columns(Node=call_spans.node[given], TopNode=call_spans.node[call_spans.roots[given]])
+        own = dialects.calls(plain, answers).join(places, on=SPAN, how="left", maintain_order="left")
         recorded = pl.concat([recorded, own.with_columns(ClientNode=pl.lit(size, pl.Int64)).select(CANONICAL)], how="vertical_relaxed")
     # A call without the gateway may be named after a span above the innermost one; the innermost one shows which client it is a retry of.
     inner = np.arange(len(call_spans.node) + 1)
@@ -181,10 +179,10 @@ def _order(calls: pl.DataFrame, nodes: pl.DataFrame, tree: Forest, group_roots: 
     spans, first, span_of = np.unique(calls["Node"].to_numpy(), return_index=True, return_inverse=True)
     if len(np.unique(group_roots)) == len(spans):
         return np.zeros(calls.height, dtype=np.int64)
-    once = calls.select(*_ATTEMPT, *_SPAN, "ByGateway")[first]
-    attempt = once.select(pl.struct(_ATTEMPT).rank("dense").cast(pl.Int64)).to_series().to_numpy()
+    once = calls.select(*ATTEMPT, *SPAN, "ByGateway")[first]
+    attempt = once.select(pl.struct(ATTEMPT).rank("dense").cast(pl.Int64)).to_series().to_numpy()
     where = lineage.paths(nodes, tree, spans)
-    return lineage.order(attempt, where, once["ByGateway"].to_numpy(), once.select(_SPAN))[span_of]
+    return lineage.order(attempt, where, once["ByGateway"].to_numpy(), once.select(SPAN))[span_of]
 
 
 def _answered(nodes: pl.DataFrame, call_spans: CallGroups, clients: Indices, answers: pl.DataFrame) -> dict[int, set[str]]:
@@ -193,8 +191,8 @@ def _answered(nodes: pl.DataFrame, call_spans: CallGroups, clients: Indices, ans
         return {}
     heads = call_spans.tree.topmost(call_spans.client)[:-1]
     members = np.flatnonzero(call_spans.client & np.isin(heads, clients))
-    spans = nodes.select(*_SPAN, "ResponseId")[call_spans.node[members]].with_columns(head=call_spans.node[heads[members]])
-    raw = spans.drop("ResponseId").join(answers.select(*_SPAN, "ResponseId"), on=_SPAN)
+    spans = nodes.select(*SPAN, "ResponseId")[call_spans.node[members]].with_columns(head=call_spans.node[heads[members]])
+    raw = spans.drop("ResponseId").join(answers.select(*SPAN, "ResponseId"), on=SPAN)
     response_ids = dict[int, set[str]]()
     for head, response_id in pl.concat([spans.select("head", "ResponseId"), raw.select("head", "ResponseId")]).iter_rows():
         if response_id:
@@ -206,7 +204,7 @@ def _withheld(nodes: pl.DataFrame, dropped: pl.DataFrame, call_of: Indices) -> M
     """Return, for each node, whether it is the span of a call of which a sender withheld attributes."""
     withheld = np.zeros(len(call_of), dtype=np.bool_)
     if dropped.height:
-        spans = nodes.select(_SPAN).with_row_index("node").join(dropped, on=_SPAN, how="semi")["node"].cast(pl.Int64).to_numpy()
+        spans = nodes.select(SPAN).with_row_index("node").join(dropped, on=SPAN, how="semi")["node"].cast(pl.Int64).to_numpy()
         withheld[spans] = True
         withheld[call_of[spans]] = True
     return withheld
@@ -214,7 +212,7 @@ def _withheld(nodes: pl.DataFrame, dropped: pl.DataFrame, call_of: Indices) -> M
 
 def _at(spans: pl.DataFrame, index: pl.DataFrame) -> Indices:
     """Return the nodes of spans."""
-    return spans.select(_SPAN).join(index, on=_SPAN, how="left", maintain_order="left")["node"].cast(pl.Int64).to_numpy()
+    return spans.select(SPAN).join(index, on=SPAN, how="left", maintain_order="left")["node"].cast(pl.Int64).to_numpy()
 
 
 def _call_spans(nodes: pl.DataFrame, tree: Forest, at: Indices) -> CallGroups:
@@ -242,8 +240,8 @@ def _holders(nodes: pl.DataFrame, call_spans: CallGroups, answers: pl.DataFrame)
     """Return a mask of the groups' spans that hold token ids."""
     holds = np.zeros(len(call_spans.node), dtype=np.bool_)
     if answers.height:
-        with_ids = answers.filter(pl.col("PromptIds").list.len() > 0).select(_SPAN).unique()
-        node = nodes.select(_SPAN).with_row_index("node").join(with_ids, on=_SPAN, how="semi")["node"].cast(pl.Int64).to_numpy()
+        with_ids = answers.filter(pl.col("PromptIds").list.len() > 0).select(SPAN).unique()
+        node = nodes.select(SPAN).with_row_index("node").join(with_ids, on=SPAN, how="semi")["node"].cast(pl.Int64).to_numpy()
         number = call_spans.number[node]
         holds[number[number != len(holds)]] = True
     return holds
@@ -254,16 +252,16 @@ def _pair(
 ) -> span_matching.Paired:
     """Match the call groups of every attempt in which there is anything to match."""
     tops = np.flatnonzero(call_spans.tops)
-    attempts = nodes.select(_ATTEMPT)[call_spans.node[tops]].with_columns(
+    attempts = nodes.select(ATTEMPT)[call_spans.node[tops]].with_columns(
         top=pl.Series(tops), bare=pl.Series(~(call_spans.above_gateway | call_spans.is_gateway)[tops])
     )
-    worth = attempts.filter(pl.col("bare").any().over(_ATTEMPT) & (pl.len().over(_ATTEMPT) > 1))
+    worth = attempts.filter(pl.col("bare").any().over(ATTEMPT) & (pl.len().over(ATTEMPT) > 1))
     # A single bare group needs no matching; a bare one beside linked ones may have ended in an error before it reached the gateway.
     if worth.is_empty():
         return span_matching.Paired({}, frozenset())
     below, absorbed = dict[int, int](), set[int]()
     groups = _call_groups(nodes, tree, call_spans, gateway_calls, answers, worth["top"].to_numpy())
-    for attempt_tops in worth.group_by(_ATTEMPT, maintain_order=True).agg("top")["top"].to_list():
+    for attempt_tops in worth.group_by(ATTEMPT, maintain_order=True).agg("top")["top"].to_list():
         matched = span_matching.pair([groups[top] for top in attempt_tops])
         below.update(matched.below)
         absorbed.update(matched.absorbed)
@@ -276,7 +274,7 @@ def _call_groups(
     """Return the facts of each call group that `span_matching` compares."""
     members = np.flatnonzero(np.isin(call_spans.roots, tops))
     facts = nodes.select(
-        *_SPAN, "ProcessId", "ServiceName", "Seq", "Timestamp", "Duration", "StatusCode", "Convention", "ScopeName", *_RESPONSE_FACTS
+        *SPAN, "ProcessId", "ServiceName", "Seq", "Timestamp", "Duration", "StatusCode", "Convention", "ScopeName", *_RESPONSE_FACTS
     )[call_spans.node[members]].with_columns(
         top=pl.Series(call_spans.roots[members]),
         rank=pl.Series(call_spans.distance[members]),
@@ -284,12 +282,12 @@ def _call_groups(
         depth=pl.Series(call_spans.tree.depth[members]),
     )
     raw = answers.select(
-        *_SPAN, Answered=pl.col("ResponseId").replace("", None), **{name: pl.col(name) for name in ("PromptIds", "ResponseIds")}
+        *SPAN, Answered=pl.col("ResponseId").replace("", None), **{name: pl.col(name) for name in ("PromptIds", "ResponseIds")}
     )
     recorded = gateway_calls.select(
-        *_SPAN, "PromptIds", "ResponseIds", Answered=pl.col("ResponseId").replace("", None), Asked=pl.col("Model").replace("", None)
+        *SPAN, "PromptIds", "ResponseIds", Answered=pl.col("ResponseId").replace("", None), Asked=pl.col("Model").replace("", None)
     )
-    held = pl.concat([raw, recorded], how="diagonal").join(facts.select(*_SPAN, "top", "own"), on=_SPAN)
+    held = pl.concat([raw, recorded], how="diagonal").join(facts.select(*SPAN, "top", "own"), on=SPAN)
     ids = dict[int, set[tuple[bytes, bytes]]]()
     responses, tokens = dict[int, set[str]](), dict[int, tuple[int, int]]()
     requested_model, models = dict[int, str | None](), dict[int, str]()
@@ -307,7 +305,7 @@ def _call_groups(
             requested_model.setdefault(top, requested)
     groups = dict[int, span_matching.CallSpans]()
     inside = call_spans.inside(tree, tops)
-    named = facts.sort("depth", *_SPAN).with_columns(
+    named = facts.sort("depth", *SPAN).with_columns(
         start=pl.col("Timestamp").cast(pl.Int64), lasted=pl.col("Duration").cast(pl.Int64, strict=False).fill_null(0)
     )
     for (top,), spans_of_top in named.group_by("top", maintain_order=True):

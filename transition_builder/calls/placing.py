@@ -17,9 +17,7 @@ from transition_builder.calls.branches import Lists
 from transition_builder.calls.join import Joined
 from transition_builder.calls.lineage import Forest, Indices, Mask
 from transition_builder.calls.retries import failed
-
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
+from transition_builder.schemas import ATTEMPT, SPAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +47,10 @@ def place(nodes: pl.DataFrame, joined: Joined) -> Placed:
     spans, first, span_of = np.unique(joined.calls["Node"].to_numpy(), return_index=True, return_inverse=True)
     many = len(spans)
     slim = joined.calls.select(
-        *_ATTEMPT, *_SPAN, "TopNode", "ByGateway", counts=~failed() & ~pl.col("Retried") & (pl.col("DuplicateOf") == "")
+        *ATTEMPT, *SPAN, "TopNode", "ByGateway", counts=~failed() & ~pl.col("Retried") & (pl.col("DuplicateOf") == "")
     )[first]
-    things = pl.concat([slim.select(*_ATTEMPT, *_SPAN), runs.select(*_ATTEMPT, *_SPAN)])
-    attempt = _numbered(things.select(_ATTEMPT))
+    things = pl.concat([slim.select(*ATTEMPT, *SPAN), runs.select(*ATTEMPT, *SPAN)])
+    attempt = _numbered(things.select(ATTEMPT))
     where = lineage.paths(nodes, tree, np.concatenate([spans, tools]), span_clocks)
     recorded = np.append(slim["ByGateway"].to_numpy(), np.zeros(len(tools), dtype=np.bool_))
     rank = lineage.order(attempt, where, recorded, things, np.arange(len(attempt)) < many)
@@ -102,7 +100,7 @@ def place(nodes: pl.DataFrame, joined: Joined) -> Placed:
 def _numbered(attempts: pl.DataFrame) -> Indices:
     """Return a number for each attempt, from 0."""
     index = attempts.unique(maintain_order=True).with_row_index("attempt")
-    return attempts.join(index, on=_ATTEMPT, how="left", maintain_order="left")["attempt"].cast(pl.Int64).to_numpy()
+    return attempts.join(index, on=ATTEMPT, how="left", maintain_order="left")["attempt"].cast(pl.Int64).to_numpy()
 
 
 def _gathered(names: pl.Series, at: Indices) -> pl.Series:

@@ -27,14 +27,12 @@ from spangrad.selection import conditions
 from spangrad.settings import BuilderSettings
 from spangrad.types import HELD_OUT_MODES, DropReason
 from transition_builder.frames import Verdict
-from transition_builder.schemas import NANOSECONDS, SAMPLING
+from transition_builder.schemas import ATTEMPT, NANOSECONDS, ROLLOUT, SAMPLING
 
 RETOKENIZED = "retokenized"
 """IdsSource of token ids that the gateway computed from a text."""
 ARRAYS = {"PromptIds": "PromptTokens", "ResponseIds": "ResponseTokens", "Logprobs": "LogprobCount"}
 """Array columns of a call, and the columns of their lengths."""
-_ROLLOUT = ["RunId", "RolloutId"]
-_ATTEMPT = [*_ROLLOUT, "Attempt"]
 _OF_ROOT = ["Mode", "GroupId", "GroupSize", "TaskId"]
 UNKNOWN = "unknown"
 """Convention of a call that no dialect reads."""
@@ -68,11 +66,11 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
         faults: rollouts without a usable reward: RunId, RolloutId, fault (why).
         spec: the selection, and the conditions on calls.
     """
-    facts = rollouts.select(*_ROLLOUT, *_OF_ROOT, "Failure", "Verdict", "Attempt", "Detail").rename(
+    facts = rollouts.select(*ROLLOUT, *_OF_ROOT, "Failure", "Verdict", "Attempt", "Detail").rename(
         {"Attempt": "final_attempt", "Detail": "root_detail"}
     )
     known = calls.with_columns(**{name: value for name, value in _ABSENT.items() if name not in calls.columns})
-    known = known.join(facts, on=_ROLLOUT).join(faults, on=_ROLLOUT, how="left")
+    known = known.join(facts, on=ROLLOUT).join(faults, on=ROLLOUT, how="left")
     reason, detail = _first(
         _ownership()
         + _identity()
@@ -86,7 +84,7 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
     selected, _ = _first(_identity() + _selection(spec))
     counts = (selected == "") & ~_failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
     turned = known.with_columns(Reason=reason, Detail=detail, Reshaping=_reshaping(), counts=counts)
-    turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(_ATTEMPT).cast(pl.Int64) - 1
+    turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(ATTEMPT).cast(pl.Int64) - 1
     return turned.with_columns(Turn=turn)
 
 
@@ -232,7 +230,7 @@ def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """Return one drop for each rollout whose final attempt has no calls."""
     incomplete = pl.col("Verdict") == Verdict.INCOMPLETE.value
     failed = pl.col("Failure") != ""
-    alone = rollouts.join(calls.select(_ATTEMPT), on=_ATTEMPT, how="anti").with_columns(
+    alone = rollouts.join(calls.select(ATTEMPT), on=ATTEMPT, how="anti").with_columns(
         Reason=pl.when(incomplete)
         .then(pl.lit(DropReason.INCOMPLETE.value))
         .when(failed)
@@ -247,4 +245,4 @@ def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         Model=pl.lit(""),
         Convention=pl.lit(""),
     )
-    return alone.sort(_ATTEMPT)
+    return alone.sort(ATTEMPT)

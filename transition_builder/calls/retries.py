@@ -20,9 +20,7 @@ import polars as pl
 
 from transition_builder.calls import lineage
 from transition_builder.calls.lineage import Forest, Indices, Mask
-
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
+from transition_builder.schemas import ATTEMPT, SPAN
 
 
 def mark(
@@ -49,7 +47,7 @@ def mark(
 def _unused(calls: pl.DataFrame, nodes: pl.DataFrame, tree: Forest, tried: Indices, answered: Mapping[int, Set[str]]) -> Mask:
     spans, first, row = np.unique(calls["Node"].to_numpy(), return_index=True, return_inverse=True)
     _, group = np.unique(tried[first], return_inverse=True)
-    facts = calls.select(*_SPAN, "ResponseId", "ByGateway", good=~failed() & ~pl.col("Aborted"))[first]
+    facts = calls.select(*SPAN, "ResponseId", "ByGateway", good=~failed() & ~pl.col("Aborted"))[first]
     where = lineage.paths(nodes, tree, spans)
     order = lineage.order(group, where, facts["ByGateway"].to_numpy(), facts)
     is_clients_answer = np.array(
@@ -75,14 +73,14 @@ def _duplicates(calls: pl.DataFrame, chained: Indices, none: int) -> pl.Series:
         return pl.Series("DuplicateOf", [""]).new_from_index(0, calls.height)
     slim = (
         calls.select(
-            *_ATTEMPT, *_SPAN, "Choice", "ResponseId", "Node", ids=pl.col("PromptIds").list.len() > 0, apart=pl.col("ClientNode") == none
+            *ATTEMPT, *SPAN, "Choice", "ResponseId", "Node", ids=pl.col("PromptIds").list.len() > 0, apart=pl.col("ClientNode") == none
         )
         .with_columns(row=pl.int_range(pl.len()), outer=pl.Series(chained))
-        .sort("apart", *_SPAN, "Choice")
+        .sort("apart", *SPAN, "Choice")
     )
     original = dict[int, int]()
     among = slim.filter(pl.col("ResponseId").is_in(repeated.filter(twice).unique().implode()))
-    for rows in among.group_by(*_ATTEMPT, "ResponseId", "Choice", maintain_order=True).agg("row")["row"].to_list():
+    for rows in among.group_by(*ATTEMPT, "ResponseId", "Choice", maintain_order=True).agg("row")["row"].to_list():
         seen = dict[tuple[bytes, bytes], int]()
         for row in rows:
             ids = _bytes(calls["PromptIds"][row]), _bytes(calls["ResponseIds"][row])

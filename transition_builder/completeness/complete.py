@@ -23,9 +23,8 @@ from transition_builder.completeness.resolve import NAMED, resolve
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Facts, Verdict, conform
-from transition_builder.schemas import COUNTS, PRESENCE, ROLLOUTS, ROOTS
+from transition_builder.schemas import COUNTS, PRESENCE, ROLLOUT, ROLLOUTS, ROOTS
 
-_ROLLOUT = ["RunId", "RolloutId"]
 _NAMES = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
 
 
@@ -89,22 +88,22 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
         ROLLOUTS, waiting ones included.
     """
     # A worker that died may have written a root before another one wrote the root that ends the rollout.
-    roots = facts.roots.sort("Attempt", ~pl.col("Final"), "IngestedAt").unique([*_ROLLOUT, "Attempt"], keep="first", maintain_order=True)
-    final = roots.filter("Final").unique(_ROLLOUT, keep="last", maintain_order=True)
-    last = final.select(*_ROLLOUT, pl.col("Attempt").alias("final_attempt"))
+    roots = facts.roots.sort("Attempt", ~pl.col("Final"), "IngestedAt").unique([*ROLLOUT, "Attempt"], keep="first", maintain_order=True)
+    final = roots.filter("Final").unique(ROLLOUT, keep="last", maintain_order=True)
+    last = final.select(*ROLLOUT, pl.col("Attempt").alias("final_attempt"))
 
-    counts = resolve(facts.counts, facts.presence, final).group_by(*_ROLLOUT, "Attempt").agg(pl.col("Calls").sum().alias("arrived"))
-    presence = resolve(facts.presence, facts.presence, final).join(last, on=_ROLLOUT)
-    seen = presence.group_by(_ROLLOUT).agg(
+    counts = resolve(facts.counts, facts.presence, final).group_by(*ROLLOUT, "Attempt").agg(pl.col("Calls").sum().alias("arrived"))
+    presence = resolve(facts.presence, facts.presence, final).join(last, on=ROLLOUT)
+    seen = presence.group_by(ROLLOUT).agg(
         pl.col("Evaluations").filter(pl.col("Attempt") == pl.col("final_attempt")).sum().alias("evaluations"),
         pl.col("LastArrival").max().alias("last_arrival"),
     )
     lacking = (
-        roots.join(last, on=_ROLLOUT)
-        .join(counts, on=[*_ROLLOUT, "Attempt"], how="left")
+        roots.join(last, on=ROLLOUT)
+        .join(counts, on=[*ROLLOUT, "Attempt"], how="left")
         .with_columns(pl.col("arrived").fill_null(0))
         .with_columns(lacks=pl.col("Calls") > pl.col("arrived"))
-        .group_by(_ROLLOUT)
+        .group_by(ROLLOUT)
         .agg(
             pl.col("arrived").filter(pl.col("Attempt") == pl.col("final_attempt")).sum(),
             (pl.col("lacks").fill_null(False) & (pl.col("Attempt") < pl.col("final_attempt"))).any().alias("earlier_lack"),
@@ -121,9 +120,9 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
         pl.col("Failure") != ""
     ).then(pl.format("; the attempt failed: {}", "Failure")).otherwise(pl.lit(""))
     return conform(
-        final.join(seen, on=_ROLLOUT, how="left")
+        final.join(seen, on=ROLLOUT, how="left")
         .with_columns(pl.col("evaluations").fill_null(0))
-        .join(lacking, on=_ROLLOUT, how="left")
+        .join(lacking, on=ROLLOUT, how="left")
         .with_columns(
             Verdict=pl.when(whole & (settled | expired))
             .then(pl.lit(Verdict.COMPLETE.value))

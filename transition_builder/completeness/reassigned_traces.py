@@ -14,7 +14,7 @@ import polars as pl
 from spangrad.types import Mode
 from transition_builder.completeness.rootless_traces import claim
 from transition_builder.frames import Verdict, conform
-from transition_builder.schemas import LOOSE, ROLLOUTS
+from transition_builder.schemas import LOOSE, ROLLOUT, ROLLOUTS
 
 KEYS = {"TraceId": pl.String(), "RolloutKey": pl.String()}
 """Rollout keys of the spans in a trace that do not name their rollout."""
@@ -22,7 +22,6 @@ CONCLUDED = {"RunId": pl.String(), "RolloutId": pl.String(), "TraceId": pl.Strin
 """Traces with calls in a rollout's newest revision."""
 MOVED = {**CONCLUDED, "IngestedAt": LOOSE["IngestedAt"]}
 """CONCLUDED, of traces that now belong to another rollout, with the arrival time of their newest row."""
-_ROLLOUT = ["RunId", "RolloutId"]
 _UNNAMED = {"RunId": pl.lit(""), "Mode": pl.lit(""), "RolloutKeySource": pl.lit("trace"), "Attempt": pl.lit(0, LOOSE["Attempt"])}
 
 
@@ -46,9 +45,9 @@ def to_rebuild(moved: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
     """
     texts = {name: pl.lit("") for name in ("GroupId", "TaskId", "Failure", "SpanId", "Detail")}
     return conform(
-        moved.group_by(_ROLLOUT, maintain_order=True)
+        moved.group_by(ROLLOUT, maintain_order=True)
         .agg(pl.col("TraceId").last())
-        .join(built.select(*_ROLLOUT, "Watermark"), on=_ROLLOUT, maintain_order="left")
+        .join(built.select(*ROLLOUT, "Watermark"), on=ROLLOUT, maintain_order="left")
         .with_columns(
             Mode=pl.lit(Mode.PRODUCTION.value),
             Verdict=pl.lit(Verdict.COMPLETE.value),

@@ -21,9 +21,8 @@ from spangrad.settings import BuilderSettings
 from spangrad.types import Mode
 from transition_builder.completeness.resolve import NAMED
 from transition_builder.frames import Verdict, conform
-from transition_builder.schemas import LOOSE, ROLLOUTS
+from transition_builder.schemas import LOOSE, ROLLOUT, ROLLOUTS
 
-_ROLLOUT = ["RunId", "RolloutId"]
 _GROUP = ["GroupId", "GroupSize", "TaskId"]
 _NAMING = [name for name in LOOSE if name != "IngestedAt"]
 NO_ROOT = "no final root arrived"
@@ -104,13 +103,13 @@ def stale(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
         arrived: RunId, RolloutId and IngestedAt of rows; a run that a row does not name may be any.
         built: BUILT.
     """
-    newest = arrived.group_by(_ROLLOUT).agg(LastArrival=pl.col("IngestedAt").max())
-    unnamed = newest.filter(pl.col("RunId") == "").drop("RunId").join(built.select(*_ROLLOUT, "Watermark"), on="RolloutId")
-    named = newest.join(built.select(*_ROLLOUT, "Watermark"), on=_ROLLOUT)
+    newest = arrived.group_by(ROLLOUT).agg(LastArrival=pl.col("IngestedAt").max())
+    unnamed = newest.filter(pl.col("RunId") == "").drop("RunId").join(built.select(*ROLLOUT, "Watermark"), on="RolloutId")
+    named = newest.join(built.select(*ROLLOUT, "Watermark"), on=ROLLOUT)
     return (
         pl.concat([named, unnamed], how="diagonal")
         .filter(pl.col("LastArrival") > pl.col("Watermark"))
-        .group_by(_ROLLOUT, maintain_order=True)
+        .group_by(ROLLOUT, maintain_order=True)
         .agg(pl.col("LastArrival").max())
     )
 
@@ -138,8 +137,8 @@ def judge(
     """
     seen = activity.group_by("RolloutId").agg(pl.col("LastArrival").max().alias("rollout_arrival"))
     of_trace = loose.join(traces, on="TraceId", how="left")
-    torn = of_trace.group_by(_ROLLOUT).agg(pl.col("Torn").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival"))
-    known = roots.sort("Attempt").group_by(_ROLLOUT, maintain_order=True).agg(pl.col(*_GROUP).last(), pl.col("Final").any())
+    torn = of_trace.group_by(ROLLOUT).agg(pl.col("Torn").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival"))
+    known = roots.sort("Attempt").group_by(ROLLOUT, maintain_order=True).agg(pl.col(*_GROUP).last(), pl.col("Final").any())
     last = pl.max_horizontal("IngestedAt", "rollout_arrival", "trace_arrival")
     long_silence, short_silence = (
         pl.duration(milliseconds=round(seconds * 1000)) for seconds in (spec.incomplete_after_seconds, 0 if force else spec.quiet_seconds)
@@ -147,9 +146,9 @@ def judge(
     announced = pl.col("Announced")
     return conform(
         _gather(loose)
-        .join(torn, on=_ROLLOUT)
+        .join(torn, on=ROLLOUT)
         .join(seen, on="RolloutId", how="left")
-        .join(known, on=_ROLLOUT, how="left")
+        .join(known, on=ROLLOUT, how="left")
         .filter(~pl.col("Final").fill_null(False))
         .filter(now - last >= pl.when(announced | pl.col("Torn")).then(long_silence).otherwise(short_silence))
         .with_columns(
@@ -172,6 +171,6 @@ def _gather(loose: pl.DataFrame) -> pl.DataFrame:
     """Return one row a rollout: its newest attempt and arrival."""
     return (
         loose.sort("Attempt", "IngestedAt")
-        .group_by(_ROLLOUT, maintain_order=True)
+        .group_by(ROLLOUT, maintain_order=True)
         .agg(pl.col("Mode").max(), pl.col("Attempt", "TraceId").last(), pl.col("IngestedAt").max(), pl.col("Announced").any())
     )

@@ -21,11 +21,9 @@ from transition_builder.rewards.precedence import REPORTED
 from transition_builder.rewards.rules import columns
 from transition_builder.rewards.rules.seen import Seen
 from transition_builder.rewards.spread import SPREAD, spread
-from transition_builder.schemas import GIVEN
+from transition_builder.schemas import ATTEMPT, GIVEN
 
 __all__ = ["SPREAD", "Gathered", "check", "gather", "rule_hash", "spread"]
-
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +60,12 @@ def gather(
     reported = concat([evaluations.events(rows, rollouts), evaluations.scores(nodes, rollouts)], REPORTED)
     sources = [evaluations.aim(reported, calls, nodes, caused), by_sql.filter(pl.col("Name").is_in(spec.sql_rewards))]
     if spec.rules:
-        rewarded = calls.join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT, maintain_order="left")
+        rewarded = calls.join(rollouts.select(*ATTEMPT, "Mode"), on=ATTEMPT, maintain_order="left")
         seen = Seen(rewarded, caused, frames.responses, by_sql, nodes, columns.used(spec), frames.tool_events, frames.tool_logs)
         sources.append(air.earned(spec, seen))
     winning = precedence.winners(concat(sources, REPORTED))
     rewards = conform(winning.filter(pl.col("Value").is_not_null()), GIVEN)
     return Gathered(
-        rewards.sort(*_ATTEMPT, "CallId", "Name", "Role", "Source", "RuleHash", "TraceId", "SpanId"),
+        rewards.sort(*ATTEMPT, "CallId", "Name", "Role", "Source", "RuleHash", "TraceId", "SpanId"),
         precedence.faults(rollouts, winning, by_rules=spec.rewards_from == "rules"),
     )

@@ -21,6 +21,7 @@ from transition_builder.rewards.rules import asked, calls, functions, tools
 from transition_builder.rewards.rules.columns import COLUMNS
 from transition_builder.rewards.rules.seen import Seen
 from transition_builder.rewards.rules.tools import whole
+from transition_builder.schemas import ATTEMPT
 
 RULES: Mapping[str, Callable[[AirRule, Seen], pl.DataFrame]] = {
     "tool_ok": tools.ok,
@@ -36,7 +37,6 @@ RULES: Mapping[str, Callable[[AirRule, Seen], pl.DataFrame]] = {
     "python": functions.python,
 }
 """Functions of the kinds of rules."""
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 
 
 def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
@@ -109,9 +109,9 @@ def _check_columns(rule: AirRule) -> None:
 
 
 def _check_expression(rule: AirRule) -> None:
-    row = pl.DataFrame({name: [None] for name in (*_ATTEMPT, *COLUMNS)}, schema={**dict.fromkeys(_ATTEMPT, pl.String()), **COLUMNS})
+    row = pl.DataFrame({name: [None] for name in (*ATTEMPT, *COLUMNS)}, schema={**dict.fromkeys(ATTEMPT, pl.String()), **COLUMNS})
     try:
-        dtype = row.select(pl.sql_expr(rule.where or "").over(_ATTEMPT).alias("value")).schema["value"]
+        dtype = row.select(pl.sql_expr(rule.where or "").over(ATTEMPT).alias("value")).schema["value"]
         reason = "" if dtype.is_numeric() or dtype in (pl.Boolean(), pl.Null()) else f"it gives {dtype}"
     except pl.exceptions.PolarsError as error:
         reason = str(error).strip().splitlines()[0]

@@ -20,9 +20,8 @@ from spangrad.types import RewardSource
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import concat, conform, empty
 from transition_builder.rewards.precedence import NO_VALUE, NOT_FINITE, REPORTED
+from transition_builder.schemas import ATTEMPT, SPAN
 
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
 _ROLE = attribute(semconv.REWARD_ROLE).fill_null("")
 
 
@@ -35,9 +34,9 @@ def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     """
     if rows.is_empty():
         return empty(REPORTED)
-    root = rollouts.select("RunId", "RolloutId", *_SPAN).with_columns(is_root=pl.lit(True))
+    root = rollouts.select("RunId", "RolloutId", *SPAN).with_columns(is_root=pl.lit(True))
     scored = (
-        rows.join(root, on=["RunId", "RolloutId", *_SPAN], how="left")
+        rows.join(root, on=["RunId", "RolloutId", *SPAN], how="left")
         .drop("Mode")
         .join(rollouts.select("RunId", "RolloutId", "Mode"), on=["RunId", "RolloutId"])
         .with_columns(
@@ -69,8 +68,8 @@ def scores(nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     if having.is_empty():
         return empty(REPORTED)
     scored = (
-        having.select(*_ATTEMPT, *_SPAN, "Timestamp", "Choice", pl.col("Scores").alias("score"), Role=_ROLE)
-        .join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT)
+        having.select(*ATTEMPT, *SPAN, "Timestamp", "Choice", pl.col("Scores").alias("score"), Role=_ROLE)
+        .join(rollouts.select(*ATTEMPT, "Mode"), on=ATTEMPT)
         .explode("score")
         .unnest("score")
         .with_columns(Source=pl.lit(RewardSource.SPAN_ATTRIBUTE.value))
@@ -88,11 +87,11 @@ def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> p
     """
     if rows.is_empty():
         return empty(REPORTED)
-    valued = rows.filter(~pl.col("PerCall") | pl.col("Value").is_not_null()).join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT)
+    valued = rows.filter(~pl.col("PerCall") | pl.col("Value").is_not_null()).join(rollouts.select(*ATTEMPT, "Mode"), on=ATTEMPT)
     of_span = valued.filter(pl.col("SpanId") != "")
     if of_span.height:
-        spans = nodes.select(*_ATTEMPT, *_SPAN).rename({"TraceId": "trace"})
-        resolved = of_span.join(spans, on=[*_ATTEMPT, "SpanId"]).filter((pl.col("TraceId") == "") | (pl.col("TraceId") == pl.col("trace")))
+        spans = nodes.select(*ATTEMPT, *SPAN).rename({"TraceId": "trace"})
+        resolved = of_span.join(spans, on=[*ATTEMPT, "SpanId"]).filter((pl.col("TraceId") == "") | (pl.col("TraceId") == pl.col("trace")))
         valued = pl.concat([valued.filter(pl.col("SpanId") == ""), resolved.with_columns(TraceId="trace").select(valued.columns)])
     fault = pl.when(pl.col("Value").is_null()).then(pl.lit(f"{NO_VALUE} by SQL")).otherwise(pl.lit(f"{NOT_FINITE}, by SQL"))
     named = valued.with_columns(Source=pl.lit(RewardSource.SQL.value), Fault=fault, CallId=pl.col("CallId").replace("", None))
@@ -115,14 +114,14 @@ def aim(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused
     if elsewhere.is_empty():
         return reported.with_columns(CallId=pl.lit(""))
     by_span, by_response = _targets(calls, nodes)
-    by_tool = caused.filter(pl.col("CallId") != "").select(*_ATTEMPT, *_SPAN, pl.col("CallId").alias("by_tool"))
-    known = calls.select(*_ATTEMPT, "CallId", known=pl.lit(True))
+    by_tool = caused.filter(pl.col("CallId") != "").select(*ATTEMPT, *SPAN, pl.col("CallId").alias("by_tool"))
+    known = calls.select(*ATTEMPT, "CallId", known=pl.lit(True))
     aimed = (
-        elsewhere.join(known, on=[*_ATTEMPT, "CallId"], how="left")
+        elsewhere.join(known, on=[*ATTEMPT, "CallId"], how="left")
         .filter(pl.col("CallId").is_null() | pl.col("known"))
-        .join(by_span, on=[*_ATTEMPT, *_SPAN], how="left")
-        .join(by_response, on=[*_ATTEMPT, "ResponseId"], how="left")
-        .join(by_tool, on=[*_ATTEMPT, *_SPAN], how="left")
+        .join(by_span, on=[*ATTEMPT, *SPAN], how="left")
+        .join(by_response, on=[*ATTEMPT, "ResponseId"], how="left")
+        .join(by_tool, on=[*ATTEMPT, *SPAN], how="left")
         .with_columns(CallId=pl.coalesce("CallId", "by_span", "by_response", pl.when(of_sql).then("by_tool"), pl.lit("")))
     )
     return concat([reported.filter(on_root).with_columns(CallId=pl.lit("")), aimed], REPORTED)
@@ -144,15 +143,15 @@ def _as_reported(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _targets(calls: pl.DataFrame, nodes: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return calls by their spans, and by their response ids: the latest call, its first choice."""
-    slim = calls.select(*_ATTEMPT, *_SPAN, "Order", "Choice", "CallId", "ResponseId", "ClientNode")
+    slim = calls.select(*ATTEMPT, *SPAN, "Order", "Choice", "CallId", "ResponseId", "ClientNode")
     latest = slim.sort("Order", "Choice", descending=[True, False])
-    client = nodes.select(*_SPAN).with_row_index("ClientNode").with_columns(pl.col("ClientNode").cast(pl.Int64))
-    own = latest.select(*_ATTEMPT, *_SPAN, pl.col("CallId").alias("by_span"))
-    through = latest.select(*_ATTEMPT, "ClientNode", pl.col("CallId").alias("by_span")).join(client, on="ClientNode", maintain_order="left")
-    by_span = pl.concat([own, through.select(own.columns)]).unique([*_ATTEMPT, *_SPAN], keep="first", maintain_order=True)
+    client = nodes.select(*SPAN).with_row_index("ClientNode").with_columns(pl.col("ClientNode").cast(pl.Int64))
+    own = latest.select(*ATTEMPT, *SPAN, pl.col("CallId").alias("by_span"))
+    through = latest.select(*ATTEMPT, "ClientNode", pl.col("CallId").alias("by_span")).join(client, on="ClientNode", maintain_order="left")
+    by_span = pl.concat([own, through.select(own.columns)]).unique([*ATTEMPT, *SPAN], keep="first", maintain_order=True)
     by_response = (
         latest.filter(pl.col("ResponseId") != "")
-        .select(*_ATTEMPT, "ResponseId", pl.col("CallId").alias("by_response"))
-        .unique([*_ATTEMPT, "ResponseId"], keep="first", maintain_order=True)
+        .select(*ATTEMPT, "ResponseId", pl.col("CallId").alias("by_response"))
+        .unique([*ATTEMPT, "ResponseId"], keep="first", maintain_order=True)
     )
     return by_span, by_response

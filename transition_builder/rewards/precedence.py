@@ -13,11 +13,10 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.types import RewardSource
-from transition_builder.schemas import GIVEN, NANOSECONDS, Schema
+from transition_builder.schemas import ATTEMPT, GIVEN, NANOSECONDS, Schema
 
 RANK = {source.value: rank for rank, source in enumerate(RewardSource)}
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_TARGET = [*_ATTEMPT, "CallId", "Name", "Role"]
+_TARGET = [*ATTEMPT, "CallId", "Name", "Role"]
 
 REPORTED: Schema = {
     **GIVEN,

@@ -21,14 +21,13 @@ from spangrad.store.clickhouse import LONG, store_errors
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import empty
 from transition_builder.rewards.rules import columns
-from transition_builder.schemas import RESPONSES
+from transition_builder.schemas import RESPONSES, SPAN
 from transition_builder.source.queries import span_constants
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 _SPANS_A_QUERY = 500
-_SPAN = ["TraceId", "SpanId"]
 _PLACES = (semconv.RESPONSE_JSON, semconv.OPENINFERENCE_OUTPUT, "gen_ai.output.messages")
 """Attributes that may hold a whole response."""
 _SQL = f"""
@@ -63,7 +62,7 @@ def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, a
     """
     if columns.ANSWERS.isdisjoint(columns.used(spec)):
         return empty(RESPONSES)
-    call_spans = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | _among(answers))).unique(_SPAN, maintain_order=True)
+    call_spans = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | _among(answers))).unique(SPAN, maintain_order=True)
     rows = list[dict[str, Any]]()
     for batch in call_spans.sort("Timestamp").iter_slices(_SPANS_A_QUERY):
         with store_errors(url):
@@ -134,4 +133,4 @@ def _row(response: Response) -> dict[str, object]:
 
 
 def _among(answers: pl.DataFrame) -> pl.Expr:
-    return pl.struct(_SPAN).is_in(answers.select(pl.struct(_SPAN)).to_series().implode())
+    return pl.struct(SPAN).is_in(answers.select(pl.struct(SPAN)).to_series().implode())

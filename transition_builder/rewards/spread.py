@@ -9,9 +9,8 @@ from __future__ import annotations
 import polars as pl
 
 from transition_builder.rewards.precedence import RANK
+from transition_builder.schemas import ATTEMPT, SPAN
 
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
 SPREAD = ("Name", "Value", "Source", "CallId", "Role", "Turn")
 """Columns of a transition's `Rewards`. CallId: the call that earned the reward, empty where it is the rollout's own. Turn: that at
 which it was earned: of the call; for a call that is no turn, the next one; for the rollout's own, that of the transition that has it."""
@@ -31,16 +30,16 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
         placed: all calls of final attempts with RunId, RolloutId, Attempt, CallId, Order, Choice, Turn (null: no turn) and Kept.
     """
     calls = placed.sort("Order", "Choice", "CallId").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
-    kept = calls.filter("Kept").select(*_ATTEMPT, "at", pl.col("CallId").alias("target"), pl.col("Turn").alias("of_target"))
-    first = kept.unique(_ATTEMPT, keep="first", maintain_order=True).select(
-        *_ATTEMPT, pl.col("target").alias("first"), pl.col("of_target").alias("of_first")
+    kept = calls.filter("Kept").select(*ATTEMPT, "at", pl.col("CallId").alias("target"), pl.col("Turn").alias("of_target"))
+    first = kept.unique(ATTEMPT, keep="first", maintain_order=True).select(
+        *ATTEMPT, pl.col("target").alias("first"), pl.col("of_target").alias("of_first")
     )
     given = (
-        rewards.join(calls.select(*_ATTEMPT, "CallId", "at"), on=[*_ATTEMPT, "CallId"], how="left")
+        rewards.join(calls.select(*ATTEMPT, "CallId", "at"), on=[*ATTEMPT, "CallId"], how="left")
         .with_columns(pl.col("at").fill_null(_BEYOND))
         .sort("at")
-        .join_asof(kept, on="at", by=_ATTEMPT, strategy="backward", check_sortedness=False)
-        .join(first, on=_ATTEMPT)
+        .join_asof(kept, on="at", by=ATTEMPT, strategy="backward", check_sortedness=False)
+        .join(first, on=ATTEMPT)
         .with_columns(
             target=pl.coalesce("target", "first"),
             Turn=pl.coalesce("of_target", "of_first"),
@@ -49,10 +48,10 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
     )
     moved = (pl.col("CallId") != "") & (pl.col("CallId") != pl.col("target"))
     if given.select(moved.any()).item():
-        earned = given.join(_turns(calls), on=[*_ATTEMPT, "CallId"], how="left", maintain_order="left")["earned"]
+        earned = given.join(_turns(calls), on=[*ATTEMPT, "CallId"], how="left", maintain_order="left")["earned"]
         given = given.with_columns(Turn=pl.when(moved).then(earned).otherwise("Turn"))
     return (
-        given.sort("rank", "Name", "Role", *_SPAN)
+        given.sort("rank", "Name", "Role", *SPAN)
         .group_by("target", maintain_order=True)
         .agg(pl.col(name).alias(f"Rewards.{name}") for name in SPREAD)
         .rename({"target": "CallId"})
@@ -61,7 +60,7 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
 
 def _turns(calls: pl.DataFrame) -> pl.DataFrame:
     """Return the turn at which each call earned its rewards: its own, or of a call that is no turn, the next one."""
-    orders = calls.group_by(*_ATTEMPT, "Order").agg(pl.col("Turn").max()).sort(*_ATTEMPT, "Order")
-    before = pl.col("Turn").forward_fill().over(_ATTEMPT)
-    earned = orders.select(*_ATTEMPT, "Order", earned=pl.coalesce("Turn", before + 1, pl.lit(0)))
-    return calls.select(*_ATTEMPT, "CallId", "Order").join(earned, on=[*_ATTEMPT, "Order"]).drop("Order")
+    orders = calls.group_by(*ATTEMPT, "Order").agg(pl.col("Turn").max()).sort(*ATTEMPT, "Order")
+    before = pl.col("Turn").forward_fill().over(ATTEMPT)
+    earned = orders.select(*ATTEMPT, "Order", earned=pl.coalesce("Turn", before + 1, pl.lit(0)))
+    return calls.select(*ATTEMPT, "CallId", "Order").join(earned, on=[*ATTEMPT, "Order"]).drop("Order")

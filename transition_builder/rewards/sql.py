@@ -26,7 +26,7 @@ from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings
 from spangrad.store.clickhouse import LONG, constant, store_errors
 from transition_builder.frames import concat, conform, empty
-from transition_builder.schemas import SQL_REWARDS
+from transition_builder.schemas import ATTEMPT, SQL_REWARDS
 from transition_builder.source.queries import batches
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ OPTIONAL = ("RunId", "Attempt", "Role", "CallId", "TraceId", "SpanId")
 _OF_CALLS = ("CallId", "SpanId")
 _SPAN_NAMES = ["CallId", "TraceId", "SpanId"]
 _TEXTS = [*_SPAN_NAMES, "Role"]
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _PARAMETER = re.compile(r"\{\s*(rollouts|since|until)\s*:[^{}]*\}")
 _COMMENT = re.compile(r"--[^\n]*|/\*.*?\*/", re.DOTALL)
 _NO_ROLLOUTS = (b"",)
@@ -110,7 +109,7 @@ def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame
         return empty(SQL_REWARDS)
     times = pl.concat([frame.select(pl.col("Timestamp").dt.epoch("ns")) for frame in (spans, calls)])["Timestamp"]
     first, last = (times.min(), times.max()) if times.len() else (0, 0)
-    requested = rollouts.select(pl.col(name).cast(SQL_REWARDS[name]) for name in _ATTEMPT).unique(maintain_order=True)
+    requested = rollouts.select(pl.col(name).cast(SQL_REWARDS[name]) for name in ATTEMPT).unique(maintain_order=True)
     rewards = list[pl.DataFrame]()
     for name in names:
         path = _path(spec, name)
@@ -166,13 +165,13 @@ def _rows(rows: pl.DataFrame, requested: pl.DataFrame, path: Path, version: str)
     _require_columns(path, dict.fromkeys(rows.columns, ""))
     if not (rows.schema["Value"].is_numeric() or rows.schema["Value"] in (pl.Boolean(), pl.Null())):
         raise BuilderError(f"{path} gives Value the type {rows.schema['Value']}, which is no number. Write toFloat64(...).")
-    on = [name for name in _ATTEMPT if name in rows.columns]
+    on = [name for name in ATTEMPT if name in rows.columns]
     if "RunId" not in on:
         _require_one_run(rows, requested, path)
     valued = rows.select(pl.col(name).cast(SQL_REWARDS[name]) for name in rows.columns).join(requested, on=on, maintain_order="left")
     _require_one_value(valued, path)
     of_calls = any(name in rows.columns for name in _OF_CALLS)
-    parts = [valued] if of_calls else [valued, requested.join(valued, on=_ATTEMPT, how="anti", maintain_order="left")]
+    parts = [valued] if of_calls else [valued, requested.join(valued, on=ATTEMPT, how="anti", maintain_order="left")]
     named = pl.concat(parts, how="diagonal").with_columns(Name=pl.lit(path.stem), RuleHash=pl.lit(version), PerCall=pl.lit(of_calls))
     return conform(named.with_columns(pl.lit("").alias(name) for name in _TEXTS if name not in named.columns), SQL_REWARDS).with_columns(
         pl.col(_TEXTS).fill_null("")
@@ -180,7 +179,7 @@ def _rows(rows: pl.DataFrame, requested: pl.DataFrame, path: Path, version: str)
 
 
 def _require_one_value(rows: pl.DataFrame, path: Path) -> None:
-    of = [name for name in (*_ATTEMPT, "Role", *_SPAN_NAMES) if name in rows.columns]
+    of = [name for name in (*ATTEMPT, "Role", *_SPAN_NAMES) if name in rows.columns]
     twice = rows.group_by(of, maintain_order=True).len().filter(pl.col("len") > 1)
     if twice.height:
         row = twice.row(0, named=True)

@@ -20,7 +20,7 @@ from spangrad.store.clickhouse import KEYS_A_STATEMENT
 from transition_builder import dialects
 from transition_builder.frames import concat, empty
 from transition_builder.rewards.rules import columns
-from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS
+from transition_builder.schemas import SPAN, TOOL_EVENTS, TOOL_LOGS
 from transition_builder.source.queries import span_constants
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ CHARACTERS = 4096
 RECORDS = 1000
 """Events, or log records, of a span that are read, at most: the first ones."""
 _SLACK = timedelta(minutes=5)
-_SPAN = ["TraceId", "SpanId"]
 _CUT = f"substringUTF8(value, 1, {CHARACTERS})"
 _ATTRIBUTES = f"arrayMap((key, value) -> CAST((key, {_CUT}), 'Tuple(Key String, Value String)'), mapKeys({{map}}), mapValues({{map}}))"
 _EVENTS = f"""
@@ -89,8 +88,8 @@ def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame) -> tup
 
 def _tools(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans of tools, of any convention, each once."""
-    once = spans.filter(pl.col("RowKind") == "span").unique(_SPAN, keep="first", maintain_order=True)
-    return dialects.describe(once).filter("IsTool").select(*_SPAN, "Timestamp", "Duration", "ServiceName", "SpanName").sort("Timestamp")
+    once = spans.filter(pl.col("RowKind") == "span").unique(SPAN, keep="first", maintain_order=True)
+    return dialects.describe(once).filter("IsTool").select(*SPAN, "Timestamp", "Duration", "ServiceName", "SpanName").sort("Timestamp")
 
 
 def _statements(tools: pl.DataFrame) -> Iterator[pl.DataFrame]:

@@ -16,12 +16,11 @@ import polars as pl
 
 from spangrad.store.clickhouse import constant
 from transition_builder.frames import concat
-from transition_builder.schemas import MICROSECONDS
+from transition_builder.schemas import MICROSECONDS, ROLLOUT
 from transition_builder.source.queries import StoreReader, batches
 
 SETTLE_SECONDS = 0.02
 """Wait after a claim, in seconds; longer than a claim usually takes to become visible."""
-_ROLLOUT = ["RunId", "RolloutId"]
 _CLAIMS = {"RunId": pl.String(), "RolloutId": pl.String(), "Builder": pl.String(), "ClaimedAt": MICROSECONDS}
 _LIVE = """
 SELECT RunId, RolloutId, Builder, toUnixTimestamp64Micro(max(c.IngestedAt)) AS ClaimedAt
@@ -53,19 +52,19 @@ class Claims:
         if rollouts.is_empty():
             return rollouts
         live = self._live(rollouts, built)
-        free = rollouts.join(live.filter(pl.col("Builder") != self._builder), on=_ROLLOUT, how="anti", maintain_order="left")
-        unclaimed = free.join(live, on=_ROLLOUT, how="anti", maintain_order="left").select(_ROLLOUT).unique()
+        free = rollouts.join(live.filter(pl.col("Builder") != self._builder), on=ROLLOUT, how="anti", maintain_order="left")
+        unclaimed = free.join(live, on=ROLLOUT, how="anti", maintain_order="left").select(ROLLOUT).unique()
         if unclaimed.is_empty():
             return free
-        rows = unclaimed.select(pl.lit(self._reader.spec).alias("BuildSpec"), *_ROLLOUT, pl.lit(self._builder).alias("Builder"))
+        rows = unclaimed.select(pl.lit(self._reader.spec).alias("BuildSpec"), *ROLLOUT, pl.lit(self._builder).alias("Builder"))
         self._reader.insert("claims", rows)
         time.sleep(SETTLE_SECONDS)
-        first = self._live(free, built).sort("ClaimedAt", "Builder").unique(_ROLLOUT, keep="first", maintain_order=True)
-        return free.join(first.filter(pl.col("Builder") != self._builder), on=_ROLLOUT, how="anti", maintain_order="left")
+        first = self._live(free, built).sort("ClaimedAt", "Builder").unique(ROLLOUT, keep="first", maintain_order=True)
+        return free.join(first.filter(pl.col("Builder") != self._builder), on=ROLLOUT, how="anti", maintain_order="left")
 
     def _live(self, rollouts: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
         """Return live claims on the rollouts."""
         asked = {"spec": self._reader.spec, "lease": self._lease}
         claims = concat((self._reader.frame(_LIVE.format(keys=constant(some)), asked) for some in batches(rollouts["RolloutId"])), _CLAIMS)
-        done = built.select(*_ROLLOUT, BuiltAt="IngestedAt")
-        return claims.join(done, on=_ROLLOUT, how="left").filter(pl.col("BuiltAt").is_null() | (pl.col("ClaimedAt") > pl.col("BuiltAt")))
+        done = built.select(*ROLLOUT, BuiltAt="IngestedAt")
+        return claims.join(done, on=ROLLOUT, how="left").filter(pl.col("BuiltAt").is_null() | (pl.col("ClaimedAt") > pl.col("BuiltAt")))

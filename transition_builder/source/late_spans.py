@@ -16,11 +16,10 @@ import polars as pl
 
 from transition_builder.completeness.resolve import NAMED
 from transition_builder.frames import conform
-from transition_builder.schemas import TALLY
+from transition_builder.schemas import ROLLOUT, TALLY
 from transition_builder.source.discovery import OVERLAP
 
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
-_ROLLOUT = ["RunId", "RolloutId"]
 _GROUP = [name for name in TALLY if name != "Rows"]
 _COUNTED = {"RunId": pl.String(), "RolloutId": pl.String(), "Rows": pl.UInt64()}
 
@@ -70,4 +69,4 @@ def more(built: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
         built: BUILT.
         counted: of `count`, for the same rollouts.
     """
-    return built.join(counted, on=_ROLLOUT).filter(pl.col("Rows") > pl.col("RowsRead")).select(*_ROLLOUT, "Rows")
+    return built.join(counted, on=ROLLOUT).filter(pl.col("Rows") > pl.col("RowsRead")).select(*ROLLOUT, "Rows")

@@ -18,10 +18,9 @@ import polars as pl
 
 from spangrad.types import transition_id
 from transition_builder.frames import Built, conform
-from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS, Schema
+from transition_builder.schemas import BUILDS, DROPS, REWARDS, ROLLOUT, TRANSITIONS, Schema
 from transition_builder.source.queries import StoreReader
 
-_ROLLOUT = ["RunId", "RolloutId"]
 _AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}
 """Columns that follow from the conclusions."""
 _LONG = {"PromptIds", "ResponseIds", "Logprobs"}
@@ -78,12 +77,12 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
         spec: name of the build specification.
         builder: name of the builder that writes.
     """
-    known = before.select(*_ROLLOUT, newest="Revision", newest_content="Content")
+    known = before.select(*ROLLOUT, newest="Revision", newest_content="Content")
     news = (
         contents(built)
-        .join(known, on=_ROLLOUT, how="left")
+        .join(known, on=ROLLOUT, how="left")
         .filter(pl.col("newest_content").is_null() | (pl.col("newest_content") != pl.col("Content")))
-        .select(*_ROLLOUT, "Content", Revision=(pl.col("newest").cast(pl.Int64) + 1).fill_null(0).cast(pl.UInt32))
+        .select(*ROLLOUT, "Content", Revision=(pl.col("newest").cast(pl.Int64) + 1).fill_null(0).cast(pl.UInt32))
     )
     transitions, drops, rewards = (
         _stamp(frame, news, schema) for frame, schema in ((built.transitions, TRANSITIONS), (built.drops, DROPS), (built.rewards, REWARDS))
@@ -91,11 +90,11 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
     later = transitions.filter(pl.col("Revision") > 0)
     if later.height:
         names = [transition_id(*row) for row in later.select("CallId", "BuildSpec", "Revision").iter_rows()]
-        of_later = later.select(*_ROLLOUT, "CallId").with_columns(pl.Series("TransitionId", names, dtype=pl.String))
-        transitions = transitions.update(of_later, on=[*_ROLLOUT, "CallId"])
+        of_later = later.select(*ROLLOUT, "CallId").with_columns(pl.Series("TransitionId", names, dtype=pl.String))
+        transitions = transitions.update(of_later, on=[*ROLLOUT, "CallId"])
     return Written(
         Built(transitions, drops, rewards),
-        conform(_builds(rollouts.join(news, on=_ROLLOUT), transitions, drops, spec, builder), BUILDS),
+        conform(_builds(rollouts.join(news, on=ROLLOUT), transitions, drops, spec, builder), BUILDS),
     )
 
 
@@ -103,17 +102,17 @@ def _stamp(rows: pl.DataFrame, news: pl.DataFrame, schema: Schema) -> pl.DataFra
     """Return the rows of rollouts in `news`, stamped with their revision and content."""
     if rows.is_empty():
         return conform(rows, schema)
-    at = rows.select(_ROLLOUT).with_row_index("row").join(news, on=_ROLLOUT, maintain_order="left")
+    at = rows.select(ROLLOUT).with_row_index("row").join(news, on=ROLLOUT, maintain_order="left")
     whole = rows if at.height == rows.height else rows[at["row"]]
     return conform(whole.with_columns(at["Revision"], at["Content"]), schema)
 
 
 def _builds(rollouts: pl.DataFrame, transitions: pl.DataFrame, drops: pl.DataFrame, spec: str, builder: str) -> pl.DataFrame:
-    kept = transitions.group_by(_ROLLOUT).agg(Transitions=pl.len(), Rewards=pl.col("Rewards.Value").list.len().sum())
-    dropped = drops.group_by(_ROLLOUT).agg(Drops=pl.len(), named=(pl.col("CallId") != "").sum())
+    kept = transitions.group_by(ROLLOUT).agg(Transitions=pl.len(), Rewards=pl.col("Rewards.Value").list.len().sum())
+    dropped = drops.group_by(ROLLOUT).agg(Drops=pl.len(), named=(pl.col("CallId") != "").sum())
     return (
-        rollouts.join(kept, on=_ROLLOUT, how="left")
-        .join(dropped, on=_ROLLOUT, how="left")
+        rollouts.join(kept, on=ROLLOUT, how="left")
+        .join(dropped, on=ROLLOUT, how="left")
         .with_columns(pl.col("Transitions", "Drops", "Rewards", "named").fill_null(0))
         .with_columns(
             Calls=pl.col("Transitions") + pl.col("named"),
@@ -131,16 +130,16 @@ def contents(built: Built) -> pl.DataFrame:
     rows = pl.concat(texts)
     # As bytes: a store may hold text that is not UTF-8.
     hashes = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in rows["text"].cast(pl.Binary)]
-    hashed = rows.select(_ROLLOUT).with_columns(pl.Series("hash", hashes, dtype=pl.UInt64))
-    concluded = pl.concat([built.transitions.select(_ROLLOUT), built.drops.select(_ROLLOUT)]).unique()
+    hashed = rows.select(ROLLOUT).with_columns(pl.Series("hash", hashes, dtype=pl.UInt64))
+    concluded = pl.concat([built.transitions.select(ROLLOUT), built.drops.select(ROLLOUT)]).unique()
     # A sum in UInt64 wraps around, as intended: each row counts, in any order.
-    return hashed.group_by(_ROLLOUT).agg(Content=pl.col("hash").sum()).join(concluded, on=_ROLLOUT, how="semi").sort(_ROLLOUT)
+    return hashed.group_by(ROLLOUT).agg(Content=pl.col("hash").sum()).join(concluded, on=ROLLOUT, how="semi").sort(ROLLOUT)
 
 
 def _texts(rows: pl.DataFrame, schema: Schema, kind: str) -> pl.DataFrame:
     """Join the deciding columns of each row as one text."""
     columns = [_as_text(name, dtype) for name, dtype in schema.items() if name not in _AFTER]
-    return rows.select(*_ROLLOUT, text=pl.concat_str([pl.lit(kind), *columns], separator=_BETWEEN))
+    return rows.select(*ROLLOUT, text=pl.concat_str([pl.lit(kind), *columns], separator=_BETWEEN))
 
 
 def _as_text(name: str, dtype: pl.DataType) -> pl.Expr:

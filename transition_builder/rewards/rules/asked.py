@@ -15,8 +15,7 @@ import polars as pl
 from spangrad.settings import AirRule
 from transition_builder.rewards.rules.seen import Seen
 from transition_builder.rewards.rules.tools import named
-
-_SPAN = ["TraceId", "SpanId"]
+from transition_builder.schemas import SPAN
 
 
 def malformed_arguments(rule: AirRule, seen: Seen) -> pl.DataFrame:
@@ -34,12 +33,12 @@ def repeated_call(rule: AirRule, seen: Seen) -> pl.DataFrame:
     unrecorded = (
         ran.join(seen.answered.select("CallId"), on="CallId", how="anti", maintain_order="left")
         .select("CallId", Name="ToolName", Arguments="ToolArguments")
-        .join(seen.first.select("CallId", *_SPAN, "AgentName", "ParentCallId"), on="CallId", maintain_order="left")
+        .join(seen.first.select("CallId", *SPAN, "AgentName", "ParentCallId"), on="CallId", maintain_order="left")
     )
     asked = pl.concat([_asked(rule, seen), unrecorded], how="diagonal")
     same = asked.with_columns(Arguments=_mapped(asked["Arguments"], _canonical, pl.String))
     tool = ["Name", "Arguments"]
-    counts = same.group_by("CallId", "ParentCallId", "AgentName", *_SPAN, *tool, maintain_order=True).len()
+    counts = same.group_by("CallId", "ParentCallId", "AgentName", *SPAN, *tool, maintain_order=True).len()
     before = counts.select(*tool, "AgentName", ParentCallId="CallId", again=pl.lit(1))
     repeated = counts.join(before, on=[*tool, "AgentName", "ParentCallId"], how="left", maintain_order="left")
     times = (pl.col("len").cast(pl.Int64) - 1 + pl.col("again").fill_null(0)).sum()
@@ -49,7 +48,7 @@ def repeated_call(rule: AirRule, seen: Seen) -> pl.DataFrame:
 def _asked(rule: AirRule, seen: Seen) -> pl.DataFrame:
     """Return a row for each tool call that a response requested and that the rule names: Name and Arguments beside the call's."""
     return (
-        seen.answered.select("CallId", *_SPAN, "AgentName", "ParentCallId", pl.col("ToolCalls").alias("call"))
+        seen.answered.select("CallId", *SPAN, "AgentName", "ParentCallId", pl.col("ToolCalls").alias("call"))
         .explode("call", empty_as_null=False)
         .unnest("call")
         .filter(named(rule, "Name"))
@@ -57,7 +56,7 @@ def _asked(rule: AirRule, seen: Seen) -> pl.DataFrame:
 
 
 def _findings(rule: AirRule, rows: pl.DataFrame, times: pl.Expr) -> pl.DataFrame:
-    return rows.group_by("CallId", *_SPAN, maintain_order=True).agg(Value=times.cast(pl.Float64) * rule.reward)
+    return rows.group_by("CallId", *SPAN, maintain_order=True).agg(Value=times.cast(pl.Float64) * rule.reward)
 
 
 def _mapped(texts: pl.Series, function: Callable[[str], object], dtype: type[pl.DataType]) -> pl.Series:

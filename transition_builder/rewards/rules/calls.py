@@ -11,16 +11,15 @@ import polars as pl
 from spangrad.settings import AirRule
 from transition_builder.rewards.rules.seen import Seen
 from transition_builder.rewards.rules.tools import whole
+from transition_builder.schemas import ATTEMPT, SPAN
 
 JSON = "json"
 """Form of a text that is JSON."""
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
 
 
 def latency(rule: AirRule, seen: Seen) -> pl.DataFrame:
     """Find calls that took longer than rule.seconds; all choices of a call count once."""
-    return seen.first.filter(pl.col("Seconds") > rule.seconds).select("CallId", *_SPAN, Value=pl.lit(rule.reward))
+    return seen.first.filter(pl.col("Seconds") > rule.seconds).select("CallId", *SPAN, Value=pl.lit(rule.reward))
 
 
 def unparsable_output(rule: AirRule, seen: Seen) -> pl.DataFrame:
@@ -29,8 +28,8 @@ def unparsable_output(rule: AirRule, seen: Seen) -> pl.DataFrame:
     answered = seen.answered.filter(speaks)
     if rule.form == JSON:
         wrong = pl.Series([not _is_json(text) for text in answered["Text"]], dtype=pl.Boolean)
-        return answered.filter(wrong).select("CallId", *_SPAN, Value=pl.lit(rule.reward))
-    return answered.filter(~pl.col("Text").str.contains(whole(rule.form or ""))).select("CallId", *_SPAN, Value=pl.lit(rule.reward))
+        return answered.filter(wrong).select("CallId", *SPAN, Value=pl.lit(rule.reward))
+    return answered.filter(~pl.col("Text").str.contains(whole(rule.form or ""))).select("CallId", *SPAN, Value=pl.lit(rule.reward))
 
 
 def expression(rule: AirRule, seen: Seen) -> pl.DataFrame:
@@ -38,13 +37,13 @@ def expression(rule: AirRule, seen: Seen) -> pl.DataFrame:
 
     Aggregates are over the calls of the attempt, so that nothing depends on what else is built at the same time.
     """
-    value = pl.sql_expr(rule.where or "").cast(pl.Float64).over(_ATTEMPT)
-    return seen.columns.select("CallId", *_SPAN, Value=value * rule.reward).filter(pl.col("Value").is_not_null() & (pl.col("Value") != 0))
+    value = pl.sql_expr(rule.where or "").cast(pl.Float64).over(ATTEMPT)
+    return seen.columns.select("CallId", *SPAN, Value=value * rule.reward).filter(pl.col("Value").is_not_null() & (pl.col("Value") != 0))
 
 
 def sql(rule: AirRule, seen: Seen) -> pl.DataFrame:
     """Return the values of the file rule.where for calls, times the reward."""
-    return seen.sql.filter(pl.col("Name") == rule.where).select("CallId", *_SPAN, Value=pl.col("Value") * rule.reward)
+    return seen.sql.filter(pl.col("Name") == rule.where).select("CallId", *SPAN, Value=pl.col("Value") * rule.reward)
 
 
 def _is_json(text: str) -> bool:

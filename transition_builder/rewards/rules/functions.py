@@ -25,9 +25,8 @@ from spangrad.errors import AgentError, RuleError
 from spangrad.settings import AirRule
 from transition_builder.rewards.rules.columns import COLUMNS, IDENTITY
 from transition_builder.rewards.rules.seen import Seen
+from transition_builder.schemas import ATTEMPT, SPAN
 
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
 _loaded: dict[Path, str] = {}
 """Source files of the loaded functions -> hashes of their content at that time."""
 
@@ -39,7 +38,7 @@ def python(rule: AirRule, seen: Seen) -> pl.DataFrame:
         RuleError: the function raised, or returned something else than a number or null for each call.
     """
     calls = seen.columns.select(*IDENTITY, *(COLUMNS if rule.columns is None else rule.columns))
-    spans = seen.columns.select("CallId", *_SPAN)
+    spans = seen.columns.select("CallId", *SPAN)
     if calls.is_empty():
         return spans.with_columns(Value=pl.lit(None, pl.Float64))
     values = _numbers(rule, _returned(rule, load(rule), calls), calls)
@@ -79,7 +78,7 @@ def _forget(file: Path) -> None:
 def _returned(rule: AirRule, function: Callable[[pl.DataFrame], Any], calls: pl.DataFrame) -> Any:
     try:
         result = function(calls)
-        return calls.select(result.over(_ATTEMPT).alias("value"))["value"] if isinstance(result, pl.Expr) else result
+        return calls.select(result.over(ATTEMPT).alias("value"))["value"] if isinstance(result, pl.Expr) else result
     except Exception as error:  # it runs the user's code
         frames, file = traceback.extract_tb(error.__traceback__), str(callables.source_file(rule.where or ""))
         at = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])

@@ -10,9 +10,8 @@ import polars as pl
 
 from spangrad import semconv
 from transition_builder.dialects.reading import attribute
-from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS, Schema
+from transition_builder.schemas import SPAN, TOOL_EVENTS, TOOL_LOGS, Schema
 
-_SPAN = ["TraceId", "SpanId"]
 _EVENT = ["Name", "Attributes"]
 _LOG = ["Severity", "Body", "Attributes"]
 
@@ -35,10 +34,10 @@ def with_records(tools: pl.DataFrame, nodes: pl.DataFrame, events: pl.DataFrame,
         logs: TOOL_LOGS.
     """
     spans = tools.select("Tool", Node="Nodes").explode("Node", empty_as_null=False)
-    facts = nodes.select(*_SPAN, ErrorType=attribute(semconv.ERROR_TYPE))[spans["Node"]]
+    facts = nodes.select(*SPAN, ErrorType=attribute(semconv.ERROR_TYPE))[spans["Node"]]
     spans = spans.select("Tool").hstack(facts)
-    of_events = spans.join(events, on=_SPAN, maintain_order="left_right")
-    of_logs = spans.join(logs, on=_SPAN, maintain_order="left_right")
+    of_events = spans.join(events, on=SPAN, maintain_order="left_right")
+    of_logs = spans.join(logs, on=SPAN, maintain_order="left_right")
     recorded = pl.concat([rows.select("Tool", "ExceptionType") for rows in (of_events, of_logs)]).filter(pl.col("ExceptionType") != "")
     reported = spans.select("Tool", ExceptionType="ErrorType").filter(pl.col("ExceptionType").fill_null("") != "")
     types = pl.concat([recorded, reported.join(recorded, on="Tool", how="anti", maintain_order="left")])

@@ -14,10 +14,7 @@ import polars as pl
 from transition_builder.frames import empty
 from transition_builder.rewards.rules.columns import COLUMNS, EVENTS, LOGS
 from transition_builder.rewards.rules.records import with_records
-from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS, Schema
-
-_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_SPAN = ["TraceId", "SpanId"]
+from transition_builder.schemas import ATTEMPT, SPAN, TOOL_EVENTS, TOOL_LOGS, Schema
 
 FINDINGS: Schema = {"CallId": pl.String(), "TraceId": pl.String(), "SpanId": pl.String(), "Value": pl.Float64()}
 """Finding of a rule: the call that is rewarded, the span that shows why, and the reward."""
@@ -48,14 +45,14 @@ class Seen:
         answered = (pl.col("ErrorType") == "") & (pl.col("HttpStatus") < 400)
         in_use = ~pl.col("Retried") & (pl.col("DuplicateOf") == "")
         return self.placed.filter(answered & in_use).select(
-            *_ATTEMPT, *_SPAN, "Choice", "CallId", "ParentCallId", "AgentName", "Policy", "Model", "FinishReason", "Temperature", "Order",
+            *ATTEMPT, *SPAN, "Choice", "CallId", "ParentCallId", "AgentName", "Policy", "Model", "FinishReason", "Temperature", "Order",
             "PromptTokens", "ResponseTokens", Version=pl.col("Versions.Version").list.first(), Seconds=pl.col("Duration") / 1e9,
         )  # fmt: skip
 
     @cached_property
     def first(self) -> pl.DataFrame:
         """Return the first choice of each call."""
-        return self.used.filter(pl.col("Choice") == pl.col("Choice").min().over(*_ATTEMPT, *_SPAN))
+        return self.used.filter(pl.col("Choice") == pl.col("Choice").min().over(*ATTEMPT, *SPAN))
 
     @cached_property
     def tools(self) -> pl.DataFrame:
@@ -70,8 +67,8 @@ class Seen:
     @cached_property
     def answered(self) -> pl.DataFrame:
         """Return calls whose responses were recorded: CallId, its span, AgentName, ParentCallId, Text, ToolCalls."""
-        slim = self.used.select(*_SPAN, "Choice", "CallId", "ParentCallId", "AgentName")
-        return slim.join(self.answers, on=[*_SPAN, "Choice"], maintain_order="left")
+        slim = self.used.select(*SPAN, "Choice", "CallId", "ParentCallId", "AgentName")
+        return slim.join(self.answers, on=[*SPAN, "Choice"], maintain_order="left")
 
     @cached_property
     def columns(self) -> pl.DataFrame:
@@ -87,11 +84,11 @@ class Seen:
             .with_columns(
                 pl.col("Tools", "ToolExceptionTypes", "ToolEventNames", "ToolEvents", "ToolLogBodies", "ToolLogs").fill_null([]),
                 pl.col("FailedTools").fill_null(0),
-                Place=pl.col("Order").rank("dense").over(_ATTEMPT).cast(pl.Int64) - 1,
-                Calls=pl.col("Order").n_unique().over(_ATTEMPT),
+                Place=pl.col("Order").rank("dense").over(ATTEMPT).cast(pl.Int64) - 1,
+                Calls=pl.col("Order").n_unique().over(ATTEMPT),
             )
         )
-        return facts.select(*_ATTEMPT, *_SPAN, "CallId", *(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
+        return facts.select(*ATTEMPT, *SPAN, "CallId", *(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
 
     def _records(self) -> pl.DataFrame:
         """Return CallId and the columns of EVENTS and LOGS, of calls that caused tools to run."""
