@@ -24,11 +24,12 @@ from gateway.pool.admin_pool import PoolAdmin
 from gateway.pool.backend import Backend
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import Upstream
-from gateway.proxy.admin import Admin, error_response
+from gateway.proxy.admin import Admin
+from gateway.proxy.auth import AccessControl, require_safe, tls_context
+from gateway.proxy.auth import log as http_log
 from gateway.proxy.calls import Calls
 from gateway.proxy.counts import Counts
-from gateway.proxy.guards import Guards, require_safe, tls_context
-from gateway.proxy.guards import log as http_log
+from gateway.proxy.http import error_response
 from gateway.proxy.redaction import Redactor, read_rules
 from gateway.proxy.retokenize import load
 from gateway.recorder.exporter import SpanExporter
@@ -99,7 +100,7 @@ async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]
         cookie_jar=aiohttp.DummyCookieJar(),
     ) as session:
         pool = BackendPool(settings, session)
-        guards = Guards(settings.gateway, lambda model: pool.policy_of(model).name)
+        access = AccessControl(settings.gateway, lambda model: pool.policy_of(model).name)
         # Nothing has begun so far that would have to be ended.
         exporter = SpanExporter(settings, session, process_id, retokenizer)
         watcher = asyncio.create_task(pool.run(), name="engine watchers")
@@ -107,7 +108,7 @@ async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]
         metrics.backends = lambda: map(_state, pool.backends)
         metrics.calls_waiting = lambda: pool.waiting
         metrics.spans = lambda: SpanState(exporter.delivered, exporter.refused, exporter.waiting_bytes, exporter.memory_bytes)
-        app = application(settings, session, pool, exporter, process_id, guards, metrics, redactor)
+        app = application(settings, session, pool, exporter, process_id, access, metrics, redactor)
         silent = SilentConnections(app, settings.gateway.head_seconds)
         runner = web.AppRunner(
             app,
@@ -141,14 +142,14 @@ def application(
     pool: BackendPool,
     exporter: SpanExporter,
     process_id: str,
-    guards: Guards,
+    access: AccessControl,
     metrics: GatewayMetrics,
     redactor: Redactor | None,
 ) -> web.Application:
     """Return the HTTP application with all routes of the gateway."""
     counts = Counts()
     calls = Calls(settings, session, pool, exporter, counts, process_id, metrics, redactor)
-    app = web.Application(middlewares=[guards.check], client_max_size=settings.gateway.max_request_bytes)
+    app = web.Application(middlewares=[access.check], client_max_size=settings.gateway.max_request_bytes)
     app.add_routes(
         [web.get("/metrics", metrics.handle), *Admin(pool, counts).routes(), *PoolAdmin(pool, metrics).routes(), *calls.routes()]
     )

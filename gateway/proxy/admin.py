@@ -10,8 +10,9 @@ from aiohttp import web
 
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendStatus
-from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
+from gateway.proxy.context import Announcement, parse_traceparent
 from gateway.proxy.counts import Counts
+from gateway.proxy.http import error_response, json_response, url_attempt
 
 COUNT_WAIT_SECONDS = 10
 """Longest time that a count waits for calls in flight."""
@@ -71,18 +72,3 @@ class Admin:
         if down:
             return error_response(503, " ".join(policy.why_down() for policy in down))
         return json_response({"status": max((policy.status for policy in policies), key=list(BackendStatus).index)})
-
-
-def url_attempt(request: web.Request) -> AttemptKey:
-    """Return the attempt that a URL names."""
-    return AttemptKey(request.match_info["rollout"], int(request.match_info["attempt"]))
-
-
-def json_response(body: object, status: int = 200) -> web.Response:
-    """Return a response with a JSON body."""
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
-
-
-def error_response(status: int, message: str, kind: str = "spangrad_error") -> web.Response:
-    """Return an error in OpenAI's form, of which clients show the message."""
-    return json_response({"error": {"message": message, "type": kind, "code": status}}, status)

@@ -27,10 +27,10 @@ from gateway.metrics import GatewayMetrics
 from gateway.pool.policy import NOTHING, RETRY_AFTER_SECONDS, PoolFullError
 from gateway.pool.pool import BackendLease, BackendPool
 from gateway.pool.upstream import BackendDownError, Scrubber, unreachable
-from gateway.proxy.admin import json_response, url_attempt
 from gateway.proxy.context import AttemptKey, attempt_of, call_context, parse_baggage
 from gateway.proxy.counts import Counts
 from gateway.proxy.headers import forwarded, returned
+from gateway.proxy.http import json_response, url_attempt
 from gateway.proxy.passthrough import pass_through
 from gateway.proxy.redaction import Redactor
 from gateway.proxy.relax import relax

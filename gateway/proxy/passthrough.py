@@ -17,9 +17,9 @@ from gateway.dialects import DIALECTS
 from gateway.pool.policy import PoolFullError
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendDownError, Upstream, unreachable
-from gateway.proxy.admin import error_response, json_response
 from gateway.proxy.context import AttemptKey
 from gateway.proxy.headers import forwarded, forwarded_query, returned
+from gateway.proxy.http import error_response, json_response
 
 REFUSED = {
     "load_lora_adapter": "only a publication changes what the engine serves",

@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 from fake_engine import FakeEngine
 from unit_gateway import ASKED, Stage, staged
 
-from gateway.proxy.guards import Guards, require_safe, tls_context
+from gateway.proxy.auth import AccessControl, require_safe, tls_context
 from spangrad.errors import GatewayError, SettingsError, SpangradError
 from spangrad.settings import GatewaySettings
 from spangrad.settings.sources import load_settings
@@ -147,17 +147,17 @@ async def test_a_path_that_is_not_there_is_told_to_those_with_a_token() -> None:
         assert (await ask(stage, "GET", "/healthz", {"Authorization": ""}))[0] == 200
 
 
-def guards(**settings: object) -> Guards:
-    return Guards(GatewaySettings.model_validate(settings), str)
+def access(**settings: object) -> AccessControl:
+    return AccessControl(GatewaySettings.model_validate(settings), str)
 
 
 def test_tokens_and_names_of_clients_are_told_apart() -> None:
     with pytest.raises(SettingsError, match=r"'b' has the same token as 'a'"):
-        guards(clients=[{"name": "a", "token": "same"}, {"name": "b", "token": "same"}])
+        access(clients=[{"name": "a", "token": "same"}, {"name": "b", "token": "same"}])
     with pytest.raises(SettingsError, match=r"'a' has the same token as 'gateway.token'"):
-        guards(token="same", clients=[{"name": "a", "token": "same"}])
+        access(token="same", clients=[{"name": "a", "token": "same"}])
     with pytest.raises(SettingsError, match=r"names 'a' twice"):
-        guards(clients=[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}])
+        access(clients=[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}])
 
 
 def test_a_wrong_client_is_named_without_its_token(tmp_path: Path) -> None:

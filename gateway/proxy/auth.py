@@ -1,13 +1,11 @@
-"""Authentication and authorization of requests to the gateway, and limits of their size and duration.
+"""Authentication and authorization of requests to the gateway, and its TLS.
 
-In: requests as they come, settings `gateway.token`, `gateway.clients`, `gateway.tls_*` and the limits. Out: the same requests, their bodies
-read, or refusals in OpenAI's form. Invariant: a route that is not classified requires full access, and a body is read whole, in
-bounded time and bytes, before anything is done with it.
+In: requests as they come, settings `gateway.token`, `gateway.clients` and `gateway.tls_*`. Out: the same requests, their bodies read
+(`RequestLimits`), or refusals in OpenAI's form. Invariant: a route that is not classified requires full access.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import ssl
@@ -20,10 +18,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from gateway.proxy.admin import error_response, url_attempt
 from gateway.proxy.context import attempt_of, parse_baggage
+from gateway.proxy.http import error_response, url_attempt
+from gateway.proxy.limits import RequestLimits
 from spangrad.errors import GatewayError, SettingsError
-from spangrad.http.client_timeouts import TooSlowError, arriving
 from spangrad.processes import require_safe_bind
 from spangrad.settings import ClientSettings, GatewaySettings
 
@@ -31,7 +29,6 @@ _OPEN = frozenset({"/healthz", "/readyz"})
 _UNKNOWN = "/{rest}"
 _CALLS = ("/v1/", "/rollout/{rollout}/attempt/{attempt}/v1/")
 _ANY_ROLLOUT = "*"
-_LOOK_SECONDS = 1.0
 _ASKS_FOR_TOKEN = (
     "this gateway asks for a token. Send gateway.token, or that of one of gateway.clients, as `Authorization: Bearer` or `x-api-key`."
 )
@@ -60,8 +57,8 @@ class _Asked(msgspec.Struct):
     model: str | None = None
 
 
-class Guards:
-    """Middleware before every route: authentication, authorization and limits."""
+class AccessControl:
+    """Middleware before every route: authentication, authorization and limits of the request."""
 
     def __init__(self, settings: GatewaySettings, policy_of: Callable[[str | None], str]) -> None:
         """Read the clients and their permissions.
@@ -75,8 +72,7 @@ class Guards:
         """
         self._callers = _callers(settings)
         self._policy_of = policy_of
-        self._max_bytes = settings.max_request_bytes
-        self._body_seconds = settings.body_seconds
+        self._limits = RequestLimits(settings)
 
     @web.middleware
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -90,7 +86,7 @@ class Guards:
             return error_response(401, _ASKS_FOR_TOKEN, "authentication_error")
         calls = path.startswith(_CALLS)
         refusal = _refuse_call(caller, request) if calls else _refuse_admin(caller, path)
-        refusal = refusal or await self._read(request)
+        refusal = refusal or await self._limits.read(request)
         if refusal is None and calls and caller.policies is not None:
             refusal = await self._refuse_policy(caller, caller.policies, request)
         return refusal or await handler(request)
@@ -103,45 +99,6 @@ class Guards:
         shown = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
         # By their hashes, so that the time of a look-up reveals nothing of a token.
         return next((caller for token in shown if token and (caller := self._callers.get(_digest(token)))), None)
-
-    async def _read(self, request: web.Request) -> web.Response | None:
-        """Read the body; return a refusal where it is too large or too slow."""
-        if not request.can_read_body:
-            return None
-        if (request.content_length or 0) > self._max_bytes:
-            return self._too_large()
-        try:
-            if request.content.is_eof():
-                await request.read()
-            else:
-                await self._arrive(request)
-        except web.HTTPRequestEntityTooLarge:
-            return self._too_large()
-        except TooSlowError as error:
-            refusal = error_response(408, f"{error} (gateway.body_seconds). Send it faster.", "request_timeout")
-            refusal.force_close()
-            return refusal
-        return None
-
-    def _too_large(self) -> web.Response:
-        sentence = f"the request's body has more than gateway.max_request_bytes = {self._max_bytes} bytes. Send a smaller one."
-        return error_response(413, sentence, "request_too_large")
-
-    async def _arrive(self, request: web.Request) -> None:
-        loop = asyncio.get_running_loop()
-        async with arriving(self._body_seconds) as arrived:
-
-            def look() -> None:
-                nonlocal looking
-                arrived(request.content.total_bytes)
-                looking = loop.call_later(pause, look)
-
-            pause = min(_LOOK_SECONDS, self._body_seconds / 4)
-            looking = loop.call_later(pause, look)
-            try:
-                await request.read()
-            finally:
-                looking.cancel()
 
     async def _refuse_policy(self, caller: Caller, policies: frozenset[str], request: web.Request) -> web.Response | None:
         body = await request.read()

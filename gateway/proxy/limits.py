@@ -1,0 +1,64 @@
+"""Limits of a request's size and of the time in which its body arrives.
+
+In: requests as they come, settings `gateway.max_request_bytes` and `gateway.body_seconds`. Out: their bodies read, or refusals in OpenAI's
+form. Invariant: a body is read whole, in bounded time and bytes, before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from gateway.proxy.http import error_response
+from spangrad.http.client_timeouts import TooSlowError, arriving
+from spangrad.settings import GatewaySettings
+
+_LOOK_SECONDS = 1.0
+
+
+class RequestLimits:
+    """Limits of the bodies of requests."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._max_bytes = settings.max_request_bytes
+        self._body_seconds = settings.body_seconds
+
+    async def read(self, request: web.Request) -> web.Response | None:
+        """Read the body; return a refusal where it is too large or too slow."""
+        if not request.can_read_body:
+            return None
+        if (request.content_length or 0) > self._max_bytes:
+            return self._too_large()
+        try:
+            if request.content.is_eof():
+                await request.read()
+            else:
+                await self._arrive(request)
+        except web.HTTPRequestEntityTooLarge:
+            return self._too_large()
+        except TooSlowError as error:
+            refusal = error_response(408, f"{error} (gateway.body_seconds). Send it faster.", "request_timeout")
+            refusal.force_close()
+            return refusal
+        return None
+
+    def _too_large(self) -> web.Response:
+        sentence = f"the request's body has more than gateway.max_request_bytes = {self._max_bytes} bytes. Send a smaller one."
+        return error_response(413, sentence, "request_too_large")
+
+    async def _arrive(self, request: web.Request) -> None:
+        loop = asyncio.get_running_loop()
+        async with arriving(self._body_seconds) as arrived:
+
+            def look() -> None:
+                nonlocal looking
+                arrived(request.content.total_bytes)
+                looking = loop.call_later(pause, look)
+
+            pause = min(_LOOK_SECONDS, self._body_seconds / 4)
+            looking = loop.call_later(pause, look)
+            try:
+                await request.read()
+            finally:
+                looking.cancel()
