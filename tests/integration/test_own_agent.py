@@ -20,13 +20,14 @@ pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "own_agent"
-STEPS = 20
 
 
-def commands(model: Path) -> dict[str, list[str]]:
-    """Read the commands of the example's README, by the service that each starts."""
+def commands(model: Path, steps: int) -> dict[str, list[str]]:
+    """Read the commands of the example's README, by the service that each starts; the trainer ends after so many steps."""
     (block,) = re.findall(r"```\n(spangrad store\n.*?)```", (EXAMPLE / "README.md").read_text(), re.S)
-    lines = [shlex.split(line.replace("DIRECTORY_OF_YOUR_MODEL", str(model))) for line in block.splitlines()]
+    assert block.count("trainer.max_steps=20") == 1
+    block = block.replace("trainer.max_steps=20", f"trainer.max_steps={steps}").replace("DIRECTORY_OF_YOUR_MODEL", str(model))
+    lines = [shlex.split(line) for line in block.splitlines()]
     return {words[1]: words[1:] for words in lines}
 
 
@@ -65,11 +66,12 @@ def running(environment: dict[str, str], name: str, words: list[str]) -> Iterato
 
 
 @pytest.mark.timeout(600)
-def test_default_settings_train_an_own_agent_for_twenty_steps_without_an_exit(
-    tiny_model: Path, vllm_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_default_settings_train_an_own_agent_without_an_exit(
+    tiny_model: Path, vllm_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    environment, lines = elsewhere(vllm_cache), commands(tiny_model)
+    environment, lines = elsewhere(vllm_cache), commands(tiny_model, steps)
     (tmp_path / "examples").symlink_to(EXAMPLE.parent)
     with ExitStack() as stack:
         children = {name: stack.enter_context(running(environment, name, lines[name])) for name in ("store", "queue", "engine", "gateway")}
@@ -89,8 +91,8 @@ def test_default_settings_train_an_own_agent_for_twenty_steps_without_an_exit(
             time.sleep(0.2)
         log = (tmp_path / "train.log").read_text()
         assert trainer.process.returncode == 0, log
-        assert "trainer.max_steps = 20 steps are done" in log
+        assert f"trainer.max_steps = {steps} steps are done" in log
     ledger = Ledger(ledger_file.parent, "policy", "main")
     versions = ledger.versions()
     ledger.close()
-    assert [version.version for version in versions if version.status is VersionStatus.COMMITTED] == list(range(STEPS + 1))
+    assert [version.version for version in versions if version.status is VersionStatus.COMMITTED] == list(range(steps + 1))

@@ -290,7 +290,7 @@ async def test_refusals_are_sentences(tmp_path: Path) -> None:
                 (404, "GET /v1/nothing is not answered here. docs/queue.md lists what is."),
                 (405, "DELETE /v1/rollouts is not answered here. docs/queue.md lists what is."),
                 (404, "the queue has no rollout nobody."),
-                (400, "GET /v1/rollouts: 'odd' is not a valid State"),
+                (400, "GET /v1/rollouts: 'odd' is not a valid RolloutState"),
                 (400, "GET /v1/rollouts: limit='-1' is no whole number of at most 18 digits."),
                 (400, "POST /v1/rollouts: Input data was truncated"),
                 (400, "POST /v1/leases: Expected `int` >= 1 - at `$.count`"),

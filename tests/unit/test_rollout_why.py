@@ -216,7 +216,7 @@ def test_a_rollout_without_calls_is_told_of_itself() -> None:
     lines = explain(record(KEPT, builds=(replace(BUILD, conclusions=[alone], calls=0),)), SETTINGS)
     assert lines[-3:-1] == [
         "- The rollout itself: dropped as attempt_failed (timeout).",
-        "attempt_failed: Fix what the attempt failed of (its root span names it), or allow more attempts.",
+        "attempt_failed: Fix the cause of the failure (the attempt's root span names it), or allow more attempts.",
     ]
 
 

@@ -33,7 +33,7 @@ async def test_a_worker_that_has_begun_waits_for_a_store_that_is_away(monkeypatc
         ending.set()
 
     monkeypatch.setattr(runner_serving, "serve", serve)
-    monkeypatch.setattr(worker, "_AGAIN_SECONDS", 0)
+    monkeypatch.setattr(worker, "_RETRY_SECONDS", 0)
     monkeypatch.setattr(worker, "on_signals", lambda tell: None)
     await worker._work(Settings(), CallableAgent("mine:agent"))
     assert begins == 4
