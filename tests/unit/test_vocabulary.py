@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,9 @@ BEGINNINGS = [
 FIGURES = re.compile(r"\b(nobody|somebody|whoever|whose word|mends?|mended|somebody's|nobody's)\b", re.IGNORECASE)
 
 
-def modules(package: str) -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted((ROOT / package).rglob("*.py")):
-        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@cache
+def modules(package: str) -> list[tuple[str, ast.Module]]:
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def bound_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
