@@ -25,8 +25,8 @@ EXAMPLE = ROOT / "examples" / "own_agent"
 def commands(model: Path, steps: int) -> dict[str, list[str]]:
     """Read the commands of the example's README, by the service that each starts; the trainer ends after so many steps."""
     (block,) = re.findall(r"```\n(spangrad store\n.*?)```", (EXAMPLE / "README.md").read_text(), re.S)
-    assert block.count("trainer.max_steps=20") == 1
-    block = block.replace("trainer.max_steps=20", f"trainer.max_steps={steps}").replace("DIRECTORY_OF_YOUR_MODEL", str(model))
+    assert block.count("--max-steps 20") == 1
+    block = block.replace("--max-steps 20", f"--max-steps {steps}").replace("DIRECTORY_OF_YOUR_MODEL", str(model))
     lines = [shlex.split(line) for line in block.splitlines()]
     return {words[1]: words[1:] for words in lines}
 
