@@ -36,13 +36,14 @@ from trainer.ledger.ledger import Ledger
 from trainer.loop import train
 from transition_builder.loop import build_once
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
+SLOW_STEPS = Path(__file__).parents[1] / "support/slow_steps.py"
 RUN = "crossing"
 NEWEST = 5
 GAP_SECONDS = 0.25
 """Between the end of a publication and the next."""
-TOKENS, MOST_TOKENS = 600, 2000
+TOKENS = 400
 EXACT = 5e-4
 """Nats: vLLM's logprobs in float32 agree with transformers' within this; those of the next version rarely do."""
 TALK = [{"role": "user", "content": "say rome"}]
@@ -58,9 +59,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"model": "policy", "temperature": 1.0, "messages": TALK, "max_tokens": TOKENS}),
 ]
 """A rollout each. Messages know no `ignore_eos`: such calls are short, and there are many."""
-
-
-STREAMED = {**ROUTES[0][1], "max_tokens": MOST_TOKENS, "stream": True}
+STREAMED = ROUTES[1][1]
 
 
 @dataclass(frozen=True)
@@ -88,23 +87,27 @@ class Times:
 
 
 @pytest.fixture(scope="module")
-def world(tiny_model: Path, vllm_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """An engine that serves version 0, a gateway and a store of their own; versions 1 to NEWEST wait on disk."""
     if not VLLM_PYTHON.exists():
         pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
     directory = tmp_path_factory.mktemp("crossing")
-    first = slow_model(tiny_model, directory / "v0")
+    first = random_model(tiny_model, directory / "v0")
     models = {version: perturbed(first, directory / f"v{version}", 1 + 0.01 * version) for version in range(1, NEWEST + 1)}
     store = store_settings(directory / "store")
-    engine = engine_settings(first, vllm_cache, max_model_len=MOST_TOKENS + 40)
+    cache = directory / "cache"
+    (cache / "python").mkdir(parents=True)
+    (cache / "python" / SLOW_STEPS.name).symlink_to(SLOW_STEPS)
+    slow = ("--logits-processors", f"{SLOW_STEPS.stem}:SlowSteps")
+    engine = engine_settings(first, cache, max_model_len=TOKENS + 40, extra_args=slow)
     with running_store(store, directory / "store.log"), running_engine(engine, directory / "engine.log"):
         settings = gateway_settings(engine, store, spill_path=directory / "spill")
         with running_gateway(settings, directory / "gateway.log"):
             yield World(settings, {0: first, **models}, store)
 
 
-def slow_model(tokenizer_of: Path, directory: Path) -> Path:
-    """Make a model whose step takes the engine longer than its tokens take the API server and the gateway: orders wait behind these."""
+def random_model(tokenizer_of: Path, directory: Path) -> Path:
+    """Make a model whose versions differ in each token's logprob."""
     import torch
     from transformers import AutoTokenizer
 
@@ -124,11 +127,11 @@ def call(url: str, body: dict[str, Any]) -> None:
 
 
 def roll_out(world: World, number: int, over: threading.Event, times: Times, calls: dict[str, int]) -> None:
-    """Make the calls of a rollout: one, or many short ones until all versions are out."""
+    """Make the calls of a rollout, one after the other until all versions are published."""
     path, body = ROUTES[number]
     prefix = f"{world.settings.gateway.url}/rollout/{rollout(number)}/attempt/0"
     httpx.put(prefix, json={"run_id": RUN, "mode": "train"}, timeout=30).raise_for_status()
-    while not calls.get(rollout(number)) or (path == "/v1/messages" and not over.is_set()):
+    while not over.is_set():
         began = time.monotonic()
         call(prefix + path, body)
         calls[rollout(number)] = calls.get(rollout(number), 0) + 1
@@ -196,19 +199,18 @@ def test_calls_longer_than_the_time_between_publications_are_labelled_exactly_an
     for caller in callers:
         caller.join()
     between = statistics.median(np.diff(times.publications))
-    assert len(times.calls) == len(ROUTES) - 1
     assert statistics.median(end - began for began, end in times.calls) > between, (times.calls, between)
 
-    choices = sum(body.get("n", 1) * (2 if isinstance(body.get("prompt"), list) else 1) - 1 for _, body in ROUTES) + sum(calls.values())
-    query = f"SELECT * FROM otel.v_calls WHERE RolloutKey LIKE 'crossing-%' AND {choices} > 0"
+    query = "SELECT * FROM otel.v_calls WHERE RolloutKey LIKE 'crossing-%'"
+    choices = sum(calls[rollout(number)] * choices_of(body) for number, (_, body) in enumerate(ROUTES))
     wait_until(lambda: len(world.rows(query)) == choices, 30, "the calls' rows")
     rows = world.rows(query)
     assert {row["ErrorType"] for row in rows} == {""}
     require_exact(Reference(world.models), rows)
     long = [row for row in rows if len(row["ResponseIds"]) == TOKENS]
-    assert len(long) == 10, "each choice of the long calls, of every route, whole and streamed"
-    # A call that the engine had for itself at first may end before the first publication.
-    assert sum(len(row["Versions.Version"]) >= 2 for row in long) >= 8, [row["Versions.Version"] for row in long]
+    assert len(long) == len(rows) - calls[rollout(len(ROUTES) - 1)], "each choice of the long calls, of every route, whole and streamed"
+    crossed = {row["RolloutKey"] for row in long if len(row["Versions.Version"]) >= 2}
+    assert crossed == {rollout(number) for number in range(len(ROUTES) - 1)}, [row["Versions.Version"] for row in long]
 
     reward(world, calls)
     model, directory = world.models[NEWEST], tmp_path / "policies"
@@ -250,7 +252,7 @@ def test_publication_of_the_same_weights_changes_the_label_of_calls_in_flight_al
         query = f"SELECT * FROM otel.v_calls WHERE RolloutKey = '{rollout}'"
         wait_until(lambda query=query: len(world.rows(query)) == 1, 30, "the call's row")
         (row,) = world.rows(query)
-        assert len(row["ResponseIds"]) == MOST_TOKENS
+        assert len(row["ResponseIds"]) == TOKENS
         labels.append(row["Versions.Version"])
         assert labels[-1] in ([version - 1], [version - 1, version])
     assert labels[-1] == [version - 1, version], "the label changed in the midst of a call"
@@ -287,9 +289,14 @@ def test_publication_that_aborts_calls_records_what_they_sampled(world: World, t
     query = "SELECT * FROM otel.v_calls WHERE RolloutKey = 'abort'"
     wait_until(lambda: any(row["Aborted"] for row in world.rows(query)), 30, "the row of a call that was cut")
     cut = [row for row in world.rows(query) if row["FinishReason"] == "abort"]
-    assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) < MOST_TOKENS and row["Aborted"] for row in cut)
+    assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) < TOKENS and row["Aborted"] for row in cut)
     assert any(row["ResponseIds"] for row in cut)
     assert {tuple(row["Versions.Version"]) for row in cut if row["ResponseIds"]} == {(version,)}, "none went on with the new weights"
+
+
+def choices_of(body: dict[str, Any]) -> int:
+    """Return the number of choices of a call: rows of `calls`."""
+    return body.get("n", 1) * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1)
 
 
 def require_exact(reference: Reference, rows: list[dict[str, Any]]) -> None:
