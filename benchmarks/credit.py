@@ -1,8 +1,9 @@
 """Benchmark of credit assignment: two small tasks, learned through our own store, builder, credit and trainer.
 
 In: tasks, arms, seeds, how many steps. Out: a table, a picture, a line a run in a file, and as the last line one JSON object; exit code 1
-when a check fails. `ours` is the credit that docs/credit.md advises: on `flow` (one reward at the end) a rule that pays for tools that went
-well, and reward-to-go; on `inbox` (a reward for each call) each call's own. The peer is identical credit for every call of a rollout.
+when a check fails. `ours` is the credit that docs/concepts/credit.md advises: on `flow` (one reward at the end) a rule that pays for tools
+that went well, and reward-to-go; on `inbox` (a reward for each call) each call's own. The peer is identical credit for all calls of a
+rollout.
 
 Three more arms, of one seed each, show what goes wrong: `gamed` pays for any tool where one only reads, and must raise the alarm; `named`
 pays, in the same task, for the tools that advance; `retokenized` trains on ids that were made from text again, and must be refused.

@@ -151,7 +151,7 @@ class _Loop:
 
 
 def _settings(arm: Arm, store: StoreSettings, directory: Path, run_id: str) -> Settings:
-    """Return the settings that docs/credit.md advises."""
+    """Return the settings that docs/concepts/credit.md advises."""
     return Settings(
         store=store,
         gateway=GatewaySettings(),

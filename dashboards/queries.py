@@ -102,7 +102,7 @@ IS_TOOL = (
     f"(Attributes['{_KIND}'] = 'TOOL' OR Attributes['{semconv.GEN_AI_OPERATION}'] = 'execute_tool'"
     " OR Attributes['traceloop.span.kind'] = 'tool')"
 )
-"""Condition for spans of tool runs, in the three conventions that most agents use; docs/conventions.md lists the others."""
+"""Condition for spans of tool runs, in the three conventions that most agents use; docs/reference/conventions.md lists the others."""
 TOOL_NAME = (
     f"coalesce(nullIf(Attributes['{semconv.OPENINFERENCE_TOOL_NAME}'], ''), nullIf(Attributes['{semconv.GEN_AI_TOOL_NAME}'], ''), SpanName)"
 )

@@ -325,7 +325,7 @@ def _drops() -> Panel:
         "Drops by reason",
         sql,
         "short",
-        "Policy calls, and rollouts without any, that the builder left out of training, when it said so. docs/drops.md has the remedies.",
+        "Policy calls, and rollouts without any, that the builder left out of training, by time. docs/reference/drops.md has the remedies.",
         stacked=True,
     )
 

@@ -1,7 +1,7 @@
 """Names of attributes in one place: spangrad's own, and those of the conventions that we write or that several parts read.
 
-docs/architecture.md describes our own. A name that only one dialect of the builder reads is defined in that dialect. The gen_ai names are
-hard-coded because OpenTelemetry moved its constants to another repository and marks the old ones deprecated.
+docs/reference/attributes.md describes our own. A name that only one dialect of the builder reads is defined in that dialect. The gen_ai
+names are hard-coded because OpenTelemetry moved its constants to another repository and marks the old ones deprecated.
 """
 
 from __future__ import annotations

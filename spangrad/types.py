@@ -130,7 +130,7 @@ _REMEDIES: Mapping[DropReason, str] = {
     DropReason.UNFINISHED: "Let the agent read its streams to the end and end its spans, and flush them before its process exits.",
     DropReason.ATTRIBUTES_DROPPED: "Raise the agent's OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT "
     "(and OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT where it is set): long conversations need more than 128 attributes for each span.",
-    DropReason.UNKNOWN_CONVENTION: "Use an instrumentation that docs/conventions.md lists, or send the calls through the gateway.",
+    DropReason.UNKNOWN_CONVENTION: "Use an instrumentation of docs/reference/conventions.md, or send the calls through the gateway.",
     DropReason.OVER_LENGTH: "Raise builder.max_tokens, or shorten the agent's prompts.",
 }
 
@@ -271,7 +271,7 @@ class PolicyVersion:
     batch_id: str | None
     """None for the weights that training began with."""
     checksum: str
-    """Multiset checksum of the parameters; see docs/architecture.md."""
+    """Multiset checksum of the parameters; see docs/concepts/architecture.md."""
     path: str
 
 

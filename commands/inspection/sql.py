@@ -62,10 +62,10 @@ def _remedies(statement: str) -> Generator[None]:
         form = _FORMAT.search(statement)
         if error.code == _SYNTAX_ERROR and form:
             raise StoreError(
-                f"`spangrad sql` prints a table of its own. Leave FORMAT {form[1]} out, or ask the store with curl (docs/sql.md)."
+                f"`spangrad sql` prints a table of its own. Leave FORMAT {form[1]} out, or ask the store with curl (docs/guides/sql.md)."
             ) from error
         if error.code == _READONLY and "Cannot execute query in readonly mode" in str(error):
             raise StoreError(
-                "`spangrad sql` changes nothing: give one SELECT, SHOW or DESCRIBE, or send the statement with curl (docs/sql.md)."
+                "`spangrad sql` changes nothing: give one SELECT, SHOW or DESCRIBE, or send the statement with curl (docs/guides/sql.md)."
             ) from error
         raise

@@ -32,7 +32,7 @@ _INSTANCES = ("made", "discarded")
 def address_of(settings: RunnerSettings) -> Address:
     """Return the address at which the service listens."""
     host, port, token = settings.environments_host, settings.environments_port, settings.environments_token
-    return Address("environments", "docs/environments.md", host, port, token)
+    return Address("environments", "docs/guides/environments.md", host, port, token)
 
 
 def serve(settings: RunnerSettings, factory: Factory, count: int) -> None:

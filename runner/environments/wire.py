@@ -1,4 +1,4 @@
-"""HTTP messages between an environment service and its clients: JSON objects (docs/environments.md).
+"""HTTP messages between an environment service and its clients: JSON objects (docs/guides/environments.md).
 
 In, out: frozen structs. Invariant: a request with an unknown field is refused; unknown fields of responses are ignored, so that services
 of other authors may add fields.

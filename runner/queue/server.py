@@ -106,7 +106,7 @@ async def running(settings: RunnerSettings) -> AsyncGenerator[Service]:
 
 def application(service: Service, token: SecretStr | None) -> web.Application:
     """Build the application with all routes."""
-    guarding = guard("queue", "docs/queue.md", token, noun="queue", smaller="Send fewer rollouts at once.", busy=QueueError)
+    guarding = guard("queue", "docs/guides/queue.md", token, noun="queue", smaller="Send fewer rollouts at once.", busy=QueueError)
     app = web.Application(middlewares=[guarding], client_max_size=BODY_BYTES)
     metrics = QueueMetrics(service)
     answers = QueueRoutes(service)

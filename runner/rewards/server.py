@@ -37,7 +37,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
 def address_of(settings: RunnerSettings) -> Address:
     """Return the address at which the service listens."""
-    return Address("rewards", "docs/environments.md", settings.rewards_host, settings.rewards_port, settings.rewards_token)
+    return Address("rewards", "docs/guides/environments.md", settings.rewards_host, settings.rewards_port, settings.rewards_token)
 
 
 def serve(settings: RunnerSettings, evaluator: Callable[..., Any]) -> None:

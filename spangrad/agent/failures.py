@@ -31,7 +31,7 @@ _CONTEXT_WORDS = ("maximum context length", "longer than the maximum model lengt
 
 
 class MaxTurnsError(Exception):
-    """Raised by an agent that used up its own turn limit: the attempt fails as `max_turns` (docs/runner.md)."""
+    """Raised by an agent that used up its own turn limit: the attempt fails as `max_turns` (docs/guides/runner.md)."""
 
 
 def names_context_overflow(text: str) -> bool:

@@ -61,7 +61,7 @@ class AirRule(Section):
         "sql",
         "python",
     ]
-    """Event that the rule rewards (docs/rewards.md)."""
+    """Event that the rule rewards (docs/guides/rewards.md)."""
     reward: float = Field(default=0.0, allow_inf_nan=False)
     """Reward of each call, tool or tool call that the rule matches; for `expression`, `sql` and `python`, the factor of their value."""
     role: str = ""
@@ -93,7 +93,7 @@ class AirRule(Section):
         if self.kind in TOOL_KINDS and not self.tools:
             raise ValueError(
                 f'{subject} names no tools. Name those that count, or tools = ["*"] for all: '
-                "a policy learns to call whatever pays without advancing (docs/rewards.md)."
+                "a policy learns to call whatever pays without advancing (docs/guides/rewards.md)."
             )
         if self.kind not in TOOL_KINDS and self.tools:
             raise ValueError(f"{subject} looks at calls, not at tools. Leave out tools; agents chooses whose calls count.")
@@ -142,7 +142,7 @@ class BuilderSettings(Section):
     """True to keep calls whose token ids the gateway computed from their text: without logprobs, as version 0."""
     reshaped: Literal["drop", "keep"] = "drop"
     """Treatment of calls sampled with top-p, top-k, min-p, penalties or masked tokens: `drop`, or `keep` with the logprobs of the
-    distribution that was sampled from, for a trainer to correct with the bias that docs/learning.md names."""
+    distribution that was sampled from, for a trainer to correct with the bias that docs/guides/learning.md names."""
     rewards_from: Literal["any", "rules"] = "any"
     """Source of a rollout's reward. `any`: the builder waits for a reward, without which the rollout's calls drop as no_reward. `rules`:
     the rewards of builder.rules and builder.sql_rewards are enough, and where no rule matches the return is 0. Other rewards count as

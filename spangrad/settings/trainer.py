@@ -71,7 +71,7 @@ def _may_be_trained(mode: str) -> str:
 
 
 class Correction(Section):
-    """Rollout correction: treatment of responses that other weights, or another arithmetic, sampled (docs/learning.md)."""
+    """Rollout correction: treatment of responses that other weights, or another arithmetic, sampled (docs/guides/learning.md)."""
 
     weights: Literal["token", "sequence"] | None = None
     """Level of the importance weights (trainer's probability over sampled probability): token or sequence. None: no weights."""
@@ -86,7 +86,7 @@ class Correction(Section):
 
 
 class LogprobAlarm(Section):
-    """Limits of the differences from the logprobs of sampling; rows beyond them are refused. None: by dtype (docs/learning.md)."""
+    """Limits of the differences from the logprobs of sampling; rows beyond them are refused. None: by dtype (docs/guides/learning.md)."""
 
     mean: float | None = Field(default=None, gt=0)
     """Largest mean of |difference|, in nats."""
@@ -132,7 +132,7 @@ class TrainerSettings(Section):
     groups_per_batch: int = Field(default=4, ge=1)
     """Number of groups of rollouts in the batch of a step."""
     max_failed_share: float = Field(default=0.25, ge=0, le=1)
-    """Largest share of the last trainer.failed_window groups that may fail a check (docs/training.md) before the run stops."""
+    """Largest share of the last trainer.failed_window groups that may fail a check (docs/guides/training.md) before the run stops."""
     failed_window: int = Field(default=64, ge=1)
     """Number of the run's latest groups, trained or failed, over which trainer.max_failed_share is taken; at least four batches' worth."""
     retrain_tuned: bool = False
@@ -144,7 +144,7 @@ class TrainerSettings(Section):
     reward_roles: tuple[str, ...] = ()
     """Roles whose rewards count, beside rewards of every role. Empty: every reward counts."""
     credit: Literal["identical", "final_only", "reward_to_go", "own", "gigpo"] = "identical"
-    """Credit scheme: how a rollout's rewards become values of its calls (docs/credit.md)."""
+    """Credit scheme: how a rollout's rewards become values of its calls (docs/concepts/credit.md)."""
     baseline: Literal["rollout", "turn", "transition"] = "rollout"
     """Values that share a baseline: those of the group's rollouts (each counts once), of the calls at the same turn of its rollouts, or
     of all calls of all its rollouts (as in Agent Lightning's paper: a rollout counts once for each call). GiGPO has its own."""
@@ -153,7 +153,7 @@ class TrainerSettings(Section):
     step_weight: float = 1.0
     """GiGPO: weight of a step's advantage beside its rollout's."""
     estimator: Estimator = "grpo"
-    """Advantage estimator, which compares values with their baselines (docs/learning.md)."""
+    """Advantage estimator, which compares values with their baselines (docs/guides/learning.md)."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """GAE: lambda, the weight of values beyond the next token's. The discount of each token is trainer.gamma."""
     critic_learning_rate: float = 1e-5
@@ -172,7 +172,7 @@ class TrainerSettings(Section):
     overlong_buffer: int = Field(default=0, ge=0)
     """Soft overlong punishment (DAPO): L_cache, the number of tokens before L_max over which the punishment falls from 0 to -1."""
     merge: bool = False
-    """True to train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/merging.md)."""
+    """True to train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/concepts/merging.md)."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of the adapters that are trained while the weights stay fixed; versions are served merged unless trainer.weight_sync is
     `adapter`. 0: train the weights."""
@@ -189,11 +189,11 @@ class TrainerSettings(Section):
     weight_decay: float = 0.0
     """AdamW's weight decay, as a factor of the weights per step and learning rate."""
     loss: Loss = "vanilla"
-    """Policy loss, by verl's name (docs/learning.md)."""
+    """Policy loss, by verl's name (docs/guides/learning.md)."""
     loss_aggregation: Aggregation = "token-mean"
-    """Aggregation of token losses to the loss of a step (docs/learning.md)."""
+    """Aggregation of token losses to the loss of a step (docs/guides/learning.md)."""
     loss_options: dict[str, float] = Field(default_factory=dict[str, float])
-    """Numeric options of the loss, by verl's names; an option that is not listed has verl's default (docs/learning.md)."""
+    """Numeric options of the loss, by verl's names; an option that is not listed has verl's default (docs/guides/learning.md)."""
     clip_ratio: float = 0.2
     """Clip range of importance ratios around 1; in `dppo_tv` and `dppo_kl` of a divergence."""
     clip_ratio_low: float | None = None
@@ -227,7 +227,7 @@ class TrainerSettings(Section):
     failed_share_alarm: float = Field(default=0.5, ge=0, le=1)
     """Share of a batch's rollouts that may have failed before the trainer warns. 1: it never warns."""
     gaming_reward: str = "reward"
-    """Name of the reward that stands for success: where the return rises and it does not, a reward is being gamed (docs/credit.md)."""
+    """Name of the reward that stands for success: where the return rises and it does not, a reward is gamed (docs/concepts/credit.md)."""
     gaming_versions: int = Field(default=20, ge=0)
     """Number of versions over which the gaming alarm measures the rise. 0: no alarm."""
     gaming_rise: float = Field(default=0.2, ge=0)
@@ -247,7 +247,7 @@ class TrainerSettings(Section):
     workers: int = Field(default=0, ge=0)
     """Number of processes on each node that share a step, under Ray; with GPUs, one each. 0: the trainer's own process, no Ray."""
     nodes: int = Field(default=1, ge=1)
-    """Number of machines with trainer.workers processes each (docs/cluster.md)."""
+    """Number of machines with trainer.workers processes each (docs/start/scaling.md)."""
     ray_address: str | None = None
     """Address (HOST:PORT) of the Ray cluster that the workers run in, or `auto`. None: a cluster that the trainer starts on loopback."""
     ray_object_store_bytes: int = Field(default=2**28, ge=2**27)
@@ -256,12 +256,12 @@ class TrainerSettings(Section):
     """True to publish each version to the gateway."""
     in_flight: Literal["keep", "drain", "abort"] = "keep"
     """Treatment of the calls in flight when an engine loads new weights: they continue with them (keep), they end first (drain), or they
-    are aborted (abort) (docs/weights.md)."""
+    are aborted (abort) (docs/guides/weights.md)."""
     drain_seconds: float = Field(default=60.0, ge=0)
     """Time limit of in_flight `drain`, in seconds; calls that are left continue as with `keep`."""
     weight_sync: Literal["disk", "adapter", "transfer"] = "disk"
     """Weight sync method: engines read a whole model from `trainer.directory` (disk) or the adapter alone (adapter), or the trainer
-    sends them the weights (transfer) (docs/weights.md)."""
+    sends them the weights (transfer) (docs/guides/weights.md)."""
     transfer_host: str = "127.0.0.1"
     """Address of this machine at which the gateway and the engines' workers reach the trainer; for trainer.weight_sync `transfer`."""
     transfer_port: int = Field(default=0, ge=0)
@@ -278,6 +278,6 @@ class TrainerSettings(Section):
     """Smallest number of held-out rollouts on which a version must be measured to be compared."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml", "file"], ...] = ()
     """Trackers that metrics are sent to besides the store, by verl's own tracking; each needs its package and its own settings
-    (docs/training.md)."""
+    (docs/guides/training.md)."""
     traces: bool = True
     """True to send a span for each step to store.otlp_endpoint, with links to the rollouts that it consumed."""

@@ -197,7 +197,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 def test_the_example_is_what_the_page_shows() -> None:
     """The page's script has the example's lines, in their order."""
-    page = (EXAMPLE.parents[2] / "docs" / "client.md").read_text()
+    page = (EXAMPLE.parents[2] / "docs" / "guides" / "client.md").read_text()
     shown = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert shown
     lines = iter(EXAMPLE.read_text().splitlines())

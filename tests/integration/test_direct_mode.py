@@ -1,6 +1,6 @@
 """Direct mode, step by step, with real frameworks, vLLM, store and builder, and no gateway: what arrives and what is lost.
 
-docs/direct-mode.md holds the table that `test_what_arrives_by_framework_and_step` measures.
+docs/guides/direct-mode.md holds the table that `test_what_arrives_by_framework_and_step` measures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm
 
-PAGE = ROOT / "docs" / "direct-mode.md"
+PAGE = ROOT / "docs" / "guides" / "direct-mode.md"
 WHOLE, STREAM, CUT, AGAIN = "paris", "rome", "lima", "oslo"
 ARGUMENTS = ["whole", WHOLE, "stream", STREAM, "cut", CUT, "whole", AGAIN]
 FRAMEWORKS = {

@@ -1,4 +1,4 @@
-"""docs/direct-mode.md, the table of routes: what the openai client's spans keep of answers that a vLLM of ours gave, recorded before."""
+"""docs/guides/direct-mode.md, the table of routes: what the openai client's spans keep of recorded answers of our vLLM."""
 
 from __future__ import annotations
 
@@ -94,6 +94,6 @@ def test_what_arrives_by_route(store: StoreSettings, spans: InMemorySpanExporter
         assert reason in {"no_reward", "no_token_ids"}
         cells = (f"`{route}`", "a stream" if stream else "whole", "yes" if told else "no", "yes" if reason == "no_reward" else "no")
         lines.append(f"| {' | '.join(cells)} |")
-    page = (ROOT / "docs" / "direct-mode.md").read_text()
+    page = (ROOT / "docs" / "guides" / "direct-mode.md").read_text()
     measured = "\n".join([*HEAD, *lines])
     assert page[page.index(BEGIN) + len(BEGIN) : page.index(END, page.index(BEGIN))] == measured, f"\n{measured}"

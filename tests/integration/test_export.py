@@ -502,7 +502,7 @@ def test_the_examples_of_the_docs_run(store: StoreSettings, tmp_path: Path) -> N
     two_turns(world, "r0", 1.0)
     two_turns(world, "r1", -1.0)
     then = world.commit()
-    page = (Path(__file__).parents[2] / "docs" / "exports.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "exports.md").read_text()
     commands = re.findall(r"^    spangrad (export .*)$", page, re.M)
     assert len(commands) > 6
     for command in commands:
@@ -516,7 +516,7 @@ def test_the_examples_of_the_docs_run(store: StoreSettings, tmp_path: Path) -> N
     assert {name for name in told if f"| `{name}` |" not in page} == set()
     snippets = re.findall(r"^    >>> (.*)$", page, re.M)
     work = "\n".join(["import os", f"os.chdir({str(tmp_path)!r})", *snippets])
-    exec(compile(work, "docs/exports.md", "exec"), {})
+    exec(compile(work, "docs/guides/exports.md", "exec"), {})
 
 
 def test_what_is_there_stays_unless_forced(store: StoreSettings, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def test_every_fixture_builds_and_nothing_is_unaccounted(tmp_path: Path) -> None
     page = tmp_path / "fixtures.md"
     answer = inspect("tests/fixtures/spans", "--page", str(page))
     assert answer.returncode == 0, answer.stderr
-    made = page.read_text().replace(str(page), "docs/fixtures.md")
-    assert made == (ROOT / "docs" / "fixtures.md").read_text()
+    made = page.read_text().replace(str(page), "docs/reference/fixtures.md")
+    assert made == (ROOT / "docs" / "reference" / "fixtures.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in made.splitlines() if line.startswith("| `")]
     assert {row[0].strip("`") for row in rows} == {file.name for file in (ROOT / "tests/fixtures/spans").glob("*.jsonl")}
     for name, spans, calls, transitions, drops, unaccounted in rows:
@@ -56,7 +56,7 @@ def test_deliveries_in_any_order_and_number_change_no_count(tmp_path: Path) -> N
         requests = [json.dumps({"resourceSpans": spans[at : at + 20]}) for at in range(0, len(spans), 20)]
         (tmp_path / file.name).write_text("\n".join(requests) + "\n")
     made = markdown(examine(sorted(tmp_path.glob("*.jsonl")), Settings()))
-    assert made in (ROOT / "docs" / "fixtures.md").read_text()
+    assert made in (ROOT / "docs" / "reference" / "fixtures.md").read_text()
 
 
 def test_frameworks_that_nobody_recorded_are_found_in_a_store_without_a_runner(tmp_path: Path) -> None:

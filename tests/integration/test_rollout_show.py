@@ -172,7 +172,7 @@ def test_why_before_and_after_it_is_built(store: StoreSettings, tmp_path: Path) 
     ledger.skip([Group("asked", "train", settings.builder.spec, "g")], SkipReason.EQUAL)
     ledger.close()
     skipped = (
-        "the trainer of policy policy (branch tried) skipped its group as equal. docs/training.md says what that depends on; "
+        "the trainer of policy policy (branch tried) skipped its group as equal. docs/guides/training.md says what that depends on; "
         "`spangrad train restore g` brings the group back."
     )
     assert why(store, "asked-1", f"trainer.ledger_url={place}")[-1] == f"It is not trained: {skipped}"

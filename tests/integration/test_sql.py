@@ -13,7 +13,7 @@ from spangrad.errors import StoreError
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 
-CHANGES_NOTHING = "`spangrad sql` changes nothing: give one SELECT, SHOW or DESCRIBE, or send the statement with curl (docs/sql.md)."
+CHANGES_NOTHING = "`spangrad sql` changes nothing: give one SELECT, SHOW or DESCRIBE, or send the statement with curl (docs/guides/sql.md)."
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_format_is_left_out(asked: list[str]) -> None:
     with pytest.raises(StoreError) as refused:
         sql("SELECT 1 format PrettyCompact", set_=asked)
     assert str(refused.value) == (
-        "`spangrad sql` prints a table of its own. Leave FORMAT PrettyCompact out, or ask the store with curl (docs/sql.md)."
+        "`spangrad sql` prints a table of its own. Leave FORMAT PrettyCompact out, or ask the store with curl (docs/guides/sql.md)."
     )
 
 

@@ -167,7 +167,7 @@ def test_a_whole_run_with_two_workers_makes_what_one_process_makes(service: Serv
 
 
 def test_two_nodes_of_a_cluster_that_others_began(service: Service, tmp_path: Path) -> None:
-    """The commands of docs/cluster.md, both nodes on this machine."""
+    """The commands of docs/start/scaling.md, both nodes on this machine."""
     (port,) = free_ports(1)
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     start = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1", "--disable-usage-stats"]

@@ -1,4 +1,4 @@
-"""The tables of docs/learning.md: every estimator and loss of verl's by name, what it needs, and its value here and by verl.
+"""The tables of docs/guides/learning.md: every estimator and loss of verl's by name, what it needs, and its value here and by verl.
 
 In: two fixed batches. Out: Markdown lines. Invariant: "here" goes the way that a training step goes, "verl" calls verl's own function on
 tensors that are laid out here by hand. `PYTHONPATH=. python tests/support/learning_tables.py` writes them into the page; a test compares.
@@ -28,7 +28,7 @@ from trainer.data.merge import merge, separate
 from trainer.optim.losses.corrected import actor_config, correction_of
 from trainer.optim.optimizer import VerlOptimizer
 
-PAGE = Path(__file__).parents[2] / "docs" / "learning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "learning.md"
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
 WEIGHTS = {"reward": 1.0, "style": 0.5}
 TURNS = {  # group, and for each turn the tokens of its response and its rewards

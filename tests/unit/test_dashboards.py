@@ -43,7 +43,7 @@ def test_provisioning_names_the_store_its_token_and_the_files() -> None:
     provisioning = ROOT / "dashboards" / "provisioning"
     (source,) = yaml.safe_load((provisioning / "datasources" / "spangrad.yaml").read_text())["datasources"]
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "spangrad.yaml").read_text())["providers"]
-    page = (ROOT / "docs" / "dashboards.md").read_text()
+    page = (ROOT / "docs" / "guides" / "dashboards.md").read_text()
     used = [model["templating"]["list"][0] for model in MODELS.values()]
 
     assert (source["type"], source["jsonData"]["protocol"]) == ("grafana-clickhouse-datasource", "http")

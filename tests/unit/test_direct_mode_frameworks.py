@@ -1,4 +1,4 @@
-"""docs/direct-mode.md, second table: what the builder finds in the spans that other frameworks sent, with no gateway beside them."""
+"""docs/guides/direct-mode.md, second table: what the builder finds in the spans that other frameworks sent, with no gateway beside them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_other_frameworks_spans_hold() -> None:
     measured = "\n".join(
         ["| framework | calls with ids | without | failed | not read | agents' names |", "| --- | --- | --- | --- | --- | --- |", *lines]
     )
-    page = (ROOT / "docs" / "direct-mode.md").read_text()
+    page = (ROOT / "docs" / "guides" / "direct-mode.md").read_text()
     begin, end = "<!-- measured by tests/unit/test_direct_mode_frameworks.py -->\n", "\n<!-- end -->"
     start = page.index(begin) + len(begin)
     assert page[start : page.index(end, start)] == measured, f"\n{measured}"

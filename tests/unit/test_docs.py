@@ -12,7 +12,15 @@ from spangrad.cli import COMMANDS
 from spangrad.settings.sources import explain_settings
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/*/README.md"),
+        *ROOT.glob("benchmarks/*.md"),
+    ]
+)
 SETTINGS = {origin.key for origin in explain_settings(env={})}
 SCHEMA = "\n".join(path.read_text() for path in sorted(ROOT.glob("collector/schema/*.sql")))
 
@@ -50,14 +58,14 @@ class TestPage:
 
 
 def test_every_table_and_view_is_described() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
     names = re.findall(r"CREATE (?:TABLE|VIEW) IF NOT EXISTS otel\.(\w+)", SCHEMA)
     assert len(names) > 15
     assert [name for name in names if f"`{name}`" not in page and not name.startswith("otel_")] == []
 
 
 def test_every_command_is_described() -> None:
-    page = (ROOT / "docs" / "running.md").read_text()
+    page = (ROOT / "docs" / "guides" / "operations.md").read_text()
     assert [name for name in COMMANDS if f"`spangrad {name}" not in page] == []
 
 

@@ -1,4 +1,4 @@
-"""docs/queue.md: its commands run as they stand, and answer what the page says."""
+"""docs/guides/queue.md: its commands run as they stand, and answer what the page says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from queues import queue_settings, serving
 
-PAGE = Path(__file__).parents[2] / "docs" / "queue.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "queue.md"
 
 
 async def test_the_commands_run_and_answer_what_the_page_says(tmp_path: Path) -> None:

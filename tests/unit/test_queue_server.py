@@ -287,8 +287,8 @@ async def test_refusals_are_sentences(tmp_path: Path) -> None:
         ] == snapshot(
             [
                 (401, "this queue asks for its token: send `Authorization: Bearer` with runner.queue_token."),
-                (404, "GET /v1/nothing is not answered here. docs/queue.md lists what is."),
-                (405, "DELETE /v1/rollouts is not answered here. docs/queue.md lists what is."),
+                (404, "GET /v1/nothing is not answered here. docs/guides/queue.md lists what is."),
+                (405, "DELETE /v1/rollouts is not answered here. docs/guides/queue.md lists what is."),
                 (404, "the queue has no rollout nobody."),
                 (400, "GET /v1/rollouts: 'odd' is not a valid RolloutState"),
                 (400, "GET /v1/rollouts: limit='-1' is no whole number of at most 18 digits."),

@@ -148,8 +148,8 @@ LOOK = f"If `spangrad train` has passed it by, the reason stands in its log and 
         (
             replace(WHOLE_GROUP, skipped=[("policy", "main", "stale", "version 3 is too old.")]),
             {},
-            "the trainer of policy policy (branch main) skipped its group as stale: version 3 is too old. docs/training.md says what that "
-            f"depends on; `spangrad train restore {WHOLE_GROUP.group}` brings the group back.",
+            "the trainer of policy policy (branch main) skipped its group as stale: version 3 is too old. docs/guides/training.md says "
+            f"what that depends on; `spangrad train restore {WHOLE_GROUP.group}` brings the group back.",
         ),
         (replace(WHOLE_GROUP, conclusions=[CUT]), {}, "it left no transitions."),
         (replace(BUILD, group_size=0), {}, "nobody said how many rollouts its group has, so that the group is never whole."),

@@ -104,7 +104,7 @@ def test_overlong_settings_without_a_meaning_are_refused(tokens: int, buffer: in
 
 
 def test_the_pages_settings_of_dapo_are_complete_and_go_together():
-    page = (Path(__file__).parents[2] / "docs" / "learning.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "learning.md").read_text()
     block = page.split("## DAPO")[1].split("```toml\n")[1].split("```")[0]
     settings = TrainerSettings(**tomllib.loads(block)["trainer"])
     learning.check(settings)

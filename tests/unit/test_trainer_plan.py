@@ -65,7 +65,7 @@ def test_every_reason_not_to_train_is_told():
     assert made.sentence == (
         "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 3 rollouts to be "
         "built; 1 rollout ended and not built (`spangrad build`); 1 group is skipped (1 greedy); 5 rollouts without a group "
-        "(docs/training.md); 1 group is of mode validate; 1 group is in a step under way; 1 group trained before."
+        "(docs/guides/training.md); 1 group is of mode validate; 1 group is in a step under way; 1 group trained before."
     )
     assert made.missing_groups == 1
     assert made.demand == "1 more group is wanted: 4 shall be in flight, 3 are there; 1 group is skipped (1 greedy)."

@@ -97,7 +97,7 @@ def test_correction_of_top_p_lacks_exactly_what_was_never_sampled(top_p: float) 
     assert tail.any()
     never_sampled = (policy * ADVANTAGES * tail) @ (np.eye(len(policy)) - policy)
     exact = exact_gradient(policy)
-    assert np.abs(exact - with_it - never_sampled).max() < 1e-7, "the bias that docs/learning.md names"
+    assert np.abs(exact - with_it - never_sampled).max() < 1e-7, "the bias that docs/guides/learning.md names"
     inside = exact - never_sampled
     mass = policy[~tail].sum()
     assert np.abs(without - inside / mass).max() < 1e-9, "uncorrected, what is sampled counts 1 / mass times too much"

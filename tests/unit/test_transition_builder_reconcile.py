@@ -246,5 +246,5 @@ def test_every_reason_has_a_meaning_and_a_remedy_of_one_sentence() -> None:
 
 
 def test_the_page_of_reasons_is_the_enumeration() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", (ROOT / "docs/drops.md").read_text().split("\n## ")[0], re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", (ROOT / "docs/reference/drops.md").read_text().split("\n## ")[0], re.MULTILINE)
     assert rows == [(reason.value, meanings()[reason.value], reason.remedy) for reason in DropReason]

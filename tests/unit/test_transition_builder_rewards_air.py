@@ -61,7 +61,7 @@ def agent_of_two_tools() -> tuple[fakes.SpanFactory, list[str]]:
 
 
 def test_an_always_ok_read_only_tool_earns_nothing_unless_it_is_named() -> None:
-    """The gaming of docs/rewards.md: paid for every ok, a policy calls the tool that is always ok and never advances."""
+    """The gaming of docs/guides/rewards.md: paid for every ok, a policy calls the tool that is always ok and never advances."""
     spans, (read, write, _) = agent_of_two_tools()
     named = AirRule(name="progress", kind="tool_ok", reward=0.1, tools=("write",))
     assert air(built(spans, named)) == [(write, "progress", 0.1)]

@@ -193,7 +193,7 @@ def test_the_specification_is_known_without_running_the_module(rules: Path) -> N
 def test_the_example_of_the_documentation_rewards_retries_and_punishes_a_last_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text()
     blocks = re.findall(r"```(python|toml)\n(.*?)```", page, re.DOTALL)
     (code,), (settings,) = ([text for kind, text in blocks if kind == wanted] for wanted in ("python", "toml"))
     monkeypatch.chdir(tmp_path)

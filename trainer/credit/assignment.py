@@ -147,7 +147,7 @@ def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> p
     A(R) is compared as by `identical` with baseline `rollout`. Calls that share the last turn (choices of one request) all have it.
 
     Source: the plainest reading of a terminal reward (Sutton and Barto, Reinforcement Learning, 2018, section 3.3) without any
-    spreading; a control for the other schemes (docs/credit.md: it learns nothing where earlier calls matter).
+    spreading; a control for the other schemes (docs/concepts/credit.md: it learns nothing where earlier calls matter).
     """
     last = (pl.col("Turn") == pl.col("Turn").filter("Own").max()).over(*KEY).fill_null(value=False)
     spread = _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage")
@@ -170,7 +170,7 @@ def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Serie
     Compared over the calls at the same turn of the group, or (baseline `transition`) over all of its calls.
 
     Source: the contextual bandit, `reward_to_go` with gamma 0 (Sutton and Barto, Reinforcement Learning, 2018, section 2.9); right where
-    every call is graded on its own (docs/credit.md, inbox).
+    every call is graded on its own (docs/concepts/credit.md, inbox).
     """
     return _among_calls(calls, calls["Earned"], rule, normalise)
 

@@ -75,7 +75,8 @@ def cancelling_roles(transitions: pl.DataFrame, weights: Mapping[str, float]) ->
     names = ", ".join(roles)
     return (
         f"the returns of each group are equal, though the roles {names} earned different rewards: their sum is constant, as in a zero-sum "
-        f"game, and teaches nothing. Let each policy count its own with trainer.reward_roles, such as ['{roles[0]}'] (docs/credit.md)."
+        f"game, and teaches nothing. Let each policy count its own with trainer.reward_roles, such as ['{roles[0]}'] "
+        "(docs/concepts/credit.md)."
     )
 
 

@@ -3,8 +3,8 @@
 In: the rollouts of whole groups with the failures of their attempts, their transitions, and the committed versions. Out: metrics, an alarm
 and its text. Invariant: pure functions; an alarm stops nothing.
 
-Failures that the policy caused have a reward and are trained as other rollouts are (docs/runner.md). Many of them mean that a time limit,
-the context or the number of turns decides what is learnt, or that the policy found a way to fail that pays.
+Failures that the policy caused have a reward and are trained as other rollouts are (docs/guides/runner.md). Many of them mean that a time
+limit, the context or the number of turns decides what is learnt, or that the policy found a way to fail that pays.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def describe(version: int, metrics: Mapping[str, float], alarm: float) -> str:
     return (
         f"version {version}: {metrics[SHARE]:.0%} of the batch's rollouts failed ({named}), more than trainer.failed_share_alarm = "
         f"{alarm:g}. See with `spangrad rollout why` what became of one; raise the limit that they run into, or lower its reward in "
-        "runner.failure_rewards where failing pays (docs/runner.md)."
+        "runner.failure_rewards where failing pays (docs/guides/runner.md)."
     )
 
 

@@ -154,7 +154,7 @@ class TrainPlan:
         if skips := self._skips():
             reasons.append(skips)
         if loose:
-            reasons.append(f"{_count(sum(group.rollouts for group in loose), 'rollout')} without a group (docs/training.md)")
+            reasons.append(f"{_count(sum(group.rollouts for group in loose), 'rollout')} without a group (docs/guides/training.md)")
         for mode, n in sorted(Counter(group.mode for group in self.having(Fate.OTHER_MODE)).items()):
             reasons.append(f"{_are(n, 'group')} of mode {mode}")
         under_way, trained = len(self.having(Fate.UNDER_WAY)), len(self.having(Fate.TRAINED))

@@ -70,7 +70,7 @@ REMEDIES: Mapping[SkipReason, str] = {
     SkipReason.ALREADY_TRAINED: "Give rollouts ids of their own in each run.",
     SkipReason.LOGPROB_GAP: (
         "See that engine and trainer hold the same weights and tokenizer and that the recorded sampling parameters are those in effect "
-        "(docs/learning.md)."
+        "(docs/guides/learning.md)."
     ),
 }
 """Remedy for each reason, where many groups fail for it."""

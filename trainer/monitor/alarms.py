@@ -4,8 +4,8 @@ In: metrics of consecutive versions, and how much is tolerated. Out: metrics of 
 Invariant: pure functions of numbers that are in every version's metrics; an alarm stops nothing.
 
 A policy learns whatever is rewarded. Where a rule rewards a tool that never fails and leads nowhere, the policy ends by calling nothing
-else: its return rises, gradient, logprob gap and loss look healthy, and the task is never done (docs/credit.md has a measured run). The
-symptom is that the return rises and the reward that stands for success does not.
+else: its return rises, gradient, logprob gap and loss look healthy, and the task is never done (docs/concepts/credit.md has a
+measured run). The symptom is that the return rises and the reward that stands for success does not.
 """
 
 from __future__ import annotations
@@ -72,6 +72,6 @@ def describe(version: int, metrics: Mapping[str, float], rule: GamingRule) -> st
     return (
         f"version {version}: over {rule.versions} versions the mean return rose by {metrics['return_rise']:.2f}, and the reward "
         f"{rule.success!r} by {metrics['success_rise']:.2f}. Something pays without leading to success: see which of the metrics "
-        "mean_reward_NAME rose, and let builder.rules name only what advances the task (docs/credit.md). If another reward stands for "
-        "success, name it in trainer.gaming_reward."
+        "mean_reward_NAME rose, and let builder.rules name only what advances the task (docs/concepts/credit.md). If another reward stands "
+        "for success, name it in trainer.gaming_reward."
     )

@@ -54,7 +54,7 @@ DEFAULTS: Mapping[tuple[Dtype, Dtype], LogprobLimits] = {
     ("bf16", "fp32"): LogprobLimits(mean=5e-2, p99=0.5, pearson=0.98, k3=5e-3),
     ("bf16", "bf16"): LogprobLimits(mean=5e-2, p99=0.5, pearson=0.98, k3=5e-3),
 }
-"""Limits by the dtypes of engine and trainer: several times what `python -m benchmarks.logprob_gap` measures (docs/learning.md)."""
+"""Limits by the dtypes of engine and trainer: several times what `python -m benchmarks.logprob_gap` measures (docs/guides/learning.md)."""
 _TAIL = 4.0
 """Multiple of a typical difference that the tail of healthy tokens may reach."""
 _SPREAD = 0.1

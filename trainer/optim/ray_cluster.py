@@ -120,7 +120,7 @@ class Cluster:
             counts = ", ".join(f"{node.get(kind, 0):g}" for node in nodes)
             raise TrainerError(
                 f"trainer.nodes = {settings.nodes} with trainer.workers = {settings.workers} needs as many nodes with that many {kind}s "
-                f"each, and the {kind}s of this Ray cluster's nodes are {counts}. Lower the two, or add nodes (docs/cluster.md)."
+                f"each, and the {kind}s of this Ray cluster's nodes are {counts}. Lower the two, or add nodes (docs/start/scaling.md)."
             )
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if kind == "GPU" else {})}
         for _ in range(settings.nodes):
@@ -163,7 +163,7 @@ def _refused(address: str | None, error: Exception) -> str:
         return f"Ray did not start on this machine ({reason}). trainer.workers = 0 trains without it."
     return (
         f"no Ray cluster let this trainer in at trainer.ray_address = {address!r} ({reason}). Start one with `ray start --head`, and give "
-        "this process its token (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, docs/cluster.md)."
+        "this process its token (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, docs/start/scaling.md)."
     )
 
 

@@ -153,7 +153,7 @@ def _nothing_to_train(examples: Examples, sources: Sequence[ExampleFile], method
     held = f", {len(examples.held_out)} held out" if examples.held_out else ""
     return (
         f"nothing in {files} can be trained: of {examples.rows} rows {why or 'none is left out'}{held}. {method} reads these columns: "
-        f"{_KNOWN[method]} (docs/tuning.md)."
+        f"{_KNOWN[method]} (docs/guides/finetuning.md)."
     )
 
 

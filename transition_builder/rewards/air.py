@@ -1,4 +1,4 @@
-"""AIR, automatic intermediate rewards: rewards by rules over calls and their tools (docs/rewards.md).
+"""AIR, automatic intermediate rewards: rewards by rules over calls and their tools (docs/guides/rewards.md).
 
 In: the rules of a specification, and `Seen`. Out: rewards of calls, as REPORTED. Invariant: a rule rewards only calls of the agents and the
 tools that it names; each reward names its rule, by hash, and the span that shows the reason.

@@ -9,7 +9,7 @@ whole softmax at the row's temperature. The two agree on no token, so no alarm c
 for what top-p did and not for what training did. The ratio is therefore taken against pi at the step's start, and each token's loss is
 multiplied by min(pi / mu, threshold): truncated importance sampling (Ionides 2008, https://doi.org/10.1198/106186008X320456; of rollouts
 https://fengyao.notion.site/off-policy-rl). Where mu covers what pi covers, that makes the expectation over a token's choices the one under
-pi, but for the truncation. What mu never samples cannot be weighed: docs/learning.md names the bias.
+pi, but for the truncation. What mu never samples cannot be weighed: docs/guides/learning.md names the bias.
 """
 
 from __future__ import annotations
