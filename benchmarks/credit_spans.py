@@ -177,9 +177,9 @@ def _answer(call: Call, served: Served) -> list[KeyValue]:
     own = {
         semconv.GEN_AI_INPUT_TOKENS: len(call.prompt),
         semconv.GEN_AI_OUTPUT_TOKENS: len(reply),
-        semconv.PROMPT_TOKEN_IDS: struct.pack(f"<{len(call.prompt)}I", *call.prompt),
-        semconv.RESPONSE_TOKEN_IDS: struct.pack(f"<{len(reply)}I", *reply),
-        semconv.RESPONSE_LOGPROBS: struct.pack(f"<{len(call.logprobs)}f", *call.logprobs),
+        semconv.INPUT_TOKEN_IDS: struct.pack(f"<{len(call.prompt)}I", *call.prompt),
+        semconv.OUTPUT_TOKEN_IDS: struct.pack(f"<{len(reply)}I", *reply),
+        semconv.OUTPUT_LOGPROBS: struct.pack(f"<{len(call.logprobs)}f", *call.logprobs),
     }
     return [*_every_answer(served), *(attribute(key, value) for key, value in own.items())]
 

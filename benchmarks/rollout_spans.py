@@ -32,7 +32,7 @@ _LEAN = frozenset(
         *(semconv.POLICY_VERSIONS, semconv.GEN_AI_OPERATION, semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_RESPONSE_ID),
         *(semconv.GEN_AI_FINISH_REASONS, semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS),
         *(semconv.REQUEST_JSON, semconv.RESPONSE_JSON),
-        *(semconv.PROMPT_TOKEN_IDS, semconv.RESPONSE_TOKEN_IDS, semconv.RESPONSE_LOGPROBS, "prompt_token_ids", "response_token_ids"),
+        *(semconv.INPUT_TOKEN_IDS, semconv.OUTPUT_TOKEN_IDS, semconv.OUTPUT_LOGPROBS, "prompt_token_ids", "response_token_ids"),
     }
 )
 """Attributes of Mix.LLM."""
@@ -220,18 +220,17 @@ class Author:
             semconv.GEN_AI_OPERATION: "chat",
             semconv.GEN_AI_PROVIDER: "vllm",
             semconv.GEN_AI_REQUEST_MODEL: _MODEL,
-            semconv.GEN_AI_REQUEST_TEMPERATURE: 1.0,
             semconv.GEN_AI_REQUEST_MAX_TOKENS: 256,
             **place.context,
             semconv.PROCESS_ID: "gateway-0",
             semconv.SEQ: seq,
             semconv.SAMPLING_CONSTRAINED: False,
-            semconv.SAMPLING_TEMPERATURE: 1.0,
-            semconv.SAMPLING_TOP_P: 1.0,
-            semconv.SAMPLING_TOP_K: 0,
+            semconv.GEN_AI_REQUEST_TEMPERATURE: 1.0,
+            semconv.GEN_AI_REQUEST_TOP_P: 1.0,
+            semconv.GEN_AI_REQUEST_TOP_K: 0,
             semconv.SAMPLING_MIN_P: 0.0,
-            semconv.SAMPLING_PRESENCE_PENALTY: 0.0,
-            semconv.SAMPLING_FREQUENCY_PENALTY: 0.0,
+            semconv.GEN_AI_REQUEST_PRESENCE_PENALTY: 0.0,
+            semconv.GEN_AI_REQUEST_FREQUENCY_PENALTY: 0.0,
             semconv.SAMPLING_REPETITION_PENALTY: 1.0,
             semconv.GEN_AI_RESPONSE_ID: exchange.response_id,
             semconv.GEN_AI_RESPONSE_MODEL: _MODEL,
@@ -254,9 +253,9 @@ class Author:
         if self._ids == Ids.BYTES:
             logprobs = -self._noise.exponential(0.5, exchange.answer_tokens).astype("<f4")
             return {
-                semconv.PROMPT_TOKEN_IDS: exchange.prompt_ids,
-                semconv.RESPONSE_TOKEN_IDS: exchange.answer.ids,
-                semconv.RESPONSE_LOGPROBS: logprobs.tobytes(),
+                semconv.INPUT_TOKEN_IDS: exchange.prompt_ids,
+                semconv.OUTPUT_TOKEN_IDS: exchange.answer.ids,
+                semconv.OUTPUT_LOGPROBS: logprobs.tobytes(),
             }
         return {
             "prompt_token_ids": np.frombuffer(exchange.prompt_ids, "<u4").tolist(),

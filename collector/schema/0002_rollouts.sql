@@ -77,7 +77,7 @@ FROM (
         -- Lean: long values and texts of prompts stay in otel_traces, token ids and logprobs in calls, and what has a column of its own is there.
         mapFilter((k, v) -> length(v) <= 1024 AND NOT startsWith(k, 'llm.input_messages.') AND NOT startsWith(k, 'gen_ai.prompt.') AND k NOT IN (
             'gen_ai.input.messages', 'gen_ai.system_instructions',
-            'spangrad.prompt.token_ids', 'spangrad.response.token_ids', 'spangrad.response.logprobs',
+            'spangrad.input.token_ids', 'spangrad.output.token_ids', 'spangrad.output.logprobs',
             'spangrad.request.json', 'spangrad.response.json', 'spangrad.run.id', 'spangrad.rollout.mode', 'spangrad.rollout.id',
             'spangrad.rollout.attempt', 'spangrad.process.id', 'spangrad.seq', 'session.id', 'gen_ai.conversation.id'
         ), SpanAttributes) AS lean,
@@ -185,14 +185,14 @@ SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 -- Whatever a sender puts into these attributes, the view must not fail: a call without sound ids is dropped by the builder, with a reason.
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.calls_mv TO otel.calls AS
 WITH
-    tryBase64Decode(SpanAttributes['spangrad.prompt.token_ids']) AS prompt_bytes,
+    tryBase64Decode(SpanAttributes['spangrad.input.token_ids']) AS prompt_bytes,
     reinterpret(if(length(prompt_bytes) % 4 = 0, prompt_bytes, ''), 'Array(UInt32)') AS prompt_ids,
-    tryBase64Decode(SpanAttributes['spangrad.response.token_ids']) AS response_bytes,
+    tryBase64Decode(SpanAttributes['spangrad.output.token_ids']) AS response_bytes,
     reinterpret(if(length(response_bytes) % 4 = 0, response_bytes, ''), 'Array(UInt32)') AS response_ids,
-    tryBase64Decode(SpanAttributes['spangrad.response.logprobs']) AS logprob_bytes,
+    tryBase64Decode(SpanAttributes['spangrad.output.logprobs']) AS logprob_bytes,
     reinterpret(if(length(logprob_bytes) % 4 = 0, logprob_bytes, ''), 'Array(Float32)') AS logprobs,
-    JSONExtract(SpanAttributes['spangrad.prompt.lengths'], 'Array(UInt32)') AS stated_prompt_lengths,
-    JSONExtract(SpanAttributes['spangrad.response.lengths'], 'Array(UInt32)') AS stated_response_lengths,
+    JSONExtract(SpanAttributes['spangrad.input.lengths'], 'Array(UInt32)') AS stated_prompt_lengths,
+    JSONExtract(SpanAttributes['spangrad.output.lengths'], 'Array(UInt32)') AS stated_response_lengths,
     JSONExtract(SpanAttributes['gen_ai.response.finish_reasons'], 'Array(String)') AS finish_reasons,
     JSONExtract(SpanAttributes['spangrad.policy.versions'], 'Array(Array(Tuple(UInt32, UInt64)))') AS versions,
     if(empty(stated_prompt_lengths), [toUInt32(length(prompt_ids))], stated_prompt_lengths) AS prompt_lengths,
@@ -229,12 +229,12 @@ SELECT
     -- Of several choices, logprobs that are not as many as the ids can't be told apart.
     arraySlice(logprobs, response_start,
         if(sound AND (length(response_lengths) = 1 OR length(logprobs) = length(response_ids)), response_lengths[choice_index], 0)) AS Logprobs,
-    toFloat64OrNull(SpanAttributes['spangrad.sampling.temperature']) AS Temperature,
-    toFloat64OrNull(SpanAttributes['spangrad.sampling.top_p']) AS TopP,
-    toInt64OrNull(SpanAttributes['spangrad.sampling.top_k']) AS TopK,
+    toFloat64OrNull(SpanAttributes['gen_ai.request.temperature']) AS Temperature,
+    toFloat64OrNull(SpanAttributes['gen_ai.request.top_p']) AS TopP,
+    toInt64OrNull(SpanAttributes['gen_ai.request.top_k']) AS TopK,
     toFloat64OrNull(SpanAttributes['spangrad.sampling.min_p']) AS MinP,
-    toFloat64OrNull(SpanAttributes['spangrad.sampling.presence_penalty']) AS PresencePenalty,
-    toFloat64OrNull(SpanAttributes['spangrad.sampling.frequency_penalty']) AS FrequencyPenalty,
+    toFloat64OrNull(SpanAttributes['gen_ai.request.presence_penalty']) AS PresencePenalty,
+    toFloat64OrNull(SpanAttributes['gen_ai.request.frequency_penalty']) AS FrequencyPenalty,
     toFloat64OrNull(SpanAttributes['spangrad.sampling.repetition_penalty']) AS RepetitionPenalty,
     SpanAttributes['spangrad.sampling.constrained'] = 'true' AS Constrained,
     JSONExtract(SpanAttributes['spangrad.request.relaxed'], 'Array(String)') AS Relaxed,

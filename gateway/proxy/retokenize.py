@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 RETOKENIZED = "retokenized"
 """Value of `spangrad.ids.source` for retokenized ids; the engine's own ids lack the attribute."""
-_ENGINE_ONLY = (semconv.PROMPT_TOKEN_IDS, semconv.RESPONSE_TOKEN_IDS, semconv.TOKENIZER_HASH)
+_ENGINE_ONLY = (semconv.INPUT_TOKEN_IDS, semconv.OUTPUT_TOKEN_IDS, semconv.TOKENIZER_HASH)
 """Attributes that only an engine with our plugin sets. They are searched for in a span's bytes: a text that quotes them gets no ids."""
-_REPLACED = {semconv.PROMPT_LENGTHS, semconv.RESPONSE_LENGTHS}
+_REPLACED = {semconv.INPUT_LENGTHS, semconv.OUTPUT_LENGTHS}
 
 _Json = dict[str, Any]
 
@@ -102,10 +102,10 @@ class Retokenizer:
         prompts = [self._tokenizer.encode(text, add_special_tokens=texts.special_tokens) for text in texts.prompts]
         answers = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts.answers]
         return [
-            KeyValue(key=semconv.PROMPT_TOKEN_IDS, value=_packed(prompts)),
-            KeyValue(key=semconv.PROMPT_LENGTHS, value=_lengths(prompts)),
-            KeyValue(key=semconv.RESPONSE_TOKEN_IDS, value=_packed(answers)),
-            KeyValue(key=semconv.RESPONSE_LENGTHS, value=_lengths(answers)),
+            KeyValue(key=semconv.INPUT_TOKEN_IDS, value=_packed(prompts)),
+            KeyValue(key=semconv.INPUT_LENGTHS, value=_lengths(prompts)),
+            KeyValue(key=semconv.OUTPUT_TOKEN_IDS, value=_packed(answers)),
+            KeyValue(key=semconv.OUTPUT_LENGTHS, value=_lengths(answers)),
             KeyValue(key=semconv.IDS_SOURCE, value=AnyValue(string_value=RETOKENIZED)),
             KeyValue(key=semconv.TOKENIZER_HASH, value=AnyValue(string_value=self._name)),
         ]

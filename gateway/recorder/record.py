@@ -32,12 +32,12 @@ GATEWAY_ERROR = "gateway_error"
 _SAMPLED_FLAG = 1
 
 SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
-    "temperature": (semconv.SAMPLING_TEMPERATURE, 1.0),
-    "top_p": (semconv.SAMPLING_TOP_P, 1.0),
-    "top_k": (semconv.SAMPLING_TOP_K, 0),
+    "temperature": (semconv.GEN_AI_REQUEST_TEMPERATURE, 1.0),
+    "top_p": (semconv.GEN_AI_REQUEST_TOP_P, 1.0),
+    "top_k": (semconv.GEN_AI_REQUEST_TOP_K, 0),
     "min_p": (semconv.SAMPLING_MIN_P, 0.0),
-    "presence_penalty": (semconv.SAMPLING_PRESENCE_PENALTY, 0.0),
-    "frequency_penalty": (semconv.SAMPLING_FREQUENCY_PENALTY, 0.0),
+    "presence_penalty": (semconv.GEN_AI_REQUEST_PRESENCE_PENALTY, 0.0),
+    "frequency_penalty": (semconv.GEN_AI_REQUEST_FREQUENCY_PENALTY, 0.0),
     "repetition_penalty": (semconv.SAMPLING_REPETITION_PENALTY, 1.0),
 }
 """Request field -> attribute, and vLLM's default with `--generation-config vllm`."""
@@ -139,13 +139,10 @@ def _request_and_response_attributes(facts: CallFacts) -> dict[str, _Value]:
     engine, response = answer.engine, answer.response_json()
     return {
         semconv.GEN_AI_REQUEST_MODEL: _text(request.get("model")),
-        semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature"), float),
-        semconv.GEN_AI_REQUEST_TOP_P: _number(request.get("top_p"), float),
         semconv.GEN_AI_REQUEST_MAX_TOKENS: _number(
             request.get("max_completion_tokens") or request.get("max_tokens") or request.get("max_output_tokens"), int
         ),
-        # The defaults of other upstreams are not known.
-        **(_sampling(request, engine.sampling if engine else None) if facts.provider == PROVIDER else {}),
+        **(_sampling(request, engine.sampling if engine else None) if facts.provider == PROVIDER else _requested_sampling(request)),
         **_answer(answer, response),
         semconv.POLICY_NAME: engine.policy if engine else None,
         semconv.POLICY_VERSIONS: msgspec.json.encode(engine.versions).decode() if engine and engine.versions else None,
@@ -153,6 +150,14 @@ def _request_and_response_attributes(facts: CallFacts) -> dict[str, _Value]:
         semconv.RELAXED: facts.relaxed or None,
         semconv.MODALITY: modality(facts.request, response) or None,
         semconv.REQUEST_JSON: (facts.request.client_raw or facts.request.raw).decode(errors="replace"),
+    }
+
+
+def _requested_sampling(request: Mapping[str, Any]) -> dict[str, _Value]:
+    """Return the sampling parameters of a request to another upstream, whose defaults are not known."""
+    return {
+        semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature"), float),
+        semconv.GEN_AI_REQUEST_TOP_P: _number(request.get("top_p"), float),
     }
 
 
@@ -167,9 +172,9 @@ def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str
     }
     # A value that cannot be read may reshape the distribution.
     effective[semconv.SAMPLING_CONSTRAINED] = is_constrained(request) or None in effective.values()
-    temperature = effective[semconv.SAMPLING_TEMPERATURE]
+    temperature = effective[semconv.GEN_AI_REQUEST_TEMPERATURE]
     if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
-        effective[semconv.SAMPLING_TEMPERATURE] = LEAST_TEMPERATURE
+        effective[semconv.GEN_AI_REQUEST_TEMPERATURE] = LEAST_TEMPERATURE
     return effective
 
 
@@ -189,11 +194,11 @@ def _answer(answer: EngineAnswer, response: bytes | None) -> dict[str, _Value]:
         semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "" for choice in choices],
         semconv.GEN_AI_INPUT_TOKENS: len(prompt_ids) or _number(usage.get("prompt_tokens", usage.get("input_tokens")), int),
         semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or _number(usage.get("completion_tokens", usage.get("output_tokens")), int),
-        semconv.PROMPT_TOKEN_IDS: struct.pack(f"<{len(prompt_ids)}I", *prompt_ids) or None,
-        semconv.PROMPT_LENGTHS: [len(prompt) for prompt in answer.prompts] if len(answer.prompts) > 1 else None,
-        semconv.RESPONSE_TOKEN_IDS: struct.pack(f"<{len(ids)}I", *ids) or None,
-        semconv.RESPONSE_LOGPROBS: struct.pack(f"<{len(logprobs)}f", *logprobs) or None,
-        semconv.RESPONSE_LENGTHS: [len(choice.token_ids) for choice in choices] if len(choices) > 1 else None,
+        semconv.INPUT_TOKEN_IDS: struct.pack(f"<{len(prompt_ids)}I", *prompt_ids) or None,
+        semconv.INPUT_LENGTHS: [len(prompt) for prompt in answer.prompts] if len(answer.prompts) > 1 else None,
+        semconv.OUTPUT_TOKEN_IDS: struct.pack(f"<{len(ids)}I", *ids) or None,
+        semconv.OUTPUT_LOGPROBS: struct.pack(f"<{len(logprobs)}f", *logprobs) or None,
+        semconv.OUTPUT_LENGTHS: [len(choice.token_ids) for choice in choices] if len(choices) > 1 else None,
         semconv.RESPONSE_JSON: response_json,
     }
 

@@ -241,9 +241,9 @@ def test_senders_show_the_token_over_tls(store: StoreSettings, tmp_path: Path) -
 
 def test_a_redacted_call_keeps_no_ids(store: StoreSettings, tmp_path: Path) -> None:
     ids = {
-        "spangrad__prompt__token_ids": b"\1\0\0\0",
-        "spangrad__response__token_ids": b"\2\0\0\0",
-        "spangrad__response__logprobs": bytes(4),
+        "spangrad__input__token_ids": b"\1\0\0\0",
+        "spangrad__output__token_ids": b"\2\0\0\0",
+        "spangrad__output__logprobs": bytes(4),
     }
     run, mail = uuid.uuid4().hex, "write to ada.b@example.org now"
     bodies = [
@@ -276,11 +276,11 @@ def test_a_redacted_call_keeps_no_ids(store: StoreSettings, tmp_path: Path) -> N
         (
             "plain",
             {
-                "spangrad.prompt.token_ids": "AQAAAA==",
+                "spangrad.input.token_ids": "AQAAAA==",
                 "spangrad.request.json": "hello",
                 "spangrad.response.json": "ok",
-                "spangrad.response.logprobs": "AAAAAA==",
-                "spangrad.response.token_ids": "AgAAAA==",
+                "spangrad.output.logprobs": "AAAAAA==",
+                "spangrad.output.token_ids": "AgAAAA==",
             },
         ),
         ("secret", {"spangrad.redacted": "true", "spangrad.request.json": gone, "spangrad.response.json": "ok"}),

@@ -251,9 +251,9 @@ def gateway_call(trace_id: bytes) -> ExportTraceServiceRequest:
         attributes={
             "spangrad.rollout.id": f"rollout-{trace_id.hex()}",
             "spangrad.policy.name": "policy",
-            "spangrad.prompt.token_ids": struct.pack("<3I", 1, 70000, 2**32 - 1),
-            "spangrad.response.token_ids": struct.pack("<2I", 4, 5),
-            "spangrad.response.logprobs": struct.pack("<2f", -0.5, -1.25),
+            "spangrad.input.token_ids": struct.pack("<3I", 1, 70000, 2**32 - 1),
+            "spangrad.output.token_ids": struct.pack("<2I", 4, 5),
+            "spangrad.output.logprobs": struct.pack("<2f", -0.5, -1.25),
         },
     )
 
@@ -462,7 +462,7 @@ def test_ids_that_are_none_break_no_view(store: StoreSettings, client: Client) -
         trace_id = new_trace()
         request = gateway_call(trace_id)
         for attribute in request.resource_spans[0].scope_spans[0].spans[0].attributes:
-            if attribute.key == "spangrad.prompt.token_ids":
+            if attribute.key == "spangrad.input.token_ids":
                 attribute.value.string_value = broken
         assert post(f"{store.otlp_endpoint}/v1/traces", request.SerializeToString())[0] == 200
         rows = client.query("SELECT PromptIds FROM otel.v_calls WHERE TraceId = {t:String}", {"t": trace_id.hex()}).result_rows

@@ -508,11 +508,11 @@ class SpanFactory:
                 [list(zip(call["Versions.Start"], call["Versions.Version"], strict=True)) for call in choices]
             ),
             "spangrad.tokenizer.hash": first["TokenizerHash"],
-            **{f"spangrad.sampling.{name}": first[column] for column, name in _SAMPLING.items()},
-            "spangrad.prompt.token_ids": struct.pack(f"<{len(first['PromptIds'])}I", *first["PromptIds"]),
-            "spangrad.response.token_ids": b"".join(struct.pack(f"<{len(ids)}I", *ids) for ids in responses),
-            "spangrad.response.logprobs": b"".join(struct.pack(f"<{len(values)}f", *values) for values in logprobs),
-            "spangrad.response.lengths": [len(ids) for ids in responses],
+            **{name: first[column] for column, name in _SAMPLING.items()},
+            "spangrad.input.token_ids": struct.pack(f"<{len(first['PromptIds'])}I", *first["PromptIds"]),
+            "spangrad.output.token_ids": b"".join(struct.pack(f"<{len(ids)}I", *ids) for ids in responses),
+            "spangrad.output.logprobs": b"".join(struct.pack(f"<{len(values)}f", *values) for values in logprobs),
+            "spangrad.output.lengths": [len(ids) for ids in responses],
             "gen_ai.request.model": first["Model"],
             "gen_ai.response.id": first["ResponseId"],
             "gen_ai.response.finish_reasons": [call["FinishReason"] for call in choices],
@@ -534,16 +534,16 @@ class SpanFactory:
 
 
 _SAMPLING = {
-    "Temperature": "temperature",
-    "TopP": "top_p",
-    "TopK": "top_k",
-    "MinP": "min_p",
-    "PresencePenalty": "presence_penalty",
-    "FrequencyPenalty": "frequency_penalty",
-    "RepetitionPenalty": "repetition_penalty",
-    "Constrained": "constrained",
+    "Temperature": "gen_ai.request.temperature",
+    "TopP": "gen_ai.request.top_p",
+    "TopK": "gen_ai.request.top_k",
+    "MinP": "spangrad.sampling.min_p",
+    "PresencePenalty": "gen_ai.request.presence_penalty",
+    "FrequencyPenalty": "gen_ai.request.frequency_penalty",
+    "RepetitionPenalty": "spangrad.sampling.repetition_penalty",
+    "Constrained": "spangrad.sampling.constrained",
 }
-_GATEWAY_BYTES = {"PromptIds": "prompt.token_ids", "ResponseIds": "response.token_ids", "Logprobs": "response.logprobs"}
+_GATEWAY_BYTES = {"PromptIds": "input.token_ids", "ResponseIds": "output.token_ids", "Logprobs": "output.logprobs"}
 
 
 def _otlp_value(value: Any) -> dict[str, object]:

@@ -194,7 +194,7 @@ class Rollouts:
 
 def expected_calls(span: Span) -> dict[str, Call]:
     """What a gateway's span leaves, by call id."""
-    lengths = next((one.value.array_value.values for one in span.attributes if one.key == semconv.RESPONSE_LENGTHS), ())
+    lengths = next((one.value.array_value.values for one in span.attributes if one.key == semconv.OUTPUT_LENGTHS), ())
     trace, own = span.trace_id.hex(), span.span_id.hex()
     return {call_id(trace, own, choice): _call(span.span_id, choice) for choice in range(max(1, len(lengths)))}
 
@@ -206,11 +206,11 @@ def _call(span_id: bytes, choice: int) -> Call:
 
 def _ids(span_id: bytes, choices: int) -> Iterator[KeyValue]:
     calls = [_call(span_id, choice) for choice in range(choices)]
-    yield attribute(semconv.PROMPT_TOKEN_IDS, struct.pack("<3I", *calls[0][0]))
-    yield attribute(semconv.RESPONSE_TOKEN_IDS, b"".join(struct.pack("<2I", *call[1]) for call in calls))
-    yield attribute(semconv.RESPONSE_LOGPROBS, b"".join(struct.pack("<2f", *call[2]) for call in calls))
+    yield attribute(semconv.INPUT_TOKEN_IDS, struct.pack("<3I", *calls[0][0]))
+    yield attribute(semconv.OUTPUT_TOKEN_IDS, b"".join(struct.pack("<2I", *call[1]) for call in calls))
+    yield attribute(semconv.OUTPUT_LOGPROBS, b"".join(struct.pack("<2f", *call[2]) for call in calls))
     if choices > 1:
-        yield attribute(semconv.RESPONSE_LENGTHS, [2] * choices)
+        yield attribute(semconv.OUTPUT_LENGTHS, [2] * choices)
 
 
 def _said(two: bool) -> dict[str, Any]:

@@ -125,9 +125,9 @@ async def ask(stage: Stage, *, stream: bool) -> tuple[int, bytes, bool]:
 def recorded(span: SunkSpan) -> dict[str, Any]:
     """What training would take of a call, and how it failed."""
     ids = {
-        "prompt": uint32s(_bytes(span, semconv.PROMPT_TOKEN_IDS)),
-        "response": uint32s(_bytes(span, semconv.RESPONSE_TOKEN_IDS)),
-        "logprobs": float32s(_bytes(span, semconv.RESPONSE_LOGPROBS)),
+        "prompt": uint32s(_bytes(span, semconv.INPUT_TOKEN_IDS)),
+        "response": uint32s(_bytes(span, semconv.OUTPUT_TOKEN_IDS)),
+        "logprobs": float32s(_bytes(span, semconv.OUTPUT_LOGPROBS)),
     }
     facts = {key: span.attributes.get(key) for key in (semconv.ERROR_TYPE, semconv.ABORTED, semconv.GEN_AI_FINISH_REASONS)}
     return {**ids, **facts, "status": span.status}

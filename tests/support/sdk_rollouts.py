@@ -59,9 +59,9 @@ class SdkRollout:
     def call(self) -> None:
         """A call that the gateway recorded."""
         arrays = {
-            semconv.PROMPT_TOKEN_IDS: struct.pack("<2I", 1, 2),
-            semconv.RESPONSE_TOKEN_IDS: struct.pack("<2I", 3, 4),
-            semconv.RESPONSE_LOGPROBS: struct.pack("<2f", -0.5, -0.25),
+            semconv.INPUT_TOKEN_IDS: struct.pack("<2I", 1, 2),
+            semconv.OUTPUT_TOKEN_IDS: struct.pack("<2I", 3, 4),
+            semconv.OUTPUT_LOGPROBS: struct.pack("<2f", -0.5, -0.25),
         }
         facts: dict[str, str | int | float] = {
             **self._facts,

@@ -74,7 +74,7 @@ class TestWorkload:
         ]
         held = [
             sum(len(one[key]) // 4 for one in attributes)
-            for key in (semconv.PROMPT_TOKEN_IDS, semconv.RESPONSE_TOKEN_IDS, semconv.RESPONSE_LOGPROBS)
+            for key in (semconv.INPUT_TOKEN_IDS, semconv.OUTPUT_TOKEN_IDS, semconv.OUTPUT_LOGPROBS)
         ]
         prompts, responses = workload.tokens(5)
         assert held == [prompts, responses, responses]

@@ -285,7 +285,7 @@ async def test_each_dialect_is_answered_and_recorded(name: str) -> None:
     if heard is None:
         assert span.attributes[semconv.ERROR_TYPE] == str(status)
         return
-    ids = span.attributes.get(semconv.RESPONSE_TOKEN_IDS)
+    ids = span.attributes.get(semconv.OUTPUT_TOKEN_IDS)
     assert (uint32s(ids) if isinstance(ids, bytes) else []) == [one for choice in heard.answer.ordered() for one in choice.token_ids]
     assert json.loads(str(span.attributes.get(semconv.POLICY_VERSIONS))) == [[[0, 0]]] * len(heard.answer.choices)
     assert span.attributes[semconv.GEN_AI_OPERATION] == ("text_completion" if name.startswith("completions") else "chat")
@@ -297,10 +297,10 @@ async def test_several_prompts_and_choices_stand_with_their_lengths() -> None:
         await ask(stage, "completions-many")
         (span,) = await stage.spans()
     answer = hear("completions-many").answer
-    assert span.attributes[semconv.PROMPT_LENGTHS] == [len(prompt) for prompt in answer.prompts] == [8, 8, 4]
-    assert span.attributes[semconv.RESPONSE_LENGTHS] == [len(choice.token_ids) for choice in answer.ordered()]
+    assert span.attributes[semconv.INPUT_LENGTHS] == [len(prompt) for prompt in answer.prompts] == [8, 8, 4]
+    assert span.attributes[semconv.OUTPUT_LENGTHS] == [len(choice.token_ids) for choice in answer.ordered()]
     assert span.attributes[semconv.GEN_AI_INPUT_TOKENS] == 20
-    assert uint32s(span.attributes[semconv.PROMPT_TOKEN_IDS]) == [one for prompt in answer.prompts for one in prompt]  # type: ignore[arg-type]
+    assert uint32s(span.attributes[semconv.INPUT_TOKEN_IDS]) == [one for prompt in answer.prompts for one in prompt]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["responses", "messages-stream"])
@@ -329,7 +329,7 @@ async def test_a_client_that_leaves_a_stream_of_any_dialect_leaves_the_ids_so_fa
         await asyncio.wait_for(stage.engine.left.wait(), 5)
         (span,) = await stage.spans()
     assert span.attributes[semconv.ABORTED] is True
-    ids = uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS])  # type: ignore[arg-type]
+    ids = uint32s(span.attributes[semconv.OUTPUT_TOKEN_IDS])  # type: ignore[arg-type]
     (whole,) = hear(name).answer.ordered()
     assert 0 < len(ids) < len(whole.token_ids)
     assert whole.token_ids[: len(ids)] == ids

@@ -43,7 +43,7 @@ async def test_in_every_dialect(name: str) -> None:
         (span,) = await stage.spans()
     asked = engine.requests or [json.loads(body) for body in engine.bodies]
     assert [one["temperature"] for one in asked] == [0]
-    assert span.attributes["spangrad.sampling.temperature"] == 0.0
+    assert span.attributes["gen_ai.request.temperature"] == 0.0
 
 
 @pytest.mark.parametrize("mode", ["train", "validate"])

@@ -324,7 +324,7 @@ async def test_anthropics_own_interface_gets_its_key_and_version_and_messages_al
             assert (status, "answers /v1/messages alone" in json.loads(answer)["error"]["message"]) == (400, True)
             (span, _) = await stage.spans(2)
     assert (span.attributes["gen_ai.provider.name"], span.attributes["gen_ai.usage.output_tokens"]) == ("anthropic", 1)
-    assert semconv.RESPONSE_TOKEN_IDS not in span.attributes
+    assert semconv.OUTPUT_TOKEN_IDS not in span.attributes
 
 
 async def test_an_upstream_that_cannot_be_reached_is_left_alone_and_tried_again() -> None:

@@ -21,13 +21,13 @@ from spangrad.errors import SettingsError
 from spangrad.settings import GatewaySettings
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
-ARRAYS = ("spangrad.prompt.token_ids", "spangrad.response.token_ids", "spangrad.response.logprobs")
+ARRAYS = ("spangrad.input.token_ids", "spangrad.output.token_ids", "spangrad.output.logprobs")
 
 
 def redacted(request: str, response: str | None = None, /, *rules: str, paths: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
     """What is kept of a call's request and answer, beside its ids."""
     rules_of = Redactor(GatewaySettings(redact=rules, redact_paths=paths))
-    attributes = {"spangrad.request.json": request, "spangrad.response.json": response, "spangrad.prompt.token_ids": b"ids!", **more}
+    attributes = {"spangrad.request.json": request, "spangrad.response.json": response, "spangrad.input.token_ids": b"ids!", **more}
     _, _, kept = rules_of.redact("chat", "", attributes)
     return {key: value for key, value in kept.items() if value is not None}
 
@@ -86,7 +86,7 @@ def test_a_call_without_a_find_keeps_its_ids_and_the_engines_own_numbers_are_no_
     assert redacted('{"seed":1234567,"messages":[]}', answer, r"\d{7}") == {
         "spangrad.request.json": '{"seed":1234567,"messages":[]}',
         "spangrad.response.json": answer,
-        "spangrad.prompt.token_ids": b"ids!",
+        "spangrad.input.token_ids": b"ids!",
     }
 
 
@@ -110,7 +110,7 @@ def test_what_a_path_leads_to_is_replaced(path: str, messages: str, kept: str) -
 def test_a_path_that_leads_nowhere_finds_nothing(text: str) -> None:
     assert redacted(text, None, paths=("messages[*].content", "tools[3].name")) == {
         "spangrad.request.json": text,
-        "spangrad.prompt.token_ids": b"ids!",
+        "spangrad.input.token_ids": b"ids!",
     }
 
 

@@ -167,7 +167,7 @@ async def test_a_relaxed_call_in_each_dialect_records_the_parameters_in_effect(n
         (span,) = await stage.spans()
     asked = engine.requests or [json.loads(body) for body in engine.bodies]
     assert [sent["top_p"] for sent in asked] == [1.0]
-    assert span.attributes["spangrad.sampling.top_p"] == 1.0
+    assert span.attributes["gen_ai.request.top_p"] == 1.0
     assert span.attributes["spangrad.request.relaxed"] == ["top_p"]
     assert json.loads(str(span.attributes["spangrad.request.json"])) == request
 

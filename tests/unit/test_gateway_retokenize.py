@@ -78,10 +78,10 @@ def fill(route: str, request: object, response: object, **attributes: Any) -> di
 
 def marked(prompts: list[str], answers: list[str], special: int = 0) -> dict[str, Any]:
     return {
-        semconv.PROMPT_TOKEN_IDS: [one for text in prompts for one in [*([1] * special), *letters(text)]],
-        semconv.PROMPT_LENGTHS: [len(text) + special for text in prompts],
-        semconv.RESPONSE_TOKEN_IDS: letters("".join(answers)),
-        semconv.RESPONSE_LENGTHS: [len(text) for text in answers],
+        semconv.INPUT_TOKEN_IDS: [one for text in prompts for one in [*([1] * special), *letters(text)]],
+        semconv.INPUT_LENGTHS: [len(text) + special for text in prompts],
+        semconv.OUTPUT_TOKEN_IDS: letters("".join(answers)),
+        semconv.OUTPUT_LENGTHS: [len(text) for text in answers],
         semconv.IDS_SOURCE: "retokenized",
         semconv.TOKENIZER_HASH: "h4sh",
     }
@@ -127,13 +127,13 @@ def test_ids_are_made_from_text(
     route: str, request_: dict[str, Any], response: dict[str, Any], prompts: list[str], answers: list[str], special: int
 ) -> None:
     # Of several choices without ids the recorder says how long each is: nothing.
-    assert fill(route, request_, response, **{semconv.RESPONSE_LENGTHS: [0, 0]}) == marked(prompts, answers, special)
+    assert fill(route, request_, response, **{semconv.OUTPUT_LENGTHS: [0, 0]}) == marked(prompts, answers, special)
 
 
 @pytest.mark.parametrize(
     "attributes",
     [
-        {semconv.PROMPT_TOKEN_IDS: b"\1\0\0\0"},
+        {semconv.INPUT_TOKEN_IDS: b"\1\0\0\0"},
         {semconv.TOKENIZER_HASH: "engine's"},
         {semconv.REDACTED: True},
         {semconv.ERROR_TYPE: "500"},
@@ -167,8 +167,8 @@ def test_a_directory_s_tokenizer_and_chat_template_are_used(tiny_model: Path) ->
 
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_model))
     facts = said(filled)
-    assert tokenizer.decode(facts[semconv.PROMPT_TOKEN_IDS]) == PROMPT
-    assert tokenizer.decode(facts[semconv.RESPONSE_TOKEN_IDS]) == ANSWER_TEXT
+    assert tokenizer.decode(facts[semconv.INPUT_TOKEN_IDS]) == PROMPT
+    assert tokenizer.decode(facts[semconv.OUTPUT_TOKEN_IDS]) == ANSWER_TEXT
     assert facts[semconv.TOKENIZER_HASH] == tokenizer_hash(tiny_model)
 
 
@@ -216,10 +216,10 @@ async def test_clients_do_not_wait_and_every_call_is_marked(tiny_model: Path, mo
     for judged in (first, third):
         assert judged.attributes[semconv.IDS_SOURCE] == "retokenized"
         assert judged.attributes[semconv.TOKENIZER_HASH] == tokenizer_hash(tiny_model)
-        assert len(uint32s(judged.attributes[semconv.RESPONSE_TOKEN_IDS])) == 2  # type: ignore[arg-type]
-        assert semconv.RESPONSE_LOGPROBS not in judged.attributes
+        assert len(uint32s(judged.attributes[semconv.OUTPUT_TOKEN_IDS])) == 2  # type: ignore[arg-type]
+        assert semconv.OUTPUT_LOGPROBS not in judged.attributes
         assert semconv.POLICY_VERSIONS not in judged.attributes
-    assert uint32s(second.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9, 12, 2]  # type: ignore[arg-type]
+    assert uint32s(second.attributes[semconv.OUTPUT_TOKEN_IDS]) == [9, 12, 2]  # type: ignore[arg-type]
     assert semconv.IDS_SOURCE not in second.attributes
 
 

@@ -11,12 +11,12 @@ from unit_gateway import staged
 from spangrad import semconv
 
 NEUTRAL = {
-    semconv.SAMPLING_TEMPERATURE: 1.0,
-    semconv.SAMPLING_TOP_P: 1.0,
-    semconv.SAMPLING_TOP_K: 0,
+    semconv.GEN_AI_REQUEST_TEMPERATURE: 1.0,
+    semconv.GEN_AI_REQUEST_TOP_P: 1.0,
+    semconv.GEN_AI_REQUEST_TOP_K: 0,
     semconv.SAMPLING_MIN_P: 0.0,
-    semconv.SAMPLING_PRESENCE_PENALTY: 0.0,
-    semconv.SAMPLING_FREQUENCY_PENALTY: 0.0,
+    semconv.GEN_AI_REQUEST_PRESENCE_PENALTY: 0.0,
+    semconv.GEN_AI_REQUEST_FREQUENCY_PENALTY: 0.0,
     semconv.SAMPLING_REPETITION_PENALTY: 1.0,
     semconv.SAMPLING_CONSTRAINED: False,
 }
@@ -30,7 +30,7 @@ async def test_the_engines_word_on_how_it_sampled_wins_over_the_requests() -> No
         await stage.chat(temperature=None)
         await stage.chat(tool_choice="required")
         first, second = await stage.spans(2)
-    in_effect = {semconv.SAMPLING_TEMPERATURE: 0.6, semconv.SAMPLING_TOP_P: 0.95, semconv.SAMPLING_TOP_K: 20}
+    in_effect = {semconv.GEN_AI_REQUEST_TEMPERATURE: 0.6, semconv.GEN_AI_REQUEST_TOP_P: 0.95, semconv.GEN_AI_REQUEST_TOP_K: 20}
     assert {key: first.attributes.get(key) for key in NEUTRAL} == {**NEUTRAL, **in_effect}
     assert second.attributes[semconv.SAMPLING_CONSTRAINED] is True
 
@@ -39,13 +39,13 @@ async def test_the_engines_word_on_how_it_sampled_wins_over_the_requests() -> No
     ("asked", "recorded"),
     [
         ({}, {}),
-        ({"top_p": "0.01"}, {semconv.SAMPLING_TOP_P: 0.01}),
-        ({"top_k": "1"}, {semconv.SAMPLING_TOP_K: 1}),
-        ({"top_k": 5.0, "min_p": True}, {semconv.SAMPLING_TOP_K: 5, semconv.SAMPLING_MIN_P: 1.0}),
-        ({"temperature": " 0.001 "}, {semconv.SAMPLING_TEMPERATURE: 0.01}),
-        ({"top_k": 1.5}, {semconv.SAMPLING_TOP_K: None, **UNREAD}),
+        ({"top_p": "0.01"}, {semconv.GEN_AI_REQUEST_TOP_P: 0.01}),
+        ({"top_k": "1"}, {semconv.GEN_AI_REQUEST_TOP_K: 1}),
+        ({"top_k": 5.0, "min_p": True}, {semconv.GEN_AI_REQUEST_TOP_K: 5, semconv.SAMPLING_MIN_P: 1.0}),
+        ({"temperature": " 0.001 "}, {semconv.GEN_AI_REQUEST_TEMPERATURE: 0.01}),
+        ({"top_k": 1.5}, {semconv.GEN_AI_REQUEST_TOP_K: None, **UNREAD}),
         ({"min_p": [0.5]}, {semconv.SAMPLING_MIN_P: None, **UNREAD}),
-        ({"temperature": 10**400}, {semconv.SAMPLING_TEMPERATURE: None, **UNREAD}),
+        ({"temperature": 10**400}, {semconv.GEN_AI_REQUEST_TEMPERATURE: None, **UNREAD}),
         ({"thinking_token_budget": 2}, {semconv.SAMPLING_CONSTRAINED: True}),
     ],
     ids=str,

@@ -64,9 +64,9 @@ async def test_a_call_is_a_span_with_everything_that_training_needs(stage: Stage
     assert request == {**ASKED, "max_tokens": 8}
     assert response == bare(stage.engine.whole(ASKED))
     assert isinstance(process, str)
-    assert uint32s(attributes.pop(semconv.PROMPT_TOKEN_IDS)) == PROMPT_IDS  # type: ignore[arg-type]
-    assert uint32s(attributes.pop(semconv.RESPONSE_TOKEN_IDS)) == [9, 12, 2]  # type: ignore[arg-type]
-    assert float32s(attributes.pop(semconv.RESPONSE_LOGPROBS)) == [-0.25, -0.5, -0.125]  # type: ignore[arg-type]
+    assert uint32s(attributes.pop(semconv.INPUT_TOKEN_IDS)) == PROMPT_IDS  # type: ignore[arg-type]
+    assert uint32s(attributes.pop(semconv.OUTPUT_TOKEN_IDS)) == [9, 12, 2]  # type: ignore[arg-type]
+    assert float32s(attributes.pop(semconv.OUTPUT_LOGPROBS)) == [-0.25, -0.5, -0.125]  # type: ignore[arg-type]
     assert attributes == {
         "gen_ai.operation.name": "chat",
         "http.route": "/v1/chat/completions",
@@ -75,7 +75,6 @@ async def test_a_call_is_a_span_with_everything_that_training_needs(stage: Stage
         "gen_ai.response.model": "policy",
         "gen_ai.response.id": "chatcmpl-1",
         "gen_ai.response.finish_reasons": ["stop"],
-        "gen_ai.request.temperature": 0.5,
         "gen_ai.request.max_tokens": 8,
         "gen_ai.usage.input_tokens": 7,
         "gen_ai.usage.output_tokens": 3,
@@ -87,12 +86,12 @@ async def test_a_call_is_a_span_with_everything_that_training_needs(stage: Stage
         "spangrad.policy.name": "policy",
         "spangrad.policy.versions": "[[[0,0]]]",
         "spangrad.tokenizer.hash": "cafe",
-        "spangrad.sampling.temperature": 0.5,
-        "spangrad.sampling.top_p": 1.0,
-        "spangrad.sampling.top_k": 0,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.top_k": 0,
         "spangrad.sampling.min_p": 0.0,
-        "spangrad.sampling.presence_penalty": 0.0,
-        "spangrad.sampling.frequency_penalty": 0.0,
+        "gen_ai.request.presence_penalty": 0.0,
+        "gen_ai.request.frequency_penalty": 0.0,
         "spangrad.sampling.repetition_penalty": 1.0,
         "spangrad.sampling.constrained": False,
         "http.response.status_code": 200,
@@ -119,8 +118,8 @@ async def test_a_stream_leaves_the_same_span_as_a_whole_answer(stage: Stage) -> 
 async def test_several_choices_stand_one_after_the_other(stage: Stage) -> None:
     await stage.chat(n=2, stream=True)
     (span,) = await stage.spans()
-    assert uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9, 12, 2, 109, 112, 102]  # type: ignore[arg-type]
-    assert span.attributes[semconv.RESPONSE_LENGTHS] == [3, 3]
+    assert uint32s(span.attributes[semconv.OUTPUT_TOKEN_IDS]) == [9, 12, 2, 109, 112, 102]  # type: ignore[arg-type]
+    assert span.attributes[semconv.OUTPUT_LENGTHS] == [3, 3]
     assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["stop", "stop"]
 
 
@@ -155,7 +154,7 @@ async def test_a_client_that_leaves_a_stream_stops_the_engine_and_leaves_the_ids
     assert span.attributes[semconv.ABORTED] is True
     assert semconv.ERROR_TYPE not in span.attributes
     assert (span.attributes[semconv.POLICY_NAME], semconv.POLICY_VERSIONS in span.attributes) == ("policy", False)
-    assert uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9]  # type: ignore[arg-type]
+    assert uint32s(span.attributes[semconv.OUTPUT_TOKEN_IDS]) == [9]  # type: ignore[arg-type]
     assert await stage.count("/rollout/r1/attempt/2") == (200, {"calls": 1, "overflowed": False})
 
 
@@ -194,7 +193,7 @@ async def test_an_error_in_the_midst_of_a_stream_passes_and_counts_as_failed(sta
     assert body.endswith(
         b'data: {"error":{"message":"the engine broke","type":"InternalServerError","param":null,"code":500}}\n\ndata: [DONE]\n\n'
     )
-    assert (span.attributes[semconv.ERROR_TYPE], uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS])) == ("engine_error", [9])  # type: ignore[arg-type]
+    assert (span.attributes[semconv.ERROR_TYPE], uint32s(span.attributes[semconv.OUTPUT_TOKEN_IDS])) == ("engine_error", [9])  # type: ignore[arg-type]
 
 
 async def test_a_stream_that_the_engine_breaks_breaks_for_the_client_too(stage: Stage) -> None:
@@ -203,7 +202,7 @@ async def test_a_stream_that_the_engine_breaks_breaks_for_the_client_too(stage: 
         await stage.chat(stream=True)
     (span,) = await stage.spans()
     assert (span.status, span.attributes[semconv.ERROR_TYPE]) == ("ERROR", "engine_unreachable")
-    assert uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9]  # type: ignore[arg-type]
+    assert uint32s(span.attributes[semconv.OUTPUT_TOKEN_IDS]) == [9]  # type: ignore[arg-type]
 
 
 async def test_a_dead_engine_is_named_with_its_remedy() -> None:
@@ -299,9 +298,9 @@ async def test_odd_requests_are_recorded_and_break_nothing(stage: Stage) -> None
     assert (await stage.chat("", odd))[0] == 200
     first, second = sorted(await stage.spans(2), key=lambda span: span.attributes[semconv.SEQ])  # type: ignore[arg-type,return-value]
     assert first.attributes[semconv.GEN_AI_REQUEST_MAX_TOKENS] == str(10**20)
-    assert first.attributes[semconv.SAMPLING_TOP_K] == str(2**63)
+    assert first.attributes[semconv.GEN_AI_REQUEST_TOP_K] == str(2**63)
     # vLLM samples no colder than this.
-    assert first.attributes[semconv.SAMPLING_TEMPERATURE] == 0.01
+    assert first.attributes[semconv.GEN_AI_REQUEST_TEMPERATURE] == 0.01
     assert second.attributes[semconv.RUN_ID] == "run"
     assert await stage.count(path) == (200, {"calls": 2, "overflowed": False})
 
