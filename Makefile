@@ -30,7 +30,7 @@ endif
 BIN := .venv/bin
 PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer prompts dashboards examples tests benchmarks packaging
 
-.PHONY: setup setup-server otelcol demo test test-slow check format bench docs clean
+.PHONY: setup setup-server otelcol demo test test-slow check format bench docs reference clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -67,8 +67,14 @@ format: setup-server
 bench: setup
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
-docs: setup-server
-	$(BIN)/python -m pytest tests/unit/test_docs.py $(ARGS)
+docs:
+	@$(PYTHON) packaging/environment.py docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --site-dir build/site $(ARGS)
+	@echo "build/site/index.html"
+
+reference: setup-server
+	$(BIN)/python packaging/pictures.py
+	$(BIN)/python packaging/reference.py
 
 clean:
-	rm -rf .venv .venv-vllm .venv-peers .setup build runs data
+	rm -rf .venv .venv-vllm .venv-docs .venv-peers .setup build runs data

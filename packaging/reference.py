@@ -1,0 +1,314 @@
+"""Write docs/reference from the code: settings, commands, tables, attributes, reasons and metrics.
+
+In: the settings' models, the command line, the schema's migrations in a temporary database, `spangrad/semconv.py`, the enumerations of
+reasons, the collectors behind `/metrics`. Out: a Markdown page for each; with --check, exit code 1 and the names of pages that differ.
+Invariant: pages hold no path, address or time of the machine that wrote them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from enum import EnumType, StrEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+ROOT = Path(__file__).resolve().parent.parent
+DIRECTORY = ROOT / "docs" / "reference"
+COMMAND = ".venv/bin/python packaging/reference.py"
+
+
+def settings_page() -> Iterator[str]:
+    """Yield every section of the settings with its keys, types, defaults and meanings."""
+    from spangrad.settings import Settings
+
+    yield "# Settings"
+    yield (
+        "Flags are stronger than the environment, the environment than the file, the file than the default: "
+        "[Operations](../guides/operations.md#settings)."
+    )
+    yield from _sections(Settings, "")
+
+
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    texts = docstrings(model)
+    rows: list[tuple[str, ...]] = []
+    nested: list[tuple[str, type[BaseModel]]] = []
+    for name, field in model.model_fields.items():
+        key, kind = f"{prefix}{name}", field.annotation
+        if inspect.isclass(kind) and issubclass(kind, BaseModel):
+            nested.append((key, kind))
+            continue
+        nested += [(f"{key}[]", entry) for entry in _models_in(kind)]
+        rows.append((f"`{key}`", _type_name(kind), _default(field), texts.get(name, "")))
+    if prefix:
+        yield f"## {prefix.removesuffix('.')}"
+        yield " ".join((model.__doc__ or "").split())
+        if rows:
+            yield table(("key", "type", "default", "meaning"), rows)
+    for key, section in nested:
+        yield from _sections(section, f"{key}.")
+
+
+def _models_in(kind: Any) -> list[type[BaseModel]]:
+    if inspect.isclass(kind) and issubclass(kind, BaseModel):
+        return [kind]
+    return [model for argument in get_args(kind) for model in _models_in(argument)]
+
+
+def _type_name(kind: Any) -> str:
+    if kind is type(None):
+        return "none"
+    if inspect.isclass(kind) and issubclass(kind, StrEnum):
+        return ", ".join(f"`{member.value}`" for member in kind)
+    arguments = [argument for argument in get_args(kind) if argument is not Ellipsis]
+    if "Literal" in str(kind).split("[", maxsplit=1)[0]:
+        return ", ".join(f"`{argument}`" for argument in arguments)
+    names = {"SecretStr": "text", "str": "text", "Path": "path", "int": "integer", "float": "number", "bool": "true, false"}
+    if not arguments:
+        return names.get(getattr(kind, "__name__", ""), "table" if _models_in(kind) else getattr(kind, "__name__", str(kind)))
+    name = getattr(kind, "__name__", "")
+    if name in ("tuple", "list", "frozenset", "set", "Sequence"):
+        return f"list of {_type_name(arguments[0])}"
+    if name in ("dict", "Mapping"):
+        return f"table of {_type_name(arguments[1])}"
+    return " or ".join(dict.fromkeys(_type_name(argument) for argument in arguments if argument is not type(None)))
+
+
+def _default(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, BaseModel):
+        return "see below"
+    if isinstance(value, dict | tuple | list | frozenset | set) and not value:
+        return "empty"
+    if isinstance(value, dict):
+        return ", ".join(f"`{key} = {entry}`" for key, entry in value.items())
+    if isinstance(value, tuple | list | frozenset | set):
+        return ", ".join(f"`{entry}`" for entry in value)
+    return f"`{value}`"
+
+
+def cli_page() -> Iterator[str]:
+    """Yield every command with its options, as its own help has them."""
+    from spangrad.cli import app
+
+    text = app.generate_docs(output_format="markdown", heading_level=1)
+    body = text.split("**Services**", 1)[1]
+    yield "# Commands"
+    yield (
+        "`spangrad COMMAND --help` prints the same. `--config FILE` and `--set SECTION.KEY=VALUE` belong to every command that reads "
+        "settings."
+    )
+    yield "**Services**" + re.sub(r"^\* `--(?:config PATH|set STR\.\.\.)`:.*\n", "", body, flags=re.MULTILINE).strip()
+
+
+def tables_page() -> Iterator[str]:
+    """Yield the tables of the store, with the comments of tables and columns that the store itself holds."""
+    from chdb.session import Session
+
+    from collector.schema.cluster import Layout
+    from collector.schema.migrations import SCHEMA, preamble, read_migrations
+    from spangrad.settings import StoreSettings
+
+    layout = Layout.of(StoreSettings())
+    with tempfile.TemporaryDirectory() as directory:
+        database = Session(directory)
+
+        def rows(sql: str) -> list[list[str]]:
+            return [line.split("\t") for line in str(database.query(sql, "TabSeparated")).splitlines()]
+
+        for statement in [*preamble(layout), *(line for migration in read_migrations(SCHEMA) for line in migration.script(layout))]:
+            database.query(statement)
+        found = rows(
+            "SELECT database, name, comment FROM system.tables WHERE database IN ('otel', 'spangrad', 'spangrad_internal') "
+            "AND engine != 'MaterializedView' AND name NOT LIKE '.inner%' ORDER BY database = 'otel', database, name"
+        )
+        columns = rows(
+            "SELECT database, table, name, type, comment FROM system.columns "
+            "WHERE database IN ('otel', 'spangrad') ORDER BY database, table, position"
+        )
+        database.close()
+    public = "spangrad" if any(name == "spangrad" for name, *_ in found) else "otel"
+    yield "# Tables"
+    yield f"People and dashboards read the database `{public}`: each table counts a thing once, however often it was delivered."
+    for schema, name, comment in found:
+        if schema != public or name in ("otel_traces", "otel_logs"):
+            continue
+        yield f"## {schema}.{name}"
+        yield comment.replace("\\'", "'")
+        of_table = [(f"`{column}`", f"`{kind}`", text) for base, of, column, kind, text in columns if (base, of) == (schema, name)]
+        yield table(("column", "type", "meaning"), [tuple(cell.replace("\\'", "'") for cell in row) for row in of_table])
+    rest = [(f"`{schema}.{name}`", comment.replace("\\'", "'")) for schema, name, comment in found if schema != public]
+    if rest:
+        yield "## Other databases"
+        yield "`otel` holds OpenTelemetry's stock tables in the layout of the Collector's ClickHouse exporter. What is internal may change."
+        yield table(("table", "holds"), rest)
+
+
+def attributes_page() -> Iterator[str]:
+    """Yield spangrad's own attributes, by the spans that carry them."""
+    path = ROOT / "spangrad" / "semconv.py"
+    yield "# Attributes"
+    yield (
+        "Attributes of spans that spangrad writes or reads under names of its own; `spangrad/semconv.py` is their home in code. "
+        "Beside them the gateway's span carries OpenTelemetry's `gen_ai.*`; what the builder reads of other instrumentations is in "
+        "[Conventions](conventions.md)."
+    )
+    lines = path.read_text().splitlines()
+    body = ast.parse(path.read_text()).body
+    rows: list[tuple[str, ...]] = []
+    title = ""
+    for place, node in enumerate(body):
+        comment = lines[node.lineno - 2] if node.lineno > 1 else ""
+        if comment.startswith("# "):
+            if rows:
+                yield f"## {title}"
+                yield table(("attribute", "meaning"), rows)
+            title, rows = comment[2:].split(".")[0], []
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Constant):
+            continue
+        value = node.value.value
+        if isinstance(value, str) and value.startswith("spangrad.") and not str(getattr(node.target, "id", "")).endswith("_SCOPE"):
+            after = body[place + 1] if place + 1 < len(body) else None
+            rows.append((f"`{value}`", _string(after)))
+    if rows:
+        yield f"## {title}"
+        yield table(("attribute", "meaning"), rows)
+
+
+def reasons_page() -> Iterator[str]:
+    """Yield why calls are dropped, groups skipped and attempts failed, with remedies."""
+    from spangrad.types import AttemptFailure, DropReason, Mode
+    from trainer.ledger import skips
+
+    drops, failures, skipped, modes = map(docstrings, (DropReason, AttemptFailure, skips.SkipReason, Mode))
+    yield "# Drop reasons"
+    yield (
+        "Every policy call of a complete rollout is a transition or a drop; a drop has one reason "
+        "([which, where several hold](../concepts/completeness.md#which-reason-where-several-hold)). "
+        "`spangrad rollout why ID` prints reason and remedy of each call of a rollout."
+    )
+    rows = [(f"`{reason}`", drops[reason.name], reason.remedy) for reason in DropReason]
+    yield table(("reason", "the call, or its rollout", "remedy"), rows)
+    yield "## Skip reasons"
+    yield "A group that the trainer does not train: [Skipped groups](../guides/training.md#skipped-groups)."
+    notes = [(f"`{reason}`", skipped[reason.name], skips.REMEDIES.get(reason, "")) for reason in skips.SkipReason]
+    yield table(("reason", "the group", "remedy"), notes)
+    yield "## Failures of an attempt"
+    yield "The first six are the policy's doing and have a reward; the others are retried: [Runner](../guides/runner.md#failures)."
+    yield table(("reason", "the attempt"), [(f"`{reason}`", failures[reason.name]) for reason in AttemptFailure])
+    yield "## Modes"
+    yield table(("mode", "its rollouts"), [(f"`{mode}`", modes[mode.name]) for mode in Mode])
+
+
+def metrics_page() -> Iterator[str]:
+    """Yield the metrics of each `/metrics`, from the collectors that a scrape asks."""
+    from gateway.metrics import GatewayMetrics
+    from runner.environments.server import EnvironmentMetrics
+    from runner.queue.metrics import QueueMetrics
+
+    service: Any = SimpleNamespace(
+        ended=Counter[str](),
+        in_flight=0,
+        writer=SimpleNamespace(tally=SimpleNamespace(transactions=0, requests=0, seconds=0.0)),
+    )
+    pool: Any = SimpleNamespace(standings=list, waiting=0, counts=Counter[str]())
+    yield "# Metrics"
+    yield (
+        "What Prometheus scrapes at `/metrics` of each service. The metrics of a training step are in "
+        "[Training](../guides/training.md#metrics)."
+    )
+    for title, collector in (
+        ("Gateway", GatewayMetrics()),
+        ("Queue", QueueMetrics(service)),
+        ("Environments", EnvironmentMetrics(pool)),
+    ):
+        yield f"## {title}"
+        rows: list[tuple[str, ...]] = []
+        for metric in collector.collect():
+            labels = ", ".join(f"`{label}`" for label in getattr(metric, "_labelnames", ()))
+            name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+            rows.append((f"`{name}`", metric.type, labels, metric.documentation))
+        yield table(("metric", "type", "labels", "meaning"), rows)
+
+
+PAGES: dict[str, Callable[[], Iterable[str]]] = {
+    "settings": settings_page,
+    "cli": cli_page,
+    "tables": tables_page,
+    "attributes": attributes_page,
+    "drops": reasons_page,
+    "metrics": metrics_page,
+}
+
+
+def docstrings(owner: type[Any] | EnumType) -> dict[str, str]:
+    """Return the docstrings that follow the attributes of a class and of its bases, by attribute."""
+    texts: dict[str, str] = {}
+    for base in reversed(owner.__mro__):
+        if not base.__module__.startswith(("spangrad", "trainer")):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for node, after in zip(body.body, body.body[1:], strict=False):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets if isinstance(node, ast.Assign) else []
+            if _string(after):
+                texts.update({target.id: _string(after) for target in targets if isinstance(target, ast.Name)})
+    return texts
+
+
+def _string(node: ast.AST | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return " ".join(node.value.value.split())
+    return ""
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, tuple("---" for _ in head), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def render(name: str) -> str:
+    """Return a page's text."""
+    return "\n\n".join(["<!-- Written by packaging/reference.py from the code: do not edit. -->", *PAGES[name]()]) + "\n"
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare the pages and write nothing")
+    check: bool = parser.parse_args().check
+    stale: list[str] = []
+    for name in PAGES:
+        path, text = DIRECTORY / f"{name}.md", render(name)
+        if not path.exists() or path.read_text() != text:
+            stale.append(f"docs/reference/{name}.md")
+            if not check:
+                path.write_text(text)
+    if check and stale:
+        print(f"{', '.join(stale)}: differ from the code. Write them again: {COMMAND}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
