@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import EnumType, StrEnum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -68,6 +68,8 @@ def _models_in(kind: Any) -> list[type[BaseModel]]:
 
 
 def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
     if kind is type(None):
         return "none"
     if inspect.isclass(kind) and issubclass(kind, StrEnum):
@@ -75,7 +77,15 @@ def _type_name(kind: Any) -> str:
     arguments = [argument for argument in get_args(kind) if argument is not Ellipsis]
     if "Literal" in str(kind).split("[", maxsplit=1)[0]:
         return ", ".join(f"`{argument}`" for argument in arguments)
-    names = {"SecretStr": "text", "str": "text", "Path": "path", "int": "integer", "float": "number", "bool": "true, false"}
+    names = {
+        "SecretStr": "text",
+        "datetime": "time",
+        "str": "text",
+        "Path": "path",
+        "int": "integer",
+        "float": "number",
+        "bool": "true, false",
+    }
     if not arguments:
         return names.get(getattr(kind, "__name__", ""), "table" if _models_in(kind) else getattr(kind, "__name__", str(kind)))
     name = getattr(kind, "__name__", "")
