@@ -44,12 +44,6 @@ ROLLOUT_FINAL: Final = "spangrad.rollout.final"
 """True on the root span of the last attempt: no other one follows."""
 ROLLOUT_FAILURE: Final = "spangrad.rollout.failure"
 """Reason for which the attempt failed, of `AttemptFailure` in `spangrad/types.py`."""
-INIT_SECONDS: Final = "spangrad.rollout.init.seconds"
-"""Duration of the stage `init` in seconds, the wait for a slot excluded."""
-RUN_SECONDS: Final = "spangrad.rollout.run.seconds"
-"""Duration of the stage `run` in seconds, the wait for a slot excluded."""
-EVALUATE_SECONDS: Final = "spangrad.rollout.evaluate.seconds"
-"""Duration of a stage in seconds, the wait for a slot excluded. Absent: the attempt did not reach the stage, or has no such stage."""
 
 # The gateway's span.
 GATEWAY_SCOPE: Final = "spangrad.gateway"

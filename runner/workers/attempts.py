@@ -210,9 +210,8 @@ class Attempts:
             answer = AttemptOutcome(None, why.failure, why.detail)
         answer = answer.storable()
         final = why.final if why is not None else answer.failure is None or answer.rewards is not None or lease.last
-        stages = clock.taken()
-        self.roots.close(making.span or self.roots.open(making.rollout), answer, making.calls, stages, final=final)
-        return Ended(lease, answer, making.calls, stages, final=final, reported=why is not None and why.reported)
+        self.roots.close(making.span or self.roots.open(making.rollout), answer, making.calls, clock.times, final=final)
+        return Ended(lease, answer, making.calls, clock.taken(), final=final, reported=why is not None and why.reported)
 
     async def _through(self, making: _Making) -> AttemptOutcome:
         """Run all stages, with or without a leased environment."""

@@ -1,4 +1,4 @@
-"""Root spans: one `rollout` span per attempt, with its identity and how it went.
+"""Root spans: one `rollout` span per attempt, with its identity, how it went, and a child span for each stage.
 
 In: attempts, and how they ended. Out: spans to the store. Invariant: the ids of a root span are a function of run, rollout and attempt, so
 its worker and a process that finds the worker dead write the same span; the store counts it once. A root span that could not be sent does
@@ -13,32 +13,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 
 import aiohttp
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, StatusCode
 
 from runner.workers.jobs import AttemptOutcome
+from runner.workers.slots import StageTime
 from spangrad import semconv
 from spangrad.agent.propagation import carrier_of, with_baggage
 from spangrad.agent.reward_values import Rewards, entries
 from spangrad.agent.telemetry import LosslessSpanProcessor, bearer, provider_through, traces_url
 from spangrad.errors import StoreError
 from spangrad.settings import StoreSettings
-from spangrad.types import Rollout, Stage
+from spangrad.types import Rollout
 
 _SERVICE = "spangrad-runner"
 _FLUSH_MILLISECONDS = 5_000
 _CLAIMS_KEPT = 100_000
-_SECONDS = {
-    Stage.INIT: semconv.INIT_SECONDS,
-    Stage.RUN: semconv.RUN_SECONDS,
-    Stage.EVALUATE: semconv.EVALUATE_SECONDS,
-}
 
 
 class RootSpans:
@@ -81,30 +77,39 @@ class RootSpans:
             },
         )
 
-    def close(
-        self, span: Span, answer: AttemptOutcome, calls: int | None, stages: Mapping[Stage, float] = MappingProxyType({}), *, final: bool
-    ) -> None:
-        """Write the result of an attempt to its root span, and end it.
+    def close(self, span: Span, answer: AttemptOutcome, calls: int | None, stages: Sequence[StageTime] = (), *, final: bool) -> None:
+        """Write the result of an attempt to its root span, and its stages as children, and end it.
 
         Args:
             span: root span of the attempt.
             answer: rewards, or a failure.
             calls: policy calls that the gateway answered. None: they were not counted.
-            stages: seconds in each stage that the attempt reached.
+            stages: times of the stages that the attempt reached.
             final: True if no other attempt follows.
         """
         span.set_attribute(semconv.ROLLOUT_FINAL, final)
         if calls is not None:
             span.set_attribute(semconv.ROLLOUT_CALLS, calls)
-        for stage, seconds in stages.items():
-            span.set_attribute(_SECONDS[stage], seconds)
         if answer.failure is not None:
             span.set_attribute(semconv.ROLLOUT_FAILURE, answer.failure)
             span.set_status(StatusCode.ERROR, answer.detail)
         for name, role, value in entries(by_name(answer.rewards) or {}):
             of_role = {semconv.REWARD_ROLE: role} if role else {}
             span.add_event(semconv.EVALUATION_EVENT, {semconv.EVALUATION_NAME: name, semconv.EVALUATION_SCORE: value, **of_role})
+        self._write_stages(span, stages)
         span.end()
+
+    def _write_stages(self, root: Span, stages: Sequence[StageTime]) -> None:
+        """Write the children before their root ends: whoever has the root has them."""
+        if not isinstance(root, ReadableSpan) or not stages:
+            return
+        carried = {key: value for key in semconv.CONTEXT_KEYS if (value := (root.attributes or {}).get(key)) is not None}
+        for place, stage in enumerate(stages):
+            self._ids.key = f"{root.get_span_context().span_id:x}\0{stage.stage}\0{place}"
+            child = self._tracer.start_span(
+                stage.stage, trace.set_span_in_context(root, Context()), attributes=carried, start_time=stage.started_at
+            )
+            child.end(stage.started_at + round(stage.seconds * 1e9))
 
     async def acknowledged(self, patience_seconds: float) -> None:
         """Wait until the store has accepted the root spans that were closed before.
@@ -152,7 +157,7 @@ def by_name(rewards: Rewards | float | None) -> Rewards | None:
 
 
 class _Ids(IdGenerator):
-    """Generates the ids of the root span of `key`; set it, then start the span in the same thread."""
+    """Generates the ids of the span of `key`; set it, then start the span in the same thread."""
 
     def __init__(self) -> None:
         self.key = ""

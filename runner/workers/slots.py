@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -58,27 +59,40 @@ class Slots:
         self._semaphore.release()
 
 
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """When an attempt went through a stage, the wait for a slot excluded."""
+
+    stage: Stage
+    started_at: int
+    """Unix time, in nanoseconds."""
+    seconds: float
+
+
 class StageClock:
-    """Time of one attempt in each stage."""
+    """Times of one attempt in its stages."""
 
     def __init__(self) -> None:
-        self._over: dict[Stage, float] = {}
+        self.times: list[StageTime] = []
+        """Completed stages, in order. A stage occurs twice where an agent's host and a service both have a part in it."""
         self._began: dict[Stage, float] = {}
 
     @contextmanager
     def counting(self, stage: Stage) -> Generator[None]:
         """Measure a stage for as long as the block."""
+        started_at = time.time_ns()
         self._began[stage] = time.monotonic()
         try:
             yield
         finally:
-            self._over[stage] = time.monotonic() - self._began.pop(stage)
+            self.times.append(StageTime(stage, started_at, time.monotonic() - self._began.pop(stage)))
 
     def seconds(self, stage: Stage) -> float:
         """Return the seconds in a stage so far; 0 before it."""
         began = self._began.get(stage)
-        return self._over.get(stage, 0.0) if began is None else time.monotonic() - began
+        current = 0.0 if began is None else time.monotonic() - began
+        return current + sum(part.seconds for part in self.times if part.stage is stage)
 
     def taken(self) -> dict[Stage, float]:
         """Return the seconds in each completed stage, in the order of the stages."""
-        return {stage: self._over[stage] for stage in Stage if stage in self._over}
+        return {stage: self.seconds(stage) for stage in Stage if any(part.stage is stage for part in self.times)}

@@ -123,6 +123,7 @@ class SunkSpan:
     events: tuple[tuple[str, dict[str, object]], ...]
     service: str
     scope: str
+    seconds: float
 
 
 class OtlpSink(HttpServer):
@@ -180,6 +181,7 @@ def _sunk(span: Any, service: str, scope: str) -> SunkSpan:
         events=tuple((event.name, _plain(event.attributes)) for event in span.events),
         service=service,
         scope=scope,
+        seconds=(span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
     )
 
 

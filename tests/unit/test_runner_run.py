@@ -111,7 +111,7 @@ def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def facts(root: SunkSpan) -> dict[str, object]:
     """A root's attributes but for those that are new each time."""
-    fresh = {semconv.ROLLOUT_ID, semconv.GROUP_ID, semconv.PROCESS_ID, semconv.SEQ, semconv.RUN_SECONDS}
+    fresh = {semconv.ROLLOUT_ID, semconv.GROUP_ID, semconv.PROCESS_ID, semconv.SEQ}
     assert fresh <= root.attributes.keys()
     return {key: value for key, value in root.attributes.items() if key not in fresh}
 

@@ -172,8 +172,18 @@ async def test_no_stage_holds_a_place_of_another(tmp_path: Path) -> None:
         found = await outcomes(made, ["a", "b", "c"])
         assert [(one.reward, one.detail) for one in found] == [({"reward": 1.0}, "")] * 3
         assert sorted(told(tmp_path)) == ["closed a", "closed b", "closed c"]
-        stages = {semconv.INIT_SECONDS, semconv.RUN_SECONDS, semconv.EVALUATE_SECONDS}
-        assert [stages - root.keys() for root in here.roots().values()] == [set()] * 3
+        roots = {span.span_id: span for span in here.sink.named("rollout")}
+        children = [span for stage in ("init", "run", "evaluate") for span in here.sink.named(stage)]
+        assert Counter((span.parent_id, span.name) for span in children) == Counter(
+            {(root, stage): 1 for root in roots for stage in ("init", "run", "evaluate")}
+        )
+        for span in children:
+            root = roots[span.parent_id]
+            assert (span.trace_id, span.status) == (root.trace_id, "UNSET")
+            assert {key: span.attributes[key] for key in semconv.CONTEXT_KEYS[:4]} == {
+                key: root.attributes[key] for key in semconv.CONTEXT_KEYS[:4]
+            }
+        assert here.sink.spans.index(children[0]) < min(here.sink.spans.index(root) for root in roots.values()), "before the root"
 
 
 async def test_only_so_many_are_initialised_ahead(tmp_path: Path) -> None:
@@ -230,6 +240,9 @@ async def test_each_stage_has_a_time_of_its_own_and_says_so(tmp_path: Path) -> N
         (end,) = [one.end for one in kept.kept(found[3].key.rollout_id)]
         assert (list(end["stages"]), end["stages"]["evaluate"] >= 2) == (["init", "run", "evaluate"], True)
         assert found[3].seconds == pytest.approx(end["stages"]["run"])
+        (root,) = [span for span in here.sink.named("rollout") if span.attributes[semconv.ROLLOUT_ID] == found[3].key.rollout_id]
+        taken = {span.name: span.seconds for span in here.sink.spans if span.parent_id == root.span_id and span.scope == root.scope}
+        assert taken == pytest.approx(end["stages"], abs=1e-5), "a stage's span lasts as long as the stage"
 
 
 class Env:

@@ -55,6 +55,8 @@ async def test_the_agent_and_its_spans(tmp_path: Path) -> None:
         assert len({span.trace_id for span in spans}) == 1
         assert tree(spans) == {
             "rollout": 1,
+            "rollout/run": 1,
+            "rollout/evaluate": 1,
             "rollout/LangGraph": 1,
             "rollout/LangGraph/model": 3,
             "rollout/LangGraph/model/ChatOpenAI": 3,
