@@ -120,7 +120,7 @@ def cli_page() -> Iterator[str]:
     from spangrad.cli import app
 
     text = app.generate_docs(output_format="markdown", heading_level=1)
-    body = text.split("**Services**", 1)[1]
+    body = text.split("**Services**", 1)[1].replace(f"{ROOT}/", "")
     yield "# Commands"
     yield (
         "`spangrad COMMAND --help` prints the same. `--config FILE` and `--set SECTION.KEY=VALUE` belong to every command that reads "
