@@ -503,7 +503,7 @@ def test_the_examples_of_the_docs_run(store: StoreSettings, tmp_path: Path) -> N
     two_turns(world, "r1", -1.0)
     then = world.commit()
     page = (Path(__file__).parents[2] / "docs" / "guides" / "exports.md").read_text()
-    commands = re.findall(r"^    spangrad (export .*)$", page, re.M)
+    commands = re.findall(r"^spangrad (export .*)$", page, re.M)
     assert len(commands) > 6
     for command in commands:
         words = shlex.split(command.replace("default@2", "ex-docs@1").replace("2026-11-01", then.isoformat()), comments=True)
@@ -514,8 +514,8 @@ def test_the_examples_of_the_docs_run(store: StoreSettings, tmp_path: Path) -> N
     assert {name for name in FORMATS if f"| `{name}` |" not in page} == set()
     told = {one.value for one in LeftOut} | {"no_usable_rollout"}
     assert {name for name in told if f"| `{name}` |" not in page} == set()
-    snippets = re.findall(r"^    >>> (.*)$", page, re.M)
-    work = "\n".join(["import os", f"os.chdir({str(tmp_path)!r})", *snippets])
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    work = f"import os\nos.chdir({str(tmp_path)!r})\n{snippet}"
     exec(compile(work, "docs/guides/exports.md", "exec"), {})
 
 

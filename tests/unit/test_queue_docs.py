@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "queue.md"
 async def test_the_commands_run_and_answer_what_the_page_says(tmp_path: Path) -> None:
     if not shutil.which("curl"):
         pytest.skip("curl is not here: install it")
-    blocks = re.findall(r"^```\n(curl .*?)^```", PAGE.read_text(), re.M | re.S)
+    blocks = re.findall(r"^```console\n(curl .*?)^```", PAGE.read_text(), re.M | re.S)
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     ran = 0
     async with serving(settings):

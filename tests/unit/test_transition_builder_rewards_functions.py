@@ -195,7 +195,8 @@ def test_the_example_of_the_documentation_rewards_retries_and_punishes_a_last_ti
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text()
     blocks = re.findall(r"```(python|toml)\n(.*?)```", page, re.DOTALL)
-    (code,), (settings,) = ([text for kind, text in blocks if kind == wanted] for wanted in ("python", "toml"))
+    (code,) = (text for kind, text in blocks if kind == "python")
+    (settings,) = (text for kind, text in blocks if kind == "toml" and 'kind = "python"' in text)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rules.py").write_text(code)
     (rule,) = tomllib.loads(settings)["builder"]["rules"]
