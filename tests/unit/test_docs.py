@@ -21,6 +21,10 @@ PAGES = sorted(
         *ROOT.glob("benchmarks/*.md"),
     ]
 )
+HAND_WRITTEN = [
+    ROOT / "README.md",
+    *(page for page in PAGES if page.match("docs/**/*.md") and not {"reference", "decisions"} & set(page.parts)),
+]
 SETTINGS = {origin.key for origin in explain_settings(env={})}
 
 
@@ -54,6 +58,16 @@ class TestPage:
             page.read_text(),
         )
         assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_at_most_120_characters_wide(page: Path) -> None:
+    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+    assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_the_readme_is_at_most_120_lines_long() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_the_agent_of_the_example_knows_nothing_of_us() -> None:
