@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Add the examples, the benchmarks and the decisions to the navigation."""
+    """Add the examples, the benchmarks, the decisions, and pages that mkdocs.yml does not name, to the navigation."""
+    named = set(_named(config.nav))
+    for section in config.nav:
+        for title, entries in section.items():
+            if isinstance(entries, list):
+                pages = (path.relative_to(ROOT / "docs").as_posix() for path in sorted((ROOT / "docs" / title.lower()).glob("*.md")))
+                entries += [page for page in pages if page not in named]
     decisions = sorted(path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/decisions/*.md"))
     examples = [_page(path) for path in OUTSIDE if path.startswith("examples/")]
     config.nav.append({"Examples": examples})
@@ -61,6 +68,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{image}[{text}]({posixpath.relpath(on_site, posixpath.dirname(source) or '.')}{anchor})"
 
     return _LINK.sub(replace, markdown)
+
+
+def _named(nav: Any) -> Iterator[str]:
+    """Yield the pages of a navigation."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, dict):
+        yield from _named(list(nav.values()))
+    else:
+        for entry in nav:
+            yield from _named(entry)
 
 
 def _page(path: str) -> str:
