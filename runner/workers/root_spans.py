@@ -100,7 +100,7 @@ class RootSpans:
         span.end()
 
     def _write_stages(self, root: Span, stages: Sequence[StageTime]) -> None:
-        """Write the children before their root ends: whoever has the root has them."""
+        """Write the child spans before their root ends: who receives the root has them all."""
         if not isinstance(root, ReadableSpan) or not stages:
             return
         carried = {key: value for key in semconv.CONTEXT_KEYS if (value := (root.attributes or {}).get(key)) is not None}

@@ -61,7 +61,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """When an attempt went through a stage, the wait for a slot excluded."""
+    """Interval of an attempt in one stage, the wait for a slot excluded."""
 
     stage: Stage
     started_at: int
