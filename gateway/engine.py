@@ -27,6 +27,8 @@ from typing import IO
 
 from gateway.bare_adapter import bare_adapter, write_bare_adapter
 from gateway.engine_arguments import require_one_server
+from gateway.engine_failure import root_cause
+from gateway.engine_fit import fitted, vllm_python
 from gateway.vllm_plugin.asking import CHAT_PATH
 from gateway.vllm_plugin.middleware import (
     BARE_VARIABLE,
@@ -44,7 +46,8 @@ from spangrad.weights.checksums import tokenizer_hash
 
 log = logging.getLogger(__name__)
 
-TAIL_LINES = 30
+TAIL_LINES = 1000
+"""Lines at the end of vLLM's log in which the cause of its end is searched: its last traceback alone takes a hundred."""
 STOP_SECONDS = 8
 POLL_SECONDS = 0.1
 WARM_UP_TOKENS = 3
@@ -65,8 +68,8 @@ def serve(settings: Settings) -> None:
         EngineError: the model or the interpreter is missing, vLLM did not start, or it died.
         SpangradError: the port is in use.
     """
+    settings, model = _checked(settings)
     engine = settings.engine
-    model = _check(engine)
     host = f"[{engine.host}]" if ":" in engine.host else engine.host
     base = f"http://{host}:{engine.port}"
     with _stop_signal() as stopping:
@@ -95,7 +98,7 @@ def command(settings: Settings, model: Path) -> list[str]:
         "--dtype": engine.dtype,
         # Logits as the trainer computes them: of a bfloat16 head they are rounded to steps of up to an eighth of a nat.
         "--hf-overrides": json.dumps({"head_dtype": engine.head_dtype}),
-        "--max-model-len": str(engine.max_model_len),
+        **({"--max-model-len": str(engine.max_model_len)} if engine.max_model_len else {}),
         # Of the distribution that was sampled, after temperature, top-p and penalties: what importance ratios need.
         "--logprobs-mode": "processed_logprobs",
         # Sampling parameters that a client leaves out are vLLM's own, not the model directory's.
@@ -113,7 +116,7 @@ def command(settings: Settings, model: Path) -> list[str]:
     if engine.transfer:
         options["--weight-transfer-config"] = json.dumps({"backend": TRANSFER_BACKENDS[engine.transfer]})
     flags = [*(["--enforce-eager"] if engine.enforce_eager else []), *(["--enable-lora"] if engine.lora_rank else [])]
-    start = [str(engine.python.absolute()), "-m", f"{_PLUGIN}.launch", "serve", str(model)]
+    start = [str(vllm_python(engine).absolute()), "-m", f"{_PLUGIN}.launch", "serve", str(model)]
     return [*start, *(word for option in options.items() for word in option), *flags, *engine.extra_args]
 
 
@@ -131,7 +134,7 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
         **inherited,
         **(adapters if engine.lora_rank else {}),
         **({TRANSFER_VARIABLE: engine.transfer} if engine.transfer else {}),
-        "PATH": f"{engine.python.absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PATH": f"{vllm_python(engine).absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": str(_plugin_path(cache)),
         "PYTHONUNBUFFERED": "1",
         "VLLM_SERVER_DEV_MODE": "1",
@@ -158,28 +161,42 @@ def _plugin_path(cache: Path) -> Path:
     return path
 
 
-def _check(engine: EngineSettings) -> Path:
-    """Check the settings, before vLLM spends half a minute on what cannot work; return the model's directory."""
+def _checked(settings: Settings) -> tuple[Settings, Path]:
+    """Return the settings, fitted to the model and this machine, and the model's directory, or refuse what cannot work."""
+    engine = settings.engine
+    model = _model_of(engine)
+    engine = fitted(engine, model)
+    _check(engine, model)
+    return settings.model_copy(update={"engine": engine}), model
+
+
+def _model_of(engine: EngineSettings) -> Path:
     if engine.model is None:
         raise EngineError("no model to serve. Set engine.model (SPANGRAD_ENGINE__MODEL) to a model directory.")
     model = engine.model.absolute()
     if not (model / "config.json").exists():
         raise EngineError(f"engine.model = {str(engine.model)!r} holds no config.json. Set it to a Hugging Face model directory.")
     tokenizer_hash(model)
+    return model
+
+
+def _check(engine: EngineSettings, model: Path) -> None:
+    """Check the settings, before vLLM spends half a minute on what cannot work."""
     require_one_server(engine.extra_args)
     if engine.lora_rank and engine.transfer:
         raise EngineError(
             f"engine.lora_rank = {engine.lora_rank} and engine.transfer = {engine.transfer!r}: "
             "an engine takes adapters or whole weights. Unset one."
         )
-    if not os.access(engine.python, os.X_OK):
+    python = vllm_python(engine)
+    if not os.access(python, os.X_OK):
         raise EngineError(
-            f"engine.python = {str(engine.python)!r} is no interpreter. Make vLLM's environment with `make setup`, "
+            f"engine.python = {str(python)!r} is no interpreter. Make vLLM's environment with `make setup`, "
             "or set engine.python to the Python of an environment that holds vLLM."
         )
-    if engine.transfer == "nccl" and subprocess.run([engine.python, "-c", _SEES_GPU], check=False).returncode:
+    if engine.transfer == "nccl" and subprocess.run([python, "-c", _SEES_GPU], check=False).returncode:
         raise EngineError(
-            f"engine.transfer = 'nccl', and the PyTorch of engine.python = {str(engine.python)!r} sees no GPU. Set engine.transfer = "
+            f"engine.transfer = 'nccl', and the PyTorch of engine.python = {str(python)!r} sees no GPU. Set engine.transfer = "
             "http, or start the engine where there is one."
         )
     if engine.host not in {"127.0.0.1", "::1", "localhost"}:
@@ -190,7 +207,6 @@ def _check(engine: EngineSettings) -> Path:
     require_free_port(engine.host, engine.port, "engine.port")
     if engine.lora_rank:
         write_bare_adapter(engine, model)
-    return model
 
 
 class _Vllm:
@@ -244,7 +260,7 @@ class _Vllm:
     def _check_alive(self) -> None:
         if self._process.poll() is not None:
             self._copier.join(1)
-            raise EngineError(f"vLLM ended with exit code {self._process.returncode}. The end of its log:\n{''.join(self._tail)}")
+            raise EngineError(f"vLLM ended with exit code {self._process.returncode}: {root_cause(list(self._tail))}")
 
     def stop(self) -> None:
         """End vLLM and its workers."""

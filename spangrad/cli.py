@@ -17,6 +17,10 @@ from spangrad.errors import SpangradError
 
 _MODULES = {
     "Services": {
+        "commands.services.init": "Probe machine and model, write a settings file.",
+        "commands.services.up": "Start all services under one supervisor.",
+        "commands.services.down": "Stop what `spangrad up` started.",
+        "commands.services.ps": "Show what `spangrad up` runs.",
         "commands.services.store": "Run the span store: OTLP in, ClickHouse over HTTP out.",
         "commands.services.collector": "Run the OpenTelemetry Collector before the store.",
         "commands.services.engine": "Run vLLM in its own environment, ready to take new weights.",

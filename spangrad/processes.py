@@ -187,6 +187,15 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     raise SpangradError(f"there are no {count} free ports on {host} between {_SERVER_PORTS.start} and {_SERVER_PORTS.stop}.")
 
 
+def is_free(host: str, port: int) -> bool:
+    """Return whether no process listens on a port."""
+    try:
+        require_free_port(host, port, "the port")
+    except SpangradError:
+        return False
+    return True
+
+
 def require_free_port(host: str, port: int, setting: str) -> None:
     """Raise with a remedy when another process listens already.
 

@@ -13,6 +13,7 @@ from spangrad.settings.gateway import BackendSettings, ClientSettings, EngineSet
 from spangrad.settings.prompts import PromptSettings
 from spangrad.settings.runner import RunnerSettings
 from spangrad.settings.store import CollectorSettings, StoreSettings
+from spangrad.settings.supervisor import UpSettings
 from spangrad.settings.trainer import TrainerSettings
 from spangrad.settings.tuning import TuningSettings
 
@@ -34,6 +35,7 @@ __all__ = [
     "StoreSettings",
     "TrainerSettings",
     "TuningSettings",
+    "UpSettings",
 ]
 
 ENV_PREFIX = "SPANGRAD_"
@@ -54,3 +56,4 @@ class Settings(BaseSettings):
     tuning: TuningSettings = TuningSettings()
     runner: RunnerSettings = RunnerSettings()
     prompts: PromptSettings = PromptSettings()
+    up: UpSettings = UpSettings()

@@ -114,8 +114,9 @@ class GatewaySettings(Section):
 class EngineSettings(Section):
     """Settings of vLLM, which runs in an environment of its own."""
 
-    python: Path = Path(".venv-vllm/bin/python")
-    """Python interpreter of vLLM's environment."""
+    python: Path | None = None
+    """Python interpreter of vLLM's environment; a relative path in a file is relative to the file. None: the nearest
+    `.venv-vllm/bin/python` in the working directory, above it, or in spangrad's checkout."""
     host: str = "127.0.0.1"
     """Address that vLLM's server binds to."""
     port: int = 8000
@@ -129,10 +130,11 @@ class EngineSettings(Section):
     head_dtype: Literal["float32", "model"] = "float32"
     """Type in which logits are computed: float32, as trainers compute them, or `model`: engine.dtype. A quantised head supports `model`
     only."""
-    max_model_len: int = 4096
-    """Context length of the engine, in tokens: prompt and answer together."""
-    kv_cache_bytes: int | None = None
-    """Size of the KV cache, in bytes. None: vLLM decides."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Context length of the engine, in tokens: prompt and answer together; never more than the model's own. None: the model's own, at
+    most 4096."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Size of the KV cache, in bytes. None: vLLM decides on a GPU; without one, 64 whole contexts, at most a quarter of the free memory."""
     enforce_eager: bool = False
     """Run the model without compiling it: vLLM starts sooner and generates slower."""
     cache_dir: Path = Path("data/vllm-cache")

@@ -28,6 +28,7 @@ _OF_PROMPTS = {f"SPANGRAD_PROMPT{suffix}" for suffix in ("", "_NAME", "_TOKEN", 
 ENV_NOT_SETTINGS = frozenset(_FILES | _FOR_AGENTS | _OF_PROMPTS)
 """Variables with our prefix that name files, or that describe an attempt to its agent; they are read where they are used."""
 DEFAULT_FILE = "spangrad.toml"
+_PYTHON = "engine.python"
 _NULL = "null"
 """Text of None in the environment and in TOML, which have no null value."""
 
@@ -66,7 +67,7 @@ def explain_settings(
 def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
     path, from_file = _read_file(file, env)
     layers: list[tuple[str, dict[str, object]]] = [
-        (f"file {path}", _as_written(_leaves(from_file))),
+        (f"file {path}", _beside(path, _as_written(_leaves(from_file)))),
         ("environment", _read_env(env)),
         ("flag", dict(leaf for key, value in flags.items() for leaf in _of_key(key, value))),
     ]
@@ -128,6 +129,12 @@ def _read_env(env: Mapping[str, str]) -> dict[str, object]:
 
 def _as_written(leaves: Iterable[tuple[str, object]]) -> dict[str, object]:
     return {key: None if value == _NULL else value for key, value in leaves}
+
+
+def _beside(file: Path, values: dict[str, object]) -> dict[str, object]:
+    """Return a file's values with the path of vLLM's interpreter relative to the file, not to the working directory."""
+    python = values.get(_PYTHON)
+    return values if not isinstance(python, str) else {**values, _PYTHON: str(file.parent / python)}
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:

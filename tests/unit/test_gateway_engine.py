@@ -144,7 +144,7 @@ def test_what_cannot_work_is_refused_with_its_remedy(model: Path, tmp_path: Path
 
 def test_a_dead_vllm_is_an_error_with_the_end_of_its_log(model: Path, tmp_path: Path) -> None:
     python = script(tmp_path, "echo first; echo the last words >&2; exit 3")
-    with pytest.raises(EngineError, match=r"(?s)vLLM ended with exit code 3.*first\nthe last words\n"):
+    with pytest.raises(EngineError, match=r"(?s)vLLM ended with exit code 3.*first\nthe last words"):
         serve(settings(model, tmp_path, python=str(python), port=free_ports(1)[0]))
 
 

@@ -1,0 +1,36 @@
+"""`spangrad init`: a settings file that fits a model to this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commands.options import ConfigFile
+from spangrad.errors import SettingsError
+
+
+def init(*, model: Path, config: ConfigFile = None) -> None:
+    """Probe this machine and a model, and write a commented settings file with which `spangrad up` starts.
+
+    An existing file is never overwritten.
+
+    Args:
+        model: directory of the model to train, in Hugging Face's layout.
+    """
+    from spangrad.probing.machine import choose_ports, read_machine
+    from spangrad.probing.model import read_model
+    from spangrad.probing.proposals import Ports, propose, settings_text
+    from spangrad.settings.sources import load_settings
+
+    file = config or Path("spangrad.toml")
+    if file.exists():
+        raise SettingsError(f"{file} exists already. Edit it, or name another file with --config.")
+    machine = read_machine(file.parent)
+    default = Ports()
+    ports = Ports(*choose_ports((default.otlp_grpc, default.otlp_http, default.clickhouse, default.gateway, default.engine, default.queue)))
+    proposals = propose(read_model(model), machine, ports)
+    load_settings({proposal.key: proposal.value for proposal in proposals}, env={})
+    where = f"{len(machine.gpus)} GPU(s)" if machine.gpus else "no GPU"
+    title = f"Written by `spangrad init` for a machine with {machine.cores} cores, {machine.memory_bytes / 2**30:.1f} GiB free, {where}."
+    with file.open("x") as out:
+        out.write(settings_text(proposals, title))
+    print(f"{file} is written. Start everything with `spangrad up{f' --config {config}' if config else ''}`.")

@@ -1,0 +1,59 @@
+"""Progress of the training, from the span store.
+
+In: the address of the store. Out: `TrainingProgress`. Invariant: a store that is away makes the progress unknown, never an error.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from spangrad.errors import StoreError
+from spangrad.settings import Settings
+from spangrad.store.clickhouse import connect, store_errors
+from spangrad.supervisor.status_text import TrainingProgress
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+_SECONDS = 5.0
+"""Interval of the queries, in seconds."""
+_STEP = """
+SELECT Version, Metrics['mean_return'], Metrics['seconds_idle'] / nullIf(Metrics['seconds_idle'] + Metrics['seconds_step'], 0)
+FROM otel.v_policy_versions
+WHERE Policy = {policy:String} AND Branch = {branch:String} AND Status = 'committed' AND BatchId != ''
+ORDER BY Version DESC LIMIT 1"""
+_WAITING = """
+SELECT uniqExact(RolloutId) FROM otel.v_builds
+WHERE RunId = {run:String} AND Mode = 'train' AND IngestedAt > now() - INTERVAL 1 DAY
+    AND RolloutId NOT IN (SELECT RolloutId FROM otel.v_batches WHERE RunId = {run:String})"""
+
+
+class ProgressReader:
+    """Reader of the progress, which queries the store at intervals."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Store the settings; the first `read` connects."""
+        self._settings = settings
+        self._client: Client | None = None
+        self._due = 0.0
+        self._progress: TrainingProgress | None = None
+
+    def read(self) -> TrainingProgress | None:
+        """Return the newest progress. None: the store does not answer."""
+        if time.monotonic() >= self._due:
+            try:
+                self._progress = self._query()
+            except StoreError:
+                self._client, self._progress = None, None
+            self._due = time.monotonic() + _SECONDS
+        return self._progress
+
+    def _query(self) -> TrainingProgress:
+        trainer, store = self._settings.trainer, self._settings.store
+        self._client = client = self._client or connect(store)
+        with store_errors(store.url):
+            steps = client.query(_STEP, parameters={"policy": trainer.policy, "branch": trainer.branch}).result_rows
+            waiting = client.query(_WAITING, parameters={"run": trainer.run_id}).result_rows[0][0]
+        version, mean_return, idle_share = steps[0] if steps else (None, None, None)
+        return TrainingProgress(waiting, version, mean_return, idle_share)

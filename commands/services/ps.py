@@ -1,0 +1,32 @@
+"""`spangrad ps`: the services that `spangrad up` runs."""
+
+from __future__ import annotations
+
+import sys
+
+from commands.options import ConfigFile, Overrides, resolve
+
+
+def ps(*, json: bool = False, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Show the services that `spangrad up` runs in this directory, with their state, restarts and logs; exit code 1 if none runs.
+
+    Args:
+        json: print the status as JSON.
+    """
+    from json import dumps
+
+    from commands.console import plain_console
+    from commands.services.progress import ProgressReader
+    from spangrad.supervisor.run_directory import status_of
+    from spangrad.supervisor.status_text import status_table
+
+    settings = resolve(config, set_)
+    status = status_of(settings.up.directory)
+    if status is None:
+        print(f"no `spangrad up` runs in {settings.up.directory}", file=sys.stderr)
+        sys.exit(1)
+    if json:
+        print(dumps(status))
+        return
+    progress = ProgressReader(settings).read() if status.get("ready") else None
+    plain_console(pipe_width=160).print(status_table(status["services"], progress))

@@ -1,0 +1,54 @@
+"""Screen of `spangrad up`: a table on a terminal, lines elsewhere.
+
+In: events and the status of the services. Out: text. Invariant: where standard output is no terminal, each line is written once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.live import Live
+
+from commands.console import plain_console
+from spangrad.supervisor.status_text import TrainingProgress, status_table
+
+_HINT = "Ctrl-C stops everything; `spangrad ps` shows this elsewhere"
+
+
+class StatusScreen:
+    """The status on a terminal, updated in place; else a line for each event and each training step."""
+
+    def __init__(self, directory: Path) -> None:
+        """Prepare the screen; `directory` is the supervisor's, which the hint names."""
+        self._console = plain_console(highlight=False)
+        self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
+        self._began = time.monotonic()
+        self._step: int | None = None
+        self._hint = f"{_HINT}; logs: {directory / 'logs'}"
+
+    def __enter__(self) -> Self:
+        """Take the terminal."""
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Give the terminal back."""
+        if self._live:
+            self._live.stop()
+
+    def event(self, text: str) -> None:
+        """Print a line, above the table."""
+        self._console.print(f"{time.monotonic() - self._began:7.1f} s  {text}", soft_wrap=True)
+
+    def show(self, status: Sequence[Mapping[str, Any]], progress: TrainingProgress | None) -> None:
+        """Update the table; without a terminal, print a line if a training step was made."""
+        if self._live:
+            self._live.update(status_table(status, progress, self._hint))
+        elif progress and progress.step is not None and progress.step != self._step:
+            self._step = progress.step
+            self.event(str(progress))

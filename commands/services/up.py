@@ -1,0 +1,126 @@
+"""`spangrad up`: the services of a training loop under one supervisor."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from commands.options import ConfigFile, Overrides, resolve
+from spangrad.errors import SpangradError
+
+if TYPE_CHECKING:
+    from spangrad.settings import Settings
+
+DETACHED_LOG = "up.log"
+_POLL_SECONDS = 0.2
+
+
+def up(
+    *agent: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    detach: bool = False,
+    queue: bool = False,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> None:
+    """Start store, engine, gateway, builder and trainer under one supervisor, and show their status until Ctrl-C or `spangrad down`.
+
+    A service that ends is started again after a delay. Each writes a log in up.directory. The queue is started, too, where
+    runner.queue_url names it on this machine.
+
+    Args:
+        agent: agent to run on rollouts, after `--`: the arguments of `spangrad run --follow-demand` if they name --tasks, else those of
+            `spangrad worker`.
+        detach: return once every service is ready, and leave them running.
+        queue: start the queue of rollouts on this machine, at runner.queue_port.
+    """
+    settings = resolve(config, set_)
+    overrides = list(set_ or ())
+    if queue and settings.runner.queue_url is None:
+        overrides.append(f"runner.queue_url=http://127.0.0.1:{settings.runner.queue_port}")
+        settings = resolve(config, overrides)
+    options = [*(["--config", str(config)] if config else []), *(word for override in overrides for word in ("--set", override))]
+    words = list(agent) or list(settings.up.agent)
+    if detach:
+        _detach(settings, options, words)
+    else:
+        _supervise(settings, options, words)
+
+
+def _supervise(settings: Settings, options: list[str], agent: list[str]) -> None:
+    from commands.services.progress import ProgressReader
+    from commands.services.status_screen import StatusScreen
+    from spangrad.supervisor.run_directory import RunDirectory
+    from spangrad.supervisor.service import RestartPolicy
+    from spangrad.supervisor.supervisor import Supervisor
+    from spangrad.supervisor.training_services import training_services
+
+    def stop(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    directory = settings.up.directory
+    services = training_services(settings, directory / "logs", options, agent)
+    with RunDirectory(directory) as run, StatusScreen(directory) as screen:
+        progress = ProgressReader(settings)
+        was_ready = False
+        with Supervisor(services, screen.event, policy=RestartPolicy()) as supervisor:
+            try:
+                while True:
+                    supervisor.poll()
+                    was_ready = was_ready or supervisor.are_ready
+                    status = supervisor.status()
+                    run.publish({"services": status, "ready": was_ready})
+                    screen.show(status, progress.read() if was_ready else None)
+                    # Later, a failed service leaves the others to those who use them.
+                    if not was_ready and supervisor.failed:
+                        raise SpangradError(supervisor.failure(supervisor.failed[0]))
+                    time.sleep(_POLL_SECONDS)
+            except KeyboardInterrupt:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
+                screen.event("stopping")
+                supervisor.stop_all()
+                screen.event("stopped")
+
+
+def _detach(settings: Settings, options: list[str], agent: list[str]) -> None:
+    """Start the supervisor as a process of its own, and wait until every service is ready.
+
+    Raises:
+        SpangradError: another one runs in the directory, or a service failed.
+    """
+    from spangrad.processes import own_command
+    from spangrad.supervisor.run_directory import owner_of, status_of
+
+    directory = settings.up.directory
+    if owner := owner_of(directory):
+        raise SpangradError(
+            f"`spangrad up` runs in {directory} already (process {owner}). `spangrad ps` shows it, `spangrad down` ends it."
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / DETACHED_LOG
+    with log.open("wb") as out:
+        command = own_command("up", *options, *(["--", *agent] if agent else []))
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    shown = 0
+    try:
+        while not ((status := status_of(directory)) and status.get("ready")):
+            ended = process.poll() is not None
+            text = log.read_text(errors="replace")
+            lines = text[: text.rfind("\n") + 1].splitlines()
+            for line in lines[shown:]:
+                print(line, file=sys.stderr if ended else sys.stdout, flush=True)
+            shown = len(lines)
+            if ended:
+                sys.exit(process.returncode or 1)
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        raise
+    print(f"every service is ready (process {process.pid}); logs are in {directory / 'logs'}. `spangrad down` stops them.")

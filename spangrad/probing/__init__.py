@@ -1,0 +1,1 @@
+"""Probing of a machine and a model: facts in, proposals for settings out."""

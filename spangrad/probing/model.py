@@ -1,0 +1,122 @@
+"""Facts of a model directory, from its own files.
+
+In: a directory. Out: `ModelFacts`. Invariant: nothing is guessed: a directory that holds no model is refused with what it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from spangrad.errors import SettingsError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Type of weights -> bytes of a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts of a model."""
+
+    directory: Path
+    architecture: str
+    context_tokens: int | None
+    """Longest context, in tokens. None: its files do not say."""
+    dtype: str
+    """Type of the weights: float32, bfloat16 or float16."""
+    weight_bytes: int
+    kv_values_a_token: int | None
+    """Number of values that the KV cache holds for each token. None: its files do not say."""
+    has_chat_template: bool
+
+
+def read_model(directory: Path) -> ModelFacts:
+    """Read the facts of a model directory.
+
+    Raises:
+        SettingsError: it is no directory of a model that can be trained.
+    """
+    remedy = "Name a directory that `save_pretrained` has written, or that was downloaded from Hugging Face's hub."
+    if not directory.is_dir():
+        raise SettingsError(f"{directory} is no directory. {remedy}")
+    config = _json(directory / "config.json")
+    if config is None:
+        raise SettingsError(f"{directory} holds no config.json, so it is no model. {remedy}")
+    weights = sorted(directory.glob("*.safetensors"))
+    if not weights:
+        raise SettingsError(f"{directory} holds no weights (*.safetensors). {remedy}")
+    if not (directory / "tokenizer.json").is_file():
+        raise SettingsError(f"{directory} holds no tokenizer.json. Save the tokenizer there with `save_pretrained`.")
+    return facts_of(directory, config, sum(file.stat().st_size for file in weights), has_chat_template=_has_chat_template(directory))
+
+
+def facts_of(directory: Path, config: Mapping[str, Any], weight_bytes: int, *, has_chat_template: bool) -> ModelFacts:
+    """Return the facts that a model's configuration states.
+
+    Args:
+        directory: directory of the model.
+        config: contents of its config.json.
+        weight_bytes: size of its weights, in bytes.
+        has_chat_template: whether its tokenizer has a chat template.
+    """
+    # Models that also see or hear have the language model's configuration inside.
+    text = {**config, **cast("Mapping[str, Any]", config.get("text_config") or {})}
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
+    architectures = cast("list[str]", config.get("architectures") or [])
+    return ModelFacts(
+        directory=directory,
+        architecture=architectures[0] if architectures else str(config.get("model_type") or "unknown"),
+        context_tokens=_context(text),
+        dtype=dtype if dtype in DTYPE_BYTES else "float32",
+        weight_bytes=weight_bytes,
+        kv_values_a_token=_kv_values(text),
+        has_chat_template=has_chat_template,
+    )
+
+
+def configured(directory: Path) -> ModelFacts:
+    """Return the facts of a model directory's config.json alone.
+
+    Raises:
+        SettingsError: the file is not a JSON object.
+    """
+    return facts_of(directory, _json(directory / "config.json") or {}, 0, has_chat_template=False)
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    lengths = [config.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")]
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
+
+
+def _kv_values(config: Mapping[str, Any]) -> int | None:
+    layers = config.get("num_hidden_layers") or config.get("n_layer")
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    hidden = config.get("hidden_size") or config.get("n_embd")
+    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
+        return None
+    head = config.get("head_dim") or hidden // heads
+    return 2 * layers * int(config.get("num_key_value_heads") or heads) * int(head)
+
+
+def _has_chat_template(directory: Path) -> bool:
+    return (directory / "chat_template.jinja").is_file() or bool((_json(directory / "tokenizer_config.json") or {}).get("chat_template"))
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    """Return a file's JSON object. None: there is no file.
+
+    Raises:
+        SettingsError: the file is not a JSON object.
+    """
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"{file} cannot be read as JSON ({error}). Save the model again with `save_pretrained`.") from None
+    if not isinstance(content, dict):
+        raise SettingsError(f"{file} is not a JSON object. Save the model again with `save_pretrained`.")
+    return cast("dict[str, Any]", content)

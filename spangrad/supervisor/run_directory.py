@@ -1,0 +1,110 @@
+"""Directory of a supervisor's run: one owner at a time, and a status that other processes read.
+
+In: a directory. Out: a lock, and the status of the services as JSON. Invariant: the lock is the kernel's, so that it ends with its owner,
+however that ends; a status counts only while its owner lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from spangrad.errors import SpangradError
+
+LOCK = ".spangrad-run"
+"""Name of the file that marks a directory as a run's; its owner holds a lock on it and has written its process id into it."""
+STATUS = "status.json"
+
+
+class RunDirectory:
+    """A directory whose owner is this process, from `__enter__` to `__exit__`."""
+
+    def __init__(self, path: Path) -> None:
+        """Store the path; `__enter__` takes the directory."""
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        """Create the directory and become its owner.
+
+        Raises:
+            SpangradError: another process owns it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = (self.path / LOCK).open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            owner = lock.read().strip() or "?"
+            lock.close()
+            raise SpangradError(
+                f"process {owner} runs in {self.path} already. Stop it (`spangrad down` ends what `spangrad up` started), or name another"
+                " directory."
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Give the directory back."""
+        if self._lock:
+            (self.path / STATUS).unlink(missing_ok=True)
+            self._lock.close()
+
+    def clear(self) -> None:
+        """Delete everything in the directory but the lock."""
+        for entry in self.path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != LOCK:
+                entry.unlink()
+
+    def publish(self, status: Mapping[str, object]) -> None:
+        """Replace the status that other processes read."""
+        temporary = self.path / f"{STATUS}.new"
+        temporary.write_text(json.dumps(status))
+        temporary.replace(self.path / STATUS)
+
+
+def fresh_directory(path: Path) -> RunDirectory:
+    """Return a run's directory that is new, or is empty, or was created by an earlier run; the caller enters it, then clears it.
+
+    Raises:
+        SpangradError: the directory is not empty, and no earlier run created it.
+    """
+    if path.exists() and any(path.iterdir()) and not (path / LOCK).exists():
+        raise SpangradError(f"{path} is not empty and no earlier run made it. Name another --directory.")
+    return RunDirectory(path)
+
+
+def owner_of(path: Path) -> int | None:
+    """Return the process that owns a run's directory, or None."""
+    try:
+        with (path / LOCK).open("r") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                text = lock.read().strip()
+                return int(text) if text.isdigit() else None
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def status_of(path: Path) -> dict[str, Any] | None:
+    """Return the status that the owner of a run's directory published last. None: no process owns it."""
+    if owner_of(path) is None:
+        return None
+    try:
+        return json.loads((path / STATUS).read_text())
+    except FileNotFoundError:
+        return {"services": []}

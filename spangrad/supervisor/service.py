@@ -1,0 +1,107 @@
+"""Services, their states, and the decision whether one that ended is started again.
+
+In: exit codes and times. Out: states, delays and verdicts. Invariant: pure; no process, file or clock is touched here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+
+class ServiceState(StrEnum):
+    """State of a service under the supervisor."""
+
+    WAITING = "waiting"
+    """Not started: a service that it needs is not ready yet."""
+    STARTING = "starting"
+    READY = "ready"
+    SILENT = "no answer"
+    """It runs and was ready, and does not answer now."""
+    RESTARTING = "restarting"
+    """It ended and is started again after a delay."""
+    FAILED = "failed"
+    """It ended and is not started again."""
+    DONE = "done"
+    """It ended by itself with exit code 0: there was nothing left to do."""
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One process that the supervisor runs."""
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+    ready_url: str | None = None
+    """URL that answers with status 200 once the service is ready. None: it is ready when it runs."""
+    needs: tuple[str, ...] = ()
+    """Names of services that are ready before this one is started."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables added to the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Rule for services that end."""
+
+    first_seconds: float = 1.0
+    """Delay of the first restart, in seconds; each further one doubles it."""
+    longest_seconds: float = 30.0
+    """Longest delay, in seconds."""
+    settled_seconds: float = 60.0
+    """Time in operation after which earlier failures are forgotten, in seconds."""
+    tries: int = 3
+    """Starts of a service that never became ready, after which it has failed."""
+
+    def delay(self, failures: int) -> float:
+        """Return the delay before the next start, in seconds, after so many failures in a row."""
+        return min(self.first_seconds * 2.0 ** min(failures - 1, 32), self.longest_seconds)
+
+    def restarts(self, exit_code: int, failures: int, *, was_ready: bool) -> bool:
+        """Return whether a service that ended is started again.
+
+        Args:
+            exit_code: exit code of the process.
+            failures: failures in a row, this one included.
+            was_ready: whether the service was ready at any time.
+        """
+        # 2 means wrong settings, which no restart mends.
+        return self.tries > 0 and exit_code not in {0, 2} and (was_ready or failures < self.tries)
+
+
+NEVER = RestartPolicy(tries=0)
+"""Policy under which a service that ends has failed."""
+
+
+def start_order(services: tuple[Service, ...]) -> list[Service]:
+    """Return the services so that each comes after those that it needs.
+
+    Raises:
+        ValueError: services need each other in a circle, or need one that is not there.
+    """
+    ordered: list[Service] = []
+    left = list(services)
+    while left:
+        names = {service.name for service in ordered}
+        free = [service for service in left if set(service.needs) <= names]
+        if not free:
+            raise ValueError(f"services need each other, or one that is missing: {', '.join(service.name for service in left)}")
+        ordered += free
+        left = [service for service in left if service not in free]
+    return ordered
+
+
+def cause_of(log: str, lines: int = 12) -> str:
+    """Return the cause of a service's end from the text of its log.
+
+    It is the sentence of one of our own errors, else the last exception of a traceback, else the last line.
+    """
+    text = [line.rstrip() for line in log.splitlines() if line.strip()]
+    ours = [number for number, line in enumerate(text) if line.startswith("spangrad: ")]
+    if ours:
+        return "\n".join([text[ours[-1]].removeprefix("spangrad: "), *text[ours[-1] + 1 : ours[-1] + lines]])
+    return text[-1] if text else "its log is empty"

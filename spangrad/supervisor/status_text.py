@@ -1,0 +1,72 @@
+"""Display of a supervisor's status: a table for a terminal, lines for a log.
+
+In: the status of the services, and what the store says of the training. Out: text. Invariant: pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_COLOURS = {"ready": "green", "done": "green", "failed": "red", "restarting": "yellow", "no answer": "yellow"}
+_CAUSE_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """Progress of the training, as far as it is known."""
+
+    waiting: int | None = None
+    """Rollouts that have ended and are not trained."""
+    step: int | None = None
+    mean_return: float | None = None
+    """Mean return of the last step's rollouts."""
+    idle_share: float | None = None
+    """Share of the last step's time in which the trainer waited for rollouts, from 0 to 1."""
+
+    def __str__(self) -> str:
+        """Return one line; a dash stands for what is unknown."""
+        step = "-" if self.step is None else str(self.step)
+        waiting = "-" if self.waiting is None else str(self.waiting)
+        mean_return = "-" if self.mean_return is None else f"{self.mean_return:+.3f}"
+        idle = "-" if self.idle_share is None else f"{self.idle_share:.0%}"
+        return f"step {step}   return {mean_return}   waiting rollouts {waiting}   trainer idle {idle}"
+
+
+def status_table(services: Sequence[Mapping[str, Any]], progress: TrainingProgress | None, hint: str = "") -> RenderableType:
+    """Return the status as a table, with a line about the training below it."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("service", "state", "for", "restarts", "pid", "log", box=None, pad_edge=False)
+    for service in services:
+        table.add_row(
+            service["name"],
+            Text(_state(service), _COLOURS.get(service["state"], "dim")),
+            _duration(service["seconds"]),
+            str(service["restarts"]),
+            str(service["pid"] or "-"),
+            service["log"],
+        )
+    causes = [
+        Text(f"{service['name']}: {service['cause'][:_CAUSE_CHARACTERS]}", "yellow")
+        for service in services
+        if service["cause"] and service["state"] not in {"ready", "done"}
+    ]
+    return Group(table, *causes, *([Text(f"\n{progress}")] if progress else []), *([Text(hint, "dim")] if hint else []))
+
+
+def _state(service: Mapping[str, Any]) -> str:
+    waits_for = ", ".join(service["waits_for"])
+    return f"{service['state']} for {waits_for}" if waits_for else str(service["state"])
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,241 @@
+"""Supervisor: starts services in the order of their needs, watches them, restarts them with back-off, and stops them in reverse.
+
+In: services. Out: running processes, a status of each, events as lines of text. Invariant: when the context ends, or this process dies in
+any way, no service goes on; a service is never started before those that it needs are ready.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from spangrad.errors import SpangradError
+from spangrad.processes import Child, answers
+from spangrad.supervisor.service import NEVER, RestartPolicy, Service, ServiceState, cause_of, start_order
+
+_HEALTH_SECONDS = 1.0
+"""Interval of the health checks of a service that is ready, in seconds."""
+_PROVEN_SECONDS = 20.0
+"""Time in operation after which a service without a URL counts as one that was ready, in seconds."""
+_LOG_BYTES = 1 << 18
+"""Bytes at the end of a log in which the cause of a failure is searched."""
+_ENDED = {ServiceState.FAILED, ServiceState.DONE, ServiceState.STOPPED}
+
+
+@dataclass
+class _Supervised:
+    """A service and what the supervisor knows of it."""
+
+    service: Service
+    state: ServiceState = ServiceState.WAITING
+    child: Child | None = None
+    failures: int = 0
+    """Failures in a row."""
+    restarts: int = 0
+    was_ready: bool = False
+    since: float = field(default_factory=time.monotonic)
+    """Time at which the state began."""
+    checked: float = 0.0
+    due: float = 0.0
+    """Time of the next start, where it is restarted."""
+    log_start: int = 0
+    """Size of the log when the process was started, in bytes."""
+    cause: str = ""
+    """Cause of its last failure."""
+
+    @property
+    def serves(self) -> bool:
+        """Return whether services that need this one may start."""
+        return self.state in {ServiceState.READY, ServiceState.SILENT, ServiceState.DONE}
+
+
+class Supervisor:
+    """Services of one machine; a context manager that stops them at its end.
+
+    All calls come from one thread, since Linux ends the services with the thread that started them.
+    """
+
+    def __init__(
+        self,
+        services: Sequence[Service],
+        on_event: Callable[[str], None],
+        *,
+        policy: RestartPolicy = NEVER,
+        inherit_settings: bool = True,
+    ) -> None:
+        """Store the arguments; `start` or `poll` starts the services.
+
+        Args:
+            services: services to run.
+            on_event: called with a line of text about each change.
+            policy: rule for services that end.
+            inherit_settings: False hides this process's SPANGRAD_ variables from the services.
+        """
+        self._all = {service.name: _Supervised(service) for service in start_order(tuple(services))}
+        self._on_event = on_event
+        self._policy = policy
+        self._inherit_settings = inherit_settings
+
+    def __enter__(self) -> Self:
+        """Start nothing yet, so that `__exit__` stops what an interrupted start has started."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop all services."""
+        self.stop_all()
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the services, in the order of their start."""
+        return list(self._all)
+
+    @property
+    def failed(self) -> list[str]:
+        """Return the names of the services that have failed for good."""
+        return [name for name, supervised in self._all.items() if supervised.state is ServiceState.FAILED]
+
+    @property
+    def are_ready(self) -> bool:
+        """Return whether every service is ready, or done."""
+        return all(supervised.serves for supervised in self._all.values())
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return name, state, process id, seconds in the state, restarts, cause of the last failure and log file of each service."""
+        now = time.monotonic()
+        return [
+            {
+                "name": name,
+                "state": supervised.state.value,
+                "pid": supervised.child.process.pid if supervised.child and supervised.child.running else None,
+                "seconds": round(now - supervised.since, 1),
+                "restarts": supervised.restarts,
+                "waits_for": self._missing(supervised) if supervised.state is ServiceState.WAITING else [],
+                "cause": supervised.cause,
+                "log": str(supervised.service.log),
+            }
+            for name, supervised in self._all.items()
+        ]
+
+    def start(self, timeout_seconds: float, poll_seconds: float = 0.1) -> None:
+        """Start every service, and wait until all are ready.
+
+        Raises:
+            SpangradError: a service failed, or is not ready in time.
+        """
+        end = time.monotonic() + timeout_seconds
+        while True:
+            self.check()
+            if self.are_ready:
+                return
+            if time.monotonic() > end:
+                late = [supervised for supervised in self._all.values() if not supervised.serves]
+                names = ", ".join(f"{supervised.service.name} ({supervised.service.log})" for supervised in late)
+                raise SpangradError(f"not ready after {timeout_seconds:g} s: {names}. Look into the log, or raise the time limit.")
+            time.sleep(poll_seconds)
+
+    def check(self) -> None:
+        """Do as `poll`, and raise if a service has failed for good.
+
+        Raises:
+            SpangradError: with the cause of the failure, and the service's log.
+        """
+        self.poll()
+        for name in self.failed:
+            raise SpangradError(self.failure(name))
+
+    def failure(self, name: str) -> str:
+        """Return a sentence with the cause of a service's last failure, and its log."""
+        supervised = self._all[name]
+        return f"{name} failed: {supervised.cause}\nIts log: {supervised.service.log}"
+
+    def poll(self) -> None:
+        """Notice what has changed, and start what is due."""
+        for supervised in self._all.values():
+            if supervised.state in _ENDED:
+                continue
+            if supervised.child and not supervised.child.running:
+                self._ended(supervised, supervised.child)
+            elif self._is_due(supervised):
+                self._spawn(supervised)
+            elif supervised.child:
+                self._check_health(supervised)
+
+    def stop(self, name: str) -> None:
+        """Stop one service for good, and wait until it has ended."""
+        supervised = self._all[name]
+        if supervised.child:
+            supervised.child.stop()
+            supervised.child = None
+        if supervised.state not in _ENDED:
+            self._enter(supervised, ServiceState.STOPPED)
+
+    def stop_all(self) -> None:
+        """Stop every service, the last started first."""
+        for name in reversed(self._all):
+            self.stop(name)
+
+    def _is_due(self, supervised: _Supervised) -> bool:
+        delayed = supervised.state is ServiceState.RESTARTING and time.monotonic() >= supervised.due
+        return (supervised.state is ServiceState.WAITING or delayed) and not self._missing(supervised)
+
+    def _missing(self, supervised: _Supervised) -> list[str]:
+        return [name for name in supervised.service.needs if not self._all[name].serves]
+
+    def _spawn(self, supervised: _Supervised) -> None:
+        service = supervised.service
+        supervised.restarts += supervised.state is ServiceState.RESTARTING
+        supervised.log_start = service.log.stat().st_size if service.log.exists() else 0
+        self._on_event(f"starting {service.name}")
+        self._enter(supervised, ServiceState.STARTING)
+        supervised.child = Child(service.name, service.command, service.log, service.env, inherit_settings=self._inherit_settings)
+
+    def _check_health(self, supervised: _Supervised) -> None:
+        now = time.monotonic()
+        url = supervised.service.ready_url
+        if supervised.state is not ServiceState.STARTING and now - supervised.checked < _HEALTH_SECONDS:
+            return
+        supervised.checked = now
+        healthy = url is None or answers(url)
+        if healthy and supervised.state is not ServiceState.READY:
+            self._on_event(f"{supervised.service.name} is ready ({now - supervised.since:.1f} s)")
+            supervised.was_ready = supervised.was_ready or url is not None
+            self._enter(supervised, ServiceState.READY)
+        elif not healthy and supervised.state is ServiceState.READY:
+            self._on_event(f"{supervised.service.name} does not answer at {url}")
+            self._enter(supervised, ServiceState.SILENT)
+        elif healthy and not supervised.was_ready:
+            supervised.was_ready = now - supervised.since > _PROVEN_SECONDS
+        elif healthy and supervised.failures and now - supervised.since > self._policy.settled_seconds:
+            supervised.failures = 0
+
+    def _ended(self, supervised: _Supervised, child: Child) -> None:
+        code = child.process.returncode
+        child.stop(0)  # what is left of its group
+        supervised.child = None
+        if code == 0:
+            self._on_event(f"{supervised.service.name} is done")
+            self._enter(supervised, ServiceState.DONE)
+            return
+        supervised.failures += 1
+        supervised.cause = self._cause(supervised) or f"exit code {code}"
+        if self._policy.restarts(code, supervised.failures, was_ready=supervised.was_ready):
+            delay = self._policy.delay(supervised.failures)
+            supervised.due = time.monotonic() + delay
+            self._on_event(f"{supervised.service.name} ended (exit code {code}), and is started again in {delay:g} s: {supervised.cause}")
+            self._enter(supervised, ServiceState.RESTARTING)
+        else:
+            self._on_event(self.failure(supervised.service.name))
+            self._enter(supervised, ServiceState.FAILED)
+
+    def _cause(self, supervised: _Supervised) -> str:
+        with supervised.service.log.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(max(supervised.log_start, size - _LOG_BYTES))
+            return cause_of(log.read().decode(errors="replace"))
+
+    def _enter(self, supervised: _Supervised, state: ServiceState) -> None:
+        supervised.state = state
+        supervised.since = time.monotonic()

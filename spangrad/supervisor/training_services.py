@@ -1,0 +1,81 @@
+"""Services of a training loop on this machine, from its settings.
+
+In: settings. Out: services in the supervisor's terms. Invariant: pure but for the settings; a service whose address lies on another machine
+is not started here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from spangrad.errors import SettingsError
+from spangrad.processes import LOOPBACK, own_command
+from spangrad.settings import Settings
+from spangrad.supervisor.service import Service
+
+
+def training_services(
+    settings: Settings, logs: Path, options: Sequence[str] = (), agent: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> tuple[Service, ...]:
+    """Return the services that the settings ask for: store, queue, engine, gateway, builder, trainer and agent.
+
+    The store, the queue and the engine are left out where their URLs name another machine or port; the queue, too, where there is no
+    runner.queue_url; the agent where it has no arguments.
+
+    Args:
+        settings: resolved settings.
+        logs: directory of the services' logs.
+        options: options of every service's command, such as `--config FILE`.
+        agent: arguments of `spangrad run --follow-demand` where they name --tasks, else of `spangrad worker`. Empty: no agent is run.
+        env: variables added to the environment of every service.
+
+    Raises:
+        SettingsError: there is no model; or there are arguments of an agent, and no queue.
+    """
+    model = settings.engine.model or settings.trainer.model
+    if model is None:
+        raise SettingsError(
+            "engine.model is not set: there is no model to train. Write a settings file with `spangrad init --model DIRECTORY`."
+        )
+    queue_url = settings.runner.queue_url
+    if agent and queue_url is None:
+        raise SettingsError("an agent needs a queue: set runner.queue_url, such as http://127.0.0.1:8190.")
+    service = _factory(logs, options, env or {})
+    store = _is_local(settings.store.url, settings.store.clickhouse_port)
+    engine = _is_local(settings.gateway.engine_url, settings.engine.port)
+    queue = queue_url is not None and _is_local(queue_url, settings.runner.queue_port)
+    after_store = ["store"] if store else []
+    after_all = [*after_store, *(["queue"] if queue else []), "gateway"]
+    return tuple(
+        started
+        for started in (
+            service("store", f"{settings.store.url}/ping") if store else None,
+            service("queue", f"{queue_url}/readyz") if queue else None,
+            service("engine", f"{settings.gateway.engine_url}/health", after_store, ["--model", str(model)]) if engine else None,
+            service("gateway", f"{settings.gateway.url}/readyz", after_store),
+            service("build", None, after_store, ["--follow"]),
+            service("train", None, after_store, ["--follow", "--model", str(settings.trainer.model or model)]),
+            _agent(service, after_all, agent) if agent else None,
+        )
+        if started is not None
+    )
+
+
+def _factory(logs: Path, options: Sequence[str], env: Mapping[str, str]) -> Callable[..., Service]:
+    def service(name: str, ready_url: str | None, needs: Sequence[str] = (), arguments: Sequence[str] = ()) -> Service:
+        return Service(name, tuple(own_command(name, *options, *arguments)), logs / f"{name}.log", ready_url, tuple(needs), env)
+
+    return service
+
+
+def _agent(service: Callable[..., Service], needs: Sequence[str], arguments: Sequence[str]) -> Service:
+    makes_rollouts = any(word.partition("=")[0] == "--tasks" for word in arguments)
+    return service("run", None, needs, ["--follow-demand", *arguments]) if makes_rollouts else service("worker", None, needs, arguments)
+
+
+def _is_local(url: str, port: int) -> bool:
+    """Return whether a URL names this port of this machine."""
+    parts = urlsplit(url)
+    return parts.hostname in LOOPBACK and parts.port == port

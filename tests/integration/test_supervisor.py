@@ -1,0 +1,183 @@
+"""The supervisor with real processes: order of readiness, restarts with back-off, a clean end, and nothing left after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spangrad.errors import SpangradError
+from spangrad.processes import free_ports, own_command, wait_until
+from spangrad.supervisor.run_directory import RunDirectory, fresh_directory, owner_of, status_of
+from spangrad.supervisor.service import RestartPolicy, Service
+from spangrad.supervisor.supervisor import Supervisor
+
+SERVER = """
+import http.server, os, sys, time
+time.sleep(float(sys.argv[2]))
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+QUICK = RestartPolicy(first_seconds=0.2, longest_seconds=0.4, tries=3)
+
+
+def server(name: str, logs: Path, *needs: str, delay: float = 0) -> Service:
+    (port,) = free_ports(1)
+    command = (sys.executable, "-c", SERVER, str(port), str(delay))
+    return Service(name, command, logs / f"{name}.log", f"http://127.0.0.1:{port}/", needs)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def poll_until(supervisor: Supervisor, reached: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, supervisor.status()
+        supervisor.poll()
+        time.sleep(0.02)
+
+
+def pids(supervisor: Supervisor) -> dict[str, int | None]:
+    return {each["name"]: each["pid"] for each in supervisor.status()}
+
+
+def states(supervisor: Supervisor) -> dict[str, str]:
+    return {each["name"]: each["state"] for each in supervisor.status()}
+
+
+def test_services_start_once_what_they_need_is_ready_and_end_in_reverse(tmp_path: Path) -> None:
+    events: list[str] = []
+    services = [server("gateway", tmp_path, "store"), server("store", tmp_path, delay=0.5), server("worker", tmp_path, "gateway")]
+    with Supervisor(services, events.append) as supervisor:
+        supervisor.poll()
+        assert supervisor.status()[1]["waits_for"] == ["store"]
+        supervisor.start(30)
+        running = [pid for pid in pids(supervisor).values() if pid]
+        assert len(running) == 3
+    assert [event.partition(" (")[0] for event in events] == [
+        *("starting store", "store is ready", "starting gateway", "gateway is ready", "starting worker", "worker is ready")
+    ]
+    assert not any(alive(pid) for pid in running)
+    assert set(states(supervisor).values()) == {"stopped"}
+
+
+def test_a_service_that_crashes_is_started_again_after_growing_delays(tmp_path: Path) -> None:
+    events: list[str] = []
+    with Supervisor([server("store", tmp_path)], events.append, policy=QUICK) as supervisor:
+        supervisor.start(30)
+        for crash in (1, 2, 3, 4):
+            pid = pids(supervisor)["store"]
+            assert pid
+            os.kill(pid, signal.SIGKILL)
+            poll_until(supervisor, lambda: states(supervisor)["store"] == "restarting")
+            poll_until(supervisor, lambda: states(supervisor)["store"] == "ready")
+            assert supervisor.status()[0]["restarts"] == crash
+    delays = [event.partition("again in ")[2].partition(" s")[0] for event in events if "again in" in event]
+    assert delays == ["0.2", "0.4", "0.4", "0.4"]
+
+
+def test_a_service_that_never_starts_fails_with_the_cause_from_its_own_log(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("spangrad: an old cause\n")
+    script = "import sys; print('much'); print('spangrad: the cause. Set engine.dtype.', file=sys.stderr); sys.exit(1)"
+    events: list[str] = []
+    engine = Service("engine", (sys.executable, "-c", script), log, "http://127.0.0.1:9/")
+    with (
+        Supervisor([engine], events.append, policy=QUICK) as supervisor,
+        pytest.raises(SpangradError, match=r"(?s)engine failed: the cause. Set engine.dtype.\nIts log: .*engine.log"),
+    ):
+        supervisor.start(30)
+    assert events.count("starting engine") == QUICK.tries
+
+
+def test_wrong_settings_are_not_tried_again(tmp_path: Path) -> None:
+    wrong = Service("train", (sys.executable, "-c", "raise SystemExit(2)"), tmp_path / "train.log", "http://127.0.0.1:9/")
+    with Supervisor([wrong], lambda text: None, policy=QUICK) as supervisor:
+        poll_until(supervisor, lambda: supervisor.failed == ["train"])
+        assert supervisor.status()[0]["restarts"] == 0
+
+
+def test_a_service_that_ends_by_itself_is_done(tmp_path: Path) -> None:
+    done = Service("train", (sys.executable, "-c", ""), tmp_path / "train.log")
+    with Supervisor([done], lambda text: None, policy=QUICK) as supervisor:
+        poll_until(supervisor, lambda: states(supervisor)["train"] == "done")
+        assert supervisor.are_ready
+
+
+def test_nothing_goes_on_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import sys, time
+from pathlib import Path
+from spangrad.supervisor.run_directory import RunDirectory
+from spangrad.supervisor.service import Service
+from spangrad.supervisor.supervisor import Supervisor
+with RunDirectory(Path({str(tmp_path)!r})) as run:
+    services = [Service(name, {SLEEP!r}, Path({str(tmp_path)!r}) / f"{{name}}.log") for name in ("a", "b")]
+    with Supervisor(services, print) as supervisor:
+        supervisor.start(30)
+        run.publish({{"services": supervisor.status(), "ready": True}})
+        time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_until(lambda: bool((status_of(tmp_path) or {}).get("ready")), 30, "the services")
+        status = status_of(tmp_path)
+        assert status
+        running = [each["pid"] for each in status["services"]]
+        assert owner_of(tmp_path) == process.pid
+        assert all(alive(pid) for pid in running)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(alive(pid) for pid in running), 10, "the end of the services")
+    assert owner_of(tmp_path) is None
+    assert status_of(tmp_path) is None
+
+
+def test_a_directory_has_one_owner_and_keeps_what_is_not_ours(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with fresh_directory(run) as owned:
+        (run / "old").touch()
+        (run / "logs").mkdir()
+        owned.clear()
+        assert [path.name for path in run.iterdir()] == [".spangrad-run"]
+        with pytest.raises(SpangradError, match=f"process {os.getpid()} runs in .*run already. Stop it"), RunDirectory(run):
+            pass
+    with fresh_directory(run):
+        pass
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(SpangradError, match="no earlier run made it"):
+        fresh_directory(tmp_path)
+
+
+def test_a_second_up_and_a_down_without_an_up_say_so(tmp_path: Path) -> None:
+    def spangrad(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(own_command(*words), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    (tmp_path / "spangrad.toml").write_text('[engine]\nmodel = "m"\n')
+    assert "no `spangrad up` runs in data/up" in spangrad("down").stderr
+    assert spangrad("ps").returncode == 1
+    with RunDirectory(tmp_path / "data" / "up") as run:
+        for words in (("up",), ("up", "--detach")):
+            second = spangrad(*words)
+            assert second.returncode == 1
+            assert f"process {os.getpid()}" in second.stderr
+            assert "Traceback" not in second.stderr
+        run.publish({"services": [], "ready": False})
+        assert json.loads(spangrad("ps", "--json").stdout) == {"services": [], "ready": False}

@@ -1,0 +1,111 @@
+"""Facts of models and machines, and the settings that are proposed for them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spangrad.errors import SettingsError
+from spangrad.probing.machine import Gpu, MachineFacts
+from spangrad.probing.model import ModelFacts, facts_of, read_model
+from spangrad.probing.proposals import Ports, cache_bytes, context_of, propose, settings_text
+from spangrad.settings.sources import load_settings
+
+MACHINE = MachineFacts(cores=2, memory_bytes=8 * 2**30, gpus=(), vllm_python=Path("/venv/bin/python"))
+GPU = Gpu("H100", 80 * 2**30)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "dtype": "float32",
+}
+MODEL = facts_of(Path("/m"), CONFIG, 2**20, has_chat_template=True)
+
+
+def proposed(model: ModelFacts = MODEL, machine: MachineFacts = MACHINE) -> dict[str, object]:
+    return {proposal.key: proposal.value for proposal in propose(model, machine, Ports())}
+
+
+def test_a_models_own_files_state_its_facts() -> None:
+    assert (MODEL.architecture, MODEL.context_tokens, MODEL.dtype, MODEL.kv_values_a_token) == ("LlamaForCausalLM", 256, "float32", 128)
+    text = {**CONFIG, "torch_dtype": "bfloat16", "dtype": None}
+    nested = facts_of(Path("/m"), {"model_type": "x", "text_config": text}, 1, has_chat_template=True)
+    assert (nested.context_tokens, nested.dtype) == (256, "bfloat16")
+    unknown = facts_of(Path("/m"), {}, 1, has_chat_template=False)
+    assert (unknown.architecture, unknown.context_tokens, unknown.kv_values_a_token) == ("unknown", None, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted", "context"), [(256, None, 256), (256, 4096, 256), (32768, None, 4096), (32768, 8192, 8192), (None, 99, 99)]
+)
+def test_the_context_stays_within_the_models(model: int | None, wanted: int | None, context: int) -> None:
+    assert context_of(model, wanted) == context
+
+
+def test_the_cache_fits_the_memory_and_holds_one_context_at_least() -> None:
+    assert cache_bytes(1024, 4096, 2**40) == 64 * 4096 * 1024
+    assert cache_bytes(2**20, 4096, 2**30) == 4096 * 2**20
+    assert cache_bytes(2**16, 4096, 4 * 2**30) == 2**30
+
+
+def test_a_machine_without_a_gpu_gets_a_bounded_cache() -> None:
+    values = proposed()
+    assert (values["engine.max_model_len"], values["engine.dtype"], values["engine.kv_cache_bytes"]) == (256, "float32", 64 * 2**20)
+    assert "engine.extra_args" not in values
+    assert values["engine.model"] == values["trainer.model"] == "/m"
+
+
+def test_on_one_gpu_the_engine_leaves_memory_to_the_trainer() -> None:
+    values = proposed(machine=replace(MACHINE, gpus=(GPU,)))
+    assert values["engine.extra_args"] == ["--gpu-memory-utilization", "0.4"]
+    assert "engine.dtype" not in values
+    assert proposed(machine=replace(MACHINE, gpus=(GPU, GPU)))["engine.extra_args"] == ["--gpu-memory-utilization", "0.85"]
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "sentence"),
+    [
+        (MODEL, replace(MACHINE, vllm_python=None), "Run `make setup`"),
+        (replace(MODEL, has_chat_template=False), MACHINE, "no chat template"),
+        (replace(MODEL, weight_bytes=14 * 2**30, dtype="bfloat16"), MACHINE, "Take a smaller model or a larger machine"),
+    ],
+)
+def test_what_cannot_start_is_refused_with_its_remedy(model: ModelFacts, machine: MachineFacts, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        propose(model, machine, Ports())
+
+
+def test_the_file_holds_the_proposals_and_their_reasons(tmp_path: Path) -> None:
+    proposals = propose(MODEL, MACHINE, Ports(gateway=9000))
+    file = tmp_path / "spangrad.toml"
+    file.write_text(settings_text(proposals, "For a test."))
+    assert load_settings(file=file, env={}) == load_settings({each.key: each.value for each in proposals}, env={})
+    assert 'url = "http://127.0.0.1:9000"' in file.read_text()
+    assert "max_model_len = 256  # tokens of prompt and answer; the model takes 256 tokens" in file.read_text()
+
+
+def test_a_directory_that_is_no_model_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    def lacks(sentence: str) -> None:
+        with pytest.raises(SettingsError, match=sentence):
+            read_model(tmp_path / "model")
+
+    lacks("is no directory")
+    (tmp_path / "model").mkdir()
+    lacks("holds no config.json")
+    (tmp_path / "model" / "config.json").write_text("{")
+    lacks("cannot be read as JSON")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    lacks("holds no weights")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"12345678")
+    lacks("holds no tokenizer.json")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    facts = read_model(tmp_path / "model")
+    assert (facts.weight_bytes, facts.has_chat_template) == (8, False)
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    assert read_model(tmp_path / "model").has_chat_template

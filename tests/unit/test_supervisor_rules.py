@@ -1,0 +1,103 @@
+"""The supervisor's rules: order, restarts, causes, services of the settings, and the text of its status."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from spangrad.errors import SettingsError
+from spangrad.settings.sources import load_settings
+from spangrad.supervisor.service import NEVER, RestartPolicy, Service, cause_of, start_order
+from spangrad.supervisor.status_text import TrainingProgress, status_table
+from spangrad.supervisor.training_services import training_services
+
+
+def service(name: str, *needs: str) -> Service:
+    return Service(name, ("true",), Path(f"{name}.log"), needs=needs)
+
+
+def test_services_start_after_those_that_they_need() -> None:
+    ordered = start_order((service("gateway", "store", "engine"), service("engine", "store"), service("store")))
+    assert [each.name for each in ordered] == ["store", "engine", "gateway"]
+    with pytest.raises(ValueError, match="missing: a, b"):
+        start_order((service("a", "b"), service("b", "a")))
+
+
+def test_delays_double_up_to_the_longest() -> None:
+    policy = RestartPolicy(first_seconds=1, longest_seconds=30)
+    assert [policy.delay(failures) for failures in (1, 2, 3, 6, 10_000)] == [1, 2, 4, 30, 30]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "failures", "was_ready", "restarts"),
+    [(1, 1, False, True), (1, 3, False, False), (1, 300, True, True), (-9, 1, True, True), (0, 1, True, False), (2, 1, True, False)],
+)
+def test_a_service_that_ended_is_restarted_unless_it_never_became_ready(
+    exit_code: int, failures: int, was_ready: bool, restarts: bool
+) -> None:
+    assert RestartPolicy(tries=3).restarts(exit_code, failures, was_ready=was_ready) is restarts
+    assert not NEVER.restarts(exit_code, failures, was_ready=was_ready)
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("INFO starts\nspangrad: engine.model is wrong.\n", "engine.model is wrong."),
+        ("spangrad: vLLM ended: ValueError: x\nSet engine.dtype.\n", "vLLM ended: ValueError: x\nSet engine.dtype."),
+        ('Traceback:\n  File "x"\nKeyError: 1\n\n', "KeyError: 1"),
+        ("", "its log is empty"),
+    ],
+)
+def test_the_cause_of_an_end_is_found_in_the_log(log: str, cause: str) -> None:
+    assert cause_of(log) == cause
+
+
+def names(values: dict[str, object], *agent: str) -> dict[str, tuple[str, ...]]:
+    settings = load_settings({"engine.model": "m", **values}, env={})
+    return {each.name: each.needs for each in training_services(settings, Path("logs"), ["--config", "f.toml"], agent)}
+
+
+def test_the_settings_decide_which_services_run_here() -> None:
+    own = ["store", "engine", "gateway", "build", "train"]
+    assert list(names({})) == own
+    assert list(names({"store.url": "http://elsewhere:8123"})) == own[1:]
+    assert names({"store.url": "http://elsewhere:8123"})["build"] == ()
+    assert "engine" not in names({"gateway.engine_url": "http://elsewhere:8000"})
+    queue = {"runner.queue_url": "http://127.0.0.1:8190"}
+    assert list(names(queue)) == ["store", "queue", *own[1:]]
+    assert names(queue, "--agent", "a.py:f")["worker"] == ("store", "queue", "gateway")
+    assert names(queue, "--tasks", "t.jsonl")["run"] == ("store", "queue", "gateway")
+
+
+def test_services_get_the_same_file_and_both_the_model() -> None:
+    settings = load_settings({"trainer.model": "weights"}, env={})
+    services = {each.name: each.command for each in training_services(settings, Path("logs"), ["--config", "f.toml"])}
+    assert services["engine"][-5:] == ("engine", "--config", "f.toml", "--model", "weights")
+    assert services["train"][-6:] == ("train", "--config", "f.toml", "--follow", "--model", "weights")
+
+
+@pytest.mark.parametrize(("values", "agent", "sentence"), [({"engine.model": None}, (), "spangrad init"), ({}, ("x",), "needs a queue")])
+def test_what_cannot_be_started_is_refused(values: dict[str, object], agent: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        names(values, *agent)
+
+
+def test_the_status_names_states_causes_and_progress() -> None:
+    row = {"pid": 7, "seconds": 61.2, "restarts": 2, "waits_for": [], "cause": "", "log": "logs/x.log"}
+    rows = [
+        {**row, "name": "store", "state": "ready", "cause": "an old failure"},
+        {**row, "name": "gateway", "state": "waiting", "waits_for": ["store"]},
+        {**row, "name": "engine", "state": "restarting", "cause": "out of memory"},
+    ]
+    console = Console(width=120, file=StringIO(), markup=False)
+    console.print(status_table(rows, TrainingProgress(3, 7, 0.5, 0.25), "the hint"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "waiting for store" in text
+    assert "engine: out of memory" in text
+    assert "an old failure" not in text
+    assert "1:01" in text
+    assert "step 7   return +0.500   waiting rollouts 3   trainer idle 25%" in text
+    assert text.endswith("the hint\n")
