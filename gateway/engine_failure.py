@@ -1,4 +1,4 @@
-"""Root cause of an engine that did not start, from vLLM's log, and the setting that mends it.
+"""Root cause of an engine that did not start, from vLLM's log, and the setting to change.
 
 In: the lines of a log. Out: a sentence or two. Invariant: pure; a log without a known cause yields its exceptions, the first one first,
 since vLLM's last lines only point back at them.

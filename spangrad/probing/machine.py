@@ -64,9 +64,9 @@ def available_memory() -> int:
     return available if limit is None or used is None else max(min(available, limit - used), 0)
 
 
-def choose_ports(wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a free port for each wanted one: itself, unless a process listens on it."""
-    return tuple(port if is_free("127.0.0.1", port) else free_ports(1)[0] for port in wanted)
+def choose_ports(preferred: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a free port for each preferred one: itself, unless a process listens on it."""
+    return tuple(port if is_free("127.0.0.1", port) else free_ports(1)[0] for port in preferred)
 
 
 def _number(file: Path) -> int | None:

@@ -45,10 +45,10 @@ class Proposal:
     reason: str
 
 
-def context_of(model_tokens: int | None, wanted: int | None) -> int:
-    """Return the context length of an engine, in tokens: what is wanted, within what the model can."""
-    longest = model_tokens or wanted or LONGEST_CONTEXT
-    return min(longest, wanted or LONGEST_CONTEXT)
+def context_of(model_tokens: int | None, requested: int | None) -> int:
+    """Return the context length of an engine, in tokens: what is requested, within what the model can."""
+    longest = model_tokens or requested or LONGEST_CONTEXT
+    return min(longest, requested or LONGEST_CONTEXT)
 
 
 def cache_bytes(kv_bytes_a_token: int, context: int, available_bytes: int) -> int:
@@ -59,8 +59,8 @@ def cache_bytes(kv_bytes_a_token: int, context: int, available_bytes: int) -> in
         context: context length of the engine, in tokens.
         available_bytes: memory that is available, in bytes.
     """
-    wanted = max(_SEQUENCES * context * kv_bytes_a_token, _LEAST_CACHE)
-    return max(min(wanted, int(available_bytes * _CACHE_SHARE)), context * kv_bytes_a_token)
+    requested = max(_SEQUENCES * context * kv_bytes_a_token, _LEAST_CACHE)
+    return max(min(requested, int(available_bytes * _CACHE_SHARE)), context * kv_bytes_a_token)
 
 
 def propose(model: ModelFacts, machine: MachineFacts, ports: Ports) -> list[Proposal]:

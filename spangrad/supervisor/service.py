@@ -30,7 +30,7 @@ class ServiceState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceSpec:
     """One process that the supervisor runs."""
 
     name: str
@@ -77,13 +77,13 @@ NEVER = RestartPolicy(tries=0)
 """Policy under which a service that ends has failed."""
 
 
-def start_order(services: tuple[Service, ...]) -> list[Service]:
+def start_order(services: tuple[ServiceSpec, ...]) -> list[ServiceSpec]:
     """Return the services so that each comes after those that it needs.
 
     Raises:
         ValueError: services need each other in a circle, or need one that is not there.
     """
-    ordered: list[Service] = []
+    ordered: list[ServiceSpec] = []
     left = list(services)
     while left:
         names = {service.name for service in ordered}

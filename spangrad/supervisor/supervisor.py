@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from spangrad.errors import SpangradError
 from spangrad.processes import Child, answers
-from spangrad.supervisor.service import NEVER, RestartPolicy, Service, ServiceState, cause_of, start_order
+from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, ServiceState, cause_of, start_order
 
 _HEALTH_SECONDS = 1.0
 """Interval of the health checks of a service that is ready, in seconds."""
@@ -29,7 +29,7 @@ _ENDED = {ServiceState.FAILED, ServiceState.DONE, ServiceState.STOPPED}
 class _Supervised:
     """A service and what the supervisor knows of it."""
 
-    service: Service
+    service: ServiceSpec
     state: ServiceState = ServiceState.WAITING
     child: Child | None = None
     failures: int = 0
@@ -60,7 +60,7 @@ class Supervisor:
 
     def __init__(
         self,
-        services: Sequence[Service],
+        services: Sequence[ServiceSpec],
         on_event: Callable[[str], None],
         *,
         policy: RestartPolicy = NEVER,

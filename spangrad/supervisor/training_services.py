@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 from spangrad.errors import SettingsError
 from spangrad.processes import LOOPBACK, own_command
 from spangrad.settings import Settings
-from spangrad.supervisor.service import Service
+from spangrad.supervisor.service import ServiceSpec
 
 
 def training_services(
     settings: Settings, logs: Path, options: Sequence[str] = (), agent: Sequence[str] = (), env: Mapping[str, str] | None = None
-) -> tuple[Service, ...]:
+) -> tuple[ServiceSpec, ...]:
     """Return the services that the settings ask for: store, queue, engine, gateway, builder, trainer and agent.
 
     The store, the queue and the engine are left out where their URLs name another machine or port; the queue, too, where there is no
@@ -63,14 +63,14 @@ def training_services(
     )
 
 
-def _factory(logs: Path, options: Sequence[str], env: Mapping[str, str]) -> Callable[..., Service]:
-    def service(name: str, ready_url: str | None, needs: Sequence[str] = (), arguments: Sequence[str] = ()) -> Service:
-        return Service(name, tuple(own_command(name, *options, *arguments)), logs / f"{name}.log", ready_url, tuple(needs), env)
+def _factory(logs: Path, options: Sequence[str], env: Mapping[str, str]) -> Callable[..., ServiceSpec]:
+    def service(name: str, ready_url: str | None, needs: Sequence[str] = (), arguments: Sequence[str] = ()) -> ServiceSpec:
+        return ServiceSpec(name, tuple(own_command(name, *options, *arguments)), logs / f"{name}.log", ready_url, tuple(needs), env)
 
     return service
 
 
-def _agent(service: Callable[..., Service], needs: Sequence[str], arguments: Sequence[str]) -> Service:
+def _agent(service: Callable[..., ServiceSpec], needs: Sequence[str], arguments: Sequence[str]) -> ServiceSpec:
     makes_rollouts = any(word.partition("=")[0] == "--tasks" for word in arguments)
     return service("run", None, needs, ["--follow-demand", *arguments]) if makes_rollouts else service("worker", None, needs, arguments)
 

@@ -16,7 +16,7 @@ import pytest
 from spangrad.errors import SpangradError
 from spangrad.processes import free_ports, own_command, wait_until
 from spangrad.supervisor.run_directory import RunDirectory, fresh_directory, owner_of, status_of
-from spangrad.supervisor.service import RestartPolicy, Service
+from spangrad.supervisor.service import RestartPolicy, ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
 
 SERVER = """
@@ -32,10 +32,10 @@ SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 QUICK = RestartPolicy(first_seconds=0.2, longest_seconds=0.4, tries=3)
 
 
-def server(name: str, logs: Path, *needs: str, delay: float = 0) -> Service:
+def server(name: str, logs: Path, *needs: str, delay: float = 0) -> ServiceSpec:
     (port,) = free_ports(1)
     command = (sys.executable, "-c", SERVER, str(port), str(delay))
-    return Service(name, command, logs / f"{name}.log", f"http://127.0.0.1:{port}/", needs)
+    return ServiceSpec(name, command, logs / f"{name}.log", f"http://127.0.0.1:{port}/", needs)
 
 
 def alive(pid: int) -> bool:
@@ -97,7 +97,7 @@ def test_a_service_that_never_starts_fails_with_the_cause_from_its_own_log(tmp_p
     log.write_text("spangrad: an old cause\n")
     script = "import sys; print('much'); print('spangrad: the cause. Set engine.dtype.', file=sys.stderr); sys.exit(1)"
     events: list[str] = []
-    engine = Service("engine", (sys.executable, "-c", script), log, "http://127.0.0.1:9/")
+    engine = ServiceSpec("engine", (sys.executable, "-c", script), log, "http://127.0.0.1:9/")
     with (
         Supervisor([engine], events.append, policy=QUICK) as supervisor,
         pytest.raises(SpangradError, match=r"(?s)engine failed: the cause. Set engine.dtype.\nIts log: .*engine.log"),
@@ -107,14 +107,14 @@ def test_a_service_that_never_starts_fails_with_the_cause_from_its_own_log(tmp_p
 
 
 def test_wrong_settings_are_not_tried_again(tmp_path: Path) -> None:
-    wrong = Service("train", (sys.executable, "-c", "raise SystemExit(2)"), tmp_path / "train.log", "http://127.0.0.1:9/")
+    wrong = ServiceSpec("train", (sys.executable, "-c", "raise SystemExit(2)"), tmp_path / "train.log", "http://127.0.0.1:9/")
     with Supervisor([wrong], lambda text: None, policy=QUICK) as supervisor:
         poll_until(supervisor, lambda: supervisor.failed == ["train"])
         assert supervisor.status()[0]["restarts"] == 0
 
 
 def test_a_service_that_ends_by_itself_is_done(tmp_path: Path) -> None:
-    done = Service("train", (sys.executable, "-c", ""), tmp_path / "train.log")
+    done = ServiceSpec("train", (sys.executable, "-c", ""), tmp_path / "train.log")
     with Supervisor([done], lambda text: None, policy=QUICK) as supervisor:
         poll_until(supervisor, lambda: states(supervisor)["train"] == "done")
         assert supervisor.are_ready
@@ -125,10 +125,10 @@ def test_nothing_goes_on_when_the_supervisor_is_killed(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from spangrad.supervisor.run_directory import RunDirectory
-from spangrad.supervisor.service import Service
+from spangrad.supervisor.service import ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
 with RunDirectory(Path({str(tmp_path)!r})) as run:
-    services = [Service(name, {SLEEP!r}, Path({str(tmp_path)!r}) / f"{{name}}.log") for name in ("a", "b")]
+    services = [ServiceSpec(name, {SLEEP!r}, Path({str(tmp_path)!r}) / f"{{name}}.log") for name in ("a", "b")]
     with Supervisor(services, print) as supervisor:
         supervisor.start(30)
         run.publish({{"services": supervisor.status(), "ready": True}})

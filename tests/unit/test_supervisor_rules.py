@@ -10,13 +10,13 @@ from rich.console import Console
 
 from spangrad.errors import SettingsError
 from spangrad.settings.sources import load_settings
-from spangrad.supervisor.service import NEVER, RestartPolicy, Service, cause_of, start_order
+from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, cause_of, start_order
 from spangrad.supervisor.status_text import TrainingProgress, status_table
 from spangrad.supervisor.training_services import training_services
 
 
-def service(name: str, *needs: str) -> Service:
-    return Service(name, ("true",), Path(f"{name}.log"), needs=needs)
+def service(name: str, *needs: str) -> ServiceSpec:
+    return ServiceSpec(name, ("true",), Path(f"{name}.log"), needs=needs)
 
 
 def test_services_start_after_those_that_they_need() -> None:
