@@ -6,7 +6,7 @@ final attempt has no calls leaves one drop of its own. The same frames give the 
 
 The first drop reason that applies is written; `reconcile` defines their order.
 
-Turn counts a rollout's selected calls that the engine answered, in the order of `lineage`, from 0: a failed call is
+Turn counts a rollout's selected calls that the engine answered, in the order of `calls.order`, from 0: a failed call is
 no turn, and neither is a call of another policy. The choices of one call share its turn.
 """
 
@@ -18,8 +18,8 @@ from spangrad import semconv
 from spangrad.settings import BuilderSettings
 from spangrad.types import transition_ids
 from transition_builder import dialects, rewards
-from transition_builder.calls import join, lineage, placing, reconcile
-from transition_builder.calls.lineage import Forest
+from transition_builder.calls import reconcile
+from transition_builder.calls.reconstruct import reconstruct
 from transition_builder.completeness.resolve import resolve, shared
 from transition_builder.dialects.conventions import gateway
 from transition_builder.dialects.reading import attribute
@@ -41,9 +41,8 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     Returns:
         Rows for otel.transitions, otel.drops and otel.rewards.
     """
-    nodes, tree, recorded = read(frames)
-    joined = join.join(nodes, tree, recorded, frames.answers, frames.dropped)
-    placed = placing.place(nodes, joined)
+    nodes, recorded = read(frames)
+    placed = reconstruct(nodes, recorded, frames.answers, frames.dropped)
     calls = reconcile.without_arrays(placed.calls)
 
     final = frames.rollouts.select(*ATTEMPT)
@@ -68,8 +67,8 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     )
 
 
-def read(frames: Frames) -> tuple[pl.DataFrame, Forest, pl.DataFrame]:
-    """Return nodes (described spans of the rollouts, the gateway's among them), their forest, and the gateway's calls."""
+def read(frames: Frames) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return nodes (described spans of the rollouts, the gateway's among them), and the gateway's calls."""
     witnesses = _named_spans(frames)
     recorded = gateway.calls(resolve(frames.calls, witnesses, frames.rollouts))
     spans = resolve(frames.spans.filter(pl.col("RowKind") == "span"), witnesses, frames.rollouts)
@@ -81,8 +80,7 @@ def read(frames: Frames) -> tuple[pl.DataFrame, Forest, pl.DataFrame]:
         spans = pl.concat([spans, rows], how="diagonal_relaxed").with_columns(pl.col(texts).fill_null(""))
     if not spans.select(SPAN).is_unique().all():
         spans = spans.unique(SPAN, keep="first", maintain_order=True)
-    nodes = dialects.describe(spans)
-    return nodes, lineage.forest(nodes), recorded
+    return dialects.describe(spans), recorded
 
 
 def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame) -> pl.DataFrame:

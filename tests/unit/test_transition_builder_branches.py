@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import fakes
 from spangrad.settings import BuilderSettings
 from transition_builder.build import build, read
-from transition_builder.calls import join, placing
-from transition_builder.calls.placing import Placed
+from transition_builder.calls.reconstruct import Reconstructed, reconstruct
 from transition_builder.frames import Frames
 
 SECOND = 10**9
@@ -22,10 +21,10 @@ LONG = {"Duration": 100 * SECOND}
 SHORT = {"Duration": SECOND // 1000}
 
 
-def place(spans: fakes.SpanFactory | Frames) -> Placed:
+def place(spans: fakes.SpanFactory | Frames) -> Reconstructed:
     frames = spans.frames() if isinstance(spans, fakes.SpanFactory) else spans
-    nodes, tree, recorded = read(frames)
-    return placing.place(nodes, join.join(nodes, tree, recorded, frames.answers, frames.dropped))
+    nodes, recorded = read(frames)
+    return reconstruct(nodes, recorded, frames.answers, frames.dropped)
 
 
 def lines(spans: fakes.SpanFactory) -> dict[str, tuple[str, int]]:

@@ -13,27 +13,28 @@ import pytest
 import fakes
 from spangrad.settings import AirRule, BuilderSettings
 from transition_builder.build import build
-from transition_builder.calls import lineage
-from transition_builder.calls.lineage import Forest
+from transition_builder.calls.forest import Mask, SpanForest
 from transition_builder.frames import Built
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
 
 
-def forest(*parents: int) -> Forest:
+def forest(*parents: int) -> SpanForest:
     """Parents by number; -1 for none."""
-    return Forest.of(np.array([len(parents) if parent < 0 else parent for parent in parents], dtype=np.int64))
+    return SpanForest.of(np.array([len(parents) if parent < 0 else parent for parent in parents], dtype=np.int64))
 
 
-def marked(*names: int, size: int) -> lineage.Mask:
+def marked(*names: int, size: int) -> Mask:
     return np.isin(np.arange(size), names)
 
 
 def test_ancestors_are_found_through_chains_of_any_depth() -> None:
     chain = forest(-1, *range(999))
     assert chain.nearest(marked(0, 500, size=1000))[[0, 499, 500, 999]].tolist() == [0, 0, 500, 500]
-    assert chain.topmost(marked(3, 500, size=1000))[[2, 3, 499, 999]].tolist() == [1000, 3, 3, 3]
+    assert chain.outermost(marked(3, 500, size=1000))[[2, 3, 499, 999]].tolist() == [1000, 3, 3, 3]
     assert chain.depth[[0, 999, 1000]].tolist() == [1, 1000, 0]
+    assert np.flatnonzero(chain.above(marked(3, 500, size=1000))).tolist() == [*range(500)]
+    assert (chain.count_below(np.array([3, 500]))[[0, 3, 4, 500, 501]]).tolist() == [2, 2, 1, 1, 0]
 
 
 def test_cycles_are_cut_off_and_cost_nothing_else() -> None:

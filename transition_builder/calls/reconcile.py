@@ -60,8 +60,8 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
     """Add the facts of the root, Reason (empty: kept), Detail, Reshaping (what reshaped the sampling distribution) and Turn.
 
     Args:
-        calls: canonical, placed calls `without_arrays`: of `join.CANONICAL`, AgentName and Order, and those columns of `_ABSENT` that are
-            known.
+        calls: canonical, placed calls `without_arrays`: columns of `reconstruct`, AgentName and Order among them, and those of
+            `_ABSENT` that are known.
         rollouts: ROLLOUTS, all of the calls' among them.
         faults: rollouts without a usable reward: RunId, RolloutId, fault (why).
         spec: the selection, and the conditions on calls.
@@ -71,7 +71,9 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
     )
     known = calls.with_columns(**{name: value for name, value in _ABSENT.items() if name not in calls.columns})
     known = known.join(facts, on=ROLLOUT).join(faults, on=ROLLOUT, how="left")
-    reason, detail = _first(
+    known = known.with_columns(Reshaping=_reshaping())
+    reason, detail = _first_reasons(
+        known,
         _ownership()
         + _identity()
         + _rollout_reasons()
@@ -79,11 +81,11 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
         + _outcome()
         + _known(spec)
         + _trainable(spec)
-        + _reward_reasons()
+        + _reward_reasons(),
     )
-    selected, _ = _first(_identity() + _selection(spec))
-    counts = (selected == "") & ~_failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
-    turned = known.with_columns(Reason=reason, Detail=detail, Reshaping=_reshaping(), counts=counts)
+    unselected = pl.any_horizontal(holds.fill_null(False) for _, holds, _ in _identity() + _selection(spec))
+    counts = ~unselected & ~_failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
+    turned = known.with_columns(reason, detail, counts=counts)
     turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(ATTEMPT).cast(pl.Int64) - 1
     return turned.with_columns(Turn=turn)
 
@@ -171,8 +173,8 @@ def _trainable(spec: BuilderSettings) -> list[Rule]:
         versions = pl.col("Versions.Version")
         named = pl.format("versions {}", versions.cast(pl.List(pl.String)).list.join(", "))
         rules.append((DropReason.MIXED_VERSIONS, versions.list.n_unique() > 1, named))
-    reshaped = _dropped_where_reshaped(spec) & (_reshaping() != "")
-    rules.append((DropReason.OTHER_DISTRIBUTION, reshaped, pl.format("sampled with {}", _reshaping())))
+    reshaped = _dropped_where_reshaped(spec) & (pl.col("Reshaping") != "")
+    rules.append((DropReason.OTHER_DISTRIBUTION, reshaped, pl.format("sampled with {}", "Reshaping")))
     if spec.max_tokens is not None:
         rules.append(
             (DropReason.OVER_LENGTH, tokens > spec.max_tokens, pl.format(f"{{}} tokens; builder.max_tokens = {spec.max_tokens}", tokens))
@@ -217,13 +219,16 @@ def _reshaping() -> pl.Expr:
     return pl.concat_str([*named, masked], separator=", ", ignore_nulls=True)
 
 
-def _first(rules: list[Rule]) -> tuple[pl.Expr, pl.Expr]:
-    """Return the reason and the detail of the first rule that holds; empty texts where none does."""
-    reason = detail = pl.lit("")
-    for name, holds, detail_of_rule in reversed(rules):
-        reason = pl.when(holds).then(pl.lit(name.value)).otherwise(reason)
-        detail = pl.when(holds).then(detail_of_rule).otherwise(detail)
-    return reason, detail
+def _first_reasons(calls: pl.DataFrame, rules: list[Rule]) -> tuple[pl.Series, pl.Series]:
+    """Return Reason and Detail of the first rule that holds for each call; empty texts where none does."""
+    first = calls.select(pl.coalesce(pl.when(holds).then(place) for place, (_, holds, _) in enumerate(rules))).to_series()
+    reasons, details = (pl.repeat("", calls.height, dtype=pl.String, eager=True) for _ in range(2))
+    for place in first.drop_nulls().unique():
+        rows = (first == place).arg_true()
+        reason, _, detail = rules[place]
+        reasons[rows] = reason.value
+        details[rows] = calls[rows].with_columns(detail.alias("Detail"))["Detail"]
+    return reasons.alias("Reason"), details.alias("Detail")
 
 
 def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:

@@ -18,7 +18,7 @@ import polars as pl
 
 from spangrad import semconv
 from spangrad.settings import BuilderSettings
-from transition_builder.calls.lineage import forest
+from transition_builder.calls.forest import SpanForest
 from transition_builder.completeness.resolve import NAMED, resolve
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.dialects.reading import attribute
@@ -49,9 +49,9 @@ def _counted(arrivals: pl.DataFrame) -> pl.DataFrame:
     links = ["TraceId", "SpanId", "ParentSpanId"]
     spans = arrivals.select(*_NAMES, *links, "RowKind", by_gateway=IS_GATEWAY).filter(pl.col("RowKind") == "span")
     spans = spans.unique(["TraceId", "SpanId"], keep="first", maintain_order=True)
-    tree = forest(spans)
+    forest = SpanForest.of_spans(spans)
     by_gateway = spans["by_gateway"].to_numpy()
-    outermost = tree.nearest(by_gateway)[tree.parent[: tree.size]] == tree.size
+    outermost = forest.nearest(by_gateway)[forest.parent[:-1]] == forest.size
     return spans.filter(pl.Series(by_gateway & outermost) & NAMED)
 
 

@@ -18,7 +18,7 @@ import polars as pl
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import KEYS_A_STATEMENT, constant
 from transition_builder import dialects
-from transition_builder.calls import join
+from transition_builder.calls.uncovered import uncovered
 from transition_builder.completeness.resolve import NAMED
 from transition_builder.completeness.rootless_traces import claim
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
@@ -152,7 +152,7 @@ class RolloutReader:
 
     def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         """Return the answers in openai-level spans without a gateway call below them; `output.value` is too long for the lean table."""
-        holders = join.uncovered(spans, calls)
+        holders = uncovered(spans, calls)
         parts = list[pl.DataFrame]()
         for batch in holders.sort("Timestamp").iter_slices(KEYS_A_STATEMENT):
             answered = self._reader.frame(dialects.ANSWER_SQL % span_constants(batch))

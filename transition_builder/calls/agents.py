@@ -1,0 +1,94 @@
+"""Agents, chains and tools around spans.
+
+In: described spans and their forest. Out: the agent that each belongs to, and the names around calls. Invariant: spans of one name directly
+inside each other are one agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from spangrad import semconv
+from transition_builder.calls.forest import Indices, Mask, SpanForest, follow
+from transition_builder.dialects.conventions.gateway import IS_GATEWAY
+
+_NO_AGENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Agents and tools around spans; entries for all nodes and the virtual root above them."""
+
+    agent: Indices
+    """Agent's span that each node lies in or is, the outermost of those that are one agent; the forest's size where there is none."""
+    around: Indices
+    """Agent in which a node's agent lies."""
+    name: Indices
+    """Number of the agent's name."""
+    tool: Indices
+    """Tool call that each node lies in or is."""
+
+    @classmethod
+    def of(cls, nodes: pl.DataFrame, forest: SpanForest, call_like: Mask) -> Agents:
+        """Find the agents; spans of calls (`call_like`) may name their agent, but are none."""
+        names = nodes["AgentName"].set(pl.Series(call_like), None)
+        name = names.rank("dense").cast(pl.Int64).fill_null(_NO_AGENT).extend_constant(_NO_AGENT, 1).to_numpy()
+        nearest, tool = forest.nearest(name[:-1] != _NO_AGENT), forest.nearest(nodes["IsTool"].to_numpy())
+        outside = nearest[forest.parent]
+        nested = (name != _NO_AGENT) & (name[outside] == name) & (tool[outside] == tool)
+        agent = follow(np.where(nested, outside, np.arange(forest.size + 1)))[nearest]
+        return cls(agent, agent[forest.parent[agent]], name, tool)
+
+    def alike(self, left: Indices, right: Indices) -> Mask:
+        """Return whether two agents have one name and lie in the same agent."""
+        return (self.name[left] == self.name[right]) & (self.around[left] == self.around[right])
+
+
+def agent_names(nodes: pl.DataFrame, forest: SpanForest, spans: Indices) -> pl.Series:
+    """Return the names of the agents that the given spans belong to.
+
+    The nearest ancestor that names an agent; else the outermost CHAIN (LangGraph's plain graphs); else the
+    service of the nearest span that is neither the gateway's nor the runner's root; else of the nearest at all.
+    """
+    searches: list[tuple[Callable[[Mask], Indices], pl.Expr, str]] = [
+        (forest.nearest, pl.col("AgentName").is_not_null(), "AgentName"),
+        (forest.outermost, pl.col("IsChain"), "SpanName"),
+        (forest.nearest, ~IS_GATEWAY & (pl.col("SpanName") != semconv.ROOT_SPAN_NAME), "ServiceName"),
+        (forest.nearest, ~IS_GATEWAY, "ServiceName"),
+    ]
+    names = pl.repeat(None, len(spans), dtype=pl.String, eager=True)
+    for search, marked, column in searches:
+        if not names.has_nulls():
+            break
+        at = pl.Series(search(nodes.select(marked).to_series().to_numpy())[spans])
+        names = names.zip_with(names.is_not_null(), nodes[column].gather(at.set(at == forest.size, None)))
+    return names.fill_null("")
+
+
+def components(nodes: pl.DataFrame, forest: SpanForest, member: Mask, tops: Indices) -> pl.Series:
+    """Return the names of the agents, chains and tools around each of the calls, outermost first.
+
+    Args:
+        nodes: described spans.
+        forest: of the same.
+        member: mask of the spans of calls.
+        tops: the outermost spans of the calls.
+    """
+    agent = pl.col("AgentName").is_not_null()
+    around = nodes.select(pl.col("IsChain") | pl.col("IsTool") | agent).to_series().to_numpy() & ~member
+    nearest = forest.nearest(around)
+    places, place_of = np.unique(nearest[forest.parent[tops]], return_inverse=True)
+    levels = [places]
+    while (levels[-1] != forest.size).any():
+        levels.append(nearest[forest.parent[levels[-1]]])
+    at = np.stack(levels[::-1], axis=1)
+    inside = at != forest.size
+    own = pl.when("IsTool").then("ToolName").otherwise("AgentName")
+    names = nodes.select("IsTool", "ToolName", "AgentName", "SpanName")[at[inside]].select(name=pl.coalesce(own, "SpanName"))
+    lists = names.with_columns(place=np.nonzero(inside)[0]).group_by("place", maintain_order=True).agg("name")
+    every = pl.DataFrame({"place": np.arange(len(places))}).join(lists, on="place", how="left", maintain_order="left")
+    return every["name"].fill_null([]).gather(place_of)

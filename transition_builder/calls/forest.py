@@ -1,0 +1,99 @@
+"""Forest of spans: their links, and the nearest, outermost and common ancestors of many at once.
+
+In: spans, a row each. Out: arrays over their rows. Invariant: missing parents and cycles cut a branch off, and affect nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanForest:
+    """Spans as numbered nodes; node `size` stands above every root, and is its own parent."""
+
+    size: int
+    parent: Indices
+    depth: Indices
+
+    @classmethod
+    def of(cls, parent: Indices) -> SpanForest:
+        """Cut cycles and compute depths. `parent` has an entry a node, len(parent) where there is none."""
+        size = len(parent)
+        parent = np.append(parent, size)
+        steps = max(1, int(size).bit_length())
+        jump = parent
+        for _ in range(steps):
+            jump = jump[jump]
+        parent = np.where(jump == size, parent, size)
+        jump, depth = parent, np.append(np.ones(size, dtype=np.int64), 0)
+        for _ in range(steps):
+            depth = depth + depth[jump]
+            jump = jump[jump]
+        return cls(size, parent, depth)
+
+    @classmethod
+    def of_spans(cls, spans: pl.DataFrame) -> SpanForest:
+        """Link spans (TraceId, SpanId, ParentSpanId; node = row) to their parents."""
+        index = spans.select("TraceId", ParentSpanId="SpanId").with_row_index("parent")
+        linked = spans.select("TraceId", "ParentSpanId").join(index, on=["TraceId", "ParentSpanId"], how="left", maintain_order="left")
+        return cls.of(linked["parent"].cast(pl.Int64).fill_null(spans.height).to_numpy())
+
+    def with_parents(self, children: Indices, parents: Indices) -> SpanForest:
+        """Return the same forest with some parents replaced."""
+        parent = self.parent[: self.size].copy()
+        parent[children] = parents
+        return SpanForest.of(parent)
+
+    def nearest(self, marked: Mask) -> Indices:
+        """Return, for every node, the nearest marked one among itself and its ancestors; `size` where there is none."""
+        return follow(np.where(np.append(marked, True), np.arange(self.size + 1), self.parent))
+
+    def outermost(self, marked: Mask) -> Indices:
+        """Return, for every node, the outermost marked one among itself and its ancestors; `size` where there is none."""
+        nearest = self.nearest(marked)
+        above = nearest[self.parent]
+        return follow(np.where(above == self.size, np.arange(self.size + 1), above))[nearest]
+
+    def above(self, marked: Mask) -> Mask:
+        """Return a mask of the nodes that have a marked one below them."""
+        above = np.zeros(self.size + 1, dtype=np.bool_)
+        at = self.parent[: self.size][marked]
+        while len(at := at[(at != self.size) & ~above[at]]):
+            above[at] = True
+            at = self.parent[at]
+        return above[: self.size]
+
+    def count_below(self, nodes: Indices) -> Indices:
+        """Return how many of the given nodes each node and those below it are: 0, 1, or a number from 2 on for more."""
+        count = np.zeros(self.size + 1, dtype=np.int64)
+        at = nodes
+        while len(at):
+            before = count[at]
+            np.add.at(count, at, 1)
+            at = self.parent[at[before < 2]]
+            at = at[at != self.size]
+        return count[: self.size]
+
+    def common_depth(self, left: Indices, right: Indices) -> Indices:
+        """Return the depth of the nearest common ancestor of each pair; 0 where there is none."""
+        left, right = left.copy(), right.copy()
+        while (apart := left != right).any():
+            deeper_left = apart & (self.depth[left] >= self.depth[right])
+            deeper_right = apart & (self.depth[right] >= self.depth[left])
+            left, right = np.where(deeper_left, self.parent[left], left), np.where(deeper_right, self.parent[right], right)
+        return self.depth[left]
+
+
+def follow(jump: Indices) -> Indices:
+    """Follow pointers to their fixed points, twice as far with each step; there are no cycles."""
+    while not np.array_equal(further := jump[jump], jump):
+        jump = further
+    return jump

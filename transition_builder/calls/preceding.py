@@ -1,0 +1,150 @@
+"""Preceding calls: the common definition of the call that led to another call or to a tool call.
+
+In: the forest of all spans, and the calls and tool calls of all attempts, in order. Out: for each the call that led to it. Invariant: only
+what one process itself saw end before, or count before, comes before; clocks of two processes are never compared.
+
+Call D *came before* X, where
+
+- D gave something to act upon: it did not fail, it is no unused retry, and it is no duplicate;
+- where their paths (`order`) first differ inside one process, that process counted D's span before X's and, by its own clock, D's span
+  had ended when X's began (a clock that contradicts the count is not believed; a tool may run while the rest of a response arrives). The
+  span of a call is its outermost one in the process. Where one of them came straight to the gateway that took both, the gateway's count
+  and clock decide instead;
+- D does not lie inside a tool call that X does not lie in.
+
+Of several, the first of these that differs decides:
+
+1. the innermost agent that X lies in and D belongs to (an agent's span; spans of one name directly inside each other are one);
+2. D belongs to another span of X's own agent: the same name, inside the same agent;
+3. the nearest common ancestor;
+4. the latest.
+
+A call whose span encloses X takes precedence over all others, unless `order` places it after X.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from transition_builder.calls.agents import Agents
+from transition_builder.calls.forest import Indices, Mask, SpanForest
+from transition_builder.calls.order import Clocks, last_steps, paths
+
+NO_CALL = -1
+"""Row number in place of a call: none came before."""
+_ENCLOSING, _NAMESAKE, _OTHER = 3, 2, 1
+_WEIGHT = 1 << 32
+"""Weight of agent relations over common ancestors; larger than any depth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Calls and tool calls, a row each, sorted by attempt and by place in it."""
+
+    node: Indices
+    """Outermost span of each."""
+    attempt: Indices
+    path: Indices
+    """Path of each, in which the outermost span stands for the step in its process."""
+    is_call: Mask
+    useful: Mask
+    """True for calls that gave something to act upon."""
+    agent: Indices
+    """Span of the agent that each lies in; the forest's size where there is none."""
+    tool: Indices
+    """Tool call that each lies in; the forest's size where there is none."""
+
+    @classmethod
+    def of(
+        cls, forest: SpanForest, clocks: Clocks, agents: Agents, path: Indices, node: Indices, attempt: Indices, is_call: Mask, useful: Mask
+    ) -> Events:
+        """Describe sorted events; `path` are those of their own spans, `node` their outermost spans."""
+        outermost_path, path, rows = paths(forest, clocks, node), path.copy(), np.arange(len(node))
+        at = last_steps(clocks, outermost_path)
+        path[rows, at] = outermost_path[rows, at]
+        return cls(node, attempt, path, is_call, useful, agents.agent[forest.parent[node]], agents.tool[forest.parent[node]])
+
+    def take(self, rows: Indices) -> Events:
+        """Return the given rows."""
+        numbers, masks = (self.node, self.attempt, self.path, self.agent, self.tool), (self.is_call, self.useful)
+        node, attempt, path, agent, tool = (column[rows] for column in numbers)
+        is_call, useful = (column[rows] for column in masks)
+        return Events(node, attempt, path, is_call, useful, agent, tool)
+
+    @property
+    def first(self) -> Indices:
+        """Return the first row of each one's attempt."""
+        return np.searchsorted(self.attempt, self.attempt)
+
+
+def came_before(forest: SpanForest, clocks: Clocks, agents: Agents, events: Events) -> Indices:
+    """Return the row of the call that came before each event, or NO_CALL."""
+    rows = np.arange(len(events.node))
+    # The next useful call that stands before each event; from there on to the next one before that.
+    earlier = np.append(NO_CALL, np.maximum.accumulate(np.where(events.useful, rows, NO_CALL)))[:-1]
+    earlier[earlier < events.first] = NO_CALL
+    call_at = np.full(forest.size + 1, NO_CALL, dtype=np.int64)
+    call_at[events.node[events.useful]] = rows[events.useful]
+    best = call_at[forest.nearest(call_at[:-1] != NO_CALL)[forest.parent[events.node]]]
+    best[(best >= rows) | (best < events.first)] = NO_CALL
+
+    bound, score = _bound(forest, agents, events), np.full(len(rows), -1, dtype=np.int64)
+    active = np.flatnonzero((earlier != NO_CALL) & (best == NO_CALL))
+    call = earlier[active]
+    while len(active):
+        before = (events.node[call] != events.node[active]) & _before(clocks, events, call, active)
+        later, calls = active[before], call[before]
+        common = forest.common_depth(events.node[calls], events.node[later])
+        outside = forest.depth[events.tool[calls]] <= common
+        later, calls = later[outside], calls[outside]
+        new = _relation(forest, agents, events.agent[calls], events.agent[later]) * _WEIGHT + common[outside]
+        better = new > score[later]
+        best[later[better]], score[later[better]] = calls[better], new[better]
+        call = earlier[call]
+        further = (call != NO_CALL) & (score[active] < bound[active])
+        active, call = active[further], call[further]
+    return best
+
+
+def _relation(forest: SpanForest, agents: Agents, of_call: Indices, of_event: Indices) -> Indices:
+    """Return a number for how near a call's agent is to an event's: the larger, the nearer."""
+    size, in_agents = forest.size, (of_call != forest.size) & (of_event != forest.size)
+    relation = np.where(in_agents & agents.alike(of_call, of_event), _NAMESAKE, _OTHER)
+    enclosing = np.where(in_agents, of_event, size)
+    while (enclosing != size).any():
+        relation = np.where((enclosing == of_call) & in_agents, _ENCLOSING + forest.depth[of_call], relation)
+        enclosing = np.where(enclosing == of_call, size, agents.around[enclosing])
+    return relation
+
+
+def _bound(forest: SpanForest, agents: Agents, events: Events) -> Indices:
+    """Return an upper bound on the score of any call for each event, so that a search ends early."""
+    size, rows, calls = forest.size, np.arange(len(events.node)), np.flatnonzero(events.is_call)
+    earliest = np.full(size + 1, len(rows), dtype=np.int64)
+    np.minimum.at(earliest, events.agent[calls], calls)
+    own = events.agent
+    while (late := (own != size) & (earliest[own] >= rows)).any():
+        own = np.where(late, agents.around[own], own)
+    relation = np.where(own != size, _ENCLOSING + forest.depth[own], np.where(events.agent != size, _NAMESAKE, _OTHER))
+    below = forest.count_below(events.node[calls])
+    # A call is below its own ancestors itself.
+    ancestors = [forest.nearest(below >= least)[events.node] for least in (1, 2)]
+    return relation * _WEIGHT + forest.depth[np.where(events.is_call, ancestors[1], ancestors[0])]
+
+
+def _before(clocks: Clocks, events: Events, calls: Indices, later: Indices) -> Mask:
+    """Return whether a process recorded each call before each event."""
+    left, right, rows = events.path[calls], events.path[later], np.arange(len(calls))
+    processes, seqs = [clocks.process[path] for path in (left, right)], [clocks.seq[path] for path in (left, right)]
+    differ = (processes[0] != processes[1]) | (seqs[0] != seqs[1])
+    at = np.argmax(differ, axis=1)
+    same = processes[0][rows, at] == processes[1][rows, at]
+    # One path goes through a process, the other comes straight to the gateway that recorded both.
+    left_last, right_last = last_steps(clocks, left), last_steps(clocks, right)
+    straight = ~same & ((left_last == at) | (right_last == at)) & (processes[0][rows, left_last] == processes[1][rows, right_last])
+    call, event = left[rows, np.where(straight, left_last, at)], right[rows, np.where(straight, right_last, at)]
+    counted = clocks.seq[call] < clocks.seq[event]
+    ended = (clocks.end[call] <= clocks.start[event]) | (clocks.start[call] > clocks.start[event])
+    return differ[rows, at] & (same | straight) & counted & (ended | ~events.is_call[later])

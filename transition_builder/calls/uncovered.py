@@ -1,0 +1,51 @@
+"""Spans whose raw answers are worth reading: clients without a gateway call below them.
+
+In: the spans and calls that were read of rollouts. Out: keys of spans. Invariant: every answer that `reconstruct` needs is among them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from transition_builder import dialects
+from transition_builder.calls.forest import SpanForest
+from transition_builder.completeness.resolve import NAMED
+from transition_builder.schemas import SPAN
+
+_ANSWERING = ["Timestamp", "ServiceName", "SpanName", "ScopeName", "StatusCode", "StatusMessage", "Attributes"]
+"""Columns that show whether a span holds a response, and where."""
+
+
+def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return openai-level spans without a gateway call below them.
+
+    Args:
+        spans: SPANS.
+        calls: CALLS; those that do not name their rollout cover nothing here, because they may turn out to belong to no rollout.
+
+    Returns:
+        TraceId, SpanId, Timestamp, ServiceName and SpanName of each.
+    """
+    links = [*SPAN, "ParentSpanId"]
+    recorded = calls.select("RolloutKeySource", *links).filter(NAMED).select(links)
+    real = spans.select("RowKind", *links).with_row_index("row").filter(pl.col("RowKind") == "span")
+    # Usually nothing lies between a client and the gateway; this check is cheap.
+    apart = _holders(spans, real.join(recorded.select("TraceId", SpanId="ParentSpanId"), on=SPAN, how="anti", maintain_order="left")["row"])
+    if apart.is_empty():
+        return apart
+    own = real.select(links).unique(SPAN, keep="first", maintain_order=True)
+    nodes = pl.concat([own, recorded.unique(SPAN, maintain_order=True).join(own, on=SPAN, how="anti")])
+    numbers = nodes.select(SPAN).with_row_index("node")
+    holds = np.zeros(nodes.height, dtype=np.bool_)
+    holds[numbers.join(_holders(spans, real["row"]), on=SPAN, how="semi")["node"].to_numpy()] = True
+    covered = SpanForest.of_spans(nodes).nearest(holds)[numbers.join(recorded, on=SPAN, how="semi")["node"].to_numpy()]
+    covered_spans = nodes[covered[covered != nodes.height]]
+    return apart.join(covered_spans, on=SPAN, how="anti", maintain_order="left")
+
+
+def _holders(spans: pl.DataFrame, rows: pl.Series) -> pl.DataFrame:
+    """Return the keys of those of some rows that hold an answer, each once."""
+    among = spans.select(*SPAN, *_ANSWERING)[rows]
+    keys = among.filter(dialects.holds_answer(among)).select(*SPAN, "Timestamp", "ServiceName", "SpanName")
+    return keys.unique(SPAN, keep="first", maintain_order=True)
