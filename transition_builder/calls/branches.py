@@ -3,15 +3,9 @@
 In: the calls of all attempts in order, what came before them, and their token ids. Out: parents and branches. Invariant: a call's parent
 stands before it in its attempt, so that there are no cycles; choices of one call share parent and branch.
 
-*Parent*. The call that came before, where the call's prompt begins with its prompt and response; else the call of the attempt, earlier in
-order, whose prompt and response are the longest beginning of the prompt (the latest of several); else the one that came before; else none.
-It is named by the choice that the prompt goes on from, or else by the first. So two conversations that one agent leads at once stay apart.
-
-*Branch*. Of a call's children that are no *sub-calls* the first one of its own agent goes on its branch, or, where none is of its own
-agent, the first (a hand-over). Any other, and a call without a parent, starts the attempt's next branch, in order, from 0. A sub-call
-lies in a tool call that its parent does not lie in, or in an agent inside its parent's agent, and its prompt does not go on from its
-parent's response. Calls that gave nothing to act upon (failed, unused, duplicates) are never parents and start no branch: one is on its
-parent's branch, or, where it would have started one, has the number that starts next.
+The rules are those of docs/concepts/calls.md ("The call before"). A parent is named by the choice that the prompt goes on from, or else by
+the first. A call that gave nothing to act upon is on its parent's branch, or, where it would have started one, has the number that
+starts next.
 """
 
 from __future__ import annotations
@@ -36,25 +30,24 @@ def _as_bytes(column: pl.Series) -> Callable[[int], bytes]:
     return lambda row: buffer[bounds[row] : bounds[row + 1]].tobytes()
 
 
-def parents(calls: Events, before: Indices, choices: pl.DataFrame, call_of_row: Indices) -> tuple[Indices, Indices, Mask]:
+def parents(calls: Events, before: Indices, choices: pl.DataFrame, by_call: Indices, first: Indices) -> tuple[Indices, Indices, Mask]:
     """Return each call's parent, the row of the parent's choice (NO_CALL for none), and whether the prompt goes on from it.
 
     Args:
         calls: in order.
         before: for each call the one that came before, NO_CALL for none.
-        choices: Choice, PromptIds and ResponseIds.
-        call_of_row: the call of each choice.
+        choices: PromptIds and ResponseIds.
+        by_call: the rows of `choices` in the order of calls, then of choices.
+        first: the place in `by_call` of each call's first choice.
     """
     prompt_of, response_of = _as_bytes(choices["PromptIds"]), _as_bytes(choices["ResponseIds"])
-    in_order = np.lexsort((choices["Choice"].to_numpy(), call_of_row))
-    bounds, rows = np.searchsorted(call_of_row[in_order], np.arange(len(before) + 1)).tolist(), in_order.tolist()
-    parent, useful = before.tolist(), calls.useful.tolist()
+    rows, bounds, parent, useful = by_call.tolist(), [*first.tolist(), len(by_call)], before.tolist(), calls.useful.tolist()
     choice = [rows[bounds[call]] if call != NO_CALL else NO_CALL for call in parent]
     goes_on = [False] * len(parent)
-    for first, end in pairwise([*np.unique(calls.first).tolist(), len(parent)]):
+    for begin, end in pairwise([*np.unique(calls.first).tolist(), len(parent)]):
         # Prompt and response of each choice that was answered, and its row, by useful calls.
         conversations = dict[int, list[Conversation]]()
-        for call in range(first, end):
+        for call in range(begin, end):
             own_rows = rows[bounds[call] : bounds[call + 1]]
             prompt = prompt_of(own_rows[0])
             for conversation in conversations.get(parent[call], ()):

@@ -3,12 +3,8 @@
 In: a forest of spans and the counts of their processes. Out: events sorted by attempt and place. Invariant: clocks of two processes are
 never compared.
 
-A span's *path* is the list of spans at which its chain of ancestors leaves each process, outermost first. Two spans are in order by the
-first process in which their paths differ, as that process counted. Where they first differ in the process itself (two workers of one
-agent), the process whose call the gateway took first goes first. Where some calls come straight from the gateway there (raw HTTP beside an
-instrumented client) and others through a process, no process counted them all but the gateway: its count orders everything that
-branches off at that place. A span without our sequence number is placed by the clock of its own process: the service instance that it names
-(ProcessId `~instance`), else its service.
+The rules are those of docs/concepts/calls.md ("Order"). A span without our sequence number is placed by the clock of its own process: the
+service instance that it names (ProcessId `~instance`), else its service.
 """
 
 from __future__ import annotations

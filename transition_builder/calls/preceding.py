@@ -3,23 +3,7 @@
 In: the forest of all spans, and the calls and tool calls of all attempts, in order. Out: for each the call that led to it. Invariant: only
 what one process itself saw end before, or count before, comes before; clocks of two processes are never compared.
 
-Call D *came before* X, where
-
-- D gave something to act upon: it did not fail, it is no unused retry, and it is no duplicate;
-- where their paths (`order`) first differ inside one process, that process counted D's span before X's and, by its own clock, D's span
-  had ended when X's began (a clock that contradicts the count is not believed; a tool may run while the rest of a response arrives). The
-  span of a call is its outermost one in the process. Where one of them came straight to the gateway that took both, the gateway's count
-  and clock decide instead;
-- D does not lie inside a tool call that X does not lie in.
-
-Of several, the first of these that differs decides:
-
-1. the innermost agent that X lies in and D belongs to (an agent's span; spans of one name directly inside each other are one);
-2. D belongs to another span of X's own agent: the same name, inside the same agent;
-3. the nearest common ancestor;
-4. the latest.
-
-A call whose span encloses X takes precedence over all others, unless `order` places it after X.
+The rules are those of docs/concepts/calls.md ("The call before"); spans of one name directly inside each other are one agent.
 """
 
 from __future__ import annotations

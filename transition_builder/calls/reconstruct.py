@@ -1,4 +1,4 @@
-"""Calls of rollouts, reconstructed from their spans: the steps of docs/lineage.md, in its order.
+"""Calls of rollouts, reconstructed from their spans: the steps of docs/concepts/calls.md, in its order.
 
 In: described spans, the gateway's calls, and the raw answers in spans. Out: canonical calls and tool calls, each once and with its place.
 Invariant: a call that the gateway recorded is the gateway's, and nothing that it saw is counted a second time; choices of one call share
@@ -63,28 +63,31 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     forest = SpanForest.of_spans(nodes)
 
     # One call of many spans
-    groups = CallGroups.of(nodes, forest, _nodes_of(recorded, nodes))
+    gateway = _nodes_of(recorded, nodes)
+    groups = CallGroups.of(nodes, forest, gateway)
     forest, groups, absorbed = span_matching.link(nodes, forest, groups, recorded, answers)
-    choices = _choices(nodes, groups, absorbed, recorded, answers)
+    choices = _choices(nodes, groups, absorbed, recorded.with_columns(Node=gateway), answers)
     tools = causes.tool_calls(nodes, forest, groups.member)
 
     # Order: events are calls and tool calls, sorted by attempt and place; a call's number is its place among the calls.
     clocks, unsorted = Clocks.of(nodes), _events(choices, tools)
-    path, attempt = paths(forest, clocks, unsorted["Node"].to_numpy()), unsorted["Number"].to_numpy()
+    path = paths(forest, clocks, unsorted["Node"].to_numpy())
     sort = order(clocks, path, unsorted)
-    about, path, attempt = unsorted[sort], path[sort], attempt[sort]
-    is_call, row, span = (about[name].to_numpy() for name in ("IsCall", "Row", "Node"))
+    path, (attempt, is_call, row, span, leaf) = (
+        path[sort],
+        (unsorted[name].to_numpy()[sort] for name in ("Number", "IsCall", "Row", "Node", "Innermost")),
+    )
     calls, ran = np.flatnonzero(is_call), np.flatnonzero(~is_call)
     number = np.zeros(forest.size, dtype=np.int64)
     number[span[calls]] = np.arange(len(calls))
     call_of_row, tools = number[choices["Node"].to_numpy()], tools[row[ran]]
 
     # Retries and duplicates
-    innermost = about["Innermost"].to_numpy()[calls]
+    innermost = leaf[calls]
     outcome = choices.select("ResponseId", failed=retries.failed(), good=~retries.failed() & ~pl.col("Aborted"))[row[calls]]
     retried = retries.unused(nodes, groups, innermost, outcome, answers)
     duplicate_of = retries.duplicates(choices, groups.chained(innermost)[call_of_row], forest.size)
-    useful = np.zeros(len(about), dtype=np.bool_)
+    useful = np.zeros(len(sort), dtype=np.bool_)
     useful[calls] = ~retried & (~outcome["failed"] & (duplicate_of[row[calls]] == "")).to_numpy()
     event_of_span = np.full(forest.size + 1, NO_CALL)
     event_of_span[innermost] = calls
@@ -97,7 +100,9 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     before = came_before(forest, clocks, agents, events)
     number_of_event = np.append(np.where(is_call, np.cumsum(is_call) - 1, NO_CALL), NO_CALL)
     in_order = events.take(calls)
-    parent, parent_row, goes_on = parents(in_order, number_of_event[before[calls]], choices, call_of_row)
+    by_call = np.lexsort((choices["Choice"].to_numpy(), call_of_row))
+    first_choice = np.searchsorted(call_of_row[by_call], np.arange(len(calls)))
+    parent, parent_row, goes_on = parents(in_order, number_of_event[before[calls]], choices, by_call, first_choice)
     branch = branches(forest, agents, in_order, parent, goes_on)
 
     # Causes of tool calls
@@ -105,7 +110,7 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     cause = np.where(asked == NO_CALL, before[ran], asked)
     caused = tools.with_columns(
         AgentName=agent_names(nodes, forest, forest.parent[tools["Tool"].to_numpy()]),
-        CallId=_gathered(choices["CallId"], np.append(_first_choices(choices, call_of_row), NO_CALL)[number_of_event[cause]]),
+        CallId=_gathered(choices["CallId"], np.append(by_call[first_choice], NO_CALL)[number_of_event[cause]]),
         Asked=asked != NO_CALL,
     )
 
@@ -132,9 +137,8 @@ def _nodes_of(spans: pl.DataFrame, nodes: pl.DataFrame) -> Indices:
 
 def _choices(nodes: pl.DataFrame, groups: CallGroups, absorbed: Mask, recorded: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
     """Return the canonical calls, a row a choice: those of the gateway, and those of groups without it."""
-    gateway = _nodes_of(recorded, nodes)
-    facts = {"Convention": pl.lit("gateway"), "Unfinished": pl.lit(False)}
-    choices = recorded.with_columns(Node=gateway, Innermost=gateway, ClientNode=groups.speakers(gateway), **facts).select(_CANONICAL)
+    facts = {"Convention": pl.lit("gateway"), "Unfinished": pl.lit(False), "Innermost": "Node"}
+    choices = recorded.with_columns(ClientNode=groups.speakers(recorded["Node"].to_numpy()), **facts).select(_CANONICAL)
     innermost = groups.calls(absorbed)
     if not len(innermost):
         return choices
@@ -157,12 +161,6 @@ def _events(choices: pl.DataFrame, tools: pl.DataFrame) -> pl.DataFrame:
     ran = tools.select(*ATTEMPT, *SPAN, Node="Tool", Innermost="Tool", ByGateway=pl.lit(False), IsCall=pl.lit(False), Row=row)
     events = pl.concat([calls.unique("Node", keep="first", maintain_order=True), ran])
     return events.with_columns(Number=pl.struct(ATTEMPT).rank("dense").cast(pl.Int64) - 1)
-
-
-def _first_choices(choices: pl.DataFrame, call_of_row: Indices) -> Indices:
-    """Return the row of each call's first choice."""
-    rows = np.lexsort((choices["Choice"].to_numpy(), call_of_row))
-    return rows[np.flatnonzero(np.diff(call_of_row[rows], prepend=-1))]
 
 
 def _gathered(names: pl.Series, rows: Indices) -> pl.Series:

@@ -3,13 +3,10 @@
 In: call groups of one attempt. Out: the span that each hangs below, and the groups that are absorbed by others without a definite match.
 Invariant: nothing depends on the order in which groups are given; a group is hung below one other at most.
 
-A group goes below another, in whose spans it does not lie, that is further from the wire, or below one of another convention at the
-same distance (two instrumentations side by side), by the first of these rules that holds: `_by_response`, `_by_ids`, `_around`,
-`_by_tokens`.
-
-A remaining group is no call of its own (`_absorbed`) where, in an attempt that the gateway recorded, it ended in an error, or an unmatched
-call of the gateway remains for it; where another group of its process began inside it, or may have (its end is
-not known); and, for an engine's span, where a call remains that has none.
+The rules by which a group goes below another are those of docs/concepts/calls.md ("One call"), a function each. A remaining group is no
+call of its own (`_absorbed`) where, in an attempt that the gateway recorded, it ended in an error, or an unmatched call of the gateway
+remains for it; where another group of its process began inside it, or may have (its end is not known); and, for an engine's span, where
+a call remains that has none.
 """
 
 from __future__ import annotations
