@@ -28,7 +28,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from commands.demo.services import CHECKOUT, DemoServices, clean_directory, demo_settings, write_settings
+from commands.demo.services import TrainingSupervisor, make_model
+from commands.demo.settings import CHECKOUT, demo_settings, write_settings
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent
 from spangrad.client.task_files import read_tasks
@@ -36,6 +37,7 @@ from spangrad.processes import Child, answers, own_command, wait_until
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
+from spangrad.supervisor.run_directory import fresh_directory
 from spangrad.types import Mode
 from trainer.publish.publisher import Publisher
 
@@ -145,13 +147,18 @@ def sync_settings(method: str) -> dict[str, object]:
 
 def measure(directory: Path, versions: int, group_size: int, seed: int, method: str = "disk") -> dict[str, Any]:
     """Run the loop for some versions, then the peers on its last one."""
-    clean_directory(directory)
+    with fresh_directory(directory) as fresh:
+        fresh.clear()
+        return _measure(directory, versions, group_size, seed, method)
+
+
+def _measure(directory: Path, versions: int, group_size: int, seed: int, method: str) -> dict[str, Any]:
     values = demo_settings(directory, seed=seed, group_size=group_size) | sync_settings(method)
     settings = load_settings(values, env={})
     write_settings(directory / "spangrad.toml", explain_settings(values, env={}))
-    (directory / "logs").mkdir()
-    with DemoServices(directory, settings, lambda text: print(text, file=sys.stderr), None) as services:
-        services.start([sys.executable, str(EXAMPLE / "model.py"), str(directory / "model"), "--seed", str(seed)])
+    make_model([sys.executable, str(EXAMPLE / "model.py"), str(directory / "model"), "--seed", str(seed)], directory)
+    with TrainingSupervisor(directory, settings, lambda text: print(text, file=sys.stderr)) as services:
+        services.start(settings.engine.start_timeout_seconds)
         client = Client(settings.gateway.url.removeprefix("http://"))
         client.start()
         asyncio.run(_train(settings, services, versions))
@@ -174,7 +181,7 @@ def measure(directory: Path, versions: int, group_size: int, seed: int, method: 
     }
 
 
-async def _train(settings: Settings, services: DemoServices, versions: int) -> None:
+async def _train(settings: Settings, services: TrainingSupervisor, versions: int) -> None:
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=EXAMPLE)
     tasks, publisher = read_tasks(EXAMPLE / "tasks.jsonl"), Publisher(settings.gateway)
     async with Runner(settings, agent) as runner:

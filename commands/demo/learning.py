@@ -20,7 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from collector.otelcol import find_binary
 from commands.console import plain_console
 from commands.demo.report import DemoStep, conclude
-from commands.demo.services import DemoServices, clean_directory, collector_settings, demo_settings, direct_mode_settings, write_settings
+from commands.demo.services import TrainingSupervisor, make_model
+from commands.demo.settings import SETTINGS, collector_settings, demo_settings, direct_mode_settings, write_settings
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
 from spangrad import semconv
@@ -29,6 +30,7 @@ from spangrad.client.task_files import read_tasks
 from spangrad.errors import SpangradError
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
+from spangrad.supervisor.run_directory import fresh_directory
 from spangrad.types import Mode, Task
 
 TARGET_BATCHES = 3
@@ -66,27 +68,36 @@ class History:
 
 def learn(plan: DemoPlan, flags: Mapping[str, object], config: Path | None) -> None:
     """Run the demo from start to report."""
+    with fresh_directory(plan.directory) as run:
+        run.clear()
+        _learn(plan, flags, config)
+
+
+def _learn(plan: DemoPlan, flags: Mapping[str, object], config: Path | None) -> None:
     console = plain_console(highlight=False)
     tasks = read_tasks(plan.example / "tasks.jsonl")
-    clean_directory(plan.directory)
     otelcol = find_binary(os.environ) if plan.otelcol else None
     defaults = demo_settings(plan.directory, seed=plan.seed, group_size=plan.group_size)
     collected = collector_settings(plan.directory) if otelcol else {}
     direct = {} if plan.gateway else direct_mode_settings(otelcol=plan.otelcol)
     values = {**defaults, **collected, **direct, **flags}
     settings = load_settings(values, file=config)
-    write_settings(plan.directory / "spangrad.toml", explain_settings(values, file=config))
-    (plan.directory / "logs").mkdir()
+    write_settings(plan.directory / SETTINGS, explain_settings(values, file=config))
     history = History()
-    with DemoServices(plan.directory, settings, lambda text: console.print(f"{_clock(history)} {text}", style="dim"), otelcol) as services:
-        make_model = [sys.executable, str(plan.example / "model.py"), str(plan.directory / "model"), "--seed", str(plan.seed)]
-        services.start(make_model)
+
+    def on_event(text: str) -> None:
+        console.print(f"{_clock(history)} {text}", style="dim")
+
+    on_event("making the tiny model")
+    make_model([sys.executable, str(plan.example / "model.py"), str(plan.directory / "model"), "--seed", str(plan.seed)], plan.directory)
+    with TrainingSupervisor(plan.directory, settings, on_event, otelcol) as services:
+        services.start(settings.engine.start_timeout_seconds)
         held_out = asyncio.run(_loop(plan, settings, services, history, tasks, console))
         conclude(plan.directory, settings, services, history.steps, held_out, plan.seed, history.started, console)
 
 
 async def _loop(
-    plan: DemoPlan, settings: Settings, services: DemoServices, history: History, tasks: Sequence[Task], console: Console
+    plan: DemoPlan, settings: Settings, services: TrainingSupervisor, history: History, tasks: Sequence[Task], console: Console
 ) -> float:
     """Train until the target is reached, then return the last version's success rate on held-out rollouts, which are never trained."""
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=plan.example)

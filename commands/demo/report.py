@@ -23,7 +23,7 @@ from spangrad.store.clickhouse import connect, store_errors
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-    from commands.demo.services import DemoServices
+    from commands.demo.services import TrainingSupervisor
 
 BUILD_TIMEOUT_SECONDS = 60
 
@@ -96,7 +96,7 @@ class DemoStep:
 def conclude(
     directory: Path,
     settings: Settings,
-    services: DemoServices,
+    services: TrainingSupervisor,
     steps: Sequence[DemoStep],
     held_out: float,
     seed: int,
@@ -180,7 +180,7 @@ def plot(path: Path, steps: Sequence[DemoStep], held_out: float) -> None:
     plt.close(figure)
 
 
-def _wait_until_built(client: Client, settings: Settings, services: DemoServices) -> None:
+def _wait_until_built(client: Client, settings: Settings, services: TrainingSupervisor) -> None:
     """Wait until every rollout of the run is built, held-out ones included, so that every call is accounted for.
 
     Raises:

@@ -38,6 +38,9 @@ def build(
     from transition_builder import loop
 
     if follow:
+        from spangrad.http.readiness import await_services, need_of_store
+
+        await_services(need_of_store(settings), settings.engine.start_timeout_seconds)
         loop.follow(settings)
     elif not everything:
         loop.build_once(settings)

@@ -14,6 +14,7 @@ from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.training.agents import Command, agent_spec, on_signals
 from spangrad.agent.reward_values import total
 from spangrad.errors import AgentError
+from spangrad.http.readiness import await_services, needs_of_rollouts
 from spangrad.types import Mode, Task
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def run(
         raise AgentError("--follow-demand needs --tasks FILE, and runner.queue_url: the queue that trainers tell what they want.")
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
     read = None if tasks is None else _read(tasks, settings.runner)
+    await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)
     if follow_demand and read is not None:
         asyncio.run(_follow(settings, spec, read, seed))
         return

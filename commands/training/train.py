@@ -56,6 +56,10 @@ def _train(
         else:
             show(training_plan)
         return
+    if follow:
+        from spangrad.http.readiness import await_services, need_of_store
+
+        await_services(need_of_store(settings), settings.engine.start_timeout_seconds)
     from trainer.loop import train as run_trainer
 
     run_trainer(settings, follow=follow)

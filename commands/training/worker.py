@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.training.agents import Command, agent_spec, on_signals
 from spangrad.errors import GatewayError, StoreError
+from spangrad.http.readiness import await_services, needs_of_rollouts
 
 if TYPE_CHECKING:
     from runner.workers.agents import AgentSpec
@@ -54,6 +55,7 @@ def worker(
     settings = resolve(config, set_, {"runner.run_id": run_id, "runner.queue_url": queue_url})
     log_to_stderr()
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
+    await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)
     asyncio.run(_work(settings, spec))
 
 

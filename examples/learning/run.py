@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from commands.demo.services import SETTINGS, DemoServices, clean_directory, demo_settings, write_settings
+from commands.demo.services import TrainingSupervisor, make_model
+from commands.demo.settings import SETTINGS, demo_settings, write_settings
 from examples.learning.example import CHECKOUT, GROUP_SIZE, GROUPS, Example, write_questions
 from examples.learning.report import draw, seconds_by_part
 from runner.runner import Outcome, Runner
@@ -30,6 +31,7 @@ from spangrad.errors import SpangradError
 from spangrad.processes import free_ports
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
+from spangrad.supervisor.run_directory import fresh_directory
 from spangrad.types import Mode, Task
 
 POLL_SECONDS = 0.25
@@ -84,6 +86,12 @@ def main(example: Example, options: Sequence[str] | None = None, parents: Sequen
 
 def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, object]:
     """Run an example and return what its last line says."""
+    with fresh_directory(directory) as fresh:
+        fresh.clear()
+        return _run(example, directory, seed, steps)
+
+
+def _run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, object]:
     began = time.monotonic()
     for name, value in THREADS.items():
         os.environ.setdefault(name, value)
@@ -91,8 +99,6 @@ def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, o
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
-    clean_directory(directory)
-    (directory / "logs").mkdir()
     drawn = example.questions(seed, GROUPS * (1 + steps + steps // STAND_IN))
     write_questions(directory / "train.jsonl", "train", drawn.train)
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out)
@@ -101,9 +107,10 @@ def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, o
     values["gateway.backends"] = [{"url": url, "policy": example.judge} for url in engines.values()]
     settings = load_settings(values)
     write_settings(directory / SETTINGS, explain_settings(values))
-    make = [sys.executable, "-m", example.model, str(directory / "model"), "--seed", str(seed)]
-    with DemoServices(directory, settings, say, None, engines) as services:
-        services.start(make)
+    say("making the tiny model")
+    make_model([sys.executable, "-m", example.model, str(directory / "model"), "--seed", str(seed)], directory)
+    with TrainingSupervisor(directory, settings, say, further_engines=engines) as services:
+        services.start(settings.engine.start_timeout_seconds)
         before, history, after = asyncio.run(_learn(example, settings, services, directory, steps, say))
         parts = seconds_by_part(settings)
     curve = directory / "curve.png"
@@ -158,7 +165,7 @@ def _judge(example: Example, directory: Path, values: Mapping[str, object]) -> d
 
 
 async def _learn(
-    example: Example, settings: Settings, services: DemoServices, directory: Path, steps: int, say: Callable[[str], None]
+    example: Example, settings: Settings, services: TrainingSupervisor, directory: Path, steps: int, say: Callable[[str], None]
 ) -> tuple[float, list[Step], float]:
     """Success on held-out questions, the steps, and success on the same questions after them."""
     agent = CallableAgent(example.agent, evaluator=example.evaluator, directory=CHECKOUT)

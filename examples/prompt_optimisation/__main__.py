@@ -9,11 +9,14 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from commands.demo.services import SETTINGS, clean_directory, store_and_gateway, write_settings
+from commands.demo.settings import SETTINGS, store_and_gateway, write_settings
 from examples.prompt_optimisation.models import serving
 from examples.prompt_optimisation.task import FIRST_PROMPT, tasks
-from spangrad.processes import Child, answers, free_ports, own_command, wait_until
+from spangrad.processes import free_ports, own_command
 from spangrad.settings.sources import explain_settings
+from spangrad.supervisor.run_directory import fresh_directory
+from spangrad.supervisor.service import ServiceSpec
+from spangrad.supervisor.supervisor import Supervisor
 
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
@@ -48,7 +51,12 @@ def settings_of(directory: Path, models: str) -> dict[str, object]:
 def run(directory: Path, seed: int) -> dict[str, object]:
     """The whole example; what the search has found."""
     directory = directory.resolve()
-    clean_directory(directory)
+    with fresh_directory(directory) as fresh:
+        fresh.clear()
+        return _run(directory, seed)
+
+
+def _run(directory: Path, seed: int) -> dict[str, object]:
     file = directory / SETTINGS
     for name, count in (("tasks", 8), ("held_out", 8)):
         drawn = tasks(seed + (name == "held_out"), count)
@@ -58,14 +66,15 @@ def run(directory: Path, seed: int) -> dict[str, object]:
     with ExitStack() as stack:
         values = settings_of(directory, stack.enter_context(serving()))
         write_settings(file, explain_settings(values, env={}))
-        for name, ready in (
-            ("store", f"{values['store.url']}/ping"),
-            ("queue", f"{values['runner.queue_url']}/readyz"),
-            ("gateway", f"{values['gateway.url']}/readyz"),
-        ):
-            child = Child(name, own_command(name, "--config", str(file)), directory / f"{name}.log", inherit_settings=False)
-            stack.callback(child.stop)
-            wait_until(lambda ready=ready: answers(ready), 60, name, [child], poll_seconds=0.05)
+        urls = {
+            "store": f"{values['store.url']}/ping",
+            "queue": f"{values['runner.queue_url']}/readyz",
+            "gateway": f"{values['gateway.url']}/readyz",
+        }
+        services = [
+            ServiceSpec(name, tuple(own_command(name, "--config", str(file))), directory / f"{name}.log", url) for name, url in urls.items()
+        ]
+        stack.enter_context(Supervisor(services, print, inherit_settings=False)).start(60)
         _spangrad(file, "prompt", "put", "dates", str(directory / "first.txt"))
         files = ["--tasks", str(directory / "tasks.jsonl"), "--held-out", str(directory / "held_out.jsonl")]
         judge = ["--evaluator", "examples.prompt_optimisation.task:score", "--directory", str(CHECKOUT)]

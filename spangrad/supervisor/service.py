@@ -5,6 +5,7 @@ In: exit codes and times. Out: states, delays and verdicts. Invariant: pure; no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -54,6 +55,8 @@ class RestartPolicy:
     """Longest delay, in seconds."""
     settled_seconds: float = 60.0
     """Time in operation after which earlier failures are forgotten, in seconds."""
+    health_seconds: float = 1.0
+    """Interval of the health checks of a service that is ready, in seconds."""
     tries: int = 3
     """Starts of a service that never became ready, after which it has failed."""
 
@@ -73,8 +76,8 @@ class RestartPolicy:
         return self.tries > 0 and exit_code not in {0, 2} and (was_ready or failures < self.tries)
 
 
-NEVER = RestartPolicy(tries=0)
-"""Policy under which a service that ends has failed."""
+NEVER = RestartPolicy(tries=0, health_seconds=math.inf)
+"""Policy under which a service that ends has failed, and one that is ready is asked no more."""
 
 
 def start_order(services: tuple[ServiceSpec, ...]) -> list[ServiceSpec]:

@@ -16,8 +16,6 @@ from spangrad.errors import SpangradError
 from spangrad.processes import Child, answers
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, ServiceState, cause_of, start_order
 
-_HEALTH_SECONDS = 1.0
-"""Interval of the health checks of a service that is ready, in seconds."""
 _PROVEN_SECONDS = 20.0
 """Time in operation after which a service without a URL counts as one that was ready, in seconds."""
 _LOG_BYTES = 1 << 18
@@ -195,7 +193,7 @@ class Supervisor:
     def _check_health(self, supervised: _Supervised) -> None:
         now = time.monotonic()
         url = supervised.service.ready_url
-        if supervised.state is not ServiceState.STARTING and now - supervised.checked < _HEALTH_SECONDS:
+        if supervised.state is not ServiceState.STARTING and now - supervised.checked < self._policy.health_seconds:
             return
         supervised.checked = now
         healthy = url is None or answers(url)

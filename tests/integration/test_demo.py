@@ -89,7 +89,7 @@ def test_a_short_demo_accounts_for_every_call_and_can_be_asked_afterwards(tmp_pa
 @pytest.mark.parametrize(
     "moment",
     [
-        "starting vLLM",
+        "starting engine",
         pytest.param("making the tiny model", marks=pytest.mark.slow),
         pytest.param("step   0", marks=pytest.mark.slow),
         pytest.param("step   1", marks=pytest.mark.slow),

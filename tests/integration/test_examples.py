@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from commands.demo.services import SETTINGS
+from commands.demo.settings import SETTINGS
 from commands.stopped_store import answering_store
 from examples.calculator.__main__ import EXAMPLE as CALCULATOR
 from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH

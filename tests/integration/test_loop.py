@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from running_engine import engine_settings, fetch, gateway_settings, running_engine, running_gateway
 
-from commands.demo.services import write_settings
+from commands.demo.settings import write_settings
 from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
 from spangrad.settings import Selection, Settings, StoreSettings

@@ -179,5 +179,8 @@ def test_a_second_up_and_a_down_without_an_up_say_so(tmp_path: Path) -> None:
             assert second.returncode == 1
             assert f"process {os.getpid()}" in second.stderr
             assert "Traceback" not in second.stderr
+        demo = spangrad("demo", "--directory", "data/up")
+        assert (demo.returncode, demo.stderr.count("\n")) == (1, 1), demo.stderr
+        assert f"process {os.getpid()} runs in data/up already" in demo.stderr
         run.publish({"services": [], "ready": False})
         assert json.loads(spangrad("ps", "--json").stdout) == {"services": [], "ready": False}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from commands.demo.services import clean_directory, demo_settings, write_settings
+from commands.demo.settings import demo_settings, write_settings
 from commands.options import flag_values
 from spangrad.cli import COMMANDS
-from spangrad.errors import SettingsError, SpangradError
+from spangrad.errors import SettingsError
 from spangrad.settings.sources import explain_settings, load_settings
 
 TWICE = '[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}]'
@@ -124,18 +124,6 @@ def test_demo_settings_survive_their_file(tmp_path: Path) -> None:
     other.write_text("[builder]\nquiet_seconds = 9\n")
     write_settings(tmp_path / "spangrad.toml", explain_settings(values, file=other, env={}))
     assert load_settings(file=tmp_path / "spangrad.toml", env={}) == load_settings(values, file=other, env={})
-
-
-def test_only_a_run_of_ours_is_cleaned(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    clean_directory(run)
-    (run / "old").touch()
-    clean_directory(run)
-    assert sorted(path.name for path in run.iterdir()) == [".spangrad-run"]
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(SpangradError, match="no earlier run made it"):
-        clean_directory(tmp_path)
-    assert (tmp_path / "thesis.tex").exists()
 
 
 def test_a_question_to_a_stopped_store_needs_no_token_of_its_own(tmp_path: Path) -> None:
