@@ -170,7 +170,7 @@ class Builder:
         roots = self._discovery.roots(behind["RolloutId"]).filter("Final").join(behind, on=ROLLOUT, how="semi")
         self._admit(roots)
         rootless = behind.join(roots, on=ROLLOUT, how="anti")
-        named = claimed.select("RunId", "RolloutId").with_row_index("row")
+        named = claimed.select(ROLLOUT).with_row_index("row")
         matching = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
             (pl.col("RunId") == "") | pl.struct(ROLLOUT).is_in(rootless.select(pl.struct(ROLLOUT)).to_series().implode())
         )

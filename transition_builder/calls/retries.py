@@ -50,7 +50,8 @@ def _answered(nodes: pl.DataFrame, groups: CallGroups, heads: Indices, answers: 
     raw = spans.drop("ResponseId").join(answers.select(*SPAN, "ResponseId"), on=SPAN)
     response_ids = dict[int, set[str]]()
     for head, response_id in pl.concat([part.select("head", "ResponseId") for part in (spans, raw)]).iter_rows():
-        response_ids.setdefault(head, set()).add(response_id)
+        if response_id:
+            response_ids.setdefault(head, set()).add(response_id)
     return response_ids
 
 

@@ -23,7 +23,7 @@ from transition_builder.completeness.resolve import NAMED, resolve
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Facts, Verdict, conform
-from transition_builder.schemas import COUNTS, PRESENCE, ROLLOUT, ROLLOUTS, ROOTS
+from transition_builder.schemas import ATTEMPT, COUNTS, PRESENCE, ROLLOUT, ROLLOUTS, ROOTS, SPAN
 
 _NAMES = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
 
@@ -46,9 +46,9 @@ def facts(arrivals: pl.DataFrame) -> Facts:
 
 def _counted(arrivals: pl.DataFrame) -> pl.DataFrame:
     """Return spans of calls that a gateway counts for an attempt: those that name it, once where gateways are chained."""
-    links = ["TraceId", "SpanId", "ParentSpanId"]
+    links = [*SPAN, "ParentSpanId"]
     spans = arrivals.select(*_NAMES, *links, "RowKind", by_gateway=IS_GATEWAY).filter(pl.col("RowKind") == "span")
-    spans = spans.unique(["TraceId", "SpanId"], keep="first", maintain_order=True)
+    spans = spans.unique(SPAN, keep="first", maintain_order=True)
     forest = SpanForest.of_spans(spans)
     by_gateway = spans["by_gateway"].to_numpy()
     outermost = forest.nearest(by_gateway)[forest.parent[:-1]] == forest.size
@@ -71,7 +71,7 @@ def _roots(arrivals: pl.DataFrame) -> pl.DataFrame:
             Failure=attribute(semconv.ROLLOUT_FAILURE).fill_null(""),
         )
         .sort(~pl.col("Final"), "IngestedAt", maintain_order=True)
-        .unique(["RunId", "RolloutId", "Attempt", "TraceId", "SpanId"], keep="first", maintain_order=True),
+        .unique([*ATTEMPT, *SPAN], keep="first", maintain_order=True),
         ROOTS,
     )
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import polars as pl
 
+from transition_builder.schemas import ATTEMPT, ROLLOUT
+
 NAMED = pl.col("RolloutKeySource") == "rollout"
-KEY = ("RunId", "RolloutId", "Attempt")
 _FACTS = ("RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId")
 
 
@@ -35,7 +36,7 @@ def resolve(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame)
 
 
 def shared(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows that `resolve` leaves out because their traces name several attempts; with the first KEY, if it is of interest.
+    """Return the rows that `resolve` leaves out because their traces name several attempts; with the first ATTEMPT, if it is of interest.
 
     Ids begin with their time, so that the first stays the first, whatever comes.
     """
@@ -49,26 +50,26 @@ def shared(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame) 
 
 def _runs(rollouts: pl.DataFrame) -> pl.DataFrame:
     """Return all runs of each rollout of interest."""
-    return rollouts.select("RunId", "RolloutId").group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
+    return rollouts.select(ROLLOUT).group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
 
 
 def _named(rows: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """Return the KEY of each row that names a rollout of interest, nulls for others; a run that is not named is the rollout's only one."""
+    """Return the ATTEMPT of rows that name a rollout of interest, nulls for others; a run that is not named is the rollout's only one."""
     keyed = rows.select(_FACTS).join(runs, left_on="RolloutKey", right_on="RolloutId", how="left", maintain_order="left")
     only = pl.when(pl.col("runs").list.len() == 1).then(pl.col("runs").list.first())
     run = pl.when(pl.col("RunId") == "").then(only).otherwise("RunId")
     return keyed.select(run.alias("run"), "RolloutKey", "Attempt", ours=NAMED & pl.col("runs").list.contains(run)).select(
-        pl.when("ours").then(name).alias(key) for name, key in zip(("run", "RolloutKey", "Attempt"), KEY, strict=True)
+        pl.when("ours").then(name).alias(key) for name, key in zip(("run", "RolloutKey", "Attempt"), ATTEMPT, strict=True)
     )
 
 
 def _owners(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """Return TraceId and KEY of traces in which all named rows are of one attempt."""
+    """Return TraceId and ATTEMPT of traces in which all named rows are of one attempt."""
     return _keys_of_traces(witnesses, runs).filter((pl.len().over("TraceId") == 1) & pl.col("ours")).drop("ours")
 
 
 def _keys_of_traces(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """Return each trace's named attempts: TraceId, KEY, and `ours`: it is a rollout of interest."""
+    """Return each trace's named attempts: TraceId, ATTEMPT, and `ours`: it is a rollout of interest."""
     keys = _named(witnesses, runs).with_columns(witnesses["TraceId"], ours=pl.lit(True)).filter(pl.col("RolloutId").is_not_null())
     others = witnesses.filter(NAMED & ~pl.col("RolloutKey").is_in(runs["RolloutId"].implode()))
     foreign = others.select("RunId", "Attempt", "TraceId", RolloutId="RolloutKey", ours=pl.lit(False))
@@ -79,4 +80,4 @@ def _inherited(rows: pl.DataFrame, keys: pl.DataFrame, owners: pl.DataFrame) -> 
     """Return the same keys, with those of the trace where a row names no rollout."""
     of_trace = rows.select("TraceId").join(owners, on="TraceId", how="left", maintain_order="left")
     named = rows.select(NAMED).to_series()
-    return keys.select(pl.when(named).then(name).otherwise(of_trace[name]).alias(name) for name in KEY)
+    return keys.select(pl.when(named).then(name).otherwise(of_trace[name]).alias(name) for name in ATTEMPT)

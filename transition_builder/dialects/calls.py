@@ -14,7 +14,7 @@ from spangrad.types import call_id
 from transition_builder.dialects.answers import TEXTS_WITH_TOOL_CALLS
 from transition_builder.dialects.describe import READERS
 from transition_builder.dialects.reading import AttributeColumns
-from transition_builder.schemas import VERSIONS
+from transition_builder.schemas import SPAN, VERSIONS
 
 _ASKED_TOOL = (
     r"^(llm\.output_messages\.\d+\.message\.(tool_calls\.\d+|contents\.\d+)\.tool_call\.id|gen_ai\.completion\.\d+\.tool_calls\.\d+\.id)$"
@@ -40,7 +40,7 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
     ids = pl.col("ResponseIds").list.len().fill_null(0) > 0
     failed = pl.col("StatusCode") == "Error"
     rows = (
-        light.join(answers, on=["TraceId", "SpanId"], how="left", maintain_order="left")
+        light.join(answers, on=SPAN, how="left", maintain_order="left")
         .with_columns(
             pl.col("Choice").fill_null(0),
             pl.col("Policy", "TokenizerHash", "Modality").fill_null(""),
@@ -73,7 +73,7 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         )
         .drop("reported_model", "reported_id", "reported_finish", "reported_error", "reported_tokens")
     )
-    names = [call_id(trace, span, choice) for trace, span, choice in rows.select("TraceId", "SpanId", "Choice").iter_rows()]
+    names = [call_id(trace, span, choice) for trace, span, choice in rows.select(*SPAN, "Choice").iter_rows()]
     return rows.with_columns(CallId=pl.Series(names, dtype=pl.String))
 
 
@@ -111,11 +111,11 @@ def _reported(spans: pl.DataFrame) -> pl.DataFrame:
 
 def asked_tools(nodes: pl.DataFrame) -> pl.DataFrame:
     """Return the tool calls that the responses of calls requested: TraceId, SpanId, ToolCallId; `nodes` are described spans."""
-    called = nodes.filter(pl.col("IsClient") | pl.col("IsModel")).select("TraceId", "SpanId", "Attributes")
+    called = nodes.filter(pl.col("IsClient") | pl.col("IsModel")).select(*SPAN, "Attributes")
     attributes = AttributeColumns(called)
     plain = attributes.entries(_ASKED_TOOL).select("row", ToolCallId="value")
     texts = attributes.entries(rf"^({'|'.join(name.replace('.', chr(92) + '.') for name in TEXTS_WITH_TOOL_CALLS)})$")
     if texts.height:
         ids = texts.select("row", pl.col("value").str.extract_all(_IDS_IN_JSON)).explode("value", empty_as_null=False, keep_nulls=False)
         plain = pl.concat([plain, ids.select("row", ToolCallId=pl.col("value").str.extract(r'"([^"]+)"$'))])
-    return called.select("TraceId", "SpanId")[plain["row"]].hstack([plain["ToolCallId"]])
+    return called.select(SPAN)[plain["row"]].hstack([plain["ToolCallId"]])

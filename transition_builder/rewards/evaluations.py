@@ -20,7 +20,7 @@ from spangrad.types import RewardSource
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import concat, conform, empty
 from transition_builder.rewards.precedence import NO_VALUE, NOT_FINITE, REPORTED
-from transition_builder.schemas import ATTEMPT, SPAN
+from transition_builder.schemas import ATTEMPT, ROLLOUT, SPAN
 
 _ROLE = attribute(semconv.REWARD_ROLE).fill_null("")
 
@@ -34,11 +34,11 @@ def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     """
     if rows.is_empty():
         return empty(REPORTED)
-    root = rollouts.select("RunId", "RolloutId", *SPAN).with_columns(is_root=pl.lit(True))
+    root = rollouts.select(*ROLLOUT, *SPAN).with_columns(is_root=pl.lit(True))
     scored = (
-        rows.join(root, on=["RunId", "RolloutId", *SPAN], how="left")
+        rows.join(root, on=[*ROLLOUT, *SPAN], how="left")
         .drop("Mode")
-        .join(rollouts.select("RunId", "RolloutId", "Mode"), on=["RunId", "RolloutId"])
+        .join(rollouts.select(*ROLLOUT, "Mode"), on=ROLLOUT)
         .with_columns(
             Name=attribute(semconv.EVALUATION_NAME).fill_null(semconv.REWARD_NAME),
             Role=_ROLE,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.types import RewardSource
-from transition_builder.schemas import ATTEMPT, GIVEN, NANOSECONDS, Schema
+from transition_builder.schemas import ATTEMPT, GIVEN, NANOSECONDS, ROLLOUT, Schema
 
 RANK = {source.value: rank for rank, source in enumerate(RewardSource)}
 _TARGET = [*ATTEMPT, "CallId", "Name", "Role"]
@@ -55,20 +55,19 @@ def faults(rollouts: pl.DataFrame, winning: pl.DataFrame, *, by_rules: bool = Fa
         winning: of `winners`. Rewards of AIR are no final rewards: a rollout that has nothing else has none.
         by_rules: rules alone may reward a rollout; one for which no rule found anything has no reward and no fault: its return is 0.
     """
-    rollout = ["RunId", "RolloutId"]
     bad = (
         winning.filter(pl.col("Value").is_null())
-        .group_by(*rollout, "Fault")
+        .group_by(*ROLLOUT, "Fault")
         .agg(pl.col("Name").unique().sort().str.join(", "))
         .with_columns(why=pl.format("{}: {}", "Fault", "Name"))
-        .group_by(rollout)
+        .group_by(ROLLOUT)
         .agg(pl.col("why").sort().str.join("; "))
     )
-    concluded = winning.filter(pl.col("Source") != RewardSource.AIR.value).select(rollout).unique()
+    concluded = winning.filter(pl.col("Source") != RewardSource.AIR.value).select(ROLLOUT).unique()
     return (
-        rollouts.select(rollout)
-        .join(bad, on=rollout, how="left")
-        .join(concluded.with_columns(concluded=pl.lit(True)), on=rollout, how="left")
+        rollouts.select(ROLLOUT)
+        .join(bad, on=ROLLOUT, how="left")
+        .join(concluded.with_columns(concluded=pl.lit(True)), on=ROLLOUT, how="left")
         .filter(pl.col("why").is_not_null() | (pl.col("concluded").is_null() & (not by_rules)))
-        .select(*rollout, fault=pl.coalesce("why", pl.lit("no evaluation result with a score arrived")))
+        .select(*ROLLOUT, fault=pl.coalesce("why", pl.lit("no evaluation result with a score arrived")))
     )

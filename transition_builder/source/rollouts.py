@@ -24,7 +24,7 @@ from transition_builder.completeness.rootless_traces import claim
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import Frames, concat, conform
 from transition_builder.rewards import responses, sql, tool_records
-from transition_builder.schemas import ANSWERS, ARRIVALS, CALLS, DROPPED, MICROSECONDS, NAMES, ROLLOUTS, SPANS, Schema
+from transition_builder.schemas import ANSWERS, ARRIVALS, CALLS, DROPPED, MICROSECONDS, NAMES, ROLLOUT, ROLLOUTS, SPAN, SPANS, Schema
 from transition_builder.source import late_spans
 from transition_builder.source.discovery import Discovery
 from transition_builder.source.queries import StoreReader, batches, span_constants
@@ -98,7 +98,7 @@ class RolloutReader:
         spans = _first_deliveries(self._with_inherited(by_key, traces))
         calls = self._calls(pl.concat([rollouts["RolloutId"], traces, by_key["TraceId"]]))
         owners = self._owners(pl.concat([spans["TraceId"], calls["TraceId"]]))
-        once = spans.unique(["TraceId", "SpanId", "RowKind", "Choice"], maintain_order=True)
+        once = spans.unique([*SPAN, "RowKind", "Choice"], maintain_order=True)
         return self._frames(_read_of(rollouts, spans), claim(once, owners), conform(claim(calls, owners), CALLS))
 
     def _with_inherited(self, by_key: pl.DataFrame, traces: pl.Series) -> pl.DataFrame:
@@ -144,7 +144,7 @@ class RolloutReader:
     def _names(self, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         """Return NAMES of the traces of calls that name no rollout; they may name other rollouts than the requested ones."""
         nameless = spans.select(pl.col("TraceId", "SpanId").filter(~NAMED), gateway=IS_GATEWAY.filter(~NAMED))
-        of_calls = pl.concat([nameless.filter("gateway"), nameless.join(answers, on=["TraceId", "SpanId"], how="semi")])["TraceId"]
+        of_calls = pl.concat([nameless.filter("gateway"), nameless.join(answers, on=SPAN, how="semi")])["TraceId"]
         statements = (
             _NAMES.format(traces=constant(trace_batch), arrived=self._reader.arrived("rollout_spans")) for trace_batch in batches(of_calls)
         )
@@ -156,18 +156,18 @@ class RolloutReader:
         parts = list[pl.DataFrame]()
         for batch in holders.sort("Timestamp").iter_slices(KEYS_A_STATEMENT):
             answered = self._reader.frame(dialects.ANSWER_SQL % span_constants(batch))
-            parts.append(answered.join(batch, on=["TraceId", "SpanId"], how="semi"))
+            parts.append(answered.join(batch, on=SPAN, how="semi"))
         return concat(parts, ANSWERS)
 
 
 def _read_of(rollouts: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
     """Return ROLLOUTS with the number of rows that were read of them."""
     counted = late_spans.count(late_spans.tally(rows), rollouts).rename({"Rows": "RowsRead"})
-    return conform(rollouts.drop("RowsRead").join(counted, on=["RunId", "RolloutId"], how="left", maintain_order="left"), ROLLOUTS)
+    return conform(rollouts.drop("RowsRead").join(counted, on=ROLLOUT, how="left", maintain_order="left"), ROLLOUTS)
 
 
 def _first_deliveries(rows: pl.DataFrame) -> pl.DataFrame:
     """Return the rows without repeated deliveries."""
-    if rows.select("TraceId", "SpanId", "Choice").is_unique().all():
+    if rows.select(*SPAN, "Choice").is_unique().all():
         return rows
     return rows.sort("IngestedAt", maintain_order=True).unique(_ROW, keep="first", maintain_order=True)

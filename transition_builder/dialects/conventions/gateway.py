@@ -9,13 +9,14 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad import semconv
+from transition_builder.schemas import SPAN
 
 IS_GATEWAY = pl.col("ScopeName") == semconv.GATEWAY_SCOPE
 
 
 def calls(rows: pl.DataFrame) -> pl.DataFrame:
     """Canonical calls of resolved CALLS rows."""
-    key = ["TraceId", "SpanId", "Choice"]
+    key = [*SPAN, "Choice"]
     # Token ids are copied only where a call came twice.
     once = rows if rows.select(key).is_unique().all() else rows.unique(key, keep="first", maintain_order=True)
     return once.with_columns(ByGateway=pl.lit(True))
