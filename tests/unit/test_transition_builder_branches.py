@@ -187,6 +187,16 @@ def test_a_call_inside_another_ones_span_comes_after_it() -> None:
     assert lines(spans) == {outer: ("", 0), inner: (outer, 1)}
 
 
+def test_a_rollout_inside_anothers_call_begins_a_tree_of_its_own() -> None:
+    spans = fakes.SpanFactory()
+    outer = spans.client(spans.root("outer", trace="shared"), rollout="outer", trace="shared", **LONG)
+    tool = spans.span("run", outer, kind="TOOL", rollout="outer", trace="shared")
+    root = spans.root("within", trace="shared")
+    spans.spans[-1]["ParentSpanId"] = tool
+    inner = spans.client(root, rollout="within", trace="shared")
+    assert lines(spans) == {outer: ("", 0), inner: ("", 0)}
+
+
 def test_components_and_tools_are_named_outermost_first_and_in_order() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()

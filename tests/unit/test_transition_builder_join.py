@@ -307,3 +307,12 @@ def test_a_call_of_which_attributes_were_kept_back_says_so() -> None:
     dropped = pl.DataFrame({"TraceId": [trace], "SpanId": [client]})
     built = build(type(frames)(frames.rollouts, frames.spans, frames.calls, frames.answers, dropped=dropped), BuilderSettings())
     assert dict(built.drops.select("SpanId", "Reason").rows()) == {client: "attributes_dropped", whole: "no_token_ids"}
+
+
+def test_an_empty_response_id_tells_no_retry_from_another() -> None:
+    spans = fakes.SpanFactory()
+    client = spans.client(spans.root())
+    posts = [spans.span("POST", client) for _ in range(2)]
+    first, last = spans.call(posts[0], ResponseId=""), spans.call(posts[1])
+    spans.answer(client, ResponseId="")
+    assert concluded(spans) == {first: "retried", last: ""}

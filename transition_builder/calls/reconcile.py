@@ -26,6 +26,8 @@ import polars as pl
 from spangrad.selection import conditions
 from spangrad.settings import BuilderSettings
 from spangrad.types import HELD_OUT_MODES, DropReason
+from transition_builder.calls.reconstruct import UNKNOWN
+from transition_builder.calls.retries import failed
 from transition_builder.frames import Verdict
 from transition_builder.schemas import ATTEMPT, NANOSECONDS, ROLLOUT, SAMPLING
 
@@ -34,8 +36,6 @@ RETOKENIZED = "retokenized"
 ARRAYS = {"PromptIds": "PromptTokens", "ResponseIds": "ResponseTokens", "Logprobs": "LogprobCount"}
 """Array columns of a call, and the columns of their lengths."""
 _OF_ROOT = ["Mode", "GroupId", "GroupSize", "TaskId"]
-UNKNOWN = "unknown"
-"""Convention of a call that no dialect reads."""
 _ABSENT = {
     "Shared": pl.lit(False),
     "Retried": pl.lit(False),
@@ -84,7 +84,7 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
         + _reward_reasons(),
     )
     unselected = pl.any_horizontal(holds.fill_null(False) for _, holds, _ in _identity() + _selection(spec))
-    counts = ~unselected & ~_failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
+    counts = ~unselected & ~failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
     turned = known.with_columns(reason, detail, counts=counts)
     turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(ATTEMPT).cast(pl.Int64) - 1
     return turned.with_columns(Turn=turn)
@@ -126,10 +126,6 @@ def _selection(spec: BuilderSettings) -> list[Rule]:
     return [(DropReason.NOT_SELECTED, ~condition.holds, pl.format(f"{condition.what} {{}}", name)) for condition, name in names]
 
 
-def _failed() -> pl.Expr:
-    return (pl.col("ErrorType") != "") | (pl.col("HttpStatus") >= 400)
-
-
 def _outcome() -> list[Rule]:
     silent = pl.col("ByGateway") & (pl.col("HttpStatus") == 0) & (pl.col("FinishReason") == "")
     nothing = pl.lit("")
@@ -138,7 +134,7 @@ def _outcome() -> list[Rule]:
     failure = pl.concat_str(status, kind.then("ErrorType"), separator=" ", ignore_nulls=True)
     return [
         (DropReason.ABORTED, pl.col("Aborted"), nothing),
-        (DropReason.CALL_FAILED, _failed(), failure),
+        (DropReason.CALL_FAILED, failed(), failure),
         (DropReason.RETRIED, pl.col("Retried"), nothing),
         (DropReason.UNFINISHED, (silent | pl.col("Unfinished")) & (pl.col("ResponseTokens") == 0), nothing),
     ]
@@ -234,11 +230,11 @@ def _first_reasons(calls: pl.DataFrame, rules: list[Rule]) -> tuple[pl.Series, p
 def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """Return one drop for each rollout whose final attempt has no calls."""
     incomplete = pl.col("Verdict") == Verdict.INCOMPLETE.value
-    failed = pl.col("Failure") != ""
+    attempt_failed = pl.col("Failure") != ""
     alone = rollouts.join(calls.select(ATTEMPT), on=ATTEMPT, how="anti").with_columns(
         Reason=pl.when(incomplete)
         .then(pl.lit(DropReason.INCOMPLETE.value))
-        .when(failed)
+        .when(attempt_failed)
         .then(pl.lit(DropReason.ATTEMPT_FAILED.value))
         .otherwise(pl.lit(DropReason.NO_CALLS.value)),
         Detail=pl.when(incomplete).then("Detail").otherwise("Failure"),
