@@ -1,40 +1,34 @@
-"""An engineer's own agent, trained by the services with their default settings, as examples/own_agent tells them to."""
+"""The page "My agent in 15 minutes" as a reader follows it: its own files and its own commands, to trained versions."""
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
+import subprocess
+import sys
+import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from running_engine import VLLM_PYTHON, fetch
 
-from spangrad.processes import Child, answers, free_ports, own_command, wait_until
+from spangrad.processes import free_ports
 from spangrad.types import VersionStatus
 from trainer.ledger.ledger import Ledger
 
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "own_agent"
-
-
-def commands(model: Path, steps: int) -> dict[str, list[str]]:
-    """Read the commands of the example's README, by the service that each starts; the trainer ends after so many steps."""
-    (block,) = re.findall(r"```\n(spangrad store\n.*?)```", (EXAMPLE / "README.md").read_text(), re.S)
-    assert block.count("--max-steps 20") == 1
-    block = block.replace("--max-steps 20", f"--max-steps {steps}").replace("DIRECTORY_OF_YOUR_MODEL", str(model))
-    lines = [shlex.split(line) for line in block.splitlines()]
-    return {words[1]: words[1:] for words in lines}
+PAGE = (ROOT / "docs" / "start" / "my-agent.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
+COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+SECONDS = 420
 
 
 def elsewhere(cache: Path) -> dict[str, str]:
-    """Return the environment that moves every service to a free port and the directory of the test, and changes nothing else."""
+    """Return the environment that moves every service to a free port, which other tests do not use, and changes nothing else."""
     grpc, http, sql, gateway, engine, queue = free_ports(6)
-    where = {
+    moved = {
         "STORE__OTLP_GRPC_PORT": grpc,
         "STORE__OTLP_HTTP_PORT": http,
         "STORE__CLICKHOUSE_PORT": sql,
@@ -44,55 +38,70 @@ def elsewhere(cache: Path) -> dict[str, str]:
         "GATEWAY__URL": f"http://127.0.0.1:{gateway}",
         "GATEWAY__ENGINE_URL": f"http://127.0.0.1:{engine}",
         "ENGINE__PORT": engine,
-        "ENGINE__PYTHON": VLLM_PYTHON,
         "ENGINE__CACHE_DIR": cache,
-        "ENGINE__KV_CACHE_BYTES": 64 * 2**20,  # vLLM would take most of this machine's memory
         "RUNNER__QUEUE_PORT": queue,
         "RUNNER__QUEUE_URL": f"http://127.0.0.1:{queue}",
     }
-    return {f"SPANGRAD_{name}": str(value) for name, value in where.items()} | {"PYTHONPATH": str(ROOT)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, **{f"SPANGRAD_{name}": str(value) for name, value in moved.items()}, "PYTHONPATH": str(ROOT), "PATH": path}
 
 
-@contextmanager
-def running(environment: dict[str, str], name: str, words: list[str]) -> Iterator[Child]:
-    """Run one command in the working directory, with the address of the queue that this test has."""
-    queue = environment["SPANGRAD_RUNNER__QUEUE_URL"]
-    line = own_command(*(word.replace("http://127.0.0.1:8190", queue) for word in words))
-    child = Child(f"spangrad {name}", line, Path(f"{name}.log"), environment)
+def committed(directory: Path) -> int:
+    """Return the number of versions that were trained."""
+    if not (directory / "ledger.db").exists():
+        return 0
+    ledger = Ledger(directory, "policy", "main")
     try:
-        yield child
+        return sum(version.status is VersionStatus.COMMITTED for version in ledger.versions()) - 1
     finally:
-        child.stop()
+        ledger.close()
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_default_settings_train_an_own_agent_without_an_exit(
-    tiny_model: Path, vllm_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    environment, lines = elsewhere(vllm_cache), commands(tiny_model, steps)
-    (tmp_path / "examples").symlink_to(EXAMPLE.parent)
-    with ExitStack() as stack:
-        children = {name: stack.enter_context(running(environment, name, lines[name])) for name in ("store", "queue", "engine", "gateway")}
-        every = list(children.values())
-        wait_until(lambda: answers(f"{environment['SPANGRAD_STORE__URL']}/ping"), 60, "the store", every)
-        gateway = f"{environment['SPANGRAD_GATEWAY__URL']}/readyz"
-        wait_until(lambda: fetch(gateway).get("status") == "serving", 180, "the gateway's engine", every)
-        for name in ("build", "train", "run"):
-            children[name] = stack.enter_context(running(environment, name, lines[name]))
-        trainer, ledger_file = children["train"], tmp_path / "data" / "policies" / "ledger.db"
-        end = time.monotonic() + 400
-        while trainer.process.poll() is None:
-            assert time.monotonic() < end, f"the trainer is not done: {(tmp_path / 'train.log').read_text()[-2000:]}"
-            for name, child in children.items():
-                if name != "train":
-                    child.check()
-            time.sleep(0.2)
-        log = (tmp_path / "train.log").read_text()
-        assert trainer.process.returncode == 0, log
-        assert f"trainer.max_steps = {steps} steps are done" in log
-    ledger = Ledger(ledger_file.parent, "policy", "main")
-    versions = ledger.versions()
-    ledger.close()
-    assert [version.version for version in versions if version.status is VersionStatus.COMMITTED] == list(range(steps + 1))
+def test_the_page_takes_fewer_than_ten_commands_and_its_agent_twenty_lines() -> None:
+    assert len(COMMANDS) < 10
+    (agent,) = [text for kind, text in BLOCKS if kind == "python"]
+    assert len(agent.splitlines()) <= 20
+    assert "spangrad" not in agent
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_page_leads_to_trained_versions_of_a_readers_own_agent(vllm_cache: Path, tmp_path: Path, steps: int) -> None:
+    environment = elsewhere(vllm_cache)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for kind, name in (("python", "agent.py"), ("", "tasks.jsonl")):
+        (text,) = [text for of_kind, text in BLOCKS if of_kind == kind]
+        (tmp_path / name).write_text(textwrap.dedent(text))
+
+    def shell(command: str) -> str:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}"
+        return done.stdout
+
+    install, start, rest = COMMANDS[:2], COMMANDS[2:5], COMMANDS[5:]
+    assert [command.split()[0] for command in install] == ["make", "source"]
+    try:
+        for command in start:
+            shell(command)
+        end = time.monotonic() + SECONDS
+        while committed(tmp_path / "data" / "policies") < steps:
+            assert time.monotonic() < end, shell("spangrad ps; tail -n 20 data/up/logs/*.log")
+            time.sleep(0.5)
+        output = {command: shell(command) for command in rest}
+    finally:
+        subprocess.run(["spangrad", "down"], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    states = {line.split()[0]: line.split()[1] for line in output["spangrad ps"].splitlines()[1:8]}
+    assert states == dict.fromkeys(("store", "queue", "engine", "gateway", "build", "train", "run"), "ready")
+    assert "committed" in output["spangrad policy list"]
+    assert "rollout" in output["spangrad lineage policy@1"]
+    assert output["spangrad down"] == "every service has ended\n"

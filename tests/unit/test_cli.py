@@ -34,6 +34,10 @@ def test_help_names_every_command_and_loads_nothing_heavy(tmp_path: Path) -> Non
     assert [name for name in COMMANDS if name not in answer.stdout] == []
 
 
+def test_help_fits_on_a_screen(tmp_path: Path) -> None:
+    assert len(spangrad("--help", cwd=tmp_path, COLUMNS="100").stdout.splitlines()) <= 50
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
     answer = spangrad(command, "--help", cwd=tmp_path)
@@ -73,6 +77,10 @@ def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
         (["gateway", "--port", "0"], {"SPANGRAD_GATEWAY__CLIENTS": TWICE}, 2, "gateway.clients names 'a' twice."),
         (["gateway", "--port", "0"], {"SPANGRAD_GATEWAY__RETOKENIZE": "nowhere"}, 1, "gateway.retokenize = 'nowhere' holds no tokenizer"),
         (["engine"], {}, 1, "engine.model"),
+        (["up"], {}, 2, "Write a settings file with `spangrad init --model DIRECTORY`."),
+        (["down"], {}, 1, "no `spangrad up` runs in data/up."),
+        (["init", "--model", "nowhere"], {}, 2, "nowhere is no directory."),
+        (["init", "--model", ".", "--config", "latin.txt"], {}, 2, "latin.txt exists already."),
         (["engine", "--model", "nowhere"], {}, 1, "nowhere"),
         (["train"], {}, 2, "trainer.model is not set."),
         (["train", "--model", "nowhere"], {}, 2, "trainer.model = 'nowhere' is no directory."),

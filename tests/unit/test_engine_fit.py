@@ -1,0 +1,104 @@
+"""Fit of the engine to its model and machine, and the root cause of an engine that did not start."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from gateway import engine_fit
+from gateway.engine_failure import root_cause
+from gateway.engine_fit import fitted
+from spangrad.errors import EngineError
+from spangrad.settings import EngineSettings
+from spangrad.settings.sources import load_settings
+
+CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "max_position_embeddings": 256, "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(engine_fit, "has_gpu", lambda: False)
+    monkeypatch.setattr(engine_fit, "available_memory", lambda: 2**40)
+    return tmp_path
+
+
+def settings(**values: object) -> EngineSettings:
+    return load_settings({f"engine.{key}": value for key, value in {"python": "/p", **values}.items()}, env={}).engine
+
+
+def test_what_is_not_set_comes_from_the_models_own_files(model: Path) -> None:
+    fit = fitted(settings(), model)
+    assert (fit.max_model_len, fit.kv_cache_bytes) == (256, 64 * 2**20)
+    longer = fitted(settings(dtype="float32", max_model_len=200), model)
+    assert (longer.max_model_len, longer.kv_cache_bytes) == (200, 64 * 2**20)
+
+
+def test_a_context_beyond_the_models_is_lowered_and_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert fitted(settings(max_model_len=4096, kv_cache_bytes=7), model).max_model_len == 256
+    assert "engine.max_model_len = 4096 is lowered to 256" in caplog.text
+
+
+def test_on_a_gpu_vllm_decides_on_its_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_fit, "has_gpu", lambda: True)
+    assert fitted(settings(), model).kv_cache_bytes is None
+
+
+def test_the_interpreter_is_found_above_the_working_directory_or_named(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / ".venv-vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch(mode=0o755)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "runs" / "mine")
+    assert fitted(settings(python=None), model).python == python
+
+    def nowhere(*starts: Path) -> None:
+        assert starts
+
+    monkeypatch.setattr(engine_fit, "find_vllm_python", nowhere)
+    with pytest.raises(EngineError, match=r"set engine.python to the Python of an environment that holds vLLM"):
+        fitted(settings(python=None), model)
+
+
+def test_an_interpreter_in_a_file_is_relative_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "spangrad.toml"
+    file.write_text('[engine]\npython = "venv/bin/python"\n')
+    assert load_settings(file=file, env={}).engine.python == tmp_path / "venv" / "bin" / "python"
+    assert load_settings({"engine.python": "here/python"}, file=file, env={}).engine.python == Path("here/python")
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (
+            [
+                "(EngineCore pid=1) ERROR ValueError: No available memory for the cache blocks.",
+                "Traceback (most recent call last):",
+                "RuntimeError: Engine core initialization failed. See root cause above.",
+            ],
+            "ValueError: No available memory for the cache blocks.\nRaise engine.kv_cache_bytes, or lower engine.max_model_len.",
+        ),
+        (
+            [
+                "pydantic_core._pydantic_core.ValidationError: 1 error",
+                "ValueError: max_model_len (512) exceeds the derived max_model_len",
+            ],
+            "ValueError: max_model_len (512) exceeds the derived max_model_len\nLower engine.max_model_len to the model's own",
+        ),
+        (
+            ["ValueError: Free memory on device (1/8 GiB) is too little"],
+            "Set engine.kv_cache_bytes to what is free",
+        ),
+        (["OSError: [Errno 98] Address already in use"], "Set engine.port to a free port."),
+        (["KeyError: 'x'", "RuntimeError: Engine core initialization failed. See root cause above."], "KeyError: 'x'"),
+        (["first", "Segmentation fault"], "first\nSegmentation fault"),
+    ],
+)
+def test_the_root_cause_of_a_failed_engine_comes_with_the_setting_to_change(log: list[str], cause: str) -> None:
+    assert cause in root_cause([f"{line}\n" for line in log])
