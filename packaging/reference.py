@@ -155,21 +155,40 @@ def tables_page() -> Iterator[str]:
             "WHERE database IN ('otel', 'spangrad') ORDER BY database, table, position"
         )
         database.close()
-    public = "spangrad" if any(name == "spangrad" for name, *_ in found) else "otel"
+    notes = _notes_of(SCHEMA)
+    meanings = {(table_name, column): meaning for _, table_name, column, _, meaning in columns}
+    described = {f"{schema}.{name}": (comment or notes.get(name, "")).replace("\\'", "'") for schema, name, comment in found}
+    views = [name for name in described if name.startswith(("spangrad.", "otel.v_"))]
     yield "# Tables"
-    yield f"People and dashboards read the database `{public}`: each table counts a thing once, however often it was delivered."
-    for schema, name, comment in found:
-        if schema != public or name in ("otel_traces", "otel_logs"):
-            continue
-        yield f"## {schema}.{name}"
-        yield comment.replace("\\'", "'")
-        of_table = [(f"`{column}`", f"`{kind}`", text) for base, of, column, kind, text in columns if (base, of) == (schema, name)]
-        yield table(("column", "type", "meaning"), [tuple(cell.replace("\\'", "'") for cell in row) for row in of_table])
-    rest = [(f"`{schema}.{name}`", comment.replace("\\'", "'")) for schema, name, comment in found if schema != public]
-    if rest:
-        yield "## Other databases"
-        yield "`otel` holds OpenTelemetry's stock tables in the layout of the Collector's ClickHouse exporter. What is internal may change."
-        yield table(("table", "holds"), rest)
+    yield "What people and dashboards read: each counts a thing once, however often it was delivered."
+    for name in views:
+        yield f"## {name}"
+        yield described[name]
+        base = name.split(".")[1].removeprefix("v_")
+        yield table(
+            ("column", "type", "meaning"),
+            [
+                (f"`{column}`", f"`{kind}`", (meaning or meanings.get((base, column), "")).replace("\\'", "'"))
+                for schema, of, column, kind, meaning in columns
+                if f"{schema}.{of}" == name
+            ],
+        )
+    yield "## What they are made from"
+    yield (
+        "`otel_traces` and `otel_logs` have the column layout of the OpenTelemetry Collector's ClickHouse exporter. The others may "
+        "change with any version."
+    )
+    yield table(("table", "holds"), [(f"`{name}`", text) for name, text in described.items() if name not in views])
+
+
+def _notes_of(directory: Path) -> dict[str, str]:
+    """Return the comments right above the statements that create tables and views."""
+    statement = re.compile(r"((?:^--[^\n]*\n)+)CREATE (?:TABLE|VIEW) IF NOT EXISTS \w+\.(\w+)", re.MULTILINE)
+    return {
+        match[2]: " ".join(line.removeprefix("--").strip() for line in match[1].splitlines())
+        for path in sorted(directory.glob("*.sql"))
+        for match in statement.finditer(path.read_text())
+    }
 
 
 def attributes_page() -> Iterator[str]:

@@ -3,6 +3,7 @@
 
 CREATE DATABASE IF NOT EXISTS otel;
 
+-- Spans as they were received, in the layout of the OpenTelemetry Collector's ClickHouse exporter.
 CREATE TABLE IF NOT EXISTS otel.otel_traces (
     Timestamp DateTime64(9) CODEC(Delta(8), ZSTD(1)),
     TraceId String CODEC(ZSTD(1)),
@@ -41,6 +42,7 @@ PARTITION BY toDate(Timestamp)
 ORDER BY (ServiceName, SpanName, toDateTime(Timestamp))
 SETTINGS index_granularity = 8192, ttl_only_drop_parts = 1;
 
+-- Log records as they were received, in the same layout.
 CREATE TABLE IF NOT EXISTS otel.otel_logs (
     Timestamp DateTime64(9) CODEC(Delta(8), ZSTD(1)),
     TraceId String CODEC(ZSTD(1)),

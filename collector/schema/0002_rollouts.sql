@@ -11,6 +11,7 @@
 -- RolloutKey is the best name that the span itself gives for its rollout: ours, else session, conversation, trace.
 -- trace_rollouts resolves the spans of a trace of which only one (the root, say) knew the rollout.
 
+-- Spans and evaluation results (events or log records) of rollouts, lean: attributes longer than 1 KiB are left out.
 CREATE TABLE IF NOT EXISTS otel.rollout_spans (
     RunId LowCardinality(String),
     Mode LowCardinality(String),
@@ -131,6 +132,7 @@ SELECT DISTINCT TraceId, RolloutKey
 FROM otel.rollout_spans
 WHERE RolloutKeySource != 'rollout' AND TraceId != '';
 
+-- Policy calls, a row a choice, with token ids and logprobs as arrays: from the gateway's spans, or in direct mode from the agents' own.
 CREATE TABLE IF NOT EXISTS otel.calls (
     RunId LowCardinality(String),
     Mode LowCardinality(String),
@@ -248,6 +250,7 @@ FROM otel.otel_traces
 ARRAY JOIN range(1, if(plausible, length(response_lengths), 1) + 1) AS choice_index
 WHERE ScopeName = 'spangrad.gateway';
 
+-- Traces, and the rollout that any of their spans named.
 CREATE TABLE IF NOT EXISTS otel.trace_rollouts (
     TraceId String CODEC(ZSTD(1)),
     RolloutId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),

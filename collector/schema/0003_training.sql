@@ -1,6 +1,7 @@
 -- What the stages conclude: rewards, transitions, drops, policy versions and the batches that made them.
 -- Facts only. Returns, advantages and merged sequences are derived when a batch is made.
 
+-- Rewards of rollouts and calls, raw, with name, source and role.
 CREATE TABLE IF NOT EXISTS otel.rewards (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
@@ -24,6 +25,7 @@ CREATE TABLE IF NOT EXISTS otel.rewards (
 ORDER BY (RunId, Mode, BuildSpec, RolloutId, Attempt, Revision, Content, CallId, Name, Role, Source, RuleHash, TraceId, SpanId)
 SETTINGS index_granularity = 1024;
 
+-- Policy calls that may be trained, with raw rewards, agent, parent call and branch.
 CREATE TABLE IF NOT EXISTS otel.transitions (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
@@ -78,6 +80,7 @@ PARTITION BY toYYYYMM(Timestamp)
 ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Turn, CallId)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
+-- Policy calls, and rollouts without one, that may not be trained, with the reason.
 CREATE TABLE IF NOT EXISTS otel.drops (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
@@ -159,6 +162,7 @@ CREATE TABLE IF NOT EXISTS otel.datasets (
 ) ENGINE = ReplacingMergeTree(Earliness)
 ORDER BY (Name, Revision);
 
+-- Versions: parent and the parent's branch, batch, checksum, path, and the metrics of the step.
 CREATE TABLE IF NOT EXISTS otel.policy_versions (
     Policy LowCardinality(String) CODEC(ZSTD(1)),
     Branch LowCardinality(String) CODEC(ZSTD(1)),
@@ -177,6 +181,7 @@ CREATE TABLE IF NOT EXISTS otel.policy_versions (
 ) ENGINE = ReplacingMergeTree(IngestedAt)
 ORDER BY (Policy, Branch, Version);
 
+-- Rollouts that a committed batch used, or that rows of its files came from.
 CREATE TABLE IF NOT EXISTS otel.batches (
     Policy LowCardinality(String) CODEC(ZSTD(1)),
     Branch LowCardinality(String) CODEC(ZSTD(1)),

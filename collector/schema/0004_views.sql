@@ -1,5 +1,6 @@
 -- What people and dashboards read: each counts a span, a call, a conclusion once, however often it was delivered.
 
+-- Spans of rollouts, each once.
 CREATE VIEW IF NOT EXISTS otel.v_spans AS SELECT * FROM otel.rollout_spans FINAL WHERE RowKind = 'span';
 
 -- Every span with the rollout that it belongs to: the one that it names itself, else the one that any span of its trace names, else
@@ -28,6 +29,7 @@ LEFT JOIN (
     GROUP BY TraceId
 ) AS t ON s.TraceId = t.TraceId;
 
+-- Policy calls, each once.
 CREATE VIEW IF NOT EXISTS otel.v_calls AS SELECT *, CallId FROM otel.calls FINAL;
 
 -- The newest revision of each rollout that was built; of two builders that made the same one at once, the first counts.
@@ -44,14 +46,17 @@ FROM (
     FROM otel.builds AS b
     GROUP BY RunId, BuildSpec, RolloutId);
 
+-- Rewards of the newest build of each rollout.
 CREATE VIEW IF NOT EXISTS otel.v_rewards AS
 SELECT * FROM otel.rewards FINAL
 WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM otel.v_builds);
 
+-- Transitions of the newest build of each rollout.
 CREATE VIEW IF NOT EXISTS otel.v_transitions AS
 SELECT * FROM otel.transitions FINAL
 WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM otel.v_builds);
 
+-- Drops of the newest build of each rollout.
 CREATE VIEW IF NOT EXISTS otel.v_drops AS
 SELECT * FROM otel.drops FINAL
 WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM otel.v_builds);
@@ -102,8 +107,10 @@ FROM (
     GROUP BY RunId, BuildSpec, RolloutId, CallId)
 GROUP BY RunId, BuildSpec, RolloutId;
 
+-- Names of build specifications and their revisions.
 CREATE VIEW IF NOT EXISTS otel.v_datasets AS SELECT * FROM otel.datasets FINAL;
 
+-- Attempts of rollouts by their root spans: outcome, durations, reward; the final one where Final is 1.
 CREATE VIEW IF NOT EXISTS otel.v_rollouts AS
 SELECT
     RunId, Mode, RolloutKey AS RolloutId, Attempt, Timestamp, Duration, TraceId, SpanId,
@@ -117,8 +124,10 @@ SELECT
 FROM otel.rollout_spans FINAL
 WHERE RowKind = 'span' AND SpanName = 'rollout' AND RolloutKeySource = 'rollout' AND mapContains(Attributes, 'spangrad.rollout.final');
 
+-- Versions of policies, each once.
 CREATE VIEW IF NOT EXISTS otel.v_policy_versions AS SELECT * FROM otel.policy_versions FINAL;
 
+-- Rollouts of committed batches, each once.
 CREATE VIEW IF NOT EXISTS otel.v_batches AS SELECT * FROM otel.batches FINAL;
 
 -- Rollouts that a branch has trained and that have another build now: a later revision, or one of another specification. It trains none again.

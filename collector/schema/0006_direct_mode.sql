@@ -6,6 +6,7 @@
 --
 -- Two steps, because an insert pays for planning each view, whether its rows concern it or not: the first is all that most inserts pay.
 
+-- Nothing: answers of direct mode pass through it on their way to calls.
 CREATE TABLE IF NOT EXISTS otel.direct_answers (
     Timestamp DateTime64(9),
     TraceId String,

@@ -1,5 +1,6 @@
 -- Batches that were made of files (`spangrad tune`): which files, by name and checksum. Rollouts that their rows came from are in otel.batches.
 
+-- Files that a committed batch was made of (training on files).
 CREATE TABLE IF NOT EXISTS otel.batch_files (
     Policy LowCardinality(String) CODEC(ZSTD(1)),
     Branch LowCardinality(String) CODEC(ZSTD(1)),
@@ -17,4 +18,5 @@ CREATE TABLE IF NOT EXISTS otel.batch_files (
 ) ENGINE = ReplacingMergeTree(IngestedAt)
 ORDER BY (Policy, Branch, Version, BatchId, Sha256);
 
+-- Files of committed batches, each once.
 CREATE VIEW IF NOT EXISTS otel.v_batch_files AS SELECT * FROM otel.batch_files FINAL;
