@@ -27,7 +27,7 @@ from typing import IO
 
 from gateway.bare_adapter import bare_adapter, write_bare_adapter
 from gateway.engine_arguments import require_one_server
-from gateway.engine_failure import root_cause
+from gateway.engine_failure import failure
 from gateway.engine_fit import fitted, vllm_python
 from gateway.vllm_plugin.asking import CHAT_PATH
 from gateway.vllm_plugin.middleware import (
@@ -260,7 +260,7 @@ class _Vllm:
     def _check_alive(self) -> None:
         if self._process.poll() is not None:
             self._copier.join(1)
-            raise EngineError(f"vLLM ended with exit code {self._process.returncode}: {root_cause(list(self._tail))}")
+            raise failure(self._process.returncode, list(self._tail))
 
     def stop(self) -> None:
         """End vLLM and its workers."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from spangrad.errors import EngineError, SettingsError
+
 _EXCEPTION = re.compile(r"(?:^|[\s\])])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)): (.+)$")
 _POINTS_BACK = (
     "Engine core initialization failed",
@@ -33,6 +35,14 @@ _REMEDIES = (
     (r"chat template|chat_template", "Take an instruct model, or save a chat_template.jinja in the model's directory."),
     (r"not supported for now|Model architectures", "Take a model of an architecture that vLLM serves."),
 )
+
+
+def failure(exit_code: int, lines: Sequence[str]) -> EngineError:
+    """Return the error of a vLLM that ended, from its exit code and its log; wrong settings have an exit code of their own."""
+    cause = root_cause(lines)
+    error = EngineError(f"vLLM ended with exit code {exit_code}: {cause}")
+    error.exit_code = SettingsError.exit_code if _remedy(cause) else error.exit_code
+    return error
 
 
 def root_cause(lines: Sequence[str]) -> str:

@@ -72,8 +72,9 @@ class RestartPolicy:
             failures: failures in a row, this one included.
             was_ready: whether the service was ready at any time.
         """
-        # 2 means wrong settings, which no restart mends.
-        return self.tries > 0 and exit_code not in {0, 2} and (was_ready or failures < self.tries)
+        # 2 means wrong settings, which no restart corrects.
+        first_start = exit_code != 2 and failures < self.tries
+        return self.tries > 0 and exit_code != 0 and (was_ready or first_start)
 
 
 NEVER = RestartPolicy(tries=0, health_seconds=math.inf)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway import engine_fit
-from gateway.engine_failure import root_cause
+from gateway.engine_failure import failure, root_cause
 from gateway.engine_fit import fitted
 from spangrad.errors import EngineError
 from spangrad.settings import EngineSettings
@@ -102,3 +102,8 @@ def test_an_interpreter_in_a_file_is_relative_to_the_file(tmp_path: Path) -> Non
 )
 def test_the_root_cause_of_a_failed_engine_comes_with_the_setting_to_change(log: list[str], cause: str) -> None:
     assert cause in root_cause([f"{line}\n" for line in log])
+
+
+def test_settings_that_cannot_work_have_an_exit_code_of_their_own() -> None:
+    assert failure(1, ["ValueError: No available memory for the cache blocks"]).exit_code == 2
+    assert failure(1, ["KeyError: 'x'"]).exit_code == 1

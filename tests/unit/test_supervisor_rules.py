@@ -33,7 +33,15 @@ def test_delays_double_up_to_the_longest() -> None:
 
 @pytest.mark.parametrize(
     ("exit_code", "failures", "was_ready", "restarts"),
-    [(1, 1, False, True), (1, 3, False, False), (1, 300, True, True), (-9, 1, True, True), (0, 1, True, False), (2, 1, True, False)],
+    [
+        (1, 1, False, True),
+        (1, 3, False, False),
+        (1, 300, True, True),
+        (-9, 1, True, True),
+        (0, 1, True, False),
+        (2, 1, False, False),
+        (2, 1, True, True),
+    ],
 )
 def test_a_service_that_ended_is_restarted_unless_it_never_became_ready(
     exit_code: int, failures: int, was_ready: bool, restarts: bool
