@@ -23,6 +23,8 @@ from benchmarks.in_process import build, clocked, own_store, send, train_step, t
 from spangrad.errors import TrainerError
 from spangrad.http.otlp_http import Poster
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, Settings, StoreSettings, TrainerSettings
+from spangrad.settings.trainer_learning import CreditSettings, LossSettings, OptimSettings, SamplingSettings
+from spangrad.settings.trainer_service import CheckpointSettings
 from spangrad.store.clickhouse import connect
 from trainer.ledger.recovery import newest_version
 from trainer.loop import Trainer
@@ -160,13 +162,12 @@ def _settings(arm: Arm, store: StoreSettings, directory: Path, run_id: str) -> S
             run_id=run_id,
             model=directory / "model",
             directory=directory / "policies",
-            groups_per_batch=GROUPS,
-            credit=arm.credit,  # type: ignore[arg-type]  # pydantic validates it
-            baseline=arm.baseline,  # type: ignore[arg-type]
-            learning_rate=1e-3,
-            entropy_coef=arm.task.entropy,
+            sampling=SamplingSettings(groups_per_batch=GROUPS),
+            credit=CreditSettings(scheme=arm.credit, baseline=arm.baseline),  # type: ignore[arg-type]  # pydantic validates them
+            optim=OptimSettings(learning_rate=1e-3),
+            loss=LossSettings(entropy_coef=arm.task.entropy),
             max_tokens_per_device=1 << 16,  # a step is one micro-batch
-            keep_checkpoints=1,
+            checkpoint=CheckpointSettings(keep=1),
         ),
     )
 

@@ -144,7 +144,8 @@ class Inbox:
     kinds: int = len(KINDS)
     """Number of kinds of tickets: the first ones of `KINDS`."""
     entropy: float = 0.003
-    """trainer.entropy_coef, of every arm: with none, a tool that is given up early comes back late or never, in a seed of twenty or so."""
+    """trainer.loss.entropy_coef, of every arm: with none, a tool that is given up early comes back late or never, in a seed of twenty or
+    so."""
 
     def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
         """Return a queue of tickets for each group."""

@@ -26,6 +26,8 @@ from benchmarks.idle_trainer_peer import look_at_all_history
 from benchmarks.meter import tree
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.settings.trainer_learning import SamplingSettings
+from spangrad.settings.trainer_service import WeightSyncSettings
 from spangrad.store.clickhouse import connect
 from trainer import loop
 from trainer.data.source import BatchRollout, Group, GroupReader
@@ -124,8 +126,13 @@ def measure(directory: Path, steps: int, arguments: argparse.Namespace) -> tuple
     url = f"http://127.0.0.1:{ports['clickhouse']}"
     try:
         wait_until(lambda: answers(f"{url}/ping"), 60, "the store", [child], poll_seconds=0.05)
-        trainer_settings = TrainerSettings(run_id=RUN, directory=directory / "policies", groups_per_batch=10**6, publish=False)
-        settings = Settings(store=StoreSettings(url=url), trainer=trainer_settings)
+        own = TrainerSettings(
+            run_id=RUN,
+            directory=directory / "policies",
+            sampling=SamplingSettings(groups_per_batch=10**6),
+            weight_sync=WeightSyncSettings(publish=False),
+        )
+        settings = Settings(store=StoreSettings(url=url), trainer=own)
         world = World(settings, arguments.groups, arguments.size, child.process.pid)
         world.fill(steps)
         world.settle()

@@ -28,7 +28,7 @@ from gateway.engine import command, environment
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.settings.sources import load_settings
-from spangrad.settings.trainer import LogprobAlarm
+from spangrad.settings.trainer_service import AlarmSettings, LogprobAlarm
 from trainer.data.batch import Batch
 from trainer.monitor import logprob_check
 from trainer.optim.optimizer import VerlOptimizer
@@ -121,7 +121,7 @@ def sample(model: Path, dtype: str, head: Head, directory: Path) -> Batch:
 
 def compare(model: Path, batch: Batch, dtype: logprob_check.Dtype, head: Head) -> dict[str, float]:
     """Return the statistics that a step of a trainer of some dtypes reports of a batch."""
-    settings = TrainerSettings(dtype=dtype, logprob_alarm=NO_ALARM)
+    settings = TrainerSettings(dtype=dtype, alarms=AlarmSettings(logprob=NO_ALARM))
     plain = patch("trainer.optim.verl_worker.compute_head_in_float32") if head == "model" else contextlib.nullcontext()
     with plain:
         engine = VerlOptimizer(model, settings)

@@ -45,7 +45,7 @@ EXAMPLE = CHECKOUT / "examples/two_tools"
 CHAT = "/v1/chat/completions"
 QUESTION = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}], "max_tokens": 1, "temperature": 0}
 METHODS = {"disk": "reload", "adapter": "adapter", "transfer": "transfer"}
-"""Weight sync method (`trainer.weight_sync`) -> name of the stage in which the engine loads the weights."""
+"""Weight sync method (`trainer.weight_sync.method`) -> name of the stage in which the engine loads the weights."""
 LORA_RANK = 8
 STAGES = (
     "checkpoint",
@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--versions", type=int, default=8, help="steps of the demo's loop")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts a task")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--weight-sync", choices=METHODS, default="disk", help="trainer.weight_sync")
+    parser.add_argument("--weight-sync", choices=METHODS, default="disk", help="trainer.weight_sync.method")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
         result = measure(Path(scratch) / "run", arguments.versions, arguments.group_size, arguments.seed, arguments.weight_sync)
@@ -139,9 +139,9 @@ def main() -> int:
 
 def sync_settings(method: str) -> dict[str, object]:
     """Return the settings that a weight sync method needs beside the demo's."""
-    chosen: dict[str, object] = {"trainer.weight_sync": method}
+    chosen: dict[str, object] = {"trainer.weight_sync.method": method}
     if method == "adapter":
-        chosen |= {"trainer.lora_rank": LORA_RANK, "trainer.learning_rate": 1e-2, "engine.lora_rank": LORA_RANK}
+        chosen |= {"trainer.lora.rank": LORA_RANK, "trainer.optim.learning_rate": 1e-2, "engine.lora_rank": LORA_RANK}
     return chosen | ({"engine.transfer": "http"} if method == "transfer" else {})
 
 

@@ -22,6 +22,8 @@ from benchmarks.in_process import build, clocked, own_store, send, train_step, t
 from benchmarks.two_policies_task import AGENTS, Desk, work, write_agent_model
 from spangrad.http.otlp_http import Poster
 from spangrad.settings import BuilderSettings, GatewaySettings, Selection, Settings, StoreSettings, TrainerSettings
+from spangrad.settings.trainer_learning import CreditSettings, OptimSettings, SamplingSettings
+from spangrad.settings.trainer_service import CheckpointSettings
 from spangrad.store.clickhouse import connect
 from trainer.ledger.recovery import newest_version
 from trainer.loop import Trainer
@@ -145,12 +147,11 @@ def _settings(agent: str, store: StoreSettings, directory: Path, run_id: str) ->
             selection=Selection(agents=agent),
             model=directory / "models" / agent,
             directory=directory / "policies",
-            groups_per_batch=GROUPS,
-            credit="own",
-            baseline="turn",
-            learning_rate=1e-3,
+            sampling=SamplingSettings(groups_per_batch=GROUPS),
+            credit=CreditSettings(scheme="own", baseline="turn"),
+            optim=OptimSettings(learning_rate=1e-3),
             max_tokens_per_device=1 << 16,  # a step is one micro-batch
-            keep_checkpoints=1,
+            checkpoint=CheckpointSettings(keep=1),
         ),
     )
 

@@ -64,7 +64,7 @@ def _figures() -> list[stat.Panel]:
             "Largest mean logprob gap",
             f"SELECT max({metric('logprob_gap_mean')}) AS gap FROM {STEPS}",
             "sci",
-            "Largest mean |rollout logprob - trainer logprob| (nats) of any step in the chosen time. Rows beyond trainer.logprob_alarm are"
+            "Largest mean |rollout logprob - trainer logprob| (nats) of any step in the chosen time. Rows beyond trainer.alarms.logprob are"
             " skipped, and are not in it.",
         ),
         figure("Rollouts trained", f"SELECT sum({metric('rollouts')}) AS rollouts FROM {STEPS}", "short", "Rollouts in committed batches."),
@@ -158,7 +158,7 @@ def _failed() -> Panel:
         f"SELECT Version AS version, {metric('failed_share')} AS failed, {reasons} FROM {STEPS} ORDER BY version",
         "percentunit",
         "Share of the batch's rollouts whose attempt failed, and of those the ones that the policy caused, by reason. Above"
-        " trainer.failed_share_alarm the trainer warns.",
+        " trainer.alarms.failed_share the trainer warns.",
         at_most=1,
     )
 
@@ -179,7 +179,7 @@ def _staleness() -> Panel:
         sql,
         "none",
         "Committed versions of the branch between the one that sampled a call and the one that it was trained into; 0 is on-policy."
-        " trainer.max_staleness bounds it.",
+        " trainer.sampling.max_staleness bounds it.",
     )
 
 
@@ -194,7 +194,7 @@ def _gap() -> Panel:
         sql,
         "sci",
         "|rollout logprob - trainer logprob| (nats) of a step's tokens, before the weights move. For calls of the trained version it is"
-        " rounding, for those of earlier ones what the policy has moved since. Rows are judged by mean and p99 (trainer.logprob_alarm),"
+        " rounding, for those of earlier ones what the policy has moved since. Rows are judged by mean and p99 (trainer.alarms.logprob),"
         " never by the largest, which grows with the batch.",
         logarithmic=True,
     )
@@ -203,7 +203,7 @@ def _gap() -> Panel:
 def _loss() -> Panel:
     sql = f"SELECT Version AS version, {metric('loss')} AS loss, {metric('grad_norm')} AS norm FROM {STEPS} ORDER BY version"
     return over_versions(
-        "Loss and gradient", sql, "short", "The policy's loss, and the gradient's norm before clipping (trainer.clip_grad)."
+        "Loss and gradient", sql, "short", "The policy's loss, and the gradient's norm before clipping (trainer.optim.clip_grad)."
     )
 
 
@@ -248,7 +248,7 @@ def _responses() -> Panel:
         "Length of responses",
         sql,
         "short",
-        "Tokens of a call's response. truncated: share of responses that were cut at their limit of tokens (trainer.truncated).",
+        "Tokens of a call's response. truncated: share of responses that were cut at their limit of tokens (trainer.sampling.truncated).",
     )
     return links.second_axis(panel, "truncated", "percentunit", at_most=1)
 

@@ -33,7 +33,7 @@ def write_bare_adapter(engine: EngineSettings, model: Path) -> None:
     if layer is None:
         raise EngineError(
             f"engine.lora_rank = {engine.lora_rank}, and {model} has no layer *{_KNOWN} in *.safetensors: adapters are not known to "
-            "fit it. Set engine.lora_rank = 0, and trainer.weight_sync = disk."
+            "fit it. Set engine.lora_rank = 0, and trainer.weight_sync.method = disk."
         )
     name, (rows, columns) = layer
     shapes = {f"{PREFIX}{name}{A}": [1, columns], f"{PREFIX}{name}{B}": [rows, 1]}

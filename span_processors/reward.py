@@ -21,7 +21,7 @@ def reward(value: float, name: str = REWARD_NAME, *, role: str = "") -> None:
     Args:
         value: a finite number.
         name: the reward's dimension.
-        role: agent or policy that the reward belongs to, where there are several (`trainer.reward_roles`). Empty: every role.
+        role: agent or policy that the reward belongs to, where there are several (`trainer.credit.reward_roles`). Empty: every role.
 
     Raises:
         ValueError: the value is not a finite number, or the name is empty.

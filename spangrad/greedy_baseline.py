@@ -11,16 +11,16 @@ from spangrad.types import Mode
 
 
 def wants_greedy(settings: Settings, mode: Mode) -> bool:
-    """Return whether a group of that mode has a greedy rollout: runner.greedy_rollouts, else as trainer.estimator needs it.
+    """Return whether a group of that mode has a greedy rollout: runner.greedy_rollouts, else as trainer.credit.estimator needs it.
 
     Raises:
         SettingsError: without the gateway an agent cannot be made to sample at temperature 0.
     """
     asked = settings.runner.greedy_rollouts
-    greedy = mode is Mode.TRAIN and (settings.trainer.estimator == "remax" if asked is None else asked)
+    greedy = mode is Mode.TRAIN and (settings.trainer.credit.estimator == "remax" if asked is None else asked)
     if greedy and not settings.runner.gateway:
         raise SettingsError(
             "runner.greedy_rollouts needs the gateway, which alone makes an agent's calls greedy. Set runner.gateway = true, or "
-            "runner.greedy_rollouts = false and trainer.estimator to another than 'remax'."
+            "runner.greedy_rollouts = false and trainer.credit.estimator to another than 'remax'."
         )
     return greedy

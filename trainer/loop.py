@@ -204,7 +204,7 @@ class Trainer:
             False: another trainer's step is under way, or the branch has another head by now.
 
         Raises:
-            TrainerError: too many groups of the run have failed (trainer.max_failed_share).
+            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         parent = self._head or newest_version(self.ledger)
         if isinstance(self.optimizer, DeferredOptimizer) and not self.optimizer.is_loaded:
@@ -237,7 +237,7 @@ class Trainer:
         if committed.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
             logger.warning("%s", alarms.describe(committed.version, committed.metrics, rule))
         if committed.metrics.get("failed_alarm") and not parent.metrics.get("failed_alarm"):
-            logger.warning("%s", failures.describe(committed.version, committed.metrics, settings.failed_share_alarm))
+            logger.warning("%s", failures.describe(committed.version, committed.metrics, settings.alarms.failed_share))
         committed = self._publish(committed)
         # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
         self.mirror.write(committed)

@@ -56,7 +56,7 @@ def export(
     """Write transitions and their texts as files for other tools, and print how many calls were left out, by reason.
 
     Queries the store at store.url. If no store answers there, the data of a stopped store (store.path, else the last demo's) is opened
-    for the time of the export. Rewards are weighted by trainer.reward_weights.
+    for the time of the export. Rewards are weighted by trainer.credit.reward_weights.
 
     Args:
         format_: format of the files.
@@ -93,7 +93,7 @@ def export(
         since=_moment("--since", since),
         selection=Selection(agents=agent, models=model, policies=policy, tools=tool, components=component),
         min_return=min_return,
-        reward_weights=settings.trainer.reward_weights,
+        reward_weights=settings.trainer.credit.reward_weights,
         dropped=tuple(_reason(one) for one in dropped or ()),
     )
     formats.require_place(format_, rollout_filter.dropped)

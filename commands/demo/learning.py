@@ -102,7 +102,7 @@ async def _loop(
     """Train until the target is reached, then return the last version's success rate on held-out rollouts, which are never trained."""
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=plan.example)
     # If off-policy calls may be trained, rollouts continue during the training step.
-    on_policy = settings.trainer.max_staleness == 0
+    on_policy = settings.trainer.sampling.max_staleness == 0
     async with Runner(settings, agent) as runner:
         with _progress(console) as progress:
             bar = progress.add_task("training", total=plan.max_steps)

@@ -97,7 +97,7 @@ def _arrived(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> st
 def _roles(record: Record, settings: Settings) -> Iterable[str]:
     """Yield a sentence on the roles of the run's rewards, and on those that the trainer counts."""
     if record.roles:
-        chosen = settings.trainer.reward_roles
+        chosen = settings.trainer.credit.reward_roles
         counts = f"those of {', '.join(chosen)} and everybody's" if chosen else "all of them"
         yield f"Rewards of the run are of the roles {', '.join(record.roles)}; the trainer, as it is set up here, counts {counts}."
 
@@ -209,7 +209,7 @@ def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
     if not build.transitions:
         return ["it left no transitions."]
     if mode == Mode.GREEDY:
-        return [f"it is greedy: what the other rollouts of its group {build.group} are compared with (trainer.estimator = 'remax')."]
+        return [f"it is greedy: what the other rollouts of its group {build.group} are compared with (trainer.credit.estimator = 'remax')."]
     if mode not in trainer.modes:
         return [f"trainer.modes takes {', '.join(trainer.modes)} only, and this is {mode}."]
     if not build.group_size:
@@ -232,7 +232,7 @@ def _ready(build: Build, record: Record, settings: Settings) -> str:
     look = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({place})."
     if record.ledger_silent:
         look = f"Whether a trainer has skipped its group is not known: {record.ledger_silent}"
-    if newest is not None and newest - oldest > trainer.max_staleness:
+    if newest is not None and newest - oldest > trainer.sampling.max_staleness:
         behind = f"its oldest call was sampled by version {oldest}, and version {newest} is to be trained"
-        return f"it is stale: {behind} (trainer.max_staleness = {trainer.max_staleness}). {look}"
+        return f"it is stale: {behind} (trainer.sampling.max_staleness = {trainer.sampling.max_staleness}). {look}"
     return f"its group is whole and waits for `spangrad train`. {look}"

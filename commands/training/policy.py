@@ -122,9 +122,9 @@ def _rollback(
     Args:
         version: policy version, as POLICY@VERSION.
         branch: branch that is rolled back; default: trainer.branch.
-        publish: make the gateway serve the version; default: trainer.publish.
+        publish: make the gateway serve the version; default: trainer.weight_sync.publish.
     """
-    settings = resolve(config, set_, {"trainer.branch": branch, "trainer.publish": publish})
+    settings = resolve(config, set_, {"trainer.branch": branch, "trainer.weight_sync.publish": publish})
     _, target, ledger = _version(version, settings.trainer.branch, settings)
     _verified(target)
     holder = ledger.holder()
@@ -132,13 +132,13 @@ def _rollback(
     if holder:
         print(f"the step under way ({holder}) is given up")
     print(f"branch {back.branch} of {back.policy_version.policy} is at version {back.version}: the next step trains it")
-    if settings.trainer.publish:
+    if settings.trainer.weight_sync.publish:
         _serve(back, settings)
 
 
 @policy.command(name="pin")
 def _pin(version: Version, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Keep a version's checkpoint, even if trainer.keep_checkpoints would remove it.
+    """Keep a version's checkpoint, even if trainer.checkpoint.keep would remove it.
 
     Args:
         version: policy version, as POLICY@VERSION.
@@ -151,7 +151,7 @@ def _pin(version: Version, /, *, config: ConfigFile = None, set_: Overrides = No
 
 @policy.command(name="unpin")
 def _unpin(version: Version, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Undo `pin`: trainer.keep_checkpoints applies to the version's checkpoint again.
+    """Undo `pin`: trainer.checkpoint.keep applies to the version's checkpoint again.
 
     Args:
         version: policy version, as POLICY@VERSION.

@@ -56,7 +56,7 @@ def tune(
         beta: strength with which dpo keeps the policy close to the reference; default: tuning.beta.
         held_out: share of the rows, from 0 to below 1, that are measured and not trained; default: tuning.held_out.
         again: train also rows whose rollouts this branch has trained, and repeat a run that is complete.
-        publish: make the gateway serve the last version; default: trainer.publish.
+        publish: make the gateway serve the last version; default: trainer.weight_sync.publish.
     """
     from spangrad.errors import SettingsError
 
@@ -64,7 +64,7 @@ def tune(
         raise SettingsError(f"give files to train on: `spangrad tune {method} FILE`. `spangrad export` writes some.")
     flags = {
         "trainer.model": model,
-        "trainer.publish": publish,
+        "trainer.weight_sync.publish": publish,
         "tuning.epochs": epochs,
         "tuning.batch_size": batch_size,
         "tuning.learning_rate": learning_rate,

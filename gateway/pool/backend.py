@@ -191,8 +191,9 @@ class Backend(Upstream):
                 return msgspec.json.decode(text, type=kind)
         except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise EngineError(
-                f"the trainer at {url} does not answer ({error or type(error).__name__}). Set trainer.transfer_host to an address that "
-                "gateway and engines reach, or trainer.weight_sync = disk."
+                f"the trainer at {url} does not answer ({error or type(error).__name__}). Set trainer.weight_sync.transfer_host to an "
+                f"address that "
+                "gateway and engines reach, or trainer.weight_sync.method = disk."
             ) from error
 
     def _decode(self, path: str, body: bytes, kind: type[_T]) -> _T:

@@ -120,7 +120,7 @@ def refusal_of(backend: Backend, path: Path, sender: SenderAddress | None) -> st
             return ""
         return (
             f"the engine at {backend.url} takes no weights from a trainer. Start it with engine.transfer = http, or nccl where it and "
-            "the trainer have a GPU each; or train with trainer.weight_sync = disk."
+            "the trainer have a GPU each; or train with trainer.weight_sync.method = disk."
         )
     adapter = adapter_facts(path)
     if adapter is None:
@@ -128,7 +128,7 @@ def refusal_of(backend: Backend, path: Path, sender: SenderAddress | None) -> st
     if not info.lora_rank:
         return (
             f"{path} is an adapter, and the engine at {backend.url} takes none. Start it with engine.lora_rank = {adapter.rank} or more, "
-            "or train with trainer.weight_sync = disk."
+            "or train with trainer.weight_sync.method = disk."
         )
     if adapter.rank > info.lora_rank:
         return (

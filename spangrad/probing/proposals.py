@@ -130,7 +130,7 @@ def _engine(model: ModelFacts, machine: MachineFacts, context: int) -> list[Prop
 def _trainer(machine: MachineFacts) -> list[Proposal]:
     return [
         Proposal("runner.group_size", 8, "rollouts of a task that are compared with each other"),
-        Proposal("trainer.groups_per_batch", 4, "groups of one training step"),
+        Proposal("trainer.sampling.groups_per_batch", 4, "groups of one training step"),
         Proposal("runner.concurrency", 16 if not machine.gpus else 64, "rollouts that run at the same time"),
     ]
 

@@ -140,9 +140,10 @@ class EngineSettings(Section):
     cache_dir: Path = Path("data/vllm-cache")
     """Directory in which vLLM keeps compiled code and what else a later start can use."""
     lora_rank: int = Field(default=0, ge=0, le=512)
-    """Largest rank of the adapters that the engine loads from trainers with trainer.weight_sync `adapter`. 0: it loads whole models."""
+    """Largest rank of the adapters that the engine loads from trainers with trainer.weight_sync.method `adapter`. 0: it loads whole
+    models."""
     transfer: Literal["nccl", "http"] | None = None
-    """Transport of weights from trainers with trainer.weight_sync `transfer`: `nccl` between GPUs, `http` anywhere. None: the engine
+    """Transport of weights from trainers with trainer.weight_sync.method `transfer`: `nccl` between GPUs, `http` anywhere. None: the engine
     receives none."""
     warmup_requests: int = 16
     """Number of chat requests sent at once before the engine counts as warm."""

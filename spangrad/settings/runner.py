@@ -47,7 +47,7 @@ class RunnerSettings(Section):
     """Groups that `spangrad run --follow-demand` keeps in flight beyond those that trainers request, so that no trainer waits for the
     slowest: groups that still run when the trainer has enough are cancelled. 0: none is cancelled for this reason."""
     greedy_rollouts: bool | None = None
-    """True if each group of mode train has one more rollout, at temperature 0. None: only where trainer.estimator is `remax`."""
+    """True if each group of mode train has one more rollout, at temperature 0. None: only where trainer.credit.estimator is `remax`."""
     workers: int = Field(default=1, ge=1)
     """Number of agent processes."""
     concurrency: int = Field(default=16, ge=1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -9,3 +12,8 @@ class Section(BaseModel):
     """A section of the settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def values_of(self, keys: Iterable[str]) -> dict[str, object]:
+        """Return the values of dotted keys below the section, as JSON has them."""
+        values = self.model_dump(mode="json")
+        return {key: reduce(lambda table, name: table[name], key.split("."), values) for key in keys}

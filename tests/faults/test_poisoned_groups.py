@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from poison import POISON, Rows
 from sampling import PROMPT
+from sections import trainer_settings
 from store_world import CALL, World
 
 from examples.two_tools.model import CITIES, TOOLS, WORDS
 from fakes import transition_row
-from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.settings import Settings, StoreSettings
 from trainer import loop
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
@@ -51,7 +52,7 @@ def learn(
     from trainer.credit.estimators import estimator
     from trainer.optim.optimizer import VerlOptimizer
 
-    learning = TrainerSettings(
+    learning = trainer_settings(
         run_id=f"poison-{uuid.uuid4().hex[:8]}", model=model, directory=directory, groups_per_batch=4, learning_rate=2e-3, publish=False
     )
     settings = Settings(store=store, trainer=learning)

@@ -17,13 +17,14 @@ from ledger_places import Place
 from pydantic import SecretStr
 from running_postgres import running_postgres
 from running_store import answers, running_store, start_store, store_settings
+from sections import trainer_settings
 from small_disks import small_disk
 from store_world import World, trainer_over
 from trainer_world import Cutting, FakeOptimizer, FakeSource, committed, settings, wired, write_base
 
 from spangrad.errors import CheckpointError, LedgerError, SpangradError, StoreError
 from spangrad.processes import wait_until
-from spangrad.settings import Settings, TrainerSettings
+from spangrad.settings import Settings
 from spangrad.types import VersionStatus
 from trainer import loop
 from trainer.data.batch import Batch
@@ -81,7 +82,7 @@ def test_a_store_that_goes_away_in_the_middle_of_a_step(tiny_model: Path, tmp_pa
     """The step is committed, and its copy is written when the store is back; nothing is trained twice."""
     run, store = uuid.uuid4().hex[:8], store_settings(tmp_path / "data")
     own = {"run_id": run, "branch": run, "model": tiny_model, "directory": tmp_path / "policies", "max_staleness": 9}
-    chosen = Settings(store=store, trainer=TrainerSettings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
+    chosen = Settings(store=store, trainer=trainer_settings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
     child = start_store(store, tmp_path / "log")
     try:
         wait_until(lambda: answers(store), 60, "the store", [child], poll_seconds=0.05)

@@ -18,9 +18,10 @@ from random import Random
 import pytest
 from killed_training import LOADED, Nursery, nursery
 from poison import POISON
+from sections import trainer_settings
 from store_world import World
 
-from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.settings import Settings, StoreSettings
 from spangrad.types import VersionStatus
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
@@ -40,9 +41,15 @@ def test_kills_at_random_points(
 
     def settings(name: str) -> Settings:
         own = {"run_id": run, "branch": f"{run}-{name}", "model": tiny_model, "directory": tmp_path / name, "publish": False}
-        learning = {"groups_per_batch": GROUPS, "learning_rate": 1e-3, "max_staleness": 99, "credit": "identical", "max_failed_share": 1.0}
+        learning = {
+            "groups_per_batch": GROUPS,
+            "learning_rate": 1e-3,
+            "max_staleness": 99,
+            "credit__scheme": "identical",
+            "max_failed_share": 1.0,
+        }
         # A trainer that starts anew compares old rows with the weights of their versions, which it reads from their checkpoints.
-        return Settings(store=store, trainer=TrainerSettings(**own, **learning, keep_checkpoints=99))  # type: ignore[arg-type]
+        return Settings(store=store, trainer=trainer_settings(**own, **learning, checkpoint__keep=99))  # type: ignore[arg-type]
 
     world = World(settings("world"), tiny_model)
     poisoned = {reason: spoil for reason, spoil in POISON.items() if reason is not SkipReason.ALREADY_TRAINED}  # which needs a trained one

@@ -13,12 +13,13 @@ import pytest
 from pydantic import SecretStr
 from running_postgres import running_postgres
 from running_store import answers, start_store, store_settings
+from sections import trainer_settings
 from store_world import World, trainer_over
 from trainer_world import Cutting, FakeSource, committed, settings, wired, write_base
 
 from spangrad.errors import StoreError
 from spangrad.processes import wait_until
-from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
@@ -58,7 +59,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_pa
     caplog.set_level(logging.INFO, "trainer")
     run, store = uuid.uuid4().hex[:8], store_settings(tmp_path / "data")
     own = {"run_id": run, "branch": run, "model": tiny_model, "directory": tmp_path / "policies", "max_staleness": 9}
-    chosen = Settings(store=store, trainer=TrainerSettings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
+    chosen = Settings(store=store, trainer=trainer_settings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
     stores = [start_store(store, tmp_path / "log")]
 
     def cut() -> None:

@@ -138,7 +138,7 @@ BF16 = ("--set=trainer.dtype=bf16", "--set=engine.dtype=bfloat16")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 7, 11])
-@pytest.mark.parametrize("settings", [BF16, (*BF16, "--set=trainer.max_staleness=1")], ids=["bf16", "bf16-one-version-behind"])
+@pytest.mark.parametrize("settings", [BF16, (*BF16, "--set=trainer.sampling.max_staleness=1")], ids=["bf16", "bf16-one-version-behind"])
 def test_demo_in_bf16_with_default_alarms_learns(tmp_path: Path, seed: int, settings: tuple[str, ...]) -> None:
     run = tmp_path / "demo"
     subprocess.run(command(run, "--seed", str(seed), *settings), timeout=1100, check=True, cwd=tmp_path)
@@ -153,7 +153,7 @@ def test_demo_in_bf16_with_default_alarms_learns(tmp_path: Path, seed: int, sett
 def test_the_demo_learns_by_remax(tmp_path: Path) -> None:
     """Greedy rollouts through every part: an unmodified agent, whose calls the gateway makes greedy, and no batch that holds one."""
     run = tmp_path / "demo"
-    remax = [f"--set=trainer.{one}" for one in ("estimator=remax", "credit=identical", "baseline=rollout")]
+    remax = [f"--set=trainer.credit.{value}" for value in ("estimator=remax", "scheme=identical", "baseline=rollout")]
     subprocess.run(command(run, "--max-steps", "25", *remax), timeout=1100, check=True, cwd=tmp_path)
     report = json.loads((run / "report.json").read_text())
     check_accounts(report)

@@ -10,13 +10,14 @@ import uuid
 from pathlib import Path
 
 import pytest
+from sections import changed, trainer_settings
 from store_world import World, trainer_over
 
 from commands.inspection.lineage import span_name, version_name
 from commands.inspection.lineage_text import of_span as span_text
 from commands.inspection.lineage_text import of_version as version_text
 from spangrad.errors import SettingsError, StoreError
-from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.settings import Settings, StoreSettings
 from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, TrainedSpan, VersionLineage, descendants, of_span, of_version
 
 
@@ -28,8 +29,8 @@ def run() -> str:
 @pytest.fixture
 def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path, run: str) -> Settings:
     # The policy is the run's own: what other tests train is none of it.
-    own = {"run_id": run, "policy": run, "model": tiny_model, "directory": tmp_path / "policies", "max_staleness": 9, "keep_checkpoints": 9}
-    return Settings(store=store, trainer=TrainerSettings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
+    own = {"run_id": run, "policy": run, "model": tiny_model, "directory": tmp_path / "policies", "max_staleness": 9, "checkpoint__keep": 9}
+    return Settings(store=store, trainer=trainer_settings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
 
 
 def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Settings, tiny_model: Path, run: str) -> None:
@@ -46,7 +47,7 @@ def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Setti
     checksums = {one.version: one.policy_version.checksum for one in trainer.ledger.versions()}
     batches = {one.version: one.policy_version.batch_id or "" for one in trainer.ledger.versions()}
     of_fork = {"branch": "fork", "model": Path(paths[3]), "directory": settings.trainer.directory}
-    fork = trainer_over(world, settings.model_copy(update={"trainer": settings.trainer.model_copy(update=of_fork)}))
+    fork = trainer_over(world, settings.model_copy(update={"trainer": changed(settings.trainer, of_fork)}))
     world.group("d", [1.0, 0.0], Policy=run)
     fork.run(follow=False)
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from lagging_policy import CITIES, CITY, FIRST_CITY, ROWS, LaggingPolicy, task_prompts
+from sections import trainer_settings
 
 from spangrad.errors import BadRowsError
-from spangrad.settings import TrainerSettings
 from trainer.optim.optimizer import VerlOptimizer
 
 LEARNING_RATE = 1e-3
@@ -49,7 +49,7 @@ FAULTS: tuple[Callable[[LaggingPolicy, int], list[dict[str, Any]]], ...] = (
 
 @pytest.mark.parametrize(("trainer", "engine"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp32", torch.bfloat16)])
 def test_lagging_rollouts_train_and_faulty_ones_are_refused_at_staleness_0_and_1(tiny_model: Path, trainer: Any, engine: torch.dtype):
-    settings = TrainerSettings(learning_rate=LEARNING_RATE, max_staleness=1, dtype=trainer)
+    settings = trainer_settings(learning_rate=LEARNING_RATE, max_staleness=1, dtype=trainer)
     policy = LaggingPolicy(tiny_model, settings, engine)
     moved = [policy.step(behind=1) for _ in range(EARLY)]
     assert max(metrics["logprob_gap_mean_staleness_1"] for metrics in moved[1:]) > 0.1, "the policy hardly moves: passing shows nothing"
@@ -66,7 +66,7 @@ def test_lagging_rollouts_train_and_faulty_ones_are_refused_at_staleness_0_and_1
 
 
 def test_weights_of_earlier_checkpoints_are_held_after_a_start_as_if_it_had_never_stopped(tiny_model: Path, tmp_path: Path):
-    settings = TrainerSettings(learning_rate=LEARNING_RATE, max_staleness=2)
+    settings = trainer_settings(learning_rate=LEARNING_RATE, max_staleness=2)
     policy = LaggingPolicy(tiny_model, settings, torch.float32)
     checkpoints = [tiny_model]
     for number in range(1, EARLY):
@@ -88,12 +88,12 @@ def test_weights_of_earlier_checkpoints_are_held_after_a_start_as_if_it_had_neve
 
 def test_a_fault_after_a_start_is_refused_beyond_what_drift_explains(tiny_model: Path):
     """No earlier weights are held yet: a row of the version before may differ by the drift of one version, and no more."""
-    policy = LaggingPolicy(tiny_model, TrainerSettings(learning_rate=LEARNING_RATE, max_staleness=1), torch.float32)
+    policy = LaggingPolicy(tiny_model, trainer_settings(learning_rate=LEARNING_RATE, max_staleness=1), torch.float32)
     policy.versions.append(policy.versions[0])
     sound = policy.batch(policy.sample(policy.versions[0]), behind=1)
     assert "held_gap_mean_behind_1" not in policy.engine.step(sound)
 
-    policy = LaggingPolicy(tiny_model, TrainerSettings(learning_rate=LEARNING_RATE, max_staleness=1), torch.float32)
+    policy = LaggingPolicy(tiny_model, trainer_settings(learning_rate=LEARNING_RATE, max_staleness=1), torch.float32)
     policy.versions.append(policy.versions[0])
     wrong = [{**row, "Logprobs": [value - 1 for value in row["Logprobs"]]} for row in policy.sample(policy.versions[0])]
     with pytest.raises(BadRowsError):

@@ -81,8 +81,8 @@ def train_once(settings: Settings, directory: Path, model: Path) -> str:
         "trainer.run_id": settings.runner.run_id,
         "trainer.model": str(model),
         "trainer.directory": str(directory / "policies"),
-        "trainer.groups_per_batch": 2,
-        "trainer.learning_rate": 1e-3,
+        "trainer.sampling.groups_per_batch": 2,
+        "trainer.optim.learning_rate": 1e-3,
     }
     assert load_settings(values, env={}).builder.spec == settings.builder.spec
     write_settings(directory / "spangrad.toml", explain_settings(values, env={}))

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 from queues import queue_settings
+from sections import trainer_settings
 
 from fakes import HttpServer
 from gateway.server import running as running_gateway
 from runner.queue.server import running as running_queue
 from spangrad.client.prompt_store import Edit, PromptStore, PromptText
 from spangrad.processes import free_ports, wait_until
-from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
@@ -205,7 +206,7 @@ def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:
     # They are built like any rollout, with token ids and rewards: only their mode keeps them out of batches.
     builder = BuilderSettings(quiet_seconds=0.1, incomplete_after_seconds=0.1)
     modes = (Mode.TRAIN, Mode.PRODUCTION)
-    everything = settings.model_copy(update={"builder": builder, "trainer": TrainerSettings(run_id=run, modes=modes)})
+    everything = settings.model_copy(update={"builder": builder, "trainer": trainer_settings(run_id=run, modes=modes)})
     build_once(everything)
     assert rows("SELECT Mode, uniqExact(RolloutId) FROM otel.v_transitions WHERE RunId = {run:String} GROUP BY Mode") == [
         ("trial", rollouts)
@@ -214,4 +215,4 @@ def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:
     assert {one.group.mode for one in source.states() if one.whole} == {"trial"}
     assert source.ready() == []
     with pytest.raises(ValueError, match="never trained"):
-        TrainerSettings(run_id=run, modes=("trial",))
+        trainer_settings(run_id=run, modes=("trial",))

@@ -10,10 +10,11 @@ import httpx
 import pytest
 from running_store import running_store, store_settings
 from sampling import PROMPT, sample
+from sections import trainer_settings
 
 import fakes
 from commands.data.rewards import rewards
-from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import tokenizer_hash
 from trainer.loop import train
@@ -55,7 +56,7 @@ def settings(store: StoreSettings, model: Path, directory: Path, **trainer: Any)
         "learning_rate": 1e-3,
         "publish": False,
     }
-    return Settings(store=store, builder=BuilderSettings(dataset="d"), trainer=TrainerSettings(**{**facts, **trainer}))
+    return Settings(store=store, builder=BuilderSettings(dataset="d"), trainer=trainer_settings(**{**facts, **trainer}))
 
 
 def test_a_reward_written_after_the_fact_trains_a_new_version_on_another_branch(

@@ -50,7 +50,7 @@ async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path:
     runner = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, extra_groups=1, queue_lease_seconds=1)
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=0, max_steps=STEPS)
     chosen = chosen.model_copy(update={"runner": runner})
-    assert chosen.trainer.groups_per_batch == 2
+    assert chosen.trainer.sampling.groups_per_batch == 2
     with world(tmp_path, queue_url=runner.queue_url, concurrency=3) as here:
         async with serving(runner) as (client, _):
 

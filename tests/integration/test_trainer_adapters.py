@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import written
 from sampling import PROMPT, logprobs_of, sampled_rows
+from sections import changed, trainer_settings
 from service_groups import RUN, send
 
 from spangrad.errors import CheckpointError
@@ -26,8 +27,8 @@ from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish import checkpoint
 from transition_builder.loop import build_once
 
-ALONE = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=6, weight_sync="adapter")
-MERGED = ALONE.model_copy(update={"weight_sync": "disk"})
+ALONE = trainer_settings(learning_rate=1e-2, lora__rank=4, lora__alpha=6, weight_sync__method="adapter")
+MERGED = changed(ALONE, {"weight_sync__method": "disk"})
 
 
 def sampled(model: Path, seed: int = 1) -> Batch:
@@ -78,20 +79,20 @@ def test_a_version_is_an_adapter_that_peft_loads_and_that_goes_on_where_it_stopp
 def test_a_state_of_the_other_road_is_refused(tiny_model: Path, tmp_path: Path):
     alone, merged = VerlOptimizer(tiny_model, ALONE), VerlOptimizer(tiny_model, MERGED)
     for engine in (alone, merged):
-        (tmp_path / engine.settings.weight_sync).mkdir()
-        engine.save_state(tmp_path / engine.settings.weight_sync)
-    with pytest.raises(CheckpointError, match=r"with trainer\.weight_sync = adapter, and now it is disk"):
+        (tmp_path / engine.settings.weight_sync.method).mkdir()
+        engine.save_state(tmp_path / engine.settings.weight_sync.method)
+    with pytest.raises(CheckpointError, match=r"with trainer\.weight_sync\.method = adapter, and now it is disk"):
         merged.load_state(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"with trainer\.weight_sync = disk, and now it is adapter"):
+    with pytest.raises(CheckpointError, match=r"with trainer\.weight_sync\.method = disk, and now it is adapter"):
         alone.load_state(tmp_path / "disk")
-    with pytest.raises(CheckpointError, match=r"another shape than trainer\.lora_rank = 2"):
-        VerlOptimizer(tiny_model, ALONE.model_copy(update={"lora_rank": 2})).load_state(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"another shape than .*trainer\.lora_modules"):
-        VerlOptimizer(tiny_model, ALONE.model_copy(update={"lora_modules": ("q_proj",)})).load_state(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"with trainer\.lora_alpha = 6, and now it is 12\. Set it as it was"):
-        VerlOptimizer(tiny_model, ALONE.model_copy(update={"lora_alpha": 12})).load_state(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"with trainer\.lora_alpha = 6, and now it is 12"):
-        VerlOptimizer(tiny_model, MERGED.model_copy(update={"lora_alpha": 12})).load_state(tmp_path / "disk")
+    with pytest.raises(CheckpointError, match=r"another shape than trainer\.lora\.rank = 2"):
+        VerlOptimizer(tiny_model, changed(ALONE, {"lora__rank": 2})).load_state(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"another shape than .*trainer\.lora\.modules"):
+        VerlOptimizer(tiny_model, changed(ALONE, {"lora__modules": ("q_proj",)})).load_state(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"with trainer\.lora\.alpha = 6, and now it is 12\. Set it as it was"):
+        VerlOptimizer(tiny_model, changed(ALONE, {"lora__alpha": 12})).load_state(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"with trainer\.lora\.alpha = 6, and now it is 12"):
+        VerlOptimizer(tiny_model, changed(MERGED, {"lora__alpha": 12})).load_state(tmp_path / "disk")
 
 
 def test_the_checksum_is_of_base_scale_and_adapter(tiny_model: Path, tmp_path: Path):
@@ -114,8 +115,9 @@ def test_the_checksum_is_of_base_scale_and_adapter(tiny_model: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_a_run_makes_adapters_and_the_next_run_goes_on_from_the_last(tiny_model: Path, store: StoreSettings, tmp_path: Path):
-    trainer = ALONE.model_copy(
-        update={
+    trainer = changed(
+        ALONE,
+        {
             "run_id": RUN,
             "model": tiny_model,
             "directory": tmp_path,
@@ -124,8 +126,8 @@ def test_a_run_makes_adapters_and_the_next_run_goes_on_from_the_last(tiny_model:
             "max_staleness": 9,
             "publish": False,
             "traces": False,
-            "keep_checkpoints": 1,
-        }
+            "checkpoint__keep": 1,
+        },
     )
     settings = Settings(store=store, trainer=trainer)
     for run, groups in enumerate((["a", "b"], ["c", "d"]), start=1):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import written
 from sampling import NO_ALARM, PROMPT, logprobs_of, sample, sampled_by, sampled_rows
+from sections import changed, trainer_settings
 
 from fakes import transition_row
 from spangrad.errors import BadRowsError, CheckpointError
@@ -21,7 +22,7 @@ from trainer.data.merge import merge, separate
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish import checkpoint
 
-SETTINGS = TrainerSettings(learning_rate=1e-3)
+SETTINGS = trainer_settings(learning_rate=1e-3)
 
 
 @pytest.fixture
@@ -89,8 +90,8 @@ def test_step_of_wrong_logprobs_names_its_rows_and_touches_nothing(engine: VerlO
         {},
         {"epochs": 2, "mini_batches": 2},
         {"recompute_logprobs": True},
-        {"loss": "bypass_mode"},
-        {"loss": "gspo", "loss_aggregation": "seq-mean-token-mean"},
+        {"loss__name": "bypass_mode"},
+        {"loss__name": "gspo", "loss__aggregation": "seq-mean-token-mean"},
         {"max_tokens_per_device": 40},
     ],
     ids=str,
@@ -104,7 +105,7 @@ def test_reshaped_rows_pass_the_check_and_train_by_their_truncated_weight(
         Logprobs=pl.Series([[value + offset for value in one] for one, offset in zip(rows["Logprobs"].to_list(), above, strict=True)]),
         Reshaping=pl.Series(["top_p=0.9" if offset else "" for offset in above]),
     )
-    settings = SETTINGS.model_copy(update=changes)
+    settings = changed(SETTINGS, changes)
     reshaped, plain = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     start = weights(plain)
     metrics = reshaped.step(batch(processed))
@@ -142,14 +143,14 @@ def test_the_rate_rises_from_nothing_over_the_warm_up(tiny_model: Path, rows: pl
             found.append(differences(before, weights(engine)))
         return found
 
-    steady, warmed = moves(SETTINGS), moves(SETTINGS.model_copy(update={"warmup_steps": 2}))
+    steady, warmed = moves(SETTINGS), moves(changed(SETTINGS, {"warmup_steps": 2}))
     assert steady[0] == pytest.approx(1e-3, rel=0.1)
     assert warmed == [0, pytest.approx(0.5e-3, rel=0.1)]
 
 
 def test_step_for_the_entropy_alone_counts_in_the_warm_up(tiny_model: Path, rows: pl.DataFrame):
     """Steps without an advantage, for entropy or a reference, raise the rate like any other."""
-    engine = VerlOptimizer(tiny_model, SETTINGS.model_copy(update={"warmup_steps": 2, "entropy_coef": 0.1, "logprob_alarm": NO_ALARM}))
+    engine = VerlOptimizer(tiny_model, changed(SETTINGS, {"warmup_steps": 2, "entropy_coef": 0.1, "alarms__logprob": NO_ALARM}))
     start, moved = weights(engine), list[float]()
     for version in range(3):
         metrics = engine.step(batch(rows, ADVANTAGES * 0, version=version))
@@ -161,7 +162,7 @@ def test_step_for_the_entropy_alone_counts_in_the_warm_up(tiny_model: Path, rows
 
 def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.DataFrame):
     plain, padded = VerlOptimizer(tiny_model, SETTINGS), VerlOptimizer(tiny_model, SETTINGS)
-    split = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=1e-3, max_tokens_per_device=40))
+    split = VerlOptimizer(tiny_model, trainer_settings(learning_rate=1e-3, max_tokens_per_device=40))
     found = [
         plain.step(batch(rows)),
         padded.step(batch(rows, divisor=32)),

@@ -11,8 +11,8 @@ import polars as pl
 import pytest
 import torch
 from sampling import NO_ALARM, sampled_rows
+from sections import trainer_settings
 
-from spangrad.settings import TrainerSettings
 from trainer.data.batch import Batch, layout, take
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
@@ -37,12 +37,12 @@ def batch(model: Path) -> Batch:
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "tied_model"])
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}])
+@pytest.mark.parametrize("changes", [{}, {"lora__rank": 4}])
 def test_logprobs_of_a_bf16_trainer_are_those_of_a_float32_head_on_its_hidden_states(
     model: str, changes: dict[str, Any], request: pytest.FixtureRequest
 ):
     path: Path = request.getfixturevalue(model)
-    engine = VerlOptimizer(path, TrainerSettings(dtype="bf16", learning_rate=RATE, logprob_alarm=NO_ALARM, **changes))
+    engine = VerlOptimizer(path, trainer_settings(dtype="bf16", learning_rate=RATE, alarms__logprob=NO_ALARM, **changes))
     head = engine._workers._rank._models["policy"].engine.module.get_output_embeddings()
     seen: dict[str, torch.Tensor] = {}
     head.register_forward_pre_hook(lambda module, inputs: seen.update(hidden=inputs[0].detach().clone()))
@@ -63,13 +63,13 @@ def test_logprobs_of_a_bf16_trainer_are_those_of_a_float32_head_on_its_hidden_st
 def test_a_float32_head_takes_its_rounding_off_the_gap(tiny_model: Path):
     rows = batch(tiny_model)
     with patch("trainer.optim.verl_worker.compute_head_in_float32"):
-        rounded = VerlOptimizer(tiny_model, TrainerSettings(dtype="bf16", logprob_alarm=NO_ALARM))
-    whole = VerlOptimizer(tiny_model, TrainerSettings(dtype="bf16", logprob_alarm=NO_ALARM))
+        rounded = VerlOptimizer(tiny_model, trainer_settings(dtype="bf16", alarms__logprob=NO_ALARM))
+    whole = VerlOptimizer(tiny_model, trainer_settings(dtype="bf16", alarms__logprob=NO_ALARM))
     assert whole.step(rows)["logprob_gap_mean"] < rounded.step(rows)["logprob_gap_mean"]
 
 
 def test_a_float32_trainer_is_unchanged_by_it(tiny_model: Path):
     rows = batch(tiny_model)
     with patch("trainer.optim.verl_worker.compute_head_in_float32"):
-        without = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE))
-    assert VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE)).step(rows) == without.step(rows)
+        without = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE))
+    assert VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE)).step(rows) == without.step(rows)

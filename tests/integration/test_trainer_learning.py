@@ -14,11 +14,12 @@ import torch
 from checkpoints import written
 from learning_tables import advantages_by_verl, advantages_here, loss_by_verl, loss_here, loss_settings, padded, tokens_by_verl, tokens_here
 from sampling import NO_ALARM, distribution, logprobs_of, sampled_by, sampled_rows
+from sections import changed, trainer_settings
 
 from fakes import transition_row
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
-from spangrad.settings.trainer import Aggregation, Correction, Estimator, KlEstimate, Loss
+from spangrad.settings.trainer_learning import Aggregation, Correction, Estimator, KlEstimate, Loss
 from trainer.credit import learning
 from trainer.credit.estimators import over_tokens
 from trainer.data.batch import layout
@@ -57,7 +58,7 @@ def test_verl_knows_each_aggregation_and_kl_estimate():
 
 @pytest.mark.parametrize("name", ABLE)
 def test_advantages_are_verls_own_over_rollouts(name: Any):
-    ours = advantages_here(TrainerSettings(estimator=name, reward_weights=learning_tables.WEIGHTS))
+    ours = advantages_here(trainer_settings(estimator=name, reward_weights=learning_tables.WEIGHTS))
     assert ours == pytest.approx(advantages_by_verl(name, "rollout"), abs=1e-6)
     assert len(set(ours)) > 1
 
@@ -67,7 +68,7 @@ def test_advantages_are_verls_own_over_rollouts(name: Any):
     "name", [name for name in ABLE if learning.ESTIMATORS[name].scope not in {"batch", "greedy"} and name != "grpo_passk"]
 )
 def test_advantages_are_verls_own_over_turns(name: Any):
-    settings = TrainerSettings(estimator=name, credit="own", baseline="turn", reward_weights=learning_tables.WEIGHTS)
+    settings = trainer_settings(estimator=name, credit__scheme="own", baseline="turn", reward_weights=learning_tables.WEIGHTS)
     calls = learning_tables.rollouts()
     alone = calls.select((calls.select("GroupId", "Turn").is_duplicated()).alias("shared"))["shared"].to_list()
     by_verl = advantages_by_verl(name, "turn")
@@ -78,11 +79,11 @@ def test_advantages_are_verls_own_over_turns(name: Any):
 
 @pytest.mark.parametrize("name", [name for name in ABLE if learning.ESTIMATORS[name].needs is None and name != "gdpo"])
 def test_advantages_over_transitions_are_verls_own_with_a_row_a_call(name: Any):
-    settings = TrainerSettings(estimator=name, baseline="transition", reward_weights=learning_tables.WEIGHTS)
+    settings = trainer_settings(estimator=name, baseline="transition", reward_weights=learning_tables.WEIGHTS)
     ours = advantages_here(settings)
     assert ours == pytest.approx(advantages_by_verl(name, "transition"), abs=1e-6)
     if name in {"grpo", "rloo"}:
-        by_rollout = advantages_here(settings.model_copy(update={"baseline": "rollout"}))
+        by_rollout = advantages_here(changed(settings, {"baseline": "rollout"}))
         assert ours != pytest.approx(by_rollout, abs=1e-3), "a rollout of three calls counts three times"
 
 
@@ -96,7 +97,7 @@ def test_advantages_over_transitions_are_verls_own_with_a_row_a_call(name: Any):
     ],
 )
 def test_each_token_has_verls_own_advantage(facts: dict[str, Any], observation: int):
-    settings = TrainerSettings(reward_weights=learning_tables.WEIGHTS, **facts)
+    settings = trainer_settings(reward_weights=learning_tables.WEIGHTS, **facts)
     assert tokens_here(settings) == pytest.approx(tokens_by_verl(settings, observation=observation), abs=1e-6)
 
 
@@ -116,7 +117,7 @@ def chained(tiny_model: Path, count: int = 12) -> Any:
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
 def test_token_baselines_come_of_a_forward_pass(name: Any, tiny_model: Path):
     batch = chained(tiny_model)
-    engine = VerlOptimizer(tiny_model, TrainerSettings(estimator=name, learning_rate=RATE))
+    engine = VerlOptimizer(tiny_model, trainer_settings(estimator=name, learning_rate=RATE))
     seen = engine._estimated(batch)
     pairs = [(batch.prompts[i][batch.attention_mask[i, : batch.prompts.shape[1]] > 0], i) for i in range(batch.real_rows)]
     squared = np.zeros_like(batch.logprobs)
@@ -133,8 +134,8 @@ def test_token_baselines_come_of_a_forward_pass(name: Any, tiny_model: Path):
 
 
 def test_a_critic_learns_what_comes_and_a_resume_repeats_it(tiny_model: Path, tmp_path: Path):
-    settings = TrainerSettings(
-        estimator="gae", learning_rate=1e-6, critic_learning_rate=3e-3, epochs=2, mini_batches=2, logprob_alarm=NO_ALARM
+    settings = trainer_settings(
+        estimator="gae", learning_rate=1e-6, critic_learning_rate=3e-3, epochs=2, mini_batches=2, alarms__logprob=NO_ALARM
     )
     batch = chained(tiny_model)
     engine = VerlOptimizer(tiny_model, settings)
@@ -153,14 +154,14 @@ def test_a_state_without_a_critic_begins_one_and_says_nothing(tiny_model: Path, 
     VerlOptimizer(tiny_model, TrainerSettings()).save_state(tmp_path)
     batch = chained(tiny_model)
     capfd.readouterr()
-    engine = VerlOptimizer(tiny_model, TrainerSettings(estimator="gae"))
+    engine = VerlOptimizer(tiny_model, trainer_settings(estimator="gae"))
     engine.load_state(tmp_path)
     assert engine.step(batch)["updated"] == 1
     assert capfd.readouterr() == ("", "")
 
 
 def test_dr_grpo_leaves_the_standard_deviation_out():
-    ours = advantages_here(TrainerSettings(norm_by_std=False, reward_weights=learning_tables.WEIGHTS))
+    ours = advantages_here(trainer_settings(norm_by_std=False, reward_weights=learning_tables.WEIGHTS))
     assert ours == pytest.approx(advantages_by_verl("grpo", "rollout", norm_adv_by_std_in_grpo=False))
 
 
@@ -175,9 +176,9 @@ def test_a_steps_loss_is_verls_own(name: Any, tiny_model: Path):
 
 @pytest.mark.parametrize("how", get_args(Aggregation))
 def test_aggregations_are_verls_own_whatever_the_micro_batches(how: Any, tiny_model: Path):
-    options = {"loss_options": {"loss_scale_factor": 3}} if how.endswith("norm") else {}
-    whole = TrainerSettings(loss_aggregation=how, **options)
-    split = TrainerSettings(loss_aggregation=how, max_tokens_per_device=30, **options)
+    options = {"loss__options": {"loss_scale_factor": 3}} if how.endswith("norm") else {}
+    whole = trainer_settings(loss__aggregation=how, **options)
+    split = trainer_settings(loss__aggregation=how, max_tokens_per_device=30, **options)
     expected = loss_by_verl(tiny_model, whole)
     assert loss_here(tiny_model, whole) == pytest.approx(expected, abs=2e-6)
     assert loss_here(tiny_model, split) == pytest.approx(expected, abs=2e-6)
@@ -185,11 +186,11 @@ def test_aggregations_are_verls_own_whatever_the_micro_batches(how: Any, tiny_mo
 
 def test_the_clip_settings_reach_verl(tiny_model: Path):
     """DAPO's clip-higher: verl's defaults of the two bounds must not win over what is set."""
-    base = loss_here(tiny_model, TrainerSettings(clip_ratio=0.2))
+    base = loss_here(tiny_model, trainer_settings(clip_ratio=0.2))
     found = {
-        "narrow": loss_here(tiny_model, TrainerSettings(clip_ratio=0.05)),
-        "higher": loss_here(tiny_model, TrainerSettings(clip_ratio=0.2, clip_ratio_high=0.4)),
-        "lower": loss_here(tiny_model, TrainerSettings(clip_ratio=0.2, clip_ratio_low=0.05)),
+        "narrow": loss_here(tiny_model, trainer_settings(clip_ratio=0.05)),
+        "higher": loss_here(tiny_model, trainer_settings(clip_ratio=0.2, clip_ratio_high=0.4)),
+        "lower": loss_here(tiny_model, trainer_settings(clip_ratio=0.2, clip_ratio_low=0.05)),
     }
     assert len({round(value, 6) for value in [base, *found.values()]}) == 4
     assert found["higher"] < base, "good responses may pull further"
@@ -230,7 +231,7 @@ def test_old_logprobs_and_corrections_are_verls_own(tiny_model: Path):
         ),
     ]
     for correction, facts in cases:
-        settings = TrainerSettings(recompute_logprobs=True, correction=correction)
+        settings = trainer_settings(recompute_logprobs=True, correction=correction)
         found = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0], divisor=8))
         weights, kept, told = compute_rollout_correction_and_rejection_mask(trainers, padded(old), mask, **facts)
         config = actor_config(settings, None)
@@ -254,10 +255,10 @@ def test_old_logprobs_and_corrections_are_verls_own(tiny_model: Path):
 
 def test_a_batch_that_is_rejected_whole_takes_no_step(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
-    settings = TrainerSettings(recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
+    settings = trainer_settings(recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
     found = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0]))
     assert (found["updated"], found["grad_norm"], found["correction_rejected"]) == (0, 0, 1)
-    critic = TrainerSettings(estimator="gae", recompute_logprobs=True, correction=settings.correction)
+    critic = trainer_settings(estimator="gae", recompute_logprobs=True, correction=settings.loss.correction)
     batch = chained(tiny_model)
     found = VerlOptimizer(tiny_model, critic).step(
         replace(batch, logprobs=batch.logprobs - batch.response_mask, staleness=0 * batch.staleness - 1)
@@ -266,13 +267,13 @@ def test_a_batch_that_is_rejected_whole_takes_no_step(tiny_model: Path):
 
 
 def test_bypass_mode_corrects_within_the_loss(tiny_model: Path):
-    settings = TrainerSettings(loss="bypass_mode", correction=Correction(weights="token", threshold="1.1", objective="reinforce"))
-    other = TrainerSettings(loss="bypass_mode", correction=Correction(objective="reinforce"))
+    settings = trainer_settings(loss__name="bypass_mode", correction=Correction(weights="token", threshold="1.1", objective="reinforce"))
+    other = trainer_settings(loss__name="bypass_mode", correction=Correction(objective="reinforce"))
     found = loss_here(tiny_model, settings)
     assert found == pytest.approx(loss_by_verl(tiny_model, settings), abs=2e-6)
     assert found != pytest.approx(loss_here(tiny_model, other), abs=1e-3)
     rows, worth = learning_tables.sampled(tiny_model)
-    tight = TrainerSettings(**{**dict(settings), "max_tokens_per_device": 10})
+    tight = trainer_settings(**{**dict(settings), "max_tokens_per_device": 10})
     alone, among = (
         VerlOptimizer(tiny_model, tight).step(layout(separate(rows[:1], worth[:1]), lineage=[0], divisor=divisor)) for divisor in (1, 32)
     )
@@ -284,8 +285,8 @@ def test_the_alarm_stands_before_a_correction(tiny_model: Path):
     current = layout(separate(sampled_by(rows, 0), worth), lineage=[0])
     correction = Correction(weights="token")
     with pytest.raises(TrainerError, match="so no step was taken"):
-        VerlOptimizer(tiny_model, TrainerSettings(recompute_logprobs=True, correction=correction)).step(current)
-    tolerant = TrainerSettings(recompute_logprobs=True, correction=correction, logprob_alarm=NO_ALARM)
+        VerlOptimizer(tiny_model, trainer_settings(recompute_logprobs=True, correction=correction)).step(current)
+    tolerant = trainer_settings(recompute_logprobs=True, correction=correction, alarms__logprob=NO_ALARM)
     found = VerlOptimizer(tiny_model, tolerant).step(current)
     assert 0.1 < found["logprob_gap_mean"] < found["logprob_gap_max"] < 5
 
@@ -300,7 +301,7 @@ def fresh(tiny_model: Path) -> Any:
 def test_every_loss_pulls_the_better_above_the_worse(name: Any, tiny_model: Path):
     batch = layout(separate(pl.DataFrame(sampled_rows(tiny_model, 8, temperature=1.0, seed=1)), pl.Series([1.0, -1.0] * 4)), lineage=[0])
     engine = VerlOptimizer(
-        tiny_model, TrainerSettings(loss=name, loss_options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE)
+        tiny_model, trainer_settings(loss__name=name, loss__options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE)
     )
     engine.step(batch)
     moved = engine._logprobs("policy", batch) - batch.logprobs
@@ -309,8 +310,8 @@ def test_every_loss_pulls_the_better_above_the_worse(name: Any, tiny_model: Path
 
 def test_epochs_and_mini_batches_step_against_the_batchs_start(tiny_model: Path):
     batch = fresh(tiny_model)
-    once = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE)).step(batch)
-    engine = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE, epochs=3, mini_batches=4))
+    once = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE)).step(batch)
+    engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, epochs=3, mini_batches=4))
     found = engine.step(batch)
     assert (once["updated"], found["updated"]) == (1, 12)
     assert once["clip_fraction"] == 0, "one step is on policy"
@@ -323,8 +324,8 @@ def test_one_epoch_of_one_mini_batch_twice_is_two_epochs(tiny_model: Path):
     """Old logprobs stay those of the start: the second epoch equals a second step on the same rows, which are then stale."""
     batch = fresh(tiny_model)
     twice, one = (
-        VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE, epochs=2)),
-        VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE)),
+        VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, epochs=2)),
+        VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE)),
     )
     twice.step(batch)
     one.step(batch)
@@ -334,7 +335,7 @@ def test_one_epoch_of_one_mini_batch_twice_is_two_epochs(tiny_model: Path):
 
 
 def test_mini_batches_repeat_after_a_resume(tiny_model: Path, tmp_path: Path):
-    settings = TrainerSettings(learning_rate=RATE, mini_batches=3)
+    settings = trainer_settings(learning_rate=RATE, mini_batches=3)
     batch = fresh(tiny_model)
     engine = VerlOptimizer(tiny_model, settings)
     engine._order.manual_seed(7)
@@ -356,13 +357,13 @@ def test_a_resume_has_the_moments_and_the_rates_of_its_own_settings(tiny_model: 
         assert engine.step(stale)["updated"] == 1
         return max(float(np.abs(value - before[name]).max()) for name, value in engine.weights())
 
-    engine = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE))
+    engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE))
     engine.step(batch)
     made = written(engine, tiny_model, tmp_path)
     moved = furthest(engine)
 
     def resumed(**changes: Any) -> float:
-        other = VerlOptimizer(made.path, TrainerSettings(**{"learning_rate": RATE, **changes}))
+        other = VerlOptimizer(made.path, trainer_settings(**{"learning_rate": RATE, **changes}))
         other.load_state(made.path)
         return furthest(other)
 
@@ -373,7 +374,7 @@ def test_a_resume_has_the_moments_and_the_rates_of_its_own_settings(tiny_model: 
 
 
 def test_the_reference_holds_the_policy(tiny_model: Path, tmp_path: Path):
-    """The KL term is verl's estimate from the weights of trainer.reference, and a large weight keeps the policy near them."""
+    """The KL term is verl's estimate from the weights of trainer.loss.reference, and a large weight keeps the policy near them."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
     from examples.two_tools.model import build_model
@@ -385,7 +386,7 @@ def test_the_reference_holds_the_policy(tiny_model: Path, tmp_path: Path):
     mask = padded([[1.0] * len(response) for _, response in pairs])
     losses: dict[str, float] = {}
     for how in ("low_var_kl", "abs", "k3+"):
-        settings = TrainerSettings(kl_coef=0.5, kl_type=how, reference=tmp_path)
+        settings = trainer_settings(kl_coef=0.5, kl_type=how, reference=tmp_path)
         found = VerlOptimizer(tiny_model, settings).step(fresh(tiny_model))
         expected = float((kl_penalty(policy, held, how) * mask).sum() / mask.sum())
         assert found["reference_kl"] == pytest.approx(expected, rel=1e-4)
@@ -398,7 +399,7 @@ def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_m
     from examples.two_tools.model import build_model
 
     build_model(tmp_path, seed=1)
-    engine = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE, kl_coef=1.0, reference=tmp_path))
+    engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, kl_coef=1.0, reference=tmp_path))
     batch = fresh(tiny_model)
     still = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
     found = [engine.step(still) for _ in range(6)]
@@ -409,7 +410,7 @@ def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_m
 def test_an_entropy_bonus_raises_the_entropy(tiny_model: Path):
     batch = fresh(tiny_model)
     stale = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
-    engine = VerlOptimizer(tiny_model, TrainerSettings(learning_rate=RATE, entropy_coef=1.0))
+    engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, entropy_coef=1.0))
     found = [engine.step(stale) for _ in range(8)]
     assert found[0]["loss"] == pytest.approx(-found[0]["entropy"], abs=1e-6)
     assert found[-1]["entropy"] > found[0]["entropy"] + 0.1
@@ -418,7 +419,7 @@ def test_an_entropy_bonus_raises_the_entropy(tiny_model: Path):
 
 
 def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_path: Path):
-    settings = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=8)
+    settings = trainer_settings(learning_rate=1e-2, lora__rank=4, lora__alpha=8)
     batch = fresh(tiny_model)
     engine = VerlOptimizer(tiny_model, settings)
     before = {name: value.copy() for name, value in engine.weights()}
@@ -444,18 +445,18 @@ def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_pa
 
 
 def test_adapters_that_a_checkpoint_does_not_hold_are_refused(tiny_model: Path, tmp_path: Path):
-    plain, adapted = VerlOptimizer(tiny_model, TrainerSettings()), VerlOptimizer(tiny_model, TrainerSettings(lora_rank=4))
+    plain, adapted = VerlOptimizer(tiny_model, TrainerSettings()), VerlOptimizer(tiny_model, trainer_settings(lora__rank=4))
     (tmp_path / "plain").mkdir()
     (tmp_path / "adapted").mkdir()
     plain.save_state(tmp_path / "plain")
     adapted.save_state(tmp_path / "adapted")
-    with pytest.raises(CheckpointError, match=r"without adapters, and trainer\.lora_rank = 4.*begin a branch"):
+    with pytest.raises(CheckpointError, match=r"without adapters, and trainer\.lora\.rank = 4.*begin a branch"):
         adapted.load_state(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match=r"with adapters, and trainer\.lora_rank = 0"):
+    with pytest.raises(CheckpointError, match=r"with adapters, and trainer\.lora\.rank = 0"):
         plain.load_state(tmp_path / "adapted")
-    with pytest.raises(CheckpointError, match=r"another shape than trainer\.lora_rank = 2"):
-        VerlOptimizer(tiny_model, TrainerSettings(lora_rank=2)).load_state(tmp_path / "adapted")
-    only = VerlOptimizer(tiny_model, TrainerSettings(lora_rank=2, lora_modules=("q_proj",), learning_rate=1e-2))
+    with pytest.raises(CheckpointError, match=r"another shape than trainer\.lora\.rank = 2"):
+        VerlOptimizer(tiny_model, trainer_settings(lora__rank=2)).load_state(tmp_path / "adapted")
+    only = VerlOptimizer(tiny_model, trainer_settings(lora__rank=2, lora__modules=("q_proj",), learning_rate=1e-2))
     before = {name: value.copy() for name, value in only.weights()}
     only.step(fresh(tiny_model))
     assert {name.split(".")[-2] for name, value in only.weights() if not np.array_equal(before[name], value)} == {"q_proj"}

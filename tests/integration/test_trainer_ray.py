@@ -18,10 +18,11 @@ import pytest
 import torch
 from checkpoints import written
 from sampling import sampled_rows
+from sections import trainer_settings
 
 from spangrad.errors import BadRowsError, CheckpointError, SettingsError, TrainerError
 from spangrad.settings import TrainerSettings
-from spangrad.settings.trainer import Correction
+from spangrad.settings.trainer_learning import Correction
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
@@ -52,7 +53,7 @@ def rows(tiny_model: Path) -> pl.DataFrame:
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Cluster]:
     """One Ray for the module: the engines below find it begun."""
-    cluster = Cluster(TrainerSettings(workers=6))
+    cluster = Cluster(trainer_settings(workers__per_node=6))
     yield cluster
     cluster.close()
 
@@ -60,14 +61,14 @@ def ray() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
     """Of no, one and two workers under Ray."""
-    made = {workers: VerlOptimizer(tiny_model, settings(tiny_model, workers=workers)) for workers in (0, 1, 2)}
+    made = {workers: VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=workers)) for workers in (0, 1, 2)}
     yield made
     for engine in made.values():
         engine.close()
 
 
 def settings(model: Path, **changes: Any) -> TrainerSettings:
-    return TrainerSettings(**{**SETTINGS, "model": model, **changes})
+    return trainer_settings(**{**SETTINGS, "model": model, **changes})
 
 
 def batch(engine: VerlOptimizer, rows: pl.DataFrame, *, current: bool = True) -> Batch:
@@ -197,9 +198,9 @@ def test_a_worker_that_dies_ends_the_step_with_an_error(engines: dict[int, VerlO
 
 def test_too_many_workers_are_refused(ray: Cluster, tiny_model: Path) -> None:
     with pytest.raises(TrainerError, match=r"workers = 7 needs as many nodes with that many CPUs each, .* nodes are 6\."):
-        VerlOptimizer(tiny_model, settings(tiny_model, workers=7))
-    with pytest.raises(TrainerError, match=r"trainer\.nodes = 2 with trainer\.workers = 1"):
-        VerlOptimizer(tiny_model, settings(tiny_model, workers=1, nodes=2))
+        VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=7))
+    with pytest.raises(TrainerError, match=r"trainer\.workers\.nodes = 2 with trainer\.workers\.per_node = 1"):
+        VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=1, nodes=2))
 
 
 def test_is_packed_by_default_where_a_gpu_and_flash_attention_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,22 +208,22 @@ def test_is_packed_by_default_where_a_gpu_and_flash_attention_are(monkeypatch: p
     assert not is_packed(asked, "cuda"), "flash-attn is not installed here"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "flash_attn" else None)
     assert [is_packed(asked, device) for device in ("cpu", "cuda")] == [False, True]
-    assert not is_packed(TrainerSettings(packing=False), "cuda")
+    assert not is_packed(trainer_settings(packing=False), "cuda")
 
 
 def test_dtype_by_default_is_bfloat16_where_a_gpu_is() -> None:
     assert [dtype_of(TrainerSettings(), device) for device in ("cpu", "cuda")] == ["fp32", "bf16"]
-    assert dtype_of(TrainerSettings(dtype="bf16"), "cpu") == "bf16"
+    assert dtype_of(trainer_settings(dtype="bf16"), "cpu") == "bf16"
 
 
 def test_packing_on_a_cpu_is_refused(tiny_model: Path) -> None:
     with pytest.raises(SettingsError, match=r"trainer\.packing = true needs a GPU"):
-        VerlOptimizer(tiny_model, TrainerSettings(packing=True))
+        VerlOptimizer(tiny_model, trainer_settings(packing=True))
 
 
 def test_gradient_checkpointing_and_bfloat16_train_on_a_cpu_as_well(tiny_model: Path, rows: pl.DataFrame) -> None:
     plain, frugal, coarse = (
-        VerlOptimizer(tiny_model, TrainerSettings(learning_rate=1e-3, **changes))
+        VerlOptimizer(tiny_model, trainer_settings(learning_rate=1e-3, **changes))
         for changes in ({}, {"gradient_checkpointing": True}, {"dtype": "bf16"})
     )
     told = [engine.step(batch(engine, rows)) for engine in (plain, frugal, coarse)]

@@ -22,11 +22,12 @@ import pytest
 from checkpoints import written
 from safetensors.numpy import load_file
 from sampling import sampled_rows
+from sections import trainer_key, trainer_settings
 from store_world import World
 
 from spangrad.errors import TrainerError
 from spangrad.processes import Child, free_ports, wait_until
-from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.settings import Settings, StoreSettings
 from spangrad.types import VersionStatus
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
@@ -52,16 +53,16 @@ class Service:
     def settings(self, branch: str) -> Settings:
         return Settings(
             store=self.store,
-            trainer=TrainerSettings(run_id=self.run, branch=f"{self.run}-{branch}", directory=self.directory / branch, model=self.model),
+            trainer=trainer_settings(run_id=self.run, branch=f"{self.run}-{branch}", directory=self.directory / branch, model=self.model),
         )
 
     def start(self, branch: str, environment: Mapping[str, str] | None = None, **changes: object) -> subprocess.Popen[str]:
         values: dict[str, object] = {
-            "store.url": self.store.url, "store.otlp_endpoint": self.store.otlp_endpoint, "trainer.publish": "false",
-            "trainer.directory": self.directory / branch, "trainer.groups_per_batch": 1,
-            "trainer.learning_rate": 1e-3, "trainer.max_staleness": 99,
+            "store.url": self.store.url, "store.otlp_endpoint": self.store.otlp_endpoint, "trainer.weight_sync.publish": "false",
+            "trainer.directory": self.directory / branch, "trainer.sampling.groups_per_batch": 1,
+            "trainer.optim.learning_rate": 1e-3, "trainer.sampling.max_staleness": 99,
             "trainer.branch": f"{self.run}-{branch}", "trainer.run_id": self.run, "trainer.model": self.model,
-            **{f"trainer.{name}": value for name, value in changes.items()},
+            **{f"trainer.{trainer_key(name)}": value for name, value in changes.items()},
         }  # fmt: skip
         words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
         command = [sys.executable, "-m", "spangrad", "train", "--once", *words]
@@ -111,7 +112,7 @@ def service(store: StoreSettings, tiny_model: Path, tmp_path_factory: pytest.Tem
 @contextlib.contextmanager
 def loaded(service: Service, branch: str) -> Generator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A trainer with two workers that has loaded its weights, and every process that it started; at the end none may be left."""
-    trainer = service.start(branch, workers=2)
+    trainer = service.start(branch, workers__per_node=2)
     try:
         end = time.monotonic() + 240
         while "is loaded on cpu" not in (service.log(branch).read_text() if service.log(branch).exists() else ""):
@@ -161,7 +162,7 @@ def test_a_whole_run_with_two_workers_makes_what_one_process_makes(service: Serv
     assert len(service.story("two")) == STEPS + 1
     assert service.agree("alone", "two")
     assert not list(Path.home().glob(".ray/auth_token")), "the token of a cluster of its own is written nowhere"
-    service.run_whole("one", workers=1)
+    service.run_whole("one", workers__per_node=1)
     alone, one = (service.weights(branch, STEPS) for branch in ("alone", "one"))
     assert all(np.array_equal(alone[name], one[name]) for name in alone)
 
@@ -171,7 +172,7 @@ def test_two_nodes_of_a_cluster_that_others_began(service: Service, tmp_path: Pa
     (port,) = free_ports(1)
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     start = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
-    where = {"ray_address": f"127.0.0.1:{port}", "nodes": 2, "workers": 1}
+    where = {"ray_address": f"127.0.0.1:{port}", "nodes": 2, "workers__per_node": 1}
     with contextlib.ExitStack() as nodes:
         directory = nodes.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp"))  # the path of a socket must be short
         head = ["--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}"]
@@ -182,7 +183,7 @@ def test_two_nodes_of_a_cluster_that_others_began(service: Service, tmp_path: Pa
         service.run_whole("nodes", token, **where)
         stranger = service.start("stranger", {**token, "RAY_AUTH_TOKEN": "another"}, **where)
         assert stranger.wait(300) == 1
-    assert "no Ray cluster let this trainer in at trainer.ray_address" in service.log("stranger").read_text()
+    assert "no Ray cluster let this trainer in at trainer.workers.ray_address" in service.log("stranger").read_text()
     service.run_whole("one process")
     assert service.agree("nodes", "one process")
 
@@ -214,7 +215,7 @@ def test_no_process_outlives_a_trainer_that_is_stopped(service: Service, number:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "adapters": {"lora_rank": 2},
+    "adapters": {"lora__rank": 2},
     "bfloat16": {"dtype": "bf16"},
     "entropy": {"entropy_coef": 0.01, "gradient_checkpointing": True},
 }
@@ -223,15 +224,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_new_workers_go_on_exactly(name: str, tiny_model: Path, tmp_path: Path, close: Callable[[VerlOptimizer], VerlOptimizer]) -> None:
     """Two workers, killed after a step, and two others that read what the first wrote; and one process does the same but for rounding."""
-    settings = TrainerSettings(learning_rate=1e-3, mini_batches=2, workers=2, **VARIANTS[name])
-    first, alone = close(VerlOptimizer(tiny_model, settings)), VerlOptimizer(tiny_model, settings.model_copy(update={"workers": 0}))
+    settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2, **VARIANTS[name])
+    first, alone = close(VerlOptimizer(tiny_model, settings)), VerlOptimizer(tiny_model, changed(settings, {"workers__per_node": 0}))
     assert first.step(rows(tiny_model, first))["updated"] == alone.step(rows(tiny_model, alone))["updated"] == 2
     made = written(first, tiny_model, tmp_path)
     expected = first.step(rows(tiny_model, first, current=False))
     alone.step(rows(tiny_model, alone, current=False))
     held = dict(first.weights())
     first.close()
-    again = close(VerlOptimizer(tiny_model if settings.lora_rank else made.path, settings))
+    again = close(VerlOptimizer(tiny_model if settings.lora.rank else made.path, settings))
     again.load_state(made.path)
     assert again.step(rows(tiny_model, again, current=False)) == expected
     found = dict(again.weights())
@@ -247,7 +248,7 @@ def test_a_worker_that_fails_alone_ends_the_others(
     import ray
 
     monkeypatch.setattr(ray_workers, "_SETTLE_SECONDS", 2.0)
-    engine = close(VerlOptimizer(tiny_model, TrainerSettings(workers=2)))
+    engine = close(VerlOptimizer(tiny_model, trainer_settings(workers__per_node=2)))
     second = engine._workers._group.workers[1]
     ray.get(second.__ray_call__.remote(lambda self: self._models.clear()))
     with pytest.raises(TrainerError, match=r"worker 1 of 2 failed \(.*KeyError.*and the others were ended"):
@@ -268,7 +269,7 @@ def test_a_cluster_that_starts_too_slowly_is_begun_again(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(services, "get_node", late)
     before = set(psutil.Process().children(recursive=True))
-    cluster = Cluster(TrainerSettings(workers=1))
+    cluster = Cluster(trainer_settings(workers__per_node=1))
     begun = [" ".join(one.cmdline()) for one in set(psutil.Process().children(recursive=True)) - before if lives(one)]
     assert sum("/raylet/raylet" in words for words in begun) == 1
     cluster.close()

@@ -8,10 +8,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from sections import changed, trainer_settings
 from store_world import World
 from trainer_world import SPEC
 
-from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.settings import Settings, StoreSettings
 from trainer.data import built_groups
 from trainer.data.source import Group, GroupReader
 
@@ -19,7 +20,7 @@ from trainer.data.source import Group, GroupReader
 @pytest.fixture
 def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> Settings:
     run = uuid.uuid4().hex[:8]
-    return Settings(store=store, trainer=TrainerSettings(run_id=run, branch=run, model=tiny_model, directory=tmp_path, publish=False))
+    return Settings(store=store, trainer=trainer_settings(run_id=run, branch=run, model=tiny_model, directory=tmp_path, publish=False))
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def names(groups: list[Group]) -> list[str]:
 
 
 def with_trainer(settings: Settings, **changes: object) -> Settings:
-    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=changes)})
+    return settings.model_copy(update={"trainer": changed(settings.trainer, changes)})
 
 
 def test_ready_tells_groups_in_the_order_in_which_they_became_whole(settings: Settings, world: World) -> None:

@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 import torch
 from sampling import sampled_rows
+from sections import trainer_settings
 
 from spangrad.errors import BadRowsError
-from spangrad.settings import TrainerSettings
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains
 from trainer.data.merge import separate
@@ -86,12 +86,12 @@ def require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def test_step_after_a_refusal_at_any_micro_batch_equals_the_step_alone(
     tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    alone = VerlOptimizer(tiny_model, TrainerSettings(**SETTINGS))
+    alone = VerlOptimizer(tiny_model, trainer_settings(**SETTINGS))
     expected = alone.step(sound)
     stepped = facts(alone, tmp_path)
     held_at, count = set[int](), 0
     for row in range(ROWS):
-        engine = VerlOptimizer(tiny_model, TrainerSettings(**SETTINGS))
+        engine = VerlOptimizer(tiny_model, trainer_settings(**SETTINGS))
         order = micro_batches(engine, other, row, monkeypatch)
         held_at.add(order.index(True))
         count = len(order)
@@ -108,7 +108,7 @@ def test_step_after_a_refusal_at_any_micro_batch_equals_the_step_alone(
 def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path):
     links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS))
     good, bad = replace(sound, chains=links), replace(other, chains=links)
-    settings = TrainerSettings(**SETTINGS, estimator="gae", critic_learning_rate=1e-2)
+    settings = trainer_settings(**SETTINGS, estimator="gae", critic_learning_rate=1e-2)
     alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     expected = alone.step(good)
     for row in (0, ROWS // 2, ROWS - 1):
@@ -121,7 +121,7 @@ def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Pa
 def test_a_gradient_that_is_not_finite_in_a_later_optimizer_step_undoes_the_earlier_ones(
     tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path
 ):
-    settings = TrainerSettings(**SETTINGS, epochs=2, mini_batches=4)
+    settings = trainer_settings(**SETTINGS, epochs=2, mini_batches=4)
     alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     for either in (alone, engine):
         either.step(replace(other, staleness=np.full_like(other.staleness, -1)))

@@ -8,17 +8,17 @@ import numpy as np
 import polars as pl
 import torch
 from sampling import PROMPT
+from sections import trainer_settings
 from transformers import AutoModelForCausalLM
 
 from fakes import transition_row
-from spangrad.settings import TrainerSettings
 from trainer.credit.estimators import estimator
 from trainer.data.assemble import assemble
 from trainer.data.source import Loaded
 from trainer.optim.optimizer import VerlOptimizer
 
 CITIES, TOOLS, ROLLOUTS, STEPS = range(4), 2, 16, 9
-SETTINGS = TrainerSettings(estimator="remax", learning_rate=3e-3, max_staleness=0)
+SETTINGS = trainer_settings(estimator="remax", learning_rate=3e-3, max_staleness=0)
 
 
 def test_success_rises_against_greedy_rollouts(tiny_model: Path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from learning_tables import AGGREGATIONS, losses, padded, step, trajectories
 from sampling import distribution, logprobs_of
+from sections import trainer_settings
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
@@ -24,14 +25,14 @@ from trainer.optim.process import prepare_process
 
 prepare_process()  # verl reads its platform when it is first imported
 
-WHOLE: list[dict[str, Any]] = [{"loss": name} for name in ("gspo", "geo_mean", "sapo")] + [
+WHOLE: list[dict[str, Any]] = [{"loss__name": name} for name in ("gspo", "geo_mean", "sapo")] + [
     one for one in AGGREGATIONS.values() if "seq" in str(one)
 ]
 
 
 @pytest.mark.parametrize("facts", WHOLE, ids=str)
 def test_loss_of_rollouts_does_not_depend_on_merging_or_micro_batches(facts: dict[str, Any], tiny_model: Path):
-    settings = TrainerSettings(**{"clip_ratio": 0.02, **facts})
+    settings = trainer_settings(**{"clip_ratio": 0.02, **facts})
     apart, merged, by_verl = losses(tiny_model, settings)
     split, _, _ = losses(tiny_model, settings.model_copy(update={"max_tokens_per_device": 45}))
     assert apart == pytest.approx(by_verl, abs=2e-6)
@@ -46,7 +47,7 @@ def test_loss_of_rollouts_does_not_depend_on_merging_or_micro_batches(facts: dic
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "geo_mean", "sapo"])
 def test_gradient_of_rollouts_is_that_of_verls_loss_on_a_row_a_rollout(name: Any, tiny_model: Path):
     """The ratio of a rollout, of which verl stops the gradient or not, is in the gradient as it would be in one row."""
-    settings = TrainerSettings(loss=name, clip_ratio=0.1, loss_aggregation="seq-mean-token-mean")
+    settings = trainer_settings(loss__name=name, clip_ratio=0.1, loss__aggregation="seq-mean-token-mean")
     rows, worth = trajectories(tiny_model)
     expected = _gradient_norm(tiny_model, settings, rows, worth)
     found = {
@@ -77,12 +78,12 @@ def _gradient_norm(model: Path, settings: TrainerSettings, rows: pl.DataFrame, w
     config = actor_config(settings, None)
     config.global_batch_info.clear()
     config.global_batch_info.update(global_batch_size=len(old))
-    loss, _ = get_policy_loss_fn(settings.loss)(
+    loss, _ = get_policy_loss_fn(settings.loss.name)(
         old_log_prob=padded(list(old.values())),
         log_prob=torch.nn.utils.rnn.pad_sequence([torch.cat(one) for one in current.values()], batch_first=True),
         advantages=padded([[value] * length for value, length in zip(advantage.values(), lengths, strict=True)]),
         response_mask=padded([[1.0] * length for length in lengths]).bool(),
-        loss_agg_mode=settings.loss_aggregation,
+        loss_agg_mode=settings.loss.aggregation,
         config=config,
     )
     loss.backward()
@@ -97,13 +98,13 @@ def test_entropy_and_reference_count_rollouts_like_the_loss(tiny_model: Path, tm
     build_model(tmp_path, seed=3)
     rows, worth = trajectories(tiny_model)
     whole = rows["RolloutId"] != "r4"
-    settings = TrainerSettings(loss_aggregation="seq-mean-token-mean", entropy_coef=0.3, kl_coef=0.2, reference=tmp_path)
+    settings = trainer_settings(loss__aggregation="seq-mean-token-mean", entropy_coef=0.3, kl_coef=0.2, reference=tmp_path)
     apart, merged = (
         step(tiny_model, settings.model_copy(update={"merge": how}), rows.filter(whole), worth.filter(whole)) for how in (False, True)
     )
     for name in ("loss", "entropy", "reference_kl", "grad_norm", "clip_low", "clip_high"):
         assert apart[name] == pytest.approx(merged[name], rel=1e-4), name
-    plain = step(tiny_model, TrainerSettings(loss_aggregation="seq-mean-token-mean"), rows.filter(whole), worth.filter(whole))
+    plain = step(tiny_model, trainer_settings(loss__aggregation="seq-mean-token-mean"), rows.filter(whole), worth.filter(whole))
     assert plain["loss"] != pytest.approx(apart["loss"], abs=1e-3)
 
 
@@ -118,7 +119,7 @@ def test_entropy_is_measured_by_default_and_is_that_of_the_policy(tiny_model: Pa
             expected.append(-float((logprobs.exp() * logprobs).sum()))
     changes: list[dict[str, Any]] = [{}, {"merge": True}, {"max_tokens_per_device": 45}, {"entropy_coef": 0.1}]
     for change in changes:
-        found = step(tiny_model, TrainerSettings(**change), rows, worth)
+        found = step(tiny_model, trainer_settings(**change), rows, worth)
         assert found["entropy"] == pytest.approx(np.mean(expected), rel=1e-4), change
         assert "mfu" not in found, "a CPU has no peak that is known"
 
@@ -126,7 +127,7 @@ def test_entropy_is_measured_by_default_and_is_that_of_the_policy(tiny_model: Pa
 @pytest.mark.parametrize("name", ["vanilla", "gspo"])
 def test_clip_low_and_clip_high_add_up_to_verls_clip_fraction(name: Any, tiny_model: Path):
     rows, worth = trajectories(tiny_model)
-    settings = TrainerSettings(loss=name, clip_ratio_low=0.05, clip_ratio_high=0.15)
+    settings = trainer_settings(loss__name=name, clip_ratio_low=0.05, clip_ratio_high=0.15)
     found = step(tiny_model, settings, rows, worth)
     assert found["clip_low"] + found["clip_high"] == pytest.approx(found["clip_fraction"], abs=1e-6)
     assert 0 < found["clip_high"] < 1
@@ -144,7 +145,7 @@ def test_clip_low_and_clip_high_add_up_to_verls_clip_fraction(name: Any, tiny_mo
 @pytest.mark.parametrize("name", ["gspo", "geo_mean"])
 def test_later_steps_on_a_batch_take_the_ratio_of_the_weights_they_step(name: Any, tiny_model: Path):
     rows, worth = trajectories(tiny_model)
-    settings = TrainerSettings(loss=name, epochs=3, learning_rate=3e-3, clip_ratio=0.3, recompute_logprobs=True)
+    settings = trainer_settings(loss__name=name, epochs=3, learning_rate=3e-3, clip_ratio=0.3, recompute_logprobs=True)
     apart, merged = (step(tiny_model, settings.model_copy(update={"merge": how}), rows, worth) for how in (False, True))
     assert apart["updated"] == merged["updated"] == 3
     # AdamW's step is the gradient's sign: where that is all but 0, rounding decides, and the weights part a little.
@@ -155,7 +156,7 @@ def test_later_steps_on_a_batch_take_the_ratio_of_the_weights_they_step(name: An
 
 def test_mini_batches_keep_a_rollouts_rows_together(tiny_model: Path):
     rows, worth = trajectories(tiny_model)
-    engine = VerlOptimizer(tiny_model, TrainerSettings(mini_batches=3))
+    engine = VerlOptimizer(tiny_model, trainer_settings(mini_batches=3))
     batch = layout(separate(rows, worth), lineage=[0])
     rollouts = [set(part.rollout[: part.real_rows].tolist()) for _, part in engine._parts(batch)]
     assert [len(one) for one in rollouts] == [2, 2, 1]
@@ -176,14 +177,14 @@ def test_dr_grpo_divides_by_a_fixed_number_whatever_stands_beside(neighbour: int
     """A rollout's loss is its sum over the same number; the longest response of the batch has no part in it."""
     from verl.trainer.ppo.core_algos import agg_loss
 
-    settings = TrainerSettings(loss_aggregation="seq-mean-token-sum-norm", loss_options={"loss_scale_factor": 200})
+    settings = trainer_settings(loss__aggregation="seq-mean-token-sum-norm", loss__options={"loss_scale_factor": 200})
     rows = [transition_row(name, ResponseIds=[4] * size, Logprobs=[-1.0] * size) for name, size in (("a", 100), ("b", neighbour))]
     batch = layout(separate(pl.DataFrame(rows), pl.Series([1.0, 0.0])), lineage=[0])
     config = actor_config(settings, None)
     found = agg_loss(
         torch.from_numpy(-batch.advantages),
         torch.from_numpy(batch.response_mask),
-        settings.loss_aggregation,
+        settings.loss.aggregation,
         global_batch_size=batch.rollouts,
         loss_scale_factor=config.loss_scale_factor,
     )
@@ -194,9 +195,9 @@ def test_rows_of_a_rollout_share_its_mean():
     """Three tokens in one row, one in another: each token weighs a quarter of the rollout, and a no-op row nothing."""
     rows = [transition_row("a", 0, ResponseIds=[4] * 3, Logprobs=[-1.0] * 3), transition_row("a", 1, ResponseIds=[4], Logprobs=[-1.0])]
     batch = layout(separate(pl.DataFrame(rows), pl.Series([1.0, 1.0])), lineage=[0], divisor=3)
-    prepared, _ = by_rollout(batch, TrainerSettings(loss_aggregation="seq-mean-token-mean"))
+    prepared, _ = by_rollout(batch, trainer_settings(loss__aggregation="seq-mean-token-mean"))
     assert prepared.row_share is not None
     assert prepared.row_share.tolist() == [0.75, 0.25, 0.0]
     assert batch.rollouts == 1
     rejected = replace(batch, response_mask=batch.response_mask * np.array([[1], [0], [1]]))
-    assert by_rollout(rejected, TrainerSettings(loss_aggregation="seq-mean-token-mean"))[0].row_share.tolist() == [1.0, 0.0, 0.0]  # type: ignore[union-attr]
+    assert by_rollout(rejected, trainer_settings(loss__aggregation="seq-mean-token-mean"))[0].row_share.tolist() == [1.0, 0.0, 0.0]  # type: ignore[union-attr]

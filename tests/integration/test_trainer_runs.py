@@ -21,10 +21,11 @@ from typing import Any
 import pytest
 from clickhouse_connect.driver.client import Client
 from running_store import running_store, store_settings
+from sections import changed, trainer_settings
 from service_groups import RUN, send
 
 from spangrad import semconv
-from spangrad.settings import Settings, TrainerSettings
+from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from trainer.data.plan import Fate
@@ -53,10 +54,11 @@ class Service:
         """`spangrad train` with the service's settings; the interpreter says on stderr what it imports."""
         trainer = self.settings.trainer
         values = {
-            "store.url": self.settings.store.url, "store.otlp_endpoint": self.settings.store.otlp_endpoint, "trainer.publish": "false",
-            "trainer.modes": '["production"]', "trainer.groups_per_batch": 2, "trainer.max_staleness": 9,
-            "trainer.directory": trainer.directory, "trainer.trackers": '["tensorboard", "file"]', "trainer.best_rollouts": 2,
-            "trainer.keep_checkpoints": 1,
+            "store.url": self.settings.store.url, "store.otlp_endpoint": self.settings.store.otlp_endpoint,
+            "trainer.weight_sync.publish": "false",
+            "trainer.modes": '["production"]', "trainer.sampling.groups_per_batch": 2, "trainer.sampling.max_staleness": 9,
+            "trainer.directory": trainer.directory, "trainer.trackers": '["tensorboard", "file"]', "trainer.checkpoint.best_rollouts": 2,
+            "trainer.checkpoint.keep": 1,
         }  # fmt: skip
         overrides = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
         flags = ["--model", str(self.model), "--run-id", RUN, *overrides]
@@ -102,9 +104,9 @@ class Service:
 def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     directory = tmp_path_factory.mktemp("service")
     store = store_settings(directory / "store")
-    trainer = TrainerSettings(
+    trainer = trainer_settings(
         run_id=RUN, model=tiny_model, directory=directory / "policies", groups_per_batch=2, modes=("production",), max_staleness=9,
-        publish=False, best_rollouts=2, keep_checkpoints=1,
+        publish=False, best_rollouts=2, checkpoint__keep=1,
     )  # fmt: skip
     with running_store(store, directory / "store.log"):
         settings = Settings(store=store, trainer=trainer)
@@ -133,7 +135,8 @@ def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service,
     assert "best: version 1, validate_return +0.500 over 2 held-out rollouts" in first
 
     why = (
-        "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 1 rollout to be "
+        "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.sampling.groups_per_batch); 1 group waits for 1 rollout "
+        "to be "
         "built; 1 group is of mode validate; 2 groups trained before."
     )
     _, second, heavy = service.run("--once")
@@ -154,7 +157,7 @@ def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service,
 
 def test_a_plan_is_made_beside_a_trainer_and_changes_nothing(service: Service) -> None:
     trainer = service.settings.trainer
-    one = service.settings.model_copy(update={"trainer": trainer.model_copy(update={"groups_per_batch": 1})})
+    one = service.settings.model_copy(update={"trainer": changed(trainer, {"groups_per_batch": 1})})
     ledger = Ledger(trainer.directory, trainer.policy, trainer.branch)
     try:
         before = (ledger.versions(), ledger.skipped())
@@ -171,7 +174,7 @@ def test_a_plan_is_made_beside_a_trainer_and_changes_nothing(service: Service) -
     assert [(one.group_id, one.batch, one.rollouts, one.size) for one in plan.having(Fate.BATCH)] == [("e", 1, 2, 2)]
     assert (during.batches, [one.group_id for one in during.having(Fate.UNDER_WAY)]) == (0, ["e"])
     assert after == plan
-    fresh = service.settings.model_copy(update={"trainer": trainer.model_copy(update={"groups_per_batch": 1, "max_staleness": 1})})
+    fresh = service.settings.model_copy(update={"trainer": changed(trainer, {"groups_per_batch": 1, "max_staleness": 1})})
     stale = make_plan(fresh)
     assert [(one.group_id, str(one.reason)) for one in stale.having(Fate.SKIPPED)] == [("e", "stale")]
 
@@ -233,7 +236,8 @@ def test_a_plan_is_a_table_and_as_json_says_the_same(service: Service, capsys: p
         "-      e      production  2 of 2    waits for others: a batch takes more",
         "-      part   production  2 of 3    waits for its rollouts",
         "-      kept   validate    2 of 2    of a mode that is not trained",
-        "There is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 1 rollout to be "
+        "There is nothing to train: 1 group is ready and a batch takes 2 (trainer.sampling.groups_per_batch); 1 group waits for 1 rollout "
+        "to be "
         "built; 1 group is of mode validate; 4 groups trained before.",
     ]
     printed, _, heavy = service.run("--plan", "--json")

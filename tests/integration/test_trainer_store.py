@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sections import changed, trainer_settings
 from store_world import World, trainer_over
 
 from spangrad import semconv
 from spangrad.errors import StoreError
-from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings, TrainerSettings
+from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store import datasets
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory
@@ -44,7 +45,7 @@ def run() -> str:
 def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path, run: str) -> Settings:
     return Settings(
         store=store,
-        trainer=TrainerSettings(
+        trainer=trainer_settings(
             run_id=run, branch=run, model=tiny_model, directory=tmp_path / "policies", groups_per_batch=2, learning_rate=1e-3, publish=False
         ),
     )
@@ -186,7 +187,7 @@ def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings
 
 
 def told(settings: Settings, **changes: Any) -> Settings:
-    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=changes)})
+    return settings.model_copy(update={"trainer": changed(settings.trainer, changes)})
 
 
 def test_rows_of_a_build_that_was_never_concluded_are_not_read(settings: Settings, world: World, run: str):
@@ -331,7 +332,7 @@ def test_the_command_follows_until_it_is_told_to_stop(settings: Settings, world:
     world.group("b", [0.0, 1.0])
     flags = {
         "store.url": settings.store.url, "store.otlp_endpoint": settings.store.otlp_endpoint, "trainer.branch": run,
-        "trainer.directory": settings.trainer.directory, "trainer.publish": "false", "trainer.groups_per_batch": 2,
+        "trainer.directory": settings.trainer.directory, "trainer.weight_sync.publish": "false", "trainer.sampling.groups_per_batch": 2,
     }  # fmt: skip
     overrides = [word for name, value in flags.items() for word in ("--set", f"{name}={value}")]
     command = [sys.executable, "-m", "spangrad", "train", "--follow", "--model", str(world.model), "--run-id", run, *overrides]

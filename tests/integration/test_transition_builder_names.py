@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from building import outcome, post, rows, settings_of
+from sections import trainer_settings
 
 import fakes
-from spangrad.settings import AirRule, Settings, StoreSettings, TrainerSettings
+from spangrad.settings import AirRule, Settings, StoreSettings
 from spangrad.store.clickhouse import connect, constant
 from trainer.data.source import Group, GroupReader
 from transition_builder.loop import build_once
@@ -92,7 +93,7 @@ def test_answers_of_spans_of_any_name_are_read(store: StoreSettings) -> None:
 
 def test_groups_of_any_name_are_loaded(store: StoreSettings) -> None:
     run, names = "names-groups", ["file(1)", "s3(x)"]
-    settings = Settings(store=store, trainer=TrainerSettings(run_id=run))
+    settings = Settings(store=store, trainer=trainer_settings(run_id=run))
     client = connect(store)
     columns = ["RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "RolloutId", "Attempt", "Revision", "Content"]
     built = [[run, "train", settings.builder.spec, name, 1, f"{name} of url()", 0, 0, 7] for name in names]

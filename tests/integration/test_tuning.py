@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from export_world import World, chat, said, user
 from sampling import distribution
+from sections import changed
 from tuning_world import EXAMPLES, PAIRS, settings, tuned, write_rows
 
 from examples.two_tools.model import CITIES, TOOLS
@@ -189,7 +190,7 @@ def test_adapters_are_trained_alone_and_merged(tiny_model: Path, tmp_path: Path)
     from safetensors.numpy import load_file
 
     file = write_rows(tmp_path / "rows.jsonl", replies(16))
-    chosen = settings(tiny_model, tmp_path / "p", epochs=2, batch_size=8, learning_rate=1e-2, trainer={"lora_rank": 4})
+    chosen = settings(tiny_model, tmp_path / "p", epochs=2, batch_size=8, learning_rate=1e-2, trainer={"lora__rank": 4})
     with pytest.raises(StoppedError):
         tune(chosen, "sft", [file], observer=Breaker(3))
     last = tuned(chosen, file).versions[-1]
@@ -320,7 +321,7 @@ def test_reinforcement_goes_on_from_a_tuned_version_and_leaves_its_groups_out(st
     train(chosen, follow=False)
     ledger = Ledger(chosen.trainer.directory, "policy", "tuned-run")
     assert ledger.committed_versions() == [0, 1], "the group has trained this branch"
-    asked = chosen.model_copy(update={"trainer": chosen.trainer.model_copy(update={"retrain_tuned": True})})
+    asked = chosen.model_copy(update={"trainer": changed(chosen.trainer, {"retrain_tuned": True})})
     train(asked, follow=False)
     newest = ledger.version(2).policy_version
     assert (newest.parent, [one.rollout_id for one in ledger.batch(newest.batch_id or "")]) == (1, ["g-0", "g-1"])

@@ -22,7 +22,9 @@ def test_two_workers_train_as_one_and_go_on_from_each_others_state(method: Any, 
     found: dict[int, list[dict[str, float]]] = {}
     weights: dict[int, dict[str, np.ndarray]] = {}
     for workers in (0, 2):
-        chosen = settings(tiny_model, tmp_path, learning_rate=1e-3, warmup=0.2, trainer={"workers": workers, "max_tokens_per_device": 40})
+        chosen = settings(
+            tiny_model, tmp_path, learning_rate=1e-3, warmup=0.2, trainer={"workers__per_node": workers, "max_tokens_per_device": 40}
+        )
         tuner = FileOptimizer(tiny_model, chosen, method, 10)
         tuner.reference = tuner.logprobs(examples)
         found[workers] = [tuner.step(examples, tuner.reference), tuner.step(examples, tuner.reference)]

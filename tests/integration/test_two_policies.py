@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sections import trainer_settings
 from store_world import World, trainer_over
 
 from benchmarks.credit_sampling import Call, Sampled
@@ -16,7 +17,7 @@ from benchmarks.credit_spans import Author, Served
 from benchmarks.two_policies import STEPS, conclude, draw
 from benchmarks.two_policies_run import BOTH, GROUPS, Result, account, run, successes
 from benchmarks.two_policies_task import AGENTS, ARGUMENTS, ITEMS, PLANNER, TOOLS, TROUBLES, WORDS, WRITER, Desk, agent_of
-from spangrad.settings import Selection, Settings, StoreSettings, TrainerSettings
+from spangrad.settings import Selection, Settings, StoreSettings
 
 END = WORDS[2]
 TICKETS = ("broken", "lamp", "late", "chair", "twice", "table", "lost", "shelf")
@@ -106,7 +107,7 @@ def test_two_steps_train_each_policy_on_its_own_calls_of_the_same_rollouts(tmp_p
 def world(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> World:
     """A run of three rollouts, in one of which the planner alone spoke; both policies have trained it."""
     name = f"desk-{uuid.uuid4().hex[:8]}"
-    shared = TrainerSettings(run_id=name, branch=name, model=tiny_model, directory=tmp_path / "policies", groups_per_batch=1)
+    shared = trainer_settings(run_id=name, branch=name, model=tiny_model, directory=tmp_path / "policies", groups_per_batch=1)
     world = World(Settings(store=store, trainer=shared), tiny_model)
     world.group("g", [1.0, 0.0], size=3, calls=[{"AgentName": agent, "Policy": agent} for agent in AGENTS])
     world.group("g", [0.0], size=3, calls=[{"AgentName": PLANNER, "Policy": PLANNER}], RolloutId="g-2")

@@ -24,6 +24,7 @@ import pytest
 from reference import Reference, perturbed
 from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
 from running_store import running_store, store_settings
+from sections import trainer_settings
 
 import fakes
 from examples.two_tools.model import random_llama
@@ -214,7 +215,7 @@ def test_calls_longer_than_the_time_between_publications_are_labelled_exactly_an
 
     reward(world, calls)
     model, directory = world.models[NEWEST], tmp_path / "policies"
-    trainer = TrainerSettings(run_id=RUN, model=model, directory=directory, groups_per_batch=2, max_staleness=NEWEST, publish=False)
+    trainer = trainer_settings(run_id=RUN, model=model, directory=directory, groups_per_batch=2, max_staleness=NEWEST, publish=False)
     settings = Settings(store=world.store, builder=BuilderSettings(quiet_seconds=0), trainer=trainer)
     build_once(settings)
     assert world.rows(f"SELECT Reason, Detail, count() FROM otel.v_drops WHERE RunId = '{RUN}' GROUP BY ALL") == []

@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 from running_store import running_store, store_settings
 from sampling import PROMPT, sample
+from sections import trainer_settings
 
 import fakes
-from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import tokenizer_hash
 from trainer.loop import train
@@ -44,7 +45,7 @@ def dashboard_world(directory: Path, model: Path) -> Generator[StoreSettings]:
         settings = Settings(
             store=store,
             builder=BuilderSettings(incomplete_after_seconds=0),
-            trainer=TrainerSettings(
+            trainer=trainer_settings(
                 run_id="run",
                 model=model,
                 directory=directory / "policies",

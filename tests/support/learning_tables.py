@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 import torch
 from sampling import PROMPT, logprobs_of, sample, sampled_rows
+from sections import trainer_settings
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
@@ -53,28 +54,32 @@ OPTIONS: dict[str, dict[str, float]] = {
 SEQUENCES: dict[str, dict[str, Any]] = {"weights": {"weights": "sequence"}, "rejects": {"reject": {"seq_sum_k2": "0.3"}}}
 AGGREGATIONS: dict[str, dict[str, Any]] = {
     "`token-mean`": {},
-    "`token-sum`": {"loss_aggregation": "token-sum"},
-    "`seq-mean-token-sum`": {"loss_aggregation": "seq-mean-token-sum"},
-    "`seq-mean-token-mean`": {"loss_aggregation": "seq-mean-token-mean"},
+    "`token-sum`": {"loss__aggregation": "token-sum"},
+    "`seq-mean-token-sum`": {"loss__aggregation": "seq-mean-token-sum"},
+    "`seq-mean-token-mean`": {"loss__aggregation": "seq-mean-token-mean"},
     "`seq-mean-token-sum-norm`, `loss_scale_factor = 8` (Dr. GRPO)": {
-        "loss_aggregation": "seq-mean-token-sum-norm",
-        "loss_options": {"loss_scale_factor": 8},
+        "loss__aggregation": "seq-mean-token-sum-norm",
+        "loss__options": {"loss_scale_factor": 8},
     },
-    "`gspo`, `seq-mean-token-mean` (as in its paper)": {"loss": "gspo", "loss_aggregation": "seq-mean-token-mean", "clip_ratio": 0.02},
+    "`gspo`, `seq-mean-token-mean` (as in its paper)": {
+        "loss__name": "gspo",
+        "loss__aggregation": "seq-mean-token-mean",
+        "clip_ratio": 0.02,
+    },
     '`correction.weights = "sequence"`': {"recompute_logprobs": True, "correction": SEQUENCES["weights"]},
     "`correction.reject.seq_sum_k2`, `seq-mean-token-mean`": {
         "recompute_logprobs": True,
         "correction": SEQUENCES["rejects"],
-        "loss_aggregation": "seq-mean-token-mean",
+        "loss__aggregation": "seq-mean-token-mean",
     },
     '`bypass_mode`, `correction.weights = "sequence"`, `reinforce`': {
-        "loss": "bypass_mode",
+        "loss__name": "bypass_mode",
         "correction": {**SEQUENCES["weights"], "objective": "reinforce"},
     },
     "`bypass_mode`, `correction.reject.seq_sum_k2`, `seq-mean-token-mean`": {
-        "loss": "bypass_mode",
+        "loss__name": "bypass_mode",
         "correction": SEQUENCES["rejects"],
-        "loss_aggregation": "seq-mean-token-mean",
+        "loss__aggregation": "seq-mean-token-mean",
     },
 }
 """Aggregations and corrections of whole sequences, each with the settings that make it."""
@@ -93,9 +98,9 @@ def rollouts() -> pl.DataFrame:
 def advantages_here(settings: TrainerSettings) -> list[float]:
     """Of each call."""
     calls = rollouts()
-    if settings.estimator == "remax":
+    if settings.credit.estimator == "remax":
         rows = [transition_row(f"greedy-{group}", Mode="greedy", GroupId=group, rewards=(worth,)) for group, worth in GREEDY.items()]
-        calls = assignment.with_greedy(calls, pl.DataFrame(rows), settings.reward_weights)
+        calls = assignment.with_greedy(calls, pl.DataFrame(rows), settings.credit.reward_weights)
     return assignment.advantages(calls, calls["Policy"] == "policy", CreditRule.of(settings), normalise=estimator(settings)).to_list()
 
 
@@ -166,11 +171,11 @@ def told(name: str, tokens: int) -> dict[str, np.ndarray]:
 def tokens_here(settings: TrainerSettings) -> list[float]:
     """The advantage of each sampled token, by rollout and turn, of an estimator that looks at each."""
     calls = rollouts().sample(fraction=1, shuffle=True, seed=3)
-    rows, links = chains(calls, calls["Policy"] == "policy", settings.reward_weights)
+    rows, links = chains(calls, calls["Policy"] == "policy", settings.credit.reward_weights)
     batch = replace(layout(separate(rows, pl.zeros(len(rows), eager=True)), lineage=[0], divisor=4), chains=links)
     cells = batch.response_mask.astype(bool)
     known: dict[str, np.ndarray] = {}
-    for key, flat in told(settings.estimator, int(cells.sum())).items():
+    for key, flat in told(settings.credit.estimator, int(cells.sum())).items():
         known[key] = np.zeros(cells.shape, np.float32)
         known[key][cells] = flat
     advantages, _ = over_tokens(settings, batch, **known)
@@ -190,27 +195,27 @@ def tokens_by_verl(settings: TrainerSettings, *, observation: int) -> list[float
             at += length + observation
     cells = mask.astype(bool)
     facts: dict[str, Any] = {"token_level_rewards": torch.from_numpy(rewards), "response_mask": torch.from_numpy(mask)}
-    for key, flat in told(settings.estimator, int(cells.sum())).items():
+    for key, flat in told(settings.credit.estimator, int(cells.sum())).items():
         whole = np.full(cells.shape, 99.0)  # what is said of observations must not matter
         whole[cells] = flat
         facts[key] = torch.from_numpy(whole)
     groups = (
-        {"gamma": settings.gamma, "lam": settings.gae_lambda}
-        if settings.estimator == "gae"
+        {"gamma": settings.credit.gamma, "lam": settings.credit.gae_lambda}
+        if settings.credit.estimator == "gae"
         else {"index": [one for one, _ in TURNS.values()]}
     )
-    found, _ = get_adv_estimator_fn(settings.estimator)(**facts, **groups)
+    found, _ = get_adv_estimator_fn(settings.credit.estimator)(**facts, **groups)
     return found.numpy()[cells].tolist()
 
 
 def estimator_table() -> list[str]:
     """A line an estimator: the advantage of each of the five rollouts at its first token; most have it at all of them."""
-    lines = ["| `trainer.estimator` | compares | needs | here | verl |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| `trainer.credit.estimator` | compares | needs | here | verl |", "| --- | --- | --- | --- | --- |"]
     scopes = {"group": "a group", "batch": "a group, scaled by the batch", "all": "the batch", "greedy": "a rollout with its greedy one"}
     firsts = np.cumsum([0, *(len(turns) for _, turns in TURNS.values())])[:-1]
     tokens = np.cumsum([0, *(sum(length for length, _ in turns) for _, turns in TURNS.values())])[:-1]
     for name, facts in learning.ESTIMATORS.items():
-        settings = TrainerSettings(estimator=name, reward_weights=WEIGHTS)
+        settings = trainer_settings(estimator=name, reward_weights=WEIGHTS)
         if facts.by_token:
             columns, at = (tokens_here(settings), tokens_by_verl(settings, observation=0)), tokens
         else:
@@ -222,10 +227,10 @@ def estimator_table() -> list[str]:
 
 def baseline_table() -> list[str]:
     """A line a baseline: GRPO's advantage of each call of the group `x`, with credit `identical`."""
-    lines = ["| `trainer.baseline`, `trainer.estimator` | here | verl |", "| --- | --- | --- |"]
+    lines = ["| `trainer.credit.baseline`, `trainer.credit.estimator` | here | verl |", "| --- | --- | --- |"]
     calls = sum(len(turns) for group, turns in TURNS.values() if group == "x")
     for baseline, name in [("rollout", "grpo"), ("transition", "grpo"), ("transition", "rloo"), ("transition", "opo")]:
-        settings = TrainerSettings(estimator=name, baseline=baseline, reward_weights=WEIGHTS)  # type: ignore[arg-type]
+        settings = trainer_settings(estimator=name, baseline=baseline, reward_weights=WEIGHTS)  # type: ignore[arg-type]
         columns = (advantages_here(settings), advantages_by_verl(name, baseline))
         ours, theirs = (" ".join(f"{value:+.3f}" for value in values[:calls]) for values in columns)
         lines.append(f"| `{baseline}`, `{name}` | {ours} | {theirs} |")
@@ -242,7 +247,7 @@ def sampled(model: Path) -> tuple[pl.DataFrame, pl.Series]:
 
 def loss_settings(name: str, **changes: Any) -> TrainerSettings:
     """Of a loss with its options for the fixed batch."""
-    return TrainerSettings(loss=name, loss_options=OPTIONS.get(name, {}), **changes)  # type: ignore[arg-type]
+    return trainer_settings(loss__name=name, loss__options=OPTIONS.get(name, {}), **changes)  # type: ignore[arg-type]
 
 
 def loss_here(model: Path, settings: TrainerSettings) -> float:
@@ -268,12 +273,12 @@ def loss_by_verl(model: Path, settings: TrainerSettings) -> float:
     config = actor_config(settings, None)
     config.global_batch_info.clear()
     torch.manual_seed(0)
-    loss, _ = get_policy_loss_fn(settings.loss)(
+    loss, _ = get_policy_loss_fn(settings.loss.name)(
         old_log_prob=padded(old),
         log_prob=padded(current),
         advantages=padded([[value] * len(row) for value, row in zip(worth, old, strict=True)]),
         response_mask=padded([[1.0] * len(row) for row in old]).bool(),
-        loss_agg_mode=settings.loss_aggregation,
+        loss_agg_mode=settings.loss.aggregation,
         config=config,
     )
     return float(loss)
@@ -282,7 +287,7 @@ def loss_by_verl(model: Path, settings: TrainerSettings) -> float:
 def loss_table(model: Path) -> list[str]:
     """A line a loss."""
     lines = [
-        "| `trainer.loss` | `trainer.loss_options` | looks at | here, a row a call | here, merged | verl, a row a rollout |",
+        "| `trainer.loss.name` | `trainer.loss.options` | looks at | here, a row a call | here, merged | verl, a row a rollout |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, facts in learning.LOSSES.items():
@@ -297,7 +302,7 @@ def aggregation_table(model: Path) -> list[str]:
     """A line an aggregation, and a line a correction of whole sequences."""
     lines = ["| settings | here, a row a call | here, merged | verl, a row a rollout |", "| --- | --- | --- | --- |"]
     for named, facts in AGGREGATIONS.items():
-        settings = TrainerSettings(**facts)
+        settings = trainer_settings(**facts)
         numbers = " | ".join(f"{value:+.4f}" for value in losses(model, settings))
         lines.append(f"| {named} | {numbers} |")
     return lines
@@ -359,15 +364,15 @@ def trajectory_loss_by_verl(model: Path, settings: TrainerSettings) -> float:
     config.global_batch_info.clear()
     config.global_batch_info.update(global_batch_size=len(columns), loss_scale_factor=config.loss_scale_factor)
     weights = None
-    if settings.recompute_logprobs:
+    if settings.loss.recompute_logprobs:
         found, mask, _ = compute_rollout_correction_and_rejection_mask(current, old, mask, **correction_of(settings))
         weights, old = found.batch["rollout_is_weights"] if found else None, current
-    loss, _ = get_policy_loss_fn(settings.loss)(
+    loss, _ = get_policy_loss_fn(settings.loss.name)(
         old_log_prob=old,
         log_prob=current,
         advantages=advantages,
         response_mask=mask.bool(),
-        loss_agg_mode=settings.loss_aggregation,
+        loss_agg_mode=settings.loss.aggregation,
         config=config,
         rollout_is_weights=weights,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from fakes import transition_row
-from spangrad.settings.trainer import LogprobAlarm
+from spangrad.settings.trainer_service import LogprobAlarm
 from spangrad.weights.adapters import adapter_facts
 
 NO_ALARM = LogprobAlarm(mean=1e9, p99=1e9, pearson=-1, k3=1e9)

@@ -14,9 +14,10 @@ import numpy as np
 import polars as pl
 from crash import crashes, survives
 from safetensors.numpy import save_file
+from sections import trainer_settings
 
 from fakes import transition_row
-from spangrad.settings import BuilderSettings, Settings, TrainerSettings
+from spangrad.settings import BuilderSettings, Settings
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import loop
 from trainer.data.batch import Batch
@@ -159,7 +160,7 @@ def write_base(directory: Path) -> Path:
 def settings(base: Path, directory: Path, **changes: object) -> Settings:
     """Of a trainer that takes two groups a batch, however stale."""
     facts = {"run_id": "run", "model": base, "directory": directory, "groups_per_batch": 2, "poll_seconds": 0.001, "max_staleness": 9}
-    return Settings(trainer=TrainerSettings(**{**facts, **changes}))  # type: ignore[arg-type]
+    return Settings(trainer=trainer_settings(**{**facts, **changes}))  # type: ignore[arg-type]
 
 
 def wired(chosen: Settings, source: FakeSource, optimizer: FakeOptimizer | None = None) -> Trainer:

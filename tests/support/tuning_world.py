@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from crash import crashes, survives
 from numpy.typing import NDArray
+from sections import trainer_settings
 
 from examples.two_tools.model import WORDS, word_tokenizer
-from spangrad.settings import Settings, StoreSettings, TrainerSettings, TuningSettings
+from spangrad.settings import Settings, StoreSettings, TuningSettings
 from trainer.ledger.ledger import Ledger
 from trainer.publish.checkpoint import STATE, save_weights
 from trainer.sft import training
@@ -112,7 +113,7 @@ def settings(base: Path, directory: Path, store: StoreSettings = NOBODY, **chang
     """Of a run of three epochs of two steps; `trainer` changes that section."""
     trainer = {"run_id": "run", "model": base, "directory": directory, "publish": False, "traces": False, **changes.pop("trainer", {})}
     facts = {"epochs": 3, "batch_size": 2, "held_out": 0.0, **changes}
-    return Settings(store=store, trainer=TrainerSettings(**trainer), tuning=TuningSettings(**facts))
+    return Settings(store=store, trainer=trainer_settings(**trainer), tuning=TuningSettings(**facts))
 
 
 def tuned(chosen: Settings, *files: Path, method: Any = "sft", **options: Any) -> Tuned:

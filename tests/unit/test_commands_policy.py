@@ -51,7 +51,7 @@ def gateway() -> Iterator[Gateway]:
 def trainer(tmp_path: Path) -> Iterator[Trainer]:
     """One that made versions 1 and 2, and has a third group."""
     made = wired(
-        settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, keep_checkpoints=2), FakeSource(["a", "b"])
+        settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, checkpoint__keep=2), FakeSource(["a", "b"])
     )
     made.run(follow=False)
     made.source = FakeSource(["c"], changes={"c": made.source.changes["a"]})  # type: ignore[attr-defined]

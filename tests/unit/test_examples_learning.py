@@ -51,7 +51,7 @@ def test_a_transcript_has_the_tokens_of_the_chat_template_and_so_has_a_tool_call
 def test_an_example_can_be_run(example: Example, tmp_path: Path) -> None:
     settings = load_settings(example_settings(example, tmp_path, 3))
     assert settings.trainer.run_id == settings.runner.run_id == example.name
-    assert (settings.trainer.groups_per_batch, settings.runner.group_size) == (16, 8)
+    assert (settings.trainer.sampling.groups_per_batch, settings.runner.group_size) == (16, 8)
     assert settings.engine.extra_args[:2] == ("--seed", "3")
     assert Path(settings.engine.extra_args[-1]).is_file()
     assert (CHECKOUT / example.agent.split(":")[0].replace(".", "/")).with_suffix(".py").is_file()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rollout_records import CLIENT, FAILED, FIRST_CALL, KEPT, SECOND, SECOND_CALL, root, span
+from sections import changed
 
 from commands.inspection.rollout_record import Build, Conclusion, Record, Reward, TrainedBatch
 from commands.inspection.rollout_why import explain
@@ -143,7 +144,7 @@ LOOK = f"If `spangrad train` has passed it by, the reason stands in its log and 
             WHOLE_GROUP,
             {"newest": {("policy", "main"): 900}},
             "it is stale: its oldest call was sampled by version 3, and version 900 is to be trained "
-            f"(trainer.max_staleness = {SETTINGS.trainer.max_staleness}). {LOOK}",
+            f"(trainer.sampling.max_staleness = {SETTINGS.trainer.sampling.max_staleness}). {LOOK}",
         ),
         (
             replace(WHOLE_GROUP, skipped=[("policy", "main", "stale", "version 3 is too old.")]),
@@ -185,7 +186,7 @@ def test_only_the_trainer_s_modes_are_trained() -> None:
 def test_a_greedy_rollout_is_there_for_the_others() -> None:
     greedy = [replace(one, mode="greedy") for one in WHOLE_SPANS]
     assert last(record(*greedy, builds=(WHOLE_GROUP,))) == (
-        "It is not trained: it is greedy: what the other rollouts of its group g7 are compared with (trainer.estimator = 'remax')."
+        "It is not trained: it is greedy: what the other rollouts of its group g7 are compared with (trainer.credit.estimator = 'remax')."
     )
 
 
@@ -243,6 +244,6 @@ def test_roles_of_a_run_are_named_with_those_that_the_trainer_counts() -> None:
     assert any(
         "turn 0, sampled by policy policy version 3; reward of white = 1 (runner), reward of black = -1 (runner)." in line for line in lines
     )
-    chosen = SETTINGS.model_copy(update={"trainer": SETTINGS.trainer.model_copy(update={"reward_roles": ("white",)})})
+    chosen = SETTINGS.model_copy(update={"trainer": changed(SETTINGS.trainer, {"reward_roles": ("white",)})})
     assert "counts those of white and everybody's." in explain(known, chosen)[4]
     assert not any("roles" in line for line in explain(record(*WHOLE_SPANS, builds=(BUILD,)), SETTINGS))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sections import trainer_settings
 
 from fakes import AttemptGateway, OtlpSink, SunkSpan
 from runner.runner import Outcome, Runner
@@ -23,7 +24,7 @@ from spangrad.agent.telemetry import parse_headers
 from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.processes import free_ports
-from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.settings.runner import FailureRewards
 from spangrad.types import AttemptFailure, Mode, Task
 
@@ -180,7 +181,7 @@ async def test_a_group_has_a_greedy_rollout_where_it_is_wanted(tmp_path: Path) -
     ("asked", "estimator", "greedy"), [(None, "grpo", False), (None, "remax", True), (False, "remax", False), (True, "grpo", True)]
 )
 def test_greedy_rollouts_are_run_where_they_are_asked_for_or_needed(asked: bool | None, estimator: Any, greedy: bool) -> None:
-    chosen = Settings(runner=RunnerSettings(greedy_rollouts=asked), trainer=TrainerSettings(estimator=estimator))
+    chosen = Settings(runner=RunnerSettings(greedy_rollouts=asked), trainer=trainer_settings(estimator=estimator))
     assert wants_greedy(chosen, Mode.TRAIN) is greedy
     assert not wants_greedy(chosen, Mode.VALIDATE)
     plain = chosen.model_copy(update={"runner": RunnerSettings(greedy_rollouts=asked, gateway=False)})

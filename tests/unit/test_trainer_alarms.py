@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sections import trainer_settings
 from trainer_world import FakeSource, settings, wired, write_base
 
 from spangrad.settings import TrainerSettings
@@ -87,7 +88,7 @@ def test_success_in_other_units_with_the_return_changes_nothing(returns: list[fl
 
 def test_the_settings_are_the_rule() -> None:
     assert GamingRule.of(TrainerSettings()) == GamingRule() == GamingRule("reward", 20, 0.2)
-    chosen = TrainerSettings(gaming_reward="wins", gaming_versions=5, gaming_rise=2)
+    chosen = trainer_settings(gaming_reward="wins", gaming_versions=5, gaming_rise=2)
     assert GamingRule.of(chosen) == GamingRule("wins", 5, 2)
 
 

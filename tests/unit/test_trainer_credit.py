@@ -7,10 +7,10 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sections import trainer_settings
 
 from fakes import transition_row
 from spangrad.errors import SettingsError
-from spangrad.settings import TrainerSettings
 from trainer.credit import assignment
 from trainer.credit.assignment import Baseline, Credit, CreditRule, Units
 from trainer.credit.learning import Scope
@@ -212,12 +212,12 @@ def test_groups_and_modes_are_never_compared_with_each_other(how: Credit, baseli
         (
             "reward_to_go",
             "rollout",
-            r"'reward_to_go' does not go with .*Set trainer.baseline = 'turn', or .*'identical', 'final_only', 'gigpo'",
+            r"'reward_to_go' does not go with .*Set trainer.credit.baseline = 'turn', or .*'identical', 'final_only', 'gigpo'",
         ),
-        ("own", "rollout", "Set trainer.baseline = 'turn'"),
-        ("final_only", "turn", "Set trainer.baseline = 'rollout', or .*'identical', 'reward_to_go', 'own'"),
-        ("gigpo", "turn", "Set trainer.baseline = 'rollout'"),
-        ("final_only", "transition", "compares all calls of a group. Set trainer.baseline = 'rollout'"),
+        ("own", "rollout", "Set trainer.credit.baseline = 'turn'"),
+        ("final_only", "turn", "Set trainer.credit.baseline = 'rollout', or .*'identical', 'reward_to_go', 'own'"),
+        ("gigpo", "turn", "Set trainer.credit.baseline = 'rollout'"),
+        ("final_only", "transition", "compares all calls of a group. Set trainer.credit.baseline = 'rollout'"),
     ],
 )
 def test_pairs_without_a_meaning_are_refused(how: Credit, baseline: Baseline, says: str):
@@ -229,17 +229,17 @@ def test_pairs_without_a_meaning_are_refused(how: Credit, baseline: Baseline, sa
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        ({"reward_weights": {"speed": float("nan")}}, r"trainer\.reward_weights\.speed = nan is not finite"),
-        ({"step_weight": float("inf")}, r"trainer\.step_weight = inf is not finite"),
+        ({"reward_weights": {"speed": float("nan")}}, r"trainer\.credit\.reward_weights\.speed = nan is not finite"),
+        ({"step_weight": float("inf")}, r"trainer\.credit\.step_weight = inf is not finite"),
     ],
 )
 def test_weights_are_numbers(facts: dict[str, object], says: str):
     with pytest.raises(SettingsError, match=says):
-        CreditRule.of(TrainerSettings(**facts)).check()  # type: ignore[arg-type]
+        CreditRule.of(trainer_settings(**facts)).check()  # type: ignore[arg-type]
 
 
 def test_the_rule_is_the_settings():
-    settings = TrainerSettings(credit="gigpo", gamma=0.5, step_weight=3.0, reward_weights={"a": 2.0})
+    settings = trainer_settings(credit__scheme="gigpo", gamma=0.5, step_weight=3.0, reward_weights={"a": 2.0})
     assert CreditRule.of(settings) == CreditRule("gigpo", "rollout", 0.5, 3.0, {"a": 2.0})
 
 

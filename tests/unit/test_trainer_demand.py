@@ -17,11 +17,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from ledger_places import Place
 from pydantic import SecretStr
+from sections import trainer_settings
 from trainer_world import SPEC, FakeSource, committed, group, settings, wired, write_base
 
 from spangrad.client.demand import Demand, Stated, read, state
 from spangrad.errors import QueueError
-from spangrad.settings import RunnerSettings, Settings, TrainerSettings
+from spangrad.settings import RunnerSettings, Settings
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
 from trainer.ledger.demand import Spent, demand, groups_wanted, in_flight, spent
@@ -30,7 +31,7 @@ from trainer.ledger.skips import SkipReason
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
 MADE = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}
-TWO = TrainerSettings(run_id="run", groups_per_batch=2, max_staleness=1)
+TWO = trainer_settings(run_id="run", groups_per_batch=2, max_staleness=1)
 
 
 @dataclass

@@ -80,5 +80,5 @@ def test_trainer_warns_once_where_many_rollouts_fail(tmp_path: Path, caplog: pyt
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warned == [describe(2, metrics[1], 0.5)]
     assert warned[0].startswith(
-        "version 2: 100% of the batch's rollouts failed (100% timeout), more than trainer.failed_share_alarm = 0.5. See with"
+        "version 2: 100% of the batch's rollouts failed (100% timeout), more than trainer.alarms.failed_share = 0.5. See with"
     )

@@ -10,17 +10,17 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sections import changed, trainer_settings
 from trainer_world import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 
 from fakes import transition_row
-from spangrad.settings import TrainerSettings
 from trainer.credit import assignment
 from trainer.credit.assignment import CreditRule
 from trainer.data.group_checks import find_skips
 from trainer.data.source import Group, Loaded
 from trainer.ledger.skips import SkipReason
 
-REMAX = TrainerSettings(estimator="remax", run_id="run", reward_weights={"style": 0.5})
+REMAX = trainer_settings(estimator="remax", run_id="run", reward_weights={"style": 0.5})
 RULE = CreditRule.of(REMAX)
 GROUP = Group("run", "train", "spec", "group")
 
@@ -44,7 +44,7 @@ def loaded(rows: list[dict[str, object]], of_greedy: list[dict[str, object]]) ->
 
 
 def reasons(rows: list[dict[str, object]], of_greedy: list[dict[str, object]], **changes: object) -> dict[Group, SkipReason]:
-    chosen = REMAX.model_copy(update=changes)
+    chosen = changed(REMAX, changes)
     skips = find_skips([GROUP], loaded(rows, of_greedy), chosen, lineage=(0, 1, 2, 3), tokenizer_hash="tokenizer")
     return {group: skip.reason for group, skip in skips.items()}
 
@@ -107,9 +107,9 @@ def test_rewards_are_weighted_on_both_sides_and_every_call_has_its_rollouts_adva
         {**transition_row("r1", rewards=(3.0,)), "Rewards.Name": ["style"]},
     ]
     frame = pl.DataFrame(turns, schema_overrides={"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)})
-    rows = assignment.with_greedy(frame, pl.DataFrame([{**greedy(2.0), "Rewards.Name": ["style"]}]), REMAX.reward_weights)
+    rows = assignment.with_greedy(frame, pl.DataFrame([{**greedy(2.0), "Rewards.Name": ["style"]}]), REMAX.credit.reward_weights)
     found = assignment.advantages(
-        rows, rows["Policy"] == "policy", replace(RULE, reward_weights=REMAX.reward_weights), normalise=minus_greedy
+        rows, rows["Policy"] == "policy", replace(RULE, reward_weights=REMAX.credit.reward_weights), normalise=minus_greedy
     )
     assert found.to_list() == [0.0, 0.0, 0.5]
 

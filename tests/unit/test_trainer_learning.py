@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from sections import trainer_settings
 
 from spangrad.errors import SettingsError
-from spangrad.settings import TrainerSettings
-from spangrad.settings.trainer import Correction
+from spangrad.settings.trainer_learning import Correction
 from trainer.credit import learning
 from trainer.data.batch import Batch, parts
 
@@ -23,70 +23,73 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        ({"estimator": "remax", "credit": "own", "baseline": "turn"}, "compares returns with that of a whole greedy rollout.*'identical'"),
-        ({"estimator": "gae", "credit": "own", "baseline": "turn"}, "gives credit to each token by itself.*Leave both out"),
-        ({"estimator": "gae", "merge": True}, r"trainer\.estimator = 'gae' takes a row for one call"),
         (
-            {"loss": "geo_mean", "credit": "own", "baseline": "turn"},
-            "'geo_mean' takes one advantage a rollout.*Set trainer.credit = 'identical'",
+            {"estimator": "remax", "credit__scheme": "own", "baseline": "turn"},
+            "compares returns with that of a whole greedy rollout.*'identical'",
         ),
-        ({"loss": "geo_mean", "estimator": "gae"}, "'geo_mean' takes one advantage a rollout"),
-        ({"estimator": "gdpo", "credit": "own", "baseline": "turn"}, "Set trainer.credit = 'identical'"),
+        ({"estimator": "gae", "credit__scheme": "own", "baseline": "turn"}, "gives credit to each token by itself.*Leave both out"),
+        ({"estimator": "gae", "merge": True}, r"trainer\.credit\.estimator = 'gae' takes a row for one call"),
         (
-            {"loss_aggregation": "seq-mean-token-sum-norm"},
-            r"would depend on the longest one beside it\. Set trainer\.loss_options\.loss_scale",
+            {"loss__name": "geo_mean", "credit__scheme": "own", "baseline": "turn"},
+            "'geo_mean' takes one advantage a rollout.*Set trainer.credit.scheme = 'identical'",
         ),
-        ({"loss": "dro"}, r"Set trainer\.loss_options\.dro_beta"),
-        ({"loss_options": {"clip_ratio_c": 1.0}}, r"clip_ratio_c = 1 has no meaning. Give a number above 1\."),
-        ({"loss": "kl_cov", "loss_options": {"kl_cov_ratio": 2}}, "above 0 and at most 1"),
-        ({"loss": "kl_cov", "loss_options": {"ppo_kl_coef": float("nan")}}, "ppo_kl_coef = nan has no meaning"),
-        ({"loss": "gspo", "loss_options": {"tau_pos": 1.0}}, r"loss_options\.tau_pos: trainer\.loss = 'gspo'.*takes none"),
-        ({"loss_options": {"tau_pos": 1.0}}, r"takes clip_ratio_c\. Take it out"),
-        ({"loss_options": {"loss_scale_factor": 9}}, "takes clip_ratio_c"),
-        ({"weight_sync": "adapter"}, r"trainer\.lora_rank = 0 trains no adapters\. Set the rank"),
-        ({"kl_coef": 0.1}, r"Set trainer\.reference"),
+        ({"loss__name": "geo_mean", "estimator": "gae"}, "'geo_mean' takes one advantage a rollout"),
+        ({"estimator": "gdpo", "credit__scheme": "own", "baseline": "turn"}, "Set trainer.credit.scheme = 'identical'"),
+        (
+            {"loss__aggregation": "seq-mean-token-sum-norm"},
+            r"would depend on the longest one beside it\. Set trainer\.loss\.options\.loss_scale",
+        ),
+        ({"loss__name": "dro"}, r"Set trainer\.loss\.options\.dro_beta"),
+        ({"loss__options": {"clip_ratio_c": 1.0}}, r"clip_ratio_c = 1 has no meaning. Give a number above 1\."),
+        ({"loss__name": "kl_cov", "loss__options": {"kl_cov_ratio": 2}}, "above 0 and at most 1"),
+        ({"loss__name": "kl_cov", "loss__options": {"ppo_kl_coef": float("nan")}}, "ppo_kl_coef = nan has no meaning"),
+        ({"loss__name": "gspo", "loss__options": {"tau_pos": 1.0}}, r"loss\.options\.tau_pos: trainer\.loss\.name = 'gspo'.*takes none"),
+        ({"loss__options": {"tau_pos": 1.0}}, r"takes clip_ratio_c\. Take it out"),
+        ({"loss__options": {"loss_scale_factor": 9}}, "takes clip_ratio_c"),
+        ({"weight_sync__method": "adapter"}, r"trainer\.lora\.rank = 0 trains no adapters\. Set the rank"),
+        ({"kl_coef": 0.1}, r"Set trainer\.loss\.reference"),
         ({"kl_coef": 0.1, "reference": Path("/nowhere")}, "is no directory"),
-        ({"correction": Correction(weights="token")}, "Set trainer.recompute_logprobs = true"),
+        ({"correction": Correction(weights="token")}, "Set trainer.loss.recompute_logprobs = true"),
         ({"correction": Correction(weights="token", threshold="two"), **RECOMPUTED}, r"correction\.threshold = 'two' is neither"),
         ({"correction": Correction(weights="token", threshold="2_1"), **RECOMPUTED}, "is neither"),
         ({"correction": Correction(reject={"k9": "1"}), **RECOMPUTED}, r"reject\.k9 is not known"),
         ({"correction": Correction(reject={"token_k1": "2"}), **RECOMPUTED}, "needs both bounds"),
         ({"correction": Correction(reject={"token_k3": "1_2"}), **RECOMPUTED}, "has no lower bound"),
-        ({"correction": Correction(objective="reinforce")}, "is for trainer.loss = 'bypass_mode'"),
-        ({"loss": "bypass_mode", **RECOMPUTED}, "Set trainer.recompute_logprobs = false"),
+        ({"correction": Correction(objective="reinforce")}, "is for trainer.loss.name = 'bypass_mode'"),
+        ({"loss__name": "bypass_mode", **RECOMPUTED}, "Set trainer.loss.recompute_logprobs = false"),
     ],
 )
 def test_what_cannot_be_done_is_refused(facts: dict[str, Any], says: str):
     with pytest.raises(SettingsError, match=says):
-        learning.check(TrainerSettings(**facts))
+        learning.check(trainer_settings(**facts))
 
 
 @pytest.mark.parametrize(
     "facts",
     [
         {},
-        {"estimator": "gdpo", "credit": "final_only"},
+        {"estimator": "gdpo", "credit__scheme": "final_only"},
         {"estimator": "gae", "gamma": 0.99, "gae_lambda": 0.95},
         {"estimator": "optimal_token_baseline"},
-        {"loss": "dro", "loss_options": {"dro_beta": 0.1}},
-        {"loss_aggregation": "seq-mean-token-sum-norm", "loss_options": {"loss_scale_factor": 9, "clip_ratio_c": 2}},
+        {"loss__name": "dro", "loss__options": {"dro_beta": 0.1}},
+        {"loss__aggregation": "seq-mean-token-sum-norm", "loss__options": {"loss_scale_factor": 9, "clip_ratio_c": 2}},
         {"kl_coef": 0.1, "model": Path("/begins/here")},
         {"merge": True, "correction": Correction(weights="token", threshold="0.5_5", reject={"token_k1": "0.5_2"}), **RECOMPUTED},
-        {"loss": "bypass_mode", "correction": Correction(weights="sequence", objective="reinforce")},
-        {"merge": True, "loss": "gspo", "loss_aggregation": "seq-mean-token-mean"},
+        {"loss__name": "bypass_mode", "correction": Correction(weights="sequence", objective="reinforce")},
+        {"merge": True, "loss__name": "gspo", "loss__aggregation": "seq-mean-token-mean"},
         {"merge": True, "correction": Correction(weights="sequence", reject={"seq_sum_k2": "1"}), **RECOMPUTED},
-        {"loss": "geo_mean", "baseline": "transition"},
+        {"loss__name": "geo_mean", "baseline": "transition"},
     ],
 )
 def test_what_goes_together_is_taken(facts: dict[str, Any]):
-    learning.check(TrainerSettings(**facts))
+    learning.check(trainer_settings(**facts))
 
 
 @pytest.mark.parametrize("mode", ["validate", "probe", "greedy", "trial"])
 def test_modes_that_are_held_out_are_refused(mode: str):
     with pytest.raises(ValidationError, match=f"rollouts of mode {mode} .* are never trained. Take {mode} out of trainer.modes"):
-        TrainerSettings(modes=("train", mode))
-    assert TrainerSettings(modes=("train", "production", "my-own")).modes == ("train", "production", "my-own")
+        trainer_settings(modes=("train", mode))
+    assert trainer_settings(modes=("train", "production", "my-own")).modes == ("train", "production", "my-own")
 
 
 def numbered(real: int, padding: int) -> Batch:

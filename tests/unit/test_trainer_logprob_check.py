@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spangrad.settings.trainer import LogprobAlarm
+from spangrad.settings.trainer_service import LogprobAlarm
 from trainer.monitor.logprob_check import DEFAULTS, LogprobLimits, bad_rows, beyond, engine_dtype, limits_of, metrics, statistics
 
 LIMITS = LogprobLimits(mean=0.05, p99=0.5, pearson=0.98, k3=0.005)

@@ -61,7 +61,7 @@ def base(tmp_path: Path) -> Path:
 
 def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
-    trainer = wired(settings(base, tmp_path / "policies", keep_checkpoints=1), FakeSource(["d", "a", "c", "b", "e"]))
+    trainer = wired(settings(base, tmp_path / "policies", checkpoint__keep=1), FakeSource(["d", "a", "c", "b", "e"]))
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "d-0", "d-1"], 2: ["b-0", "b-1", "c-0", "c-1"]}
     assert sorted(one.name for one in (tmp_path / "policies/policy/main").iterdir()) == ["v2"]
@@ -105,7 +105,10 @@ def test_stale_groups_are_skipped_once_and_counted(tmp_path: Path, base: Path, c
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "b-0", "b-1"]}
     assert trainer.ledger.skipped() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
-    assert "2 groups are skipped (stale): c, d. c: all 2 calls of the policy are masked: 2 stale (trainer.max_staleness = 0)" in caplog.text
+    assert (
+        "2 groups are skipped (stale): c, d. c: all 2 calls of the policy are masked: 2 stale (trainer.sampling.max_staleness = 0)"
+        in caplog.text
+    )
 
 
 def test_a_group_that_may_not_be_trained_is_replaced_by_the_next(tmp_path: Path, base: Path):
@@ -201,7 +204,7 @@ def test_a_branch_of_a_branch_trains_on_what_the_old_one_sampled(tmp_path: Path,
 
 
 def test_a_checkpoint_that_another_branch_begins_with_is_kept(tmp_path: Path, base: Path):
-    main = wired(settings(base, tmp_path, keep_checkpoints=1), FakeSource(["a", "b"]))
+    main = wired(settings(base, tmp_path, checkpoint__keep=1), FakeSource(["a", "b"]))
     main.run(follow=False)
     path = Path(loop.newest_version(main.ledger).policy_version.path)
     fork = wired(settings(path, tmp_path, branch="fork"), FakeSource([]))
@@ -292,11 +295,11 @@ def test_a_signal_inside_a_transaction_waits_for_its_end():
 def test_settings_that_cannot_be_trained_are_refused(tmp_path: Path, base: Path):
     with pytest.raises(SettingsError, match=r"trainer\.model is not set"):
         wired(settings(base, tmp_path, model=None), FakeSource([]))
-    contradiction = settings(base, tmp_path, credit="reward_to_go", baseline="rollout")
-    with pytest.raises(SettingsError, match=r"trainer\.baseline = 'turn'"):
+    contradiction = settings(base, tmp_path, credit__scheme="reward_to_go", baseline="rollout")
+    with pytest.raises(SettingsError, match=r"trainer\.credit\.baseline = 'turn'"):
         loop.train(contradiction, follow=False)
     with pytest.raises(SettingsError, match="compares returns with that of a whole greedy rollout"):
-        loop.train(settings(base, tmp_path, estimator="remax", credit="own", baseline="turn"), follow=False)
+        loop.train(settings(base, tmp_path, estimator="remax", credit__scheme="own", baseline="turn"), follow=False)
     ledger = Ledger(tmp_path, "empty", "main")
     with pytest.raises(LedgerError, match="no weights to train"):
         loop.newest_version(ledger)

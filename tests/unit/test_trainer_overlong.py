@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from sections import trainer_settings
 
 from fakes import transition_row
 from spangrad.errors import SettingsError
@@ -47,7 +48,7 @@ def test_with_overlong_adds_a_reward_to_the_policys_long_calls_alone():
         call("a", 0, 18, rewards=(1.0,)), call("a", 1, 3), call("b", 0, 30, Policy="other"), call("b", 1, 40, rewards=(0.5, 0.25)),
     )  # fmt: skip
     own = rows["Policy"] == "policy"
-    found = with_overlong(rows, own, TrainerSettings(overlong_tokens=20, overlong_buffer=4))
+    found = with_overlong(rows, own, trainer_settings(overlong_tokens=20, overlong_buffer=4))
     assert found["Rewards.Name"].to_list() == [["reward", "overlong"], [], [], ["reward", "reward", "overlong"]]
     assert found["Rewards.Value"].to_list() == [[1.0, -0.5], [], [], [0.5, 0.25, -1.0]]
     assert found["Rewards.CallId"].list.len().to_list()[1:3] == [0, 0]
@@ -68,9 +69,9 @@ def test_with_overlong_adds_a_reward_to_the_policys_long_calls_alone():
 )
 def test_truncated_calls_are_masked_with_their_rollouts_where_asked(truncated: Any, expected: list[str | None]):
     rows = frame(call("a", 0, 2), call("a", 1, 3, cut=True), call("b", 0, 2), call("c", 0, 2))
-    assert masks(rows, TrainerSettings(truncated=truncated), lineage=[0]).to_list() == expected
+    assert masks(rows, trainer_settings(truncated=truncated), lineage=[0]).to_list() == expected
     others = rows.with_columns(Policy=pl.Series(["policy", "other", "policy", "policy"]))
-    rejected = masks(others, TrainerSettings(truncated="reject"), lineage=[0]).filter(others["Policy"] == "policy")
+    rejected = masks(others, trainer_settings(truncated="reject"), lineage=[0]).filter(others["Policy"] == "policy")
     assert rejected.to_list() == [None, None, None], "another policy's cut call is none of this one's"
 
 
@@ -86,7 +87,7 @@ def test_masked_truncated_calls_stay_in_the_baseline(truncated: Any, trained: in
     def against_the_mean(units: Units) -> Any:
         return units.values - units.values.mean()
 
-    settings = TrainerSettings(truncated=truncated)
+    settings = trainer_settings(truncated=truncated)
     batch, metrics = assemble(loaded, settings, against_the_mean, lineage=[0], divisor=1)
     assert metrics["transitions"] == batch.real_rows == trained
     assert metrics["masked_truncated"] == 4 - trained
@@ -98,17 +99,17 @@ def test_masked_truncated_calls_stay_in_the_baseline(truncated: Any, trained: in
 
 @pytest.mark.parametrize(("tokens", "buffer"), [(20, 0), (0, 4), (4, 20)])
 def test_overlong_settings_without_a_meaning_are_refused(tokens: int, buffer: int):
-    with pytest.raises(SettingsError, match=r"Set trainer\.overlong_tokens to the limit of a response"):
-        learning.check(TrainerSettings(overlong_tokens=tokens, overlong_buffer=buffer))
-    learning.check(TrainerSettings(overlong_tokens=20, overlong_buffer=4))
+    with pytest.raises(SettingsError, match=r"Set trainer\.credit\.overlong_tokens to the limit of a response"):
+        learning.check(trainer_settings(overlong_tokens=tokens, overlong_buffer=buffer))
+    learning.check(trainer_settings(overlong_tokens=20, overlong_buffer=4))
 
 
 def test_the_pages_settings_of_dapo_are_complete_and_go_together():
     page = (Path(__file__).parents[2] / "docs" / "guides" / "learning.md").read_text()
     block = page.split("## DAPO")[1].split("```toml\n")[1].split("```")[0]
-    settings = TrainerSettings(**tomllib.loads(block)["trainer"])
+    settings = trainer_settings(**tomllib.loads(block)["trainer"])
     learning.check(settings)
-    assert (settings.clip_ratio_high, settings.skip_equal_groups, settings.truncated) == (0.28, True, "mask")
+    assert (settings.loss.clip_ratio_high, settings.sampling.skip_equal_groups, settings.sampling.truncated) == (0.28, True, "mask")
     tokens = pl.DataFrame({"n": [16384, 17408, 18432, 20480]})
-    found = tokens.select(punishment(pl.col("n"), settings.overlong_tokens, settings.overlong_buffer)).to_series()
+    found = tokens.select(punishment(pl.col("n"), settings.credit.overlong_tokens, settings.credit.overlong_buffer)).to_series()
     assert found.to_list() == [0.0, -0.25, -0.5, -1.0], "the table of the page"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from sections import trainer_settings
 from trainer_world import SPEC, FakeSource, group, settings, wired, write_base
 
 from fakes import transition_row
@@ -19,7 +20,7 @@ from trainer.data.planning import past_of
 from trainer.data.source import Group, GroupState
 from trainer.ledger.skips import SkipReason
 
-SETTINGS = TrainerSettings(groups_per_batch=2, max_staleness=1)
+SETTINGS = trainer_settings(groups_per_batch=2, max_staleness=1)
 TOKENIZER = str(transition_row("r")["TokenizerHash"])
 FRESH = LedgerHistory((0,), TOKENIZER, frozenset(), frozenset(), {})
 
@@ -63,7 +64,8 @@ def test_every_reason_not_to_train_is_told():
         "": ("no_group", None, None), "held": ("other_mode", None, None), "busy": ("under_way", None, None), "old": ("trained", None, None),
     }  # fmt: skip
     assert made.sentence == (
-        "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 3 rollouts to be "
+        "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.sampling.groups_per_batch); 1 group waits for 3 "
+        "rollouts to be "
         "built; 1 rollout ended and not built (`spangrad build`); 1 group is skipped (1 greedy); 5 rollouts without a group "
         "(docs/guides/training.md); 1 group is of mode validate; 1 group is in a step under way; 1 group trained before."
     )

@@ -204,7 +204,7 @@ def test_start_waits_for_a_gateway_that_starts_beside_it(tmp_path: Path, base: P
 
 def test_retries_of_transfers_read_the_weights_of_the_version_from_its_files(tmp_path: Path, base: Path) -> None:
     """Those in memory are in the middle of the next step by then."""
-    chosen = settings(base, tmp_path / "policies", weight_sync="transfer", groups_per_batch=1)
+    chosen = settings(base, tmp_path / "policies", weight_sync__method="transfer", groups_per_batch=1)
     sent: list[list[float]] = []
 
     class Sending(Away):

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from ledger_places import Place
+from sections import trainer_settings
 from sqlalchemy import event
 
 from spangrad.errors import LedgerError
-from spangrad.settings import TrainerSettings
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import BatchLease, Ledger
@@ -23,7 +23,7 @@ from trainer.ledger.skips import SkipReason
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
 MADE = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}
-SETTINGS = TrainerSettings(run_id="run")
+SETTINGS = trainer_settings(run_id="run")
 
 
 def group(name: str) -> Group:

@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sections import trainer_settings
 
 import fakes
 from spangrad.settings import BuilderSettings, TrainerSettings
@@ -85,7 +86,7 @@ def test_role_metrics_tell_whether_the_parts_of_returns_cancel(rollouts: pl.Data
     assert bool(warning) is (expected == 1.0)
     if warning:
         assert "the roles black, white earned different rewards" in warning
-        assert "trainer.reward_roles, such as ['black']" in warning
+        assert "trainer.credit.reward_roles, such as ['black']" in warning
 
 
 def test_role_metrics_look_at_weighted_returns() -> None:
@@ -97,7 +98,8 @@ def test_role_metrics_look_at_weighted_returns() -> None:
 def test_missing_roles_are_named_where_no_reward_is_of_those_that_count() -> None:
     transitions = duel(1.0, -1.0)
     assert missing_roles(transitions, ("White",)) == (
-        "no reward is of the roles in trainer.reward_roles (White): those of the batch are of black, white. Name the policy's own as the "
+        "no reward is of the roles in trainer.credit.reward_roles (White): those of the batch are of black, white. Name the policy's own "
+        "as the "
         "evaluator does."
     )
     assert [missing_roles(transitions, ()), missing_roles(transitions, ("white", "red")), missing_roles(frame([[[]]]), ("red",))] == [
@@ -126,8 +128,8 @@ def test_reward_roles_give_each_policy_of_a_game_its_own_return_and_advantage_fr
 
     win, loss = 0.5, -1.5  # (1 - mean) and (-1 - mean) over the sample standard deviation, mean 0.5 and deviation 1
     for policy, expected in {"white": [win, win, win, loss], "black": [-win, -win, -win, -loss]}.items():
-        settings = TrainerSettings(policy=policy, reward_roles=(policy,), max_staleness=9)
-        counted = count_roles(transitions, settings.reward_roles)
+        settings = trainer_settings(policy=policy, reward_roles=(policy,), max_staleness=9)
+        counted = count_roles(transitions, settings.credit.reward_roles)
         loaded = Loaded(batch_rollouts, counted)
         own = loaded.own(policy, settings.selection)
         values = advantages(counted, own, CreditRule.of(settings), normalise=group_relative).to_list()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sections import trainer_settings
 
 from spangrad.errors import SettingsError
 from spangrad.processes import free_ports
@@ -18,7 +19,7 @@ from spangrad.weights.checksums import checksum_arrays
 from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}
-ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32", "group": ""}
+ASKED = {"engine": "policy-0", "over": "http", "workers__per_node": 1, "dtype": "float32", "group": ""}
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_nccl_without_a_gpu_is_refused_with_the_remedy(sender: WeightsSender, mo
 
 def test_a_port_that_is_taken_is_told(sender: WeightsSender):
     taken = int(sender.url.rpartition(":")[2])
-    with pytest.raises(SettingsError, match=rf"trainer\.transfer_port = {taken}: cannot listen there"):
-        WeightsSender(TrainerSettings(transfer_port=taken))
+    with pytest.raises(SettingsError, match=rf"trainer\.weight_sync\.transfer_port = {taken}: cannot listen there"):
+        WeightsSender(trainer_settings(transfer_port=taken))
     (free,) = free_ports(1)
-    WeightsSender(TrainerSettings(transfer_port=free)).close()
+    WeightsSender(trainer_settings(transfer_port=free)).close()

@@ -8,9 +8,9 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sections import changed, trainer_settings
 
 from fakes import transition_row
-from spangrad.settings import TrainerSettings
 from trainer.data.assemble import assemble, batch_groups
 from trainer.data.group_checks import find_skips, same_ids
 from trainer.data.masks import masks
@@ -20,7 +20,7 @@ from trainer.ledger.skips import DEPENDENCES, FAILURES, MASKS, REMEDIES, Skip, S
 GROUP = Group("run", "train", "spec", "group")
 OTHER = Group("run", "train", "spec", "other")
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String), "Logprobs": pl.List(pl.Float64)}
-SETTINGS = TrainerSettings(run_id="run", max_tokens_per_device=5)
+SETTINGS = trainer_settings(run_id="run", max_tokens_per_device=5)
 
 
 def loaded(rows: list[dict[str, object]]) -> Loaded:
@@ -30,7 +30,7 @@ def loaded(rows: list[dict[str, object]]) -> Loaded:
 
 
 def skips(rows: list[dict[str, object]], *groups: Group, lineage: tuple[int, ...] = (0,), **changes: Any) -> dict[Group, Skip]:
-    chosen = SETTINGS.model_copy(update=changes)
+    chosen = changed(SETTINGS, changes)
     of = loaded(rows or [transition_row("elsewhere", GroupId="elsewhere")])
     return find_skips(groups or (GROUP,), of, chosen, lineage=lineage, tokenizer_hash="tokenizer")
 
@@ -115,7 +115,7 @@ def test_find_skips_of_one_odd_call_among_many_skips_nothing(odd: dict[str, obje
         for r in range(8)
         for t in range(8)
     ]
-    lineage, chosen = (0, 1, 2, 3, 4, 5), SETTINGS.model_copy(update={"max_staleness": 2})
+    lineage, chosen = (0, 1, 2, 3, 4, 5), changed(SETTINGS, {"max_staleness": 2})
     assert find_skips([GROUP], loaded(rows), chosen, lineage=lineage, tokenizer_hash="tokenizer") == {}
     own = {"lineage": lineage, "tokenizer_hash": "tokenizer"}
     batch, facts = assemble(loaded(rows), chosen, lambda units: units.values - units.values.mean(), divisor=1, **own)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_masks_of_a_call_is_that_of_its_oldest_token() -> None:
     ]
     lineage = (0, 4, 6)
     for bound, expected in ((0, ["stale", "unknown_version", None]), (1, [None, "unknown_version", None])):
-        chosen = SETTINGS.model_copy(update={"max_staleness": bound})
+        chosen = changed(SETTINGS, {"max_staleness": bound})
         assert masks(loaded(rows).transitions, chosen, lineage=lineage).to_list() == expected
 
 
@@ -143,7 +143,7 @@ def test_masks_of_a_call_is_that_of_its_oldest_token() -> None:
 def test_masks_of_a_call_depend_on_no_other_call(odds: list[dict[str, object]], random: Any) -> None:
     rows = [transition_row(f"r{place}", **{"Version": 5, **odd}) for place, odd in enumerate(odds)]  # type: ignore[arg-type]
     random.shuffle(rows)
-    chosen = SETTINGS.model_copy(update={"max_staleness": 2})
+    chosen = changed(SETTINGS, {"max_staleness": 2})
     own = {"settings": chosen, "lineage": (0, 1, 2, 3, 4, 5), "tokenizer_hash": "tokenizer"}
     together = masks(loaded(rows).transitions, **own).to_list()
     assert together == [masks(loaded([row]).transitions, **own)[0] for row in rows]
@@ -154,7 +154,7 @@ def test_find_skips_where_every_call_is_masked_gives_the_most_frequent_reason() 
     (skip,) = skips(rows, lineage=(3, 4)).values()
     assert skip.reason is SkipReason.STALE
     assert skip.detail == (
-        "all 5 calls of the policy are masked: 2 unknown_version, 3 stale (trainer.max_staleness = 0); "
+        "all 5 calls of the policy are masked: 2 unknown_version, 3 stale (trainer.sampling.max_staleness = 0); "
         "the oldest is of version 0, and version 4 is trained."
     )
 
@@ -183,7 +183,7 @@ def test_find_skips_where_asked_skips_equal_groups_and_those_whose_masked_calls_
     # By turn: the calls that differ are greedy, and those that are trained do not differ.
     turns = [transition_row(name, turn, Temperature=float(turn)) for name in "ab" for turn in (0, 1)]
     turns[0] = transition_row("a", rewards=(1.0,), Temperature=0.0)
-    assert reasons(turns, skip_equal_groups=True, credit="own", baseline="turn") == {GROUP: SkipReason.EQUAL}
+    assert reasons(turns, skip_equal_groups=True, credit__scheme="own", baseline="turn") == {GROUP: SkipReason.EQUAL}
 
 
 def test_same_ids_keeps_the_first_group_of_each_rollout_id() -> None:
@@ -210,13 +210,13 @@ def test_each_reason_says_what_it_depends_on_and_a_failure_how_it_is_fixed() -> 
     assert set(DEPENDENCES) == set(SkipReason)
     assert set(REMEDIES) == set(FAILURES)
     named = {name for dependence in DEPENDENCES.values() for name in dependence.settings}
-    assert named <= TrainerSettings.model_fields.keys()
+    assert SETTINGS.values_of(named).keys() == named
     assert not set(MASKS) & set(FAILURES)
 
 
 def test_basis_changes_with_the_settings_that_a_reason_depends_on_and_with_no_other() -> None:
     before = bases(SETTINGS)
-    after = bases(SETTINGS.model_copy(update={"max_staleness": 3, "learning_rate": 1.0}))
-    changed = {reason for reason in SkipReason if before[reason] != after[reason]}
-    assert changed == {*MASKS, SkipReason.NO_BASELINE, SkipReason.EQUAL}
+    after = bases(changed(SETTINGS, {"max_staleness": 3, "learning_rate": 1.0}))
+    differing = {reason for reason in SkipReason if before[reason] != after[reason]}
+    assert differing == {*MASKS, SkipReason.NO_BASELINE, SkipReason.EQUAL}
     assert basis(SkipReason.CONTRADICTORY, SETTINGS) == "{}"

@@ -274,11 +274,12 @@ def test_a_run_in_which_too_many_groups_fail_stops_with_the_reason_and_the_remed
     with pytest.raises(TrainerError) as caught:
         trainer.run(follow=False)
     assert str(caught.value) == (
-        "4 of the last 8 groups of run 'run' failed (4 logprob_gap), more than trainer.max_failed_share = 0.25 allows, most of them as "
+        "4 of the last 8 groups of run 'run' failed (4 logprob_gap), more than trainer.alarms.max_failed_share = 0.25 allows, most of "
+        "them as "
         "logprob_gap. The newest is group 'bad2': rows [0, 1, 2, 3] differ by 0.4 nats. See that engine and trainer hold the same "
         "weights and tokenizer and that the recorded sampling parameters are those in effect (docs/guides/learning.md). "
         "`spangrad train skipped --reason logprob_gap` lists them. Once the cause is gone, "
-        "`spangrad train restore --reason logprob_gap` brings them back; to go on without them, raise trainer.max_failed_share."
+        "`spangrad train restore --reason logprob_gap` brings them back; to go on without them, raise trainer.alarms.max_failed_share."
     )
     assert (committed(trainer), trainer.ledger.holder()) == ({0: []}, None), "the lease is undone"
     trainer.ledger.close()

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from sections import trainer_settings
 from trainer_world import FakeSource, settings, wired, write_base
 
 from spangrad.errors import SettingsError
-from spangrad.settings import Settings, TrainerSettings
+from spangrad.settings import Settings
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor import tracking
@@ -116,7 +117,7 @@ def test_a_terminal_has_a_table_of_the_last_steps_with_the_log_above_it(monkeypa
     handler = logging.StreamHandler(stream)
     logging.getLogger().addHandler(handler)
     try:
-        view = LiveView(TrainerSettings(branch="[/s]"), console)
+        view = LiveView(trainer_settings(branch="[/s]"), console)
         for number in range(1, 15):
             view.stepped(step(number))
         view.evaluated(version(14, validate_return=0.75, validate_rollouts=8.0), 14)
@@ -138,7 +139,7 @@ def test_a_terminal_has_a_table_of_the_last_steps_with_the_log_above_it(monkeypa
 
 
 def test_held_out_rollouts_become_metrics_by_name() -> None:
-    weighted = TrainerSettings(reward_weights={"tool": 0.5})
+    weighted = trainer_settings(reward_weights={"tool": 0.5})
     rows = [{"reward": 1.0, "tool": -1.0}, {"reward": 0.0}, {"style": 2.0}]
     assert validation(rows, weighted) == {
         "validate_rollouts": 3.0, "validate_return": pytest.approx(2.5 / 3), "validate_success": pytest.approx(2 / 3),
@@ -147,7 +148,7 @@ def test_held_out_rollouts_become_metrics_by_name() -> None:
 
 
 def test_the_best_version_is_measured_often_enough_and_still_there(tmp_path: Path) -> None:
-    chosen = TrainerSettings(best_rollouts=8)
+    chosen = trainer_settings(best_rollouts=8)
     here = str(tmp_path)
 
     def measured(number: int, value: float, rollouts: float = 8, path: str = here) -> LedgerVersion:
@@ -163,7 +164,7 @@ def test_the_best_version_is_measured_often_enough_and_still_there(tmp_path: Pat
 
 def test_a_command_evaluates_every_few_steps_and_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def ran(*command: str, every: int = 2) -> list[str]:
-        chosen = Settings(trainer=TrainerSettings(evaluate_every=every, evaluate_command=command))
+        chosen = Settings(trainer=trainer_settings(evaluation__every=every, evaluation__command=command))
         evaluation = Evaluation(None, chosen, "spec")  # type: ignore[arg-type]
         for number in range(1, 6):
             evaluation.run_command(version(number), number)
@@ -175,9 +176,9 @@ def test_a_command_evaluates_every_few_steps_and_may_fail(tmp_path: Path, caplog
         f"import pathlib, sys; here = pathlib.Path({str(tmp_path)!r}); n = len(list(here.iterdir())); (here / str(n)).touch(); sys.exit(n)"
     )
     assert ran(sys.executable, "-c", code) == ["0", "1"]
-    assert caplog.messages == ["trainer.evaluate_command ended with exit code 1 for version 4"]
+    assert caplog.messages == ["trainer.evaluation.command ended with exit code 1 for version 4"]
     ran("/nowhere/at/all", every=5)
-    assert "trainer.evaluate_command cannot be started" in caplog.messages[-1]
+    assert "trainer.evaluation.command cannot be started" in caplog.messages[-1]
 
 
 def test_metrics_have_groups() -> None:
@@ -192,4 +193,4 @@ def test_a_tracker_that_is_not_installed_is_refused_at_once(monkeypatch: pytest.
     with pytest.raises(
         SettingsError, match=r"trainer\.trackers names 'clearml', whose package is not installed\. Run `pip install no_such"
     ):
-        Trackers(Settings(trainer=TrainerSettings(trackers=("clearml",))))
+        Trackers(Settings(trainer=trainer_settings(trackers=("clearml",))))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ledger_places import Place
+from sections import trainer_settings
 from tuning_world import (
     ROWS,
     WHOLE,
@@ -28,7 +29,6 @@ from tuning_world import (
 )
 
 from spangrad.errors import GatewayError, SettingsError, TrainerError
-from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.demand import spent
@@ -108,7 +108,7 @@ def test_a_whole_run_is_whole_whatever_trained_its_rollouts_since(tmp_path: Path
     assert (tuned(chosen, file).versions, len(fakes)) == ([], 2)
     ledger = ledger_of(chosen)
     lease = ledger.begin([BatchRollout(Group("run", "train", "spec", f"g{one}"), f"r{one}", 0, 0) for one in (3, 5, 7, 9)])
-    assert lease, "asked for by trainer.retrain_tuned"
+    assert lease, "asked for by trainer.sampling.retrain_tuned"
     head = newest_version(ledger)
     facts = {"checksum": head.policy_version.checksum, "path": head.policy_version.path}
     ledger.commit(lease, **facts, tokenizer_hash=head.tokenizer_hash, metrics={})
@@ -227,11 +227,11 @@ def test_what_reinforcement_trained_is_left_out_and_the_other_way_round(tmp_path
     assert ledger.finished_groups("run", "spec") == tuned_groups, "whatever rollouts else they have"
     assert ledger.finished_groups("run", "spec", tuned=False) == set()
     assert ledger.finished_groups("another run", "spec") == set()
-    assert [spent(ledger, TrainerSettings(run_id="run", retrain_tuned=asked), "spec").trained for asked in (False, True)] == [4, 0], (
+    assert [spent(ledger, trainer_settings(run_id="run", retrain_tuned=asked), "spec").trained for asked in (False, True)] == [4, 0], (
         "what is left out is asked for again"
     )
     lease = ledger.begin([BatchRollout(Group("run", "train", "spec", "g3"), name, 0, 0) for name in ("r3", "r4")])
-    assert lease, "asked for (trainer.retrain_tuned), they are trained: files claim no rollout"
+    assert lease, "asked for (trainer.sampling.retrain_tuned), they are trained: files claim no rollout"
     facts = {"checksum": ledger.version(1).policy_version.checksum, "path": ledger.version(1).policy_version.path}
     ledger.commit(lease, **facts, tokenizer_hash=ledger.version(1).tokenizer_hash, metrics={})
     rows = [tokens(4, 2, **meta("r4", "g3")), tokens(6, 2, **meta("r6", "g6")), tokens(8, 2)]
@@ -262,11 +262,11 @@ def test_a_branch_that_moves_meanwhile_ends_the_run(tmp_path: Path, base: Path, 
 def test_a_gateway_that_is_away_is_missed_before_the_work(tmp_path: Path, base: Path, file: Path, fakes: list[FakeTuner]):
     chosen = settings(base, tmp_path / "policies", trainer={"publish": True})
     chosen = chosen.model_copy(update={"gateway": chosen.gateway.model_copy(update={"url": "http://127.0.0.1:9"})})
-    with pytest.raises(GatewayError, match=r"does not answer .* trainer\.publish = false trains without"):
+    with pytest.raises(GatewayError, match=r"does not answer .* trainer\.weight_sync\.publish = false trains without"):
         tuned(chosen, file)
     assert fakes == []
-    with pytest.raises(SettingsError, match=r"trainer\.weight_sync = adapter hands out adapters alone"):
-        tuned(settings(base, tmp_path / "policies", trainer={"weight_sync": "adapter", "lora_rank": 4}), file)
+    with pytest.raises(SettingsError, match=r"trainer\.weight_sync\.method = adapter hands out adapters alone"):
+        tuned(settings(base, tmp_path / "policies", trainer={"weight_sync__method": "adapter", "lora__rank": 4}), file)
     with pytest.raises(SettingsError, match=r"trainer\.model is not set"):
         tuned(settings(None, tmp_path / "nothing"), file)  # type: ignore[arg-type]
 

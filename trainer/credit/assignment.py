@@ -78,13 +78,13 @@ class CreditRule:
     def of(cls, settings: TrainerSettings) -> CreditRule:
         """Return the rule of the trainer's settings."""
         return cls(
-            settings.credit,
-            settings.baseline,
-            settings.gamma,
-            settings.step_weight,
-            settings.reward_weights,
-            ESTIMATORS[settings.estimator].scope,
-            settings.estimator == "gdpo",
+            settings.credit.scheme,
+            settings.credit.baseline,
+            settings.credit.gamma,
+            settings.credit.step_weight,
+            settings.credit.reward_weights,
+            ESTIMATORS[settings.credit.estimator].scope,
+            settings.credit.estimator == "gdpo",
         )
 
     def check(self) -> None:
@@ -97,7 +97,7 @@ class CreditRule:
         weights = {"step_weight": self.step_weight, **{f"reward_weights.{name}": weight for name, weight in self.reward_weights.items()}}
         for name, weight in weights.items():
             if not math.isfinite(weight):
-                raise SettingsError(f"trainer.{name} = {weight} is not finite. Give a number.")
+                raise SettingsError(f"trainer.credit.{name} = {weight} is not finite. Give a number.")
 
 
 def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | None = None, *, normalise: Normalise) -> pl.Series:
@@ -182,7 +182,7 @@ def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Ser
     sum_{k >= t} gamma^(k - t) r_k, against those of all steps of the group that were taken in the same state; 0 in a state that came up
     once. Two calls are in the same state when their prompts' token ids are equal (compared by a 64-bit hash, within the group).
 
-    Source: GiGPO (https://arxiv.org/abs/2505.10978), section 4, normalised by the standard deviation; omega is trainer.step_weight.
+    Source: GiGPO (https://arxiv.org/abs/2505.10978), section 4, normalised by the standard deviation; omega is trainer.credit.step_weight.
     """
     steps = calls.select(*GROUP, State=pl.col("PromptIds").hash())
     step = _among_own(calls, steps, calls["ToGo"], rule, normalise)
@@ -232,9 +232,9 @@ def require_baseline(credit: Credit, baseline: Baseline) -> None:
     if baseline not in takes:
         others = ", ".join(repr(scheme) for scheme, baselines in BASELINES.items() if baseline in baselines)
         raise SettingsError(
-            f"trainer.credit = {credit!r} does not go with trainer.baseline = {baseline!r}, which compares "
-            f"{_COMPARED[baseline]}. Set trainer.baseline = {takes[0]!r}, or "
-            f"trainer.credit to one of {others}."
+            f"trainer.credit.scheme = {credit!r} does not go with trainer.credit.baseline = {baseline!r}, which compares "
+            f"{_COMPARED[baseline]}. Set trainer.credit.baseline = {takes[0]!r}, or "
+            f"trainer.credit.scheme to one of {others}."
         )
 
 

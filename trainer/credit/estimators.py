@@ -21,7 +21,7 @@ from trainer.optim.process import prepare_process, quiet
 
 
 def estimator(settings: TrainerSettings) -> Normalise:
-    """Return the comparison that `trainer.estimator` names, with verl's parameters as the settings have them."""
+    """Return the comparison that `trainer.credit.estimator` names, with verl's parameters as the settings have them."""
 
     def compare(units: Units) -> NDArray[np.float64]:
         with quiet():
@@ -40,7 +40,7 @@ def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    name = settings.estimator
+    name = settings.credit.estimator
     lengths = units.lengths if ESTIMATORS[name].tokens else np.ones_like(units.lengths)
     mask = np.arange(lengths.max()) < lengths[:, None]
     rewards = np.zeros(mask.shape)
@@ -50,11 +50,11 @@ def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
         "token_level_rewards": torch.from_numpy(rewards),
         "response_mask": torch.from_numpy(mask.astype(np.float64)),
         "index": units.groups,
-        "norm_adv_by_std_in_grpo": settings.norm_by_std,
+        "norm_adv_by_std_in_grpo": settings.credit.norm_by_std,
         "config": AlgoConfig(
-            norm_adv_by_std_in_grpo=settings.norm_by_std,
+            norm_adv_by_std_in_grpo=settings.credit.norm_by_std,
             gdpo_reward_keys=names or None,
-            gdpo_reward_weights=[settings.reward_weights.get(reward, 1.0) for reward in names] or None,
+            gdpo_reward_weights=[settings.credit.reward_weights.get(reward, 1.0) for reward in names] or None,
         ),
     }
     if units.greedy is not None:
@@ -99,12 +99,12 @@ def over_tokens(
         "token_level_rewards": laid(np.where(last, links.rewards[row], 0.0)),
         "response_mask": laid(np.ones(len(row))),
         "index": links.group[np.unique(links.rollout, return_index=True)[1]],
-        "gamma": settings.gamma,
-        "lam": settings.gae_lambda,
+        "gamma": settings.credit.gamma,
+        "lam": settings.credit.gae_lambda,
         "config": AlgoConfig(),
         **{name: laid(values[row, column]) for name, values in token_values.items()},
     }
-    outputs = get_adv_estimator_fn(settings.estimator)(**_accepted(settings.estimator, facts))
+    outputs = get_adv_estimator_fn(settings.credit.estimator)(**_accepted(settings.credit.estimator, facts))
     results: list[NDArray[np.float32]] = []
     for output in outputs:
         spread = np.zeros(batch.logprobs.shape, np.float32)

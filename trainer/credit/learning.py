@@ -15,7 +15,7 @@ from typing import Literal
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
-from spangrad.settings.trainer import Estimator, Loss
+from spangrad.settings.trainer_learning import Estimator, Loss
 from spangrad.weights.adapters import adapter_facts
 
 Scope = Literal["group", "batch", "all", "greedy"]
@@ -72,7 +72,7 @@ class LossFacts:
     """Properties of a loss."""
 
     options: tuple[str, ...] = ()
-    """Names of the `trainer.loss_options` that the loss reads."""
+    """Names of the `trainer.loss.options` that the loss reads."""
     by_rollout: bool = False
     """True if the loss looks at all responses of the policy in a rollout as a whole (`trainer.optim.losses.rollout_losses`)."""
 
@@ -107,7 +107,7 @@ SCALE = "loss_scale_factor"
 REJECTIONS = frozenset(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")) - {
     "seq_max_k1"
 }
-"""Verl's names of what `trainer.correction.reject` may look at."""
+"""Verl's names of what `trainer.loss.correction.reject` may look at."""
 
 
 def check(settings: TrainerSettings) -> None:
@@ -120,123 +120,142 @@ def check(settings: TrainerSettings) -> None:
     _check_loss(settings)
     _check_correction(settings)
     _check_road(settings)
-    if settings.kl_coef and settings.reference is None and settings.model is None:
+    if settings.loss.kl_coef and settings.loss.reference is None and settings.model is None:
         raise SettingsError(
-            f"trainer.kl_coef = {settings.kl_coef:g} holds the policy to a reference, and none is named. Set trainer.reference to the "
-            "directory of its weights, or trainer.kl_coef = 0."
+            f"trainer.loss.kl_coef = {settings.loss.kl_coef:g} holds the policy to a reference, and none is named. Set "
+            f"trainer.loss.reference to the "
+            "directory of its weights, or trainer.loss.kl_coef = 0."
         )
-    if settings.kl_coef and settings.reference is not None and not settings.reference.is_dir():
-        raise SettingsError(f"trainer.reference = {str(settings.reference)!r} is no directory. Give the one that holds the weights.")
+    if settings.loss.kl_coef and settings.loss.reference is not None and not settings.loss.reference.is_dir():
+        raise SettingsError(
+            f"trainer.loss.reference = {str(settings.loss.reference)!r} is no directory. Give the one that holds the weights."
+        )
     _check_merge(settings)
     _check_overlong(settings)
 
 
 def _check_overlong(settings: TrainerSettings) -> None:
-    longest, buffer = settings.overlong_tokens, settings.overlong_buffer
+    longest, buffer = settings.credit.overlong_tokens, settings.credit.overlong_buffer
     if (longest or buffer) and not 0 < buffer <= longest:
         raise SettingsError(
-            f"trainer.overlong_tokens = {longest} with trainer.overlong_buffer = {buffer} has no meaning: a buffer lies within "
-            "the tokens. Set trainer.overlong_tokens to the limit of a response (max_tokens) and trainer.overlong_buffer to the "
+            f"trainer.credit.overlong_tokens = {longest} with trainer.credit.overlong_buffer = {buffer} has no meaning: a buffer lies "
+            f"within "
+            "the tokens. Set trainer.credit.overlong_tokens to the limit of a response (max_tokens) and trainer.credit.overlong_buffer to "
+            "the "
             "tokens before it, such as 20480 and 4096, or both to 0."
         )
 
 
 def by_token(settings: TrainerSettings) -> bool:
     """Return whether each token has an advantage of its own."""
-    return ESTIMATORS[settings.estimator].by_token
+    return ESTIMATORS[settings.credit.estimator].by_token
 
 
 def _check_road(settings: TrainerSettings) -> None:
-    if settings.weight_sync == "adapter" and not settings.lora_rank:
+    if settings.weight_sync.method == "adapter" and not settings.lora.rank:
         raise SettingsError(
-            "trainer.weight_sync = adapter, and trainer.lora_rank = 0 trains no adapters. Set the rank, or "
-            "trainer.weight_sync = disk for whole models."
+            "trainer.weight_sync.method = adapter, and trainer.lora.rank = 0 trains no adapters. Set the rank, or "
+            "trainer.weight_sync.method = disk for whole models."
         )
-    held = settings.reference or settings.model
-    if settings.kl_coef and held and adapter_facts(held):
+    held = settings.loss.reference or settings.model
+    if settings.loss.kl_coef and held and adapter_facts(held):
         raise SettingsError(
-            f"{held}, to which the policy is held (trainer.kl_coef), is an adapter. Set trainer.reference to a whole model."
+            f"{held}, to which the policy is held (trainer.loss.kl_coef), is an adapter. Set trainer.loss.reference to a whole model."
         )
 
 
 def _check_estimator(settings: TrainerSettings) -> None:
-    facts = ESTIMATORS[settings.estimator]
-    if facts.by_token and (settings.credit, settings.baseline) != ("identical", "rollout"):
+    facts = ESTIMATORS[settings.credit.estimator]
+    if facts.by_token and (settings.credit.scheme, settings.credit.baseline) != ("identical", "rollout"):
         raise SettingsError(
-            f"trainer.estimator = {settings.estimator!r} gives credit to each token by itself, and trainer.credit = {settings.credit!r} "
-            f"with trainer.baseline = {settings.baseline!r} has no part in it. Leave both out."
+            f"trainer.credit.estimator = {settings.credit.estimator!r} gives credit to each token by itself, and trainer.credit.scheme = "
+            f"{settings.credit.scheme!r} "
+            f"with trainer.credit.baseline = {settings.credit.baseline!r} has no part in it. Leave both out."
         )
     whole = {"gdpo": "the rewards of each name over whole rollouts", "remax": "returns with that of a whole greedy rollout"}
-    if settings.estimator in whole and (settings.baseline != "rollout" or settings.credit not in {"identical", "final_only"}):
+    if settings.credit.estimator in whole and (
+        settings.credit.baseline != "rollout" or settings.credit.scheme not in {"identical", "final_only"}
+    ):
         raise SettingsError(
-            f"trainer.estimator = {settings.estimator!r} compares {whole[settings.estimator]}, which trainer.credit = {settings.credit!r} "
-            f"with trainer.baseline = {settings.baseline!r} does not. Set trainer.credit = 'identical' and trainer.baseline = 'rollout'."
+            f"trainer.credit.estimator = {settings.credit.estimator!r} compares {whole[settings.credit.estimator]}, which "
+            f"trainer.credit.scheme = {settings.credit.scheme!r} "
+            f"with trainer.credit.baseline = {settings.credit.baseline!r} does not. Set trainer.credit.scheme = 'identical' and "
+            f"trainer.credit.baseline = 'rollout'."
         )
 
 
 def _check_loss(settings: TrainerSettings) -> None:
-    takes = {*LOSSES[settings.loss].options, *([SCALE] if settings.loss_aggregation == "seq-mean-token-sum-norm" else [])}
-    unknown = sorted(set(settings.loss_options) - takes)
+    takes = {*LOSSES[settings.loss.name].options, *([SCALE] if settings.loss.aggregation == "seq-mean-token-sum-norm" else [])}
+    unknown = sorted(set(settings.loss.options) - takes)
     if unknown:
         accepted = f"takes {', '.join(sorted(takes))}" if takes else "takes none"
         raise SettingsError(
-            f"trainer.loss_options.{unknown[0]}: trainer.loss = {settings.loss!r} with trainer.loss_aggregation = "
-            f"{settings.loss_aggregation!r} {accepted}. Take it out."
+            f"trainer.loss.options.{unknown[0]}: trainer.loss.name = {settings.loss.name!r} with trainer.loss.aggregation = "
+            f"{settings.loss.aggregation!r} {accepted}. Take it out."
         )
-    if settings.loss_aggregation == "seq-mean-token-sum-norm" and SCALE not in settings.loss_options:
+    if settings.loss.aggregation == "seq-mean-token-sum-norm" and SCALE not in settings.loss.options:
         raise SettingsError(
-            "trainer.loss_aggregation = 'seq-mean-token-sum-norm' needs the number that each rollout's sum is divided by: without it, a "
-            "rollout's loss would depend on the longest one beside it. Set trainer.loss_options.loss_scale_factor to the most tokens that "
+            "trainer.loss.aggregation = 'seq-mean-token-sum-norm' needs the number that each rollout's sum is divided by: without it, a "
+            "rollout's loss would depend on the longest one beside it. Set trainer.loss.options.loss_scale_factor to the most tokens that "
             "a rollout may have, and leave it so throughout a run (Dr. GRPO)."
         )
-    if settings.loss == "dro" and "dro_beta" not in settings.loss_options:
-        raise SettingsError("trainer.loss = 'dro' needs the weight of its penalty. Set trainer.loss_options.dro_beta to a number above 0.")
-    if settings.loss == "geo_mean" and (settings.credit != "identical" or settings.baseline == "turn" or by_token(settings)):
+    if settings.loss.name == "dro" and "dro_beta" not in settings.loss.options:
         raise SettingsError(
-            f"trainer.loss = 'geo_mean' takes one advantage a rollout; trainer.estimator = {settings.estimator!r} with trainer.credit = "
-            f"{settings.credit!r} and trainer.baseline = {settings.baseline!r} gives its calls different ones. Set trainer.credit = "
-            "'identical' and trainer.baseline = 'rollout', with an estimator that compares rollouts."
+            "trainer.loss.name = 'dro' needs the weight of its penalty. Set trainer.loss.options.dro_beta to a number above 0."
         )
-    for name, value in settings.loss_options.items():
+    if settings.loss.name == "geo_mean" and (
+        settings.credit.scheme != "identical" or settings.credit.baseline == "turn" or by_token(settings)
+    ):
+        raise SettingsError(
+            f"trainer.loss.name = 'geo_mean' takes one advantage a rollout; trainer.credit.estimator = {settings.credit.estimator!r} with "
+            f"trainer.credit.scheme = "
+            f"{settings.credit.scheme!r} and trainer.credit.baseline = {settings.credit.baseline!r} gives its calls different ones. Set "
+            f"trainer.credit.scheme = "
+            "'identical' and trainer.credit.baseline = 'rollout', with an estimator that compares rollouts."
+        )
+    for name, value in settings.loss.options.items():
         low, high = _RANGES.get(name, (-inf, inf))
         if not low < value < inf or value > high:
             within = (f" above {low:g}" if low > -inf else " that is finite") + (f" and at most {high:g}" if high < inf else "")
-            raise SettingsError(f"trainer.loss_options.{name} = {value:g} has no meaning. Give a number{within}.")
+            raise SettingsError(f"trainer.loss.options.{name} = {value:g} has no meaning. Give a number{within}.")
 
 
 def _check_correction(settings: TrainerSettings) -> None:
-    correction, bypass = settings.correction, settings.loss == "bypass_mode"
+    correction, bypass = settings.loss.correction, settings.loss.name == "bypass_mode"
     unknown = sorted(set(correction.reject) - REJECTIONS)
     if unknown:
-        raise SettingsError(f"trainer.correction.reject.{unknown[0]} is not known. Name one of {', '.join(sorted(REJECTIONS))}.")
-    bounds(correction.threshold, "trainer.correction.threshold")
+        raise SettingsError(f"trainer.loss.correction.reject.{unknown[0]} is not known. Name one of {', '.join(sorted(REJECTIONS))}.")
+    bounds(correction.threshold, "trainer.loss.correction.threshold")
     for name, spec in correction.reject.items():
-        where = f"trainer.correction.reject.{name}"
+        where = f"trainer.loss.correction.reject.{name}"
         if bounds(spec, where)[0] is None and name.endswith("k1"):
             raise SettingsError(f"{where} = {spec!r} needs both bounds of a ratio. Write LOWER_UPPER, such as 0.5_2.0.")
         if bounds(spec, where)[0] is not None and not name.endswith("k1"):
             raise SettingsError(f"{where} = {spec!r} has no lower bound to keep to. Write the upper one alone, such as 0.01.")
-    if (correction.weights or correction.reject) and not settings.recompute_logprobs and not bypass:
+    if (correction.weights or correction.reject) and not settings.loss.recompute_logprobs and not bypass:
         raise SettingsError(
-            "trainer.correction compares the trainer's logprobs at the batch's start with those that were sampled with. Set "
-            "trainer.recompute_logprobs = true, or trainer.loss = 'bypass_mode', which compares them at each step."
+            "trainer.loss.correction compares the trainer's logprobs at the batch's start with those that were sampled with. Set "
+            "trainer.loss.recompute_logprobs = true, or trainer.loss.name = 'bypass_mode', which compares them at each step."
         )
-    if bypass and settings.recompute_logprobs:
+    if bypass and settings.loss.recompute_logprobs:
         raise SettingsError(
-            "trainer.loss = 'bypass_mode' corrects against the logprobs that were sampled with. Set trainer.recompute_logprobs = false."
+            "trainer.loss.name = 'bypass_mode' corrects against the logprobs that were sampled with. Set trainer.loss.recompute_logprobs "
+            "= false."
         )
     if correction.objective != "ppo_clip" and not bypass:
         raise SettingsError(
-            f"trainer.correction.objective = {correction.objective!r} is for trainer.loss = 'bypass_mode'. Set that, or take it out."
+            f"trainer.loss.correction.objective = {correction.objective!r} is for trainer.loss.name = 'bypass_mode'. Set that, or take it "
+            f"out."
         )
 
 
 def _check_merge(settings: TrainerSettings) -> None:
     if not settings.merge:
         return
-    if ESTIMATORS[settings.estimator].by_token:
+    if ESTIMATORS[settings.credit.estimator].by_token:
         raise SettingsError(
-            f"trainer.estimator = {settings.estimator!r} takes a row for one call, and trainer.merge = true puts several in a row. Set "
+            f"trainer.credit.estimator = {settings.credit.estimator!r} takes a row for one call, and trainer.merge = true puts several in "
+            f"a row. Set "
             "trainer.merge = false."
         )
 

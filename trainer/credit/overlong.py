@@ -12,7 +12,7 @@ import polars as pl
 from spangrad.settings import TrainerSettings
 
 OVERLONG = "overlong"
-"""Name of the derived reward, by which `trainer.reward_weights` may scale it."""
+"""Name of the derived reward, by which `trainer.credit.reward_weights` may scale it."""
 
 
 def punishment(tokens: pl.Expr, longest: int, buffer: int) -> pl.Expr:
@@ -38,11 +38,11 @@ def with_overlong(transitions: pl.DataFrame, own: pl.Series, settings: TrainerSe
         own: which of them the policy answered and are selected; others' lengths are not punished.
         settings: overlong_tokens (L_max; 0: nothing is punished) and overlong_buffer (L_cache).
     """
-    if not settings.overlong_tokens:
+    if not settings.credit.overlong_tokens:
         return transitions
     length = pl.col("ResponseIds").list.len()
     derived = transitions.with_columns(
-        _Overlong=pl.when(own).then(punishment(length, settings.overlong_tokens, settings.overlong_buffer)).otherwise(0.0)
+        _Overlong=pl.when(own).then(punishment(length, settings.credit.overlong_tokens, settings.credit.overlong_buffer)).otherwise(0.0)
     )
     entry = {
         "Rewards.Name": pl.lit(OVERLONG),

@@ -19,7 +19,7 @@ _EQUAL = 1e-9
 
 
 def counts(role: str, roles: Sequence[str]) -> bool:
-    """Return whether a reward of this role counts for a trainer of these roles (`trainer.reward_roles`; empty: every reward counts)."""
+    """Return whether a reward of this role counts for a trainer of these roles (`trainer.credit.reward_roles`; empty: all)."""
     return not roles or role == "" or role in roles
 
 
@@ -28,7 +28,7 @@ def count_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> pl.DataFrame
 
     Args:
         transitions: rows with lists whose names begin with `Rewards.`, of one length a row, `Rewards.Role` among them.
-        roles: `trainer.reward_roles`; empty: every reward counts.
+        roles: `trainer.credit.reward_roles`; empty: every reward counts.
     """
     if not roles:
         return transitions
@@ -75,7 +75,7 @@ def cancelling_roles(transitions: pl.DataFrame, weights: Mapping[str, float]) ->
     names = ", ".join(roles)
     return (
         f"the returns of each group are equal, though the roles {names} earned different rewards: their sum is constant, as in a zero-sum "
-        f"game, and teaches nothing. Let each policy count its own with trainer.reward_roles, such as ['{roles[0]}'] "
+        f"game, and teaches nothing. Let each policy count its own with trainer.credit.reward_roles, such as ['{roles[0]}'] "
         "(docs/concepts/credit.md)."
     )
 
@@ -85,13 +85,14 @@ def missing_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> str:
 
     Args:
         transitions: whole groups, with all rewards.
-        roles: `trainer.reward_roles`.
+        roles: `trainer.credit.reward_roles`.
     """
     known = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
     if not roles or not known or set(roles) & set(known):
         return ""
     return (
-        f"no reward is of the roles in trainer.reward_roles ({', '.join(roles)}): those of the batch are of {', '.join(known)}. Name the "
+        f"no reward is of the roles in trainer.credit.reward_roles ({', '.join(roles)}): those of the batch are of {', '.join(known)}. "
+        f"Name the "
         "policy's own as the evaluator does."
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import polars as pl
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _NAMED = 5
 """Largest number of masked calls that a warning names."""
-_BOUNDS = {SkipReason.STALE: "max_staleness", SkipReason.TOO_LONG: "max_tokens_per_device"}
+_BOUNDS = {SkipReason.STALE: "sampling.max_staleness", SkipReason.TOO_LONG: "max_tokens_per_device"}
 """The settings that bound calls."""
 
 
@@ -62,7 +63,7 @@ def assemble(
     trained = own & masked.is_null()
     counts = _count_masked(loaded.transitions["TransitionId"].filter(own), masked.filter(own), settings)
     links: Chains | None = None
-    if ESTIMATORS[settings.estimator].by_token:
+    if ESTIMATORS[settings.credit.estimator].by_token:
         calls, links = chains(loaded.transitions, trained, rule.reward_weights)
         values = pl.zeros(len(calls), eager=True)  # the engine's, once it has passed the rows forward
     else:
@@ -103,6 +104,6 @@ def _count_masked(names: pl.Series, masked: pl.Series, settings: TrainerSettings
             calls = names.filter(masked == reason.value)
             shown = ", ".join(calls.head(_NAMED)) + (", ..." if count > _NAMED else "")
             bound = _BOUNDS.get(reason)
-            limit = f"; trainer.{bound} = {getattr(settings, bound)}" if bound else ""
+            limit = f"; trainer.{bound} = {attrgetter(bound)(settings)}" if bound else ""
             logger.warning("%d calls are masked (%s%s), though their rewards count: %s", count, reason, limit, shown)
     return {f"masked_{reason.value}": float(count) for reason, count in counts.items()}

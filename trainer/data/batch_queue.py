@@ -90,13 +90,13 @@ class BatchQueue:
             None: too few are ready.
 
         Raises:
-            TrainerError: too many groups of the run have failed (trainer.max_failed_share).
+            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         self._judge_again(source.build_spec, head)
         settings, waiting = self._settings, self._waiting()
         self.ready = [group for group in self._groups.look(source) if group not in waiting]
-        while len(self.ready) >= settings.groups_per_batch:
-            chosen = self.ready[: settings.groups_per_batch]
+        while len(self.ready) >= settings.sampling.groups_per_batch:
+            chosen = self.ready[: settings.sampling.groups_per_batch]
             self._clock.begin()
             with self._clock.stage("load"):
                 loaded = self._load(source, chosen)
@@ -121,7 +121,7 @@ class BatchQueue:
             head: the version that was to be trained.
 
         Raises:
-            TrainerError: too many groups of the run have failed (trainer.max_failed_share).
+            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         skips: dict[Group, Skip] = {}
         for row, reason in error.rows.items():
@@ -149,7 +149,7 @@ class BatchQueue:
 
     @property
     def _window(self) -> int:
-        return max(self._settings.failed_window, _BATCHES * self._settings.groups_per_batch)
+        return max(self._settings.alarms.failed_window, _BATCHES * self._settings.sampling.groups_per_batch)
 
     def _judge_again(self, build_spec: str, head: LedgerVersion) -> None:
         """Forget skips whose reason no longer holds: at the start, since settings may have changed, and after the branch went back."""
@@ -215,18 +215,19 @@ class BatchQueue:
         """End the run where too many groups failed.
 
         Raises:
-            TrainerError: more than trainer.max_failed_share of the newest groups failed.
+            TrainerError: more than trainer.alarms.max_failed_share of the newest groups failed.
         """
         settings, window = self._settings, self._window
         failures = self._ledger.skips.failures(settings.run_id, window)
-        if failures.count <= settings.max_failed_share * window or failures.newest is None:
+        if failures.count <= settings.alarms.max_failed_share * window or failures.newest is None:
             return
         reason, newest = failures.newest.reason, failures.newest
         others = ", ".join(f"{count} {name.value}" for name, count in failures.reasons.items())
         raise TrainerError(
             f"{failures.count} of the last {window} groups of run {settings.run_id!r} failed ({others}), more than "
-            f"trainer.max_failed_share = {settings.max_failed_share:g} allows, most of them as {reason.value}. "
+            f"trainer.alarms.max_failed_share = {settings.alarms.max_failed_share:g} allows, most of them as {reason.value}. "
             f"The newest is group {newest.group.group_id!r}: {newest.detail} {REMEDIES[reason]} "
             f"`spangrad train skipped --reason {reason.value}` lists them. Once the cause is gone, "
-            f"`spangrad train restore --reason {reason.value}` brings them back; to go on without them, raise trainer.max_failed_share."
+            f"`spangrad train restore --reason {reason.value}` brings them back; to go on without them, raise "
+            f"trainer.alarms.max_failed_share."
         )

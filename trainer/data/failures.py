@@ -27,7 +27,7 @@ def failed_shares(loaded: Loaded, policy: str, lineage: Sequence[int], alarm: fl
         loaded: whole groups.
         policy: the one that is trained.
         lineage: committed versions, oldest first; the last one is about to be trained.
-        alarm: `trainer.failed_share_alarm`.
+        alarm: `trainer.alarms.failed_share`.
 
     Returns:
         failed_share: share of the rollouts whose attempt failed. failed_share_REASON: the share of each reason that occurs.
@@ -54,7 +54,7 @@ def describe(version: int, metrics: Mapping[str, float], alarm: float) -> str:
     reasons = {name: share for name, share in known.items() if not name.startswith("staleness_")}
     named = ", ".join(f"{share:.0%} {reason}" for reason, share in sorted(reasons.items(), key=lambda item: -item[1]))
     return (
-        f"version {version}: {metrics[SHARE]:.0%} of the batch's rollouts failed ({named}), more than trainer.failed_share_alarm = "
+        f"version {version}: {metrics[SHARE]:.0%} of the batch's rollouts failed ({named}), more than trainer.alarms.failed_share = "
         f"{alarm:g}. See with `spangrad rollout why` what became of one; raise the limit that they run into, or lower its reward in "
         "runner.failure_rewards where failing pays (docs/guides/runner.md)."
     )

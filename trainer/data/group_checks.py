@@ -41,14 +41,14 @@ def find_skips(
     skips = {group: Skip(SkipReason.CANCELLED) for group in groups if group.group_id in loaded.cancelled}
     trained = own & masked.is_null()
     skips = _not_finite(loaded, trained) | _contradictions(loaded.transitions.filter(trained)) | skips
-    alone = ESTIMATORS[settings.estimator].scope in {"all", "greedy"}
+    alone = ESTIMATORS[settings.credit.estimator].scope in {"all", "greedy"}
     for group, facts in _facts(groups, loaded.transitions.filter(own), masked.filter(own)):
         if group not in skips and (skip := _of_calls(facts, settings, lineage, alone=alone)):
             skips[group] = skip
     sound = [group for group in groups if group not in skips]
     compared = _with_baseline(loaded, settings, lineage, sound)
     skips |= {group: Skip(SkipReason.NO_BASELINE) for group in sound if group not in compared}
-    if settings.skip_equal_groups:
+    if settings.sampling.skip_equal_groups:
         live = _live(loaded, own, trained, settings, [group for group in sound if group in compared])
         skips |= {group: Skip(SkipReason.EQUAL) for group in compared if group not in live}
     return {group: skips[group] for group in groups if group in skips}
@@ -136,7 +136,7 @@ def _of_calls(facts: dict[str, int], settings: TrainerSettings, lineage: Sequenc
         return None
     most = max(masked, key=lambda reason: masked[reason])  # of several the first, in the order of reasons
     bounds = {
-        SkipReason.STALE: f" (trainer.max_staleness = {settings.max_staleness})",
+        SkipReason.STALE: f" (trainer.sampling.max_staleness = {settings.sampling.max_staleness})",
         SkipReason.TOO_LONG: f" (trainer.max_tokens_per_device = {settings.max_tokens_per_device})",
     }
     counts = ", ".join(f"{count} {reason.value}" for reason, count in masked.items())
@@ -148,7 +148,7 @@ def _with_baseline(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[
     """Return the groups that have a baseline: where the estimator needs greedy rollouts, those with a sound one."""
     if loaded.greedy is None:
         return list(groups)
-    fresh = lineage[-1 - settings.max_staleness :]
+    fresh = lineage[-1 - settings.sampling.max_staleness :]
     older = versions_of_calls().list.set_difference(pl.lit(list(fresh), pl.List(pl.UInt64)))
     sound = (pl.col("Temperature") <= 0) & (older.list.len() == 0)
     greedy = loaded.greedy.filter(pl.col("Policy") == settings.policy).group_by("RunId", "GroupId").agg(sound.all().alias("Sound"))
@@ -163,7 +163,7 @@ def _live(loaded: Loaded, own: pl.Series, trained: pl.Series, settings: TrainerS
     names = pl.DataFrame([(group.run_id, group.mode, group.group_id) for group in groups], schema=list(GROUP), orient="row")
     transitions = loaded.transitions
     if loaded.greedy is not None:
-        transitions = with_greedy(transitions, loaded.greedy, settings.reward_weights)
+        transitions = with_greedy(transitions, loaded.greedy, settings.credit.reward_weights)
     rows = transitions.with_columns(own.alias("_Own"), trained.alias("_Trained")).join(names, on=GROUP, how="semi", maintain_order="left")
     live = live_groups(rows.drop("_Own", "_Trained"), rows["_Own"], CreditRule.of(settings), rows["_Trained"])
     keys = set(live.rows())

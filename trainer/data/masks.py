@@ -1,8 +1,8 @@
 """Calls that are not trained though their rewards count: too old, of an unknown version or another tokenizer, greedy, too long, truncated.
 
 In: transitions, the versions that led to the one about to be trained, the trainer's settings. Out: a reason for each call that is masked.
-Invariant: a pure function of whole columns; a call's mask depends on no other call, but where trainer.truncated is `reject`: there on the
-policy's other calls of its rollout.
+Invariant: a pure function of whole columns; a call's mask depends on no other call, but where trainer.sampling.truncated is `reject`:
+there on the policy's other calls of its rollout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
     Returns:
         Strings, a value of `SkipReason` each; null where the call is not masked.
     """
-    fresh = lineage[-1 - settings.max_staleness :]
+    fresh = lineage[-1 - settings.sampling.max_staleness :]
     tokenizer = pl.col("TokenizerHash")
     versions = (
         transitions.select(
@@ -77,11 +77,11 @@ def is_truncated() -> pl.Expr:
 
 
 def _truncated(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.Series:
-    """Return the calls that trainer.truncated masks (overlong filtering, DAPO, https://arxiv.org/abs/2503.14476, section 3.4)."""
-    if settings.truncated == "train":
+    """Return the calls that trainer.sampling.truncated masks (overlong filtering, DAPO, https://arxiv.org/abs/2503.14476, section 3.4)."""
+    if settings.sampling.truncated == "train":
         return pl.repeat(value=False, n=len(transitions), eager=True).alias("Truncated")
     cut = is_truncated()
-    if settings.truncated == "reject":
+    if settings.sampling.truncated == "reject":
         cut = (cut & (pl.col("Policy") == settings.policy) & expression(settings.selection)).any().over(*KEY)
     return transitions.select(Truncated=cut).to_series()
 

@@ -25,7 +25,7 @@ class Fate(StrEnum):
     BATCH = "batch"
     """It is trained."""
     LEFT = "left"
-    """It is ready, and too few others are for a batch (trainer.groups_per_batch)."""
+    """It is ready, and too few others are for a batch (trainer.sampling.groups_per_batch)."""
     SKIPPED = "skipped"
     """It may not be trained, now or later: `PlannedGroup.reason` names the reason."""
     INCOMPLETE = "incomplete"
@@ -143,7 +143,9 @@ class TrainPlan:
         left, waiting, loose = (self.having(fate) for fate in (Fate.LEFT, Fate.WAITING, Fate.NO_GROUP))
         reasons: list[str] = []
         if left:
-            reasons.append(f"{_are(len(left), 'group')} ready and a batch takes {self.groups_per_batch} (trainer.groups_per_batch)")
+            reasons.append(
+                f"{_are(len(left), 'group')} ready and a batch takes {self.groups_per_batch} (trainer.sampling.groups_per_batch)"
+            )
         if waiting:
             missing = sum(group.size - group.rollouts for group in waiting)
             reasons.append(f"{_wait(len(waiting))} for {_count(missing, 'rollout')} to be built")
@@ -200,7 +202,7 @@ def planned(
             ready.append(state)
     lineage, batch = list(past.lineage), 0
     while ready:
-        chosen = ready[: settings.groups_per_batch]
+        chosen = ready[: settings.sampling.groups_per_batch]
         loaded = load([item.group for item in chosen])
         if loaded.incomplete:
             fates |= {item.group: _fate(item, Fate.INCOMPLETE) for item in chosen if item.group in loaded.incomplete}
@@ -210,14 +212,14 @@ def planned(
         if reasons:
             fates |= {item.group: _fate(item, Fate.SKIPPED, reason=reasons[item.group]) for item in chosen if item.group in reasons}
             ready = [item for item in ready if item.group not in reasons]
-        elif len(chosen) < settings.groups_per_batch:
+        elif len(chosen) < settings.sampling.groups_per_batch:
             fates |= {item.group: _fate(item, Fate.LEFT) for item in chosen}
             break
         else:
             batch += 1
             lineage.append(lineage[-1] + 1)  # the number that it will have, or a smaller one; either way it is the newest
             fates |= {item.group: _fate(item, Fate.BATCH, batch=batch) for item in chosen}
-            ready = ready[settings.groups_per_batch :]
+            ready = ready[settings.sampling.groups_per_batch :]
     order = {fate: place for place, fate in enumerate(Fate)}
     return tuple(sorted(fates.values(), key=lambda group: (group.batch or 1 << 62, order[group.fate])))
 

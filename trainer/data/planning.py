@@ -54,7 +54,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainP
         run_id=trainer.run_id,
         build_spec=source.build_spec,
         version=past.lineage[-1],
-        groups_per_batch=trainer.groups_per_batch,
+        groups_per_batch=trainer.sampling.groups_per_batch,
         in_flight=in_flight(trainer, steps) if Mode.TRAIN in trainer.modes else 0,
         groups=groups,
         unbuilt=source.unbuilt(),
@@ -70,7 +70,7 @@ def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Ledge
         return _beginning(settings, ledger)
     under_way = [row.policy_version.batch_id for row in ledger.versions() if row.status is None]
     leased = {(row.group.mode, row.group.group_id) for batch in under_way if batch for row in ledger.batch(batch)}
-    finished = ledger.finished_groups(settings.trainer.run_id, build_spec, tuned=not settings.trainer.retrain_tuned)
+    finished = ledger.finished_groups(settings.trainer.run_id, build_spec, tuned=not settings.trainer.sampling.retrain_tuned)
     lineage, bases = ledger.lineage(), ledger.skips.bases
     known = frozenset(lineage)
     skipped = ledger.skips.read()

@@ -63,7 +63,7 @@ class ReadyGroups:
         """Look at nothing yet."""
         self._ledger = ledger
         self._settings = settings
-        self._tables = (BATCH_ROLLOUTS,) if settings.retrain_tuned else (BATCH_ROLLOUTS, TUNED_ROLLOUTS)
+        self._tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_tuned else (BATCH_ROLLOUTS, TUNED_ROLLOUTS)
         self._changes: tuple[int, int] | None = None
         """Change counters of the ledger at the last query."""
         self._newest = 0

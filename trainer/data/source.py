@@ -198,8 +198,8 @@ class GroupReader:
         self._trainer = trainer
         self._run = trainer.run_id
         self._modes = trainer.modes
-        self._greedy = ESTIMATORS[trainer.estimator].needs is Need.GREEDY_ROLLOUT
-        self._roles, self._weights = trainer.reward_roles, trainer.reward_weights
+        self._greedy = ESTIMATORS[trainer.credit.estimator].needs is Need.GREEDY_ROLLOUT
+        self._roles, self._weights = trainer.credit.reward_roles, trainer.credit.reward_weights
         self._warned_of_roles = False
         as_of = trainer.as_of
         self._as_of = as_of.replace(tzinfo=UTC) if as_of and not as_of.tzinfo else as_of
@@ -273,7 +273,7 @@ class GroupReader:
         return Loaded(trained, newest.filter(~greedy), newest.filter(greedy), cancelled, incomplete)
 
     def _with_counted_rewards(self, transitions: pl.DataFrame) -> pl.DataFrame:
-        """Return the transitions with the rewards of `trainer.reward_roles`; log a warning at the first odd choice of roles."""
+        """Return the transitions with the rewards of `trainer.credit.reward_roles`; log a warning at the first odd choice of roles."""
         counted = count_roles(transitions, self._roles)
         warning = missing_roles(transitions, self._roles) or cancelling_roles(counted, self._weights)
         if warning and not self._warned_of_roles:

@@ -60,10 +60,10 @@ def in_flight(settings: TrainerSettings, steps: int) -> int:
         settings: groups_per_batch, max_staleness, max_steps.
         steps: number of steps that the branch has made.
     """
-    batches = settings.max_staleness + 1
+    batches = settings.sampling.max_staleness + 1
     if settings.max_steps:
         batches = min(batches, max(settings.max_steps - steps, 0))
-    return batches * settings.groups_per_batch
+    return batches * settings.sampling.groups_per_batch
 
 
 def groups_wanted(spent: Spent, settings: TrainerSettings) -> int:
@@ -80,7 +80,7 @@ def demand(spent: Spent, settings: TrainerSettings, lineage: Sequence[int], read
         lineage: the committed versions that led to the one about to be trained, which is last.
         ready: groups that are whole, and not spent yet, once a batch of them was taken.
     """
-    oldest = lineage[-1 - settings.max_staleness :][0]
+    oldest = lineage[-1 - settings.sampling.max_staleness :][0]
     level = groups_wanted(spent, settings)
     return Demand(settings.policy, settings.branch, level, oldest, min(spent.groups + ready, level))
 
@@ -95,7 +95,7 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
     committed = sa.select(VERSIONS.c.batch_id).where(
         *equal_to(VERSIONS, branch), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None)
     )
-    tables = (BATCH_ROLLOUTS,) if settings.retrain_tuned else (BATCH_ROLLOUTS, TUNED_ROLLOUTS)
+    tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_tuned else (BATCH_ROLLOUTS, TUNED_ROLLOUTS)
     groups = sa.union(
         *(sa.select(table.c.group_id).where(*equal_to(table, {**branch, **run}), table.c.batch_id.in_(committed)) for table in tables)
     )
@@ -113,7 +113,7 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
         )
 
     return ledger.database.remembered(
-        ("spent", settings.policy, settings.branch, settings.run_id, build_spec, settings.retrain_tuned), read
+        ("spent", settings.policy, settings.branch, settings.run_id, build_spec, settings.sampling.retrain_tuned), read
     )
 
 

@@ -307,7 +307,7 @@ class Ledger:
             return set(transaction.execute(query).scalars())
 
     def pin(self, version: int) -> None:
-        """Keep a version's files regardless of trainer.keep_checkpoints; idempotent.
+        """Keep a version's files regardless of trainer.checkpoint.keep; idempotent.
 
         Raises:
             LedgerError: no branch of the policy has committed it.
@@ -319,7 +319,7 @@ class Ledger:
             self.database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version}])
 
     def unpin(self, version: int) -> None:
-        """Let trainer.keep_checkpoints apply to a version's files again; idempotent."""
+        """Let trainer.checkpoint.keep apply to a version's files again; idempotent."""
         with self.database.transaction() as transaction:
             transaction.execute(PINS.delete().where(PINS.c.policy == self._branch["policy"], PINS.c.version == version))
 

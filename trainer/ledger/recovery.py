@@ -114,7 +114,7 @@ def prune(ledger: Ledger, settings: Settings) -> None:
         trainer.policy,
         trainer.branch,
         committed=set(ledger.committed_versions()) - ledger.lent(),
-        keep=trainer.keep_checkpoints,
+        keep=trainer.checkpoint.keep,
         spared=ledger.pinned() | {version.version for version in (head, champion) if version},
     )
 

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from spangrad.settings import TrainerSettings
 
@@ -31,7 +30,7 @@ class SkipReason(StrEnum):
     UNKNOWN_VERSION = "unknown_version"
     """Its calls were sampled by versions that are not in this branch's lineage."""
     STALE = "stale"
-    """Its calls were sampled by weights too many versions behind (trainer.max_staleness)."""
+    """Its calls were sampled by weights too many versions behind (trainer.sampling.max_staleness)."""
     OTHER_TOKENIZER = "other_tokenizer"
     """Its calls were sampled with another tokenizer or chat template than the policy's."""
     GREEDY = "greedy"
@@ -39,12 +38,12 @@ class SkipReason(StrEnum):
     TOO_LONG = "too_long"
     """Its calls are longer than a device takes (trainer.max_tokens_per_device)."""
     TRUNCATED = "truncated"
-    """Its calls were cut at their limit of tokens, and trainer.truncated leaves such calls, or their rollouts, out."""
+    """Its calls were cut at their limit of tokens, and trainer.sampling.truncated leaves such calls, or their rollouts, out."""
     NO_BASELINE = "no_baseline"
     """Its greedy rollout, which the estimator compares with, failed, left no transitions, or was not sampled greedily by weights within
-    trainer.max_staleness."""
+    trainer.sampling.max_staleness."""
     EQUAL = "equal"
-    """No value in it differs from one that it is compared with, and trainer.skip_equal_groups is set."""
+    """No value in it differs from one that it is compared with, and trainer.sampling.skip_equal_groups is set."""
     ALREADY_TRAINED = "already_trained"
     """A rollout of it has the id of one that another group's batch has trained."""
     LOGPROB_GAP = "logprob_gap"
@@ -62,11 +61,11 @@ MASKS = (
 """Reasons that apply to a call: it is masked, its reward counts, and its group is skipped only where every call is masked."""
 
 FAILURES = (SkipReason.CONTRADICTORY, SkipReason.NOT_FINITE, SkipReason.ALREADY_TRAINED, SkipReason.LOGPROB_GAP)
-"""Reasons that indicate a fault in recorded or computed values; trainer.max_failed_share bounds the share of groups with them."""
+"""Reasons that indicate a fault in recorded or computed values; trainer.alarms.max_failed_share bounds the share of groups with them."""
 
 REMEDIES: Mapping[SkipReason, str] = {
     SkipReason.CONTRADICTORY: "See what wrote those rows: a transition has a prompt, a response and a logprob for each response token.",
-    SkipReason.NOT_FINITE: "Fix what gives rewards or logprobs that are not finite; lower trainer.learning_rate if gradients grew.",
+    SkipReason.NOT_FINITE: "Fix what gives rewards or logprobs that are not finite; lower trainer.optim.learning_rate if gradients grew.",
     SkipReason.ALREADY_TRAINED: "Give rollouts ids of their own in each run.",
     SkipReason.LOGPROB_GAP: (
         "See that engine and trainer hold the same weights and tokenizer and that the recorded sampling parameters are those in effect "
@@ -83,23 +82,32 @@ class _Dependence:
     versions: bool = False
     """True if the reason depends on the versions that led to the one about to be trained."""
     settings: tuple[str, ...] = ()
-    """Fields of `TrainerSettings` that the reason depends on."""
+    """Keys below `trainer` of the settings that the reason depends on."""
 
 
-_OF_CALLS = ("policy", "selection", "max_staleness", "max_tokens_per_device", "truncated")
-_OF_VALUES = ("overlong_tokens", "overlong_buffer", "credit", "baseline", "gamma", "estimator", "reward_weights", "reward_roles")
+_OF_CALLS = ("policy", "selection", "sampling.max_staleness", "max_tokens_per_device", "sampling.truncated")
+_OF_VALUES = (
+    "credit.overlong_tokens",
+    "credit.overlong_buffer",
+    "credit.scheme",
+    "credit.baseline",
+    "credit.gamma",
+    "credit.estimator",
+    "credit.reward_weights",
+    "credit.reward_roles",
+)
 _MASKED = _Dependence(versions=True, settings=_OF_CALLS)
 DEPENDENCES: Mapping[SkipReason, _Dependence] = {
     SkipReason.CANCELLED: _Dependence(),
     SkipReason.NO_TRANSITIONS: _Dependence(settings=("policy", "selection")),
     SkipReason.CONTRADICTORY: _Dependence(),
     SkipReason.NOT_FINITE: _Dependence(),
-    SkipReason.ONE_ROLLOUT: _Dependence(settings=("policy", "selection", "estimator", "baseline")),
+    SkipReason.ONE_ROLLOUT: _Dependence(settings=("policy", "selection", "credit.estimator", "credit.baseline")),
     **dict.fromkeys(MASKS, _MASKED),
-    SkipReason.NO_BASELINE: _Dependence(versions=True, settings=("policy", "estimator", "max_staleness")),
-    SkipReason.EQUAL: _Dependence(versions=True, settings=("skip_equal_groups", *_OF_VALUES, *_OF_CALLS)),
+    SkipReason.NO_BASELINE: _Dependence(versions=True, settings=("policy", "credit.estimator", "sampling.max_staleness")),
+    SkipReason.EQUAL: _Dependence(versions=True, settings=("sampling.skip_equal_groups", *_OF_VALUES, *_OF_CALLS)),
     SkipReason.ALREADY_TRAINED: _Dependence(),
-    SkipReason.LOGPROB_GAP: _Dependence(settings=("dtype", "logprob_alarm")),
+    SkipReason.LOGPROB_GAP: _Dependence(settings=("dtype", "alarms.logprob")),
 }
 
 
@@ -114,8 +122,7 @@ class Skip:
 
 def basis(reason: SkipReason, settings: TrainerSettings) -> str:
     """Return the settings that a reason depends on, as JSON: equal texts are equal settings."""
-    values: dict[str, Any] = settings.model_dump(mode="json", include=set(DEPENDENCES[reason].settings))
-    return json.dumps(values, sort_keys=True)
+    return json.dumps(settings.values_of(DEPENDENCES[reason].settings), sort_keys=True)
 
 
 def bases(settings: TrainerSettings) -> dict[SkipReason, str]:

@@ -36,7 +36,7 @@ class GamingRule:
     @classmethod
     def of(cls, settings: TrainerSettings) -> GamingRule:
         """Return the rule of the trainer's settings."""
-        return cls(settings.gaming_reward, settings.gaming_versions, settings.gaming_rise)
+        return cls(settings.alarms.gaming_reward, settings.alarms.gaming_versions, settings.alarms.gaming_rise)
 
 
 def gaming(history: Sequence[Mapping[str, float]], rule: GamingRule) -> dict[str, float]:
@@ -73,5 +73,5 @@ def describe(version: int, metrics: Mapping[str, float], rule: GamingRule) -> st
         f"version {version}: over {rule.versions} versions the mean return rose by {metrics['return_rise']:.2f}, and the reward "
         f"{rule.success!r} by {metrics['success_rise']:.2f}. Something pays without leading to success: see which of the metrics "
         "mean_reward_NAME rose, and let builder.rules name only what advances the task (docs/concepts/credit.md). If another reward stands "
-        "for success, name it in trainer.gaming_reward."
+        "for success, name it in trainer.alarms.gaming_reward."
     )

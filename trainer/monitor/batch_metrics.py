@@ -50,8 +50,8 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
         "success": sum(won) / len(won) if won else 0.0,
         "staleness_mean": float(behind.mean()) if len(behind) else 0.0,
         "staleness_max": float(behind.max(initial=0)),
-        **failed_shares(loaded, settings.policy, lineage, settings.failed_share_alarm),
-        **role_metrics(loaded.transitions, settings.reward_weights),
+        **failed_shares(loaded, settings.policy, lineage, settings.alarms.failed_share),
+        **role_metrics(loaded.transitions, settings.credit.reward_weights),
         **_responses(calls),
     }
 
@@ -75,12 +75,12 @@ def succeeded(rewards: Mapping[str, float], settings: TrainerSettings) -> bool:
     Its final reward (`reward`) decides, raw; a rollout that has none of that name is judged by its weighted return.
     """
     final = rewards.get(REWARD_NAME)
-    return (weighted_return(rewards, settings) if final is None else final) >= settings.success_reward
+    return (weighted_return(rewards, settings) if final is None else final) >= settings.evaluation.success_reward
 
 
 def weighted_return(rewards: Mapping[str, float], settings: TrainerSettings) -> float:
-    """Return the sum of all rewards, each times its weight (trainer.reward_weights)."""
-    return sum(value * settings.reward_weights.get(name, 1.0) for name, value in rewards.items())
+    """Return the sum of all rewards, each times its weight (trainer.credit.reward_weights)."""
+    return sum(value * settings.credit.reward_weights.get(name, 1.0) for name, value in rewards.items())
 
 
 def sums(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -5,7 +5,7 @@ ledger; the best version so far, which pruning spares. Invariant: held-out rollo
 come of two versions counts for neither.
 
 The held-out tasks run while a version is served: the user or a job starts `spangrad run --mode validate`, or the trainer starts
-trainer.evaluate_command after every trainer.evaluate_every versions and waits for its end before the next step.
+trainer.evaluation.command after every trainer.evaluation.every versions and waits for its end before the next step.
 """
 
 from __future__ import annotations
@@ -89,25 +89,25 @@ class Evaluation:
             rows = self._client.query(query, parameters=names).result_rows
         self._since, self._arrived = since, tuple(arrived)
         by_version: dict[int, list[dict[str, float]]] = {}
-        roles = self._settings.reward_roles
+        roles = self._settings.credit.reward_roles
         for (version,), *rewards in rows:
             counted = [(name, value) for name, value, role in zip(*rewards, strict=True) if counts(role, roles)]
             by_version.setdefault(int(version), []).append(sums(counted))
         return {version: validation(rollouts, self._settings) for version, rollouts in by_version.items()}
 
     def is_due(self, step: int) -> bool:
-        """Return whether trainer.evaluate_command runs after a step of the branch."""
-        return bool(self._settings.evaluate_command and self._settings.evaluate_every and step % self._settings.evaluate_every == 0)
+        """Return whether trainer.evaluation.command runs after a step of the branch."""
+        return bool(self._settings.evaluation.command and self._settings.evaluation.every and step % self._settings.evaluation.every == 0)
 
     def run_command(self, version: LedgerVersion, step: int) -> None:
-        """Run trainer.evaluate_command after every trainer.evaluate_every steps of the branch. A failure of it is only logged."""
-        command = self._settings.evaluate_command
+        """Run trainer.evaluation.command after every trainer.evaluation.every steps of the branch. A failure of it is only logged."""
+        command = self._settings.evaluation.command
         if not self.is_due(step):
             return
         try:
             process = subprocess.Popen(command)
         except OSError as error:
-            logger.warning("trainer.evaluate_command cannot be started (%s): version %d is not evaluated", error, version.version)
+            logger.warning("trainer.evaluation.command cannot be started (%s): version %d is not evaluated", error, version.version)
             return
         try:
             code = process.wait()
@@ -116,7 +116,7 @@ class Evaluation:
             process.wait()
             raise
         if code:
-            logger.warning("trainer.evaluate_command ended with exit code %d for version %d", code, version.version)
+            logger.warning("trainer.evaluation.command ended with exit code %d for version %d", code, version.version)
 
 
 def validation(rollouts: Iterable[dict[str, float]], settings: TrainerSettings) -> dict[str, float]:
@@ -137,25 +137,25 @@ def validation(rollouts: Iterable[dict[str, float]], settings: TrainerSettings) 
 
 
 def best(versions: Iterable[LedgerVersion], settings: TrainerSettings) -> LedgerVersion | None:
-    """Return the version with the highest trainer.best_metric among those whose weights are still there; of equals the newest.
+    """Return the version with the highest trainer.checkpoint.best_metric among those whose weights are still there; of equals the newest.
 
-    None: no version has been measured on trainer.best_rollouts held-out rollouts.
+    None: no version has been measured on trainer.checkpoint.best_rollouts held-out rollouts.
     """
     measured = [
         version
         for version in versions
         if version.status is VersionStatus.COMMITTED
-        and settings.best_metric in version.metrics
-        and version.metrics.get("validate_rollouts", 0) >= settings.best_rollouts
+        and settings.checkpoint.best_metric in version.metrics
+        and version.metrics.get("validate_rollouts", 0) >= settings.checkpoint.best_rollouts
         and Path(version.policy_version.path).is_dir()
     ]
-    return max(measured, key=lambda version: (version.metrics[settings.best_metric], version.version), default=None)
+    return max(measured, key=lambda version: (version.metrics[settings.checkpoint.best_metric], version.version), default=None)
 
 
 def describe_best(version: LedgerVersion, settings: TrainerSettings) -> str:
     """Return a short text about the best version."""
-    value, rollouts = version.metrics[settings.best_metric], version.metrics["validate_rollouts"]
-    return f"best: version {version.version}, {settings.best_metric} {value:+.3f} over {rollouts:.0f} held-out rollouts"
+    value, rollouts = version.metrics[settings.checkpoint.best_metric], version.metrics["validate_rollouts"]
+    return f"best: version {version.version}, {settings.checkpoint.best_metric} {value:+.3f} over {rollouts:.0f} held-out rollouts"
 
 
 def describe_validation(version: LedgerVersion) -> str:

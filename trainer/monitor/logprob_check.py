@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.settings.trainer import LogprobAlarm
+from spangrad.settings.trainer_service import LogprobAlarm
 
 Dtype = Literal["fp32", "bf16"]
 Floats = NDArray[np.float32] | NDArray[np.float64]

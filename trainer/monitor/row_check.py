@@ -36,10 +36,10 @@ class RowCheck:
             engine: dtype of the engine that samples.
             trainer: dtype of the trainer's computation.
         """
-        self._alarm = settings.logprob_alarm
-        self._limits = logprob_check.limits_of(settings.logprob_alarm, engine, trainer)
-        low, high = settings.clip_ratio_low, settings.clip_ratio_high
-        self._clip = (settings.clip_ratio if low is None else low, settings.clip_ratio if high is None else high)
+        self._alarm = settings.alarms.logprob
+        self._limits = logprob_check.limits_of(settings.alarms.logprob, engine, trainer)
+        low, high = settings.loss.clip_ratio_low, settings.loss.clip_ratio_high
+        self._clip = (settings.loss.clip_ratio if low is None else low, settings.loss.clip_ratio if high is None else high)
 
     def require_recorded(self, batch: Batch) -> None:
         """Check the logprobs that the engine recorded, before anything is computed from them.
@@ -62,7 +62,7 @@ class RowCheck:
             whose weights were asked, `held_gap_mean_behind_N`: mean |difference| from those (nats). Nothing where there is no such token.
 
         Raises:
-            BadRowsError: rows differ by more than trainer.logprob_alarm allows, or the trainer's logprobs are not finite.
+            BadRowsError: rows differ by more than trainer.alarms.logprob allows, or the trainer's logprobs are not finite.
         """
         self._require_finite(batch, computed, "trainer")
         mask = batch.response_mask.astype(bool) & ~batch.reshaped[:, None]
@@ -118,7 +118,7 @@ def blame_gradient(batch: Batch, computed: Logprobs, norm: float) -> BadRowsErro
     named = rows.tolist() or list(range(batch.real_rows))
     return BadRowsError(
         f"the gradient's norm is {norm}, so no step was taken. It comes of {len(named)} of {batch.real_rows} rows: look for extreme "
-        "rewards or logprobs in them. Lower trainer.learning_rate if earlier steps' norms grew.",
+        "rewards or logprobs in them. Lower trainer.optim.learning_rate if earlier steps' norms grew.",
         dict.fromkeys(named, NOT_FINITE),
     )
 
@@ -134,6 +134,6 @@ def _sentence(bad: dict[int, list[str]], batch: Batch) -> str:
     )
     return (
         f"the logprobs that {len(bad)} of {batch.real_rows} rows were sampled with differ from the trainer's ({reasons}: "
-        f"trainer.logprob_alarm), so no step was taken; {look}. Logprobs must be processed ones (--logprobs-mode processed_logprobs), "
+        f"trainer.alarms.logprob), so no step was taken; {look}. Logprobs must be processed ones (--logprobs-mode processed_logprobs), "
         "without top-p, top-k, penalties or grammars, of the trainer's tokenizer, in the dtypes that engine.dtype and trainer.dtype name."
     )

@@ -56,7 +56,7 @@ def split_to(parts: list[list[int]], count: int, units: Sequence[int] | None = N
         if not middle:
             raise TrainerError(
                 f"this worker's rows make {len(parts)} micro-batches at most, and another worker needs {count}. Raise "
-                "trainer.max_tokens_per_device or trainer.groups_per_batch, or train with fewer workers."
+                "trainer.max_tokens_per_device or trainer.sampling.groups_per_batch, or train with fewer workers."
             )
         parts[at : at + 1] = [parts[at][:middle], parts[at][middle:]]
     return parts

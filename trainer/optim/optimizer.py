@@ -68,10 +68,10 @@ class VerlOptimizer:
         import torch
 
         self._order = torch.Generator()  # of mini-batches; it begins with the same state every time
-        self._has_critic = settings.estimator == "gae"
+        self._has_critic = settings.credit.estimator == "gae"
         self._check = RowCheck(settings, logprob_check.engine_dtype(engine_dtype), dtype_of(settings, self.device))
-        held = settings.logprob_alarm.held_versions
-        self._versions_to_hold = settings.max_staleness if held is None else held
+        held = settings.alarms.logprob.held_versions
+        self._versions_to_hold = settings.sampling.max_staleness if held is None else held
         self._held_versions = 0
 
     @property
@@ -82,7 +82,7 @@ class VerlOptimizer:
     @property
     def versions_to_hold(self) -> int:
         """Return the number of earlier versions whose weights are held to check calls of them."""
-        return 0 if self.settings.lora_rank else self._versions_to_hold
+        return 0 if self.settings.lora.rank else self._versions_to_hold
 
     def hold(self, checkpoints: Sequence[Path]) -> None:
         """Hold the weights of the versions before the loaded one, as if this process had made the steps.
@@ -98,7 +98,7 @@ class VerlOptimizer:
             self._held_versions += 1
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Train on a batch: trainer.epochs x trainer.mini_batches optimizer steps, without those whose gradient is 0.
+        """Train on a batch: trainer.optim.epochs x trainer.optim.mini_batches optimizer steps, without those whose gradient is 0.
 
         A step of zero gradient would still move the weights by AdamW's moments, so it is left out; the logprobs of the batch are checked
         all the same.
@@ -114,7 +114,7 @@ class VerlOptimizer:
         """
         self._check.require_recorded(batch)
         settings, order = self.settings, self._order.get_state()
-        several = settings.epochs * settings.mini_batches > 1
+        several = settings.optim.epochs * settings.optim.mini_batches > 1
         self._workers.everywhere("begin_step", self._versions_to_hold, several or self._has_critic)
         try:
             metrics = self._step(batch, several=several)
@@ -130,16 +130,16 @@ class VerlOptimizer:
         metrics: dict[str, float] = {}
         if batch.chains:
             batch = self._estimated(batch)
-        if self.settings.kl_coef:
+        if self.settings.loss.kl_coef:
             batch = replace(batch, reference_logprobs=self._logprobs("reference", batch))
-        first = several or self.settings.recompute_logprobs
+        first = several or self.settings.loss.recompute_logprobs
         if first:
             batch, metrics = self._with_old_logprobs(batch)
         of_reshaped: dict[str, float] = {}
         if batch.reshaped.any():
             batch, of_reshaped = self._with_reshaped_weights(batch)
         steps: list[dict[str, float]] = []
-        for _ in range(self.settings.epochs):
+        for _ in range(self.settings.optim.epochs):
             for rows, part in self._parts(batch):
                 if self._trainable(part):
                     part, corrected = self._by_rollout(part, first=not steps)
@@ -169,7 +169,7 @@ class VerlOptimizer:
     def _train_critic(self, batch: Batch) -> dict[str, float]:
         """Train the value model on the batch's returns, with as many steps as the policy; return metrics."""
         losses: list[float] = []
-        for _ in range(self.settings.epochs):
+        for _ in range(self.settings.optim.epochs):
             for rows, part in self._parts(batch):
                 if part.response_mask.any():
                     metrics = scalars(self._workers.by_rows("train", tensordict(part, role="critic", stepped=True)))
@@ -184,9 +184,9 @@ class VerlOptimizer:
     def _with_old_logprobs(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Check a batch; return it with its logprobs at the start of the step and the correction by them, and metrics."""
         metrics, logprobs = self._infer(batch)
-        if self.settings.recompute_logprobs:
+        if self.settings.loss.recompute_logprobs:
             batch = replace(batch, old_logprobs=logprobs)
-            if self.settings.correction.weights or self.settings.correction.reject:
+            if self.settings.loss.correction.weights or self.settings.loss.correction.reject:
                 changes, corrected = correct(batch, self.settings)
                 batch, metrics = replace(batch, **changes), {**metrics, **corrected}
         return batch, metrics
@@ -194,15 +194,15 @@ class VerlOptimizer:
     def _with_reshaped_weights(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with ratios and weights of its reshaped rows, and metrics."""
         settings = self.settings
-        if settings.recompute_logprobs and settings.correction.weights:
+        if settings.loss.recompute_logprobs and settings.loss.correction.weights:
             return batch, {}  # every row has them
-        logprobs = batch.old_logprobs if settings.recompute_logprobs else None
+        logprobs = batch.old_logprobs if settings.loss.recompute_logprobs else None
         if logprobs is None:
             rows = np.flatnonzero(batch.reshaped)
             logprobs = np.zeros_like(batch.logprobs)
             logprobs[rows] = self._logprobs("policy", take(batch, rows, divisor=self.data_parallel_size))[: len(rows)]
-        batch, metrics = reshaped_corrected(batch, logprobs, settings.correction.threshold)
-        if settings.loss == "bypass_mode":  # it makes weights of its own against the sampled logprobs: here of ratios that are 1
+        batch, metrics = reshaped_corrected(batch, logprobs, settings.loss.correction.threshold)
+        if settings.loss.name == "bypass_mode":  # it makes weights of its own against the sampled logprobs: here of ratios that are 1
             assert batch.old_logprobs is not None
             assert batch.weights is not None
             weighted = batch.advantages * batch.weights
@@ -220,7 +220,7 @@ class VerlOptimizer:
             return part, {}
         logprobs: NDArray[np.float32] | None = None
         if needs_logprobs(self.settings):
-            logprobs = part.old_logprobs if first and self.settings.recompute_logprobs else None
+            logprobs = part.old_logprobs if first and self.settings.loss.recompute_logprobs else None
             logprobs = self._logprobs("policy", part) if logprobs is None else logprobs
         return by_rollout(part, self.settings, logprobs)
 
@@ -228,15 +228,15 @@ class VerlOptimizer:
         """Return a batch's mini-batches with their rows in it, drawn again each time from the random state that is saved with the state."""
         import torch
 
-        if self.settings.mini_batches == 1:
+        if self.settings.optim.mini_batches == 1:
             return [(np.arange(batch.real_rows), batch)]
         order = torch.randperm(batch.rollouts, generator=self._order).tolist()
-        count = self.settings.mini_batches
+        count = self.settings.optim.mini_batches
         return list(zip(split(batch, order, count), parts(batch, order, count, divisor=self.data_parallel_size), strict=True))
 
     def _trainable(self, batch: Batch) -> bool:
         """Return whether the gradient can differ from 0."""
-        beside = self.settings.kl_coef != 0 or self.settings.entropy_coef != 0
+        beside = self.settings.loss.kl_coef != 0 or self.settings.loss.entropy_coef != 0
         return batch.trainable or (beside and bool(batch.response_mask.any()))
 
     def _train(self, part: Batch, rows: NDArray[np.int64], *, checked: bool) -> dict[str, float]:
@@ -247,7 +247,7 @@ class VerlOptimizer:
             rows: their indices in the batch.
             checked: True if the whole batch's logprobs were compared before.
         """
-        sent = tensordict(part, role="policy", entropy=self.settings.entropy_coef != 0)
+        sent = tensordict(part, role="policy", entropy=self.settings.loss.entropy_coef != 0)
         output = self._workers.by_rows("accumulate", sent)
         metrics, logprobs = _kept(scalars(output)), padded(output, "log_probs", sent, part)
         if not checked:
@@ -263,7 +263,7 @@ class VerlOptimizer:
 
     def _infer(self, batch: Batch) -> tuple[dict[str, float], NDArray[np.float32]]:
         """Pass a batch forward and check its logprobs; return metrics and logprobs."""
-        sent = tensordict(batch, role="policy", entropy=self.settings.entropy_coef != 0)
+        sent = tensordict(batch, role="policy", entropy=self.settings.loss.entropy_coef != 0)
         output = self._workers.by_rows("infer", sent)
         logprobs = padded(output, "log_probs", sent, batch)
         return {**_kept(scalars(output)), **self._check.compare(batch, logprobs, functools.partial(self._earlier, batch))}, logprobs

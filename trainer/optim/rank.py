@@ -82,14 +82,14 @@ class Rank(Worker):
         check_device(settings, device)
         with quiet(), _same_random_numbers():
             self._models[ModelRole.POLICY] = training_worker(
-                self._model, settings, device, rank=settings.lora_rank, objective=self._objective
+                self._model, settings, device, rank=settings.lora.rank, objective=self._objective
             )
-            if settings.kl_coef:
+            if settings.loss.kl_coef:
                 # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
-                held = settings.reference or settings.model
+                held = settings.loss.reference or settings.model
                 assert held is not None  # checked
                 self._models[ModelRole.REFERENCE] = training_worker(held, settings, device)
-            if settings.estimator == "gae":
+            if settings.credit.estimator == "gae":
                 self._models[ModelRole.CRITIC] = training_worker(self._model, settings, device, critic=True)
         policy = self._engine(ModelRole.POLICY)
         self._register_dispatch_collect_info(MESH, policy.get_data_parallel_rank(), policy.is_mp_src_rank_with_outputs())
@@ -188,10 +188,10 @@ class Rank(Worker):
         """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters, by PEFT's; collective."""
         module, settings = self._engine(ModelRole.POLICY).module, self._settings
         tied = getattr(module, "all_tied_weights_keys", None) or {}
-        if settings.weight_sync == "adapter":
+        if settings.weight_sync.method == "adapter":
             tensors = alone(module.state_dict())
-        elif settings.lora_rank:  # verl would merge them too, in bfloat16
-            tensors = merged(module.state_dict(), settings.lora_alpha / settings.lora_rank)
+        elif settings.lora.rank:  # verl would merge them too, in bfloat16
+            tensors = merged(module.state_dict(), settings.lora.alpha / settings.lora.rank)
         else:
             tensors, _ = self._engine(ModelRole.POLICY).get_per_tensor_param()
         for name, tensor in tensors:
@@ -224,9 +224,9 @@ class Rank(Worker):
             "order": order,
             "random": ranks,
         }
-        if self._settings.lora_rank:
+        if self._settings.lora.rank:
             state["adapted"] = _whole(kept(policy.module.state_dict(), self._settings))
-            state["lora_alpha"] = self._settings.lora_alpha
+            state["lora_alpha"] = self._settings.lora.alpha
         if ModelRole.CRITIC in self._models:
             critic = self._engine(ModelRole.CRITIC)
             state["critic"] = {"weights": _whole(critic.module.state_dict()), "moments": _moments(critic.optimizer)}
@@ -254,8 +254,8 @@ class Rank(Worker):
             )
         policy = self._engine(ModelRole.POLICY)
         require_adapters(file, state.get("adapted"), state.get("lora_alpha"), policy.module.state_dict(), settings)
-        if settings.lora_rank:
-            _load_module(policy.module, state["adapted"], strict=settings.weight_sync != "adapter")
+        if settings.lora.rank:
+            _load_module(policy.module, state["adapted"], strict=settings.weight_sync.method != "adapter")
         _load_moments(policy.optimizer, state["moments"])
         _resume_schedule(policy.lr_scheduler, state["steps"])
         if self.rank < len(state["random"]):

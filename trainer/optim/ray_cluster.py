@@ -1,8 +1,8 @@
 """Ray cluster of the trainer: a private one on this machine, or a connection to an existing one, and placement groups in it.
 
-In: trainer.workers, trainer.nodes, trainer.ray_address. Out: one placement group per node, with a CPU and, where there are GPUs, a GPU per
-worker. Invariant: a private cluster listens on loopback alone, requires a token that only this process knows, sends no statistics, and ends
-with the object that began it, or with this process however that ends.
+In: trainer.workers.per_node, trainer.workers.nodes, trainer.workers.ray_address. Out: one placement group per node, with a CPU and, where
+there are GPUs, a GPU per worker. Invariant: a private cluster listens on loopback alone, requires a token that only this process knows,
+sends no statistics, and ends with the object that began it, or with this process however that ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Cluster:
     """Ray cluster, connected to this process until `close`."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        """Connect to trainer.ray_address, or to the cluster that this process has started already, or start one.
+        """Connect to trainer.workers.ray_address, or to the cluster that this process has started already, or start one.
 
         Raises:
             TrainerError: Ray cannot be started, or none answers at the address, or it refuses this process without its token.
@@ -55,7 +55,7 @@ class Cluster:
 
         self._settings = settings
         self._groups: list[Any] = []
-        self.own = settings.ray_address is None
+        self.own = settings.workers.ray_address is None
         """True if its workers are all on this machine."""
         self._began = not ray.is_initialized()
         self.directory: Path | None = Path(tempfile.mkdtemp(prefix="ray-", dir=_SHORT)) if self._began and self.own else None
@@ -67,7 +67,7 @@ class Cluster:
                 self._begin(_STARTS if self.own else 1)
         except Exception as error:  # Ray has no family of errors for this
             self.close()
-            raise TrainerError(_refused(settings.ray_address, error)) from error
+            raise TrainerError(_refused(settings.workers.ray_address, error)) from error
         except BaseException:
             self.close()
             raise
@@ -78,11 +78,11 @@ class Cluster:
 
         own = {
             "include_dashboard": False,
-            "num_cpus": self._settings.workers,
-            "object_store_memory": self._settings.ray_object_store_bytes,
+            "num_cpus": self._settings.workers.per_node,
+            "object_store_memory": self._settings.workers.ray_object_store_bytes,
             "_temp_dir": str(self.directory),
         }
-        address = self._settings.ray_address or "local"
+        address = self._settings.workers.ray_address or "local"
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **(own if self.own else {}))
         except Exception as error:
@@ -115,21 +115,23 @@ class Cluster:
 
         settings, nodes = self._settings, [node["Resources"] for node in ray.nodes() if node["Alive"]]
         kind = "GPU" if any(node.get("GPU", 0) for node in nodes) else "CPU"
-        fitting = [node for node in nodes if node.get(kind, 0) >= settings.workers]
-        if len(fitting) < settings.nodes:
+        fitting = [node for node in nodes if node.get(kind, 0) >= settings.workers.per_node]
+        if len(fitting) < settings.workers.nodes:
             counts = ", ".join(f"{node.get(kind, 0):g}" for node in nodes)
             raise TrainerError(
-                f"trainer.nodes = {settings.nodes} with trainer.workers = {settings.workers} needs as many nodes with that many {kind}s "
+                f"trainer.workers.nodes = {settings.workers.nodes} with trainer.workers.per_node = {settings.workers.per_node} needs as "
+                f"many nodes with that many {kind}s "
                 f"each, and the {kind}s of this Ray cluster's nodes are {counts}. Lower the two, or add nodes (docs/start/scaling.md)."
             )
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if kind == "GPU" else {})}
-        for _ in range(settings.nodes):
-            self._groups.append(placement_group([dict(bundle) for _ in range(settings.workers)], strategy="STRICT_PACK"))
+        for _ in range(settings.workers.nodes):
+            self._groups.append(placement_group([dict(bundle) for _ in range(settings.workers.per_node)], strategy="STRICT_PACK"))
         for group in self._groups:
             if not group.wait(_PLACE_SECONDS):
                 raise TrainerError(
-                    f"the Ray cluster had no place for {settings.workers} workers a node on {settings.nodes} nodes for {_PLACE_SECONDS:g} "
-                    "s: other processes hold it (`ray status` lists them). Wait for their end, or lower trainer.workers."
+                    f"the Ray cluster had no place for {settings.workers.per_node} workers a node on {settings.workers.nodes} nodes for "
+                    f"{_PLACE_SECONDS:g} "
+                    "s: other processes hold it (`ray status` lists them). Wait for their end, or lower trainer.workers.per_node."
                 )
         return self._groups, "cuda" if kind == "GPU" else "cpu"
 
@@ -160,9 +162,10 @@ def _first_line(error: Exception) -> str:
 def _refused(address: str | None, error: Exception) -> str:
     reason = _first_line(error)
     if address is None:
-        return f"Ray did not start on this machine ({reason}). trainer.workers = 0 trains without it."
+        return f"Ray did not start on this machine ({reason}). trainer.workers.per_node = 0 trains without it."
     return (
-        f"no Ray cluster let this trainer in at trainer.ray_address = {address!r} ({reason}). Start one with `ray start --head`, and give "
+        f"no Ray cluster let this trainer in at trainer.workers.ray_address = {address!r} ({reason}). Start one with `ray start --head`, "
+        f"and give "
         "this process its token (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, docs/start/scaling.md)."
     )
 

@@ -36,7 +36,7 @@ _SETTLE_SECONDS = 20.0
 
 
 class RayWorkers:
-    """Workers of trainer.workers ranks on each of trainer.nodes nodes."""
+    """Workers of trainer.workers.per_node ranks on each of trainer.workers.nodes nodes."""
 
     def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         """Start the ranks and load their models.
@@ -187,8 +187,12 @@ def _group(model: Path, settings: TrainerSettings, objective: Objective | None, 
         def _get_master_addr_port(self, *_: object, **__: object) -> None:
             self._master_addr, self._master_port = "127.0.0.1", "0"
 
-    everywhere = {name: path.absolute() for name in ("model", "reference") if (path := getattr(settings, name))}
-    pool = RayResourcePool([settings.workers] * settings.nodes, use_gpu=False, max_colocate_count=1)
+    reference = settings.loss.reference
+    everywhere = {
+        "model": settings.model and settings.model.absolute(),
+        "loss": settings.loss.model_copy(update={"reference": reference and reference.absolute()}),
+    }
+    pool = RayResourcePool([settings.workers.per_node] * settings.workers.nodes, use_gpu=False, max_colocate_count=1)
     pool.pgs = sort_placement_group_by_node_ip(places)
     rank = RayClassWithInitArgs(ray.remote(Rank), model, settings.model_copy(update=everywhere), objective)
     rank.update_options({"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0})  # verl would ask the platform of this process

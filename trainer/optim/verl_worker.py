@@ -54,11 +54,11 @@ def training_worker(
         bound_padded_micro_batches()
     again = settings.gradient_checkpointing
     optimizer = FSDPOptimizerConfig(
-        lr=objective.learning_rate if objective else settings.critic_learning_rate if critic else settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        clip_grad=settings.clip_grad,
-        lr_warmup_steps=objective.warmup_steps if objective else 0 if critic else settings.warmup_steps,
+        lr=objective.learning_rate if objective else settings.optim.critic_learning_rate if critic else settings.optim.learning_rate,
+        betas=settings.optim.betas,
+        weight_decay=settings.optim.weight_decay,
+        clip_grad=settings.optim.clip_grad,
+        lr_warmup_steps=objective.warmup_steps if objective else 0 if critic else settings.optim.warmup_steps,
         lr_scheduler_type=objective.schedule if objective else "constant",
         total_training_steps=objective.steps if objective else _NO_END,
     )
@@ -71,8 +71,8 @@ def training_worker(
                 override_config={"attn_implementation": "flash_attention_2" if packed else "sdpa"},
                 enable_gradient_checkpointing=device != "cpu" if again is None else again,
                 lora_rank=rank,
-                lora_alpha=settings.lora_alpha,
-                target_modules=list(settings.lora_modules) or "all-linear",
+                lora_alpha=settings.lora.alpha,
+                target_modules=list(settings.lora.modules) or "all-linear",
             ),
             engine_config=FSDPEngineConfig(
                 strategy="fsdp2",

@@ -80,7 +80,7 @@ class LocalWorkers:
 
 
 def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> WorkerGroup:
-    """Start the workers of trainer.workers, with the model loaded.
+    """Start the workers of trainer.workers.per_node, with the model loaded.
 
     Args:
         model: a Hugging Face model directory.
@@ -91,4 +91,4 @@ def begin(model: Path, settings: TrainerSettings, objective: Objective | None = 
         SettingsError: the settings cannot be carried out.
         TrainerError: Ray has no resources for them.
     """
-    return RayWorkers(model, settings, objective) if settings.workers else LocalWorkers(model, settings, objective)
+    return RayWorkers(model, settings, objective) if settings.workers.per_node else LocalWorkers(model, settings, objective)

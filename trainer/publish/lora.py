@@ -55,7 +55,7 @@ def alone(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def kept(parameters: Mapping[str, Any], settings: TrainerSettings) -> dict[str, Any]:
     """Return the parameters of a version's state: all, as merging loses the adapters; with weight sync `adapter` the adapters alone."""
-    return {name: value for name, value in parameters.items() if ".lora_" in name or settings.weight_sync != "adapter"}
+    return {name: value for name, value in parameters.items() if ".lora_" in name or settings.weight_sync.method != "adapter"}
 
 
 def require_adapters(
@@ -66,42 +66,43 @@ def require_adapters(
     Args:
         file: named in errors.
         held: result of `kept` when the state was written. None: it was written without adapters.
-        alpha: trainer.lora_alpha at that time.
+        alpha: trainer.lora.alpha at that time.
         parameters: parameters of the model, as the settings make them.
         settings: the trainer's.
 
     Raises:
         CheckpointError: it has different adapters, or none.
     """
-    if (held is not None) != bool(settings.lora_rank):
+    if (held is not None) != bool(settings.lora.rank):
         raise CheckpointError(
-            f"{file} was written {'without' if held is None else 'with'} adapters, and trainer.lora_rank = "
-            f"{settings.lora_rank}. Set it as it was, or begin a branch with these weights (trainer.branch, trainer.model)."
+            f"{file} was written {'without' if held is None else 'with'} adapters, and trainer.lora.rank = "
+            f"{settings.lora.rank}. Set it as it was, or begin a branch with these weights (trainer.branch, trainer.model)."
         )
     if held is None:
         return
     alone = all(".lora_" in name for name in held)
-    if alone != (settings.weight_sync == "adapter"):
+    if alone != (settings.weight_sync.method == "adapter"):
         raise CheckpointError(
-            f"{file} was written with trainer.weight_sync = {'adapter' if alone else 'disk'}, and now it is {settings.weight_sync}. "
+            f"{file} was written with trainer.weight_sync.method = {'adapter' if alone else 'disk'}, and now it is "
+            f"{settings.weight_sync.method}. "
             "Set it as it was, or begin a branch with a whole model (trainer.branch, trainer.model)."
         )
     if {name: value.shape for name, value in held.items()} != {name: value.shape for name, value in kept(parameters, settings).items()}:
         raise CheckpointError(
-            f"{file} holds adapters of another shape than trainer.lora_rank = {settings.lora_rank} and trainer.lora_modules make. "
+            f"{file} holds adapters of another shape than trainer.lora.rank = {settings.lora.rank} and trainer.lora.modules make. "
             "Set them as they were, or begin a branch with these weights (trainer.branch, trainer.model)."
         )
-    if alpha != settings.lora_alpha:
+    if alpha != settings.lora.alpha:
         # The same tensors, scaled otherwise, are other weights.
         raise CheckpointError(
-            f"{file} was written with trainer.lora_alpha = {alpha}, and now it is {settings.lora_alpha}. Set it as it was, or begin a "
+            f"{file} was written with trainer.lora.alpha = {alpha}, and now it is {settings.lora.alpha}. Set it as it was, or begin a "
             "branch with these weights (trainer.branch, trainer.model)."
         )
 
 
 def weights_file(settings: TrainerSettings) -> str:
     """Return the name of the file of a version's parameters."""
-    return ADAPTER if settings.weight_sync == "adapter" else WEIGHTS
+    return ADAPTER if settings.weight_sync.method == "adapter" else WEIGHTS
 
 
 def model_of(version: Path) -> Path:
@@ -112,9 +113,9 @@ def model_of(version: Path) -> Path:
 
 def adapter_of(parent: Path, settings: TrainerSettings) -> AdapterFacts | None:
     """Return base model, rank and alpha of the adapter that a step makes from a parent. None: a step makes a whole model."""
-    if settings.weight_sync != "adapter":
+    if settings.weight_sync.method != "adapter":
         return None
-    return AdapterFacts(model_of(parent), settings.lora_rank, settings.lora_alpha)
+    return AdapterFacts(model_of(parent), settings.lora.rank, settings.lora.alpha)
 
 
 def _full(value: Any) -> Any:

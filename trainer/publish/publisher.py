@@ -22,7 +22,8 @@ from trainer.publish.sender import Weights, WeightsSender
 _REFUSALS = {400, 401, 403, 405, 409, 413, 422}
 """HTTP statuses of permanent refusals; others, such as those of a proxy before a gateway that starts, are transient."""
 _REMEDY = (
-    "The version stays committed and is published when `spangrad train` starts again; trainer.publish = false trains without a gateway."
+    "The version stays committed and is published when `spangrad train` starts again; trainer.weight_sync.publish = false trains without "
+    "a gateway."
 )
 
 
@@ -112,12 +113,12 @@ def publisher_of(settings: Settings) -> Publisher | None:
     """Return the publisher of the settings. None: versions are not published.
 
     Raises:
-        SettingsError: this process cannot listen at trainer.transfer_host.
+        SettingsError: this process cannot listen at trainer.weight_sync.transfer_host.
     """
-    if not settings.trainer.publish:
+    if not settings.trainer.weight_sync.publish:
         return None
     trainer = settings.trainer
-    calls: dict[str, object] = {"in_flight": trainer.in_flight}
-    if trainer.in_flight == "drain":
-        calls["drain_seconds"] = trainer.drain_seconds
-    return Publisher(settings.gateway, sender=WeightsSender(trainer) if trainer.weight_sync == "transfer" else None, calls=calls)
+    calls: dict[str, object] = {"in_flight": trainer.weight_sync.in_flight}
+    if trainer.weight_sync.in_flight == "drain":
+        calls["drain_seconds"] = trainer.weight_sync.drain_seconds
+    return Publisher(settings.gateway, sender=WeightsSender(trainer) if trainer.weight_sync.method == "transfer" else None, calls=calls)

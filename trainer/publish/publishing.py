@@ -199,7 +199,7 @@ class HeadPublisher:
 
         None: the engines read the version's files.
         """
-        if self._settings.trainer.weight_sync != "transfer" or not (path / WEIGHTS).is_file():
+        if self._settings.trainer.weight_sync.method != "transfer" or not (path / WEIGHTS).is_file():
             return None
         return lambda: _read_weights(path / WEIGHTS)
 

@@ -63,7 +63,7 @@ class WeightsSender:
     """HTTP server of the trainer for publications."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        """Listen at trainer.transfer_host.
+        """Listen at trainer.weight_sync.transfer_host.
 
         Raises:
             SettingsError: it is not an address of this machine, or the port is taken.
@@ -75,10 +75,11 @@ class WeightsSender:
         self._groups: dict[str, Any] = {}
         """Connected NCCL communicators, by group."""
         try:
-            self._server = ThreadingHTTPServer((settings.transfer_host, settings.transfer_port), _handler(self))
+            self._server = ThreadingHTTPServer((settings.weight_sync.transfer_host, settings.weight_sync.transfer_port), _handler(self))
         except OSError as error:
             raise SettingsError(
-                f"trainer.transfer_host = {settings.transfer_host!r}, trainer.transfer_port = {settings.transfer_port}: cannot listen "
+                f"trainer.weight_sync.transfer_host = {settings.weight_sync.transfer_host!r}, trainer.weight_sync.transfer_port = "
+                f"{settings.weight_sync.transfer_port}: cannot listen "
                 f"there ({error}). Set an address of this machine that the gateway and the engines reach."
             ) from error
         self._server.daemon_threads = True

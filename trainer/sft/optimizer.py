@@ -24,8 +24,6 @@ from trainer.sft.rendering import TokenSequence
 
 _NO_OP = TokenSequence([0, 0], [0, 0])
 _KEPT = ("loss", "grad_norm", "preference_accuracy", "preference_margin", "chosen_reward", "rejected_reward")
-_POLICY_ONLY = {"kl_coef": 0.0, "estimator": "grpo"}
-"""Values of the trainer's settings by which neither a reference nor a critic is loaded beside the policy."""
 
 
 class FileOptimizer:
@@ -39,7 +37,9 @@ class FileOptimizer:
             TrainerError: Ray has no resources for the workers.
         """
         self._tuning, self._objective = settings.tuning, Objective.of(method, settings.tuning, steps)
-        trainer = settings.trainer.model_copy(update=_POLICY_ONLY)
+        loss = settings.trainer.loss.model_copy(update={"kl_coef": 0.0})  # no reference is loaded beside the policy,
+        credit = settings.trainer.credit.model_copy(update={"estimator": "grpo"})  # and no critic
+        trainer = settings.trainer.model_copy(update={"loss": loss, "credit": credit})
         self._workers = begin(model, trainer, self._objective)
         self.device = self._workers.device
         self.reference: NDArray[np.float32] | None = None

@@ -50,10 +50,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LEARNING = ("lora_rank", "lora_alpha", "lora_modules", "betas", "weight_decay", "clip_grad", "dtype", "max_tokens_per_device")
+_LEARNING = (
+    "lora.rank",
+    "lora.alpha",
+    "lora.modules",
+    "optim.betas",
+    "optim.weight_decay",
+    "optim.clip_grad",
+    "dtype",
+    "max_tokens_per_device",
+)
 """Names of the trainer's settings that decide what a run learns."""
 _REMEDY = (
-    "The version stays committed and is published when the same `spangrad tune` is started again; trainer.publish = false trains without."
+    "The version stays committed and is published when the same `spangrad tune` is started again; "
+    "trainer.weight_sync.publish = false trains without."
 )
 
 
@@ -135,10 +145,11 @@ def tune(
             on.
     """
     require_beginning(settings)
-    if settings.trainer.weight_sync == "adapter":
+    if settings.trainer.weight_sync.method == "adapter":
         raise SettingsError(
-            "trainer.weight_sync = adapter hands out adapters alone, and `spangrad tune` makes whole models, adapters merged into them. "
-            "Set trainer.weight_sync = disk, on a branch that has no adapters for versions."
+            "trainer.weight_sync.method = adapter hands out adapters alone, and `spangrad tune` makes whole models, adapters merged into "
+            "them. "
+            "Set trainer.weight_sync.method = disk, on a branch that has no adapters for versions."
         )
     sources = find_sources(paths)
     shutdown = Shutdown()
@@ -152,7 +163,7 @@ def tune(
 
 def run_name(settings: Settings, method: Method, sources: Sequence[ExampleFile], *, again: bool) -> str:
     """Return a run's name: 16 hexadecimal digits of a hash of the method, the files and every setting that decides what is learnt."""
-    trainer = settings.trainer.model_dump(mode="json", include=set(_LEARNING))
+    trainer = settings.trainer.values_of(_LEARNING)
     facts = [method, [source.checksum for source in sources], settings.tuning.model_dump(mode="json"), trainer, again]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -169,7 +180,7 @@ class _Run:
 
     def go(self) -> Tuned:
         ledger, client, watchers = open_ledger(self.settings), _store(self.settings), Watchers([])
-        publisher = Publisher(self.settings.gateway, _REMEDY) if self.settings.trainer.publish else None
+        publisher = Publisher(self.settings.gateway, _REMEDY) if self.settings.trainer.weight_sync.publish else None
         try:
             head = prepare(ledger, self.settings)
             if publisher:

@@ -39,24 +39,26 @@ def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
     from verl.workers.config.actor import PolicyLossConfig
 
     _wrap_losses()
-    options: dict[str, Any] = dict(settings.loss_options)
+    options: dict[str, Any] = dict(settings.loss.options)
     scale = options.pop(SCALE, None)
     of_actor = {name: options.pop(name) for name in ("clip_ratio_c", "tau_pos", "tau_neg") if name in options}
-    correction = RolloutCorrectionConfig(**correction_of(settings), bypass_mode=True, loss_type=settings.correction.objective)
-    low, high = settings.clip_ratio_low, settings.clip_ratio_high
+    correction = RolloutCorrectionConfig(**correction_of(settings), bypass_mode=True, loss_type=settings.loss.correction.objective)
+    low, high = settings.loss.clip_ratio_low, settings.loss.clip_ratio_high
     return FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,
         ppo_mini_batch_size=1,  # batches are cut by trainer.data.batch; verl asks for a number
         ppo_micro_batch_size_per_gpu=1,
         use_dynamic_bsz=True,
-        clip_ratio=settings.clip_ratio,
-        clip_ratio_low=settings.clip_ratio if low is None else low,  # verl's own defaults would win over clip_ratio
-        clip_ratio_high=settings.clip_ratio if high is None else high,
-        loss_agg_mode=settings.loss_aggregation,
+        clip_ratio=settings.loss.clip_ratio,
+        clip_ratio_low=settings.loss.clip_ratio if low is None else low,  # verl's own defaults would win over clip_ratio
+        clip_ratio_high=settings.loss.clip_ratio if high is None else high,
+        loss_agg_mode=settings.loss.aggregation,
         loss_scale_factor=scale,
         policy_loss=PolicyLossConfig(
-            loss_mode=_WRAPPED + settings.loss if settings.loss in _WRAPS else settings.loss, rollout_correction=correction, **options
+            loss_mode=_WRAPPED + settings.loss.name if settings.loss.name in _WRAPS else settings.loss.name,
+            rollout_correction=correction,
+            **options,
         ),
         entropy_coeff=0.0,  # entropy and KL are added by trainer.optim.losses.policy_loss, over rollouts
         use_kl_loss=False,
@@ -76,7 +78,7 @@ def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
     from verl.workers.utils.losses import value_loss
 
     config = CriticConfig(
-        strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True, cliprange_value=settings.critic_clip, optim=optimizer
+        strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True, cliprange_value=settings.loss.critic_clip, optim=optimizer
     )
     return functools.partial(value_loss, config)
 
@@ -86,7 +88,7 @@ def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], di
 
     Args:
         batch: with `old_logprobs`.
-        settings: `trainer.correction`.
+        settings: `trainer.loss.correction`.
 
     Returns:
         The changed fields of the batch (weights, response_mask, and advantages, which are 0 where a token was rejected); metrics.
@@ -111,8 +113,8 @@ def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def correction_of(settings: TrainerSettings) -> dict[str, Any]:
-    """Return verl's parameters of trainer.correction."""
-    correction = settings.correction
+    """Return verl's parameters of trainer.loss.correction."""
+    correction = settings.loss.correction
     return {
         "rollout_is": correction.weights,
         "rollout_is_threshold": correction.threshold,

@@ -47,16 +47,16 @@ def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data:
         total = (values.detach().float() * mask).sum() * data["dp_size"] / max(data["batch_num_tokens"], 1)
         return Metric(AggregationType.SUM, total)
 
-    if settings.entropy_coef:
-        loss = loss - settings.entropy_coef * aggregated(no_padding_2_padding(entropy, data))
-    if settings.kl_coef:
+    if settings.loss.entropy_coef:
+        loss = loss - settings.loss.entropy_coef * aggregated(no_padding_2_padding(entropy, data))
+    if settings.loss.kl_coef:
         logprob: Any = logprobs
-        divergence = aggregated(kl_penalty(logprob=logprob, ref_logprob=data["ref_log_prob"], kl_penalty=settings.kl_type))
-        loss = loss + settings.kl_coef * divergence
+        divergence = aggregated(kl_penalty(logprob=logprob, ref_logprob=data["ref_log_prob"], kl_penalty=settings.loss.kl_type))
+        loss = loss + settings.loss.kl_coef * divergence
         metrics["kl_loss"] = Metric(AggregationType.SUM, divergence.detach())
     if measured is not None:
         metrics["entropy"] = mean(no_padding_2_padding(measured, data))
-    if settings.loss in _CLIPPED and settings.correction.objective != "reinforce":
+    if settings.loss.name in _CLIPPED and settings.loss.correction.objective != "reinforce":
         low, high = _clipped(config, settings, logprobs.detach().float() - data["old_log_probs"], data["advantages"], mask)
         metrics |= {"clip_low": mean(low), "clip_high": mean(high)}
     return loss, metrics
@@ -68,9 +68,9 @@ def _clipped(config: Any, settings: TrainerSettings, log_ratio: Any, advantages:
     It clips ratios below where the advantage is negative and above where it is positive; `cispo` on both sides for any advantage.
     `gspo` compares the ratio of the whole response; `geo_mean` bounds the logarithm.
     """
-    if settings.loss == "gspo":
+    if settings.loss.name == "gspo":
         log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1))[:, None].expand_as(log_ratio)
     low, high = config.clip_ratio_low, config.clip_ratio_high
-    below, above = (-low, high) if settings.loss == "geo_mean" else (math.log(1 - low) if low < 1 else -math.inf, math.log1p(high))
-    either = settings.loss == "cispo"
+    below, above = (-low, high) if settings.loss.name == "geo_mean" else (math.log(1 - low) if low < 1 else -math.inf, math.log1p(high))
+    either = settings.loss.name == "cispo"
     return (log_ratio < below) & (either | (advantages < 0)), (log_ratio > above) & (either | (advantages > 0))

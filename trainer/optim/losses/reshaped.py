@@ -34,7 +34,7 @@ def corrected(batch: Batch, logprobs: NDArray[np.float32], threshold: str) -> tu
         batch: with reshaped rows.
         logprobs: nats, of the batch's shape [rows, response]: of the sampled tokens under the weights at the step's start. Other rows'
             values are not looked at.
-        threshold: of `trainer.correction.threshold`: `UPPER` cuts weights there, `LOWER_UPPER` makes those outside 0.
+        threshold: of `trainer.loss.correction.threshold`: `UPPER` cuts weights there, `LOWER_UPPER` makes those outside 0.
 
     Returns:
         The batch with old_logprobs and weights (reshaped rows' values replaced), and metrics: reshaped_share (of sampled tokens),
@@ -72,7 +72,7 @@ def truncated(ratios: NDArray[np.float32], threshold: str) -> NDArray[np.float32
     Raises:
         SettingsError: the threshold is neither.
     """
-    lower, upper = bounds(threshold, "trainer.correction.threshold")
+    lower, upper = bounds(threshold, "trainer.loss.correction.threshold")
     if lower is None:
         return np.minimum(ratios, np.float32(upper))
     return np.where((ratios >= lower) & (ratios <= upper), ratios, np.float32(0))

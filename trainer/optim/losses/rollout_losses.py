@@ -38,11 +38,11 @@ def several_rows(batch: Batch) -> bool:
 
 def needs_logprobs(settings: TrainerSettings) -> bool:
     """Return whether the loss needs logprobs of whole rollouts under the current weights: a forward pass before each step."""
-    if settings.loss == "bypass_mode":
-        correction = settings.correction
+    if settings.loss.name == "bypass_mode":
+        correction = settings.loss.correction
         whole = correction.weights == "sequence" or any(name.startswith("seq") for name in correction.reject)
-        return whole or settings.loss_aggregation == _MEAN
-    return settings.loss in {"gspo", "geo_mean"}
+        return whole or settings.loss.aggregation == _MEAN
+    return settings.loss.name in {"gspo", "geo_mean"}
 
 
 def by_rollout(batch: Batch, settings: TrainerSettings, logprobs: NDArray[np.float32] | None = None) -> tuple[Batch, dict[str, float]]:
@@ -59,18 +59,18 @@ def by_rollout(batch: Batch, settings: TrainerSettings, logprobs: NDArray[np.flo
     """
     tokens = RolloutTokens.of(batch)
     shares = tokens.row_shares
-    mean = settings.loss_aggregation == _MEAN
+    mean = settings.loss.aggregation == _MEAN
     changes: dict[str, Any] = {"row_share": shares} if mean else {}
     metrics: dict[str, float] = {}
-    if settings.loss == "bypass_mode" and logprobs is not None:
+    if settings.loss.name == "bypass_mode" and logprobs is not None:
         weights, metrics = _bypass_weights(replace(batch, old_logprobs=logprobs), settings, mean=mean)
         return replace(batch, weights=weights, **changes), metrics
-    if settings.loss == "geo_mean":
+    if settings.loss.name == "geo_mean":
         assert logprobs is not None
         return replace(batch, weights=_geo_mean_weights(batch, tokens, settings, logprobs), **changes), metrics
-    if mean or settings.loss == "sapo":
+    if mean or settings.loss.name == "sapo":
         changes["weights"] = (_ones(batch) if batch.weights is None else batch.weights) * shares[:, None]
-    if settings.loss == "gspo":
+    if settings.loss.name == "gspo":
         assert logprobs is not None
         ratios = np.zeros(len(batch.rollout), np.float32)
         ratios[tokens.row] = tokens.means(logprobs - _old(batch))
@@ -90,7 +90,7 @@ def _bypass_weights(batch: Batch, settings: TrainerSettings, *, mean: bool) -> t
     """Return each token's factor in verl's `bypass_mode`, corrected by rollouts: mask, weight with `reinforce`, and share of the row."""
     changes, metrics = correct(batch, settings)
     kept = changes["response_mask"].astype(np.float32)
-    weights = kept * (changes.get("weights", 1.0) if settings.correction.objective == "reinforce" else 1.0)
+    weights = kept * (changes.get("weights", 1.0) if settings.loss.correction.objective == "reinforce" else 1.0)
     if mean:  # verl divides by the row's tokens, rejected ones among them: make it the rollout's tokens that were kept
         tokens = RolloutTokens.of(replace(batch, response_mask=changes["response_mask"]))
         factors = np.zeros(len(kept), np.float32)
@@ -106,7 +106,9 @@ def _geo_mean_weights(batch: Batch, tokens: RolloutTokens, settings: TrainerSett
     A row's loss is -A exp(mean over the row of x), with x = log(pi / pi_old) clipped at the token. The rollout's is -A exp(mean over the
     rollout of x), and a row's part of its value, and of its gradient, is the row's share of the tokens.
     """
-    low, high = (settings.clip_ratio if bound is None else bound for bound in (settings.clip_ratio_low, settings.clip_ratio_high))
+    low, high = (
+        settings.loss.clip_ratio if bound is None else bound for bound in (settings.loss.clip_ratio_low, settings.loss.clip_ratio_high)
+    )
     ratio, sign = logprobs - _old(batch), np.sign(batch.advantages)
     clipped = sign * np.minimum(sign * ratio, sign * np.clip(ratio, -low, high))
     factors = np.exp(tokens.means(clipped) - tokens.row_means(clipped)) * tokens.row_shares[tokens.row]

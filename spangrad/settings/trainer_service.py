@@ -1,0 +1,104 @@
+"""Sections of the trainer's settings that say how it runs: its processes, versions, evaluations and alarms."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from spangrad.settings.section import Section
+
+
+class LogprobAlarm(Section):
+    """Limits of the differences from the logprobs of sampling; rows beyond them are refused. None: by dtype (docs/guides/learning.md)."""
+
+    mean: float | None = Field(default=None, gt=0)
+    """Largest mean of |difference|, in nats."""
+    p99: float | None = Field(default=None, gt=0)
+    """Largest 99th percentile of |difference|, in nats."""
+    pearson: float | None = Field(default=None, ge=-1, le=1)
+    """Smallest Pearson correlation of the two probabilities."""
+    k3: float | None = Field(default=None, gt=0)
+    """Largest KL(rollout || trainer), in nats, by the k3 estimate."""
+    held_versions: int | None = Field(default=None, ge=0)
+    """Number of earlier versions whose weights the trainer holds in main memory, so that late calls are compared with the weights that
+    sampled them. None: trainer.sampling.max_staleness."""
+    drift: float = Field(default=0.1, ge=0)
+    """KL divergence, in nats, that each version of lag may explain where the version's weights are neither held nor in a checkpoint."""
+
+
+class WorkersSettings(Section):
+    """Settings of the processes that share a step, under Ray."""
+
+    per_node: int = Field(default=0, ge=0)
+    """Number of processes on each node that share a step, under Ray; with GPUs, one each. 0: the trainer's own process, no Ray."""
+    nodes: int = Field(default=1, ge=1)
+    """Number of machines with trainer.workers.per_node processes each (docs/start/scaling.md)."""
+    ray_address: str | None = None
+    """Address (HOST:PORT) of the Ray cluster that the workers run in, or `auto`. None: a cluster that the trainer starts on loopback."""
+    ray_object_store_bytes: int = Field(default=2**28, ge=2**27)
+    """Shared memory of a Ray cluster that the trainer starts, in bytes: for a batch's rows, not for weights."""
+
+
+class WeightSyncSettings(Section):
+    """Settings of the way in which engines get each version's weights."""
+
+    publish: bool = True
+    """True to publish each version to the gateway."""
+    method: Literal["disk", "adapter", "transfer"] = "disk"
+    """Weight sync method: engines read a whole model from `trainer.directory` (disk) or the adapter alone (adapter), or the trainer
+    sends them the weights (transfer) (docs/guides/weights.md)."""
+    in_flight: Literal["keep", "drain", "abort"] = "keep"
+    """Treatment of the calls in flight when an engine loads new weights: they continue with them (keep), they end first (drain), or they
+    are aborted (abort) (docs/guides/weights.md)."""
+    drain_seconds: float = Field(default=60.0, ge=0)
+    """Time limit of in_flight `drain`, in seconds; calls that are left continue as with `keep`."""
+    transfer_host: str = "127.0.0.1"
+    """Address of this machine at which the gateway and the engines' workers reach the trainer; for trainer.weight_sync.method
+    `transfer`."""
+    transfer_port: int = Field(default=0, ge=0)
+    """Port at which the gateway and the engines' workers reach the trainer; for trainer.weight_sync.method `transfer`. 0: any free port."""
+
+
+class CheckpointSettings(Section):
+    """Settings of the choice of checkpoints that are kept."""
+
+    keep: int = 3
+    """Number of newest checkpoints that are kept, beside pinned ones and those still needed."""
+    best_metric: str = "validate_return"
+    """Metric by which the best version is chosen, whose checkpoint is kept; the highest value is the best."""
+    best_rollouts: int = Field(default=8, ge=1)
+    """Smallest number of held-out rollouts on which a version must be measured to be compared."""
+
+
+class EvaluationSettings(Section):
+    """Settings of the evaluation on held-out tasks."""
+
+    every: int = Field(default=0, ge=0)
+    """Number of versions after which trainer.evaluation.command runs again. 0: never."""
+    command: tuple[str, ...] = ()
+    """Program and arguments that run the held-out tasks, such as `spangrad run --mode validate ...`; the trainer waits for its end."""
+    success_reward: float = 1.0
+    """Smallest final reward with which a rollout counts as a success."""
+
+
+class AlarmSettings(Section):
+    """Settings of the limits beyond which the trainer warns, refuses rows or stops."""
+
+    logprob: LogprobAlarm = LogprobAlarm()
+    """Limits of the logprob gap, beyond which rows are refused."""
+    max_failed_share: float = Field(default=0.25, ge=0, le=1)
+    """Largest share of the last trainer.alarms.failed_window groups that may fail a check (docs/guides/training.md) before the run
+    stops."""
+    failed_window: int = Field(default=64, ge=1)
+    """Number of the run's latest groups, trained or failed, over which trainer.alarms.max_failed_share is taken; at least four batches'
+    worth."""
+    failed_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of a batch's rollouts that may have failed before the trainer warns. 1: it never warns."""
+    gaming_reward: str = "reward"
+    """Name of the reward that stands for success: where the return rises and it does not, a reward is gamed (docs/concepts/credit.md)."""
+    gaming_versions: int = Field(default=20, ge=0)
+    """Number of versions over which the gaming alarm measures the rise. 0: no alarm."""
+    gaming_rise: float = Field(default=0.2, ge=0)
+    """Smallest rise of the mean return over trainer.alarms.gaming_versions that raises the gaming alarm: more than partial rewards bring
+    before the first success."""

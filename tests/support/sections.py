@@ -1,0 +1,51 @@
+"""Settings of the trainer for a test, by the fields' own names: `trainer_settings(max_staleness=2, loss__name="gspo")`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from spangrad.settings import TrainerSettings
+
+_SECTIONS = {name: cast("type[BaseModel]", field.annotation) for name, field in TrainerSettings.model_fields.items()}
+_SECTIONS = {name: kind for name, kind in _SECTIONS.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
+
+
+def trainer_key(name: str) -> str:
+    """Return the key below `trainer` of a field that one section has, or of `section__field`."""
+    if "__" in name:
+        return name.replace("__", ".", 1)
+    sections = [section for section, kind in _SECTIONS.items() if name in kind.model_fields]
+    if name in TrainerSettings.model_fields or not sections:
+        return name
+    if len(sections) > 1:
+        raise ValueError(f"{name} is in the sections {sections}: write SECTION__{name}")
+    return f"{sections[0]}.{name}"
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of the trainer's settings that hold these values."""
+    tables: dict[str, Any] = {}
+    for name, value in flat.items():
+        section, _, field = trainer_key(name).partition(".")
+        if field:
+            tables.setdefault(section, {})[field] = value
+        else:
+            tables[section] = value
+    return tables
+
+
+def trainer_settings(**flat: Any) -> TrainerSettings:
+    """Return the trainer's settings with these values."""
+    return TrainerSettings(**nested(flat))
+
+
+def changed(settings: TrainerSettings, flat: Mapping[str, Any]) -> TrainerSettings:
+    """Return the trainer's settings with these values replaced, which are not validated."""
+    tables = {
+        name: getattr(settings, name).model_copy(update=value) if name in _SECTIONS and isinstance(value, dict) else value
+        for name, value in nested(flat).items()
+    }
+    return settings.model_copy(update=tables)
