@@ -13,16 +13,13 @@ import inspect
 import re
 import sys
 import tempfile
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from enum import EnumType, StrEnum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).resolve().parent.parent
 DIRECTORY = ROOT / "docs" / "reference"
@@ -42,6 +39,8 @@ def settings_page() -> Iterator[str]:
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    from spangrad.settings.explain import default_text, docstrings, models_in, type_name
+
     texts = docstrings(model)
     rows: list[tuple[str, ...]] = []
     nested: list[tuple[str, type[BaseModel]]] = []
@@ -50,8 +49,8 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
         if inspect.isclass(kind) and issubclass(kind, BaseModel):
             nested.append((key, kind))
             continue
-        nested += [(f"{key}[]", entry) for entry in _models_in(kind)]
-        rows.append((f"`{key}`", _type_name(kind), _default(field), texts.get(name, "")))
+        nested += [(f"{key}[]", entry) for entry in models_in(kind)]
+        rows.append((f"`{key}`", type_name(kind), default_text(field), texts.get(name, "")))
     if prefix:
         yield f"## {prefix.removesuffix('.')}"
         yield " ".join((model.__doc__ or "").split())
@@ -59,60 +58,6 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
             yield table(("key", "type", "default", "meaning"), rows)
     for key, section in nested:
         yield from _sections(section, f"{key}.")
-
-
-def _models_in(kind: Any) -> list[type[BaseModel]]:
-    if inspect.isclass(kind) and issubclass(kind, BaseModel):
-        return [kind]
-    return [model for argument in get_args(kind) for model in _models_in(argument)]
-
-
-def _type_name(kind: Any) -> str:
-    if get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if kind is type(None):
-        return "none"
-    if inspect.isclass(kind) and issubclass(kind, StrEnum):
-        return ", ".join(f"`{member.value}`" for member in kind)
-    arguments = [argument for argument in get_args(kind) if argument is not Ellipsis]
-    if "Literal" in str(kind).split("[", maxsplit=1)[0]:
-        return ", ".join(f"`{argument}`" for argument in arguments)
-    names = {
-        "SecretStr": "text",
-        "datetime": "time",
-        "str": "text",
-        "Path": "path",
-        "int": "integer",
-        "float": "number",
-        "bool": "true, false",
-    }
-    if not arguments:
-        return names.get(getattr(kind, "__name__", ""), "table" if _models_in(kind) else getattr(kind, "__name__", str(kind)))
-    name = getattr(kind, "__name__", "")
-    if name in ("tuple", "list", "frozenset", "set", "Sequence"):
-        return f"list of {_type_name(arguments[0])}"
-    if name in ("dict", "Mapping"):
-        return f"table of {_type_name(arguments[1])}"
-    return " or ".join(dict.fromkeys(_type_name(argument) for argument in arguments if argument is not type(None)))
-
-
-def _default(field: Any) -> str:
-    value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        return "required"
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, BaseModel):
-        return "see below"
-    if isinstance(value, dict | tuple | list | frozenset | set) and not value:
-        return "empty"
-    if isinstance(value, dict):
-        return ", ".join(f"`{key} = {entry}`" for key, entry in value.items())
-    if isinstance(value, tuple | list | frozenset | set):
-        return ", ".join(f"`{entry}`" for entry in value)
-    return f"`{value}`"
 
 
 def cli_page() -> Iterator[str]:
@@ -193,6 +138,8 @@ def _notes_of(directory: Path) -> dict[str, str]:
 
 def attributes_page() -> Iterator[str]:
     """Yield spangrad's own attributes, by the spans that carry them."""
+    from spangrad.settings.explain import docstring_of
+
     path = ROOT / "spangrad" / "semconv.py"
     yield "# Attributes"
     yield (
@@ -216,7 +163,7 @@ def attributes_page() -> Iterator[str]:
         value = node.value.value
         if isinstance(value, str) and value.startswith("spangrad.") and not str(getattr(node.target, "id", "")).endswith("_SCOPE"):
             after = body[place + 1] if place + 1 < len(body) else None
-            rows.append((f"`{value}`", _string(after)))
+            rows.append((f"`{value}`", docstring_of(after)))
     if rows:
         yield f"## {title}"
         yield table(("attribute", "meaning"), rows)
@@ -224,6 +171,7 @@ def attributes_page() -> Iterator[str]:
 
 def reasons_page() -> Iterator[str]:
     """Yield why calls are dropped, groups skipped and attempts failed, with remedies."""
+    from spangrad.settings.explain import docstrings
     from spangrad.types import AttemptFailure, DropReason, Mode
     from trainer.ledger import skips
 
@@ -286,27 +234,6 @@ PAGES: dict[str, Callable[[], Iterable[str]]] = {
     "drops": reasons_page,
     "metrics": metrics_page,
 }
-
-
-def docstrings(owner: type[Any] | EnumType) -> dict[str, str]:
-    """Return the docstrings that follow the attributes of a class and of its bases, by attribute."""
-    texts: dict[str, str] = {}
-    for base in reversed(owner.__mro__):
-        if not base.__module__.startswith(("spangrad", "trainer")):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for node, after in zip(body.body, body.body[1:], strict=False):
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets if isinstance(node, ast.Assign) else []
-            if _string(after):
-                texts.update({target.id: _string(after) for target in targets if isinstance(target, ast.Name)})
-    return texts
-
-
-def _string(node: ast.AST | None) -> str:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-        return " ".join(node.value.value.split())
-    return ""
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

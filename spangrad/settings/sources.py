@@ -164,6 +164,16 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         yield from _of_key(f"{prefix}{key}", value)
 
 
+def require_known(key: str) -> None:
+    """Refuse a key that is neither a setting nor a section.
+
+    Raises:
+        SettingsError: with the nearest key.
+    """
+    if key not in _KEYS and key not in _SECTIONS:
+        raise SettingsError(f"unknown setting {key!r}.{_nearest(key)}")
+
+
 def variable_of(key: str) -> str:
     """Return the environment variable that sets a dotted key."""
     return ENV_PREFIX + key.replace(".", ENV_NESTING).upper()

@@ -82,11 +82,11 @@ class TrainerSettings(Section):
     credit: CreditSettings = CreditSettings()
     """Credit assignment: from rewards to advantages."""
     loss: LossSettings = LossSettings()
-    """Policy loss."""
+    """Policy loss of a training step."""
     optim: OptimSettings = OptimSettings()
     """Optimizer, and its steps over a batch."""
     lora: LoraSettings = LoraSettings()
-    """Low-rank adapters (LoRA)."""
+    """Low-rank adapters (LoRA) of the policy's layers."""
     workers: WorkersSettings = WorkersSettings()
     """Processes that share a step, under Ray."""
     weight_sync: WeightSyncSettings = WeightSyncSettings()

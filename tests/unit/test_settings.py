@@ -8,6 +8,7 @@ import pytest
 
 from spangrad.errors import SettingsError
 from spangrad.settings import AirRule, BuilderSettings, Selection
+from spangrad.settings.explain import explain_key
 from spangrad.settings.sources import Origin, explain_settings, load_settings
 
 
@@ -132,3 +133,31 @@ def test_a_mistake_deep_in_a_table_names_its_place_and_source() -> None:
         load_settings({"builder.rules": rules}, env={})
     with pytest.raises(SettingsError, match=r"unknown setting 'builder.selection.agent' .*Did you mean 'builder.selection.agents'"):
         load_settings({"builder.selection": {"agent": "x"}}, env={})
+
+
+def test_explain_a_setting_by_its_sentence_unit_type_default_value_and_source(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("[trainer.weight_sync]\ndrain_seconds = 5\n")
+    assert explain_key("trainer.weight_sync.drain_seconds", file=file) == [
+        "trainer.weight_sync.drain_seconds",
+        "  Time limit of in_flight `drain`, in seconds; calls that are left continue as with `keep`.",
+        "  unit:    seconds",
+        "  type:    number",
+        "  default: 60.0",
+        f"  value:   5.0 (file {file})",
+    ]
+    assert explain_key("trainer.lora.rank", {"trainer.lora.rank": 4}, file=file)[-1] == "  value:   4 (flag)"
+
+
+def test_explain_a_section_lists_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.touch()
+    lines = explain_key("trainer", file=file)
+    assert lines[0] == "[trainer]  Settings of the trainer."
+    assert "  trainer.policy = policy (default)" in lines
+    assert "  trainer.lora: a section" in lines
+
+
+def test_explain_refuses_an_unknown_key_and_names_the_nearest() -> None:
+    with pytest.raises(SettingsError, match=r"unknown setting 'trainer\.lora_rank'\. Did you mean 'trainer\.lora\.rank'\?"):
+        explain_key("trainer.lora_rank")
