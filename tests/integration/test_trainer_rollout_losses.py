@@ -38,7 +38,7 @@ def test_loss_of_rollouts_does_not_depend_on_merging_or_micro_batches(facts: dic
     assert apart == pytest.approx(by_verl, abs=2e-6)
     assert merged == pytest.approx(by_verl, abs=2e-6)
     assert split == pytest.approx(by_verl, abs=2e-6)
-    if facts.get("loss_aggregation") != "seq-mean-token-sum-norm" and facts.get("loss_aggregation") != "seq-mean-token-sum":
+    if facts.get("loss__aggregation") != "seq-mean-token-sum-norm" and facts.get("loss__aggregation") != "seq-mean-token-sum":
         rows, worth = trajectories(tiny_model)
         own = step(tiny_model, settings, rows.with_columns(RolloutId="CallId"), worth)["loss"]
         assert own != pytest.approx(by_verl, abs=1e-3), "a call for a sequence is another loss"
