@@ -22,7 +22,7 @@ import pytest
 from checkpoints import written
 from safetensors.numpy import load_file
 from sampling import sampled_rows
-from sections import trainer_key, trainer_settings
+from sections import changed, trainer_key, trainer_settings
 from store_world import World
 
 from spangrad.errors import TrainerError
