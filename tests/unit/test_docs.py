@@ -40,8 +40,9 @@ class TestPage:
 
     def test_settings_exist(self, page: Path) -> None:
         sections = {key.split(".")[0] for key in SETTINGS}
-        named = {key for key in re.findall(r"`([a-z]+\.[a-z_]+)`", page.read_text()) if key.split(".")[0] in sections}
-        assert named - SETTINGS - {key.rpartition(".")[0] for key in SETTINGS} == {name for name in named if (ROOT / name).exists()}
+        named = {key for key in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)`", page.read_text()) if key.split(".")[0] in sections}
+        parents = {key[: match.start()] for key in SETTINGS for match in re.finditer(r"\.", key)}
+        assert named - SETTINGS - parents == {name for name in named if (ROOT / name).exists()}
 
     def test_make_targets_exist(self, page: Path) -> None:
         targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
