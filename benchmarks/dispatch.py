@@ -155,7 +155,7 @@ def ours(directory: Path, count: int, waiting: int, workers: int, *, batch: int,
     """Measure our server on SQLite in the directory, with `waiting` other rollouts in the queue."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    words = [f"runner.queue_port={port}", f"runner.queue_url={url}", f"runner.queue_db=sqlite:///{directory}/queue.db"]
+    words = [f"queue.port={port}", f"queue.url={url}", f"queue.db=sqlite:///{directory}/queue.db"]
     command = own_command("queue", *[word for one in words for word in ("--set", one)])
     child = Child("spangrad queue", command, directory / "queue.log", inherit_settings=False)
 

@@ -21,7 +21,7 @@ from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
 from runner.queue.wire import DemandState, QueuedRollout, Rollouts, RolloutState, RunCounts
 from spangrad.errors import QueueError
-from spangrad.settings import RunnerSettings
+from spangrad.settings import RunnerSettings, Settings
 
 T = TypeVar("T")
 _OPEN = (RolloutState.QUEUED, RolloutState.RUNNING)
@@ -42,15 +42,15 @@ class EmbeddedQueue(QueueClient):
         self._watch = asyncio.create_task(self._service.watch(), name="queue watch")
 
     @classmethod
-    def begin(cls, settings: RunnerSettings) -> Self:
+    def begin(cls, settings: Settings) -> Self:
         """Create the queue of a new run."""
-        return cls(_directory(settings) / f"{next(ordered_ids())}.db", _defaults(settings))
+        return cls(_directory(settings.runner) / f"{next(ordered_ids())}.db", _defaults(settings))
 
     @classmethod
-    async def left(cls, settings: RunnerSettings) -> list[tuple[Self, int]]:
+    async def left(cls, settings: Settings) -> list[tuple[Self, int]]:
         """Open the queues of a run that dead processes left, oldest first; return each with its number of rollouts that have not ended."""
         queues: list[tuple[Self, int]] = []
-        for file in sorted(_directory(settings).glob("*.db")):
+        for file in sorted(_directory(settings.runner).glob("*.db")):
             try:
                 queue = cls(file, _defaults(settings))
             except QueueError:
@@ -110,8 +110,8 @@ def _directory(settings: RunnerSettings) -> Path:
     return directory
 
 
-def _defaults(settings: RunnerSettings) -> Defaults:
-    return Defaults(settings.timeout_seconds, settings.max_attempts, settings.queue_lease_seconds)
+def _defaults(settings: Settings) -> Defaults:
+    return Defaults(settings.runner.timeout_seconds, settings.runner.max_attempts, settings.queue.lease_seconds)
 
 
 def _opened(file: Path) -> QueueDatabase:

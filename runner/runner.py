@@ -36,7 +36,7 @@ from spangrad.agent.reward_values import Rewards
 from spangrad.client.prompt_store import PromptStore
 from spangrad.errors import QueueError, SettingsError
 from spangrad.greedy_baseline import wants_greedy
-from spangrad.settings import RunnerSettings, Settings
+from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Runner:
         settings: addresses of store, gateway and queue, and the number of rollouts that run at once.
         agent: the agent to run.
         resume: continue with the newest queue that a killed process has left of this run, instead of creating one. With a queue server
-            (runner.queue_url), all waiting rollouts of the run are run anyway.
+            (queue.url), all waiting rollouts of the run are run anyway.
     """
 
     def __init__(self, settings: Settings, agent: AgentSpec, *, resume: bool = False) -> None:
@@ -209,13 +209,13 @@ class Runner:
 
     async def _look_up_prompt(self) -> None:
         """Look up the published version of the prompt that prompts.pin names."""
-        name, settings = self._settings.prompts.pin, self._settings.runner
+        name, queue = self._settings.prompts.pin, self._settings.queue
         if name is None:
             return
-        if settings.queue_url is None:
-            raise SettingsError("prompts.pin needs runner.queue_url: the queue's server keeps the prompts.")
-        token = settings.queue_token.get_secret_value() if settings.queue_token else None
-        prompt = await asyncio.to_thread(PromptStore(settings.queue_url, token).get, name)
+        if queue.url is None:
+            raise SettingsError("prompts.pin needs queue.url: the queue's server keeps the prompts.")
+        token = queue.token.get_secret_value() if queue.token else None
+        prompt = await asyncio.to_thread(PromptStore(queue.url, token).get, name)
         self._prompt = PromptVersion(name, prompt.version)
 
     def _queued(self, rollout: Rollout, settings: Settings) -> NewRollout:
@@ -269,9 +269,9 @@ class Runner:
 
     async def _open_queue(self) -> QueueClient:
         settings = self._settings.runner
-        if settings.queue_url is not None:
-            return QueueClient.of(settings)
-        left = await EmbeddedQueue.left(settings)
+        if self._settings.queue.url is not None:
+            return QueueClient.of(self._settings.queue)
+        left = await EmbeddedQueue.left(self._settings)
         chosen = left.pop()[0] if left and self._resume else None
         for queue, count in left:
             await queue.close()
@@ -281,7 +281,7 @@ class Runner:
             )  # fmt: skip
         if self._resume and chosen is None:
             raise QueueError(f"nothing of run {settings.run_id} is left in {settings.directory}: there is nothing to resume.")
-        return chosen or EmbeddedQueue.begin(settings)
+        return chosen or EmbeddedQueue.begin(self._settings)
 
 
 async def open_attempts(
@@ -299,7 +299,7 @@ async def open_attempts(
         gateway = GatewayClient(settings.gateway.url, token.get_secret_value() if token else None)
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
-    services = replace(await _open_services(settings.runner, agent, stack), by_rules=settings.builder.rewards_from == "rules")
+    services = replace(await _open_services(settings, agent, stack), by_rules=settings.builder.rewards_from == "rules")
     roots = RootSpans(settings.store)
     stack.push_async_callback(roots.shut)
     opened = await queue()
@@ -317,7 +317,7 @@ async def open_attempts(
     return Attempts(pool, gateway, roots, opened, files, settings.runner, services)
 
 
-async def _open_services(settings: RunnerSettings, agent: AgentSpec, stack: AsyncExitStack) -> AttemptServices:
+async def _open_services(settings: Settings, agent: AgentSpec, stack: AsyncExitStack) -> AttemptServices:
     """Connect to the environment service and the reward service, where the agent names them by URL.
 
     Raises:
@@ -325,12 +325,12 @@ async def _open_services(settings: RunnerSettings, agent: AgentSpec, stack: Asyn
     """
     environments = rewards = None
     if agent.environment and is_service(agent.environment):
-        token = settings.environments_token
+        token = settings.environments.token
         environments = EnvironmentClient(agent.environment, token.get_secret_value() if token else None)
         await stack.enter_async_context(environments)
     if agent.evaluator and is_service(agent.evaluator):
-        token = settings.rewards_token
-        most = settings.workers * settings.evaluations
+        token = settings.rewards.token
+        most = settings.runner.workers * settings.runner.evaluations
         rewards = RewardClient(agent.evaluator, token.get_secret_value() if token else None, most)
         await stack.enter_async_context(rewards)
     return AttemptServices(environments, rewards)

@@ -37,7 +37,7 @@ class Address:
     """Address of a service, and the token that it asks for."""
 
     service: str
-    """Name of the service in the settings: runner.SERVICE_host, and so on."""
+    """Name of the service, and of its section of the settings."""
     page: str
     """Documentation page of the service."""
     host: str
@@ -65,8 +65,8 @@ def serve(address: Address, running: Callable[[], AbstractAsyncContextManager[st
     Raises:
         SpangradError: the address may not be bound, or is in use.
     """
-    require_safe_bind(address.host, address.token, "runner", f"{address.service}_")
-    require_free_port(address.host, address.port, f"runner.{address.service}_port")
+    require_safe_bind(address.host, address.token, address.service)
+    require_free_port(address.host, address.port, f"{address.service}.port")
     asyncio.run(_serve(address, running))
 
 

@@ -212,22 +212,20 @@ def require_free_port(host: str, port: int, setting: str) -> None:
             ) from None
 
 
-def require_safe_bind(host: str, token: object | None, section: str, prefix: str = "") -> None:
+def require_safe_bind(host: str, token: object | None, section: str) -> None:
     """Refuse to bind beyond loopback without a token.
 
     Args:
         host: address to bind.
         token: token that the server requires. None: it requires none.
         section: section of the settings that has both.
-        prefix: prefix of their names in that section.
 
     Raises:
         SpangradError: `host` is not loopback and there is no token.
     """
     if host not in LOOPBACK and not token:
-        place = f"{section}.{prefix}"
         raise SpangradError(
-            f"{place}host = {host!r} would listen beyond this machine without a token. Set {place}token, or bind 127.0.0.1."
+            f"{section}.host = {host!r} would listen beyond this machine without a token. Set {section}.token, or bind 127.0.0.1."
         )
 
 

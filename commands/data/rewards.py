@@ -123,15 +123,15 @@ def _serve(*, evaluator: str, directory: Path = Path(), port: int | None = None,
     Args:
         evaluator: MODULE:FUNCTION that is called with (input, output), and with `environment` if it has a parameter of that name.
         directory: directory of the evaluator's modules.
-        port: TCP port to listen on; default: runner.rewards_port.
+        port: TCP port to listen on; default: rewards.port.
     """
-    settings = resolve(config, set_, {"runner.rewards_port": port})
+    settings = resolve(config, set_, {"rewards.port": port})
     log_to_stderr()
     from runner.rewards.server import serve
     from spangrad.callables import load
 
     sys.path.insert(0, str(directory.resolve()))
-    serve(settings.runner, load(evaluator))
+    serve(settings, load(evaluator))
 
 
 def parse_time(text: str, now: datetime) -> datetime:

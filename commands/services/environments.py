@@ -26,9 +26,9 @@ def environments(
         factory: MODULE:CLASS, called without arguments; its objects have begin(input), and optionally reset(), health() and close().
         instances: number of instances that are served.
         directory: directory of the factory's modules.
-        port: TCP port to listen on; default: runner.environments_port.
+        port: TCP port to listen on; default: environments.port.
     """
-    settings = resolve(config, set_, {"runner.environments_port": port})
+    settings = resolve(config, set_, {"environments.port": port})
     log_to_stderr()
     from runner.environments.server import serve
     from spangrad.callables import load
@@ -37,4 +37,4 @@ def environments(
     if instances < 1:
         raise SettingsError(f"--instances {instances} leaves nothing to serve. Give 1 or more.")
     sys.path.insert(0, str(directory.resolve()))
-    serve(settings.runner, load(factory), instances)
+    serve(settings.environments, load(factory), instances)

@@ -34,14 +34,14 @@ def _serve(*, port: int | None = None, db: str | None = None, config: ConfigFile
     """Serve the queue of rollouts to workers until SIGTERM or Ctrl-C.
 
     Args:
-        port: TCP port to listen on; default: runner.queue_port.
-        db: URL of the queue's database, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; default: runner.queue_db.
+        port: TCP port to listen on; default: queue.port.
+        db: URL of the queue's database, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; default: queue.db.
     """
-    settings = resolve(config, set_, {"runner.queue_port": port, "runner.queue_db": db})
+    settings = resolve(config, set_, {"queue.port": port, "queue.db": db})
     log_to_stderr()
     from runner.queue.server import serve
 
-    serve(settings.runner)
+    serve(settings)
 
 
 @queue.command(name="list")
@@ -156,11 +156,11 @@ def _purge(*, older_than_days: float | None = None, run: RunId = None, config: C
     """Delete ended rollouts, with their attempts, from the queue. The newest rollout of each run stays.
 
     Args:
-        older_than_days: delete only rollouts that ended at least this many days ago; default: runner.queue_keep_days.
+        older_than_days: delete only rollouts that ended at least this many days ago; default: queue.keep_days.
     """
-    days = resolve(config, set_).runner.queue_keep_days if older_than_days is None else older_than_days
+    days = resolve(config, set_).queue.keep_days if older_than_days is None else older_than_days
     if days is None:
-        raise SettingsError("name --older-than-days DAYS: runner.queue_keep_days is not set.")
+        raise SettingsError("name --older-than-days DAYS: queue.keep_days is not set.")
     if days < 0:
         raise SettingsError(f"--older-than-days {days:g} is less than 0. Name how many days ago rollouts must have ended: 0 for all.")
     print(f"forgotten: {_ask(config, set_, lambda client: client.purge(days * 86400, run))}")
@@ -171,7 +171,7 @@ def _ask(config: Path | None, set_: list[str] | None, request: Callable[[QueueCl
     from runner.queue.client import PlainQueue, QueueClient
 
     settings = resolve(config, set_)
-    with PlainQueue(QueueClient.of(settings.runner, patience_seconds=_CONNECT_SECONDS)) as plain:
+    with PlainQueue(QueueClient.of(settings.queue, patience_seconds=_CONNECT_SECONDS)) as plain:
         return plain.wait(request(plain.client))
 
 

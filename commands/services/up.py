@@ -30,18 +30,18 @@ def up(
     """Start store, engine, gateway, builder and trainer under one supervisor, and show their status until Ctrl-C or `spangrad down`.
 
     A service that ends is started again after a delay. Each writes a log in up.directory. The queue is started, too, where
-    runner.queue_url names it on this machine.
+    queue.url names it on this machine.
 
     Args:
         agent: agent to run on rollouts, after `--`: the arguments of `spangrad run --follow-demand` if they name --tasks, else those of
             `spangrad worker`.
         detach: return once every service is ready, and leave them running.
-        queue: start the queue of rollouts on this machine, at runner.queue_port.
+        queue: start the queue of rollouts on this machine, at queue.port.
     """
     settings = resolve(config, set_)
     overrides = list(set_ or ())
-    if queue and settings.runner.queue_url is None:
-        overrides.append(f"runner.queue_url=http://127.0.0.1:{settings.runner.queue_port}")
+    if queue and settings.queue.url is None:
+        overrides.append(f"queue.url=http://127.0.0.1:{settings.queue.port}")
         settings = resolve(config, overrides)
     options = [*(["--config", str(config)] if config else []), *(word for override in overrides for word in ("--set", override))]
     words = list(agent) or list(settings.up.agent)

@@ -55,10 +55,10 @@ def agent_spec(
         evaluator=evaluator,
         environment=environment,
         directory=directory,
-        engine=runner.container_engine,
-        network=runner.container_network,
-        arguments=tuple(runner.container_arguments),
-        address=runner.container_address,
+        engine=runner.container.engine,
+        network=runner.container.network,
+        arguments=tuple(runner.container.arguments),
+        address=runner.container.address,
     )
 
 

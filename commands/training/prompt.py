@@ -145,8 +145,8 @@ def _optimise(
     """
     settings = resolve(config, set_, {"prompts.rounds": rounds, "prompts.seed": seed})
     log_to_stderr()
-    if settings.runner.queue_url is None:
-        raise PromptError("set runner.queue_url to where `spangrad queue` listens: it keeps the prompts, and agents fetch them there.")
+    if settings.queue.url is None:
+        raise PromptError("set queue.url to where `spangrad queue` listens: it keeps the prompts, and agents fetch them there.")
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
     start = _store(settings).get(name)
     learn, measured = _split(read_tasks(tasks), None if held_out is None else read_tasks(held_out), settings)
@@ -244,9 +244,9 @@ def _split(tasks: Sequence[Task], held_out: Sequence[Task] | None, settings: Set
 def _store(settings: Settings, connect_seconds: float = 30) -> PromptStore:
     from runner.queue.client import default_url
 
-    runner = settings.runner
-    token = runner.queue_token.get_secret_value() if runner.queue_token else None
-    return PromptStore(runner.queue_url or default_url(runner), token, patience_seconds=connect_seconds)
+    queue = settings.queue
+    token = queue.token.get_secret_value() if queue.token else None
+    return PromptStore(queue.url or default_url(queue), token, patience_seconds=connect_seconds)
 
 
 def _print(table: object) -> None:

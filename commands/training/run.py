@@ -59,11 +59,11 @@ def run(
         directory: directory of the agent's modules, or of its program's files.
         instrument: start the command under opentelemetry-instrument.
         image: container image of the agent, instead of a command; the words after `--` are then its arguments.
-        mode: purpose of the rollouts; only rollouts of the modes in trainer.modes are trained.
+        mode: purpose of the rollouts; only rollouts of the modes in trainer.sampling.modes are trained.
         group_size: number of rollouts per task; default: runner.group_size.
         run_id: id of the run that the rollouts belong to; default: runner.run_id.
         resume: finish the rollouts that a killed process left of the run, without starting new ones.
-        follow_demand: run as many groups as the trainers of the run request from the queue at runner.queue_url, on tasks in random order.
+        follow_demand: run as many groups as the trainers of the run request from the queue at queue.url, on tasks in random order.
             Ends at SIGTERM or Ctrl-C, as a worker does.
         seed: random seed of the order of tasks with --follow-demand.
     """
@@ -73,10 +73,10 @@ def run(
         raise AgentError(
             "give --tasks FILE, or --resume: what a process that was killed has left is finished before anything new is begun."
         )
-    if follow_demand and (tasks is None or settings.runner.queue_url is None):
-        raise AgentError("--follow-demand needs --tasks FILE, and runner.queue_url: the queue that trainers tell what they want.")
+    if follow_demand and (tasks is None or settings.queue.url is None):
+        raise AgentError("--follow-demand needs --tasks FILE, and queue.url: the queue that trainers tell what they want.")
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
-    read = None if tasks is None else _read(tasks, settings.runner)
+    read = None if tasks is None else _read(tasks, settings)
     await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)
     if follow_demand and read is not None:
         asyncio.run(_follow(settings, spec, read, seed))
@@ -91,11 +91,11 @@ def run(
         sys.exit(1)
 
 
-def _read(tasks: str, runner: RunnerSettings) -> list[Task]:
+def _read(tasks: str, settings: Settings) -> list[Task]:
     from spangrad.client.task_files import read_tasks
     from spangrad.client.task_store import STORED, TaskStore
 
-    return TaskStore.of(runner).read(tasks.removeprefix(STORED)) if tasks.startswith(STORED) else read_tasks(tasks)
+    return TaskStore.of(settings).read(tasks.removeprefix(STORED)) if tasks.startswith(STORED) else read_tasks(tasks)
 
 
 async def _follow(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], seed: int) -> None:

@@ -33,7 +33,7 @@ def worker(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Run an agent on the rollouts of one run that the queue at runner.queue_url hands out, until SIGTERM or Ctrl-C.
+    """Run an agent on the rollouts of one run that the queue at queue.url hands out, until SIGTERM or Ctrl-C.
 
     After the signal, the worker takes no more rollouts, lets attempts in progress continue for up to runner.drain_seconds, returns the
     remaining rollouts to the queue, and exits with code 0.
@@ -50,9 +50,9 @@ def worker(
         instrument: start the command under opentelemetry-instrument.
         image: container image of the agent, instead of a command; the words after `--` are then its arguments.
         run_id: id of the run whose rollouts are taken; default: runner.run_id.
-        queue_url: URL of the queue; default: runner.queue_url, else http://127.0.0.1:8190.
+        queue_url: URL of the queue; default: queue.url, else http://127.0.0.1:8190.
     """
-    settings = resolve(config, set_, {"runner.run_id": run_id, "runner.queue_url": queue_url})
+    settings = resolve(config, set_, {"runner.run_id": run_id, "queue.url": queue_url})
     log_to_stderr()
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
     await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)

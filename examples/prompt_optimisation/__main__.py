@@ -37,9 +37,9 @@ def settings_of(directory: Path, models: str) -> dict[str, object]:
         "gateway.engine_url": "",
         "gateway.backends": [{"url": models, "policy": policy, "kind": "openai"} for policy in ("policy", "critic")],
         "runner.directory": str(directory / "runner"),
-        "runner.queue_port": queue,
-        "runner.queue_url": f"http://127.0.0.1:{queue}",
-        "runner.queue_db": f"sqlite:///{directory}/queue.db",
+        "queue.port": queue,
+        "queue.url": f"http://127.0.0.1:{queue}",
+        "queue.db": f"sqlite:///{directory}/queue.db",
         "prompts.model": "critic",
         "prompts.variable": "SYSTEM_PROMPT",
         "prompts.rounds": 2,
@@ -68,7 +68,7 @@ def _run(directory: Path, seed: int) -> dict[str, object]:
         write_settings(file, explain_settings(values, env={}))
         urls = {
             "store": f"{values['store.url']}/ping",
-            "queue": f"{values['runner.queue_url']}/readyz",
+            "queue": f"{values['queue.url']}/readyz",
             "gateway": f"{values['gateway.url']}/readyz",
         }
         services = [

@@ -90,7 +90,7 @@ class EnvironmentClient:
         try:
             async with asyncio.timeout(_REQUEST_SECONDS), self._session.get(f"{self._url}/readyz") as answer:
                 if answer.status in {401, 403}:
-                    raise EnvironmentsError(f"the environments at {self._url} want another token. Check runner.environments_token.")
+                    raise EnvironmentsError(f"the environments at {self._url} want another token. Check environments.token.")
         except (aiohttp.ClientError, OSError) as error:
             await self._session.close()
             reason = str(error) or type(error).__name__

@@ -22,20 +22,19 @@ from runner.environments.instance import Factory
 from runner.environments.pool import BeginError, FullError, InstancePool
 from runner.environments.wire import InstanceHeartbeat, InstanceRequest, InstanceState, Over, Released, Standings
 from runner.small_server import Address, BusyError
-from spangrad.settings import RunnerSettings
+from spangrad.settings import EnvironmentServiceSettings
 
 _PREFIX = "spangrad_environments_"
 _LEASES = ("leased", "released", "reclaimed", "refused", "unbegun")
 _INSTANCES = ("made", "discarded")
 
 
-def address_of(settings: RunnerSettings) -> Address:
+def address_of(settings: EnvironmentServiceSettings) -> Address:
     """Return the address at which the service listens."""
-    host, port, token = settings.environments_host, settings.environments_port, settings.environments_token
-    return Address("environments", "docs/guides/environments.md", host, port, token)
+    return Address("environments", "docs/guides/environments.md", settings.host, settings.port, settings.token)
 
 
-def serve(settings: RunnerSettings, factory: Factory, count: int) -> None:
+def serve(settings: EnvironmentServiceSettings, factory: Factory, count: int) -> None:
     """Serve until SIGTERM or SIGINT, then close all instances.
 
     Raises:
@@ -45,13 +44,13 @@ def serve(settings: RunnerSettings, factory: Factory, count: int) -> None:
 
 
 @asynccontextmanager
-async def running(settings: RunnerSettings, factory: Factory, count: int) -> AsyncGenerator[str]:
+async def running(settings: EnvironmentServiceSettings, factory: Factory, count: int) -> AsyncGenerator[str]:
     """Serve for as long as the block; yield a summary for the log.
 
     Raises:
         EnvironmentsError: the first instance cannot be created.
     """
-    pool = InstancePool(factory, count, lease_seconds=settings.environment_lease_seconds, seconds=settings.environment_seconds)
+    pool = InstancePool(factory, count, lease_seconds=settings.lease_seconds, seconds=settings.operation_seconds)
     answers = EnvironmentRoutes(pool)
     routes = [
         web.post("/v1/leases", answers.lease),

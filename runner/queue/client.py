@@ -52,7 +52,7 @@ from runner.queue.wire import (
 )
 from spangrad.errors import QueueError
 from spangrad.leases import BEATS, beat
-from spangrad.settings import RunnerSettings
+from spangrad.settings import QueueSettings
 from spangrad.text_sanitizer import storable
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,8 @@ class QueueClient:
         """Store the arguments; the first request connects.
 
         Args:
-            url: address of the queue; runner.queue_url.
-            token: bearer token; runner.queue_token. None: the queue asks for none.
+            url: address of the queue; queue.url.
+            token: bearer token; queue.token. None: the queue asks for none.
             patience_seconds: time for which requests are retried while the queue does not answer.
         """
         self.url = url.rstrip("/")
@@ -85,10 +85,10 @@ class QueueClient:
         self._ids = ordered_ids()
 
     @classmethod
-    def of(cls, settings: RunnerSettings, *, patience_seconds: float = PATIENCE_SECONDS) -> Self:
-        """Create a client of the queue that the settings name, by runner.queue_url or else by host and port of the server."""
-        token = settings.queue_token.get_secret_value() if settings.queue_token else None
-        return cls(settings.queue_url or default_url(settings), token, patience_seconds=patience_seconds)
+    def of(cls, settings: QueueSettings, *, patience_seconds: float = PATIENCE_SECONDS) -> Self:
+        """Create a client of the queue that the settings name, by queue.url or else by host and port of the server."""
+        token = settings.token.get_secret_value() if settings.token else None
+        return cls(settings.url or default_url(settings), token, patience_seconds=patience_seconds)
 
     async def __aenter__(self) -> Self:
         """Return the client."""
@@ -220,7 +220,7 @@ class QueueClient:
                         raise problem
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
                 reason = str(error) or type(error).__name__
-                problem = QueueError(f"no queue answers at {self.url} ({reason}). Start it with `spangrad queue`, or set runner.queue_url.")
+                problem = QueueError(f"no queue answers at {self.url} ({reason}). Start it with `spangrad queue`, or set queue.url.")
             left = end - time.monotonic()
             if left < 0:
                 raise problem
@@ -324,10 +324,10 @@ class PlainQueue:
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
 
-def default_url(settings: RunnerSettings) -> str:
+def default_url(settings: QueueSettings) -> str:
     """Return the address of `spangrad queue` with these settings."""
-    host = settings.queue_host
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.queue_port}"
+    host = settings.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def new_rollout(task_id: str, task_input: object, group_id: str, **facts: Any) -> NewRollout:

@@ -66,9 +66,7 @@ async def keep_tidy(work: Callable[[Purge], Awaitable[Purged]], keep_seconds: fl
             while (done := await work(Purge(older_than_seconds=keep_seconds))).more:
                 gone += done.rollouts
             if gone := gone + done.rollouts:
-                logger.info(
-                    "%d rollouts that ended more than %g days ago are forgotten (runner.queue_keep_days)", gone, keep_seconds / 86400
-                )
+                logger.info("%d rollouts that ended more than %g days ago are forgotten (queue.keep_days)", gone, keep_seconds / 86400)
         except QueueError as error:
             logger.warning("%s", error)
         await asyncio.sleep(_EVERY_SECONDS)

@@ -37,7 +37,7 @@ from runner.small_server import BODY_BYTES, DRAIN_SECONDS, Handler, answer, body
 from spangrad.errors import QueueError
 from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
 from spangrad.processes import require_free_port, require_safe_bind
-from spangrad.settings import RunnerSettings
+from spangrad.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -50,25 +50,25 @@ _DIGITS_MOST = 18
 """Digits of the largest number that the database can store."""
 
 
-def serve(settings: RunnerSettings) -> None:
+def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; requests that arrived by then are answered.
 
     Raises:
         SpangradError: the address may not be bound, or is in use.
         QueueError: the database is invalid, does not answer, or has another server.
     """
-    require_safe_bind(settings.queue_host, settings.queue_token, "runner", "queue_")
-    require_free_port(settings.queue_host, settings.queue_port, "runner.queue_port")
+    require_safe_bind(settings.queue.host, settings.queue.token, "queue")
+    require_free_port(settings.queue.host, settings.queue.port, "queue.port")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings))
 
 
-async def _serve(settings: RunnerSettings) -> None:
+async def _serve(settings: Settings) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     async with running(settings) as service:
-        log.info("queue ready: %s, database %s, %d in flight", default_url(settings), service.database.shown, service.in_flight)
+        log.info("queue ready: %s, database %s, %d in flight", default_url(settings.queue), service.database.shown, service.in_flight)
         stop_requested = asyncio.create_task(stopping.wait())
         await asyncio.wait([stop_requested, service.taken], return_when=asyncio.FIRST_COMPLETED)
         stop_requested.cancel()
@@ -77,24 +77,24 @@ async def _serve(settings: RunnerSettings) -> None:
 
 
 @asynccontextmanager
-async def running(settings: RunnerSettings) -> AsyncGenerator[Service]:
+async def running(settings: Settings) -> AsyncGenerator[Service]:
     """Serve the queue for as long as the block.
 
     Raises:
         QueueError: the database is invalid, does not answer, or has another server.
     """
-    defaults = Defaults(settings.timeout_seconds, settings.max_attempts, settings.queue_lease_seconds)
-    service = Service(QueueDatabase(settings.queue_db.get_secret_value()), defaults)
-    app = application(service, settings.queue_token)
+    defaults = Defaults(settings.runner.timeout_seconds, settings.runner.max_attempts, settings.queue.lease_seconds)
+    service = Service(QueueDatabase(settings.queue.db.get_secret_value()), defaults)
+    app = application(service, settings.queue.token)
     silent = SilentConnections(app)
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=DRAIN_SECONDS)
     await runner.setup()
     assert runner.server
     tasks = [asyncio.create_task(silent.watch(runner.server)), asyncio.create_task(service.watch())]
-    if settings.queue_keep_days is not None:
-        tasks.append(asyncio.create_task(keep_tidy(service.purge, settings.queue_keep_days * DAY_SECONDS)))
+    if settings.queue.keep_days is not None:
+        tasks.append(asyncio.create_task(keep_tidy(service.purge, settings.queue.keep_days * DAY_SECONDS)))
     try:
-        await web.TCPSite(runner, settings.queue_host, settings.queue_port, backlog=BACKLOG).start()
+        await web.TCPSite(runner, settings.queue.host, settings.queue.port, backlog=BACKLOG).start()
         yield service
     finally:
         for task in tasks:

@@ -98,7 +98,7 @@ ENDED = sa.Table(
     sa.Column("highest", _BIG, nullable=False, comment="number of an ending that may have been taken back; one row, or none so far"),
 )
 
-_OWNER = Owner("the queue's database", "runner.queue_db", QueueError, "nothing that was acknowledged is lost.", lock=_SERVER_LOCK + 1)
+_OWNER = Owner("the queue's database", "queue.db", QueueError, "nothing that was acknowledged is lost.", lock=_SERVER_LOCK + 1)
 
 
 class ServedElsewhereError(QueueError):
@@ -112,7 +112,7 @@ class QueueDatabase(Database):
         """Open the database, and create missing tables.
 
         Args:
-            place: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; runner.queue_db.
+            place: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; queue.db.
 
         Raises:
             QueueError: there is no such database, or another server serves from it.
@@ -190,7 +190,7 @@ def _only_server(url: sa.URL) -> IO[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     except OSError as error:
-        raise QueueError(f"runner.queue_db: {path} cannot be written ({error.strerror}). Name a file that can.") from None
+        raise QueueError(f"queue.db: {path} cannot be written ({error.strerror}). Name a file that can.") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -200,4 +200,4 @@ def _only_server(url: sa.URL) -> IO[str]:
 
 
 def _served_already(shown: str) -> ServedElsewhereError:
-    return ServedElsewhereError(f"another `spangrad queue` serves from runner.queue_db = {shown}. Ask that one, or name another database.")
+    return ServedElsewhereError(f"another `spangrad queue` serves from queue.db = {shown}. Ask that one, or name another database.")

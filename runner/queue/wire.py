@@ -94,7 +94,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     wait_seconds: Annotated[float, Meta(ge=0, le=60)] = 0
     """Longest wait for a rollout while none is queued, in seconds."""
     lease_seconds: Seconds | None = None
-    """Time for which each lease holds without renewal, in seconds. None: runner.queue_lease_seconds of the server."""
+    """Time for which each lease holds without renewal, in seconds. None: queue.lease_seconds of the server."""
 
 
 class RolloutLease(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -20,7 +20,7 @@ from aiohttp import web
 from runner import small_server
 from runner.small_server import Address, BusyError
 from spangrad.agent.reward_values import rewards_from
-from spangrad.settings import RunnerSettings
+from spangrad.settings import Settings
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,12 +35,12 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """Value of the attempt's environment. None: it had none."""
 
 
-def address_of(settings: RunnerSettings) -> Address:
+def address_of(settings: Settings) -> Address:
     """Return the address at which the service listens."""
-    return Address("rewards", "docs/guides/environments.md", settings.rewards_host, settings.rewards_port, settings.rewards_token)
+    return Address("rewards", "docs/guides/environments.md", settings.rewards.host, settings.rewards.port, settings.rewards.token)
 
 
-def serve(settings: RunnerSettings, evaluator: Callable[..., Any]) -> None:
+def serve(settings: Settings, evaluator: Callable[..., Any]) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
@@ -50,11 +50,11 @@ def serve(settings: RunnerSettings, evaluator: Callable[..., Any]) -> None:
 
 
 @asynccontextmanager
-async def running(settings: RunnerSettings, evaluator: Callable[..., Any]) -> AsyncGenerator[str]:
+async def running(settings: Settings, evaluator: Callable[..., Any]) -> AsyncGenerator[str]:
     """Serve for as long as the block; yield a summary for the log."""
-    judge = Judge(evaluator, settings.evaluations)
+    judge = Judge(evaluator, settings.runner.evaluations)
     async with small_server.listening(address_of(settings), [web.post("/", judge.answer)]):
-        yield f"{settings.evaluations} evaluators at once"
+        yield f"{settings.runner.evaluations} evaluators at once"
 
 
 class Judge:

@@ -179,11 +179,11 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, service: s
     variables["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
     if settings.store.token is not None:
         variables["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
-    if settings.runner.queue_url is not None:
-        variables[prompt_client.URL] = settings.runner.queue_url
+    if settings.queue.url is not None:
+        variables[prompt_client.URL] = settings.queue.url
         variables[prompt_client.VARIABLE] = settings.prompts.variable
-        if settings.runner.queue_token is not None:
-            variables[prompt_client.TOKEN] = settings.runner.queue_token.get_secret_value()
+        if settings.queue.token is not None:
+            variables[prompt_client.TOKEN] = settings.queue.token.get_secret_value()
     policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
     variables["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
     # The openai client refuses to start without a key, even where none is asked for.

@@ -48,7 +48,7 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
     """
 
     async def queue() -> QueueClient:
-        client = QueueClient.of(settings.runner, patience_seconds=_PATIENCE_SECONDS)
+        client = QueueClient.of(settings.queue, patience_seconds=_PATIENCE_SECONDS)
         await client.run(settings.runner.run_id)
         return client
 

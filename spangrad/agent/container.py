@@ -101,7 +101,7 @@ class AgentContainer(AgentCommand):
         self._container = container
         self._worker = worker
         if shutil.which(container.engine) is None:
-            raise AgentError(f"the container engine {container.engine!r} is not in PATH. Install it, or name one: runner.container_engine.")
+            raise AgentError(f"the container engine {container.engine!r} is not in PATH. Install it, or name one: runner.container.engine.")
         super().__init__([container.engine], directory, instrument=False, on_group=on_group)
 
     async def __call__(self, given: object, endpoint: str | None, environment: object = None) -> object:

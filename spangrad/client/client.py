@@ -80,10 +80,10 @@ class Client:
                 "the agent's file makes a client while a worker loads it. Put that under `if __name__ == '__main__':`, which is "
                 "false there."
             )
-        self._given = {**(settings or {}), "runner.queue_url": url}
+        self._given = {**(settings or {}), "queue.url": url}
         self.settings = load_settings(self._given if run_id is None else {**self._given, "runner.run_id": run_id})
         self.run_id = self.settings.runner.run_id
-        self._queue = QueueHttp(url, self.settings.runner.queue_token, self.run_id)
+        self._queue = QueueHttp(url, self.settings.queue.token, self.run_id)
         self._store = TaskStore(self._queue)
         self._data: dict[str, tuple[StoredTasks, list[Task]]] = {}
 

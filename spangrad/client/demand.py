@@ -15,7 +15,7 @@ from spangrad.errors import QueueError
 from spangrad.http.json_http import ask, refusal
 
 if TYPE_CHECKING:
-    from spangrad.settings import RunnerSettings
+    from spangrad.settings import QueueSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +42,36 @@ class Stated:
     """Number of groups enqueued so far, without those that were cancelled."""
 
 
-def state(runner: RunnerSettings, run_id: str, demand: Demand, seconds: float = 2.0) -> Stated:
-    """Send the demand to the queue at runner.queue_url, and wait for the response at most `seconds`.
+def state(queue: QueueSettings, run_id: str, demand: Demand, seconds: float = 2.0) -> Stated:
+    """Send the demand to the queue at queue.url, and wait for the response at most `seconds`.
 
     Raises:
         QueueError: the queue refuses, or does not answer.
     """
-    return _ask(runner, "PUT", run_id, seconds, asdict(demand))
+    return _ask(queue, "PUT", run_id, seconds, asdict(demand))
 
 
-def read(runner: RunnerSettings, run_id: str, seconds: float = 2.0) -> Stated:
-    """Return the state of a run's demand in the queue at runner.queue_url.
+def read(queue: QueueSettings, run_id: str, seconds: float = 2.0) -> Stated:
+    """Return the state of a run's demand in the queue at queue.url.
 
     Raises:
         QueueError: the queue refuses, or does not answer.
     """
-    return _ask(runner, "GET", run_id, seconds)
+    return _ask(queue, "GET", run_id, seconds)
 
 
-def _ask(runner: RunnerSettings, method: str, run_id: str, seconds: float, body: dict[str, Any] | None = None) -> Stated:
-    if runner.queue_url is None:
-        raise QueueError("runner.queue_url is not set: there is no queue to ask.")
+def _ask(queue: QueueSettings, method: str, run_id: str, seconds: float, body: dict[str, Any] | None = None) -> Stated:
+    if queue.url is None:
+        raise QueueError("queue.url is not set: there is no queue to ask.")
     path = f"/v1/runs/{quote(run_id, safe='')}/demand"
-    url = runner.queue_url.rstrip("/") + path
+    url = queue.url.rstrip("/") + path
     try:
-        response = ask(runner.queue_url, runner.queue_token, method, path, body, seconds)
+        response = ask(queue.url, queue.token, method, path, body, seconds)
         return Stated(int(response["groups"]), int(response["enqueued"]))
     except urllib.error.HTTPError as error:
         raise QueueError(f"the queue refuses {method} {url} ({error.code}): {refusal(error)}") from error
     except OSError as error:  # URLError, timeouts, part of a response
         reason = getattr(error, "reason", error)
-        raise QueueError(f"the queue at {runner.queue_url} does not answer ({reason}). Start it, or set runner.queue_url.") from error
+        raise QueueError(f"the queue at {queue.url} does not answer ({reason}). Start it, or set queue.url.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise QueueError(f"{url} answers {method} with something else than a demand ({error!r}). Is it the queue's?") from error

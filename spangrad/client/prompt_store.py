@@ -63,7 +63,7 @@ class PromptStore:
     """Stateless client of the server of prompts: one connection for each request."""
 
     def __init__(self, url: str, token: str | None = None, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Use the server at `url` (runner.queue_url) with `token` (runner.queue_token; None: none), and retry for `patience_seconds`."""
+        """Use the server at `url` (queue.url) with `token` (queue.token; None: none), and retry for `patience_seconds`."""
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._patience = patience_seconds
@@ -138,7 +138,7 @@ class PromptStore:
                     raise problem from None
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problem = PromptError(
-                    f"no server of prompts answers at {self.url} ({error}). Start `spangrad queue`, or set runner.queue_url to its URL."
+                    f"no server of prompts answers at {self.url} ({error}). Start `spangrad queue`, or set queue.url to its URL."
                 )
             if time.monotonic() > end:
                 raise problem

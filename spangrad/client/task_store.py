@@ -18,7 +18,7 @@ from spangrad.errors import QueueError
 from spangrad.types import Task
 
 if TYPE_CHECKING:
-    from spangrad.settings import RunnerSettings
+    from spangrad.settings import Settings
 
 STORED = "queue:"
 """Prefix of the name of stored tasks, as a source of tasks."""
@@ -45,15 +45,16 @@ class TaskStore:
         self._queue = queue
 
     @classmethod
-    def of(cls, runner: RunnerSettings) -> Self:
+    def of(cls, settings: Settings) -> Self:
         """Return the store of the queue that the settings name.
 
         Raises:
             QueueError: the settings name no queue.
         """
-        if runner.queue_url is None:
-            raise QueueError(f"{STORED}NAME is asked of the queue: set runner.queue_url.")
-        return cls(QueueHttp(runner.queue_url, runner.queue_token, runner.run_id, patience_seconds=PATIENCE_SECONDS))
+        queue = settings.queue
+        if queue.url is None:
+            raise QueueError(f"{STORED}NAME is asked of the queue: set queue.url.")
+        return cls(QueueHttp(queue.url, queue.token, settings.runner.run_id, patience_seconds=PATIENCE_SECONDS))
 
     def upload(self, name: str, tasks: Sequence[Task]) -> StoredTasks:
         """Store tasks under a name, in place of its former ones.

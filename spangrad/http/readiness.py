@@ -40,11 +40,11 @@ class NeededService:
 
 def needs_of_rollouts(settings: Settings) -> list[NeededService]:
     """Return the services that rollouts need: store, gateway, and the queue where there is one."""
-    runner = settings.runner
+    url = settings.queue.url
     gateway = NeededService("the gateway's engine", f"{settings.gateway.url.rstrip('/')}/readyz", "gateway", "gateway.url")
-    queue = NeededService("the queue", f"{(runner.queue_url or '').rstrip('/')}/readyz", "queue", "runner.queue_url")
+    queue = NeededService("the queue", f"{(url or '').rstrip('/')}/readyz", "queue", "queue.url")
     store = NeededService("the span store", settings.store.otlp_endpoint, "store", "store.otlp_endpoint")
-    return [store, *([gateway] if runner.gateway else []), *([queue] if runner.queue_url else [])]
+    return [store, *([gateway] if settings.runner.gateway else []), *([queue] if url else [])]
 
 
 def need_of_store(settings: Settings) -> list[NeededService]:

@@ -145,8 +145,8 @@ def _addresses(ports: Ports) -> list[Proposal]:
         Proposal("store.clickhouse_port", ports.clickhouse, "SQL"),
         Proposal("store.url", f"http://127.0.0.1:{ports.clickhouse}", ""),
         Proposal("store.otlp_endpoint", f"http://127.0.0.1:{ports.otlp_http}", ""),
-        Proposal("runner.queue_port", ports.queue, "the trainer asks it for rollouts"),
-        Proposal("runner.queue_url", f"http://127.0.0.1:{ports.queue}", "without this line there is no queue"),
+        Proposal("queue.port", ports.queue, "the trainer asks it for rollouts"),
+        Proposal("queue.url", f"http://127.0.0.1:{ports.queue}", "without this line there is no queue"),
     ]
 
 

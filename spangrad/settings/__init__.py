@@ -12,6 +12,7 @@ from spangrad.settings.builder import TOOL_KINDS, AirRule, BuilderSettings, Sele
 from spangrad.settings.gateway import BackendSettings, ClientSettings, EngineSettings, GatewaySettings
 from spangrad.settings.prompts import PromptSettings
 from spangrad.settings.runner import RunnerSettings
+from spangrad.settings.services import EnvironmentServiceSettings, QueueSettings, RewardServiceSettings
 from spangrad.settings.store import CollectorSettings, StoreSettings
 from spangrad.settings.supervisor import UpSettings
 from spangrad.settings.trainer import TrainerSettings
@@ -27,8 +28,11 @@ __all__ = [
     "ClientSettings",
     "CollectorSettings",
     "EngineSettings",
+    "EnvironmentServiceSettings",
     "GatewaySettings",
     "PromptSettings",
+    "QueueSettings",
+    "RewardServiceSettings",
     "RunnerSettings",
     "Selection",
     "Settings",
@@ -55,5 +59,8 @@ class Settings(BaseSettings):
     trainer: TrainerSettings = TrainerSettings()
     tuning: TuningSettings = TuningSettings()
     runner: RunnerSettings = RunnerSettings()
+    queue: QueueSettings = QueueSettings()
+    environments: EnvironmentServiceSettings = EnvironmentServiceSettings()
+    rewards: RewardServiceSettings = RewardServiceSettings()
     prompts: PromptSettings = PromptSettings()
     up: UpSettings = UpSettings()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 
 from spangrad.settings.section import Section
 from spangrad.types import POLICY_FAILURES, AttemptFailure
@@ -32,6 +32,20 @@ class FailureRewards(Section):
     def of(self, failure: AttemptFailure | None) -> float | None:
         """Return the reward of a failure, or None where it has none."""
         return getattr(self, failure) if failure is not None and failure in POLICY_FAILURES else None
+
+
+class ContainerSettings(Section):
+    """Container images as agents (`spangrad run --image`)."""
+
+    engine: str = Field(default="docker", min_length=1)
+    """Program that runs container images (`spangrad run --image`): docker, podman, or one that accepts docker's arguments."""
+    network: str = Field(default="host", min_length=1)
+    """Network that containers of agents are attached to. Any other than `host` needs services that listen beyond loopback."""
+    arguments: list[str] = Field(default=[])
+    """Further arguments of `docker run`: mounts, limits, GPUs."""
+    address: str | None = None
+    """Address at which containers reach the services that this machine reaches on loopback. None: the same on Linux with the network
+    `host`, else the container engine's own name for this machine (host.docker.internal)."""
 
 
 class RunnerSettings(Section):
@@ -76,48 +90,8 @@ class RunnerSettings(Section):
     """Number of rollouts whose attempts' logs are kept, the newest."""
     attempt_log_bytes: int = Field(default=2**20, ge=0)
     """Size limit of an attempt's log, in bytes; further output is left out."""
-    container_engine: str = Field(default="docker", min_length=1)
-    """Program that runs container images (`spangrad run --image`): docker, podman, or one that accepts docker's arguments."""
-    container_network: str = Field(default="host", min_length=1)
-    """Network that containers of agents are attached to. Any other than `host` needs services that listen beyond loopback."""
-    container_arguments: list[str] = Field(default=[])
-    """Further arguments of `docker run`: mounts, limits, GPUs."""
-    container_address: str | None = None
-    """Address at which containers reach the services that this machine reaches on loopback. None: the same on Linux with the network
-    `host`, else the container engine's own name for this machine (host.docker.internal)."""
     gateway: bool = True
     """True if agents call the policy through the gateway. False (direct mode): they call `gateway.engine_url` itself, their calls are
     not counted, and a rollout is complete when no new span of it has come for `builder.quiet_seconds`."""
-    queue_url: str | None = None
-    """URL at which workers, trainers and users reach the queue of rollouts. None: `spangrad run` has a queue of its own, in
-    runner.directory, and contacts no queue server."""
-    queue_host: str = "127.0.0.1"
-    """Address that `spangrad queue` binds. Anything but loopback needs `queue_token`."""
-    queue_port: int = 8190
-    """TCP port of `spangrad queue`."""
-    queue_token: SecretStr | None = Field(default=None, min_length=1)
-    """Token that every request to the queue must carry. None: no token is required, and only loopback may be bound."""
-    queue_db: SecretStr = SecretStr("sqlite:///data/queue.db")
-    """Database of the queue: sqlite:///FILE, or postgresql://USER:PASSWORD@HOST/NAME. One server at a time uses it."""
-    queue_lease_seconds: float = Field(default=30.0, gt=0)
-    """Time without a heartbeat after which a rollout is given to another worker, in seconds, where its worker requested no other time."""
-    environments_host: str = "127.0.0.1"
-    """Address that `spangrad environments` binds. Anything but loopback needs `environments_token`."""
-    environments_port: int = 8191
-    """TCP port of `spangrad environments`."""
-    environments_token: SecretStr | None = Field(default=None, min_length=1)
-    """Token that the environment service requires, and that agents' runners send it. None: no token is required."""
-    environment_lease_seconds: float = Field(default=30.0, gt=0)
-    """Time without a heartbeat of its lease after which an environment instance is taken back, in seconds."""
-    environment_seconds: float = Field(default=60.0, gt=0)
-    """Time limit of each operation of an environment instance (make, begin, reset, observe, close), in seconds; an instance that exceeds
-    it is replaced."""
-    rewards_host: str = "127.0.0.1"
-    """Address that `spangrad rewards serve` binds. Anything but loopback needs `rewards_token`."""
-    rewards_port: int = 8192
-    """TCP port of `spangrad rewards serve`."""
-    rewards_token: SecretStr | None = Field(default=None, min_length=1)
-    """Token that the reward service requires, and that runners send it. None: no token is required."""
-    queue_keep_days: float | None = Field(default=30.0, gt=0)
-    """Time for which the queue's server keeps ended rollouts and their attempts, in days. None (written `null`): until `spangrad queue
-    purge`."""
+    container: ContainerSettings = ContainerSettings()
+    """Container images as agents (`spangrad run --image`)."""

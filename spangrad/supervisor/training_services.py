@@ -22,7 +22,7 @@ def training_services(
     """Return the services that the settings ask for: store, queue, engine, gateway, builder, trainer and agent.
 
     The store, the queue and the engine are left out where their URLs name another machine or port; the queue, too, where there is no
-    runner.queue_url; the agent where it has no arguments.
+    queue.url; the agent where it has no arguments.
 
     Args:
         settings: resolved settings.
@@ -39,13 +39,13 @@ def training_services(
         raise SettingsError(
             "engine.model is not set: there is no model to train. Write a settings file with `spangrad init --model DIRECTORY`."
         )
-    queue_url = settings.runner.queue_url
+    queue_url = settings.queue.url
     if agent and queue_url is None:
-        raise SettingsError("an agent needs a queue: set runner.queue_url, such as http://127.0.0.1:8190.")
+        raise SettingsError("an agent needs a queue: set queue.url, such as http://127.0.0.1:8190.")
     service = _factory(logs, options, env or {})
     store = _is_local(settings.store.url, settings.store.clickhouse_port)
     engine = _is_local(settings.gateway.engine_url, settings.engine.port)
-    queue = queue_url is not None and _is_local(queue_url, settings.runner.queue_port)
+    queue = queue_url is not None and _is_local(queue_url, settings.queue.port)
     after_store = ["store"] if store else []
     after_all = [*after_store, *(["queue"] if queue else []), "gateway"]
     return tuple(

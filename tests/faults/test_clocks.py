@@ -36,9 +36,9 @@ def clock(tmp_path: Path) -> MovedClock:
 
 @pytest.mark.parametrize("moved", [HOUR, -HOUR])
 async def test_leases_of_a_queue_whose_clock_is_moved(queue_db: str, tmp_path: Path, clock: MovedClock, moved: int) -> None:
-    settings = queue_settings(queue_db, queue_lease_seconds=1.5)
+    settings = queue_settings(queue_db, queue__lease_seconds=1.5)
     with queue_server(settings, tmp_path / "queue.log", clock.environment):
-        async with QueueClient.of(settings) as client:
+        async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", some(3))
             held, silent = await client.lease("run", "worker", 2)
             async with Beating(client, lambda *_: None) as beating:
@@ -60,10 +60,10 @@ async def test_leases_of_a_queue_whose_clock_is_moved(queue_db: str, tmp_path: P
 @pytest.mark.parametrize("moved", [HOUR, -HOUR])
 async def test_workers_whose_clock_is_moved(queue_db: str, tmp_path: Path, clock: MovedClock, moved: int) -> None:
     """Server, workers, hosts and programs: no attempt that is under way is lost, late or made twice; one whose worker dies is."""
-    settings = queue_settings(queue_db, queue_lease_seconds=3)
+    settings = queue_settings(queue_db, queue__lease_seconds=3)
     mine = clock.environment
-    with world(tmp_path, queue_url=settings.queue_url, concurrency=2) as here, queue_server(settings, tmp_path / "queue.log", mine):
-        async with QueueClient.of(settings) as client:
+    with world(tmp_path, queue__url=settings.queue.url, concurrency=2) as here, queue_server(settings, tmp_path / "queue.log", mine):
+        async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", with_mood("slow", some(40)))
             for _ in range(2):
                 here.start_worker(env=mine)

@@ -18,7 +18,7 @@ from runner.queue.client import QueueClient, new_rollout
 from runner.queue.tables import ATTEMPTS, ROLLOUTS, QueueDatabase
 from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from spangrad.processes import Child, die_with_parent
-from spangrad.settings import RunnerSettings
+from spangrad.settings import Settings
 
 __all__ = ["queue_db"]
 
@@ -63,11 +63,11 @@ def poison(count: int, prefix: str) -> list[NewRollout]:
     return [new_rollout("poison", "poison", f"{prefix} poison", rollout_id=f"{prefix}{i}", max_attempts=3) for i in range(count)]
 
 
-async def survive(settings: RunnerSettings, directory: Path, kills: int, seed: int) -> None:
+async def survive(settings: Settings, directory: Path, kills: int, seed: int) -> None:
     """Enqueue and cancel while server and workers are killed at random; then see that everything came to its end, once."""
     chance = random.Random(seed)
     server: Child = queue_process(settings, directory / "queue.log")
-    workers = Workers(settings.queue_url, directory, 3)
+    workers = Workers(settings.queue.url, directory, 3)
     enqueued: set[str] = set()
     cancelled: set[str] = set()
     killing = True
@@ -84,7 +84,7 @@ async def survive(settings: RunnerSettings, directory: Path, kills: int, seed: i
             await asyncio.sleep(chance.random() * 0.05)
 
     try:
-        async with QueueClient.of(settings, patience_seconds=120) as client:
+        async with QueueClient.of(settings.queue, patience_seconds=120) as client:
             enqueuing = asyncio.create_task(enqueue(client))
             for _ in range(kills):
                 await asyncio.sleep(chance.random() * 0.6)
@@ -105,11 +105,9 @@ async def survive(settings: RunnerSettings, directory: Path, kills: int, seed: i
     require_truth(settings, enqueued, cancelled, workers.acknowledged(), kills)
 
 
-def require_truth(
-    settings: RunnerSettings, enqueued: set[str], cancelled: set[str], acknowledged: Counter[tuple[str, int]], kills: int
-) -> None:
+def require_truth(settings: Settings, enqueued: set[str], cancelled: set[str], acknowledged: Counter[tuple[str, int]], kills: int) -> None:
     """What was acknowledged is what the rows say."""
-    database = QueueDatabase(settings.queue_db.get_secret_value())
+    database = QueueDatabase(settings.queue.db.get_secret_value())
     with database.reading() as connection:
         states = {row.rollout_id: RolloutState(row.state) for row in connection.execute(sa.select(ROLLOUTS))}
         good = connection.execute(sa.select(ATTEMPTS.c.rollout_id, ATTEMPTS.c.attempt).where(ATTEMPTS.c.reason.is_(None))).all()
@@ -127,8 +125,8 @@ def require_truth(
     print(f"{len(enqueued)} enqueued, {len(succeeded)} succeeded, {dict(reasons)}")
 
 
-def crash_settings(db: str) -> RunnerSettings:
-    return queue_settings(db, queue_lease_seconds=2.0)
+def crash_settings(db: str) -> Settings:
+    return queue_settings(db, queue__lease_seconds=2.0)
 
 
 async def test_a_few_kills_lose_nothing(tmp_path: Path) -> None:
@@ -147,7 +145,7 @@ def test_a_stopped_server_has_answered_what_it_did(tmp_path: Path) -> None:
     server = queue_process(settings, tmp_path / "queue.log")
 
     async def stop() -> None:
-        async with QueueClient.of(settings) as client:
+        async with QueueClient.of(settings.queue) as client:
             waiting = asyncio.create_task(client.lease("nothing comes", "worker", wait_seconds=60))
             adding = [asyncio.create_task(client.enqueue("run", some(50, f"{i}-"))) for i in range(20)]
             await adding[0]
@@ -159,7 +157,7 @@ def test_a_stopped_server_has_answered_what_it_did(tmp_path: Path) -> None:
             for one in adding:
                 one.cancel()
             done = [one.result() for one in adding if one.done() and not one.cancelled()]
-        database = QueueDatabase(settings.queue_db.get_secret_value())
+        database = QueueDatabase(settings.queue.db.get_secret_value())
         with database.reading() as connection:
             there = set(connection.execute(sa.select(ROLLOUTS.c.rollout_id)).scalars())
         database.close()

@@ -17,7 +17,7 @@ from runner.queue.client import QueueClient
 from runner.queue.wire import RolloutSelector, RolloutState
 from spangrad import semconv
 from spangrad.processes import Child, wait_until
-from spangrad.settings import RunnerSettings
+from spangrad.settings import Settings
 from spangrad.types import AttemptFailure
 
 __all__ = ["queue_db"]
@@ -70,7 +70,7 @@ async def require_once(client: QueueClient, here: World, names: Iterable[str]) -
 class Victims:
     """Everything that may die: each is replaced, or replaces itself."""
 
-    def __init__(self, here: World, settings: RunnerSettings, chance: random.Random) -> None:
+    def __init__(self, here: World, settings: Settings, chance: random.Random) -> None:
         self._here, self._settings, self._chance = here, settings, chance
         self.killed: Counter[str] = Counter()
         self.server = self._serve()
@@ -101,11 +101,11 @@ class Victims:
 
 async def test_fifty_kills_lose_nothing_and_leave_nothing(queue_db: str, tmp_path: Path, tell: Callable[[str], None]) -> None:
     chance = random.Random(8)
-    settings = queue_settings(queue_db, queue_lease_seconds=3, max_attempts=KILLS + 2)
-    with world(tmp_path, queue_url=settings.queue_url, concurrency=3) as here:
+    settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=KILLS + 2)
+    with world(tmp_path, queue__url=settings.queue.url, concurrency=3) as here:
         victims = Victims(here, settings, chance)
         try:
-            async with QueueClient.of(settings, patience_seconds=300) as client:
+            async with QueueClient.of(settings.queue, patience_seconds=300) as client:
                 rollouts = with_mood("slow", some(ROLLOUTS))
                 await client.enqueue("run", rollouts)
                 for _ in range(WORKERS):
@@ -126,9 +126,9 @@ async def test_fifty_kills_lose_nothing_and_leave_nothing(queue_db: str, tmp_pat
 
 
 async def test_a_worker_that_never_answers_is_replaced_and_counts_for_nothing_when_it_goes_on(queue_db: str, tmp_path: Path) -> None:
-    settings = queue_settings(queue_db, queue_lease_seconds=3, max_attempts=2)
-    with world(tmp_path, queue_url=settings.queue_url, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
-        async with QueueClient.of(settings) as client:
+    settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=2)
+    with world(tmp_path, queue__url=settings.queue.url, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
+        async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", with_mood("steady", some(1)))
             stopped = here.start_worker()
             # Its program is at work: what comes of it is told after the worker goes on, when it is too late.
@@ -154,8 +154,8 @@ async def test_a_worker_that_never_answers_is_replaced_and_counts_for_nothing_wh
 
 async def test_a_poison_task_is_dead_after_its_attempts_and_holds_up_nobody(queue_db: str, tmp_path: Path) -> None:
     settings = queue_settings(queue_db, max_attempts=3)
-    with world(tmp_path, queue_url=settings.queue_url, workers=2, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
-        async with QueueClient.of(settings) as client:
+    with world(tmp_path, queue__url=settings.queue.url, workers=2, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
+        async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", [*with_mood("poison", some(1, "poison ", priority=1)), *with_mood("slow", some(20, "well "))])
             here.start_worker()
             ended = await until_ended(client, 21)
@@ -173,9 +173,9 @@ async def test_a_poison_task_is_dead_after_its_attempts_and_holds_up_nobody(queu
 
 async def test_a_thousand_cancellations_in_flight_free_every_place(queue_db: str, tmp_path: Path) -> None:
     (tmp_path / "sleepers.py").write_text(SLEEPERS)
-    settings = queue_settings(queue_db, queue_lease_seconds=20)
-    with world(tmp_path, queue_url=settings.queue_url, concurrency=250) as here, queue_server(settings, tmp_path / "queue.log"):
-        async with QueueClient.of(settings) as client:
+    settings = queue_settings(queue_db, queue__lease_seconds=20)
+    with world(tmp_path, queue__url=settings.queue.url, concurrency=250) as here, queue_server(settings, tmp_path / "queue.log"):
+        async with QueueClient.of(settings.queue) as client:
             for _ in range(4):
                 here.start_worker(agent=("--agent", "sleepers:agent"))
             for time in (1, 2):  # the second time shows that every place of the first one is free

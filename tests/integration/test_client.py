@@ -21,7 +21,7 @@ from workers import World, world
 from spangrad import semconv
 from spangrad.client.queue_http import QueueHttp
 from spangrad.processes import wait_until
-from spangrad.settings import RunnerSettings
+from spangrad.settings import Settings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "client" / "sums.py"
 OURS = ("runner", "gateway", "collector", "trainer", "transition_builder", "commands", "dashboards", "tests")
@@ -32,12 +32,12 @@ class Place:
     """A queue server, and what else a client needs."""
 
     here: World
-    runner: RunnerSettings
+    settings: Settings
 
     @property
     def url(self) -> str:
         """The queue's."""
-        return self.runner.queue_url or ""
+        return self.queue.url or ""
 
     def queue(self, run_id: str) -> QueueHttp:
         """To look at."""
@@ -72,10 +72,10 @@ class Place:
 
 @contextmanager
 def place(directory: Path) -> Generator[Place]:
-    runner = queue_settings(f"sqlite:///{directory}/queue.db")
-    with world(directory) as here, queue_server(runner, directory / "queue.log"):
+    settings = queue_settings(f"sqlite:///{directory}/queue.db")
+    with world(directory) as here, queue_server(settings, directory / "queue.log"):
         here.gateway.reply = _reply
-        yield Place(here, runner)
+        yield Place(here, settings)
 
 
 def _reply(messages: list[dict[str, str]]) -> str:

@@ -103,11 +103,11 @@ async def test_rollouts_with_both_services(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 async def test_the_lease_of_a_killed_worker_runs_out(tmp_path: Path) -> None:
     (tmp_path / "worlds.py").write_text(textwrap.dedent(WORLD))
-    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=1, max_attempts=2)
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=2)
     words = ("environments", "--factory", "worlds:World")
     with (
         process("environments", tmp_path, *words, environment_lease_seconds=2) as (_, leases),
-        world(tmp_path, queue_url=settings.queue_url, concurrency=1) as here,
+        world(tmp_path, queue__url=settings.queue.url, concurrency=1) as here,
     ):
         async with serving(settings) as (client, _):
             (one,) = some(1)

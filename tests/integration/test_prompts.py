@@ -99,9 +99,9 @@ def flags_of(store: StoreSettings, directory: Path, engine: FakeEngine, critic: 
         "gateway.engine_url": f"http://127.0.0.1:{engine.port}",
         "gateway.backends": [{"url": critic.url, "policy": "critic", "kind": "openai"}],
         "gateway.spill_path": str(directory / "spill"),
-        "runner.queue_port": queue.queue_port,
-        "runner.queue_url": queue.queue_url,
-        "runner.queue_db": queue.queue_db.get_secret_value(),
+        "queue.port": queue.queue.port,
+        "queue.url": queue.queue.url,
+        "queue.db": queue.queue.db.get_secret_value(),
         "runner.directory": str(directory / "runner"),
         "prompts.model": "critic",
         "prompts.branch": 3,
@@ -155,8 +155,8 @@ async def search_twice(
     flags: dict[str, Any], settings: Settings, directory: Path, engine: Engine, critic: CriticModel
 ) -> tuple[PromptText, list[Edit]]:
     """What is published after a search, and the edits that were made."""
-    prompts = PromptStore(str(settings.runner.queue_url))
-    async with engine.running(), running_gateway(settings), running_queue(settings.runner):
+    prompts = PromptStore(str(settings.queue.url))
+    async with engine.running(), running_gateway(settings), running_queue(settings):
         await asyncio.to_thread(prompts.put, "places", FIRST)
         agent = ("--agent", "geography:ask", "--evaluator", "geography:score", "--rounds", "2", "--out", "found")
         words = ("prompt", "optimise", "places", "--tasks", "learn.jsonl", "--held-out", "measure.jsonl", *agent)

@@ -49,7 +49,7 @@ def test_a_service_that_is_not_ready_is_named_and_waited_for(caplog: pytest.LogC
 @pytest.mark.parametrize("status", [401, 404, 500])
 def test_an_answer_that_is_an_error_ends_the_wait(status: int, caplog: pytest.LogCaptureFixture) -> None:
     with answering(status) as url:
-        await_services([NeededService("the queue", url, "queue", "runner.queue_url")], 30)
+        await_services([NeededService("the queue", url, "queue", "queue.url")], 30)
     assert caplog.records == []
 
 
@@ -64,8 +64,8 @@ def test_a_wait_that_is_too_long_is_an_error_with_its_remedy() -> None:
 
 def test_rollouts_need_what_their_settings_name() -> None:
     def needs(**values: object) -> list[str]:
-        settings = load_settings({f"runner.{key}": value for key, value in values.items()}, env={})
+        settings = load_settings({key.replace("__", "."): value for key, value in values.items()}, env={})
         return [service.name for service in needs_of_rollouts(settings)]
 
     assert needs() == ["the span store", "the gateway's engine"]
-    assert needs(gateway=False, queue_url="http://127.0.0.1:8190") == ["the span store", "the queue"]
+    assert needs(runner__gateway=False, queue__url="http://127.0.0.1:8190") == ["the span store", "the queue"]

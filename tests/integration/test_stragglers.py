@@ -17,7 +17,7 @@ from runner.queue.wire import RolloutState
 from runner.runner import queued
 from spangrad import semconv
 from spangrad.processes import wait_until
-from spangrad.settings import RunnerSettings
+from spangrad.settings import QueueSettings
 from spangrad.types import Task
 from trainer.data.source import Group
 
@@ -30,13 +30,13 @@ STEPS = 2
 class Whole(FakeSource):
     """Groups of the queue whose rollouts have all succeeded, in the order of arrival."""
 
-    def __init__(self, runner: RunnerSettings) -> None:
+    def __init__(self, queue: QueueSettings) -> None:
         super().__init__([])
-        self.runner = runner
+        self.queue = queue
         self.facts: dict[str, object] = {}
 
     def ready(self) -> list[Group]:
-        with PlainQueue(QueueClient.of(self.runner)) as plain:
+        with PlainQueue(QueueClient.of(self.queue)) as plain:
             found = plain.wait(plain.client.rollouts(run_id="run", limit=1000)).rollouts
         states: defaultdict[str, set[RolloutState]] = defaultdict(set)
         for one in found:
@@ -47,12 +47,12 @@ class Whole(FakeSource):
 
 
 async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path: Path) -> None:
-    runner = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, extra_groups=1, queue_lease_seconds=1)
+    services = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, extra_groups=1, queue__lease_seconds=1)
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=0, max_steps=STEPS)
-    chosen = chosen.model_copy(update={"runner": runner})
+    chosen = chosen.model_copy(update={"runner": services.runner, "queue": services.queue})
     assert chosen.trainer.sampling.groups_per_batch == 2
-    with world(tmp_path, queue_url=runner.queue_url, concurrency=3) as here:
-        async with serving(runner) as (client, _):
+    with world(tmp_path, queue__url=services.queue.url, concurrency=3) as here:
+        async with serving(services) as (client, _):
 
             async def served(_: str) -> None:
                 return None
@@ -64,7 +64,7 @@ async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path:
                     await source.look()
                     await asyncio.sleep(0.05)
 
-            whole = Whole(runner)
+            whole = Whole(services.queue)
             trainer = wired(chosen, whole)
             frontier = trainer.ledger.frontier()
             assert frontier

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 from pydantic import SecretStr
+from sections import service_settings
 
 from runner.queue import server
 from runner.queue.client import QueueClient, new_rollout
@@ -25,37 +26,37 @@ from runner.queue.tables import QueueDatabase
 from runner.queue.wire import Completion, Failure, Held, NewRollout, QueuedRollout, RolloutLease, RolloutState
 from spangrad.errors import QueueError
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
-from spangrad.settings import RunnerSettings
+from spangrad.settings import Settings
 from spangrad.types import AttemptFailure
 
 
-def queue_settings(db: str, **changes: object) -> RunnerSettings:
-    """Settings of a queue on a free port."""
+def queue_settings(db: str, **changes: object) -> Settings:
+    """Settings of a queue on a free port; `changes` by key (`settings_by_key`)."""
     (port,) = free_ports(1)
-    address = {"queue_port": port, "queue_url": f"http://127.0.0.1:{port}", "queue_db": SecretStr(db)}
-    return RunnerSettings(**{**address, **changes})  # type: ignore[arg-type]
+    address = {"queue__port": port, "queue__url": f"http://127.0.0.1:{port}", "queue__db": SecretStr(db)}
+    return service_settings(**{**address, **changes})
 
 
 @asynccontextmanager
-async def serving(settings: RunnerSettings, patience_seconds: float = 5) -> AsyncGenerator[tuple[QueueClient, Service]]:
+async def serving(settings: Settings, patience_seconds: float = 5) -> AsyncGenerator[tuple[QueueClient, Service]]:
     """A queue in this process, and a client of it."""
-    async with server.running(settings) as service, QueueClient.of(settings, patience_seconds=patience_seconds) as client:
+    async with server.running(settings) as service, QueueClient.of(settings.queue, patience_seconds=patience_seconds) as client:
         yield client, service
 
 
-def queue_process(settings: RunnerSettings, log: Path, env: dict[str, str] | None = None) -> Child:
+def queue_process(settings: Settings, log: Path, env: dict[str, str] | None = None) -> Child:
     """`spangrad queue`, ready; whoever starts it stops it."""
     values = {
-        "runner.queue_port": settings.queue_port,
-        "runner.queue_db": settings.queue_db.get_secret_value(),
-        "runner.queue_lease_seconds": settings.queue_lease_seconds,
-        "runner.timeout_seconds": settings.timeout_seconds,
-        "runner.max_attempts": settings.max_attempts,
+        "queue.port": settings.queue.port,
+        "queue.db": settings.queue.db.get_secret_value(),
+        "queue.lease_seconds": settings.queue.lease_seconds,
+        "runner.timeout_seconds": settings.runner.timeout_seconds,
+        "runner.max_attempts": settings.runner.max_attempts,
     }
     words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
     child = Child("spangrad queue", own_command("queue", *words), log, env, inherit_settings=False)
     try:
-        wait_until(lambda: answers(f"{settings.queue_url}/readyz"), 60, "the queue", [child], poll_seconds=0.02)
+        wait_until(lambda: answers(f"{settings.queue.url}/readyz"), 60, "the queue", [child], poll_seconds=0.02)
     except BaseException:
         child.stop()
         raise
@@ -63,7 +64,7 @@ def queue_process(settings: RunnerSettings, log: Path, env: dict[str, str] | Non
 
 
 @contextmanager
-def queue_server(settings: RunnerSettings, log: Path, env: dict[str, str] | None = None) -> Generator[Child]:
+def queue_server(settings: Settings, log: Path, env: dict[str, str] | None = None) -> Generator[Child]:
     """`spangrad queue` in a process of its own."""
     child = queue_process(settings, log, env)
     try:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from spangrad.settings import TrainerSettings
+from spangrad.settings import Settings, TrainerSettings
 
 _SECTIONS = {name: cast("type[BaseModel]", field.annotation) for name, field in TrainerSettings.model_fields.items()}
 _SECTIONS = {name: kind for name, kind in _SECTIONS.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
@@ -49,3 +49,12 @@ def changed(settings: TrainerSettings, flat: Mapping[str, Any]) -> TrainerSettin
         for name, value in nested(flat).items()
     }
     return settings.model_copy(update=tables)
+
+
+def service_settings(**flat: Any) -> Settings:
+    """Return all settings with these values: `SECTION__field` of a service, and fields of the runner by their own names."""
+    tables: dict[str, Any] = {"runner": {}}
+    for name, value in flat.items():
+        section, _, field = name.rpartition("__")
+        tables.setdefault(section or "runner", {})[field] = value
+    return Settings(**tables)

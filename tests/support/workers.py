@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sections import service_settings
+
 from fakes import AttemptGateway, OtlpSink
 from runner.workers.agents import CommandAgent
 from spangrad import semconv
 from spangrad.processes import MARK, Child, own_command
-from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
+from spangrad.settings import GatewaySettings, Settings, StoreSettings
 
 AGENT = """
     read given
@@ -64,10 +66,12 @@ class World:
             changes: to the runner's settings.
         """
         runner = {**self.settings.runner.model_dump(mode="json"), **changes}
+        runner |= {f"container.{name}": value for name, value in runner.pop("container").items()}
         values = {
             "store.otlp_endpoint": self.settings.store.otlp_endpoint,
             "gateway.url": self.settings.gateway.url,
-            **{f"runner.{name}": value for name, value in runner.items() if value is not None and "queue_db" not in name},
+            **{f"runner.{name}": value for name, value in runner.items() if value is not None},
+            **({"queue.url": self.settings.queue.url} if self.settings.queue.url else {}),
         }
         texts = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in values.items()}
         words = [word for name, value in texts.items() for word in ("--set", f"{name}={value}")]
@@ -110,14 +114,16 @@ class World:
 
 
 @contextmanager
-def world(directory: Path, **runner: object) -> Generator[World]:
-    """A gateway and a store; every worker is ended with the block."""
+def world(directory: Path, **changes: object) -> Generator[World]:
+    """A gateway and a store, and settings of the runner; every worker is ended with the block."""
     (directory / "agent.sh").write_text(textwrap.dedent(AGENT))
     with OtlpSink() as sink, AttemptGateway() as gateway:
+        chosen = service_settings(**{"run_id": "run", "directory": directory / "runner", **changes})
         settings = Settings(
             store=StoreSettings(otlp_endpoint=sink.url),
             gateway=GatewaySettings(url=gateway.url),
-            runner=RunnerSettings.model_validate({"run_id": "run", "directory": directory / "runner", **runner}),
+            runner=chosen.runner,
+            queue=chosen.queue,
         )
         here = World(directory, sink, gateway, settings)
         try:

@@ -72,7 +72,7 @@ def test_the_engines_command_line() -> None:
         "SPANGRAD_ENVIRONMENT": "{}",
         "SPANGRAD_PROMPT_VARIABLE": "ASK_LIKE_THIS",
         "ASK_LIKE_THIS": "politely",
-        "SPANGRAD_RUNNER__QUEUE_TOKEN": "not passed",
+        "SPANGRAD_QUEUE__TOKEN": "not passed",
         MARK: "mark",
     }
     labels = {semconv.RUN_ID: "run", semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: "0", "spangrad.host": "mark"}

@@ -23,9 +23,9 @@ class Terminal(io.StringIO):
 
 def test_workers_have_the_clients_settings_also_those_that_take_something_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAD_STORE__TTL_DAYS", "7")
-    given = {"runner.run_id": "mine", "runner.queue_keep_days": None, "store.ttl_days": None, "trainer.optim.betas": [0.8, 0.9]}
+    given = {"runner.run_id": "mine", "queue.keep_days": None, "store.ttl_days": None, "trainer.optim.betas": [0.8, 0.9]}
     client = Client("http://127.0.0.1:9", settings=given)
-    assert (client.run_id, client.settings.runner.queue_keep_days, client.settings.store.ttl_days) == ("mine", None, None)
+    assert (client.run_id, client.settings.queue.keep_days, client.settings.store.ttl_days) == ("mine", None, None)
     assert load_settings(env=client._work(agent, None, None).environment) == client.settings
     assert Client("http://127.0.0.1:9", run_id="other", settings=given).run_id == "other"
 

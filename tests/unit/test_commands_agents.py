@@ -12,6 +12,7 @@ from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, Contai
 from spangrad.cli import app
 from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings
+from spangrad.settings.runner import ContainerSettings
 
 
 def spec(*command: str, runner: RunnerSettings | None = None, **words: Any) -> AgentSpec:
@@ -37,9 +38,7 @@ def test_each_kind_of_agent_has_its_form(here: Path) -> None:
     assert spec(agent="solver:solve", evaluator="judge:score") == CallableAgent("solver:solve", "judge:score")
     assert spec("python", "solver.py", instrument=True) == CommandAgent(("python", "solver.py"), instrument=True)
     assert spec(image="org/agent:1", evaluator="judge:score") == ContainerAgent("org/agent:1", evaluator="judge:score")
-    asked = RunnerSettings(
-        container_engine="podman", container_network="mine", container_arguments=["--gpus", "all"], container_address="host"
-    )
+    asked = RunnerSettings(container=ContainerSettings(engine="podman", network="mine", arguments=["--gpus", "all"], address="host"))
     assert spec("solver.py", "--fast", image="org/agent", runner=asked) == ContainerAgent(
         "org/agent", ("solver.py", "--fast"), engine="podman", network="mine", arguments=("--gpus", "all"), address="host"
     )

@@ -21,14 +21,14 @@ def test_a_text_is_kept_as_it_is_from_a_file_and_from_standard_input(tmp_path: P
     (tmp_path / "text").write_bytes(TEXT.encode())
 
     def put(*words: str) -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "spangrad", "prompt", "put", *words, "--set", f"runner.queue_url={settings.queue_url}"]
+        command = [sys.executable, "-m", "spangrad", "prompt", "put", *words, "--set", f"queue.url={settings.queue.url}"]
         done = subprocess.run(command, input=TEXT.encode(), capture_output=True, cwd=tmp_path, check=False, timeout=60)
         return done.returncode, done.stdout.decode(), done.stderr.decode()
 
     with queue_server(settings, tmp_path / "queue.log"):
         assert put("greeting", "-", "--no-publish") == (0, "greeting@1\n", "")
         assert put("greeting", "text") == (0, "greeting@1 (published)\n", "")
-        assert PromptStore(settings.queue_url or "").get("greeting").text == TEXT
+        assert PromptStore(settings.queue.url or "").get("greeting").text == TEXT
 
 
 @pytest.mark.parametrize("history", [False, True])
@@ -36,4 +36,4 @@ def test_a_prompt_that_is_not_there_has_no_history_either(tmp_path: Path, histor
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     remedy = "`spangrad prompt list` shows what there is, `spangrad prompt put nobody FILE` makes it."
     with queue_server(settings, tmp_path / "queue.log"), pytest.raises(PromptError, match=f"no prompt nobody.*{remedy}"):
-        prompt._show("nobody", history=history, set_=[f"runner.queue_url={settings.queue_url}"])
+        prompt._show("nobody", history=history, set_=[f"queue.url={settings.queue.url}"])

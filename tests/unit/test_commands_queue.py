@@ -26,7 +26,7 @@ def words(out: str) -> list[list[str]]:
 
 async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
-    where = [f"runner.queue_url={settings.queue_url}"]
+    where = [f"queue.url={settings.queue.url}"]
 
     async def told(function: Any, *arguments: Any, **options: Any) -> str:
         await asyncio.to_thread(function, *arguments, **options, set_=where)
@@ -69,8 +69,8 @@ async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: p
         assert await told(command._purge, older_than_days=0.0, run="run") == snapshot("forgotten: 2\n")
         with pytest.raises(SettingsError, match=r"^--older-than-days -1 is less than 0\. Name how many days ago rollouts must have ended"):
             await told(command._purge, older_than_days=-1.0)
-        with pytest.raises(SettingsError, match=r"^name --older-than-days DAYS: runner\.queue_keep_days is not set\.$"):
-            await asyncio.to_thread(command._purge, set_=[*where, "runner.queue_keep_days=null"])
+        with pytest.raises(SettingsError, match=r"^name --older-than-days DAYS: queue\.keep_days is not set\.$"):
+            await asyncio.to_thread(command._purge, set_=[*where, "queue.keep_days=null"])
         with pytest.raises(QueueError, match=r"refuses GET /v1/rollouts/nobody \(404\): the queue has no rollout nobody\."):
             await told(command._show, "nobody")
         with pytest.raises(
@@ -81,7 +81,7 @@ async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: p
 
 async def test_what_the_queue_does_not_know_is_neither_cancelled_nor_retried(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
-    where = [f"runner.queue_url={settings.queue_url}"]
+    where = [f"queue.url={settings.queue.url}"]
     async with serving(settings) as (client, _):
         await client.enqueue("run", some(2))
         for function in (command._cancel, command._retry):
@@ -96,7 +96,7 @@ async def test_what_the_queue_does_not_know_is_neither_cancelled_nor_retried(tmp
 
 async def test_what_agents_say_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
-    where = [f"runner.queue_url={settings.queue_url}"]
+    where = [f"queue.url={settings.queue.url}"]
     said = "[INST] :key: list[int] [/INST]"
     async with serving(settings) as (client, _):
         await client.enqueue(said, some(1))
@@ -120,4 +120,4 @@ def test_a_queue_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_CONNECT_SECONDS", 0)
     (port,) = free_ports(1)
     with pytest.raises(QueueError, match=rf"no queue answers at http://127.0.0.1:{port} .* Start it with `spangrad queue`"):
-        command._list(set_=[f"runner.queue_port={port}"])
+        command._list(set_=[f"queue.port={port}"])

@@ -14,7 +14,6 @@ from queues import queue_settings, serving
 from runner.demand_source import Answered, DemandSource, Difference, difference, task_at
 from runner.queue.wire import DemandRequest, DemandState, RolloutSelector, RolloutState
 from runner.runner import queued
-from spangrad.settings import Settings
 from spangrad.types import Mode, Task
 
 TASKS = [Task(f"t{n}", n) for n in range(3)]
@@ -105,14 +104,13 @@ def test_stragglers_are_cancelled_once_and_nothing_is_wanted_that_is_not_there(
 
 
 async def test_the_level_is_met_and_places_of_late_groups_are_filled(tmp_path: Path) -> None:
-    runner = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, greedy_rollouts=True)
-    settings = Settings(runner=runner)
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, greedy_rollouts=True)
     served = {"policy": 0}
 
     async def version(policy: str) -> int | None:
         return served.get(policy)
 
-    async with serving(runner) as (client, _):
+    async with serving(settings) as (client, _):
 
         def source() -> DemandSource:
             return DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version)

@@ -87,7 +87,7 @@ def test_settings_are_settings(tmp_path: Path) -> None:
     (tmp_path / "spangrad.toml").write_text(config["data"]["spangrad.toml"])
     cluster = load_settings(
         file=tmp_path / "spangrad.toml",
-        env={"SPANGRAD_STORE__TOKEN": "s", "SPANGRAD_GATEWAY__TOKEN": "g", "SPANGRAD_RUNNER__QUEUE_TOKEN": "q"},
+        env={"SPANGRAD_STORE__TOKEN": "s", "SPANGRAD_GATEWAY__TOKEN": "g", "SPANGRAD_QUEUE__TOKEN": "q"},
     )
     assert here.trainer.modes == cluster.trainer.modes == ("train", "production")
     assert here.engine.model == here.trainer.model
@@ -97,11 +97,11 @@ def test_settings_are_settings(tmp_path: Path) -> None:
     assert ports == {
         "spangrad-store": {store.otlp_grpc_port, store.otlp_http_port, store.clickhouse_port},
         "spangrad-gateway": {gateway.port},
-        "spangrad-queue": {cluster.runner.queue_port},
+        "spangrad-queue": {cluster.queue.port},
     }
-    assert here.runner.queue_url == f"http://{here.runner.queue_host}:{here.runner.queue_port}"
-    assert cluster.runner.queue_url
-    for url in (store.url, store.otlp_endpoint, gateway.url, cluster.runner.queue_url):
+    assert here.queue.url == f"http://{here.queue.host}:{here.queue.port}"
+    assert cluster.queue.url
+    for url in (store.url, store.otlp_endpoint, gateway.url, cluster.queue.url):
         host, port = url.removeprefix("http://").split(":")
         assert int(port) in ports[host]
 

@@ -22,7 +22,7 @@ from runner.environments.client import EnvironmentClient, NoInstanceError
 from runner.environments.pool import InstancePool
 from runner.environments.wire import InstanceRequest, InstanceState, Leased
 from spangrad.errors import EnvironmentsError, SpangradError
-from spangrad.settings import RunnerSettings
+from spangrad.settings import EnvironmentServiceSettings
 from spangrad.types import AttemptFailure
 
 LEASE_SECONDS = 30.0
@@ -230,7 +230,7 @@ class Plain:
 
 
 @asynccontextmanager
-async def service(settings: RunnerSettings, count: int = 1) -> AsyncGenerator[tuple[str, aiohttp.ClientSession]]:
+async def service(settings: EnvironmentServiceSettings, count: int = 1) -> AsyncGenerator[tuple[str, aiohttp.ClientSession]]:
     async with server.running(settings, Plain, count), aiohttp.ClientSession() as session:
         yield server.address_of(settings).url, session
 
@@ -241,7 +241,7 @@ async def asked(session: aiohttp.ClientSession, method: str, url: str, body: obj
 
 
 async def test_what_the_service_answers() -> None:
-    async with service(service_settings(environment_lease_seconds=20)) as (url, http):
+    async with service(service_settings(lease_seconds=20)) as (url, http):
         leases = f"{url}/v1/leases"
         ask = {"lease": "a", "rollout_id": "r0", "attempt": 0, "input": "poison"}
         status, leased = await asked(http, "POST", leases, ask)
@@ -303,9 +303,9 @@ async def test_a_client_that_left_the_line_is_passed_over() -> None:
 
 
 async def test_beyond_loopback_a_token_is_asked_for_and_shown() -> None:
-    with pytest.raises(SpangradError, match=r"Set runner.environments_token, or bind 127\.0\.0\.1"):
-        server.serve(service_settings(environments_host="0.0.0.0"), Plain, 1)
-    async with service(service_settings(environments_token=SecretStr("secret"))) as (url, http):
+    with pytest.raises(SpangradError, match=r"Set environments.token, or bind 127\.0\.0\.1"):
+        server.serve(service_settings(host="0.0.0.0"), Plain, 1)
+    async with service(service_settings(token=SecretStr("secret"))) as (url, http):
         assert (await asked(http, "GET", f"{url}/v1/instances"))[0] == 401
         with pytest.raises(EnvironmentsError, match="want another token"):
             await EnvironmentClient(url, "wrong").__aenter__()
@@ -315,7 +315,7 @@ async def test_beyond_loopback_a_token_is_asked_for_and_shown() -> None:
 
 
 async def test_a_client_gives_back_what_it_holds_and_learns_what_it_has_lost() -> None:
-    settings = service_settings(environment_lease_seconds=0.8)
+    settings = service_settings(lease_seconds=0.8)
     async with service(settings) as (url, http):
 
         async def states() -> list[str]:
@@ -343,7 +343,7 @@ async def test_a_client_gives_back_what_it_holds_and_learns_what_it_has_lost() -
 
 @pytest.mark.slow
 async def test_a_lease_whose_service_is_gone_is_lost_before_it_runs_out() -> None:
-    settings = service_settings(environment_lease_seconds=8)
+    settings = service_settings(lease_seconds=8)
     async with service(settings) as (url, _):
         client = await EnvironmentClient(url, None).__aenter__()
         held = await client.lease("r", 0, "x", 10)

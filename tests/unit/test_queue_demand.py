@@ -11,21 +11,21 @@ from trainer_world import FakeSource, committed, settings, wired, write_base
 
 from runner.queue.client import QueueClient
 from spangrad.client.demand import Stated, read
-from spangrad.settings import RunnerSettings
+from spangrad.settings import QueueSettings
 from trainer.ledger.skips import SkipReason
 
 
 class Answered(FakeSource):
     """A task source of the run: enqueues groups until as many are as are wanted; its rollouts are run at once."""
 
-    def __init__(self, runner: RunnerSettings) -> None:
+    def __init__(self, queue: QueueSettings) -> None:
         super().__init__([])
-        self.runner = runner
+        self.queue = queue
         self.equal: dict[str, Any] = {}
         self.levels: list[int] = []
 
     def ready(self) -> Any:
-        there = read(self.runner, "run")
+        there = read(self.queue, "run")
         self.levels.append(there.groups)
         new = [f"g{number:02}" for number in range(there.enqueued, there.groups)]
         asyncio.run(self.enqueue(new))
@@ -35,17 +35,17 @@ class Answered(FakeSource):
         return super().ready()
 
     async def enqueue(self, groups: list[str]) -> None:
-        async with QueueClient.of(self.runner) as client:
+        async with QueueClient.of(self.queue) as client:
             for name in groups:
                 await client.enqueue("run", some(2, name, group_size=2))
 
 
 def test_a_source_that_follows_the_demand_keeps_the_trainer_fed(tmp_path: Path) -> None:
-    runner = queue_settings(f"sqlite:///{tmp_path / 'queue.db'}")
+    services = queue_settings(f"sqlite:///{tmp_path / 'queue.db'}")
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", skip_equal_groups=True, max_staleness=0, max_steps=3)
-    chosen = chosen.model_copy(update={"runner": runner})
-    with queue_server(runner, tmp_path / "log"):
-        source = Answered(runner)
+    chosen = chosen.model_copy(update={"runner": services.runner, "queue": services.queue})
+    with queue_server(services, tmp_path / "log"):
+        source = Answered(services.queue)
         trainer = wired(chosen, source)
         frontier = trainer.ledger.frontier()
         assert frontier
@@ -56,4 +56,4 @@ def test_a_source_that_follows_the_demand_keeps_the_trainer_fed(tmp_path: Path) 
         assert set(skipped.values()) == {SkipReason.EQUAL}
         assert len(committed(trainer)) == 4
         assert source.levels == sorted(source.levels)
-        assert read(runner, "run") == Stated(6 + len(skipped), 6 + len(skipped))
+        assert read(services.queue, "run") == Stated(6 + len(skipped), 6 + len(skipped))

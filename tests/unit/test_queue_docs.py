@@ -28,7 +28,7 @@ async def test_the_commands_run_and_answer_what_the_page_says(tmp_path: Path) ->
                 done = await asyncio.to_thread(
                     subprocess.run,
                     ["bash", "-c", command],
-                    env={"QUEUE": settings.queue_url or ""},
+                    env={"QUEUE": settings.queue.url or ""},
                     capture_output=True,
                     text=True,
                     check=False,

@@ -11,7 +11,7 @@ import pytest
 from spangrad.client import demand
 from spangrad.client.queue_http import QueueHttp
 from spangrad.errors import QueueError
-from spangrad.settings import RunnerSettings
+from spangrad.settings import QueueSettings
 
 HALF = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"rollouts": ['
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 29\r\n\r\n{"rollouts": [], "cursor": 7}'
@@ -53,4 +53,4 @@ def test_answers_that_always_break_off_are_said(url: str) -> None:
     with pytest.raises(QueueError, match=said):
         QueueHttp(url, None, "run", patience_seconds=0).ended(0, 1)
     with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(IncompleteRead"):
-        demand.read(RunnerSettings(queue_url=url), "run")
+        demand.read(QueueSettings(url=url), "run")

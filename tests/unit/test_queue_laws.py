@@ -267,7 +267,7 @@ def test_what_is_committed_is_on_the_disk(tmp_path: Path) -> None:
 
 def test_a_database_has_one_server(queue_db: str) -> None:
     first = QueueDatabase(queue_db)
-    with pytest.raises(QueueError, match=r"another `spangrad queue` serves from runner.queue_db = \S+ Ask that one"):
+    with pytest.raises(QueueError, match=r"another `spangrad queue` serves from queue.db = \S+ Ask that one"):
         QueueDatabase(queue_db)
     first.close()
     QueueDatabase(queue_db).close()
@@ -278,9 +278,9 @@ def test_a_database_has_one_server(queue_db: str) -> None:
     [
         (
             "mysql://host/name",
-            "runner.queue_db names 'mysql', which the queue's database does not know. Give sqlite:///FILE or postgresql://",
+            "queue.db names 'mysql', which the queue's database does not know. Give sqlite:///FILE or postgresql://",
         ),
-        ("nonsense", "runner.queue_db is no URL of a database."),
+        ("nonsense", "queue.db is no URL of a database."),
         ("postgresql://me:secret@127.0.0.1:9/x", r"the queue's database postgresql\+psycopg://me:\*\*\*@127.0.0.1:9/x failed"),
         ("sqlite:////proc/nowhere/x.db", "cannot be written"),
     ],

@@ -19,7 +19,7 @@ __all__ = ["queue_db"]
 
 
 async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:
-    async with serving(queue_settings(queue_db, queue_lease_seconds=0.3)) as (client, _):
+    async with serving(queue_settings(queue_db, queue__lease_seconds=0.3)) as (client, _):
         await client.enqueue("run", some(1))
         (slow,) = await client.lease("run", "slow")
         await until(lambda: is_state(client, "r0", RolloutState.QUEUED))
@@ -54,7 +54,7 @@ async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:
 
 
 async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=1.0)) as (client, _):
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=1.0)) as (client, _):
         await client.enqueue("run", some(3))
         leases = await client.lease("run", "worker", 3)
         over: dict[str, AttemptReceipt] = {}
@@ -79,7 +79,7 @@ async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: 
 
 
 async def test_a_connection_that_falls_silent_costs_no_lease(tmp_path: Path) -> None:
-    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=4.0)
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=4.0)
     connections: list[asyncio.Event] = []
     """Set: whatever comes is kept, and nothing is closed, as behind a router that has forgotten the connection."""
 
@@ -93,7 +93,7 @@ async def test_a_connection_that_falls_silent_costs_no_lease(tmp_path: Path) -> 
 
     async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(silent := asyncio.Event())
-        its_reader, its_writer = await asyncio.open_connection("127.0.0.1", settings.queue_port)
+        its_reader, its_writer = await asyncio.open_connection("127.0.0.1", settings.queue.port)
         await asyncio.gather(carry(reader, its_writer, silent), carry(its_reader, writer, silent))
 
     async with serving(settings) as (direct, _), await asyncio.start_server(between, "127.0.0.1", 0) as road:
@@ -109,7 +109,7 @@ async def test_a_connection_that_falls_silent_costs_no_lease(tmp_path: Path) -> 
 
 
 async def test_only_the_agents_time_counts_where_its_worker_says_it(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.8)) as (client, _):
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.8)) as (client, _):
         await client.enqueue("run", some(1, timeout_seconds=0.1, max_attempts=1))
         await client.lease("run", "worker")
         end = time.monotonic() + 1.2  # longer than it may run, and a lease's time
@@ -126,7 +126,7 @@ async def test_only_the_agents_time_counts_where_its_worker_says_it(tmp_path: Pa
 
 
 async def test_an_extended_lease_needs_no_heartbeat_also_after_a_restart(queue_db: str) -> None:
-    settings = queue_settings(queue_db, queue_lease_seconds=0.3)
+    settings = queue_settings(queue_db, queue__lease_seconds=0.3)
     async with serving(settings) as (client, _):
         await client.enqueue("run", some(2))
         long, short = await client.lease("run", "worker", 2)
@@ -140,7 +140,7 @@ async def test_an_extended_lease_needs_no_heartbeat_also_after_a_restart(queue_d
 
 
 async def test_a_restart_gives_every_lease_its_whole_time_and_counts_on_what_attempts_have_run(tmp_path: Path) -> None:
-    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.5)
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.5)
     async with serving(settings) as (client, _):
         await client.enqueue("run", [*some(1, "short", timeout_seconds=1.0), *some(1, "long")])
         leases = await client.lease("run", "worker", 2)
@@ -159,7 +159,7 @@ async def test_a_restart_gives_every_lease_its_whole_time_and_counts_on_what_att
 
 
 async def test_a_server_that_was_held_up_itself_blames_no_worker(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.5)) as (client, service):
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.5)) as (client, service):
         await client.enqueue("run", some(1))
         (lease,) = await client.lease("run", "worker")
         time.sleep(1.5)  # noqa: ASYNC251 nothing of this process runs meanwhile, as under SIGSTOP
@@ -170,7 +170,7 @@ async def test_a_server_that_was_held_up_itself_blames_no_worker(tmp_path: Path)
 
 
 async def test_time_in_the_queue_does_not_count(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.2)) as (client, _):
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.2)) as (client, _):
         await client.enqueue("run", some(1, timeout_seconds=0.1))
         await asyncio.sleep(0.6)
         (lease,) = await client.lease("run", "worker")
@@ -188,7 +188,7 @@ async def test_what_is_given_back_does_not_count(queue_db: str) -> None:
 
 
 async def test_the_attempts_of_a_dead_worker_of_this_machine_are_lost_at_once(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=3600)) as (client, service):
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=3600)) as (client, service):
         await client.enqueue("run", some(2))
         command = [sys.executable, "-c", "from spangrad.leases import *; print(this_process(), flush=True); input()"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": Path(__file__).parents[2]}

@@ -29,7 +29,7 @@ from spangrad.agent.propagation import carrier_of, with_baggage
 from spangrad.client.prompt_store import Edit, PromptStore
 from spangrad.database import Database
 from spangrad.errors import PromptError
-from spangrad.settings import GatewaySettings, PromptSettings, Settings, StoreSettings
+from spangrad.settings import GatewaySettings, PromptSettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import Mode, PromptVersion, Task
 
 
@@ -39,7 +39,7 @@ def facts(one: Any) -> tuple[object, ...]:
 
 async def test_versions_are_kept_published_and_never_twice(queue_db: str) -> None:
     chosen = queue_settings(queue_db)
-    store = PromptStore(str(chosen.queue_url), patience_seconds=0)
+    store = PromptStore(str(chosen.queue.url), patience_seconds=0)
 
     def use() -> None:
         with pytest.raises(PromptError, match=r"no prompt greeting is published\. `spangrad prompt list`"):
@@ -77,9 +77,9 @@ async def test_versions_are_kept_published_and_never_twice(queue_db: str) -> Non
 
 
 async def test_baggage_pins_whoever_asks_by_http_alone(tmp_path: Path) -> None:
-    chosen = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_token="secret")
-    store = PromptStore(str(chosen.queue_url), "secret")
-    async with serving(chosen), aiohttp.ClientSession(str(chosen.queue_url)) as anybody:
+    chosen = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__token="secret")
+    store = PromptStore(str(chosen.queue.url), "secret")
+    async with serving(chosen), aiohttp.ClientSession(str(chosen.queue.url)) as anybody:
         await asyncio.to_thread(store.put, "greeting", "one", publish=False)
         await asyncio.to_thread(store.put, "greeting", "two")
         token = {"Authorization": "Bearer secret"}
@@ -95,7 +95,7 @@ async def test_baggage_pins_whoever_asks_by_http_alone(tmp_path: Path) -> None:
             (pinned, "?version=2", (200, "two", "2")),
             ({**token, "baggage": ";;=,"}, "", (200, "two", "2")),
             (token, "?version=x", (400, '{"error":"GET /v1/prompts/greeting/text: version=\'x\' is no whole number."}', None)),
-            ({}, "", (401, '{"error":"this queue asks for its token: send `Authorization: Bearer` with runner.queue_token."}', None)),
+            ({}, "", (401, '{"error":"this queue asks for its token: send `Authorization: Bearer` with queue.token."}', None)),
         ):
             async with anybody.get(f"/v1/prompts/greeting/text{query}", headers=headers) as answer:
                 assert (answer.status, await answer.text(), answer.headers.get("Spangrad-Prompt-Version")) == said
@@ -143,8 +143,8 @@ async def test_a_queue_of_an_earlier_release_gets_the_columns_that_it_lacks(queu
 
 async def test_in_one_attempt_a_name_is_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = queue_settings(f"sqlite:///{tmp_path}/queue.db")
-    store = PromptStore(str(chosen.queue_url))
-    monkeypatch.setenv(prompt_client.URL, str(chosen.queue_url))
+    store = PromptStore(str(chosen.queue.url))
+    monkeypatch.setenv(prompt_client.URL, str(chosen.queue.url))
 
     def within(**entries: str) -> spangrad.Prompt:
         names = {
@@ -196,12 +196,13 @@ async def test_attempts_are_pinned_by_their_task_and_spans_say_to_what(tmp_path:
     monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
     (tmp_path / "mine.py").write_text(textwrap.dedent(CALLABLE))
     queue = queue_settings(f"sqlite:///{tmp_path}/queue.db")
-    store = PromptStore(str(queue.queue_url))
+    store = PromptStore(str(queue.queue.url))
     with OtlpSink() as sink, AttemptGateway() as gateway:
         chosen = Settings(
             store=StoreSettings(otlp_endpoint=sink.url),
             gateway=GatewaySettings(url=gateway.url),
-            runner=queue.model_copy(update={"run_id": "run", "directory": tmp_path / "runner"}),
+            runner=RunnerSettings(run_id="run", directory=tmp_path / "runner"),
+            queue=queue.queue,
             prompts=PromptSettings(pin="greeting", variable="SYSTEM_PROMPT"),
         )
         async with serving(queue):

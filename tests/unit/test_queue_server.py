@@ -172,7 +172,7 @@ async def test_whoever_waits_is_answered_when_something_comes(tmp_path: Path) ->
 async def test_whoever_left_as_he_waited_is_handed_nothing(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with serving(settings) as (client, service):
-        async with QueueClient.of(settings) as other:
+        async with QueueClient.of(settings.queue) as other:
             leaving = asyncio.create_task(other.lease("run", "other", wait_seconds=30))
             await until(lambda: is_true(len(service.waiting) == 1))
             leaving.cancel()
@@ -256,13 +256,13 @@ async def test_a_postgresql_that_falls_and_comes_back_loses_nothing() -> None:
             assert await client.beat([second]) == [], "heartbeats need no database"
             await asyncio.to_thread(postgres.start)
             assert [one.refused for one in await client.complete([done(first), done(second)])] == [None, None]
-            await until(lambda: refuses(settings.queue_db.get_secret_value()))
+            await until(lambda: refuses(settings.queue.db.get_secret_value()))
             assert (await client.run("run")).states == {RolloutState.QUEUED: 2, RolloutState.SUCCEEDED: 2}
             assert service.in_flight == 0
 
 
 async def test_refusals_are_sentences(tmp_path: Path) -> None:
-    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_token=SecretStr("secret"))
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__token=SecretStr("secret"))
     async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
 
         async def ask(method: str, path: str, body: str = "", token: str = "secret") -> tuple[int, str]:
@@ -286,7 +286,7 @@ async def test_refusals_are_sentences(tmp_path: Path) -> None:
             await ask("PUT", "/v1/runs/run/demand", '{"policy": "p", "branch": "b", "groups": -1}'),
         ] == snapshot(
             [
-                (401, "this queue asks for its token: send `Authorization: Bearer` with runner.queue_token."),
+                (401, "this queue asks for its token: send `Authorization: Bearer` with queue.token."),
                 (404, "GET /v1/nothing is not answered here. docs/guides/queue.md lists what is."),
                 (405, "DELETE /v1/rollouts is not answered here. docs/guides/queue.md lists what is."),
                 (404, "the queue has no rollout nobody."),
@@ -348,7 +348,7 @@ def test_plain_code_needs_no_event_loop(tmp_path: Path) -> None:
     thread.start()
     try:
         assert ready.wait(30)
-        with PlainQueue(QueueClient.of(settings)) as queue:
+        with PlainQueue(QueueClient.of(settings.queue)) as queue:
             queue.wait(queue.client.enqueue("run", some(1)))
             (lease,) = queue.wait(queue.client.lease("run", "worker"))
             assert queue.wait(queue.client.complete([done(lease)]))[0].state == RolloutState.SUCCEEDED
@@ -358,13 +358,13 @@ def test_plain_code_needs_no_event_loop(tmp_path: Path) -> None:
 
 
 def test_beyond_loopback_there_must_be_a_token(tmp_path: Path) -> None:
-    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_host="0.0.0.0")
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__host="0.0.0.0")
     with pytest.raises(SpangradError, match=r"'0\.0\.0\.0' would listen beyond this machine without a token"):
         serve(settings)
 
 
 async def test_a_queue_that_is_away_is_named(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
-    async with QueueClient.of(settings, patience_seconds=0) as client:
+    async with QueueClient.of(settings.queue, patience_seconds=0) as client:
         with pytest.raises(QueueError, match=rf"no queue answers at {client.url} .* Start it with `spangrad queue`"):
             await client.runs()

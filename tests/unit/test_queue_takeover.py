@@ -49,7 +49,7 @@ def test_a_server_whose_database_another_one_has_taken_ends(url: str, tmp_path: 
             assert server.process.wait(30) == 1
         finally:
             other.close()
-        assert "another `spangrad queue` serves from runner.queue_db" in (tmp_path / "log").read_text()
+        assert "another `spangrad queue` serves from queue.db" in (tmp_path / "log").read_text()
     finally:
         server.stop()
 

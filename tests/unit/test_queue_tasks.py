@@ -14,6 +14,7 @@ from spangrad.client import task_store
 from spangrad.client.queue_http import QueueHttp
 from spangrad.client.task_store import StoredTasks, TaskStore, digest_of
 from spangrad.errors import QueueError
+from spangrad.settings import QueueSettings
 from spangrad.types import Task
 
 __all__ = ["queue_db"]
@@ -31,7 +32,7 @@ async def test_tasks_are_kept_once_and_read_whole(queue_db: str, monkeypatch: py
                 return connection.execute(sa.select(sa.func.count()).select_from(TASKS)).scalar_one()
 
         def work() -> None:
-            queue = QueueHttp(settings.queue_url or "", None, "run/1", patience_seconds=5)
+            queue = QueueHttp(settings.queue.url or "", None, "run/1", patience_seconds=5)
             store = TaskStore.of(settings)
             with pytest.raises(QueueError, match="keeps no tasks 'train' of run run/1"):
                 store.read("train")
@@ -60,6 +61,6 @@ def test_the_digest_is_of_ids_inputs_and_their_order() -> None:
 async def test_without_a_queue_there_is_nothing_to_ask(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     with pytest.raises(QueueError, match="is asked of the queue"):
-        TaskStore.of(settings.model_copy(update={"queue_url": None}))
+        TaskStore.of(settings.model_copy(update={"queue": QueueSettings()}))
     with pytest.raises(QueueError, match="no queue answers at http"):
-        QueueHttp(settings.queue_url or "", None, "run", patience_seconds=0).demand()
+        QueueHttp(settings.queue.url or "", None, "run", patience_seconds=0).demand()

@@ -44,5 +44,5 @@ async def test_what_no_database_takes_is_refused_and_not_asked_for_again(
     tmp_path: Path, method: str, path: str, body: dict[str, object] | None
 ) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
-    async with serving(settings), aiohttp.request(method, f"{settings.queue_url}{path}", data=body and json.dumps(body)) as answer:
+    async with serving(settings), aiohttp.request(method, f"{settings.queue.url}{path}", data=body and json.dumps(body)) as answer:
         assert (answer.status, list(await answer.json())) == (400, ["error"])

@@ -17,7 +17,7 @@ from runner.queue import client
 from runner.workers import serving as runner_serving
 from runner.workers.agents import CallableAgent
 from spangrad.errors import GatewayError, StoreError
-from spangrad.settings import Settings
+from spangrad.settings import QueueSettings, RunnerSettings, Settings
 
 
 async def test_a_worker_that_has_begun_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ async def test_a_worker_without_a_queue_says_so_and_ends_when_told(tmp_path: Pat
 
     monkeypatch.setattr(runner_serving, "open_attempts", open_attempts)
     monkeypatch.setattr(client.logger, "warning", warning)
-    settings = Settings().model_copy(update={"runner": queue_settings(tmp_path).model_copy(update={"queue_url": "http://127.0.0.1:9"})})
+    settings = Settings(queue=QueueSettings(url="http://127.0.0.1:9"), runner=RunnerSettings(directory=tmp_path))
     serving_it = asyncio.create_task(runner_serving.serve(settings, CallableAgent("mine:agent"), ending, lambda: None))
     async with asyncio.timeout(20):
         await said.wait()
@@ -69,7 +69,7 @@ async def test_a_worker_without_a_queue_says_so_and_ends_when_told(tmp_path: Pat
         await serving_it
     (sentence,) = sentences
     assert sentence.startswith("no queue answers at http://127.0.0.1:9 (")
-    assert "Start it with `spangrad queue`, or set runner.queue_url. Trying again for 5" in sentence
+    assert "Start it with `spangrad queue`, or set queue.url. Trying again for 5" in sentence
 
 
 async def test_who_died_is_mourned_once_a_gateway_that_was_away_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ async def test_who_died_is_mourned_once_a_gateway_that_was_away_is_there_again(m
 
 async def test_a_rollout_has_its_own_time_whatever_the_workers_setting_says(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
-    with world(tmp_path, queue_url=settings.queue_url, timeout_seconds=0.01) as here:
+    with world(tmp_path, queue__url=settings.queue.url, timeout_seconds=0.01) as here:
         async with serving(settings) as (client, _):
             await client.enqueue("run", with_mood("slow", some(1, "long", timeout_seconds=100)))
             await client.enqueue("run", with_mood("hang", some(1, "short", timeout_seconds=0.5)))

@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 
 
 def test_none_is_a_value_that_every_source_can_say(tmp_path: Path) -> None:
-    days, variable = "runner.queue_keep_days", "SPANGRAD_RUNNER__QUEUE_KEEP_DAYS"
+    days, variable = "queue.keep_days", "SPANGRAD_QUEUE__KEEP_DAYS"
     null, week = tmp_path / "null.toml", tmp_path / "week.toml"
     null.write_text('[runner]\nqueue_keep_days = "null"\n')
     week.write_text("[runner]\nqueue_keep_days = 7\n")

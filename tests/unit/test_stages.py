@@ -195,10 +195,10 @@ async def test_only_so_many_are_initialised_ahead(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_attempt_frees_its_place_in_each_stage(tmp_path: Path) -> None:
-    queue = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=1)
+    queue = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1)
     agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", tmp_path, environment="mine:blocking")
     one_each = {"concurrency": 1, "initialisations": 1, "initialised_ahead": 1, "evaluations": 1, "workers": 1}
-    async with serving(queue), runner(tmp_path, agent, queue_url=queue.queue_url, **one_each) as (made, here):
+    async with serving(queue), runner(tmp_path, agent, queue__url=queue.queue.url, **one_each) as (made, here):
         for stage in ("init", "run", "evaluate"):
             run = asyncio.create_task(outcomes(made, [stage]))
             await until(lambda stage=stage: _true(f"in {stage}" in told(tmp_path)), 60)
@@ -271,7 +271,7 @@ async def test_a_leased_environment_comes_back_from_a_killed_host(tmp_path: Path
 
 @pytest.mark.slow
 async def test_a_service_that_is_started_again_fails_what_it_had_leased_and_serves_on(tmp_path: Path) -> None:
-    settings = service_settings(environment_lease_seconds=1)
+    settings = service_settings(lease_seconds=1)
     agent = CallableAgent("mine:leased", "mine:judge_leased", tmp_path, environment=server.address_of(settings).url)
     text = textwrap.dedent(AGENT) + "\n\ndef judge_leased(given, output):\n    return float(output == {'given': given})\n"
     with world(tmp_path, max_attempts=2) as here:

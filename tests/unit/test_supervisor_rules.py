@@ -74,7 +74,7 @@ def test_the_settings_decide_which_services_run_here() -> None:
     assert list(names({"store.url": "http://elsewhere:8123"})) == own[1:]
     assert names({"store.url": "http://elsewhere:8123"})["build"] == ()
     assert "engine" not in names({"gateway.engine_url": "http://elsewhere:8000"})
-    queue: dict[str, object] = {"runner.queue_url": "http://127.0.0.1:8190"}
+    queue: dict[str, object] = {"queue.url": "http://127.0.0.1:8190"}
     assert list(names(queue)) == ["store", "queue", *own[1:]]
     assert names(queue, "--agent", "a.py:f")["worker"] == ("store", "queue", "gateway")
     assert names(queue, "--tasks", "t.jsonl")["run"] == ("store", "queue", "gateway")

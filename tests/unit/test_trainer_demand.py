@@ -22,7 +22,7 @@ from trainer_world import SPEC, FakeSource, committed, group, settings, wired, w
 
 from spangrad.client.demand import Demand, Stated, read, state
 from spangrad.errors import QueueError
-from spangrad.settings import RunnerSettings, Settings
+from spangrad.settings import QueueSettings, Settings
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
 from trainer.ledger.demand import Spent, demand, groups_wanted, in_flight, spent
@@ -180,10 +180,10 @@ def test_the_level_never_falls_and_the_queue_ends_with_the_newest(events: list[s
 
 
 def test_the_wire(queue: Queue):
-    runner = RunnerSettings(queue_url=f"{queue.url}/", queue_token=SecretStr("secret"))
+    there = QueueSettings(url=f"{queue.url}/", token=SecretStr("secret"))
     asked = Demand("policy", "main", 12, 3, 4)
-    assert read(runner, "a run/1") == Stated(0, 0)
-    assert state(runner, "a run/1", asked) == Stated(12, 0)
+    assert read(there, "a run/1") == Stated(0, 0)
+    assert state(there, "a run/1", asked) == Stated(12, 0)
     body = {"policy": "policy", "branch": "main", "groups": 12, "oldest_version": 3, "filled": 4}
     path = "/v1/runs/a%20run%2F1/demand"
     assert queue.asked == [(path, None, "Bearer secret"), (path, body, "Bearer secret")]
@@ -196,9 +196,9 @@ def test_the_wire(queue: Queue):
     ):
         queue.answer = answer
         with pytest.raises(QueueError, match=told):
-            state(runner, "run", asked)
-    with pytest.raises(QueueError, match=r"runner\.queue_url is not set"):
-        read(RunnerSettings(), "run")
+            state(there, "run", asked)
+    with pytest.raises(QueueError, match=r"queue\.url is not set"):
+        read(QueueSettings(), "run")
 
 
 class Runner(FakeSource):
@@ -218,7 +218,7 @@ class Runner(FakeSource):
 
 
 def with_queue(chosen: Settings, queue: Queue) -> Settings:
-    return chosen.model_copy(update={"runner": RunnerSettings(queue_url=queue.url)})
+    return chosen.model_copy(update={"queue": QueueSettings(url=queue.url)})
 
 
 def test_filtered_groups_are_run_again_until_the_batches_are_full(tmp_path: Path, queue: Queue):

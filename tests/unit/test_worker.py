@@ -63,7 +63,7 @@ def _text(log: Path | None) -> str:
 
 async def test_a_worker_told_to_end_gives_back_what_it_has_not_done(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
-    with world(tmp_path, queue_url=settings.queue_url, concurrency=2, drain_seconds=0.5) as here:
+    with world(tmp_path, queue__url=settings.queue.url, concurrency=2, drain_seconds=0.5) as here:
         async with serving(settings) as (client, _):
             tasks = [*some(1, "hang", priority=1), *some(3, "slow")]
             await client.enqueue("run", [_mood(one, one.rollout_id.rstrip("0123456789")) for one in tasks if one.rollout_id])
@@ -92,8 +92,8 @@ def _mood(rollout: NewRollout, mood: str) -> NewRollout:
 
 
 async def test_a_cancelled_rollout_ends_in_its_worker_and_has_its_root(tmp_path: Path) -> None:
-    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=1, max_attempts=3)
-    with world(tmp_path, queue_url=settings.queue_url, concurrency=1) as here:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=3)
+    with world(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
         async with serving(settings) as (client, _):
             await client.enqueue("run", [_mood(one, "hang") for one in some(2)])
             here.start_worker()
@@ -108,8 +108,8 @@ async def test_a_cancelled_rollout_ends_in_its_worker_and_has_its_root(tmp_path:
 
 
 async def test_the_roots_of_a_worker_that_died_are_written_by_others(tmp_path: Path) -> None:
-    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=1, max_attempts=2)
-    with world(tmp_path, queue_url=settings.queue_url, concurrency=1) as here:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=2)
+    with world(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
         async with serving(settings) as (client, _):
             await client.enqueue("run", [_mood(one, "hang") for one in some(1)])
             for attempt in range(2):

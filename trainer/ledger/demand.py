@@ -136,7 +136,7 @@ class DemandReporter:
             ready: groups that are whole, and not spent yet, once a batch of them was taken.
         """
         trainer = self._settings.trainer
-        if self._settings.runner.queue_url is None or Mode.TRAIN not in trainer.modes:
+        if self._settings.queue.url is None or Mode.TRAIN not in trainer.modes:
             return
         early = time.monotonic() < self._quiet_until
         if early and self._outage.is_under_way:
@@ -145,7 +145,7 @@ class DemandReporter:
         if early and now == self._reported:
             return
         try:
-            there = state(self._settings.runner, trainer.run_id, now)
+            there = state(self._settings.queue, trainer.run_id, now)
         except QueueError as error:
             self._outage.failed(error)
             self._quiet_until = time.monotonic() + PATIENCE_SECONDS

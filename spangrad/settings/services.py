@@ -1,0 +1,55 @@
+"""Settings of the runner's services: queue, environments and rewards."""
+
+from __future__ import annotations
+
+from pydantic import Field, SecretStr
+
+from spangrad.settings.section import Section
+
+
+class QueueSettings(Section):
+    """Settings of the queue of rollouts."""
+
+    url: str | None = None
+    """URL at which workers, trainers and users reach the queue of rollouts. None: `spangrad run` has a queue of its own, in
+    runner.directory, and contacts no queue server."""
+    host: str = "127.0.0.1"
+    """Address that `spangrad queue` binds. Anything but loopback needs `queue.token`."""
+    port: int = 8190
+    """TCP port of `spangrad queue`."""
+    token: SecretStr | None = Field(default=None, min_length=1)
+    """Token that every request to the queue must carry. None: no token is required, and only loopback may be bound."""
+    db: SecretStr = SecretStr("sqlite:///data/queue.db")
+    """Database of the queue: sqlite:///FILE, or postgresql://USER:PASSWORD@HOST/NAME. One server at a time uses it."""
+    lease_seconds: float = Field(default=30.0, gt=0)
+    """Time without a heartbeat after which a rollout is given to another worker, in seconds, where its worker requested no other time."""
+    keep_days: float | None = Field(default=30.0, gt=0)
+    """Time for which the queue's server keeps ended rollouts and their attempts, in days. None (written `null`): until `spangrad queue
+    purge`."""
+
+
+class EnvironmentServiceSettings(Section):
+    """Settings of the environment service."""
+
+    host: str = "127.0.0.1"
+    """Address that `spangrad environments` binds. Anything but loopback needs `environments.token`."""
+    port: int = 8191
+    """TCP port of `spangrad environments`."""
+    token: SecretStr | None = Field(default=None, min_length=1)
+    """Token that the environment service requires, and that agents' runners send it. None: no token is required."""
+    lease_seconds: float = Field(default=30.0, gt=0)
+    """Time without a heartbeat of its lease after which an environment instance is taken back, in seconds."""
+    operation_seconds: float = Field(default=60.0, gt=0)
+    """Time limit of each operation of an environment instance (make, begin, reset, observe, close), in seconds; an instance that exceeds
+    it is replaced."""
+
+
+class RewardServiceSettings(Section):
+    """Settings of the reward service."""
+
+    host: str = "127.0.0.1"
+    """Address that `spangrad rewards serve` binds. Anything but loopback needs `rewards.token`."""
+    port: int = 8192
+    """TCP port of `spangrad rewards serve`."""
+    token: SecretStr | None = Field(default=None, min_length=1)
+    """Token that the reward service requires, and that runners send it. None: no token is required."""
