@@ -78,8 +78,8 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_none_is_a_value_that_every_source_can_say(tmp_path: Path) -> None:
     days, variable = "queue.keep_days", "SPANGRAD_QUEUE__KEEP_DAYS"
     null, week = tmp_path / "null.toml", tmp_path / "week.toml"
-    null.write_text('[runner]\nqueue_keep_days = "null"\n')
-    week.write_text("[runner]\nqueue_keep_days = 7\n")
+    null.write_text('[queue]\nkeep_days = "null"\n')
+    week.write_text("[queue]\nkeep_days = 7\n")
 
     def told(flags: dict[str, object], env: dict[str, str], file: Path) -> Origin:
         return next(origin for origin in explain_settings(flags, file=file, env=env) if origin.key == days)
