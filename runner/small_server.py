@@ -140,7 +140,7 @@ def guard(
         if expected is not None and request.path not in _OPEN:
             scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), expected.encode()):
-                return refusal(401, f"this {noun} asks for its token: send `Authorization: Bearer` with runner.{service}_token.")
+                return refusal(401, f"this {noun} asks for its token: send `Authorization: Bearer` with {service}.token.")
         if "%00" in request.raw_path:
             return refusal(400, f"{request.method} {request.raw_path} holds a null character, which no name has.")
         try:
