@@ -288,7 +288,7 @@ SQL_REWARDS: Schema = {
     "SpanId": _TEXT,
     "Value": pl.Float64(),
 }
-"""Results of the files of rewards/*.sql for the final attempts. Name: of the file, RuleHash: of its content. PerCall: the file's rows
+"""Results of the files of builder.sql_rewards for the final attempts. Name: of the file, RuleHash: of its content. PerCall: the file's rows
 are of calls, named by CallId or by a span; where they are not, CallId, TraceId and SpanId are empty and each rollout has a row. Value is
 null where the file gives none."""
 

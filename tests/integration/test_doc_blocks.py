@@ -139,7 +139,7 @@ class Place:
         self.environment[variable_of("runner.gateway")] = "false"
         for name, text in FILES.items():
             (directory / name).write_text(text)
-        for name in ("tests", "examples", "dashboards", "rewards"):
+        for name in ("tests", "examples", "dashboards"):
             if (ROOT / name).exists():
                 (directory / name).symlink_to(ROOT / name)
         self.store = subprocess.Popen(["spangrad", "store"], cwd=directory, env=self.environment, start_new_session=True)

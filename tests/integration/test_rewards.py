@@ -22,7 +22,7 @@ from spangrad.store.clickhouse import connect
 from transition_builder import loop
 from transition_builder.rewards import sql
 
-EXAMPLES = Path(__file__).parents[2] / "rewards"
+EXAMPLES = Path(__file__).parents[2] / "examples/rewards"
 
 
 class World:
