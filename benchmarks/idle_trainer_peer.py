@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from spangrad.settings import Settings
 from spangrad.store.datasets import builds_sql
 from trainer.ledger.ledger import Ledger
-from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, TUNED_ROLLOUTS, VERSIONS, version_of
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, SKIPPED, VERSIONS, version_of
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -39,13 +39,12 @@ def look_at_all_history(ledger: Ledger, client: Client, settings: Settings, spec
         _ = [version_of(row) for row in rows]
         taken = [
             sa.select(table.c.mode, table.c.group_id).where(*own(table), table.c.run_id == trainer.run_id)
-            for table in (BATCH_ROLLOUTS, TUNED_ROLLOUTS, SKIPPED)
+            for table in (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, SKIPPED)
         ]
         finished = {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken))}
         batches = sa.select(VERSIONS.c.batch_id).where(*own(VERSIONS), VERSIONS.c.status == "committed", VERSIONS.c.batch_id.is_not(None))
-        groups = sa.union(
-            *(sa.select(table.c.group_id).where(*own(table), table.c.batch_id.in_(batches)) for table in (BATCH_ROLLOUTS, TUNED_ROLLOUTS))
-        )
+        named = (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)
+        groups = sa.union(*(sa.select(table.c.group_id).where(*own(table), table.c.batch_id.in_(batches)) for table in named))
         transaction.execute(sa.select(sa.func.count()).select_from(groups.subquery())).scalar_one()
     builds = builds_sql(None, f"RunId = '{trainer.run_id}' AND BuildSpec = '{spec}'")
     whole = client.query(_WHOLE.format(builds=builds)).result_rows

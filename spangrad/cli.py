@@ -34,7 +34,7 @@ _MODULES = {
         "commands.training.worker": "Run an agent on the rollouts that a queue hands out.",
         "commands.training.build": "Build transitions from complete rollouts, once or as they finish.",
         "commands.training.train": "Train on finished groups of rollouts, once or as they finish.",
-        "commands.training.tune": "Train on files: supervised (SFT) or on preferences (DPO).",
+        "commands.training.finetune": "Train on files: supervised (SFT) or on preferences (DPO).",
         "commands.training.policy": "List policy versions; publish, restore, pin one.",
         "commands.training.prompt": "Keep versions of agents' prompts, search better ones.",
         "commands.demo": "Run the whole loop on this machine until it has learned.",

@@ -221,12 +221,13 @@ def _serve(version: LedgerVersion, settings: Settings) -> None:
 
 
 def _batch(version: LedgerVersion, ledger: Ledger) -> str:
-    from trainer.ledger.file_batches import tuning_of
+    from trainer.ledger.file_batches import file_batch_of
 
     batch = version.policy_version.batch_id
-    tuning = tuning_of(ledger.database, batch)
-    if tuning:
-        return f"{batch}: {tuning.method} on {', '.join(file.name for file in tuning.files)}, step {tuning.step} of {tuning.steps}"
+    file_batch = file_batch_of(ledger.database, batch)
+    if file_batch:
+        names = ", ".join(file.name for file in file_batch.files)
+        return f"{batch}: {file_batch.method} on {names}, step {file_batch.step} of {file_batch.steps}"
     return f"{batch} of run {version.run_id} ({version.modes})" if batch else "-"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from spangrad.settings.builder import TOOL_KINDS, AirRule, BuilderSettings, Selection
+from spangrad.settings.finetune import FinetuneSettings
 from spangrad.settings.gateway import BackendSettings, ClientSettings, EngineSettings, GatewaySettings
 from spangrad.settings.prompts import PromptSettings
 from spangrad.settings.runner import RunnerSettings
@@ -16,7 +17,6 @@ from spangrad.settings.services import EnvironmentServiceSettings, QueueSettings
 from spangrad.settings.store import CollectorSettings, StoreSettings
 from spangrad.settings.supervisor import UpSettings
 from spangrad.settings.trainer import TrainerSettings
-from spangrad.settings.tuning import TuningSettings
 
 __all__ = [
     "ENV_NESTING",
@@ -29,6 +29,7 @@ __all__ = [
     "CollectorSettings",
     "EngineSettings",
     "EnvironmentServiceSettings",
+    "FinetuneSettings",
     "GatewaySettings",
     "PromptSettings",
     "QueueSettings",
@@ -38,7 +39,6 @@ __all__ = [
     "Settings",
     "StoreSettings",
     "TrainerSettings",
-    "TuningSettings",
     "UpSettings",
 ]
 
@@ -57,7 +57,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     builder: BuilderSettings = BuilderSettings()
     trainer: TrainerSettings = TrainerSettings()
-    tuning: TuningSettings = TuningSettings()
+    finetune: FinetuneSettings = FinetuneSettings()
     runner: RunnerSettings = RunnerSettings()
     queue: QueueSettings = QueueSettings()
     environments: EnvironmentServiceSettings = EnvironmentServiceSettings()

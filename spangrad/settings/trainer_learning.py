@@ -77,8 +77,8 @@ class SamplingSettings(Section):
     truncated: Literal["train", "mask", "reject"] = "train"
     """Treatment of calls whose response was cut at its token limit: trained like others, masked, or their whole rollout masked (DAPO's
     overlong filtering). Their rewards count in the baseline either way."""
-    retrain_tuned: bool = False
-    """True to also train groups of which `spangrad tune` has trained a rollout on this branch. False: they count as trained."""
+    retrain_finetuned: bool = False
+    """True to also train groups of which `spangrad finetune` has trained a rollout on this branch. False: they count as trained."""
 
 
 class CreditSettings(Section):

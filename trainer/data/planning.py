@@ -70,7 +70,7 @@ def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Ledge
         return _beginning(settings, ledger)
     under_way = [row.policy_version.batch_id for row in ledger.versions() if row.status is None]
     leased = {(row.group.mode, row.group.group_id) for batch in under_way if batch for row in ledger.batch(batch)}
-    finished = ledger.finished_groups(settings.trainer.run_id, build_spec, tuned=not settings.trainer.sampling.retrain_tuned)
+    finished = ledger.finished_groups(settings.trainer.run_id, build_spec, finetuned=not settings.trainer.sampling.retrain_finetuned)
     lineage, bases = ledger.lineage(), ledger.skips.bases
     known = frozenset(lineage)
     skipped = ledger.skips.read()

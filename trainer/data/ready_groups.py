@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from spangrad.settings import TrainerSettings
 from trainer.data.source import Group
 from trainer.ledger.ledger import Ledger
-from trainer.ledger.tables import BATCH_ROLLOUTS, LEASES, SKIPPED, TUNED_ROLLOUTS, VERSIONS
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, SKIPPED, VERSIONS
 
 Key = tuple[str, str]
 """Mode and id of a group."""
@@ -63,7 +63,7 @@ class ReadyGroups:
         """Look at nothing yet."""
         self._ledger = ledger
         self._settings = settings
-        self._tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_tuned else (BATCH_ROLLOUTS, TUNED_ROLLOUTS)
+        self._tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_finetuned else (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)
         self._changes: tuple[int, int] | None = None
         """Change counters of the ledger at the last query."""
         self._newest = 0

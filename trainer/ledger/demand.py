@@ -25,7 +25,7 @@ from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
-from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, TUNED_ROLLOUTS, VERSIONS
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, SKIPPED, VERSIONS
 from trainer.outages import Outage
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
     committed = sa.select(VERSIONS.c.batch_id).where(
         *equal_to(VERSIONS, branch), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None)
     )
-    tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_tuned else (BATCH_ROLLOUTS, TUNED_ROLLOUTS)
+    tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_finetuned else (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)
     groups = sa.union(
         *(sa.select(table.c.group_id).where(*equal_to(table, {**branch, **run}), table.c.batch_id.in_(committed)) for table in tables)
     )
@@ -113,7 +113,7 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
         )
 
     return ledger.database.remembered(
-        ("spent", settings.policy, settings.branch, settings.run_id, build_spec, settings.sampling.retrain_tuned), read
+        ("spent", settings.policy, settings.branch, settings.run_id, build_spec, settings.sampling.retrain_finetuned), read
     )
 
 

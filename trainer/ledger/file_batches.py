@@ -1,6 +1,6 @@
 """Batches made of files, as the ledger records them.
 
-In: a lease and what its batch is made of. Out: the runs of `spangrad tune` that led to a branch's head, and which rollouts the branch has
+In: a lease and its batch of files. Out: the runs of `spangrad finetune` that led to a branch's head, and which rollouts the branch has
 trained in either way. Invariant: a batch of files names its rollouts and claims none: a run goes through its rows once an epoch, each of
 which may be a version. Rows and groups whose rollouts were trained in the other way, or by another run, are left out, unless the user asks
 for them (docs/decisions/0010-a-run-of-files-names-its-rollouts.md).
@@ -16,14 +16,14 @@ import sqlalchemy as sa
 
 from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.tables import BATCH_ROLLOUTS, TUNED_ROLLOUTS, TUNINGS, VERSIONS, LedgerDatabase, LedgerVersion
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, FILE_BATCHES, VERSIONS, LedgerDatabase, LedgerVersion
 
 Attempt = tuple[str, str, int]
 """Run id, rollout id and attempt."""
 
 
 @dataclass(frozen=True, slots=True)
-class TunedFile:
+class BatchFile:
     """File of a batch."""
 
     name: str
@@ -37,7 +37,7 @@ class TunedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class FileBatch:
     """Batch of a run over files."""
 
     method: str
@@ -49,7 +49,7 @@ class Tuning:
     """Number of optimizer steps of the whole run."""
     examples: str
     """Digest of the examples that the run trains (`trainer.sft.examples.digest_of`): a run continues only with the same."""
-    files: tuple[TunedFile, ...]
+    files: tuple[BatchFile, ...]
 
     @property
     def is_whole(self) -> bool:
@@ -57,11 +57,13 @@ class Tuning:
         return self.step == self.steps
 
 
-def enter(transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, tuning: Tuning, rollouts: Iterable[BatchRollout]) -> None:
+def enter(
+    transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, file_batch: FileBatch, rollouts: Iterable[BatchRollout]
+) -> None:
     """Record the files and rollouts that a leased batch is made of."""
-    facts = {**branch, "batch_id": batch_id, "method": tuning.method, "run": tuning.run, "step": tuning.step}
-    whole = {"steps": tuning.steps, "examples": tuning.examples}
-    transaction.execute(TUNINGS.insert().values(**facts, **whole, files=json.dumps([asdict(file) for file in tuning.files])))
+    facts = {**branch, "batch_id": batch_id, "method": file_batch.method, "run": file_batch.run, "step": file_batch.step}
+    whole = {"steps": file_batch.steps, "examples": file_batch.examples}
+    transaction.execute(FILE_BATCHES.insert().values(**facts, **whole, files=json.dumps([asdict(file) for file in file_batch.files])))
     rows = [
         {
             **branch,
@@ -77,31 +79,31 @@ def enter(transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, 
         for rollout in rollouts
     ]
     if rows:
-        transaction.execute(TUNED_ROLLOUTS.insert(), rows)
+        transaction.execute(FILE_BATCH_ROLLOUTS.insert(), rows)
 
 
 def undo(transaction: sa.Connection, batch_id: str) -> None:
     """Forget a batch that was never committed."""
-    for table in (TUNINGS, TUNED_ROLLOUTS):
+    for table in (FILE_BATCHES, FILE_BATCH_ROLLOUTS):
         transaction.execute(table.delete().where(table.c.batch_id == batch_id))
 
 
 def rollouts_of(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:
     """Return the rollouts that a batch of files names, in order."""
-    order = (TUNED_ROLLOUTS.c.group_id, TUNED_ROLLOUTS.c.rollout_id, TUNED_ROLLOUTS.c.attempt)
-    rows = transaction.execute(sa.select(TUNED_ROLLOUTS).where(TUNED_ROLLOUTS.c.batch_id == batch_id).order_by(*order))
+    order = (FILE_BATCH_ROLLOUTS.c.group_id, FILE_BATCH_ROLLOUTS.c.rollout_id, FILE_BATCH_ROLLOUTS.c.attempt)
+    rows = transaction.execute(sa.select(FILE_BATCH_ROLLOUTS).where(FILE_BATCH_ROLLOUTS.c.batch_id == batch_id).order_by(*order))
     return [
         BatchRollout(Group(row.run_id, row.mode, row.build_spec, row.group_id), row.rollout_id, row.attempt, row.revision) for row in rows
     ]
 
 
-def tuning_of(database: LedgerDatabase, batch_id: str | None) -> Tuning | None:
+def file_batch_of(database: LedgerDatabase, batch_id: str | None) -> FileBatch | None:
     """Return the files that a batch is made of. None: it is made of rollouts, or there is no such batch."""
     if batch_id is None:
         return None
     with database.transaction() as transaction:
-        row = transaction.execute(sa.select(TUNINGS).where(TUNINGS.c.batch_id == batch_id)).first()
-        return _tuning(row) if row else None
+        row = transaction.execute(sa.select(FILE_BATCHES).where(FILE_BATCHES.c.batch_id == batch_id)).first()
+        return _file_batch(row) if row else None
 
 
 def has_trainers_state(database: LedgerDatabase, version: LedgerVersion) -> bool:
@@ -110,28 +112,28 @@ def has_trainers_state(database: LedgerDatabase, version: LedgerVersion) -> bool
     Initial weights have no such state, and a run over files has an optimizer and a schedule of its own.
     """
     batch_id = version.policy_version.batch_id
-    return batch_id is not None and tuning_of(database, batch_id) is None
+    return batch_id is not None and file_batch_of(database, batch_id) is None
 
 
-def last_of(database: LedgerDatabase, policy: str, branch: str, run: str, lineage: Sequence[int]) -> tuple[int, Tuning] | None:
+def last_of(database: LedgerDatabase, policy: str, branch: str, run: str, lineage: Sequence[int]) -> tuple[int, FileBatch] | None:
     """Return the newest version that a run has committed on the way to the head, and its batch. None: the run has not begun there."""
     with database.transaction() as transaction:
         rows = transaction.execute(
-            sa.select(VERSIONS.c.version, TUNINGS)
-            .join(TUNINGS, VERSIONS.c.batch_id == TUNINGS.c.batch_id)
+            sa.select(VERSIONS.c.version, FILE_BATCHES)
+            .join(FILE_BATCHES, VERSIONS.c.batch_id == FILE_BATCHES.c.batch_id)
             .where(
                 VERSIONS.c.policy == policy,
                 VERSIONS.c.branch == branch,
                 VERSIONS.c.status == VersionStatus.COMMITTED,
-                TUNINGS.c.run == run,
+                FILE_BATCHES.c.run == run,
             )
             .order_by(VERSIONS.c.version.desc())
         )
         known = set(lineage)
-        return next(((row.version, _tuning(row)) for row in rows if row.version in known), None)
+        return next(((row.version, _file_batch(row)) for row in rows if row.version in known), None)
 
 
-def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: Tuning | None) -> set[Attempt]:
+def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: FileBatch | None) -> set[Attempt]:
     """Return every rollout's attempt that a branch has trained, or is training, in batches of rollouts or of files.
 
     Args:
@@ -143,17 +145,17 @@ def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: 
     """
     attempts: set[Attempt] = set()
     with database.transaction() as transaction:
-        for table in (BATCH_ROLLOUTS, TUNED_ROLLOUTS):
+        for table in (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS):
             chosen = sa.select(table.c.run_id, table.c.rollout_id, table.c.attempt).where(
                 table.c.policy == policy, table.c.branch == branch
             )
-            if table is TUNED_ROLLOUTS and begun:
-                own = sa.select(TUNINGS.c.batch_id).where(TUNINGS.c.run == begun.run, TUNINGS.c.examples == begun.examples)
+            if table is FILE_BATCH_ROLLOUTS and begun:
+                own = sa.select(FILE_BATCHES.c.batch_id).where(FILE_BATCHES.c.run == begun.run, FILE_BATCHES.c.examples == begun.examples)
                 chosen = chosen.where(table.c.batch_id.not_in(own))
             attempts |= {(row.run_id, row.rollout_id, row.attempt) for row in transaction.execute(chosen)}
     return attempts
 
 
-def _tuning(row: sa.Row[tuple[object, ...]]) -> Tuning:
-    files = tuple(TunedFile(**file) for file in json.loads(row.files))
-    return Tuning(row.method, row.run, row.step, row.steps, row.examples, files)
+def _file_batch(row: sa.Row[tuple[object, ...]]) -> FileBatch:
+    files = tuple(BatchFile(**file) for file in json.loads(row.files))
+    return FileBatch(row.method, row.run, row.step, row.steps, row.examples, files)

@@ -32,7 +32,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import batch_rollouts, file_batches
-from trainer.ledger.file_batches import Tuning
+from trainer.ledger.file_batches import FileBatch
 from trainer.ledger.skipped_groups import SkippedGroups
 from trainer.ledger.skips import Skip, SkipReason
 from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, VERSIONS, LedgerDatabase, LedgerVersion, version_of
@@ -119,13 +119,15 @@ class Ledger:
             version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
             return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
 
-    def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, tuning: Tuning | None = None) -> BatchLease | None:
+    def begin(
+        self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, file_batch: FileBatch | None = None
+    ) -> BatchLease | None:
         """Lease rollouts to a new batch, and assign the number of the version that it will make.
 
         Args:
             rollouts: what the batch is made of.
             parent: the version that will be trained. None: the head.
-            tuning: of a batch made of files, which names the rollouts and claims none. None: of a batch of rollouts.
+            file_batch: of a batch made of files, which names the rollouts and claims none. None: of a batch of rollouts.
 
         Returns:
             None: another trainer's step is under way, or the head is no longer `parent`; try again later.
@@ -151,8 +153,8 @@ class Ledger:
             of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
             transaction.execute(VERSIONS.insert().values(**of_version, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
             transaction.execute(LEASES.insert().values(**values, holder=self._holder, seconds=self.lease_seconds))
-            if tuning:
-                file_batches.enter(transaction, self._branch, lease.batch_id, tuning, rollouts)
+            if file_batch:
+                file_batches.enter(transaction, self._branch, lease.batch_id, file_batch, rollouts)
                 return lease
             batch_rollouts.claim(transaction, self._branch, lease.batch_id, rollouts)
         return lease
@@ -243,13 +245,13 @@ class Ledger:
             old = transaction.execute(sa.select(VERSIONS.c.metrics).where(*where)).scalar_one()
             transaction.execute(VERSIONS.update().where(*where).values(metrics=json.dumps({**json.loads(old), **metrics})))
 
-    def finished_groups(self, run_id: str, build_spec: str, *, tuned: bool = True) -> set[tuple[str, str]]:
+    def finished_groups(self, run_id: str, build_spec: str, *, finetuned: bool = True) -> set[tuple[str, str]]:
         """Return mode and id of the groups that must not be taken: leased or trained under any specification, or skipped under this one.
 
-        With `tuned` also those of which a run over files trained a rollout.
+        With `finetuned` also those of which a run over files trained a rollout.
         """
         with self.database.reading() as transaction:
-            tables = (BATCH_ROLLOUTS, file_batches.TUNED_ROLLOUTS) if tuned else (BATCH_ROLLOUTS,)
+            tables = (BATCH_ROLLOUTS, file_batches.FILE_BATCH_ROLLOUTS) if finetuned else (BATCH_ROLLOUTS,)
             taken = [sa.select(table.c.mode, table.c.group_id).where(*self._of_branch(table), table.c.run_id == run_id) for table in tables]
             skipped = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
                 *self._of_branch(SKIPPED), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from spangrad.store.clickhouse import store_errors
 from spangrad.types import VersionStatus
-from trainer.ledger.file_batches import Tuning, tuning_of
+from trainer.ledger.file_batches import FileBatch, file_batch_of
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
 
@@ -72,8 +72,8 @@ class Mirror:
             batch_id = version.policy_version.batch_id
             if rows := self._batch_rows(version, batch_id):  # a batch of files may name no rollout
                 self._insert("otel.batches", _BATCH_COLUMNS, rows)
-            if tuning := tuning_of(self._ledger.database, batch_id):
-                self._insert("otel.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, tuning))
+            if file_batch := file_batch_of(self._ledger.database, batch_id):
+                self._insert("otel.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, file_batch))
         self._insert("otel.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
 
     def _batch_size(self, version: LedgerVersion) -> int:
@@ -94,11 +94,11 @@ class Mirror:
             self._client.insert(table, rows, column_names=columns)
 
 
-def _file_rows(version: LedgerVersion, batch_id: str, tuning: Tuning) -> list[list[object]]:
+def _file_rows(version: LedgerVersion, batch_id: str, file_batch: FileBatch) -> list[list[object]]:
     names = [version.policy_version.policy, version.branch, batch_id, version.version]
     return [
-        [*names, tuning.method, tuning.run, tuning.step, tuning.steps, file.name, file.checksum, file.size, file.rows]
-        for file in tuning.files
+        [*names, file_batch.method, file_batch.run, file_batch.step, file_batch.steps, file.name, file.checksum, file.size, file.rows]
+        for file in file_batch.files
     ]
 
 

@@ -83,8 +83,8 @@ BATCH_ROLLOUTS = sa.Table(
     sa.Column("revision", sa.Integer, nullable=False),
     sa.Index("batch_rollouts_by_group", *BRANCH, "run_id", "group_id"),
 )
-TUNINGS = sa.Table(
-    "tunings",
+FILE_BATCHES = sa.Table(
+    "file_batches",
     METADATA,
     sa.Column("batch_id", sa.String, primary_key=True),
     *[sa.Column(name, sa.String, nullable=False) for name in (*BRANCH, "method")],
@@ -95,8 +95,8 @@ TUNINGS = sa.Table(
     sa.Column("files", sa.String, nullable=False, comment="JSON: name, checksum, size and rows of each file of the batch"),
     comment="a row a batch that was made of files",
 )
-TUNED_ROLLOUTS = sa.Table(
-    "tuned_rollouts",
+FILE_BATCH_ROLLOUTS = sa.Table(
+    "file_batch_rollouts",
     METADATA,
     sa.Column("batch_id", sa.String, primary_key=True),
     sa.Column("run_id", sa.String, primary_key=True),
@@ -104,8 +104,8 @@ TUNED_ROLLOUTS = sa.Table(
     sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
     *[sa.Column(name, sa.String, nullable=False) for name in (*BRANCH, "mode", "group_id", "build_spec")],
     sa.Column("revision", sa.Integer, nullable=False),
-    sa.Index("tuned_rollouts_by_group", *BRANCH, "run_id", "group_id"),
-    comment="the rollouts that rows of a batch of TUNINGS came from: named, not claimed, since a run goes through its rows several times",
+    sa.Index("file_batch_rollouts_by_group", *BRANCH, "run_id", "group_id"),
+    comment="rollouts that rows of a file batch came from: named, not claimed, since a run goes through its rows several times",
 )
 SKIPPED = sa.Table(
     "skipped_groups",

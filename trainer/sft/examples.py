@@ -1,4 +1,4 @@
-"""Examples of a run of `spangrad tune`: rows of files as token sequences, and rows that cannot be trained, counted by reason.
+"""Examples of a run of `spangrad finetune`: rows of files as token sequences, and rows that cannot be trained, counted by reason.
 
 In: files, the policy's model directory, the method. Out: `Examples`: those to train, those held out, counts. Invariant: ids that a row
 holds are used as they are; only a row without ids of this tokenizer is tokenised. Every row of every file is trained, held out or counted
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from spangrad.errors import TrainerError
-from spangrad.settings import TuningSettings
+from spangrad.settings import FinetuneSettings
 from trainer.sft.files import ExampleFile, FileRow, RolloutOrigin, read_rows
 from trainer.sft.objective import Method
 from trainer.sft.rendering import Message, Renderer, TokenSequence, UnfitRowError
@@ -85,7 +85,7 @@ class LengthLimits:
     """Hash of the policy's tokenizer."""
 
     @classmethod
-    def of(cls, model: Path, tokenizer: str, settings: TuningSettings, device: int) -> LengthLimits:
+    def of(cls, model: Path, tokenizer: str, settings: FinetuneSettings, device: int) -> LengthLimits:
         """Return the limits of a model directory.
 
         Raises:
@@ -104,7 +104,7 @@ def read_examples(
     method: Method,
     renderer: Renderer,
     limits: LengthLimits,
-    settings: TuningSettings,
+    settings: FinetuneSettings,
     trained_before: Callable[[Sequence[RolloutOrigin]], Collection[RolloutOrigin]] = lambda _: (),
 ) -> Examples:
     """Read all examples of some files.
@@ -284,7 +284,7 @@ def digest_of(examples: Iterable[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def batches(examples: Sequence[Example], settings: TuningSettings) -> list[list[int]]:
+def batches(examples: Sequence[Example], settings: FinetuneSettings) -> list[list[int]]:
     """Return the indices of the examples of each optimizer step, over all epochs; every epoch in an order of its own."""
     steps: list[list[int]] = []
     for epoch in range(settings.epochs):

@@ -116,7 +116,7 @@ def find_sources(paths: Sequence[Path]) -> list[ExampleFile]:
     for source in sources:
         same = first.setdefault(source.checksum, source)
         if same is not source:
-            raise TrainerError(f"{source.path} holds the same as {same.path}. Name it once; tuning.epochs goes through it several times.")
+            raise TrainerError(f"{source.path} holds the same as {same.path}. Name it once; finetune.epochs goes through it several times.")
     return sources
 
 

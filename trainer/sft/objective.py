@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spangrad.settings import TuningSettings
+from spangrad.settings import FinetuneSettings
 
 Method = Literal["sft", "dpo"]
 LEARNING_RATES: dict[Method, float] = {"sft": 1e-5, "dpo": 5e-7}
-"""Default learning rate of each method, where tuning.learning_rate is not set."""
+"""Default learning rate of each method, where finetune.learning_rate is not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Objective:
     label_smoothing: float
 
     @classmethod
-    def of(cls, method: Method, settings: TuningSettings, steps: int) -> Objective:
+    def of(cls, method: Method, settings: FinetuneSettings, steps: int) -> Objective:
         """Return the objective of a run of `steps` optimizer steps."""
         rate = settings.learning_rate or LEARNING_RATES[method]
         return cls(method, rate, settings.schedule, round(settings.warmup * steps), steps, settings.beta, settings.label_smoothing)

@@ -36,7 +36,7 @@ class FileOptimizer:
             SettingsError: the settings cannot be carried out.
             TrainerError: Ray has no resources for the workers.
         """
-        self._tuning, self._objective = settings.tuning, Objective.of(method, settings.tuning, steps)
+        self._finetune, self._objective = settings.finetune, Objective.of(method, settings.finetune, steps)
         loss = settings.trainer.loss.model_copy(update={"kl_coef": 0.0})  # no reference is loaded beside the policy,
         credit = settings.trainer.credit.model_copy(update={"estimator": "grpo"})  # and no critic
         trainer = settings.trainer.model_copy(update={"loss": loss, "credit": credit})
@@ -64,13 +64,13 @@ class FileOptimizer:
         if not np.isfinite(metrics["grad_norm"]):
             raise TrainerError(
                 f"the gradient's norm is {metrics['grad_norm']}, so no step was taken. Look for odd rows in this batch, and lower "
-                "tuning.learning_rate if earlier steps grew."
+                "finetune.learning_rate if earlier steps grew."
             )
         return {**metrics, "tokens": float(_trained_tokens(examples))}
 
     def logprobs(self, examples: Sequence[Example]) -> NDArray[np.float32]:
         """Return for each sequence the sum of its trained tokens' logprobs (nats) under the current weights."""
-        sums = [self._sums(part) for part in _slices(examples, self._tuning.batch_size)]
+        sums = [self._sums(part) for part in _slices(examples, self._finetune.batch_size)]
         return np.concatenate(sums) if sums else np.zeros(0, np.float32)
 
     def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Run of `spangrad tune`: files -> examples -> optimizer steps -> checkpoints -> commits -> publication.
+"""Run of `spangrad finetune`: files -> examples -> optimizer steps -> checkpoints -> commits -> publication.
 
-In: settings, a method, files. Out: policy versions, one per epoch (or per tuning.steps_per_version steps), the last of them published.
+In: settings, a method, files. Out: policy versions, one per epoch (or per finetune.steps_per_version steps), the last of them published.
 Invariant: at every instruction the ledger knows enough to resume. Committed steps are never trained again by the same command, and steps
 without a commit are trained as if nothing had happened: the files' checksums, the settings and the examples identify the run, the ledger
 records the step of the run at the branch's head, and the head's directory holds the state from which the next step is made.
@@ -27,7 +27,7 @@ from spangrad.errors import SettingsError, SpangradError, StoreError, TrainerErr
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.file_batches import TunedFile, Tuning, last_of, trained_attempts
+from trainer.ledger.file_batches import BatchFile, FileBatch, last_of, trained_attempts
 from trainer.ledger.heartbeat import beating
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.mirror import Mirror
@@ -62,7 +62,7 @@ _LEARNING = (
 )
 """Names of the trainer's settings that decide what a run learns."""
 _REMEDY = (
-    "The version stays committed and is published when the same `spangrad tune` is started again; "
+    "The version stays committed and is published when the same `spangrad finetune` is started again; "
     "trainer.weight_sync.publish = false trains without."
 )
 
@@ -76,7 +76,7 @@ class FileTrainPlan:
     """Name of the run (`run_name`)."""
     base: LedgerVersion
     """Version that the run starts from."""
-    done: Tuning | None
+    done: FileBatch | None
     """Batch that made `base`, where it is one of this run. None: the run has not begun."""
     sources: Sequence[ExampleFile]
     examples: Examples
@@ -93,7 +93,7 @@ class FileTrainPlan:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class FileRun:
     """Result of a run over files."""
 
     plan: FileTrainPlan
@@ -125,9 +125,9 @@ class _NoObserver:
     def committed(self, version: LedgerVersion) -> None: ...
 
 
-def tune(
+def finetune(
     settings: Settings, method: Method, paths: Sequence[Path], *, again: bool = False, observer: Observer | None = None
-) -> Tuned | None:
+) -> FileRun | None:
     """Train a branch's head on files.
 
     Args:
@@ -147,8 +147,7 @@ def tune(
     require_beginning(settings)
     if settings.trainer.weight_sync.method == "adapter":
         raise SettingsError(
-            "trainer.weight_sync.method = adapter hands out adapters alone, and `spangrad tune` makes whole models, adapters merged into "
-            "them. "
+            "trainer.weight_sync.method = adapter hands out adapters alone, and `spangrad finetune` makes whole models, adapters merged. "
             "Set trainer.weight_sync.method = disk, on a branch that has no adapters for versions."
         )
     sources = find_sources(paths)
@@ -164,7 +163,7 @@ def tune(
 def run_name(settings: Settings, method: Method, sources: Sequence[ExampleFile], *, again: bool) -> str:
     """Return a run's name: 16 hexadecimal digits of a hash of the method, the files and every setting that decides what is learnt."""
     trainer = settings.trainer.values_of(_LEARNING)
-    facts = [method, [source.checksum for source in sources], settings.tuning.model_dump(mode="json"), trainer, again]
+    facts = [method, [source.checksum for source in sources], settings.finetune.model_dump(mode="json"), trainer, again]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -178,7 +177,7 @@ class _Run:
     shutdown: Shutdown
     clock: Clock = field(default_factory=Clock)
 
-    def go(self) -> Tuned:
+    def go(self) -> FileRun:
         ledger, client, watchers = open_ledger(self.settings), _store(self.settings), Watchers([])
         publisher = Publisher(self.settings.gateway, _REMEDY) if self.settings.trainer.weight_sync.publish else None
         try:
@@ -195,7 +194,7 @@ class _Run:
             newest = newest_version(ledger)
             if publisher:
                 logger.info("version %d is served (%.2f s)", newest.version, publisher.publish(newest.policy_version))
-            return Tuned(plan, versions)
+            return FileRun(plan, versions)
         finally:
             ledger.close()
             watchers.close()
@@ -203,7 +202,7 @@ class _Run:
                 client.close()
 
     def _plan(self, ledger: Ledger, head: LedgerVersion) -> FileTrainPlan:
-        trainer, tuning = self.settings.trainer, self.settings.tuning
+        trainer, finetune = self.settings.trainer, self.settings.finetune
         run = run_name(self.settings, self.method, self.sources, again=self.again)
         last = last_of(ledger.database, trainer.policy, trainer.branch, run, ledger.lineage())
         done = last[1] if last else None
@@ -220,39 +219,41 @@ class _Run:
         model = Path(head.policy_version.path)
         if model_of(model) != model:
             raise TrainerError(
-                f"version {head.version}, the head of branch {trainer.branch}, is an adapter, and `spangrad tune` goes on from whole "
+                f"version {head.version}, the head of branch {trainer.branch}, is an adapter, and `spangrad finetune` goes on from whole "
                 "models. Begin a branch with a whole model (trainer.branch, trainer.model)."
             )
-        limits = LengthLimits.of(model, head.tokenizer_hash, tuning, trainer.max_tokens_per_device)
+        limits = LengthLimits.of(model, head.tokenizer_hash, finetune, trainer.max_tokens_per_device)
         known = set() if self.again else trained_attempts(ledger.database, trainer.policy, trainer.branch, done)
 
         def trained_before(origins: Sequence[RolloutOrigin]) -> list[RolloutOrigin]:
             return [origin for origin in origins if (origin.run_id, origin.rollout_id, origin.attempt) in known]
 
-        examples = read_examples(self.sources, self.method, Renderer(model), limits, tuning, trained_before)
+        examples = read_examples(self.sources, self.method, Renderer(model), limits, finetune, trained_before)
         digest = digest_of([*examples.trained, *examples.held_out])
         if done and digest != done.examples:
             raise TrainerError(
                 f"this run has trained other rows up to step {done.step} than these files give now: the branch, or its tokenizer, has "
                 "changed since. Begin a run of its own with --again."
             )
-        steps = batches(examples.trained, tuning)
-        stride = tuning.steps_per_version or len(steps) // tuning.epochs
+        steps = batches(examples.trained, finetune)
+        stride = finetune.steps_per_version or len(steps) // finetune.epochs
         ends = [*range(stride, len(steps), stride), len(steps)]
         return FileTrainPlan(self.method, run, head, done, self.sources, examples, digest, steps, ends)
 
     def _train(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: FileTrainPlan) -> list[LedgerVersion]:
-        with closing(self._tuner(plan)) as tuner:
-            return self._versions(ledger, client, watchers, plan, tuner)
+        with closing(self._optimizer(plan)) as optimizer:
+            return self._versions(ledger, client, watchers, plan, optimizer)
 
     def _versions(
-        self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: FileTrainPlan, tuner: FileOptimizer
+        self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: FileTrainPlan, optimizer: FileOptimizer
     ) -> list[LedgerVersion]:
         head, versions = plan.base, list[LedgerVersion]()
-        before = _named("held_out", self._held_out(tuner, plan)) if not plan.at else {}
+        before = _named("held_out", self._held_out(optimizer, plan)) if not plan.at else {}
         for begin, end in pairwise([plan.at, *(step for step in plan.ends if step > plan.at)]):
             self.clock.begin()
-            head = self._version(ledger, tuner, plan, head, range(begin, end), {f"{name}_before": value for name, value in before.items()})
+            head = self._version(
+                ledger, optimizer, plan, head, range(begin, end), {f"{name}_before": value for name, value in before.items()}
+            )
             before = {}
             versions.append(head)
             self.observer.committed(head)
@@ -263,38 +264,38 @@ class _Run:
             self.clock.end()
         return versions
 
-    def _tuner(self, plan: FileTrainPlan) -> FileOptimizer:
+    def _optimizer(self, plan: FileTrainPlan) -> FileOptimizer:
         from trainer.sft.optimizer import FileOptimizer
 
         model = Path(plan.base.policy_version.path)
-        tuner = FileOptimizer(model, self.settings, self.method, len(plan.steps))
+        optimizer = FileOptimizer(model, self.settings, self.method, len(plan.steps))
         if plan.done:
-            tuner.load_state(model)
+            optimizer.load_state(model)
         elif self.method == "dpo":
-            tuner.reference = tuner.logprobs([*plan.examples.trained, *plan.examples.held_out])
-        logger.info("version %d is loaded on %s", plan.base.version, tuner.device)
-        return tuner
+            optimizer.reference = optimizer.logprobs([*plan.examples.trained, *plan.examples.held_out])
+        logger.info("version %d is loaded on %s", plan.base.version, optimizer.device)
+        return optimizer
 
-    def _held_out(self, tuner: FileOptimizer, plan: FileTrainPlan) -> dict[str, float]:
+    def _held_out(self, optimizer: FileOptimizer, plan: FileTrainPlan) -> dict[str, float]:
         after = 2 * len(plan.examples.trained)
-        return tuner.measure(plan.examples.held_out, None if tuner.reference is None else tuner.reference[after:])
+        return optimizer.measure(plan.examples.held_out, None if optimizer.reference is None else optimizer.reference[after:])
 
     def _version(
-        self, ledger: Ledger, tuner: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, steps: range, facts: dict[str, float]
+        self, ledger: Ledger, optimizer: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, steps: range, facts: dict[str, float]
     ) -> LedgerVersion:
         """Make one version of some steps; on any error before the commit, undo the lease."""
         end = steps.stop
         trained = [plan.examples.trained[at] for at in sorted({at for step in steps for at in plan.steps[step]})]
-        tuning = Tuning(plan.method, plan.run, end, len(plan.steps), plan.digest, _files(plan.sources, trained))
+        file_batch = FileBatch(plan.method, plan.run, end, len(plan.steps), plan.digest, _files(plan.sources, trained))
         try:
-            lease = self._lease(ledger, _rollouts(trained), parent, tuning)
+            lease = self._lease(ledger, _rollouts(trained), parent, file_batch)
             with beating(ledger, lease):
                 with self.clock.stage("train"):
-                    metrics = _means([self._step(tuner, plan, at) for at in steps]) | facts
-                    metrics |= _named("held_out", self._held_out(tuner, plan))
-                written = self._checkpoint(tuner, plan, parent, lease, is_last=end == len(plan.steps))
-            whole = len(plan.steps) // self.settings.tuning.epochs
-            metrics |= {"epoch": end / whole, "tuning_step": float(end), "rows": float(len(trained)), **self.clock.seconds()}
+                    metrics = _means([self._step(optimizer, plan, at) for at in steps]) | facts
+                    metrics |= _named("held_out", self._held_out(optimizer, plan))
+                written = self._checkpoint(optimizer, plan, parent, lease, is_last=end == len(plan.steps))
+            whole = len(plan.steps) // self.settings.finetune.epochs
+            metrics |= {"epoch": end / whole, "finetune_step": float(end), "rows": float(len(trained)), **self.clock.seconds()}
             with self.shutdown.shielded():
                 ledger.commit(
                     lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
@@ -306,16 +307,16 @@ class _Run:
             raise
         return ledger.version(lease.version)
 
-    def _step(self, tuner: FileOptimizer, plan: FileTrainPlan, at: int) -> dict[str, float]:
+    def _step(self, optimizer: FileOptimizer, plan: FileTrainPlan, at: int) -> dict[str, float]:
         self.shutdown.check()
         places = plan.steps[at]
-        reference = None if tuner.reference is None else tuner.reference.reshape(-1, 2)[places].reshape(-1)
-        metrics = tuner.step([plan.examples.trained[place] for place in places], reference)
+        reference = None if optimizer.reference is None else optimizer.reference.reshape(-1, 2)[places].reshape(-1)
+        metrics = optimizer.step([plan.examples.trained[place] for place in places], reference)
         self.observer.stepped(at + 1, metrics)
         return metrics
 
     def _checkpoint(
-        self, tuner: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, lease: BatchLease, *, is_last: bool
+        self, optimizer: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, lease: BatchLease, *, is_last: bool
     ) -> checkpoint.Checkpoint:
         trainer = self.settings.trainer
         nothing: Callable[[Path], None] = lambda _: None  # noqa: E731
@@ -328,21 +329,21 @@ class _Run:
                 parent=lease.parent,
                 batch_id=lease.batch_id,
                 base=Path(parent.policy_version.path),
-                save_weights=tuner.save_weights,
-                save_state=nothing if is_last else tuner.save_state,  # a whole run is not resumed
+                save_weights=optimizer.save_weights,
+                save_state=nothing if is_last else optimizer.save_state,  # a whole run is not resumed
             )
 
-    def _lease(self, ledger: Ledger, rollouts: list[BatchRollout], parent: LedgerVersion, tuning: Tuning) -> BatchLease:
+    def _lease(self, ledger: Ledger, rollouts: list[BatchRollout], parent: LedgerVersion, file_batch: FileBatch) -> BatchLease:
         awaited = None
         while True:
             with self.shutdown.shielded():
-                lease = ledger.begin(rollouts, parent.version, tuning=tuning)
+                lease = ledger.begin(rollouts, parent.version, file_batch=file_batch)
             if lease:
                 return lease
             head, branch = newest_version(ledger).version, self.settings.trainer.branch
             if head != parent.version:
                 raise TrainerError(
-                    f"branch {branch} was moved from version {parent.version} to {head} meanwhile, so step {tuning.step} of this run has "
+                    f"branch {branch} was moved from version {parent.version} to {head} meanwhile: step {file_batch.step} of this run has "
                     "no place there. Stop the other training of that branch, go back with `spangrad policy rollback "
                     f"{self.settings.trainer.policy}@{parent.version}`, and start again."
                 )
@@ -365,11 +366,11 @@ def _rollouts(examples: Sequence[Example]) -> list[BatchRollout]:
     return list(rollouts.values())
 
 
-def _files(sources: Sequence[ExampleFile], examples: Sequence[Example]) -> tuple[TunedFile, ...]:
+def _files(sources: Sequence[ExampleFile], examples: Sequence[Example]) -> tuple[BatchFile, ...]:
     counts = {source.checksum: 0 for source in sources}
     for example in examples:
         counts[example.source.checksum] += 1
-    return tuple(TunedFile(file.name, file.checksum, file.size, counts[file.checksum]) for file in sources if counts[file.checksum])
+    return tuple(BatchFile(file.name, file.checksum, file.size, counts[file.checksum]) for file in sources if counts[file.checksum])
 
 
 def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:

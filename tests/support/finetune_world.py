@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from sections import trainer_settings
 
 from examples.two_tools.model import WORDS, word_tokenizer
-from spangrad.settings import Settings, StoreSettings, TuningSettings
+from spangrad.settings import FinetuneSettings, Settings, StoreSettings
 from trainer.ledger.ledger import Ledger
 from trainer.publish.checkpoint import STATE, save_weights
 from trainer.sft import training
 from trainer.sft.examples import Example
 from trainer.sft.files import ExampleFile
 from trainer.sft.rendering import TokenSequence
-from trainer.sft.training import FileTrainPlan, Tuned, tune
+from trainer.sft.training import FileRun, FileTrainPlan, finetune
 
 NOBODY = StoreSettings(url="http://127.0.0.1:9")
 """A store that is away: a run over files needs none."""
@@ -59,7 +59,7 @@ def tokens(*ids: int, reply: int = 1, **more: Any) -> dict[str, Any]:
 
 
 @dataclass
-class FakeTuner:
+class FakeFileOptimizer:
     """Adds the first id of each trained row to its only weight: what was trained twice, or not at all, shows."""
 
     weight: float = 0.0
@@ -91,20 +91,20 @@ class FakeTuner:
         """Nothing is open."""
 
 
-def with_fakes(*, fails_at: int | None = None) -> list[FakeTuner]:
+def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
     """Have runs make fakes from here on, each with its base's weight; the list of those that were made."""
-    made: list[FakeTuner] = []
+    made: list[FakeFileOptimizer] = []
 
-    def fake(_: Any, plan: FileTrainPlan) -> FakeTuner:
+    def fake(_: Any, plan: FileTrainPlan) -> FakeFileOptimizer:
         from safetensors.numpy import load_file
 
         directory = Path(plan.base.policy_version.path)
         weight = float(load_file(directory / "model.safetensors")["weight"][0])
         assert not plan.at or float((directory / STATE).read_text()) == weight, "a run goes on from its own state"
-        made.append(FakeTuner(weight, fails_at=fails_at))
+        made.append(FakeFileOptimizer(weight, fails_at=fails_at))
         return made[-1]
 
-    training._Run._tuner = fake  # type: ignore[assignment, method-assign]
+    training._Run._optimizer = fake  # type: ignore[assignment, method-assign]
     training._store = lambda _: None  # a store that is away, without asking
     return made
 
@@ -113,12 +113,12 @@ def settings(base: Path, directory: Path, store: StoreSettings = NOBODY, **chang
     """Of a run of three epochs of two steps; `trainer` changes that section."""
     trainer = {"run_id": "run", "model": base, "directory": directory, "publish": False, "traces": False, **changes.pop("trainer", {})}
     facts = {"epochs": 3, "batch_size": 2, "held_out": 0.0, **changes}
-    return Settings(store=store, trainer=trainer_settings(**trainer), tuning=TuningSettings(**facts))
+    return Settings(store=store, trainer=trainer_settings(**trainer), finetune=FinetuneSettings(**facts))
 
 
-def tuned(chosen: Settings, *files: Path, method: Any = "sft", **options: Any) -> Tuned:
+def finetuned(chosen: Settings, *files: Path, method: Any = "sft", **options: Any) -> FileRun:
     """A run that nothing stopped."""
-    done = tune(chosen, method, files, **options)
+    done = finetune(chosen, method, files, **options)
     assert done
     return done
 
@@ -170,12 +170,12 @@ def die_at_every_boundary(base: Path, directory: Path) -> int:
 
     def train(boundary: int) -> None:
         with_fakes()
-        tuned(settings(base, directory / str(boundary), epochs=2), file)
+        finetuned(settings(base, directory / str(boundary), epochs=2), file)
 
     def go_on(boundary: int) -> None:
         chosen = settings(base, directory / str(boundary), epochs=2)
         with_fakes()
-        tuned(chosen, file)
+        finetuned(chosen, file)
         ledger = ledger_of(chosen)
         committed = ledger.committed_versions()
         assert len(committed) == 3, "two epochs and what they began with"

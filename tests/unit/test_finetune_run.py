@@ -11,34 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ledger_places import Place
-from sections import trainer_settings
-from tuning_world import (
+from finetune_world import (
     ROWS,
     WHOLE,
-    FakeTuner,
+    FakeFileOptimizer,
+    finetuned,
     ledger_of,
     meta,
     settings,
     tokens,
-    tuned,
     weight_of,
     with_fakes,
     write_policy,
     write_rows,
 )
+from ledger_places import Place
+from sections import trainer_settings
 
 from spangrad.errors import GatewayError, SettingsError, TrainerError
 from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.demand import spent
-from trainer.ledger.file_batches import TunedFile, Tuning, last_of, trained_attempts, tuning_of
+from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of, last_of, trained_attempts
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
 from trainer.publish.checkpoint import STATE
 from trainer.sft import training
 from trainer.sft.files import find_sources
-from trainer.sft.training import run_name, tune
+from trainer.sft.training import finetune, run_name
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeTuner]:
-    monkeypatch.setattr(training._Run, "_tuner", training._Run._tuner)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeFileOptimizer]:
+    monkeypatch.setattr(training._Run, "_optimizer", training._Run._optimizer)
     monkeypatch.setattr(training, "_store", training._store)
     return with_fakes()
 
@@ -62,9 +62,9 @@ def statuses(chosen: Any) -> dict[int, str | None]:
     return {one.version: one.status and one.status.value for one in ledger_of(chosen).versions()}
 
 
-def test_an_epoch_is_a_version_that_names_files_and_rollouts(tmp_path: Path, base: Path, file: Path, fakes: list[FakeTuner]):
+def test_an_epoch_is_a_version_that_names_files_and_rollouts(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies")
-    done = tuned(chosen, file)
+    done = finetuned(chosen, file)
     assert [one.version for one in done.versions] == [1, 2, 3]
     ledger = ledger_of(chosen)
     assert [(one.policy_version.parent, one.status, one.run_id, one.modes) for one in ledger.versions()[1:]] == [
@@ -73,9 +73,9 @@ def test_an_epoch_is_a_version_that_names_files_and_rollouts(tmp_path: Path, bas
         (2, VersionStatus.COMMITTED, "run", "train"),
     ]
     (source,) = find_sources([file])
-    made = tuning_of(ledger.database, ledger.version(2).policy_version.batch_id)
-    files = (TunedFile("rows.jsonl", source.checksum, source.size, 4),)
-    assert made == Tuning("sft", run_name(chosen, "sft", [source], again=False), 4, 6, done.plan.digest, files)
+    made = file_batch_of(ledger.database, ledger.version(2).policy_version.batch_id)
+    files = (BatchFile("rows.jsonl", source.checksum, source.size, 4),)
+    assert made == FileBatch("sft", run_name(chosen, "sft", [source], again=False), 4, 6, done.plan.digest, files)
     batch = ledger.batch(ledger.version(3).policy_version.batch_id or "")
     assert batch == [BatchRollout(Group("run", "train", "spec", f"g{one}"), f"r{one}", 0, 0) for one in (3, 5, 7, 9)]
     assert weight_of(chosen) == WHOLE
@@ -83,47 +83,47 @@ def test_an_epoch_is_a_version_that_names_files_and_rollouts(tmp_path: Path, bas
     assert [sorted(a + b) for a, b in zip(one.steps[::2], one.steps[1::2], strict=True)] == [[3, 5, 7, 9]] * 3
     assert one.steps[:2] != one.steps[2:4], "each epoch has an order of its own"
     known = {name: value for name, value in ledger.version(3).metrics.items() if not name.startswith("seconds_")}
-    assert known == {"loss": 0.5, "grad_norm": 1.0, "tokens": 4.0, "epoch": 3.0, "tuning_step": 6.0, "rows": 4.0}
+    assert known == {"loss": 0.5, "grad_norm": 1.0, "tokens": 4.0, "epoch": 3.0, "finetune_step": 6.0, "rows": 4.0}
     assert not (Path(ledger.version(3).policy_version.path) / STATE).exists(), "a whole run goes on nowhere"
 
 
-def test_the_same_command_again_does_nothing_unless_asked(tmp_path: Path, base: Path, file: Path, fakes: list[FakeTuner]):
+def test_the_same_command_again_does_nothing_unless_asked(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies")
-    tuned(chosen, file)
-    again = tuned(chosen, file.rename(tmp_path / "renamed.jsonl"))
+    finetuned(chosen, file)
+    again = finetuned(chosen, file.rename(tmp_path / "renamed.jsonl"))
     assert (again.versions, len(fakes), statuses(chosen)) == ([], 1, dict.fromkeys(range(4), "committed"))
-    forced = tuned(chosen, tmp_path / "renamed.jsonl", again=True)
+    forced = finetuned(chosen, tmp_path / "renamed.jsonl", again=True)
     assert [one.version for one in forced.versions] == [4, 5, 6]
     assert weight_of(chosen) == 2 * WHOLE
-    assert [one.version for one in tuned(chosen, tmp_path / "renamed.jsonl", again=True).versions] == [7, 8, 9]
+    assert [one.version for one in finetuned(chosen, tmp_path / "renamed.jsonl", again=True).versions] == [7, 8, 9]
     other = settings(base, tmp_path / "policies", epochs=1)
     with pytest.raises(TrainerError, match=r"nothing in renamed\.jsonl can be trained: of 4 rows 4 trained_before"):
-        tuned(other, tmp_path / "renamed.jsonl")
+        finetuned(other, tmp_path / "renamed.jsonl")
 
 
-def test_a_whole_run_is_whole_whatever_trained_its_rollouts_since(tmp_path: Path, base: Path, file: Path, fakes: list[FakeTuner]):
+def test_a_whole_run_is_whole_whatever_trained_its_rollouts_since(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies")
-    tuned(chosen, file)
-    tuned(chosen, write_rows(tmp_path / "some.jsonl", ROWS[:2]), again=True)
-    assert (tuned(chosen, file).versions, len(fakes)) == ([], 2)
+    finetuned(chosen, file)
+    finetuned(chosen, write_rows(tmp_path / "some.jsonl", ROWS[:2]), again=True)
+    assert (finetuned(chosen, file).versions, len(fakes)) == ([], 2)
     ledger = ledger_of(chosen)
     lease = ledger.begin([BatchRollout(Group("run", "train", "spec", f"g{one}"), f"r{one}", 0, 0) for one in (3, 5, 7, 9)])
-    assert lease, "asked for by trainer.sampling.retrain_tuned"
+    assert lease, "asked for by trainer.sampling.retrain_finetuned"
     head = newest_version(ledger)
     facts = {"checksum": head.policy_version.checksum, "path": head.policy_version.path}
     ledger.commit(lease, **facts, tokenizer_hash=head.tokenizer_hash, metrics={})
-    assert (tuned(chosen, file).versions, len(fakes)) == ([], 2)
+    assert (finetuned(chosen, file).versions, len(fakes)) == ([], 2)
 
 
 def test_a_run_that_failed_goes_on_where_it_was(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies")
     with_fakes(fails_at=4)
     with pytest.raises(RuntimeError, match="caught fire"):
-        tuned(chosen, file)
+        finetuned(chosen, file)
     assert statuses(chosen) == {0: "committed", 1: "committed", 2: "orphaned"}
     assert ledger_of(chosen).batch(ledger_of(chosen).version(2).policy_version.batch_id or "") == [], "its rollouts are named no more"
     resumed = with_fakes()
-    assert [one.version for one in tuned(chosen, file).versions] == [3, 4]
+    assert [one.version for one in finetuned(chosen, file).versions] == [3, 4]
     assert len(resumed[0].steps) == 4
     assert weight_of(chosen) == WHOLE
 
@@ -140,27 +140,27 @@ def test_a_signal_ends_it_between_two_steps(tmp_path: Path, base: Path, file: Pa
 
         def committed(self, version: Any) -> None: ...
 
-    assert tune(chosen, "sft", [file], observer=Impatient()) is None
+    assert finetune(chosen, "sft", [file], observer=Impatient()) is None
     assert statuses(chosen) == {0: "committed", 1: "committed", 2: "orphaned"}
-    tuned(chosen, file)
+    finetuned(chosen, file)
     assert weight_of(chosen) == WHOLE
 
 
 def test_versions_may_be_smaller_than_epochs(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies", steps_per_version=4)
-    done = tuned(chosen, file)
-    assert [one.metrics["tuning_step"] for one in done.versions] == [4.0, 6.0]
+    done = finetuned(chosen, file)
+    assert [one.metrics["finetune_step"] for one in done.versions] == [4.0, 6.0]
     one = settings(base, tmp_path / "one", steps_per_version=1, epochs=1)
-    tuned(one, file)
+    finetuned(one, file)
     ledger = ledger_of(one)
     named = [{row.rollout_id for row in ledger.batch(version.policy_version.batch_id or "")} for version in ledger.versions()[1:]]
     assert [len(rollouts) for rollouts in named] == [2, 2]
     assert named[0] | named[1] == {"r3", "r5", "r7", "r9"}, "a version names what its own steps trained"
 
 
-def test_held_out_rows_are_measured_before_and_after(tmp_path: Path, base: Path, file: Path, fakes: list[FakeTuner]):
+def test_held_out_rows_are_measured_before_and_after(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies", held_out=0.25, epochs=1)
-    done = tuned(chosen, file)
+    done = finetuned(chosen, file)
     (held,) = done.plan.examples.held_out
     assert held.sequences[0].ids[0] not in {one for step in fakes[0].steps for one in step}
     made = done.versions[0].metrics
@@ -172,30 +172,30 @@ def test_other_rows_or_another_head_are_another_run(tmp_path: Path, base: Path, 
     chosen = settings(base, tmp_path / "policies")
     with_fakes(fails_at=4)
     with pytest.raises(RuntimeError):
-        tuned(chosen, file)
+        finetuned(chosen, file)
     ledger = ledger_of(chosen)
     ledger.rollback(0)
     with_fakes()
     with pytest.raises(TrainerError, match=r"4 trained_before"):
-        tuned(chosen, file)  # what version 1 was trained on is not trained again, though the branch went back
+        finetuned(chosen, file)  # what version 1 was trained on is not trained again, though the branch went back
     ledger.rollback(1)
     lease = ledger.begin([BatchRollout(Group("run", "train", "spec", "other"), "other", 0, 0)])
     assert lease
     facts = {"checksum": ledger.version(1).policy_version.checksum, "path": ledger.version(1).policy_version.path}
     ledger.commit(lease, **facts, tokenizer_hash=ledger.version(1).tokenizer_hash, metrics={})
     with pytest.raises(TrainerError, match=r"stopped at step 2 of 6 \(version 1\), and branch main is at version 3 by now"):
-        tuned(chosen, file)
+        finetuned(chosen, file)
     ledger.rollback(1)
-    tuned(chosen, file)
+    finetuned(chosen, file)
     assert weight_of(chosen) == WHOLE
 
 
 def test_a_run_that_went_back_within_itself_goes_on_from_there(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies")
-    tuned(chosen, file)
+    finetuned(chosen, file)
     ledger = ledger_of(chosen)
     ledger.rollback(1)
-    assert [one.version for one in tuned(chosen, file).versions] == [4, 5]
+    assert [one.version for one in finetuned(chosen, file).versions] == [4, 5]
     assert (weight_of(chosen), ledger.lineage()) == (WHOLE, [0, 1, 4, 5])
 
 
@@ -206,14 +206,14 @@ def test_a_run_that_began_anew_after_a_rollback_goes_on_with_the_rows_it_found(t
     for version in (1, 3):  # 2 and 4 fail
         with_fakes(fails_at=2)
         with pytest.raises(RuntimeError, match="caught fire"):
-            tuned(chosen, file)
+            finetuned(chosen, file)
         (one,) = ledger.batch(ledger.version(version).policy_version.batch_id or "")
         trained.append(one.rollout_id)
         if version == 1:
             ledger.rollback(0)
     left = {3, 5, 7, 9} - {int(trained[0].removeprefix("r"))}
     with_fakes()
-    done = tuned(chosen, file)
+    done = finetuned(chosen, file)
     assert (done.plan.at, done.plan.examples.left_out, len(done.versions)) == (1, {"trained_before": 1}, 3 * len(left) - 1)
     assert weight_of(chosen) == 3 * sum(left), "what version 1 was trained on is not trained again"
 
@@ -221,24 +221,24 @@ def test_a_run_that_began_anew_after_a_rollback_goes_on_with_the_rows_it_found(t
 def test_what_reinforcement_trained_is_left_out_and_the_other_way_round(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies", epochs=1)
     with_fakes()
-    tuned(chosen, file)
+    finetuned(chosen, file)
     ledger = ledger_of(chosen)
     tuned_groups = {("train", f"g{one}") for one in (3, 5, 7, 9)}
     assert ledger.finished_groups("run", "spec") == tuned_groups, "whatever rollouts else they have"
-    assert ledger.finished_groups("run", "spec", tuned=False) == set()
+    assert ledger.finished_groups("run", "spec", finetuned=False) == set()
     assert ledger.finished_groups("another run", "spec") == set()
-    assert [spent(ledger, trainer_settings(run_id="run", retrain_tuned=asked), "spec").trained for asked in (False, True)] == [4, 0], (
+    assert [spent(ledger, trainer_settings(run_id="run", retrain_finetuned=asked), "spec").trained for asked in (False, True)] == [4, 0], (
         "what is left out is asked for again"
     )
     lease = ledger.begin([BatchRollout(Group("run", "train", "spec", "g3"), name, 0, 0) for name in ("r3", "r4")])
-    assert lease, "asked for (trainer.sampling.retrain_tuned), they are trained: files claim no rollout"
+    assert lease, "asked for (trainer.sampling.retrain_finetuned), they are trained: files claim no rollout"
     facts = {"checksum": ledger.version(1).policy_version.checksum, "path": ledger.version(1).policy_version.path}
     ledger.commit(lease, **facts, tokenizer_hash=ledger.version(1).tokenizer_hash, metrics={})
     rows = [tokens(4, 2, **meta("r4", "g3")), tokens(6, 2, **meta("r6", "g6")), tokens(8, 2)]
-    done = tuned(chosen, write_rows(tmp_path / "more.jsonl", rows))
+    done = finetuned(chosen, write_rows(tmp_path / "more.jsonl", rows))
     assert (done.plan.examples.left_out, len(done.plan.examples.trained)) == ({"trained_before": 1}, 2)
     elsewhere = settings(base, tmp_path / "policies", epochs=1, trainer={"branch": "other"})
-    assert len(tuned(elsewhere, file).plan.examples.trained) == 4, "each branch for itself"
+    assert len(finetuned(elsewhere, file).plan.examples.trained) == 4, "each branch for itself"
 
 
 def test_a_branch_that_moves_meanwhile_ends_the_run(tmp_path: Path, base: Path, file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -246,29 +246,29 @@ def test_a_branch_that_moves_meanwhile_ends_the_run(tmp_path: Path, base: Path, 
     began = Ledger.begin
 
     def moved(self: Ledger, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["tuning"].step == 4:
+        if kwargs["file_batch"].step == 4:
             self.rollback(0)
         return began(self, *args, **kwargs)
 
     monkeypatch.setattr(Ledger, "begin", moved)
     with pytest.raises(TrainerError, match=r"branch main was moved from version 1 to 0 meanwhile, so step 4 .* rollback policy@1`"):
-        tuned(chosen, file)
+        finetuned(chosen, file)
     monkeypatch.setattr(Ledger, "begin", began)
     ledger_of(chosen).rollback(1)
-    tuned(chosen, file)
+    finetuned(chosen, file)
     assert weight_of(chosen) == WHOLE
 
 
-def test_a_gateway_that_is_away_is_missed_before_the_work(tmp_path: Path, base: Path, file: Path, fakes: list[FakeTuner]):
+def test_a_gateway_that_is_away_is_missed_before_the_work(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies", trainer={"publish": True})
     chosen = chosen.model_copy(update={"gateway": chosen.gateway.model_copy(update={"url": "http://127.0.0.1:9"})})
     with pytest.raises(GatewayError, match=r"does not answer .* trainer\.weight_sync\.publish = false trains without"):
-        tuned(chosen, file)
+        finetuned(chosen, file)
     assert fakes == []
     with pytest.raises(SettingsError, match=r"trainer\.weight_sync\.method = adapter hands out adapters alone"):
-        tuned(settings(base, tmp_path / "policies", trainer={"weight_sync__method": "adapter", "lora__rank": 4}), file)
+        finetuned(settings(base, tmp_path / "policies", trainer={"weight_sync__method": "adapter", "lora__rank": 4}), file)
     with pytest.raises(SettingsError, match=r"trainer\.model is not set"):
-        tuned(settings(None, tmp_path / "nothing"), file)  # type: ignore[arg-type]
+        finetuned(settings(None, tmp_path / "nothing"), file)  # type: ignore[arg-type]
 
 
 def test_the_ledger_names_rollouts_and_claims_none(place: Place):
@@ -276,11 +276,11 @@ def test_the_ledger_names_rollouts_and_claims_none(place: Place):
     ledger.register_initial(checksum="float32:00", path="/v0", tokenizer_hash="t", run_id="run")
     facts: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "t", "metrics": {}}
     rollouts = [BatchRollout(Group("run", "train", "spec", "g"), name, 0, 0) for name in ("a", "b")]
-    made = [Tuning("sft", "one", step, 2, "digest", (TunedFile("f.jsonl", "00", 7, 2),)) for step in (1, 2)]
+    made = [FileBatch("sft", "one", step, 2, "digest", (BatchFile("f.jsonl", "00", 7, 2),)) for step in (1, 2)]
     for one in made:
-        lease = ledger.begin(rollouts, tuning=one)
+        lease = ledger.begin(rollouts, file_batch=one)
         assert lease
-        assert ledger.begin(rollouts, tuning=one) is None, "one step of a branch at a time, of whatever kind"
+        assert ledger.begin(rollouts, file_batch=one) is None, "one step of a branch at a time, of whatever kind"
         ledger.commit(lease, **facts)
     assert [ledger.batch(one.policy_version.batch_id or "") for one in ledger.versions()[1:]] == [rollouts, rollouts]
     assert last_of(ledger.database, "policy", "main", "one", ledger.lineage()) == (2, made[1])
@@ -292,17 +292,17 @@ def test_the_ledger_names_rollouts_and_claims_none(place: Place):
         another = replace(made[0], **changes)
         assert trained_attempts(ledger.database, "policy", "main", another) == {("run", "a", 0), ("run", "b", 0)}
     assert trained_attempts(ledger.database, "policy", "other", None) == set()
-    nothing = ledger.begin([], tuning=Tuning("dpo", "two", 1, 1, "digest", ()))
+    nothing = ledger.begin([], file_batch=FileBatch("dpo", "two", 1, 1, "digest", ()))
     assert nothing
     assert ledger.recover() == [3]
-    assert tuning_of(ledger.database, nothing.batch_id) is None
+    assert file_batch_of(ledger.database, nothing.batch_id) is None
 
 
 @pytest.mark.slow
 def test_a_death_at_any_boundary_repeats_and_skips_nothing(base: Path, tmp_path: Path):
     directory = tmp_path / "deaths"
     directory.mkdir()
-    script = Path(__file__).parents[1] / "support" / "tuning_world.py"
+    script = Path(__file__).parents[1] / "support" / "finetune_world.py"
     paths = os.pathsep.join([str(script.parent), str(script.parents[2])])
     done = subprocess.run(
         [sys.executable, str(script), str(base), str(directory)], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from finetune_world import EXAMPLES, PAIRS, settings
 from safetensors.numpy import load_file
-from tuning_world import EXAMPLES, PAIRS, settings
 
 from trainer.sft.optimizer import FileOptimizer
 
@@ -25,16 +25,16 @@ def test_two_workers_train_as_one_and_go_on_from_each_others_state(method: Any, 
         chosen = settings(
             tiny_model, tmp_path, learning_rate=1e-3, warmup=0.2, trainer={"workers__per_node": workers, "max_tokens_per_device": 40}
         )
-        tuner = FileOptimizer(tiny_model, chosen, method, 10)
-        tuner.reference = tuner.logprobs(examples)
-        found[workers] = [tuner.step(examples, tuner.reference), tuner.step(examples, tuner.reference)]
+        optimizer = FileOptimizer(tiny_model, chosen, method, 10)
+        optimizer.reference = optimizer.logprobs(examples)
+        found[workers] = [optimizer.step(examples, optimizer.reference), optimizer.step(examples, optimizer.reference)]
         place = tmp_path / str(workers)
         place.mkdir()
-        tuner.save_weights(place)
-        tuner.save_state(place)
+        optimizer.save_weights(place)
+        optimizer.save_state(place)
         weights[workers] = load_file(place / "model.safetensors")
-        found[workers].append(tuner.measure(examples, tuner.reference))
-        tuner.close()
+        found[workers].append(optimizer.measure(examples, optimizer.reference))
+        optimizer.close()
     for one, other in zip(found[0], found[2], strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
     # AdamW's first steps are the gradient's sign: a last bit may turn where the gradient is all but 0.

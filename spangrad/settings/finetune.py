@@ -9,8 +9,8 @@ from pydantic import Field
 from spangrad.settings.section import Section
 
 
-class TuningSettings(Section):
-    """Settings of a run of `spangrad tune`."""
+class FinetuneSettings(Section):
+    """Settings of a run of `spangrad finetune`."""
 
     epochs: int = Field(default=1, ge=1)
     """Number of passes over the rows, each in another order."""

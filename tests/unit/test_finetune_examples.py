@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from finetune_world import meta, tokens, write_policy, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from tuning_world import meta, tokens, write_policy, write_rows
 
 from spangrad.errors import TrainerError
-from spangrad.settings import TuningSettings
+from spangrad.settings import FinetuneSettings
 from trainer.sft.examples import Examples, LengthLimits, Method, batches, digest_of, read_examples
 from trainer.sft.files import find_sources
 from trainer.sft.rendering import Renderer, UnfitRowError
@@ -23,7 +23,7 @@ ASKED = [1, 4, 7, 11, 2, 1, 5]
 """`say paris` by the user, and the template's generation prompt."""
 USER = {"role": "user", "content": "say paris"}
 RIGHT, WRONG = ({"role": "assistant", "content": f"{tool} paris"} for tool in ("weather", "clock"))
-NONE = TuningSettings(held_out=0.0)
+NONE = FinetuneSettings(held_out=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("policy") / "model")
 
 
-def read(policy: Path, file: Path, method: Method = "sft", settings: TuningSettings = NONE, **options: Any) -> Examples:
+def read(policy: Path, file: Path, method: Method = "sft", settings: FinetuneSettings = NONE, **options: Any) -> Examples:
     limits = LengthLimits.of(policy, "tok", settings, options.pop("device", 1000))
     return read_examples(find_sources([file]), method, Renderer(policy), limits, settings, **options)
 
@@ -228,7 +228,7 @@ def test_every_row_is_trained_held_out_or_left_out(
 ):
     rows = [tokens(3 + at % 12, 4, **meta(f"r{at}", f"g{group}", mode=modes[at])) for at, group in enumerate(groups)]
     file = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", [*rows, tokens(99, 3)])
-    settings = TuningSettings(held_out=share)
+    settings = FinetuneSettings(held_out=share)
     try:
         found = read(policy, file, settings=settings)
     except TrainerError:
@@ -243,13 +243,13 @@ def test_every_row_is_trained_held_out_or_left_out(
 @given(count=st.integers(1, 40), size=st.integers(1, 12), epochs=st.integers(1, 3))
 def test_an_epoch_goes_through_every_example_once(count: int, size: int, epochs: int):
     found = read_nothing(count)
-    steps = batches(found, TuningSettings(epochs=epochs, batch_size=size))
+    steps = batches(found, FinetuneSettings(epochs=epochs, batch_size=size))
     length = -(-count // size)
     assert len(steps) == epochs * length
     for epoch in range(epochs):
         part = steps[epoch * length : (epoch + 1) * length]
         assert sorted(at for step in part for at in step) == list(range(count))
-    assert steps == batches(found, TuningSettings(epochs=epochs, batch_size=size))
+    assert steps == batches(found, FinetuneSettings(epochs=epochs, batch_size=size))
 
 
 def read_nothing(count: int) -> list[Any]:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from export_world import World, chat, said, user
+from finetune_world import EXAMPLES, PAIRS, finetuned, settings, write_rows
 from sampling import distribution
 from sections import changed
-from tuning_world import EXAMPLES, PAIRS, settings, tuned, write_rows
 
 from examples.two_tools.model import CITIES, TOOLS
-from spangrad.settings import Settings, StoreSettings, TuningSettings
+from spangrad.settings import FinetuneSettings, Settings, StoreSettings
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from trainer.ledger.ledger import Ledger
 from trainer.optim.workers import LocalWorkers
@@ -23,7 +23,7 @@ from trainer.sft.examples import LengthLimits, digest_of, read_examples
 from trainer.sft.files import find_sources
 from trainer.sft.optimizer import FileOptimizer
 from trainer.sft.rendering import Renderer, TokenSequence
-from trainer.sft.training import tune
+from trainer.sft.training import finetune
 from transition_builder.export.formats import export
 from transition_builder.export.reading import ExportSelection
 
@@ -31,14 +31,14 @@ RIGHT = {"paris": "weather", "oslo": "weather", "rome": "clock", "lima": "clock"
 """Which tool serves which city."""
 
 
-class Tuned:
-    """A tuner whose optimizer steps nothing: gradients stay to be looked at."""
+class FileRun:
+    """A optimizer whose optimizer steps nothing: gradients stay to be looked at."""
 
     def __init__(self, model: Path, method: Any, **changes: Any) -> None:
         chosen = settings(model, model, **{"learning_rate": 1e-3, **changes})
-        self.tuner = FileOptimizer(model, chosen, method, 10)
+        self.optimizer = FileOptimizer(model, chosen, method, 10)
         self.gradients: dict[str, np.ndarray] = {}
-        inner = self.tuner._workers._rank._models["policy"].engine
+        inner = self.optimizer._workers._rank._models["policy"].engine
 
         def look() -> float:
             for name, value in inner.module.named_parameters():
@@ -75,13 +75,13 @@ def agree(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None
 def test_the_supervised_loss_and_its_gradient_are_the_mean_over_trained_tokens(device: int, tiny_model: Path):
     import torch
 
-    made = Tuned(tiny_model, "sft", trainer={"max_tokens_per_device": device})
-    told = made.tuner.step(EXAMPLES)
+    made = FileRun(tiny_model, "sft", trainer={"max_tokens_per_device": device})
+    told = made.optimizer.step(EXAMPLES)
     loss, gradients = by_hand(tiny_model, [one.sequences[0] for one in EXAMPLES], lambda found: -torch.cat(found).mean())
     assert told["loss"] == pytest.approx(loss, abs=1e-6)
     assert told["tokens"] == 9
     agree(made.gradients, gradients)
-    assert made.tuner.measure(EXAMPLES, None)["loss"] == pytest.approx(loss, abs=1e-6), "held out rows are measured by the same loss"
+    assert made.optimizer.measure(EXAMPLES, None)["loss"] == pytest.approx(loss, abs=1e-6), "held out rows are measured by the same loss"
 
 
 @pytest.mark.parametrize(("beta", "smoothing", "device"), [(0.1, 0.0, 16384), (0.5, 0.2, 30)])
@@ -89,9 +89,9 @@ def test_the_preference_loss_and_its_gradient_are_the_papers(beta: float, smooth
     """Equation 7 of https://arxiv.org/abs/2305.18290, with the smoothing of https://ericmitchell.ai/cdpo.pdf, equation 3, by hand."""
     import torch
 
-    made = Tuned(tiny_model, "dpo", beta=beta, label_smoothing=smoothing, trainer={"max_tokens_per_device": device})
+    made = FileRun(tiny_model, "dpo", beta=beta, label_smoothing=smoothing, trainer={"max_tokens_per_device": device})
     reference = np.array([-3.0, -9.5, -4.0, -2.5, -6.0, -1.0], np.float32)
-    told = made.tuner.step(PAIRS, reference)
+    told = made.optimizer.step(PAIRS, reference)
     sequences = [one for pair in PAIRS for one in pair.sequences]
     margins: list[float] = []
 
@@ -111,12 +111,12 @@ def test_the_preference_loss_and_its_gradient_are_the_papers(beta: float, smooth
     assert 0 < told["preference_accuracy"] < 1
     assert told["chosen_reward"] - told["rejected_reward"] == pytest.approx(told["preference_margin"], abs=1e-5)
     agree(made.gradients, gradients)
-    held = made.tuner.measure(PAIRS, reference)
+    held = made.optimizer.measure(PAIRS, reference)
     assert {name: told[name] for name in held} == pytest.approx(held, abs=1e-5), "held out pairs are measured by the same loss"
 
 
 def test_the_reference_is_the_policy_at_the_start(tiny_model: Path):
-    made = Tuned(tiny_model, "dpo").tuner
+    made = FileRun(tiny_model, "dpo").optimizer
     sums = made.logprobs(PAIRS)
     expected = [
         sum(float(distribution(tiny_model, one.ids[:at], 1.0)[one.ids[at]]) for at, trained in enumerate(one.mask) if trained)
@@ -133,12 +133,12 @@ def test_the_reference_is_the_policy_at_the_start(tiny_model: Path):
 def test_no_op_rows_change_nothing(method: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     """Of several ranks, whose rows must be as many, the loss is that of one, times their number: verl takes the mean over ranks."""
     examples = EXAMPLES if method == "sft" else PAIRS
-    alone, ranks = Tuned(tiny_model, method), Tuned(tiny_model, method)
-    reference = None if method == "sft" else alone.tuner.logprobs(examples)
-    ranks.tuner._workers._rank._models["policy"].engine.get_data_parallel_size = lambda: 4
+    alone, ranks = FileRun(tiny_model, method), FileRun(tiny_model, method)
+    reference = None if method == "sft" else alone.optimizer.logprobs(examples)
+    ranks.optimizer._workers._rank._models["policy"].engine.get_data_parallel_size = lambda: 4
     monkeypatch.setattr(LocalWorkers, "size", 4)
-    assert len(ranks.tuner._rows(examples, reference)["input_ids"].offsets()) - 1 == (4 if method == "sft" else 8)
-    found = [one.tuner.step(examples, reference) for one in (alone, ranks)]
+    assert len(ranks.optimizer._rows(examples, reference)["input_ids"].offsets()) - 1 == (4 if method == "sft" else 8)
+    found = [one.optimizer.step(examples, reference) for one in (alone, ranks)]
     assert found[1]["loss"] == pytest.approx(4 * found[0]["loss"], rel=1e-6)
     agree({name: value / 4 for name, value in ranks.gradients.items()}, alone.gradients)
 
@@ -178,9 +178,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(method: Any, tiny_mod
         chosen = settings(tiny_model, tmp_path / name, epochs=3, batch_size=4, learning_rate=1e-3, warmup=0.3, held_out=0.2)
         if step:
             with pytest.raises(StoppedError):
-                tune(chosen, method, [file], observer=Breaker(step))
-        last = tuned(chosen, file, method=method).versions[-1]
-        assert last.metrics["tuning_step"] == 6
+                finetune(chosen, method, [file], observer=Breaker(step))
+        last = finetuned(chosen, file, method=method).versions[-1]
+        assert last.metrics["finetune_step"] == 6
         ends.append(last.policy_version.checksum)
         assert checksum_directory(Path(last.policy_version.path)) == ends[-1]
     assert ends[0] == ends[1], "bit by bit"
@@ -192,8 +192,8 @@ def test_adapters_are_trained_alone_and_merged(tiny_model: Path, tmp_path: Path)
     file = write_rows(tmp_path / "rows.jsonl", replies(16))
     chosen = settings(tiny_model, tmp_path / "p", epochs=2, batch_size=8, learning_rate=1e-2, trainer={"lora__rank": 4})
     with pytest.raises(StoppedError):
-        tune(chosen, "sft", [file], observer=Breaker(3))
-    last = tuned(chosen, file).versions[-1]
+        finetune(chosen, "sft", [file], observer=Breaker(3))
+    last = finetuned(chosen, file).versions[-1]
     before, after = (load_file(Path(one) / "model.safetensors") for one in (tiny_model, last.policy_version.path))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert before.keys() == after.keys()
@@ -234,7 +234,7 @@ def success(model: Path) -> float:
 
 @pytest.fixture(scope="module")
 def traces(store: StoreSettings, tiny_model: Path) -> Traces:
-    return Traces(store, tiny_model, "tuning-traces", 40)
+    return Traces(store, tiny_model, "finetune-traces", 40)
 
 
 def run_settings(traces: Traces, directory: Path, **changes: Any) -> Settings:
@@ -244,7 +244,7 @@ def run_settings(traces: Traces, directory: Path, **changes: Any) -> Settings:
 
 def test_exported_replies_that_succeeded_teach_to_succeed(traces: Traces, tmp_path: Path):
     file = traces.export("sft-tokens", tmp_path / "best.jsonl", min_return=0.5)
-    done = tuned(run_settings(traces, tmp_path / "sft", epochs=10, learning_rate=3e-3), file)
+    done = finetuned(run_settings(traces, tmp_path / "sft", epochs=10, learning_rate=3e-3), file)
     found = done.plan.examples
     assert (len(found.trained), len(found.held_out), found.with_ids, found.rendered) == (36, 4, 40, 0)
     before, after = success(traces.model), success(Path(done.versions[-1].policy_version.path))
@@ -255,11 +255,11 @@ def test_exported_replies_that_succeeded_teach_to_succeed(traces: Traces, tmp_pa
 
 
 def test_all_forms_of_an_export_give_the_same_examples(traces: Traces, tmp_path: Path):
-    limits = LengthLimits.of(traces.model, tokenizer_hash(traces.model), TuningSettings(), 1000)
+    limits = LengthLimits.of(traces.model, tokenizer_hash(traces.model), FinetuneSettings(), 1000)
     found = {}
     for form in ("sft-tokens", "parquet", "huggingface", "sft", "verl-sft"):
         sources = find_sources([traces.export(form, tmp_path / form, min_return=0.5)])
-        found[form] = read_examples(sources, "sft", Renderer(traces.model), limits, TuningSettings(held_out=0.1))
+        found[form] = read_examples(sources, "sft", Renderer(traces.model), limits, FinetuneSettings(held_out=0.1))
     assert len({digest_of([*one.trained, *one.held_out]) for one in found.values()}) == 1
     assert {form: (one.with_ids, one.rendered) for form, one in found.items()} == {
         **dict.fromkeys(("sft-tokens", "parquet", "huggingface"), (40, 0)),
@@ -271,7 +271,7 @@ def test_all_forms_of_an_export_give_the_same_examples(traces: Traces, tmp_path:
 
 def test_exported_preferences_raise_the_chosens_margin(traces: Traces, tmp_path: Path):
     file = traces.export("preferences", tmp_path / "pairs.jsonl")
-    done = tuned(run_settings(traces, tmp_path / "dpo", epochs=6, learning_rate=2e-3), file, method="dpo")
+    done = finetuned(run_settings(traces, tmp_path / "dpo", epochs=6, learning_rate=2e-3), file, method="dpo")
     assert (len(done.plan.examples.trained), done.plan.examples.with_ids) == (36, 40)
     told = [one.metrics for one in done.versions]
     assert told[0]["held_out_loss_before"] == pytest.approx(np.log(2), abs=1e-6)
@@ -287,7 +287,7 @@ def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Pa
 
     file = traces.export("sft-tokens", tmp_path / "best.jsonl", min_return=0.5)
     chosen = run_settings(traces, tmp_path / "lineage", epochs=1, held_out=0.0)
-    version = tuned(chosen, file).versions[-1]
+    version = finetuned(chosen, file).versions[-1]
     found = lineage.of_version(traces.world.client, traces.name, version.version, "lineage", 1)
     first = found.ancestors[0]
     (source,) = find_sources([file])
@@ -297,7 +297,7 @@ def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Pa
     assert {len(one.spans) for one in first.batch_rollouts} == {1}
     assert len(first.batch_rollouts) == 40
     text = of_version(found)
-    made = "sft on files, step 5 of 5, from 40 groups, 40 rollouts of run tuning-traces (train)"
+    made = "sft on files, step 5 of 5, from 40 groups, 40 rollouts of run finetune-traces (train)"
     assert text[0] == f"{traces.name}@{version.version} on branch lineage, committed, from {traces.name}@0, batch {first.batch}: {made}"
     assert text[2] == f"  file best.jsonl, sha256 {source.checksum}, {file.stat().st_size} bytes: 40 examples"
     span = first.batch_rollouts[0].spans[0]
@@ -311,17 +311,17 @@ def test_reinforcement_goes_on_from_a_tuned_version_and_leaves_its_groups_out(st
 
     from trainer.loop import train
 
-    own = {"run_id": "tuned-run", "policy": "policy", "branch": "tuned-run", "groups_per_batch": 1, "max_staleness": 5}
+    own = {"run_id": "finetuned-run", "policy": "policy", "branch": "finetuned-run", "groups_per_batch": 1, "max_staleness": 5}
     chosen = settings(tiny_model, tmp_path / "p", store, epochs=1, trainer=own)
     world = Built(chosen, tiny_model)
     world.group("g", [1.0, 0.0])
-    about = {"run": "tuned-run", "mode": "train", "group": "g", "rollout": "g-0", "attempt": 0, "build_spec": SPEC, "revision": 0}
+    about = {"run": "finetuned-run", "mode": "train", "group": "g", "rollout": "g-0", "attempt": 0, "build_spec": SPEC, "revision": 0}
     rows = [{"messages": one["messages"], "meta": about} for one in replies(1)]
-    tuned(chosen, write_rows(tmp_path / "rows.jsonl", rows))
+    finetuned(chosen, write_rows(tmp_path / "rows.jsonl", rows))
     train(chosen, follow=False)
-    ledger = Ledger(chosen.trainer.directory, "policy", "tuned-run")
+    ledger = Ledger(chosen.trainer.directory, "policy", "finetuned-run")
     assert ledger.committed_versions() == [0, 1], "the group has trained this branch"
-    asked = chosen.model_copy(update={"trainer": changed(chosen.trainer, {"retrain_tuned": True})})
+    asked = chosen.model_copy(update={"trainer": changed(chosen.trainer, {"retrain_finetuned": True})})
     train(asked, follow=False)
     newest = ledger.version(2).policy_version
     assert (newest.parent, [one.rollout_id for one in ledger.batch(newest.batch_id or "")]) == (1, ["g-0", "g-1"])
@@ -334,7 +334,7 @@ def test_reinforcement_goes_on_from_a_tuned_version_and_leaves_its_groups_out(st
 def test_the_command_says_what_it_did(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
-    from commands.training.tune import tune as command
+    from commands.training.finetune import finetune as command
 
     rows = [*replies(9), {"messages": [user("say rome")]}, {"messages": [user("say rome"), said("clock rome")], "score": 1}]
     file = write_rows(tmp_path / "own.jsonl", rows)

@@ -1,4 +1,4 @@
-"""`spangrad tune`: training on files, supervised (SFT) or on preferences (DPO)."""
+"""`spangrad finetune`: training on files, supervised (SFT) or on preferences (DPO)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from trainer.ledger.tables import LedgerVersion
-    from trainer.sft.training import FileTrainPlan, Tuned
+    from trainer.sft.training import FileRun, FileTrainPlan
 
 _PIPE_WIDTH = 200
 _LOG_SECONDS = 10
@@ -24,7 +24,7 @@ _SHOWN = ("loss", "preference_accuracy", "preference_margin")
 _HEADS = {"loss": "loss", "preference_accuracy": "accuracy", "preference_margin": "margin"}
 
 
-def tune(
+def finetune(
     method: Annotated[Literal["sft", "dpo"], Parameter(name="METHOD")],
     /,
     *files: Path,
@@ -50,30 +50,30 @@ def tune(
         method: training method: sft (supervised fine-tuning) or dpo (direct preference optimisation).
         files: JSON Lines or Parquet files, or directories of them.
         model: directory of the weights that training begins with if the branch has no version yet; default: trainer.model.
-        epochs: number of passes over the rows; default: tuning.epochs.
-        batch_size: number of rows, or pairs for dpo, per optimizer step; default: tuning.batch_size.
-        learning_rate: highest learning rate of the schedule; default: tuning.learning_rate.
-        beta: strength with which dpo keeps the policy close to the reference; default: tuning.beta.
-        held_out: share of the rows, from 0 to below 1, that are measured and not trained; default: tuning.held_out.
+        epochs: number of passes over the rows; default: finetune.epochs.
+        batch_size: number of rows, or pairs for dpo, per optimizer step; default: finetune.batch_size.
+        learning_rate: highest learning rate of the schedule; default: finetune.learning_rate.
+        beta: strength with which dpo keeps the policy close to the reference; default: finetune.beta.
+        held_out: share of the rows, from 0 to below 1, that are measured and not trained; default: finetune.held_out.
         again: train also rows whose rollouts this branch has trained, and repeat a run that is complete.
         publish: make the gateway serve the last version; default: trainer.weight_sync.publish.
     """
     from spangrad.errors import SettingsError
 
     if not files:
-        raise SettingsError(f"give files to train on: `spangrad tune {method} FILE`. `spangrad export` writes some.")
+        raise SettingsError(f"give files to train on: `spangrad finetune {method} FILE`. `spangrad export` writes some.")
     flags = {
         "trainer.model": model,
         "trainer.weight_sync.publish": publish,
-        "tuning.epochs": epochs,
-        "tuning.batch_size": batch_size,
-        "tuning.learning_rate": learning_rate,
-        "tuning.beta": beta,
-        "tuning.held_out": held_out,
+        "finetune.epochs": epochs,
+        "finetune.batch_size": batch_size,
+        "finetune.learning_rate": learning_rate,
+        "finetune.beta": beta,
+        "finetune.held_out": held_out,
     }
     settings = resolve(config, set_, flags)
     log_to_stderr()
-    from trainer.sft.training import tune as run
+    from trainer.sft.training import finetune as run
 
     observer = _Bar() if sys.stderr.isatty() else _Lines()
     try:
@@ -88,7 +88,7 @@ class _Lines:
     """Progress in the log: a line every _LOG_SECONDS, and one for each version."""
 
     def __init__(self) -> None:
-        self._log = logging.getLogger("spangrad.tune")
+        self._log = logging.getLogger("spangrad.finetune")
         self._last_logged = time.monotonic()
         self._steps = 0
 
@@ -180,7 +180,7 @@ def _committed(version: LedgerVersion) -> str:
     return f"version {version.version}: {_metrics_text(version.metrics)}" + (f"; held out: {_metrics_text(held)}" if held else "")
 
 
-def _show(done: Tuned) -> None:
+def _show(done: FileRun) -> None:
     """Print the numbers of rows trained, held out and left out, and the versions that were committed."""
     from rich.table import Table
 
