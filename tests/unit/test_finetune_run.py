@@ -251,7 +251,7 @@ def test_a_branch_that_moves_meanwhile_ends_the_run(tmp_path: Path, base: Path, 
         return began(self, *args, **kwargs)
 
     monkeypatch.setattr(Ledger, "begin", moved)
-    with pytest.raises(TrainerError, match=r"branch main was moved from version 1 to 0 meanwhile, so step 4 .* rollback policy@1`"):
+    with pytest.raises(TrainerError, match=r"branch main was moved from version 1 to 0 meanwhile: step 4 .* rollback policy@1`"):
         finetuned(chosen, file)
     monkeypatch.setattr(Ledger, "begin", began)
     ledger_of(chosen).rollback(1)
