@@ -37,7 +37,7 @@ class Place:
     @property
     def url(self) -> str:
         """The queue's."""
-        return self.queue.url or ""
+        return self.settings.queue.url or ""
 
     def queue(self, run_id: str) -> QueueHttp:
         """To look at."""

@@ -77,8 +77,8 @@ def calls_of(client: Client, trace_id: bytes) -> list[tuple[object, ...]]:
 )
 def test_lengths_that_lie_give_no_ids(store: StoreSettings, client: Client, lengths: str, expected: list[tuple[object, ...]]) -> None:
     trace_id = uuid.uuid4().bytes
-    ids = {"prompt__token_ids": struct.pack("<2I", 1, 2), "response__token_ids": struct.pack("<3I", 3, 4, 5)}
-    span = call(trace_id, **ids, response__logprobs=struct.pack("<3f", -0.5, -1.0, -1.5), response__lengths=lengths)
+    ids = {"input__token_ids": struct.pack("<2I", 1, 2), "output__token_ids": struct.pack("<3I", 3, 4, 5)}
+    span = call(trace_id, **ids, output__logprobs=struct.pack("<3f", -0.5, -1.0, -1.5), output__lengths=lengths)
 
     assert post(f"{store.otlp_endpoint}/v1/traces", span.SerializeToString())[0] == 200
     assert calls_of(client, trace_id) == expected
@@ -87,7 +87,7 @@ def test_lengths_that_lie_give_no_ids(store: StoreSettings, client: Client, leng
 def test_logprobs_that_are_too_few_are_given_to_no_choice(store: StoreSettings, client: Client) -> None:
     trace_id = uuid.uuid4().bytes
     span = call(
-        trace_id, response__token_ids=struct.pack("<2I", 3, 4), response__logprobs=struct.pack("<1f", -1.0), response__lengths="[1, 1]"
+        trace_id, output__token_ids=struct.pack("<2I", 3, 4), output__logprobs=struct.pack("<1f", -1.0), output__lengths="[1, 1]"
     )
 
     post(f"{store.otlp_endpoint}/v1/traces", span.SerializeToString())

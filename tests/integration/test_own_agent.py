@@ -39,8 +39,8 @@ def elsewhere(cache: Path) -> dict[str, str]:
         "GATEWAY__ENGINE_URL": f"http://127.0.0.1:{engine}",
         "ENGINE__PORT": engine,
         "ENGINE__CACHE_DIR": cache,
-        "RUNNER__QUEUE_PORT": queue,
-        "RUNNER__QUEUE_URL": f"http://127.0.0.1:{queue}",
+        "QUEUE__PORT": queue,
+        "QUEUE__URL": f"http://127.0.0.1:{queue}",
     }
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, **{f"SPANGRAD_{name}": str(value) for name, value in moved.items()}, "PYTHONPATH": str(ROOT), "PATH": path}

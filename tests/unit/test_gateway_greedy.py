@@ -27,8 +27,8 @@ async def test_the_engine_is_asked_at_temperature_0(by: str, asked: dict[str, ob
         (asked_engine,) = stage.engine.requests
         assert {**body, "temperature": 0}.items() <= asked_engine.items()
         (span,) = await stage.spans()
-    told = {name: span.attributes[f"spangrad.{name}"] for name in ("rollout.mode", "sampling.temperature")}
-    assert told == {"rollout.mode": "greedy", "sampling.temperature": 0.0}
+    told = {name: span.attributes[name] for name in ("spangrad.rollout.mode", "gen_ai.request.temperature")}
+    assert told == {"spangrad.rollout.mode": "greedy", "gen_ai.request.temperature": 0.0}
     assert json.loads(str(span.attributes["spangrad.request.json"])) == {**body, "temperature": 0}, "as it was answered"
 
 
