@@ -6,7 +6,7 @@ refused here, with its place, before any part starts.
 
 from __future__ import annotations
 
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from spangrad.settings.builder import TOOL_KINDS, AirRule, BuilderSettings, Selection
 from spangrad.settings.finetune import FinetuneSettings
@@ -64,3 +64,10 @@ class Settings(BaseSettings):
     rewards: RewardServiceSettings = RewardServiceSettings()
     prompts: PromptSettings = PromptSettings()
     up: UpSettings = UpSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: object, **__: object
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read the given values alone: `spangrad.settings.sources` reads the environment it is given, and knows each value's source."""
+        return (init_settings,)

@@ -27,6 +27,11 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     ]
 
 
+def test_load_settings_with_an_environment_of_its_own_ignores_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANGRAD_STORE__URL", "http://elsewhere")
+    assert load_settings(env={}).store.url == Settings().store.url == "http://127.0.0.1:8123"
+
+
 def test_config_variable_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[trainer]\npolicy = "p"\n')
