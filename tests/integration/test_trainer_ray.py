@@ -197,7 +197,7 @@ def test_a_worker_that_dies_ends_the_step_with_an_error(engines: dict[int, VerlO
 
 
 def test_too_many_workers_are_refused(ray: Cluster, tiny_model: Path) -> None:
-    with pytest.raises(TrainerError, match=r"trainer\.workers\.per_node = 7 needs as many nodes with that many CPUs each, .* nodes are 6\."):
+    with pytest.raises(TrainerError, match=r"trainer\.workers\.per_node = 7 needs as many nodes with that many CPUs each, .* are 6\."):
         VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=7))
     with pytest.raises(TrainerError, match=r"trainer\.workers\.nodes = 2 with trainer\.workers\.per_node = 1"):
         VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=1, nodes=2))

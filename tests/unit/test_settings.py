@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spangrad.errors import SettingsError
-from spangrad.settings import AirRule, BuilderSettings, Selection
+from spangrad.settings import AirRule, BuilderSettings, Selection, Settings
 from spangrad.settings.explain import explain_key
 from spangrad.settings.sources import Origin, explain_settings, load_settings
 
