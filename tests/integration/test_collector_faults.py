@@ -86,9 +86,7 @@ def test_lengths_that_lie_give_no_ids(store: StoreSettings, client: Client, leng
 
 def test_logprobs_that_are_too_few_are_given_to_no_choice(store: StoreSettings, client: Client) -> None:
     trace_id = uuid.uuid4().bytes
-    span = call(
-        trace_id, output__token_ids=struct.pack("<2I", 3, 4), output__logprobs=struct.pack("<1f", -1.0), output__lengths="[1, 1]"
-    )
+    span = call(trace_id, output__token_ids=struct.pack("<2I", 3, 4), output__logprobs=struct.pack("<1f", -1.0), output__lengths="[1, 1]")
 
     post(f"{store.otlp_endpoint}/v1/traces", span.SerializeToString())
 
