@@ -246,7 +246,7 @@ def test_a_branch_that_moves_meanwhile_ends_the_run(tmp_path: Path, base: Path, 
     began = Ledger.begin
 
     def moved(self: Ledger, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["file_batch"].step == 4:
+        if kwargs["files"].step == 4:
             self.rollback(0)
         return began(self, *args, **kwargs)
 
@@ -278,9 +278,9 @@ def test_the_ledger_names_rollouts_and_claims_none(place: Place):
     rollouts = [BatchRollout(Group("run", "train", "spec", "g"), name, 0, 0) for name in ("a", "b")]
     made = [FileBatch("sft", "one", step, 2, "digest", (BatchFile("f.jsonl", "00", 7, 2),)) for step in (1, 2)]
     for one in made:
-        lease = ledger.begin(rollouts, file_batch=one)
+        lease = ledger.begin(rollouts, files=one)
         assert lease
-        assert ledger.begin(rollouts, file_batch=one) is None, "one step of a branch at a time, of whatever kind"
+        assert ledger.begin(rollouts, files=one) is None, "one step of a branch at a time, of whatever kind"
         ledger.commit(lease, **facts)
     assert [ledger.batch(one.policy_version.batch_id or "") for one in ledger.versions()[1:]] == [rollouts, rollouts]
     assert last_of(ledger.database, "policy", "main", "one", ledger.lineage()) == (2, made[1])
@@ -292,7 +292,7 @@ def test_the_ledger_names_rollouts_and_claims_none(place: Place):
         another = replace(made[0], **changes)
         assert trained_attempts(ledger.database, "policy", "main", another) == {("run", "a", 0), ("run", "b", 0)}
     assert trained_attempts(ledger.database, "policy", "other", None) == set()
-    nothing = ledger.begin([], file_batch=FileBatch("dpo", "two", 1, 1, "digest", ()))
+    nothing = ledger.begin([], files=FileBatch("dpo", "two", 1, 1, "digest", ()))
     assert nothing
     assert ledger.recover() == [3]
     assert file_batch_of(ledger.database, nothing.batch_id) is None

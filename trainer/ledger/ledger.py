@@ -119,15 +119,13 @@ class Ledger:
             version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
             return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
 
-    def begin(
-        self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, file_batch: FileBatch | None = None
-    ) -> BatchLease | None:
+    def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, files: FileBatch | None = None) -> BatchLease | None:
         """Lease rollouts to a new batch, and assign the number of the version that it will make.
 
         Args:
             rollouts: what the batch is made of.
             parent: the version that will be trained. None: the head.
-            file_batch: of a batch made of files, which names the rollouts and claims none. None: of a batch of rollouts.
+            files: of a batch made of files, which names the rollouts and claims none. None: of a batch of rollouts.
 
         Returns:
             None: another trainer's step is under way, or the head is no longer `parent`; try again later.
@@ -153,8 +151,8 @@ class Ledger:
             of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
             transaction.execute(VERSIONS.insert().values(**of_version, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
             transaction.execute(LEASES.insert().values(**values, holder=self._holder, seconds=self.lease_seconds))
-            if file_batch:
-                file_batches.enter(transaction, self._branch, lease.batch_id, file_batch, rollouts)
+            if files:
+                file_batches.enter(transaction, self._branch, lease.batch_id, files, rollouts)
                 return lease
             batch_rollouts.claim(transaction, self._branch, lease.batch_id, rollouts)
         return lease

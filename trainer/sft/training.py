@@ -50,16 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LEARNING = (
-    "lora.rank",
-    "lora.alpha",
-    "lora.modules",
-    "optim.betas",
-    "optim.weight_decay",
-    "optim.clip_grad",
-    "dtype",
-    "max_tokens_per_device",
-)
+_OF_OPTIMIZER = ("optim.betas", "optim.weight_decay", "optim.clip_grad")
+_LEARNING = ("lora.rank", "lora.alpha", "lora.modules", *_OF_OPTIMIZER, "dtype", "max_tokens_per_device")
 """Names of the trainer's settings that decide what a run learns."""
 _REMEDY = (
     "The version stays committed and is published when the same `spangrad finetune` is started again; "
@@ -337,7 +329,7 @@ class _Run:
         awaited = None
         while True:
             with self.shutdown.shielded():
-                lease = ledger.begin(rollouts, parent.version, file_batch=file_batch)
+                lease = ledger.begin(rollouts, parent.version, files=file_batch)
             if lease:
                 return lease
             head, branch = newest_version(ledger).version, self.settings.trainer.branch

@@ -1,4 +1,4 @@
--- Batches that were made of files (`spangrad tune`): which files, by name and checksum. Rollouts that their rows came from are in otel.batches.
+-- Batches that were made of files (`spangrad finetune`): which files, by name and checksum. Rollouts that their rows came from are in otel.batches.
 
 -- Files that a committed batch was made of (training on files).
 CREATE TABLE IF NOT EXISTS otel.batch_files (
