@@ -20,7 +20,7 @@ from spangrad.weights.checksums import tokenizer_hash
 from trainer.loop import train
 from transition_builder import loop
 
-BREVITY = Path(__file__).parents[2] / "rewards" / "brevity.sql"
+BREVITY = Path(__file__).parents[2] / "examples/rewards/brevity.sql"
 
 
 @pytest.fixture
