@@ -15,13 +15,12 @@ from typing import Any
 
 import hypothesis
 import pytest
-from ledger_places import Place
-from running_engine import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
-from running_postgres import running_postgres
-from running_store import running_store, store_settings
 
 from spangrad import processes
 from spangrad.settings import Settings, StoreSettings
+from tests.support.engines import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
+from tests.support.servers import running_postgres, running_store, store_settings
+from tests.support.trainers import Place
 
 # How long an example takes says nothing where other tests run beside it.
 hypothesis.settings.register_profile("beside others", deadline=None)

@@ -11,15 +11,25 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from clocks import MovedClock
-from ledger_places import Place
-from queues import is_state, queue_db, queue_server, queue_settings, some, until, until_ended, with_mood
-from workers import kill, world
 
 from runner.queue.client import Beating, QueueClient
 from runner.queue.wire import RolloutState
 from spangrad.processes import wait_until
 from spangrad.types import AttemptFailure
+from tests.support.processes import MovedClock
+from tests.support.runners import (
+    is_state,
+    kill,
+    queue_db,
+    queue_server,
+    queue_settings,
+    runner_services,
+    some,
+    until,
+    until_ended,
+    with_mood,
+)
+from tests.support.trainers import Place
 
 __all__ = ["queue_db"]
 
@@ -62,7 +72,10 @@ async def test_workers_whose_clock_is_moved(queue_db: str, tmp_path: Path, clock
     """Server, workers, hosts and programs: no attempt that is under way is lost, late or made twice; one whose worker dies is."""
     settings = queue_settings(queue_db, queue__lease_seconds=3)
     mine = clock.environment
-    with world(tmp_path, queue__url=settings.queue.url, concurrency=2) as here, queue_server(settings, tmp_path / "queue.log", mine):
+    with (
+        runner_services(tmp_path, queue__url=settings.queue.url, concurrency=2) as here,
+        queue_server(settings, tmp_path / "queue.log", mine),
+    ):
         async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", with_mood("slow", some(40)))
             for _ in range(2):
@@ -122,7 +135,7 @@ print(recovered, time.monotonic() - began > 1)
 
 @pytest.mark.parametrize("moved", [HOUR, -HOUR])
 def test_the_lease_of_a_step_when_the_clock_is_moved(place: Place, clock: MovedClock, tmp_path: Path, moved: int) -> None:
-    environment = {**os.environ, **clock.environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    environment = {**os.environ, **clock.environment, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", LEDGER, str(place()), str(moved), clock.environment["MOVED_CLOCK"]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout.split("\n")[0], done.stderr) == ("[1] True", "")

@@ -12,7 +12,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from road import Road, running_road
+
+from tests.support.deliveries import Road, running_road
 
 KILLS = 20
 STORE_KILLS = 3

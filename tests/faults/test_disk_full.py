@@ -10,17 +10,13 @@ from random import Random
 
 import grpc
 import pytest
-from law_one import judge, lacking
-from load import Load, exported
-from load_spans import Rollouts
-from road import running_road
-from running_collector import post
-from running_store import running_store, store_settings
-from small_disks import small_disk
 
 from collector.write.pending_batch import MAX_RETRY_SECONDS
 from spangrad.processes import wait_until
 from spangrad.store.clickhouse import connect
+from tests.support.deliveries import Load, exported, judge, lacking, running_road
+from tests.support.load_spans import Rollouts
+from tests.support.servers import post, running_store, small_disk, store_settings
 
 ROOM = 640
 """MiB."""

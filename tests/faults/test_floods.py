@@ -13,14 +13,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from law_one import judge
-from load import Load
-from load_spans import Rollouts
-from memory import open_files, resident_mib
-from running_store import running_store, store_settings
 
 from spangrad.processes import Child
 from spangrad.settings import StoreSettings
+from tests.support.deliveries import Load, judge
+from tests.support.load_spans import Rollouts
+from tests.support.processes import open_files, resident_mib
+from tests.support.servers import running_store, store_settings
 
 CONNECTIONS = 2000
 FEW_FILES = 1024

@@ -22,21 +22,18 @@ from typing import Any
 import grpc
 import lz4.block
 import pytest
-from bombs import LZ4, ZSTD, frame, packed
 from google.protobuf import json_format
 from google.rpc.status_pb2 import Status
-from law_one import judge
-from load import Load
-from load_spans import JSON, PROTOBUF, Rollouts, otlp_json
-from memory import height_mib
-from mutations import Mutator
-from odd_otlp import logs, traces
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest, ExportMetricsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-from running_store import answers, running_store, store_settings
 
 from spangrad.settings import StoreSettings
+from tests.support.deliveries import Load, judge
+from tests.support.hostile_otlp import LZ4, ZSTD, Mutator, frame, logs, packed, traces
+from tests.support.load_spans import JSON, PROTOBUF, Rollouts, otlp_json
+from tests.support.processes import height_mib
+from tests.support.servers import running_store, store_answers, store_settings
 
 BODIES = int(os.environ.get("FAULTS_BODIES", "10000"))
 SLOWEST_SECONDS = 20
@@ -100,7 +97,7 @@ def fuzz(directory: Path, chance: Random, tell: Callable[[str], None], kind: str
         tally = load.stop()
         child.check()
         height = height_mib(child.process.pid)
-        assert answers(store)
+        assert store_answers(store)
         verdict = judge(store, run, tally.held, build=False)
     told = sum((sender.told for sender in senders), Counter[str]())
     tell(f"{told.total()} bodies in {took:.0f} s, slowest answer {slowest:.2f} s, {height} MiB at most: {dict(told.most_common())}")

@@ -15,20 +15,20 @@ from typing import Any
 
 import aiohttp
 import pytest
-from running_engine import ROOT, fetch, running_gateway, start
-from running_store import running_store, store_settings
 
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
+from tests.support.engines import ROOT, fetch, running_gateway, start
+from tests.support.servers import running_store, store_settings
 
 CLIENTS = 8
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
 _ENGINE = """
 import asyncio, sys
-sys.path.insert(0, "tests/support")
-from fake_engine import FakeEngine
+sys.path.insert(0, ".")
+from tests.support.fake_engine import FakeEngine
 async def serve():
     async with FakeEngine(port=int(sys.argv[1])).running():
         await asyncio.Event().wait()

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 import pytest
 from _pytest.mark.structures import ParameterSet
-from raw_upstream import (
+
+from benchmarks.gateway_bodies import ANSWER_TOKENS, text_of
+from tests.support.gateways import (
     BODIES,
     END,
     EVENTS,
@@ -20,9 +22,9 @@ from raw_upstream import (
     WHOLE,
     Answer,
     Exchange,
+    Stage,
     Upstream,
     answer_whole,
-    ask,
     before_a_sound_call,
     between,
     chunk,
@@ -30,9 +32,7 @@ from raw_upstream import (
     of_the_first,
     recorded,
 )
-from unit_gateway import Stage
-
-from benchmarks.gateway_bodies import ANSWER_TOKENS, text_of
+from tests.support.gateways import ask_raw as ask
 
 STALLED_SECONDS = 0.5
 

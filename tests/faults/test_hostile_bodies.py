@@ -13,13 +13,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from bombs import ENCODINGS, LZ4, ZSTD, bomb, frame, frame_bomb, lying_frames, packed
 from google.rpc.status_pb2 import Status
-from load_spans import PROTOBUF, Rollouts
-from memory import height_mib, resident_mib
-from running_store import running_store, store_settings
 
 from spangrad.settings import StoreSettings
+from tests.support.hostile_otlp import ENCODINGS, LZ4, ZSTD, bomb, frame, frame_bomb, lying_frames, packed
+from tests.support.load_spans import PROTOBUF, Rollouts
+from tests.support.processes import height_mib, resident_mib
+from tests.support.servers import running_store, store_settings
 
 GROWTH_MIB = 1536
 """What bodies may cost at once: the store's budget is 256 MiB, a single body may have 512, and both exist packed and unpacked."""

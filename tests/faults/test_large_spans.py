@@ -10,7 +10,6 @@ import uuid
 import pytest
 from google.protobuf import json_format
 from google.rpc.status_pb2 import Status
-from load_spans import JSON, PROTOBUF
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
@@ -18,6 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 from collector.otlp.varint import varint
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.load_spans import JSON, PROTOBUF
 
 TIME = 1_767_614_400_000_000_000
 DEPTH = 40

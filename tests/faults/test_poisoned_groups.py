@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from poison import POISON, Rows
-from sampling import PROMPT
-from sections import trainer_settings
-from store_world import CALL, World
 
 from examples.two_tools.model import CITIES, TOOLS, WORDS
-from fakes import transition_row
 from spangrad.settings import Settings, StoreSettings
+from tests.support.built_rollouts import CALL, POISON, BuiltRollouts, Rows
+from tests.support.fakes import transition_row
+from tests.support.policies import PROMPT
+from tests.support.sections import trainer_settings
 from trainer import loop
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
@@ -56,7 +55,7 @@ def learn(
         run_id=f"poison-{uuid.uuid4().hex[:8]}", model=model, directory=directory, groups_per_batch=4, learning_rate=2e-3, publish=False
     )
     settings = Settings(store=store, trainer=learning)
-    world, kinds = World(settings, model), cycle(POISON.items())
+    world, kinds = BuiltRollouts(settings, model), cycle(POISON.items())
     ledger, injected, successes = loop.open_ledger(settings), dict[str, SkipReason](), list[float]()
     begun = loop.prepare(ledger, settings)
     trainer = loop.Trainer(
@@ -93,7 +92,7 @@ def learn(
         ledger.close()
 
 
-def sound_groups(world: World, weights: Path, version: int, number: int) -> Iterator[Rows]:
+def sound_groups(world: BuiltRollouts, weights: Path, version: int, number: int) -> Iterator[Rows]:
     """Sample a group of answers for each city from a version's weights."""
     for place, city in enumerate(CITIES):
         name = f"g{number}-{city}"
@@ -139,7 +138,7 @@ def reward(city: str, words: list[str]) -> float:
     return float(words[1] == city) if words[0] in TOOLS else -1.0
 
 
-def own_names(world: World, group: str, place: int) -> dict[str, str]:
+def own_names(world: BuiltRollouts, group: str, place: int) -> dict[str, str]:
     """Name a rollout of a group, its only call and its span."""
     rollout = f"{group}-{place}"
     return {"RolloutId": rollout} | {name: f"{name}-{world.run}-{rollout}" for name in ("CallId", "TransitionId", "TraceId", "SpanId")}

@@ -12,18 +12,17 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from queues import queue_db, queue_process, queue_settings, some
 
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.tables import ATTEMPTS, ROLLOUTS, QueueDatabase
 from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from spangrad.processes import Child, die_with_parent
 from spangrad.settings import Settings
+from tests.support.runners import queue_db, queue_process, queue_settings, some
 
 __all__ = ["queue_db"]
 
 ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).parents[1] / "support" / "queue_worker.py"
 
 
 class Workers:
@@ -55,7 +54,7 @@ class Workers:
         file = self._directory / f"worker-{self._started}"
         file.touch()
         environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-        command = [sys.executable, str(WORKER), self._url, str(file)]
+        command = [sys.executable, "-m", "tests.support.runners", self._url, str(file)]
         return subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
 
 

@@ -16,14 +16,13 @@ import grpc
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
-from law_one import judge
-from load import Load, exported
-from load_spans import PROTOBUF, Body, Held, Rollouts
-from memory import forget_height, height_mib, resident_mib
-from running_store import running_store, store_settings
 
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
+from tests.support.deliveries import Load, exported, judge
+from tests.support.load_spans import PROTOBUF, Body, Held, Rollouts
+from tests.support.processes import forget_height, height_mib, resident_mib
+from tests.support.servers import running_store, store_settings
 
 STILL_SECONDS = 6
 

@@ -11,15 +11,13 @@ from random import Random
 
 import pytest
 from clickhouse_connect.driver.client import Client
-from law_one import judge
-from load import Load
-from load_spans import Body, Held, Rollouts
-from running_collector import post
-from running_store import answers, running_store, start_store, store_settings
 
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.deliveries import Load, judge
+from tests.support.load_spans import Body, Held, Rollouts
+from tests.support.servers import post, running_store, start_store, store_answers, store_settings
 
 KILLS = 20
 
@@ -34,7 +32,7 @@ def test_twenty_kills_of_the_store(tmp_path: Path, chance: Random, tell: Callabl
         child = start_store(store.model_copy(update={"settle_seconds": (2, 0.02, 0)[kill % 3]}), log)
         # One in four dies at some point of its start.
         if chance.random() < 0.75:
-            wait_until(lambda: answers(store), 60, "the store", [child], poll_seconds=0.02)
+            wait_until(lambda: store_answers(store), 60, "the store", [child], poll_seconds=0.02)
         time.sleep(chance.uniform(0, 1.5))
         child.process.kill()
         child.process.wait()

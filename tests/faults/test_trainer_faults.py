@@ -13,19 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ledger_places import Place
 from pydantic import SecretStr
-from running_postgres import running_postgres
-from running_store import answers, running_store, start_store, store_settings
-from sections import trainer_settings
-from small_disks import small_disk
-from store_world import World, trainer_over
-from trainer_world import Cutting, FakeOptimizer, FakeSource, committed, settings, wired, write_base
 
 from spangrad.errors import CheckpointError, LedgerError, SpangradError, StoreError
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.types import VersionStatus
+from tests.support.built_rollouts import BuiltRollouts, trainer_over
+from tests.support.sections import trainer_settings
+from tests.support.servers import running_postgres, running_store, small_disk, start_store, store_answers, store_settings
+from tests.support.trainers import Cutting, FakeOptimizer, FakeSource, Place, committed, settings, wired, write_base
 from trainer import loop
 from trainer.data.batch import Batch
 from trainer.ledger.ledger import Ledger
@@ -85,8 +82,8 @@ def test_a_store_that_goes_away_in_the_middle_of_a_step(tiny_model: Path, tmp_pa
     chosen = Settings(store=store, trainer=trainer_settings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
     child = start_store(store, tmp_path / "log")
     try:
-        wait_until(lambda: answers(store), 60, "the store", [child], poll_seconds=0.05)
-        world = World(chosen, tiny_model)
+        wait_until(lambda: store_answers(store), 60, "the store", [child], poll_seconds=0.05)
+        world = BuiltRollouts(chosen, tiny_model)
         for name in "abc":
             world.group(name, [1.0, 0.0])
         trainer = trainer_over(world, chosen, Cutting(child.process.kill))
@@ -97,7 +94,7 @@ def test_a_store_that_goes_away_in_the_middle_of_a_step(tiny_model: Path, tmp_pa
     finally:
         child.stop(grace_seconds=0)
     with running_store(store, tmp_path / "log"):
-        world = World(chosen, tiny_model)
+        world = BuiltRollouts(chosen, tiny_model)
         again = trainer_over(world, chosen)
         versions = "SELECT Version FROM otel.v_policy_versions WHERE Branch = %(run)s ORDER BY Version"
         assert world.rows(versions) == [(0,), (1,), (2,)], "the copy has caught up before anything is trained"
@@ -157,7 +154,7 @@ RIVAL = """
 import sys
 from pathlib import Path
 from pydantic import SecretStr
-from trainer_world import FakeSource, settings, wired
+from tests.support.trainers import FakeSource, settings, wired
 base, directory, url, names = sys.argv[1:]
 chosen = settings(Path(base), Path(directory), groups_per_batch=1, max_staleness=99, ledger_url=SecretStr(url) if url else None)
 trainer = wired(chosen, FakeSource(names.split(",")))
@@ -179,7 +176,7 @@ def test_two_trainers_of_one_branch_take_turns(place: Place, tmp_path: Path) -> 
     # The fake gateway's file is there before either begins.
     (directory / "served.json").write_text("[0]")
     root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "support")])}
+    env = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", RIVAL, str(base), str(directory), url, ",".join(names)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     rivals = [subprocess.Popen(command, text=True, env=env, **pipes) for _ in range(2)]

@@ -16,13 +16,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from killed_training import LOADED, Nursery, nursery
-from poison import POISON
-from sections import trainer_settings
-from store_world import World
 
 from spangrad.settings import Settings, StoreSettings
 from spangrad.types import VersionStatus
+from tests.support.built_rollouts import POISON, BuiltRollouts
+from tests.support.processes import LOADED, Nursery, nursery
+from tests.support.sections import trainer_settings
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 from trainer.ledger.tables import LedgerVersion
@@ -51,7 +50,7 @@ def test_kills_at_random_points(
         # A trainer that starts anew compares old rows with the weights of their versions, which it reads from their checkpoints.
         return Settings(store=store, trainer=trainer_settings(**own, **learning, checkpoint__keep=99))  # type: ignore[arg-type]
 
-    world = World(settings("world"), tiny_model)
+    world = BuiltRollouts(settings("world"), tiny_model)
     poisoned = {reason: spoil for reason, spoil in POISON.items() if reason is not SkipReason.ALREADY_TRAINED}  # which needs a trained one
     first_in = dict(zip(range(0, steps * GROUPS, GROUPS), poisoned.items(), strict=False))
     for i in range(steps * GROUPS):
@@ -165,7 +164,7 @@ def left_behind(settings: Settings) -> set[str]:
     return {path.name for path in here.iterdir()} - known
 
 
-def mirrored(world: World, settings: Settings) -> list[tuple[int, str]]:
+def mirrored(world: BuiltRollouts, settings: Settings) -> list[tuple[int, str]]:
     """What the store says of the branch."""
     query = "SELECT Version, Status FROM otel.v_policy_versions WHERE Branch = %(branch)s ORDER BY Version"
     return [

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
-from running_postgres import running_postgres
-from running_store import answers, start_store, store_settings
-from sections import trainer_settings
-from store_world import World, trainer_over
-from trainer_world import Cutting, FakeSource, committed, settings, wired, write_base
 
 from spangrad.errors import StoreError
 from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.built_rollouts import BuiltRollouts, trainer_over
+from tests.support.sections import trainer_settings
+from tests.support.servers import running_postgres, start_store, store_answers, store_settings
+from tests.support.trainers import Cutting, FakeSource, committed, settings, wired, write_base
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.patient_store import make_patient, patient_client
@@ -67,8 +66,8 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_pa
         come_back()
 
     with later(lambda: stores.append(start_store(store, tmp_path / "log"))) as come_back:
-        wait_until(lambda: answers(store), 60, "the store", stores, poll_seconds=0.05)
-        world = World(chosen, tiny_model)
+        wait_until(lambda: store_answers(store), 60, "the store", stores, poll_seconds=0.05)
+        world = BuiltRollouts(chosen, tiny_model)
         for name in "abcd":
             world.group(name, [1.0, 0.0])
         trainer = trainer_over(world, chosen, Cutting(cut))
@@ -76,7 +75,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_pa
         trainer.source, trainer.mirror = GroupReader(client, chosen), Mirror(client, store.url, trainer.ledger)
         trainer.run(follow=False)
         assert trainer.ledger.committed_versions() == [0, 1, 2, 3, 4]
-        again = World(chosen, tiny_model)
+        again = BuiltRollouts(chosen, tiny_model)
         lineage = "SELECT Version, RolloutId FROM otel.v_lineage WHERE Branch = %(run)s ORDER BY Version, RolloutId"
         assert again.rows(lineage) == [(version, f"{name}-{i}") for version, name in enumerate("abcd", 1) for i in range(2)]
         retries = [one.metrics["store_retries"] for one in trainer.ledger.versions()[1:]]

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from queues import queue_db, queue_process, queue_server, queue_settings, some, until, until_ended, with_mood
-from workers import World, kill, world
 
 from runner.queue.client import QueueClient
 from runner.queue.wire import RolloutSelector, RolloutState
@@ -19,6 +17,19 @@ from spangrad import semconv
 from spangrad.processes import Child, wait_until
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure
+from tests.support.runners import (
+    RunnerServices,
+    kill,
+    queue_db,
+    queue_process,
+    queue_server,
+    queue_settings,
+    runner_services,
+    some,
+    until,
+    until_ended,
+    with_mood,
+)
 
 __all__ = ["queue_db"]
 
@@ -40,7 +51,7 @@ async def until_true(what: str, true: Callable[[], bool]) -> None:
     await asyncio.to_thread(wait_until, true, 180, what)
 
 
-async def require_no_orphan(here: World) -> None:
+async def require_no_orphan(here: RunnerServices) -> None:
     """Nothing that a host has started outlives the workers."""
     for child in here.children:
         child.stop(60)
@@ -48,7 +59,7 @@ async def require_no_orphan(here: World) -> None:
     assert here.hosts() == []
 
 
-async def require_once(client: QueueClient, here: World, names: Iterable[str]) -> dict[tuple[str, int], AttemptFailure | None]:
+async def require_once(client: QueueClient, here: RunnerServices, names: Iterable[str]) -> dict[tuple[str, int], AttemptFailure | None]:
     """Each rollout has succeeded once; each attempt has its root, and the newest of each rollout the final mark. Attempts by reason."""
     wanted = Counter(names)
     ended = await until_ended(client, len(wanted))
@@ -70,7 +81,7 @@ async def require_once(client: QueueClient, here: World, names: Iterable[str]) -
 class Victims:
     """Everything that may die: each is replaced, or replaces itself."""
 
-    def __init__(self, here: World, settings: Settings, chance: random.Random) -> None:
+    def __init__(self, here: RunnerServices, settings: Settings, chance: random.Random) -> None:
         self._here, self._settings, self._chance = here, settings, chance
         self.killed: Counter[str] = Counter()
         self.server = self._serve()
@@ -102,7 +113,7 @@ class Victims:
 async def test_fifty_kills_lose_nothing_and_leave_nothing(queue_db: str, tmp_path: Path, tell: Callable[[str], None]) -> None:
     chance = random.Random(8)
     settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=KILLS + 2)
-    with world(tmp_path, queue__url=settings.queue.url, concurrency=3) as here:
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=3) as here:
         victims = Victims(here, settings, chance)
         try:
             async with QueueClient.of(settings.queue, patience_seconds=300) as client:
@@ -127,7 +138,7 @@ async def test_fifty_kills_lose_nothing_and_leave_nothing(queue_db: str, tmp_pat
 
 async def test_a_worker_that_never_answers_is_replaced_and_counts_for_nothing_when_it_goes_on(queue_db: str, tmp_path: Path) -> None:
     settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=2)
-    with world(tmp_path, queue__url=settings.queue.url, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
         async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", with_mood("steady", some(1)))
             stopped = here.start_worker()
@@ -154,7 +165,10 @@ async def test_a_worker_that_never_answers_is_replaced_and_counts_for_nothing_wh
 
 async def test_a_poison_task_is_dead_after_its_attempts_and_holds_up_nobody(queue_db: str, tmp_path: Path) -> None:
     settings = queue_settings(queue_db, max_attempts=3)
-    with world(tmp_path, queue__url=settings.queue.url, workers=2, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
+    with (
+        runner_services(tmp_path, queue__url=settings.queue.url, workers=2, concurrency=1) as here,
+        queue_server(settings, tmp_path / "queue.log"),
+    ):
         async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", [*with_mood("poison", some(1, "poison ", priority=1)), *with_mood("slow", some(20, "well "))])
             here.start_worker()
@@ -174,7 +188,7 @@ async def test_a_poison_task_is_dead_after_its_attempts_and_holds_up_nobody(queu
 async def test_a_thousand_cancellations_in_flight_free_every_place(queue_db: str, tmp_path: Path) -> None:
     (tmp_path / "sleepers.py").write_text(SLEEPERS)
     settings = queue_settings(queue_db, queue__lease_seconds=20)
-    with world(tmp_path, queue__url=settings.queue.url, concurrency=250) as here, queue_server(settings, tmp_path / "queue.log"):
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=250) as here, queue_server(settings, tmp_path / "queue.log"):
         async with QueueClient.of(settings.queue) as client:
             for _ in range(4):
                 here.start_worker(agent=("--agent", "sleepers:agent"))

@@ -7,11 +7,11 @@ import uuid
 from typing import Any
 
 import pytest
-from building import outcome, post, rows, settings_of
-from fake_engine import SAMPLING
 
-import fakes
 from spangrad.settings import StoreSettings
+from tests.support import fakes
+from tests.support.built_rollouts import outcome, post, rows, settings_of
+from tests.support.fake_engine import SAMPLING
 from transition_builder.loop import build_once
 
 ANSWER: dict[str, Any] = {

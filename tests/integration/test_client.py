@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from queues import queue_server, queue_settings
-from workers import World, world
 
 from spangrad import semconv
 from spangrad.client.queue_http import QueueHttp
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
+from tests.support.runners import RunnerServices, queue_server, queue_settings, runner_services
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "client" / "sums.py"
 OURS = ("runner", "gateway", "collector", "trainer", "transition_builder", "commands", "dashboards", "tests")
@@ -31,7 +30,7 @@ OURS = ("runner", "gateway", "collector", "trainer", "transition_builder", "comm
 class Place:
     """A queue server, and what else a client needs."""
 
-    here: World
+    here: RunnerServices
     settings: Settings
 
     @property
@@ -73,7 +72,7 @@ class Place:
 @contextmanager
 def place(directory: Path) -> Generator[Place]:
     settings = queue_settings(f"sqlite:///{directory}/queue.db")
-    with world(directory) as here, queue_server(settings, directory / "queue.log"):
+    with runner_services(directory) as here, queue_server(settings, directory / "queue.log"):
         here.gateway.reply = _reply
         yield Place(here, settings)
 

@@ -1,6 +1,6 @@
 """The store against clickhouse-go, the client inside Grafana's ClickHouse data source and the Collector's exporter.
 
-Skipped where the binary is not there (tests/support/binaries.py).
+Skipped where the binary is not there (`tests.support.servers.binary`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from binaries import binary
 from clickhouse_connect.driver.client import Client
-from running_store import running_store, store_settings
 
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.servers import binary, running_store, store_settings
 
 COMPRESSIONS = ["none", "lz4", "zstd", "gzip", "deflate", "br"]
 _BUILD = "'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 5 AS Content"

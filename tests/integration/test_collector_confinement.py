@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from running_store import running_store, store_settings
 
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.servers import running_store, store_settings
 
 CONFINE = """
 import os, sys

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from migrated_engine import migrated_engine
-from odd_otlp import traces
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue, KeyValueList
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
@@ -26,6 +24,8 @@ from collector.otlp.rows import encode_traces
 from collector.write import span_staging
 from collector.write.ingest import Refused
 from collector.write.span_staging import SpanStaging
+from tests.support.hostile_otlp import traces
+from tests.support.servers import migrated_engine
 
 NEVER = 10**9
 START = 1_760_000_000_000_000_000

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from migrated_engine import migrated_engine
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
@@ -27,6 +26,7 @@ from collector.write.ingest import Refused
 from collector.write.journal import Journal
 from collector.write.span_staging import SpanStaging
 from collector.write.write_buffer import WriteBuffer
+from tests.support.servers import migrated_engine
 
 START = 1_760_000_000_000_000_000
 NEVER = 10_000.0

@@ -7,18 +7,18 @@ import uuid
 from typing import Any
 
 import pytest
-import raw_answers
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
-from raw_answers import COMPLETION, FIELD, GENERATIONS
 
 from spangrad.http.otlp_http import Poster
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support import gateways
+from tests.support.gateways import COMPLETION, FIELD, GENERATIONS
 from transition_builder.dialects.conventions.openinference import OPENAI_SCOPE
 
-CHOICE: dict[str, Any] = {**raw_answers.CHOICE, "message": {"content": "ab"}}
+CHOICE: dict[str, Any] = {**gateways.CHOICE, "message": {"content": "ab"}}
 ANSWER: dict[str, Any] = {"id": "c", "model": "m", "prompt_token_ids": [1, 70000], "choices": [CHOICE], "spangrad": FIELD}
 NO_CALLS: list[Any] = []
 

@@ -19,10 +19,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
-from running_store import running_store, store_settings
 
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.servers import running_store, store_settings
 
 
 @pytest.fixture(scope="module")

@@ -27,17 +27,16 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from fake_engine import FakeEngine
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
-from running_collector import PORTS, collector_values, otelcol, post, running_collector, start_collector
-from running_store import running_store, store_settings
 
 from spangrad.processes import own_command, require_free_port, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.fake_engine import FakeEngine
+from tests.support.servers import PORTS, collector_values, otelcol, post, running_collector, running_store, start_collector, store_settings
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTION = ROOT / "collector" / "distribution"

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from odd_otlp import logs, traces
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from running_collector import collector_values, otelcol, post, running_collector
-from running_store import running_store, store_settings
 
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.hostile_otlp import logs, traces
+from tests.support.servers import collector_values, otelcol, post, running_collector, running_store, store_settings
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = sorted([*ROOT.glob("tests/fixtures/spans/*.jsonl"), *ROOT.parent.glob("shared/fixtures/spans/*.jsonl")])

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import DatabaseError
-from one_shard import SHARDED, one_shard
-from running_store import running_store, store_settings
 
 from collector.schema.cluster import Layout
 from collector.schema.migrations import SCHEMA, Execute, migrate, preamble, read_migrations
@@ -21,6 +19,7 @@ from collector.schema.retention import OLD, Expired, cutoff, expire
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.servers import SHARDED, one_shard, running_store, store_settings
 
 BEFORE = 3786912000
 """2090-01-01. Rows that are inserted today are old by then; what is to be younger says so."""

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from asking import ask, begin, form, until
 from clickhouse_connect.driver.client import Client
-from running_store import running_store, store_settings
 
 from collector.encodings import SUPPORTED, decompress
 from collector.sql.frames import unframe
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.servers import running_store, store_settings
+from tests.support.sql_clients import ask, begin, form, until
 
 ENDLESS = "SELECT count() FROM numbers(1000000000000) WHERE sipHash64(number) = 1"
 LARGE = "SELECT number, repeat('x', 100) FROM numbers(20000000)"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import clickhouse_connect
 import pytest
-from asking import ask, form
 from clickhouse_connect.driver.exceptions import DatabaseError
 
 from collector.sql.sessions import MAX_IDLE
 from spangrad.settings import StoreSettings
+from tests.support.sql_clients import ask, form
 
 # --- readonly, and other settings that nothing takes back ---
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import clickhouse_connect
 import grpc
 import pytest
-from asking import Reply, ask, begin, form
 from clickhouse_connect.driver.exceptions import DatabaseError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
-from running_store import running_store, start_store, store_settings
 
 from collector.encodings import SUPPORTED, decompress
 from collector.sql.frames import unframe
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.servers import running_store, start_store, store_settings
+from tests.support.sql_clients import Reply, ask, begin, form
 
 TOKENS = {"writer": "write-secret", "reader": "read-secret"}
 

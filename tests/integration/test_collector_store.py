@@ -32,10 +32,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeLogs
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
-from running_store import answers, running_store, start_store, store_settings
 
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.servers import running_store, start_store, store_answers, store_settings
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
@@ -401,7 +401,7 @@ def test_a_port_in_use_and_a_directory_in_use_are_named(store: StoreSettings, tm
         " Stop what uses it, or set store.otlp_http_port to another port."
     )
     assert same_path.tail().startswith(f"the store in {store.path} is in use by process ")
-    assert answers(store)
+    assert store_answers(store)
 
 
 def test_a_token_is_asked_on_every_port(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Every question that the dashboards ask, as Grafana asks it, of a store that a training run has filled.
 
-The data source is clickhouse-go over HTTP with the read token: tests/support/grafana.py expands what Grafana expands, `chgo` asks. Where
+The data source is clickhouse-go over HTTP with the read token: tests/support/sql_clients.py expands as Grafana does, `chgo` asks. Where
 the binary is not there those tests skip, and the same statements run through clickhouse-connect all the same.
 """
 
@@ -16,14 +16,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-from binaries import binary
-from dashboard_world import READ_TOKEN, dashboard_world
-from grafana import ALL, Choice, Choices, Panel, Window, complaints, expand, field_kind, panels
 from pydantic import SecretStr
 
 from dashboards.files import DASHBOARDS, render
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.built_rollouts import READ_TOKEN, store_of_a_run
+from tests.support.servers import binary
+from tests.support.sql_clients import ALL, Choice, Choices, Panel, Window, complaints, expand, field_kind, panels
 
 MODELS = {name: json.loads(render(name)) for name in DASHBOARDS}
 WINDOW = Window(datetime(2025, 12, 31, tzinfo=UTC), datetime.now(UTC) + timedelta(days=1), 3600)
@@ -47,7 +47,7 @@ Ask = Callable[[str], Answer]
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Iterator[StoreSettings]:
-    with dashboard_world(tmp_path_factory.mktemp("dashboards"), tiny_model) as store:
+    with store_of_a_run(tmp_path_factory.mktemp("dashboards"), tiny_model) as store:
         yield store
 
 

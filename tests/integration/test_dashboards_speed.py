@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from clickhouse_connect.driver.client import Client
-from grafana import ALL, Choice, Window, expand, panels
-from running_store import running_store, store_settings
 
 from dashboards.files import DASHBOARDS, render
 from spangrad.store.clickhouse import connect
+from tests.support.servers import running_store, store_settings
+from tests.support.sql_clients import ALL, Choice, Window, expand, panels
 
 ROLLOUTS, SPANS, CALLS, BATCH = 50_000, 20, 4, 32
 SECONDS = 5.0

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupts import heed_interrupts
 
 from spangrad.processes import require_free_port, wait_until
+from tests.support.processes import heed_interrupts
 
 pytestmark = pytest.mark.vllm
 

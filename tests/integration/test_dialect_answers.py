@@ -9,17 +9,17 @@ from typing import Any
 
 import polars as pl
 import pytest
-from golden_dialects import RECORDED, made, recorded
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
-from raw_answers import CHOICE, COMPLETION, FIELD, GENERATIONS, SAMPLING
-from registry_spans import REGISTRY
 
 from spangrad.http.otlp_http import Poster
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.dialects import RECORDED, made, recorded
+from tests.support.gateways import CHOICE, COMPLETION, FIELD, GENERATIONS, SAMPLING
+from tests.support.registry_spans import REGISTRY
 from transition_builder import dialects
 
 START = 1_767_225_600_000_000_000

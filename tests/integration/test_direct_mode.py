@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_front import EngineFront
-from running_engine import fetch
-from running_store import running_store, store_settings
-from stock_agents import CLIENTS, ROOT, run, stock, with_wheel
 
 from runner.runner import Runner
 from runner.workers.agents import CommandAgent
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
+from tests.support.engines import EngineFront, fetch
+from tests.support.processes import CLIENTS, ROOT, run, stock, with_wheel
+from tests.support.servers import running_store, store_settings
 from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm

@@ -10,15 +10,15 @@ from typing import Any
 
 import openai
 import pytest
-from building import rows, settings_of
 from openinference.instrumentation.openai import OpenAIInstrumentor
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-import fakes
 from spangrad.settings import StoreSettings
+from tests.support import fakes
+from tests.support.built_rollouts import rows, settings_of
 from transition_builder.loop import build_once
 
 ROOT = Path(__file__).parents[2]

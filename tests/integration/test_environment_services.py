@@ -13,14 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from queues import is_state, queue_settings, serving, some
-from workers import kill, world
 
 from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.types import Mode, Task
+from tests.support.runners import is_state, kill, queue_settings, runner_services, serving, some
 
 WORLD = """
     import os, pathlib
@@ -85,7 +84,7 @@ async def test_rollouts_with_both_services(tmp_path: Path, monkeypatch: pytest.M
     with (
         process("environments", tmp_path, "environments", "--factory", "worlds:World", "--instances", "2") as (environments, leases),
         process("rewards", tmp_path, "rewards", "serve", "--evaluator", "worlds:score") as (_, judge),
-        world(tmp_path, concurrency=4, max_attempts=1) as here,
+        runner_services(tmp_path, concurrency=4, max_attempts=1) as here,
     ):
         agent = CallableAgent("worlds:agent", judge, tmp_path, environment=leases)
         async with Runner(here.settings, agent) as runner:
@@ -107,7 +106,7 @@ async def test_the_lease_of_a_killed_worker_runs_out(tmp_path: Path) -> None:
     words = ("environments", "--factory", "worlds:World")
     with (
         process("environments", tmp_path, *words, environment_lease_seconds=2) as (_, leases),
-        world(tmp_path, queue__url=settings.queue.url, concurrency=1) as here,
+        runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here,
     ):
         async with serving(settings) as (client, _):
             (one,) = some(1)

@@ -17,13 +17,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from export_world import START, World, chat, said, user
 
-import fakes
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import DropReason, transition_id
+from tests.support import fakes
+from tests.support.rollouts import START, StoredRollouts, chat, said, user
 from trainer.optim.process import choose_platform
 from transition_builder.export.formats import FORMATS, Exported, export
 from transition_builder.export.reading import ExportSelection
@@ -40,7 +40,7 @@ ASKS = {
 ANSWERS = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
 
 
-def write(world: World, name: str, out: Path, **wanted: Any) -> Exported:
+def write(world: StoredRollouts, name: str, out: Path, **wanted: Any) -> Exported:
     options = {key: wanted.pop(key) for key in ("force", "min_margin") if key in wanted}
     return export(world.client, world.store.url, name, ExportSelection(wanted.pop("dataset", world.name), **wanted), out, **options)
 
@@ -49,7 +49,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def two_turns(world: World, rollout: str, reward: float, reply: str = "sunny in rome", **where: Any) -> list[str]:
+def two_turns(world: StoredRollouts, rollout: str, reward: float, reply: str = "sunny in rome", **where: Any) -> list[str]:
     """A rollout of two calls, the second of which goes on where the first ended."""
     first = world.call(rollout, *chat([SYSTEM, user("rome?")], ASKS, tools=[TOOL]), ids=([1, 2], [3, 4]), **where)
     second = world.call(
@@ -59,7 +59,7 @@ def two_turns(world: World, rollout: str, reward: float, reply: str = "sunny in 
 
 
 def test_parquet_holds_the_transitions_as_they_are(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-parquet")
+    world = StoredRollouts(store, "ex-parquet")
     calls = two_turns(world, "r0", 1.0) + two_turns(world, "r1", 0.5)
     world.call("r1", dropped="call_failed")
     world.commit()
@@ -89,7 +89,7 @@ def test_parquet_holds_the_transitions_as_they_are(store: StoreSettings, tmp_pat
 
 
 def test_a_past_state_and_an_older_revision_can_be_exported(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-asof")
+    world = StoredRollouts(store, "ex-asof")
     first = two_turns(world, "r0", 1.0)
     then = world.commit()
     second = two_turns(world, "r0", 0.0) + two_turns(world, "r1", 0.0)
@@ -111,7 +111,7 @@ def test_a_past_state_and_an_older_revision_can_be_exported(store: StoreSettings
 
 
 def test_rollouts_and_calls_are_chosen_and_the_rest_is_counted(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-chosen")
+    world = StoredRollouts(store, "ex-chosen")
     two_turns(world, "r0", 1.0)
     two_turns(world, "r1", 0.25)
     kept = world.call("r2", *chat([user("x")], "y"), reward=2.0, AgentName="critic")
@@ -125,7 +125,7 @@ def test_rollouts_and_calls_are_chosen_and_the_rest_is_counted(store: StoreSetti
 
 def test_hugging_face_loads_the_directory(store: StoreSettings, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    world = World(store, "ex-hf")
+    world = StoredRollouts(store, "ex-hf")
     calls = two_turns(world, "r0", 1.0)
     held_out = world.call("r1", *chat([user("x")], "y"), reward=0.5, mode="validate")
     world.commit()
@@ -141,7 +141,7 @@ def test_hugging_face_loads_the_directory(store: StoreSettings, tmp_path: Path) 
 
 
 def test_sft_trains_every_reply_once(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-sft")
+    world = StoredRollouts(store, "ex-sft")
     merged = two_turns(world, "r0", 1.0)
     few_shot = world.call("r1", *chat([user("a"), said("b"), user("c")], "d"), reward=0.0)
     plain = world.call("r2", {"prompt": "once upon"}, {"choices": [{"index": 0, "text": " a time", "finish_reason": "stop"}]}, reward=0.0)
@@ -171,7 +171,7 @@ def test_sft_trains_every_reply_once(store: StoreSettings, tmp_path: Path) -> No
 
 
 def test_calls_without_ids_can_be_exported_for_their_text(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-noids")
+    world = StoredRollouts(store, "ex-noids")
     asked = {"llm.input_messages.0.message.role": "user", "llm.input_messages.0.message.content": "hi"}
     told = {"llm.output_messages.0.message.role": "assistant", "llm.output_messages.0.message.content": "hello"}
     first = world.call("r0", attributes={"openinference.span.kind": "LLM", **asked, **told}, dropped="no_token_ids")
@@ -200,7 +200,7 @@ def test_calls_without_ids_can_be_exported_for_their_text(store: StoreSettings, 
 
 
 def test_the_return_of_a_rollout_without_kept_calls_is_that_of_its_revision(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-revised")
+    world = StoredRollouts(store, "ex-revised")
     times = list[datetime]()
     for revision, name in enumerate(("reward", "other")):
         world.call("r0", *chat([user("x")], "y"), dropped="no_token_ids")
@@ -212,7 +212,7 @@ def test_the_return_of_a_rollout_without_kept_calls_is_that_of_its_revision(stor
 
 
 def test_sft_tokens_are_the_engines_own(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-tokens")
+    world = StoredRollouts(store, "ex-tokens")
     two_turns(world, "r0", 1.0)
     world.call("r0", *chat([user("new")], "y"), ids=([9], [8]))
     world.commit()
@@ -223,7 +223,7 @@ def test_sft_tokens_are_the_engines_own(store: StoreSettings, tmp_path: Path) ->
 
 
 def test_preferences_pair_best_and_worst(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-pairs")
+    world = StoredRollouts(store, "ex-pairs")
     best = two_turns(world, "a", 1.0)
     worst = two_turns(world, "b", -1.0, "no idea")
     two_turns(world, "c", 0.0)
@@ -263,7 +263,7 @@ def test_preferences_pair_best_and_worst(store: StoreSettings, tmp_path: Path) -
 def test_verl_reads_the_prompts(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     rl_dataset = verl_module("verl.utils.dataset.rl_dataset")
-    world = World(store, "ex-verl")
+    world = StoredRollouts(store, "ex-verl")
     first = two_turns(world, "r0", 1.0)[0]
     two_turns(world, "r1", 0.0)
     other = world.call("r2", *chat([user("say oslo")], "y"), reward=0.5, group="g2", task="t2")
@@ -296,7 +296,7 @@ def test_verl_reads_the_prompts(store: StoreSettings, tmp_path: Path, tiny_model
 def test_verl_trains_the_replies(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     sft_dataset = verl_module("verl.utils.dataset.multiturn_sft_dataset")
-    world = World(store, "ex-verl-sft")
+    world = StoredRollouts(store, "ex-verl-sft")
     opening = [user("say rome")]
     world.call("r0", *chat(opening, "clock rome"))
     world.call(
@@ -330,7 +330,7 @@ def test_verl_trains_the_replies(store: StoreSettings, tmp_path: Path, tiny_mode
 def test_verl_trains_json_lines_with_our_dataset_classes(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     load = verl_module("verl.trainer.sft_trainer").create_sft_dataset
-    world = World(store, "ex-verl-lines")
+    world = StoredRollouts(store, "ex-verl-lines")
     world.call("r0", *chat([user("say"), said("oslo"), user("say")], "lima", tools=[TOOL]), ids=([3, 4], [5, 6]), reward=1.0)
     world.commit()
     write(world, "sft", tmp_path / "sft.jsonl")
@@ -406,7 +406,7 @@ def spangrad(store: StoreSettings, directory: Path, *arguments: str) -> subproce
 
 
 def test_the_command_says_what_it_wrote_and_left_out(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-command")
+    world = StoredRollouts(store, "ex-command")
     two_turns(world, "r0", 1.0)
     two_turns(world, "r1", -1.0)
     world.call("r1", dropped="call_failed")
@@ -429,7 +429,7 @@ def test_the_command_says_what_it_wrote_and_left_out(store: StoreSettings, tmp_p
 def test_the_dataset_is_the_one_that_training_reads(store: StoreSettings, tmp_path: Path) -> None:
     builder = BuilderSettings(dataset="ex-default", selection=Selection(agents=".*|ex-default"))
     same = ["--set", "builder.dataset=ex-default", "--set", "builder.selection.agents=.*|ex-default", "--run", "ex-default"]
-    world = World(store, "ex-default")
+    world = StoredRollouts(store, "ex-default")
     later, world.spec = world.spec, builder.spec
     own = two_turns(world, "r0", 1.0)
     world.commit()
@@ -455,7 +455,7 @@ def test_the_dataset_is_the_one_that_training_reads(store: StoreSettings, tmp_pa
 
 
 def test_the_command_warns_where_nothing_was_written(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-nothing")
+    world = StoredRollouts(store, "ex-nothing")
     two_turns(world, "r0", 1.0)
     world.call("r1", dropped="call_failed")
     world.commit()
@@ -498,7 +498,7 @@ def test_the_command_explains_mistakes(store: StoreSettings, tmp_path: Path, arg
 
 
 def test_the_examples_of_the_docs_run(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-docs")
+    world = StoredRollouts(store, "ex-docs")
     two_turns(world, "r0", 1.0)
     two_turns(world, "r1", -1.0)
     then = world.commit()
@@ -520,7 +520,7 @@ def test_the_examples_of_the_docs_run(store: StoreSettings, tmp_path: Path) -> N
 
 
 def test_what_is_there_stays_unless_forced(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-force")
+    world = StoredRollouts(store, "ex-force")
     two_turns(world, "r0", 1.0)
     world.commit()
     (tmp_path / "out.parquet").write_text("mine")
@@ -537,7 +537,7 @@ def test_what_is_there_stays_unless_forced(store: StoreSettings, tmp_path: Path)
 
 
 def test_missing_rows_stop_an_export(store: StoreSettings, tmp_path: Path) -> None:
-    world = World(store, "ex-missing")
+    world = StoredRollouts(store, "ex-missing")
     two_turns(world, "r0", 1.0)
     world.builds["r0"]["Calls"] = 3
     world.commit()

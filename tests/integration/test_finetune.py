@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from export_world import World, chat, said, user
-from finetune_world import EXAMPLES, PAIRS, finetuned, settings, write_rows
-from sampling import distribution
-from sections import changed
 
 from examples.two_tools.model import CITIES, TOOLS
 from spangrad.settings import FinetuneSettings, Settings, StoreSettings
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from tests.support.policies import distribution
+from tests.support.rollouts import BuiltRollouts, chat, said, user
+from tests.support.sections import changed
+from tests.support.trainers import EXAMPLES, PAIRS, finetuned, write_rows
+from tests.support.trainers import finetune_settings as settings
 from trainer.ledger.ledger import Ledger
 from trainer.optim.workers import LocalWorkers
 from trainer.sft.examples import LengthLimits, digest_of, read_examples
@@ -205,7 +206,7 @@ class Traces:
     """The two-tools example's rollouts of one turn, in a store: of each group one that called the right tool and one that did not."""
 
     def __init__(self, store: StoreSettings, model: Path, name: str, groups: int) -> None:
-        self.world, self.model, self.name = World(store, name), model, name
+        self.world, self.model, self.name = BuiltRollouts(store, name), model, name
         render = Renderer(model)
         for at in range(groups):
             city = CITIES[at % 4]
@@ -306,9 +307,8 @@ def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Pa
 
 
 def test_reinforcement_goes_on_from_a_tuned_version_and_leaves_its_groups_out(store: StoreSettings, tiny_model: Path, tmp_path: Path):
-    from store_world import SPEC
-    from store_world import World as Built
-
+    from tests.support.built_rollouts import SPEC
+    from tests.support.built_rollouts import BuiltRollouts as Built
     from trainer.loop import train
 
     own = {"run_id": "finetuned-run", "policy": "policy", "branch": "finetuned-run", "groups_per_batch": 1, "max_staleness": 5}

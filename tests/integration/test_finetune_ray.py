@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from finetune_world import EXAMPLES, PAIRS, settings
 from safetensors.numpy import load_file
 
+from tests.support.trainers import EXAMPLES, PAIRS
+from tests.support.trainers import finetune_settings as settings
 from trainer.sft.optimizer import FileOptimizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import logprobs_by_peft, random_adapter
-from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
 from safetensors.numpy import load_file, save_file
-from spelling_model import build_spelling_model
 
 from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.weights.checksums import checksum_directory
+from tests.support.engines import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from tests.support.policies import build_spelling_model, logprobs_by_peft, random_adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_engine import fetch
 
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
+from tests.support.engines import fetch
 
 pytestmark = pytest.mark.vllm
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialect_answers import comparable
-from running_engine import VLLM_PYTHON, engine_settings, running_bare_vllm
 
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
+from tests.support.dialects import comparable
+from tests.support.engines import VLLM_PYTHON, engine_settings, running_bare_vllm
 
 pytestmark = pytest.mark.vllm
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import Reference, perturbed
-from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
 
 from spangrad.processes import wait_until
 from spangrad.settings import BackendSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory
+from tests.support.engines import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
+from tests.support.policies import Reference, perturbed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

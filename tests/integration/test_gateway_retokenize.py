@@ -7,7 +7,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from fake_engine import FakeEngine
 
 from gateway.server import running
 from spangrad.processes import free_ports
@@ -15,6 +14,7 @@ from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import tokenizer_hash
+from tests.support.fake_engine import FakeEngine
 
 ASKED = {"model": "judge", "messages": [{"role": "user", "content": "say rome"}]}
 

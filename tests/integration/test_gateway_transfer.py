@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import logprobs_by_peft
 from numpy.typing import NDArray
-from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
 from safetensors.numpy import load_file, save_file
 
 from spangrad.errors import GatewayError
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion
 from spangrad.weights.checksums import checksum_directory
+from tests.support.engines import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from tests.support.policies import logprobs_by_peft
 from trainer.publish.publisher import Publisher
 from trainer.publish.sender import WeightsSender
 

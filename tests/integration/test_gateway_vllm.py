@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 from clickhouse_connect.driver.client import Client
-from fake_engine import SAMPLING
-from running_engine import ROOT, VLLM_PYTHON, fetch
 
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from tests.support.engines import ROOT, VLLM_PYTHON, fetch
+from tests.support.fake_engine import SAMPLING
 
 pytestmark = pytest.mark.vllm
 

@@ -10,12 +10,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from foreign_spans import FORESTS, planted
 
-import fakes
 from commands.inspection.inspect import examine, looks_like_a_call, markdown
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
+from tests.support import fakes
+from tests.support.foreign_spans import FORESTS, planted
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-from sections import changed, trainer_settings
-from store_world import World, trainer_over
 
 from commands.inspection.lineage import span_name, version_name
 from commands.inspection.lineage_text import of_span as span_text
@@ -19,6 +17,8 @@ from commands.inspection.lineage_text import of_version as version_text
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, TrainedSpan, VersionLineage, descendants, of_span, of_version
+from tests.support.built_rollouts import BuiltRollouts, trainer_over
+from tests.support.sections import changed, trainer_settings
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path, run: str) -
 
 def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Settings, tiny_model: Path, run: str) -> None:
     """Versions 0 <- 1 <- 2, back to 1, 1 <- 3; branch `fork` begins with 3 and makes 4 to 7, of the same rollouts and one more."""
-    world = World(settings, tiny_model)
+    world = BuiltRollouts(settings, tiny_model)
     trainer = trainer_over(world, settings)
     for name in ("a", "b"):
         world.group(name, [1.0, None, 0.0], Policy=run)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lagging_policy import CITIES, CITY, FIRST_CITY, ROWS, LaggingPolicy, task_prompts
-from sections import trainer_settings
 
 from spangrad.errors import BadRowsError
+from tests.support.policies import CITIES, CITY, FIRST_CITY, ROWS, LaggingPolicy, task_prompts
+from tests.support.sections import trainer_settings
 from trainer.optim.optimizer import VerlOptimizer
 
 LEARNING_RATE = 1e-3

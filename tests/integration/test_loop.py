@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_engine import engine_settings, fetch, gateway_settings, running_engine, running_gateway
 
 from commands.demo.settings import write_settings
 from runner.runner import Outcome, Runner
@@ -22,6 +21,7 @@ from spangrad.settings.runner import FailureRewards
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
+from tests.support.engines import engine_settings, fetch, gateway_settings, running_engine, running_gateway
 from trainer.data.failures import failed_shares
 from trainer.data.source import GroupReader
 from transition_builder.loop import build_once

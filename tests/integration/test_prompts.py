@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from queues import queue_settings
-from sections import trainer_settings
 
-from fakes import HttpServer
 from gateway.server import running as running_gateway
 from runner.queue.server import running as running_queue
 from spangrad.client.prompt_store import Edit, PromptStore, PromptText
@@ -25,6 +21,10 @@ from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
+from tests.support.fake_engine import FakeEngine
+from tests.support.fakes import HttpServer
+from tests.support.runners import queue_settings
+from tests.support.sections import trainer_settings
 from trainer.data.source import GroupReader
 from transition_builder.loop import build_once
 

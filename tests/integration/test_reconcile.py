@@ -12,12 +12,12 @@ from dataclasses import replace
 import polars as pl
 import pytest
 from rich.console import Console
-from running_store import running_store, store_settings
 
-import fakes
 from commands.training.build_report import show
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support import fakes
+from tests.support.servers import running_store, store_settings
 from transition_builder import loop
 from transition_builder.frames import Built, Frames
 from transition_builder.report import ReconcileReport, Wrong, reconcile_report

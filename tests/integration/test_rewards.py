@@ -10,15 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from building import post
-from running_store import running_store, store_settings
 
-import fakes
 from commands.data.rewards import rewards
 from spangrad.errors import BuilderError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
 from spangrad.store import datasets
 from spangrad.store.clickhouse import connect
+from tests.support import fakes
+from tests.support.built_rollouts import post
+from tests.support.servers import running_store, store_settings
 from transition_builder import loop
 from transition_builder.rewards import sql
 

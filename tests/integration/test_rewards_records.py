@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from building import post, rows
 from opentelemetry._logs import SeverityNumber
-from sdk_rollouts import SdkRollout, add_event
 
-import fakes
 from spangrad.errors import BuilderError, RuleError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support import fakes
+from tests.support.built_rollouts import post, rows
+from tests.support.rollouts import SdkRollout, add_event
 from transition_builder import loop
 from transition_builder.source.queries import StoreReader
 

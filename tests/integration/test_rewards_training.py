@@ -8,15 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
-from running_store import running_store, store_settings
-from sampling import PROMPT, sample
-from sections import trainer_settings
 
-import fakes
 from commands.data.rewards import rewards
 from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import tokenizer_hash
+from tests.support import fakes
+from tests.support.policies import PROMPT, sample
+from tests.support.sections import trainer_settings
+from tests.support.servers import running_store, store_settings
 from trainer.loop import train
 from transition_builder import loop
 

@@ -7,11 +7,10 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from running_store import running_store, store_settings
-
-import fakes
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support import fakes
+from tests.support.servers import running_store, store_settings
 from trainer.data.source import Group
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason

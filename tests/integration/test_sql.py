@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running_store import running_store, store_settings
 
 from commands.inspection.sql import sql
 from spangrad.errors import StoreError
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.servers import running_store, store_settings
 
 CHANGES_NOTHING = "`spangrad sql` changes nothing: give one SELECT, SHOW or DESCRIBE, or send the statement with curl (docs/guides/sql.md)."
 

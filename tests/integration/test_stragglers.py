@@ -7,10 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from queues import queue_settings, serving
-from trainer_world import FakeSource, committed, settings, wired, write_base
-from workers import world
-
 from runner.demand_source import DemandSource, task_at
 from runner.queue.client import PlainQueue, QueueClient
 from runner.queue.wire import RolloutState
@@ -19,6 +15,8 @@ from spangrad import semconv
 from spangrad.processes import wait_until
 from spangrad.settings import QueueSettings
 from spangrad.types import Task
+from tests.support.runners import queue_settings, runner_services, serving
+from tests.support.trainers import FakeSource, committed, settings, wired, write_base
 from trainer.data.source import Group
 
 SLOW = "hang"
@@ -51,7 +49,7 @@ async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path:
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=0, max_steps=STEPS)
     chosen = chosen.model_copy(update={"runner": services.runner, "queue": services.queue})
     assert chosen.trainer.sampling.groups_per_batch == 2
-    with world(tmp_path, queue__url=services.queue.url, concurrency=3) as here:
+    with runner_services(tmp_path, queue__url=services.queue.url, concurrency=3) as here:
         async with serving(services) as (client, _):
 
             async def served(_: str) -> None:

@@ -10,15 +10,15 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from checkpoints import written
-from sampling import PROMPT, logprobs_of, sampled_rows
-from sections import changed, trainer_settings
-from service_groups import RUN, send
 
 from spangrad.errors import CheckpointError
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.weights.adapters import AdapterFacts, adapter_facts
 from spangrad.weights.checksums import checksum_directory
+from tests.support.built_rollouts import RUN, send
+from tests.support.policies import PROMPT, logprobs_of, sampled_rows
+from tests.support.sections import changed, trainer_settings
+from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.ledger.ledger import Ledger

@@ -8,13 +8,13 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from checkpoints import written
-from sampling import NO_ALARM, PROMPT, logprobs_of, sample, sampled_by, sampled_rows
-from sections import changed, trainer_settings
 
-from fakes import transition_row
 from spangrad.errors import BadRowsError, CheckpointError
 from spangrad.settings import TrainerSettings
+from tests.support.fakes import transition_row
+from tests.support.policies import NO_ALARM, PROMPT, logprobs_of, sample, sampled_by, sampled_rows
+from tests.support.sections import changed, trainer_settings
+from tests.support.trainers import written
 from trainer.credit import assignment
 from trainer.credit.estimators import group_relative
 from trainer.data.batch import Batch, layout

@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from sampling import NO_ALARM, sampled_rows
-from sections import trainer_settings
 
+from tests.support.policies import NO_ALARM, sampled_rows
+from tests.support.sections import trainer_settings
 from trainer.data.batch import Batch, layout, take
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer

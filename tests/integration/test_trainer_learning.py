@@ -6,20 +6,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import learning_tables
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from checkpoints import written
-from learning_tables import advantages_by_verl, advantages_here, loss_by_verl, loss_here, loss_settings, padded, tokens_by_verl, tokens_here
-from sampling import NO_ALARM, distribution, logprobs_of, sampled_by, sampled_rows
-from sections import changed, trainer_settings
 
-from fakes import transition_row
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Aggregation, Correction, Estimator, KlEstimate, Loss
+from tests.support import learning_tables
+from tests.support.fakes import transition_row
+from tests.support.learning_tables import (
+    advantages_by_verl,
+    advantages_here,
+    loss_by_verl,
+    loss_here,
+    loss_settings,
+    padded,
+    tokens_by_verl,
+    tokens_here,
+)
+from tests.support.policies import NO_ALARM, distribution, logprobs_of, sampled_by, sampled_rows
+from tests.support.sections import changed, trainer_settings
+from tests.support.trainers import written
 from trainer.credit import learning
 from trainer.credit.estimators import over_tokens
 from trainer.data.batch import layout
@@ -197,7 +206,7 @@ def test_the_clip_settings_reach_verl(tiny_model: Path):
 
 
 def test_the_tables_of_the_page_are_these(tiny_model: Path):
-    """`tests/support/learning_tables.py` writes them."""
+    """`python -m tests.support.learning_tables` writes them."""
     page = learning_tables.PAGE.read_text()
     for table in (
         learning_tables.estimator_table(),

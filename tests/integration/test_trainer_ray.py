@@ -16,13 +16,13 @@ import polars as pl
 import psutil
 import pytest
 import torch
-from checkpoints import written
-from sampling import sampled_rows
-from sections import trainer_settings
 
 from spangrad.errors import BadRowsError, CheckpointError, SettingsError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
+from tests.support.policies import sampled_rows
+from tests.support.sections import trainer_settings
+from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer

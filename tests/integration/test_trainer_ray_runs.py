@@ -19,16 +19,16 @@ import numpy as np
 import polars as pl
 import psutil
 import pytest
-from checkpoints import written
 from safetensors.numpy import load_file
-from sampling import sampled_rows
-from sections import changed, trainer_key, trainer_settings
-from store_world import World
 
 from spangrad.errors import TrainerError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.types import VersionStatus
+from tests.support.built_rollouts import BuiltRollouts
+from tests.support.policies import sampled_rows
+from tests.support.sections import changed, trainer_key, trainer_settings
+from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.ledger.ledger import Ledger
@@ -103,7 +103,7 @@ class Service:
 @pytest.fixture(scope="module")
 def service(store: StoreSettings, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Service:
     made = Service(store, tiny_model, tmp_path_factory.mktemp("ray"))
-    world = World(made.settings("world"), tiny_model)
+    world = BuiltRollouts(made.settings("world"), tiny_model)
     for i in range(STEPS):
         world.group(f"g{i}", [1.0, 0.0, 0.25], calls=({}, {}))
     return made

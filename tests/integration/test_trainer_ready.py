@@ -8,11 +8,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sections import changed, trainer_settings
-from store_world import World
-from trainer_world import SPEC
 
 from spangrad.settings import Settings, StoreSettings
+from tests.support.built_rollouts import BuiltRollouts
+from tests.support.sections import changed, trainer_settings
+from tests.support.trainers import SPEC
 from trainer.data import built_groups
 from trainer.data.source import Group, GroupReader
 
@@ -24,8 +24,8 @@ def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> Settings
 
 
 @pytest.fixture
-def world(settings: Settings, tiny_model: Path) -> World:
-    return World(settings, tiny_model)
+def world(settings: Settings, tiny_model: Path) -> BuiltRollouts:
+    return BuiltRollouts(settings, tiny_model)
 
 
 def names(groups: list[Group]) -> list[str]:
@@ -36,7 +36,7 @@ def with_trainer(settings: Settings, **changes: object) -> Settings:
     return settings.model_copy(update={"trainer": changed(settings.trainer, changes)})
 
 
-def test_ready_tells_groups_in_the_order_in_which_they_became_whole(settings: Settings, world: World) -> None:
+def test_ready_tells_groups_in_the_order_in_which_they_became_whole(settings: Settings, world: BuiltRollouts) -> None:
     source = GroupReader(world.client, settings)
     assert source.ready() == []
     world.group("b", [1.0], size=2)
@@ -50,7 +50,7 @@ def test_ready_tells_groups_in_the_order_in_which_they_became_whole(settings: Se
     assert source.ready() is ready, "nothing has changed"
 
 
-def test_ready_forgets_what_is_released_until_it_changes_or_all_is_read_again(settings: Settings, world: World) -> None:
+def test_ready_forgets_what_is_released_until_it_changes_or_all_is_read_again(settings: Settings, world: BuiltRollouts) -> None:
     source = GroupReader(world.client, settings)
     for name in "abc":
         world.group(name, [1.0, 0.0])
@@ -62,7 +62,7 @@ def test_ready_forgets_what_is_released_until_it_changes_or_all_is_read_again(se
     assert names(source.ready()) == ["a", "b", "c"]
 
 
-def test_ready_counts_again_where_a_revision_moves_a_rollout_or_changes_the_size(settings: Settings, world: World) -> None:
+def test_ready_counts_again_where_a_revision_moves_a_rollout_or_changes_the_size(settings: Settings, world: BuiltRollouts) -> None:
     source = GroupReader(world.client, settings)
     world.group("a", [1.0, 0.0])
     world.group("b", [1.0], size=2)
@@ -73,7 +73,7 @@ def test_ready_counts_again_where_a_revision_moves_a_rollout_or_changes_the_size
     assert source.ready() == GroupReader(world.client, settings).ready() == []
 
 
-def test_ready_waits_for_the_greedy_rollout_of_remax(settings: Settings, world: World) -> None:
+def test_ready_waits_for_the_greedy_rollout_of_remax(settings: Settings, world: BuiltRollouts) -> None:
     source = GroupReader(world.client, with_trainer(settings, estimator="remax"))
     world.group("g", [1.0, 0.25])
     assert source.ready() == []
@@ -81,7 +81,7 @@ def test_ready_waits_for_the_greedy_rollout_of_remax(settings: Settings, world: 
     assert source.ready() == [Group(settings.trainer.run_id, "train", SPEC, "g")]
 
 
-def test_ready_as_of_a_time_takes_nothing_that_came_later(settings: Settings, world: World) -> None:
+def test_ready_as_of_a_time_takes_nothing_that_came_later(settings: Settings, world: BuiltRollouts) -> None:
     world.group("early", [1.0, 0.0])
     then = GroupReader(world.client, with_trainer(settings, as_of=datetime.now(UTC) + timedelta(milliseconds=1)))
     assert names(then.ready()) == ["early"]
@@ -91,7 +91,7 @@ def test_ready_as_of_a_time_takes_nothing_that_came_later(settings: Settings, wo
 
 @pytest.mark.parametrize("sweeps", [False, True])
 def test_ready_finds_rows_that_became_visible_long_after_they_were_dated(
-    settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, sweeps: bool
+    settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch, sweeps: bool
 ) -> None:
     """Usual looks read 10 s again, and one now and then 120 s."""
     clock = built_groups.time.monotonic
@@ -107,7 +107,7 @@ def test_ready_finds_rows_that_became_visible_long_after_they_were_dated(
     assert names(source.ready()) == ["a"]
 
 
-def test_ready_reads_no_history_when_nothing_has_arrived(settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_reads_no_history_when_nothing_has_arrived(settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     source = GroupReader(world.client, settings)
     for name in "abc":
         world.group(name, [1.0, 0.0])

@@ -10,10 +10,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from sampling import sampled_rows
-from sections import trainer_settings
 
 from spangrad.errors import BadRowsError
+from tests.support.policies import sampled_rows
+from tests.support.sections import trainer_settings
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains
 from trainer.data.merge import separate

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import torch
-from sampling import PROMPT
-from sections import trainer_settings
 from transformers import AutoModelForCausalLM
 
-from fakes import transition_row
+from tests.support.fakes import transition_row
+from tests.support.policies import PROMPT
+from tests.support.sections import trainer_settings
 from trainer.credit.estimators import estimator
 from trainer.data.assemble import assemble
 from trainer.data.source import Loaded

@@ -10,12 +10,12 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from learning_tables import AGGREGATIONS, losses, padded, step, trajectories
-from sampling import distribution, logprobs_of
-from sections import trainer_settings
 
-from fakes import transition_row
 from spangrad.settings import TrainerSettings
+from tests.support.fakes import transition_row
+from tests.support.learning_tables import AGGREGATIONS, losses, padded, step, trajectories
+from tests.support.policies import distribution, logprobs_of
+from tests.support.sections import trainer_settings
 from trainer.data.batch import layout
 from trainer.data.merge import merge, separate
 from trainer.optim.losses.corrected import actor_config

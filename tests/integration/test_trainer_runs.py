@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 from clickhouse_connect.driver.client import Client
-from running_store import running_store, store_settings
-from sections import changed, trainer_settings
-from service_groups import RUN, send
 
 from spangrad import semconv
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
+from tests.support.built_rollouts import RUN, send
+from tests.support.sections import changed, trainer_settings
+from tests.support.servers import running_store, store_settings
 from trainer.data.plan import Fate
 from trainer.data.planning import make_plan
 from trainer.data.source import BatchRollout, Group

@@ -6,11 +6,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from building import outcome, post, revisions, rows, settings_of
 
-import fakes
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support import fakes
+from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
 from transition_builder import loop
 from transition_builder.loop import Builder, build_once
 from transition_builder.source import discovery

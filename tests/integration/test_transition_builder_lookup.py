@@ -8,15 +8,15 @@ from typing import Any
 
 import polars as pl
 import pytest
-from building import post, settings_of
 from polars.testing import assert_frame_equal
-from running_store import running_store, store_settings
 
-import fakes
 from benchmarks.lookup_data import FOREIGN_RUN, RUNS, SPANS_A_ROLLOUT, STEP, Workload
 from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support import fakes
+from tests.support.built_rollouts import post, settings_of
+from tests.support.servers import running_store, store_settings
 from transition_builder.completeness.complete import decide, facts
 from transition_builder.frames import Frames, conform
 from transition_builder.loop import Builder

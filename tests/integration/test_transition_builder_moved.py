@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from building import outcome, post, revisions, rows, settings_of
 
-import fakes
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect, constant
+from tests.support import fakes
+from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
 from transition_builder.loop import Builder, build_all
 
 

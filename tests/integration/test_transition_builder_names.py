@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from building import outcome, post, rows, settings_of
-from sections import trainer_settings
 
-import fakes
 from spangrad.settings import AirRule, Settings, StoreSettings
 from spangrad.store.clickhouse import connect, constant
+from tests.support import fakes
+from tests.support.built_rollouts import outcome, post, rows, settings_of
+from tests.support.sections import trainer_settings
 from trainer.data.source import Group, GroupReader
 from transition_builder.loop import build_once
 

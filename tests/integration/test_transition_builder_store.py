@@ -10,16 +10,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import fake_engine
 import pytest
-from building import outcome, post, revisions, rows, settings_of
-from running_store import running_store, store_settings
 
-import fakes
 from spangrad.errors import BuilderError, StoreError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.datasets import builds_sql, rows_sql
+from tests.support import fake_engine, fakes
+from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
+from tests.support.servers import running_store, store_settings
 from transition_builder import batch_sizes
 from transition_builder.loop import Builder, build_all, build_once
 from transition_builder.source.queries import StoreReader

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sections import trainer_settings
-from store_world import World, trainer_over
 
 from benchmarks.credit_sampling import Call, Sampled
 from benchmarks.credit_spans import Author, Served
@@ -18,6 +16,8 @@ from benchmarks.two_policies import STEPS, conclude, draw
 from benchmarks.two_policies_run import BOTH, GROUPS, Result, account, run, successes
 from benchmarks.two_policies_task import AGENTS, ARGUMENTS, ITEMS, PLANNER, TOOLS, TROUBLES, WORDS, WRITER, Desk, agent_of
 from spangrad.settings import Selection, Settings, StoreSettings
+from tests.support.built_rollouts import BuiltRollouts, trainer_over
+from tests.support.sections import trainer_settings
 
 END = WORDS[2]
 TICKETS = ("broken", "lamp", "late", "chair", "twice", "table", "lost", "shelf")
@@ -104,11 +104,11 @@ def test_two_steps_train_each_policy_on_its_own_calls_of_the_same_rollouts(tmp_p
 
 
 @pytest.fixture
-def world(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> World:
+def world(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> BuiltRollouts:
     """A run of three rollouts, in one of which the planner alone spoke; both policies have trained it."""
     name = f"desk-{uuid.uuid4().hex[:8]}"
     shared = trainer_settings(run_id=name, branch=name, model=tiny_model, directory=tmp_path / "policies", groups_per_batch=1)
-    world = World(Settings(store=store, trainer=shared), tiny_model)
+    world = BuiltRollouts(Settings(store=store, trainer=shared), tiny_model)
     world.group("g", [1.0, 0.0], size=3, calls=[{"AgentName": agent, "Policy": agent} for agent in AGENTS])
     world.group("g", [0.0], size=3, calls=[{"AgentName": PLANNER, "Policy": PLANNER}], RolloutId="g-2")
     for agent in AGENTS:
@@ -138,7 +138,7 @@ _COPY = (
         (("batches", WRITER, "'twice' AS BatchId, 9 AS Version"), {"not_once": 1}),
     ],
 )
-def test_what_went_wrong_is_counted(world: World, spoiled: tuple[str, str, str], seen: dict[str, int]) -> None:
+def test_what_went_wrong_is_counted(world: BuiltRollouts, spoiled: tuple[str, str, str], seen: dict[str, int]) -> None:
     if spoiled:
         table, policy, changes = spoiled
         world.client.command(_COPY.format(table=table, policy=policy, changes=changes), parameters={"run": world.run})

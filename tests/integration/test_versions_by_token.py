@@ -21,17 +21,17 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from reference import Reference, perturbed
-from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
-from running_store import running_store, store_settings
-from sections import trainer_settings
 
-import fakes
 from examples.two_tools.model import random_llama
 from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from tests.support import fakes
+from tests.support.engines import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from tests.support.policies import Reference, perturbed
+from tests.support.sections import trainer_settings
+from tests.support.servers import running_store, store_settings
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import Ledger
 from trainer.loop import train

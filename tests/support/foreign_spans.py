@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import fakes
+from tests.support import fakes
 
 OI = "openinference.instrumentation"
 

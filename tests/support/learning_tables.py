@@ -1,7 +1,7 @@
 """The tables of docs/guides/learning.md: every estimator and loss of verl's by name, what it needs, and its value here and by verl.
 
 In: two fixed batches. Out: Markdown lines. Invariant: "here" goes the way that a training step goes, "verl" calls verl's own function on
-tensors that are laid out here by hand. `PYTHONPATH=. python tests/support/learning_tables.py` writes them into the page; a test compares.
+tensors that are laid out here by hand. `python -m tests.support.learning_tables` writes them into the page; a test compares.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from sampling import PROMPT, logprobs_of, sample, sampled_rows
-from sections import trainer_settings
 
-from fakes import transition_row
 from spangrad.settings import TrainerSettings
+from tests.support.fakes import transition_row
+from tests.support.policies import PROMPT, logprobs_of, sample, sampled_rows
+from tests.support.sections import trainer_settings
 from trainer.credit import assignment, learning
 from trainer.credit.assignment import CreditRule
 from trainer.credit.estimators import estimator, over_tokens

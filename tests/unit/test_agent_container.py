@@ -12,9 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_docker import FakeDocker, has_ended
-from queues import is_state, until
-from workers import World, kill, world
 
 from runner.queue.client import new_rollout
 from runner.queue.wire import RolloutState
@@ -28,6 +25,8 @@ from spangrad.errors import AgentError
 from spangrad.leases import this_process
 from spangrad.processes import MARK, wait_until
 from spangrad.types import AttemptFailure, Mode, Task
+from tests.support.fake_docker import FakeDocker, has_ended
+from tests.support.runners import RunnerServices, is_state, kill, runner_services, until
 
 AGENT = """
     read given
@@ -55,7 +54,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
     return fake
 
 
-def agent(here: World, image: str = "org/agent:1", command: tuple[str, ...] = ("sh", "contained.sh")) -> ContainerAgent:
+def agent(here: RunnerServices, image: str = "org/agent:1", command: tuple[str, ...] = ("sh", "contained.sh")) -> ContainerAgent:
     return ContainerAgent(image, command, directory=here.directory, arguments=("--memory", "1g"))
 
 
@@ -141,7 +140,7 @@ async def test_an_image_is_an_agent_and_its_containers_end_with_their_attempts(t
     left = docker.leave("left", spangrad_worker=_dead_worker())
     alive = docker.leave("alive", spangrad_worker=ours)
     try:
-        with world(tmp_path, concurrency=4, timeout_seconds=120, max_attempts=1) as here:
+        with runner_services(tmp_path, concurrency=4, timeout_seconds=120, max_attempts=1) as here:
             tasks = [Task(what, what) for what in ("well", "exit", "look")]
             image = replace(agent(here), evaluator="judge:judge")
             async with Runner(here.settings, image) as runner:
@@ -170,7 +169,7 @@ async def test_an_image_is_an_agent_and_its_containers_end_with_their_attempts(t
 
 
 async def test_the_containers_of_a_host_that_was_killed_are_removed(tmp_path: Path, docker: FakeDocker) -> None:
-    with world(tmp_path, concurrency=1, timeout_seconds=60, max_attempts=1) as here:
+    with runner_services(tmp_path, concurrency=1, timeout_seconds=60, max_attempts=1) as here:
         async with Runner(here.settings, agent(here)) as runner:
             running = asyncio.create_task(runner.run([Task("hang", "hang")], mode=Mode.TRAIN, group_size=1))
             await asyncio.to_thread(wait_until, lambda: bool(docker.containers()), 30, "the container")
@@ -221,7 +220,7 @@ async def test_codes_that_are_the_engines_own_are_explained(
 
 
 async def test_without_an_engine_the_agent_cannot_be_loaded(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with runner_services(tmp_path) as here:
         image = ContainerAgent("agent:1", directory=tmp_path, engine="no-such-engine")
         with pytest.raises(AgentError, match="'no-such-engine' is not in PATH"):
             await Runner(here.settings, image).__aenter__()

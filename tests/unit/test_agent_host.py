@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from fakes import OtlpSink
 from spangrad.agent.command import AgentCommand
 from spangrad.agent.reward_values import rewards_from
 from spangrad.processes import wait_until
 from spangrad.semconv import ROLLOUT_ID
+from tests.support.fakes import OtlpSink
 
 AGENT = """
     import asyncio, os, sys, threading, time

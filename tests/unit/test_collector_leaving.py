@@ -13,7 +13,6 @@ from typing import Any, cast
 import aiohttp
 import pytest
 from aiohttp import web
-from memory import open_files
 
 from collector.auth import TokenRole
 from collector.database import EmbeddedDatabase, Kind, QueryAnswer
@@ -23,6 +22,7 @@ from collector.sql.readers import ReaderLimits
 from collector.sql.statements import WORKERS, QueryRequest, RunningStatement, StatementRunner
 from collector.write.ingest import Budget
 from collector.write.write_buffer import WriteBuffer
+from tests.support.processes import open_files
 
 
 class BusyEngine:

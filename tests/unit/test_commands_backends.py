@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fake_engine import FakeEngine
-from interrupts import heed_interrupts
-from unit_gateway import Stage, staged
-
 from spangrad.processes import free_ports
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import Stage, staged
+from tests.support.processes import heed_interrupts
 
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")}
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from trainer_world import FakeSource, settings, wired, write_base
 
 from commands.training.policy import policy as command
 from spangrad.errors import CheckpointError, GatewayError, LedgerError
 from spangrad.types import VersionStatus
+from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.ledger.recovery import prune
 from trainer.loop import Trainer, newest_version
 

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from queues import queue_server, queue_settings
 
 from commands.training import prompt
 from spangrad.client.prompt_store import PromptStore
 from spangrad.errors import PromptError
+from tests.support.runners import queue_server, queue_settings
 
 TEXT = "Be kind.\r\n\r\nÀ bientôt [/INST]\n"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
-from queues import queue_settings, serving, some
 
 from commands.services import queue as command
 from runner.queue.wire import Completion, Failure, RolloutState
 from spangrad.errors import QueueError, SettingsError
 from spangrad.processes import free_ports
 from spangrad.types import AttemptFailure
+from tests.support.runners import queue_settings, serving, some
 
 
 def words(out: str) -> list[list[str]]:

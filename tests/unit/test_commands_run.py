@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commands.training.run import run
-from fakes import AttemptGateway, OtlpSink
+from tests.support.fakes import AttemptGateway, OtlpSink
 
 AGENT = """
     import json, urllib.request

@@ -8,13 +8,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import grafana
 import pytest
 import yaml
-from grafana import ALL, Choice, Window, complaints, conditional_all, expand, expand_macros, field_kind, panels, replace_variables
 
 from dashboards.files import DASHBOARDS, DIRECTORY, differing, render, write
 from spangrad.settings import StoreSettings
+from tests.support import sql_clients
+from tests.support.sql_clients import (
+    ALL,
+    Choice,
+    Window,
+    complaints,
+    conditional_all,
+    expand,
+    expand_macros,
+    field_kind,
+    panels,
+    replace_variables,
+)
 
 ROOT = Path(__file__).parents[2]
 MODELS = {name: json.loads(render(name)) for name in DASHBOARDS}
@@ -57,21 +68,21 @@ def test_provisioning_names_the_store_its_token_and_the_files() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_panel_says_what_it_shows_in_which_unit(panel: grafana.Panel) -> None:
+def test_a_panel_says_what_it_shows_in_which_unit(panel: sql_clients.Panel) -> None:
     assert len(panel.model["description"]) > 20
     assert panel.model["fieldConfig"]["defaults"]["unit"]
     assert panel.model["datasource"] == {"type": "grafana-clickhouse-datasource", "uid": "${datasource}"}
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_panel_reads_the_narrow_tables_and_quotes_what_was_chosen(panel: grafana.Panel) -> None:
+def test_a_panel_reads_the_narrow_tables_and_quotes_what_was_chosen(panel: sql_clients.Panel) -> None:
     assert set(re.findall(r"otel\.(otel_\w+)", panel.sql)) == set()
     raw = re.findall(r"\$\{(\w+)\}", panel.sql)
     assert set(raw) <= {"success"}, "only a number stands in SQL as it was typed"
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_macro_without_arguments_stands_in_parentheses(panel: grafana.Panel) -> None:
+def test_a_macro_without_arguments_stands_in_parentheses(panel: sql_clients.Panel) -> None:
     """Older data sources take the next parenthesis that opens for the macro's own."""
     assert re.findall(r"\$__(?:interval_s|fromTime|toTime)\b(?!\))", panel.sql) == []
 
@@ -188,9 +199,9 @@ def test_types_become_fields_as_the_data_source_converts_them(type_: str, kind: 
     assert field_kind(type_) == kind
 
 
-def of(kind: str, **changes: Any) -> grafana.Panel:
+def of(kind: str, **changes: Any) -> sql_clients.Panel:
     model = {"fieldConfig": {"overrides": []}, "options": {"xField": "x"}, **changes}
-    return grafana.Panel("a panel", kind, "", model)
+    return sql_clients.Panel("a panel", kind, "", model)
 
 
 TIME, NUMBER, WORD = ("time", "DateTime"), ("n", "UInt64"), ("w", "String")

@@ -9,12 +9,12 @@ from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from queues import queue_settings, serving
 
 from runner.demand_source import Answered, DemandSource, Difference, difference, task_at
 from runner.queue.wire import DemandRequest, DemandState, RolloutSelector, RolloutState
 from runner.runner import queued
 from spangrad.types import Mode, Task
+from tests.support.runners import queue_settings, serving
 
 TASKS = [Task(f"t{n}", n) for n in range(3)]
 

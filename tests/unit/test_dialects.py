@@ -6,12 +6,12 @@ import json
 
 import polars as pl
 import pytest
-from golden_dialects import FILES, golden, made, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_spans import REGISTRY, Made
 
-import fakes
+from tests.support import fakes
+from tests.support.dialects import FILES, golden, made, recorded
+from tests.support.registry_spans import REGISTRY, Made
 from transition_builder import dialects
 from transition_builder.dialects import scopes
 from transition_builder.dialects.conventions.others import VOCABULARIES

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import fakes
 from spangrad.settings import BuilderSettings
+from tests.support import fakes
 from transition_builder.build import build
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from environment_services import service_settings
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pydantic import SecretStr
-from queues import until
 
 from runner.environments import server
 from runner.environments.client import EnvironmentClient, NoInstanceError
@@ -24,6 +22,7 @@ from runner.environments.wire import InstanceRequest, InstanceState, Leased
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.settings import EnvironmentServiceSettings
 from spangrad.types import AttemptFailure
+from tests.support.runners import environment_service_settings, until
 
 LEASE_SECONDS = 30.0
 
@@ -241,7 +240,7 @@ async def asked(session: aiohttp.ClientSession, method: str, url: str, body: obj
 
 
 async def test_what_the_service_answers() -> None:
-    async with service(service_settings(lease_seconds=20)) as (url, http):
+    async with service(environment_service_settings(lease_seconds=20)) as (url, http):
         leases = f"{url}/v1/leases"
         ask = {"lease": "a", "rollout_id": "r0", "attempt": 0, "input": "poison"}
         status, leased = await asked(http, "POST", leases, ask)
@@ -286,7 +285,7 @@ async def _is(asking: Any, wanted: object) -> bool:
 
 
 async def test_a_client_that_left_the_line_is_passed_over() -> None:
-    async with service(service_settings()) as (url, http):
+    async with service(environment_service_settings()) as (url, http):
         ask = {"lease": "a", "rollout_id": "r", "attempt": 0, "input": 1}
         await asked(http, "POST", f"{url}/v1/leases", ask)
         leaves = asyncio.create_task(asked(http, "POST", f"{url}/v1/leases", {**ask, "lease": "b", "wait_seconds": 60}))
@@ -304,8 +303,8 @@ async def test_a_client_that_left_the_line_is_passed_over() -> None:
 
 async def test_beyond_loopback_a_token_is_asked_for_and_shown() -> None:
     with pytest.raises(SpangradError, match=r"Set environments.token, or bind 127\.0\.0\.1"):
-        server.serve(service_settings(host="0.0.0.0"), Plain, 1)
-    async with service(service_settings(token=SecretStr("secret"))) as (url, http):
+        server.serve(environment_service_settings(host="0.0.0.0"), Plain, 1)
+    async with service(environment_service_settings(token=SecretStr("secret"))) as (url, http):
         assert (await asked(http, "GET", f"{url}/v1/instances"))[0] == 401
         with pytest.raises(EnvironmentsError, match="want another token"):
             await EnvironmentClient(url, "wrong").__aenter__()
@@ -315,7 +314,7 @@ async def test_beyond_loopback_a_token_is_asked_for_and_shown() -> None:
 
 
 async def test_a_client_gives_back_what_it_holds_and_learns_what_it_has_lost() -> None:
-    settings = service_settings(lease_seconds=0.8)
+    settings = environment_service_settings(lease_seconds=0.8)
     async with service(settings) as (url, http):
 
         async def states() -> list[str]:
@@ -343,7 +342,7 @@ async def test_a_client_gives_back_what_it_holds_and_learns_what_it_has_lost() -
 
 @pytest.mark.slow
 async def test_a_lease_whose_service_is_gone_is_lost_before_it_runs_out() -> None:
-    settings = service_settings(lease_seconds=8)
+    settings = environment_service_settings(lease_seconds=8)
     async with service(settings) as (url, _):
         client = await EnvironmentClient(url, None).__aenter__()
         held = await client.lease("r", 0, "x", 10)
@@ -389,4 +388,4 @@ async def test_what_cannot_be_leased_is_said_at_the_start() -> None:
 
 
 def service_of(factory: Callable[[], object]) -> Any:
-    return server.running(service_settings(), factory, 1)
+    return server.running(environment_service_settings(), factory, 1)

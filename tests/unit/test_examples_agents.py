@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from word_policy import WordPolicy, word_calls
 
 from examples.calculator import agent as calculator
 from examples.from_scratch import agent as from_scratch
 from examples.retrieval_qa import agent as retrieval
 from examples.retrieval_qa import facts
 from examples.text_to_sql import agent as sql
+from tests.support.policies import WordPolicy, word_calls
 
 Messages = list[tuple[str, str]]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from finetune_world import meta, tokens, write_policy, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import TrainerError
 from spangrad.settings import FinetuneSettings
+from tests.support.trainers import meta, tokens, write_policy, write_rows
 from trainer.sft.examples import Examples, LengthLimits, Method, batches, digest_of, read_examples
 from trainer.sft.files import find_sources
 from trainer.sft.rendering import Renderer, UnfitRowError

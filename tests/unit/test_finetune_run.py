@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from finetune_world import (
+
+from spangrad.errors import GatewayError, SettingsError, TrainerError
+from spangrad.types import VersionStatus
+from tests.support.sections import trainer_settings
+from tests.support.trainers import (
     ROWS,
     WHOLE,
     FakeFileOptimizer,
+    Place,
     finetuned,
     ledger_of,
     meta,
-    settings,
     tokens,
     weight_of,
     with_fakes,
     write_policy,
     write_rows,
 )
-from ledger_places import Place
-from sections import trainer_settings
-
-from spangrad.errors import GatewayError, SettingsError, TrainerError
-from spangrad.types import VersionStatus
+from tests.support.trainers import finetune_settings as settings
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.demand import spent
 from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of, last_of, trained_attempts
@@ -302,10 +302,7 @@ def test_the_ledger_names_rollouts_and_claims_none(place: Place):
 def test_a_death_at_any_boundary_repeats_and_skips_nothing(base: Path, tmp_path: Path):
     directory = tmp_path / "deaths"
     directory.mkdir()
-    script = Path(__file__).parents[1] / "support" / "finetune_world.py"
-    paths = os.pathsep.join([str(script.parent), str(script.parents[2])])
-    done = subprocess.run(
-        [sys.executable, str(script), str(base), str(directory)], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "tests.support.trainers", "files", str(base), str(directory)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 40

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
-from foreign_spans import FORESTS, planted
 
-import fakes
 from spangrad.settings import AirRule, BuilderSettings
+from tests.support import fakes
+from tests.support.foreign_spans import FORESTS, planted
 from transition_builder.build import build
 from transition_builder.frames import Built
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import random_adapter
-from fake_engine import FakeEngine
 from safetensors.numpy import save_file
-from unit_gateway import Stage, staged
 
 from spangrad.weights import checksums
 from spangrad.weights.checksums import checksum_directory
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import Stage, staged
+from tests.support.policies import random_adapter
 
 STEPS = [
     "spangrad_checksum",

@@ -11,9 +11,7 @@ import msgspec
 import pytest
 import schemathesis
 from aiohttp import web
-from fake_engine import FakeEngine
 from hypothesis import HealthCheck, assume, settings
-from running_engine import fetch
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -21,11 +19,13 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from unit_gateway import ASKED, staged
 
 from gateway.pool.admin_pool import BackendRequest, BackendState, OrderRequest, PolicyState, PoolAdmin, SleepRequest
 from gateway.proxy.admin import Admin
 from gateway.weights.release import Publication, PublicationRequest
+from tests.support.engines import fetch
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import ASKED, staged
 
 EXAMPLES = 25
 """A operation; of odd bodies as many again."""

@@ -19,13 +19,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from fake_engine import FakeEngine
-from unit_gateway import ASKED, Stage, staged
 
 from gateway.proxy.auth import AccessControl, require_safe, tls_context
 from spangrad.errors import GatewayError, SettingsError, SpangradError
 from spangrad.settings import GatewaySettings
 from spangrad.settings.sources import load_settings
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import ASKED, Stage, staged
 
 CLIENTS = [
     {"name": "evals", "token": "evals-key", "rollouts": "eval-*"},

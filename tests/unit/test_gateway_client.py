@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from unit_gateway import ASKED, staged
 
 from runner.workers.gateway_client import CallCount, GatewayClient
 from spangrad.types import Mode, RolloutKey
+from tests.support.gateways import ASKED, staged
 
 TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 65 input tokens."
 TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"

@@ -1,4 +1,4 @@
-"""The dialects' readers, fed with what a real vLLM answered (tests/fixtures/gateway, made by tests/support/capture_dialects.py)."""
+"""The dialects' readers, fed with what a real vLLM answered (tests/fixtures/gateway, by `python -m tests.support.dialects capture`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from dialect_answers import comparable
-from fake_engine import Recorded, uint32s
-from unit_gateway import Stage, staged
 from yarl import URL
 
 from gateway.dialects import DIALECTS
@@ -20,6 +17,9 @@ from gateway.dialects.answer import EngineAnswer
 from gateway.dialects.base import ClientRequest
 from spangrad import semconv
 from spangrad.processes import free_ports
+from tests.support.dialects import comparable
+from tests.support.fake_engine import Recorded, uint32s
+from tests.support.gateways import Stage, staged
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))

@@ -11,15 +11,15 @@ from pathlib import Path
 import aiohttp
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from unit_gateway import FullDisk
 
-from fakes import OtlpSink
 from gateway.recorder import exporter as exporter_module
 from gateway.recorder import spill
 from gateway.recorder.exporter import SpanExporter
 from gateway.recorder.record import attribute
 from spangrad.processes import free_ports
 from spangrad.settings.sources import load_settings
+from tests.support.fakes import OtlpSink
+from tests.support.gateways import FullDisk
 
 Exporting = Callable[..., AbstractAsyncContextManager[SpanExporter]]
 

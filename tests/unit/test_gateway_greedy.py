@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, Recorded
-from unit_gateway import ASKED, staged
+
+from tests.support.fake_engine import FakeEngine, Recorded
+from tests.support.gateways import ASKED, staged
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 BAGGAGE = "spangrad.rollout.id=r1,spangrad.rollout.attempt=0,spangrad.rollout.mode=greedy"

@@ -9,11 +9,11 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_gateway import staged
 
 from gateway.pool.upstream import Scrubber
 from spangrad import semconv
 from spangrad.processes import free_ports
+from tests.support.gateways import staged
 
 KEY = "sk-secret"
 STREAM = {"content-type": "text/event-stream"}

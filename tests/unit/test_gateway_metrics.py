@@ -7,11 +7,11 @@ import timeit
 from pathlib import Path
 
 import pytest
-from fake_engine import ANSWER_TOKENS, PROMPT_IDS, FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
-from unit_gateway import Stage, staged
 
 from gateway.metrics import BackendSample, GatewayMetrics, SpanState
+from tests.support.fake_engine import ANSWER_TOKENS, PROMPT_IDS, FakeEngine
+from tests.support.gateways import Stage, staged
 
 CHAT = "/v1/chat/completions"
 

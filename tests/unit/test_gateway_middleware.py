@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_engine import SAMPLING, FakeEngine, event
 
 from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, ask
 from gateway.vllm_plugin.middleware import PAUSED, SpangradMiddleware
 from spangrad.weights.checksums import tokenizer_hash
+from tests.support.fake_engine import SAMPLING, FakeEngine, event
 
 ADAPTERS = {"policy": SimpleNamespace(load_inplace=True)}
 """What vLLM keeps of an adapter that was loaded in place."""

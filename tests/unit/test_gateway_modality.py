@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_gateway import MESSAGES, staged
 
 from gateway.dialects import DIALECTS
 from gateway.proxy.modality import modality
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import MESSAGES, staged
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 URL = {"url": "data:image/png;base64,AAAA"}

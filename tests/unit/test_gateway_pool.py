@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from fake_engine import FakeEngine
 from safetensors.numpy import save_file
-from several_engines import all_serve, ask, backends, several
-from unit_gateway import ASKED, staged
 
 from spangrad import semconv
 from spangrad.processes import free_ports
 from spangrad.weights.checksums import checksum_directory
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import ASKED, all_serve, ask, backends, several, staged
 
 
 @asynccontextmanager

@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine
-from running_engine import fetch, start
 
-from fakes import OtlpSink
 from gateway.server import serve
 from spangrad.errors import SpangradError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
+from tests.support.engines import fetch, start
+from tests.support.fake_engine import FakeEngine
+from tests.support.fakes import OtlpSink
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
 

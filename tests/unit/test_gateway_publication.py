@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FakeEngine
 from safetensors.numpy import save_file
-from unit_gateway import Stage, staged
 
 from gateway.pool.backend import Backend
 from spangrad.weights.checksums import checksum_directory
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import Stage, staged
 
 STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]
 

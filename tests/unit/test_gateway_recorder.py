@@ -8,10 +8,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from fake_engine import FakeEngine, Recorded
-from unit_gateway import ASKED, FullDisk, staged
 
 from gateway.proxy import calls
+from tests.support.fake_engine import FakeEngine, Recorded
+from tests.support.gateways import ASKED, FullDisk, staged
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 

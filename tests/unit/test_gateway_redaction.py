@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fake_engine import FakeEngine, Recorded, float32s, uint32s
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from unit_gateway import staged
 
-from fakes import SunkSpan
 from gateway.proxy.redaction import MARK, Redactor
 from spangrad.errors import SettingsError
 from spangrad.settings import GatewaySettings
+from tests.support.fake_engine import FakeEngine, Recorded, float32s, uint32s
+from tests.support.fakes import SunkSpan
+from tests.support.gateways import staged
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 ARRAYS = ("spangrad.input.token_ids", "spangrad.output.token_ids", "spangrad.output.logprobs")

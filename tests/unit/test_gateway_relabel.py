@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from several_engines import ask, backends, models, release_of, several, started
-from unit_gateway import staged
 
 from spangrad.weights.checksums import checksum_directory
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import ask, backends, models, release_of, several, staged, started
 
 POLICY = "/admin/policies/policy"
 RELABELLING = ["spangrad_checksum", "/update_weight_version"]

@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_engine import FakeEngine, Recorded, event
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_gateway import ASKED, staged
 
 from gateway.dialects import DIALECTS
 from gateway.proxy.relax import relax
 from spangrad.sampling import is_constrained
 from spangrad.settings.gateway import GatewaySettings, Relaxation
+from tests.support.fake_engine import FakeEngine, Recorded, event
+from tests.support.gateways import ASKED, staged
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 TRAIN = {"baggage": "spangrad.rollout.id=r1,spangrad.rollout.attempt=0,spangrad.rollout.mode=train"}

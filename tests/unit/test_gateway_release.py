@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from several_engines import all_serve, ask, backends, models, release_of, several, started
-from unit_gateway import Stage, staged
 
-from fakes import SunkSpan
 from spangrad import semconv
 from spangrad.weights.checksums import checksum_directory
+from tests.support.fakes import SunkSpan
+from tests.support.gateways import Stage, all_serve, ask, backends, models, release_of, several, staged, started
 
 POLICY = "/admin/policies/policy"
 STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import ANSWER_TEXT, FakeEngine, uint32s
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from unit_gateway import MESSAGES, staged
 
 from gateway.proxy.retokenize import Retokenizer, load
 from gateway.recorder.record import attribute
 from spangrad import semconv
 from spangrad.errors import GatewayError
 from spangrad.weights.checksums import tokenizer_hash
+from tests.support.fake_engine import ANSWER_TEXT, FakeEngine, uint32s
+from tests.support.gateways import MESSAGES, staged
 
 CHAT, COMPLETIONS, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 PROMPT = "<|im_start|> user say rome <|im_end|> <|im_start|> assistant"

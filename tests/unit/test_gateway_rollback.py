@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fake_engine import FakeEngine
-from several_engines import all_serve, ask, backends, models, release_of, several, started
-from unit_gateway import Stage
 
 from spangrad.weights.checksums import checksum_directory
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import Stage, all_serve, ask, backends, models, release_of, several, started
 
 POLICY = "/admin/policies/policy"
 

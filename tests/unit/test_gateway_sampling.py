@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_engine import SAMPLING, FakeEngine
-from unit_gateway import staged
 
 from spangrad import semconv
+from tests.support.fake_engine import SAMPLING, FakeEngine
+from tests.support.gateways import staged
 
 NEUTRAL = {
     semconv.GEN_AI_REQUEST_TEMPERATURE: 1.0,

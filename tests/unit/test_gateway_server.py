@@ -9,11 +9,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_engine import ANSWER_TEXT, PROMPT_IDS, FakeEngine, event, float32s, uint32s
-from unit_gateway import ASKED, Stage, staged
 
 from spangrad import semconv
 from spangrad.processes import free_ports
+from tests.support.fake_engine import ANSWER_TEXT, PROMPT_IDS, FakeEngine, event, float32s, uint32s
+from tests.support.gateways import ASKED, Stage, staged
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-00"

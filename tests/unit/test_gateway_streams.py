@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from unit_gateway import MESSAGES, staged
 
 from gateway.dialects import DIALECTS
 from gateway.proxy.calls import _is_end
 from spangrad import semconv
 from spangrad.processes import free_ports
+from tests.support.gateways import MESSAGES, staged
 
 CHAT = "/v1/chat/completions"
 TEXTS = ["a", "b", "c"]

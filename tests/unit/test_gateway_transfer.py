@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FakeEngine
 from safetensors.numpy import save_file
-from unit_gateway import Stage, staged
 
 from spangrad.settings import TrainerSettings
 from spangrad.weights.checksums import checksum_arrays, checksum_directory
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import Stage, staged
 from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32) / 3, "b": np.float32([1e30, -0.1])}

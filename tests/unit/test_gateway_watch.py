@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from several_engines import ask, backends, models, release_of, several, started
-from unit_gateway import Stage
 
 from gateway.pool import watch
 from spangrad.weights.checksums import checksum_directory
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import Stage, ask, backends, models, release_of, several, started
 
 VERSIONS = "/admin/policies/policy/versions"
 

@@ -6,12 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from queues import queue_server, queue_settings, some
-from trainer_world import FakeSource, committed, settings, wired, write_base
-
 from runner.queue.client import QueueClient
 from spangrad.client.demand import Stated, read
 from spangrad.settings import QueueSettings
+from tests.support.runners import queue_server, queue_settings, some
+from tests.support.trainers import FakeSource, committed, settings, wired, write_base
 from trainer.ledger.skips import SkipReason
 
 

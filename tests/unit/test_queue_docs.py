@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from queues import queue_settings, serving
+
+from tests.support.runners import queue_settings, serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "queue.md"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from queues import failed, queue_settings, serving, some
 
 from runner.queue.wire import Fail, RolloutSelector, RolloutState
 from spangrad.types import POLICY_FAILURES, AttemptFailure
+from tests.support.runners import failed, queue_settings, serving, some
 
 
 async def test_fail_with_rewards_ends_the_rollout_and_nobody_tries_it_again(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import sqlalchemy as sa
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from queues import queue_db, some
 from sqlalchemy import event
 
 from runner.queue import rows
@@ -25,6 +24,7 @@ from runner.queue.wire import LeaseRequest, RolloutSelector, RolloutState
 from spangrad.database import Database, Owner
 from spangrad.errors import QueueError
 from spangrad.types import AttemptFailure
+from tests.support.runners import queue_db, some
 
 __all__ = ["queue_db"]
 

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 from inline_snapshot import snapshot
-from queues import done, is_state, is_true, queue_db, queue_settings, serving, some, state, until
 
 from runner.queue.client import Beating, QueueClient
 from runner.queue.wire import AttemptReceipt, Cancelled, Held, RolloutSelector, RolloutState
 from spangrad.types import AttemptFailure
+from tests.support.runners import done, is_state, is_true, queue_db, queue_settings, serving, some, state, until
 
 __all__ = ["queue_db"]
 

@@ -14,11 +14,8 @@ import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry import context
-from queues import queue_db as queue_db  # a fixture
-from queues import queue_settings, serving, some
 
 import spangrad
-from fakes import AttemptGateway, OtlpSink
 from runner.queue import prompt_rows
 from runner.queue.tables import METADATA, QueueDatabase
 from runner.runner import Runner
@@ -31,6 +28,8 @@ from spangrad.database import Database
 from spangrad.errors import PromptError
 from spangrad.settings import GatewaySettings, PromptSettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import Mode, PromptVersion, Task
+from tests.support.fakes import AttemptGateway, OtlpSink
+from tests.support.runners import queue_settings, serving, some
 
 
 def facts(one: Any) -> tuple[object, ...]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from queues import done, failed, queue_db, queue_settings, serving, some, until
 
 from runner.queue import purge
 from runner.queue.tables import ATTEMPTS, ROLLOUTS
 from runner.queue.wire import DemandState, Purge, RolloutSelector, RolloutState
+from tests.support.runners import done, failed, queue_db, queue_settings, serving, some, until
 
 __all__ = ["queue_db"]
 

@@ -13,8 +13,6 @@ import msgspec
 import pytest
 from inline_snapshot import snapshot
 from pydantic import SecretStr
-from queues import done, failed, is_true, queue_db, queue_settings, refuses, serving, some, until
-from running_postgres import running_postgres
 
 from runner.queue.client import PlainQueue, QueueClient
 from runner.queue.server import serve
@@ -22,6 +20,8 @@ from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, Rollou
 from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
 from spangrad.types import Mode
+from tests.support.runners import done, failed, is_true, queue_db, queue_settings, refuses, serving, some, until
+from tests.support.servers import running_postgres
 
 __all__ = ["queue_db"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from queues import queue_process, queue_settings, refuses, serving, until
 
 from runner.queue import tables
 from runner.queue.tables import QueueDatabase
 from spangrad.errors import QueueError
+from tests.support.runners import queue_process, queue_settings, refuses, serving, until
 
 
 @pytest.fixture

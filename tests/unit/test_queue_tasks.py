@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from queues import queue_db, queue_settings, serving
 
 from runner.queue.task_data import TASKS
 from spangrad.client import task_store
@@ -16,6 +15,7 @@ from spangrad.client.task_store import StoredTasks, TaskStore, digest_of
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings
 from spangrad.types import Task
+from tests.support.runners import queue_db, queue_settings, serving
 
 __all__ = ["queue_db"]
 FIRST = [Task(f"t{n}", {"question": "é" * n, "n": n}) for n in range(2500)]

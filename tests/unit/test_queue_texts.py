@@ -7,7 +7,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from queues import failed, queue_db, queue_settings, serving, some
+
+from tests.support.runners import failed, queue_db, queue_settings, serving, some
 
 __all__ = ["queue_db"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 
 from rich.console import Console
-from rollout_records import WHOLE, call, span
 
 from commands.inspection.rollout_record import Build, Conclusion, Record
 from commands.inspection.rollout_tree import draw
+from tests.support.rollouts import WHOLE, call, span
 
 
 def text(record: Record) -> str:

@@ -7,12 +7,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from rollout_records import CLIENT, FAILED, FIRST_CALL, KEPT, SECOND, SECOND_CALL, root, span
-from sections import changed
 
 from commands.inspection.rollout_record import Build, Conclusion, Record, Reward, TrainedBatch
 from commands.inspection.rollout_why import explain
 from spangrad.settings import Settings
+from tests.support.rollouts import CLIENT, FAILED, FIRST_CALL, KEPT, SECOND, SECOND_CALL, root, span
+from tests.support.sections import changed
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings()

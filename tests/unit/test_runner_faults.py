@@ -14,9 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from workers import kill
 
-from fakes import AttemptGateway, OtlpSink
 from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers import agent_processes
@@ -27,6 +25,8 @@ from spangrad.client.task_files import read_tasks
 from spangrad.errors import AgentError, StoreError
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
+from tests.support.fakes import AttemptGateway, OtlpSink
+from tests.support.runners import kill
 
 AGENT = """
     import asyncio, os, pathlib, signal, time

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sections import trainer_settings
 
-from fakes import AttemptGateway, OtlpSink, SunkSpan
 from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, agent_environment
 from spangrad import semconv
@@ -27,6 +25,8 @@ from spangrad.processes import free_ports
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.settings.runner import FailureRewards
 from spangrad.types import AttemptFailure, Mode, Task
+from tests.support.fakes import AttemptGateway, OtlpSink, SunkSpan
+from tests.support.sections import trainer_settings
 
 AGENT = """
     import asyncio, json, os, random, signal, time, urllib.request

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from queues import queue_settings, serving, some, until_ended, with_mood
-from workers import world
 
 from commands.training import worker
 from runner.queue import client
@@ -18,6 +16,7 @@ from runner.workers import serving as runner_serving
 from runner.workers.agents import CallableAgent
 from spangrad.errors import GatewayError, StoreError
 from spangrad.settings import QueueSettings, RunnerSettings, Settings
+from tests.support.runners import queue_settings, runner_services, serving, some, until_ended, with_mood
 
 
 async def test_a_worker_that_has_begun_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +105,7 @@ async def test_who_died_is_mourned_once_a_gateway_that_was_away_is_there_again(m
 
 async def test_a_rollout_has_its_own_time_whatever_the_workers_setting_says(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
-    with world(tmp_path, queue__url=settings.queue.url, timeout_seconds=0.01) as here:
+    with runner_services(tmp_path, queue__url=settings.queue.url, timeout_seconds=0.01) as here:
         async with serving(settings) as (client, _):
             await client.enqueue("run", with_mood("slow", some(1, "long", timeout_seconds=100)))
             await client.enqueue("run", with_mood("hang", some(1, "short", timeout_seconds=0.5)))

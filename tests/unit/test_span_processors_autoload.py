@@ -18,13 +18,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from fakes import AttemptGateway, OtlpSink, SunkSpan
 from span_processors.autoload import otlp_url
 from span_processors.context import environment_context, rollout_attributes
 from span_processors.reward import reward
 from span_processors.rollout import RolloutSpanProcessor
 from spangrad.processes import free_ports
 from spangrad.semconv import CONTEXT_KEYS, PROCESS_ID, SEQ
+from tests.support.fakes import AttemptGateway, OtlpSink, SunkSpan
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STARTED_FOR = {

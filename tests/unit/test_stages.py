@@ -14,13 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment_services import service_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queues import queue_settings, serving, until
-from workers import World, world
 
-from fakes import HttpServer
 from runner.environments import server
 from runner.queue.wire import RolloutSelector
 from runner.runner import Outcome, Runner
@@ -30,6 +26,8 @@ from runner.workers.slots import Slots
 from spangrad import semconv
 from spangrad.settings.sources import load_settings
 from spangrad.types import AttemptFailure, Mode, Task
+from tests.support.fakes import HttpServer
+from tests.support.runners import RunnerServices, environment_service_settings, queue_settings, runner_services, serving, until
 
 AGENT = """
     import asyncio, json, os, pathlib, signal, time
@@ -147,9 +145,9 @@ def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def runner(directory: Path, agent: AgentSpec, **changes: object) -> AsyncGenerator[tuple[Runner, World]]:
+async def runner(directory: Path, agent: AgentSpec, **changes: object) -> AsyncGenerator[tuple[Runner, RunnerServices]]:
     (directory / "mine.py").write_text(textwrap.dedent(AGENT))
-    with world(directory, **changes) as here:
+    with runner_services(directory, **changes) as here:
         async with Runner(here.settings, agent) as made:
             yield made, here
 
@@ -260,7 +258,7 @@ class Env:
 
 
 async def test_a_leased_environment_comes_back_from_a_killed_host(tmp_path: Path) -> None:
-    settings = service_settings()
+    settings = environment_service_settings()
     agent = CallableAgent("mine:leased", directory=tmp_path, environment=server.address_of(settings).url)
     async with server.running(settings, Env, 1), runner(tmp_path, agent) as (made, _):
         # The only instance is had by the second attempt, clean: the first one's host was killed with it in its hands.
@@ -271,10 +269,10 @@ async def test_a_leased_environment_comes_back_from_a_killed_host(tmp_path: Path
 
 @pytest.mark.slow
 async def test_a_service_that_is_started_again_fails_what_it_had_leased_and_serves_on(tmp_path: Path) -> None:
-    settings = service_settings(lease_seconds=1)
+    settings = environment_service_settings(lease_seconds=1)
     agent = CallableAgent("mine:leased", "mine:judge_leased", tmp_path, environment=server.address_of(settings).url)
     text = textwrap.dedent(AGENT) + "\n\ndef judge_leased(given, output):\n    return float(output == {'given': given})\n"
-    with world(tmp_path, max_attempts=2) as here:
+    with runner_services(tmp_path, max_attempts=2) as here:
         (tmp_path / "mine.py").write_text(text)
         async with server.running(settings, Env, 1):
             made = await Runner(here.settings, agent).__aenter__()
@@ -313,7 +311,7 @@ PROGRAM = """
 
 async def test_a_reward_service_judges_programs_and_their_environments(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    settings = service_settings()
+    settings = environment_service_settings()
     environments = server.address_of(settings).url
     answers = {
         "well": [(429, "slow down"), (503, "busy"), (200, "0.5")],

@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from fakes import OtlpSink
 from spangrad.agent.telemetry import LosslessSpanProcessor, SequenceSpanProcessor, bearer, parse_headers, tracer_provider, traces_url
 from spangrad.processes import free_ports
 from spangrad.semconv import PROCESS_ID, SEQ
+from tests.support.fakes import OtlpSink
 
 
 class CountingIds(IdGenerator):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sections import trainer_settings
-from trainer_world import FakeSource, settings, wired, write_base
 
 from spangrad.settings import TrainerSettings
+from tests.support.sections import trainer_settings
+from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.loop import newest_version
 from trainer.monitor.alarms import GamingRule, describe, gaming, rise
 

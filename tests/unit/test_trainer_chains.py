@@ -5,9 +5,9 @@ from __future__ import annotations
 import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
-from sections import trainer_settings
 
-from fakes import transition_row
+from tests.support.fakes import transition_row
+from tests.support.sections import trainer_settings
 from trainer.credit.assignment import returns
 from trainer.data.assemble import assemble
 from trainer.data.chains import chains

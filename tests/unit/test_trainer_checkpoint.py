@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crash import crashes
 
 from spangrad.errors import CheckpointError
 from spangrad.types import VersionStatus
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from tests.support.processes import crashes
 from trainer.publish import checkpoint
 from trainer.publish.checkpoint import Checkpoint
 

@@ -7,10 +7,10 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sections import trainer_settings
 
-from fakes import transition_row
 from spangrad.errors import SettingsError
+from tests.support.fakes import transition_row
+from tests.support.sections import trainer_settings
 from trainer.credit import assignment
 from trainer.credit.assignment import Baseline, Credit, CreditRule, Units
 from trainer.credit.learning import Scope

@@ -15,14 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from ledger_places import Place
 from pydantic import SecretStr
-from sections import trainer_settings
-from trainer_world import SPEC, FakeSource, committed, group, settings, wired, write_base
 
 from spangrad.client.demand import Demand, Stated, read, state
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings, Settings
+from tests.support.sections import trainer_settings
+from tests.support.trainers import SPEC, FakeSource, Place, committed, group, settings, wired, write_base
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
 from trainer.ledger.demand import Spent, demand, groups_wanted, in_flight, spent

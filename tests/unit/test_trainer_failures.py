@@ -8,10 +8,10 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from trainer_world import FakeSource, group, settings, wired, write_base
 
-from fakes import transition_row
 from spangrad.types import AttemptFailure
+from tests.support.fakes import transition_row
+from tests.support.trainers import FakeSource, group, settings, wired, write_base
 from trainer.credit.assignment import advantages
 from trainer.credit.estimators import group_relative
 from trainer.data.failures import describe, failed_shares

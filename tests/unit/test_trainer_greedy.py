@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sections import changed, trainer_settings
-from trainer_world import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 
-from fakes import transition_row
+from tests.support.fakes import transition_row
+from tests.support.sections import changed, trainer_settings
+from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 from trainer.credit import assignment
 from trainer.credit.assignment import CreditRule
 from trainer.data.group_checks import find_skips

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from sections import trainer_settings
 
 from spangrad.errors import SettingsError
 from spangrad.settings.trainer_learning import Correction
+from tests.support.sections import trainer_settings
 from trainer.credit import learning
 from trainer.data.batch import Batch, parts
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledger_places import Place
 
 from spangrad.errors import LedgerError
 from spangrad.leases import Watch, is_dead, shown, this_process
 from spangrad.types import VersionStatus
+from tests.support.trainers import Place
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.heartbeat import beating
 from trainer.ledger.ledger import Ledger, ancestry
@@ -258,7 +258,7 @@ def test_trainers_that_race_train_each_rollout_once_and_share_no_number(place: P
     for branch, base in zip(branches, ("00", "99"), strict=True):
         Ledger(place(), "policy", branch).register_initial(**{**BASE, "checksum": f"float32:{base}"})
     here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here), str(here.parent / "support")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
     command = [sys.executable, "-c", RACE]
     racers = [
         (branch, subprocess.Popen([*command, str(place()), branch, ",".join(names)], stdout=subprocess.PIPE, text=True, env=env))

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash import crashes
-from ledger_places import Place
 
 from spangrad.errors import LedgerError
 from spangrad.types import PolicyVersion, VersionStatus
+from tests.support.processes import crashes
+from tests.support.trainers import Place
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import ledger as ledger_module
 from trainer.ledger.ledger import Ledger

@@ -16,13 +16,13 @@ from typing import Any
 
 import polars as pl
 import pytest
-import trainer_world
-from trainer_world import SPEC, FakeOptimizer, FakePublisher, FakeSource, committed, group, settings, wired, write_base
 
-from fakes import transition_row
 from spangrad.errors import GatewayError, LedgerError, SettingsError, TrainerError
 from spangrad.settings import Selection
 from spangrad.types import PolicyVersion, VersionStatus
+from tests.support import trainers
+from tests.support.fakes import transition_row
+from tests.support.trainers import SPEC, FakeOptimizer, FakePublisher, FakeSource, committed, group, settings, wired, write_base
 from trainer import loop
 from trainer.data.source import Group, Loaded
 from trainer.ledger.ledger import Ledger
@@ -253,8 +253,8 @@ def test_a_refused_step_frees_its_groups_and_keeps_the_weights(tmp_path: Path, b
 
 def test_every_boundary_of_the_loop_is_a_safe_place_to_die(tmp_path: Path, base: Path):
     """Law 4 over ledger, checkpoint and gateway together; in a process of its own, where forking is safe."""
-    script = Path(trainer_world.__file__)
-    ended = subprocess.run([sys.executable, script, base, tmp_path], cwd=script.parents[2], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.support.trainers", "rollouts", base, tmp_path]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 30, "the boundaries were not found"
 
@@ -354,7 +354,7 @@ def test_a_trainer_that_another_overtook_loads_the_head_once_and_forgets_what_it
 
     def load(version: LedgerVersion) -> FakeOptimizer:
         loads.append((version.version, any(one() for one in held)))
-        return trainer_world.saved(version)
+        return trainers.saved(version)
 
     newest = ours.loaded
     ours.load_optimizer, ours.optimizer = load, DeferredOptimizer(lambda: load(newest))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import transition_row
 from spangrad.errors import TrainerError
+from tests.support.fakes import transition_row
 from trainer.data.merge import Sequences, merge, separate
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import polars as pl
 import pytest
-from sections import trainer_settings
 
-from fakes import transition_row
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
+from tests.support.fakes import transition_row
+from tests.support.sections import trainer_settings
 from trainer.credit import assignment, learning
 from trainer.credit.assignment import Units
 from trainer.credit.overlong import punishment, with_overlong

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from sections import trainer_settings
-from trainer_world import SPEC, FakeSource, group, settings, wired, write_base
 
-from fakes import transition_row
 from spangrad.settings import TrainerSettings
+from tests.support.fakes import transition_row
+from tests.support.sections import trainer_settings
+from tests.support.trainers import SPEC, FakeSource, group, settings, wired, write_base
 from trainer import loop
 from trainer.data.plan import Fate, LedgerHistory, TrainPlan, planned
 from trainer.data.planning import past_of

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer_world import FakeOptimizer, FakePublisher, FakeSource, committed, settings, wired, write_base
 
-from fakes import HttpServer
 from spangrad.errors import GatewayError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
+from tests.support.fakes import HttpServer
+from tests.support.trainers import FakeOptimizer, FakePublisher, FakeSource, committed, settings, wired, write_base
 from trainer.loop import Trainer, newest_version
 from trainer.outages import Outage
 from trainer.publish.publisher import GatewayRefusedError, Publisher

@@ -11,11 +11,11 @@ import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from ledger_places import Place
-from sections import trainer_settings
 from sqlalchemy import event
 
 from spangrad.errors import LedgerError
+from tests.support.sections import trainer_settings
+from tests.support.trainers import Place
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import BatchLease, Ledger

@@ -9,9 +9,9 @@ import polars as pl
 import pytest
 from numpy.typing import NDArray
 
-from fakes import transition_row
 from spangrad.errors import BadRowsError, SettingsError
 from spangrad.settings import TrainerSettings
+from tests.support.fakes import transition_row
 from trainer.data.batch import Batch, layout, take
 from trainer.data.merge import merge, separate
 from trainer.monitor.row_check import RowCheck

@@ -8,10 +8,10 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sections import trainer_settings
 
-import fakes
 from spangrad.settings import BuilderSettings, TrainerSettings
+from tests.support import fakes
+from tests.support.sections import trainer_settings
 from trainer.credit.assignment import CreditRule, advantages, returns
 from trainer.credit.estimators import estimator, group_relative
 from trainer.credit.roles import cancelling_roles, count_roles, missing_roles, role_metrics

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sections import trainer_settings
 
 from spangrad.errors import SettingsError
 from spangrad.processes import free_ports
 from spangrad.settings import TrainerSettings
 from spangrad.weights.checksums import checksum_arrays
+from tests.support.sections import trainer_settings
 from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}

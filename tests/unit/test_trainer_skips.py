@@ -8,9 +8,9 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sections import changed, trainer_settings
 
-from fakes import transition_row
+from tests.support.fakes import transition_row
+from tests.support.sections import changed, trainer_settings
 from trainer.data.assemble import assemble, batch_groups
 from trainer.data.group_checks import find_skips, same_ids
 from trainer.data.masks import masks

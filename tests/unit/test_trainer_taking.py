@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from trainer_world import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 
 from commands.training.train_skips import restore, skipped
-from fakes import transition_row
 from spangrad.errors import BadRowsError, LedgerError, SettingsError, TrainerError
 from spangrad.types import VersionStatus
+from tests.support.fakes import transition_row
+from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 from trainer import loop
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded, missing_rows

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from sections import trainer_settings
-from trainer_world import FakeSource, settings, wired, write_base
 
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
 from spangrad.types import PolicyVersion, VersionStatus
+from tests.support.sections import trainer_settings
+from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor import tracking
 from trainer.monitor.evaluate import Evaluation, best, describe_best, validation

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fakes
 from spangrad.settings import BuilderSettings
+from tests.support import fakes
 from transition_builder.build import build, read
 from transition_builder.calls.reconstruct import Reconstructed, reconstruct
 from transition_builder.frames import Frames

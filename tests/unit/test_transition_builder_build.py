@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
-import fakes
 from spangrad.settings import AirRule, BuilderSettings, Selection
 from spangrad.types import call_id, transition_id
+from tests.support import fakes
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, empty
 from transition_builder.schemas import BUILT, DROPS, REWARDS, SAMPLING, TRANSITIONS

@@ -7,8 +7,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-import fakes
 from spangrad.settings import BuilderSettings
+from tests.support import fakes
 from transition_builder.completeness.complete import decide
 from transition_builder.completeness.resolve import resolve
 from transition_builder.frames import Facts

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import polars as pl
 
-import fakes
+from tests.support import fakes
 from transition_builder.completeness.complete import facts
 from transition_builder.schemas import ARRIVALS, COUNTS, PRESENCE, ROOTS
 

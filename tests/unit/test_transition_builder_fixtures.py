@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-import fakes
 from spangrad.settings import AirRule, BuilderSettings
+from tests.support import fakes
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames
 

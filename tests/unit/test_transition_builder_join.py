@@ -7,8 +7,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-import fakes
 from spangrad.settings import BuilderSettings
+from tests.support import fakes
 from transition_builder.build import build
 
 TRACELOOP: dict[str, Any] = {

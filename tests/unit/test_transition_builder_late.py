@@ -8,7 +8,7 @@ import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fakes
+from tests.support import fakes
 from transition_builder.schemas import BUILT
 from transition_builder.source import late_spans
 

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
-import fakes
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.types import call_id
+from tests.support import fakes
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, conform, empty
 from transition_builder.schemas import BUILT

@@ -10,8 +10,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-import fakes
 from spangrad.settings import AirRule, BuilderSettings
+from tests.support import fakes
 from transition_builder.build import build
 from transition_builder.calls.forest import Mask, SpanForest
 from transition_builder.frames import Built

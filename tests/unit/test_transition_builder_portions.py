@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fakes
+from tests.support import fakes
 from transition_builder import batch_sizes
 from transition_builder.batch_sizes import Portions
 from transition_builder.frames import empty

@@ -11,10 +11,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-import fakes
 from spangrad import types
 from spangrad.settings import BuilderSettings, Selection
 from spangrad.types import HELD_OUT_MODES, DropReason
+from tests.support import fakes
 from transition_builder.calls import reconcile
 from transition_builder.schemas import CALLS, ROLLOUTS
 

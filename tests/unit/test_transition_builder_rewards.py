@@ -9,9 +9,9 @@ from typing import Any
 import polars as pl
 import pytest
 
-import fakes
 from spangrad.settings import AirRule, BuilderSettings, Selection
 from spangrad.types import call_id
+from tests.support import fakes
 from transition_builder.build import build
 from transition_builder.frames import Built
 from transition_builder.rewards import rule_hash

@@ -11,9 +11,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-import fakes
 from spangrad.errors import BuilderError, RuleError, SettingsError
 from spangrad.settings import AirRule, BuilderSettings
+from tests.support import fakes
 from transition_builder.build import build
 from transition_builder.frames import Built
 from transition_builder.rewards import check, rule_hash

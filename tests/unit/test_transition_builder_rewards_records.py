@@ -8,11 +8,11 @@ from typing import Any
 import polars as pl
 import pytest
 
-import fakes
 from spangrad.errors import BuilderError, SettingsError
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.settings.sources import load_settings
 from spangrad.types import call_id
+from tests.support import fakes
 from transition_builder.build import build
 from transition_builder.rewards import check
 from transition_builder.rewards.rules.columns import used

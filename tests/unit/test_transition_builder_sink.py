@@ -6,9 +6,9 @@ from typing import Any
 
 import polars as pl
 
-import fakes
 from spangrad.settings import BuilderSettings
 from spangrad.types import transition_id
+from tests.support import fakes
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, empty
 from transition_builder.schemas import BUILDS, BUILT, DROPS, REWARDS, TRANSITIONS

@@ -7,8 +7,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-import fakes
 from spangrad.settings import BuilderSettings
+from tests.support import fakes
 from transition_builder.completeness.rootless_traces import judge, merge, rollouts_of, stale
 from transition_builder.schemas import ACTIVITY, BUILT, LOOSE, OWNERS, ROOTS, TRACES
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from queues import queue_settings, serving, some
-from workers import World, kill, world
 
 from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from runner.runner import Outcome, Runner
@@ -23,6 +21,7 @@ from spangrad import semconv
 from spangrad.errors import QueueError
 from spangrad.processes import own_command, wait_until
 from spangrad.types import AttemptFailure, Mode, Task
+from tests.support.runners import RunnerServices, kill, queue_settings, runner_services, serving, some
 
 BAD = {"crash": 10, "hang": 5, "garbage": 5}
 """Of 100 tasks."""
@@ -36,7 +35,7 @@ async def test_a_lot_with_bad_agents_ends_with_a_reason_for_each(tmp_path: Path,
     moods += ["well"] * (count - len(moods))
     tasks = [Task(f"{number} {mood}", mood) for number, mood in enumerate(moods)]
     rewards = {"timeout": -1.0, "invalid_output": None}
-    with world(tmp_path, concurrency=8, timeout_seconds=3, max_attempts=2, attempts_kept=count, failure_rewards=rewards) as here:
+    with runner_services(tmp_path, concurrency=8, timeout_seconds=3, max_attempts=2, attempts_kept=count, failure_rewards=rewards) as here:
         async with Runner(here.settings, here.agent) as runner:
             outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
         assert Counter((o.task_id.split()[1], o.failure) for o in outcomes) == Counter((mood, REASONS[mood]) for mood in moods)
@@ -63,7 +62,7 @@ def _text(log: Path | None) -> str:
 
 async def test_a_worker_told_to_end_gives_back_what_it_has_not_done(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
-    with world(tmp_path, queue__url=settings.queue.url, concurrency=2, drain_seconds=0.5) as here:
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=2, drain_seconds=0.5) as here:
         async with serving(settings) as (client, _):
             tasks = [*some(1, "hang", priority=1), *some(3, "slow")]
             await client.enqueue("run", [_mood(one, one.rollout_id.rstrip("0123456789")) for one in tasks if one.rollout_id])
@@ -93,7 +92,7 @@ def _mood(rollout: NewRollout, mood: str) -> NewRollout:
 
 async def test_a_cancelled_rollout_ends_in_its_worker_and_has_its_root(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=3)
-    with world(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
         async with serving(settings) as (client, _):
             await client.enqueue("run", [_mood(one, "hang") for one in some(2)])
             here.start_worker()
@@ -109,7 +108,7 @@ async def test_a_cancelled_rollout_ends_in_its_worker_and_has_its_root(tmp_path:
 
 async def test_the_roots_of_a_worker_that_died_are_written_by_others(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=2)
-    with world(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
         async with serving(settings) as (client, _):
             await client.enqueue("run", [_mood(one, "hang") for one in some(1)])
             for attempt in range(2):
@@ -128,7 +127,7 @@ async def test_the_roots_of_a_worker_that_died_are_written_by_others(tmp_path: P
             }
 
 
-def run_command(here: World, *words: str) -> list[str]:
+def run_command(here: RunnerServices, *words: str) -> list[str]:
     settings = {
         "store.otlp_endpoint": here.settings.store.otlp_endpoint,
         "gateway.url": here.settings.gateway.url,
@@ -142,7 +141,7 @@ def run_command(here: World, *words: str) -> list[str]:
 
 def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"task_id": f"t{n}", "input": "slow"}) + "\n" for n in range(12)))
-    with world(tmp_path) as here:
+    with runner_services(tmp_path) as here:
         run = subprocess.Popen(run_command(here, "--tasks", str(tmp_path / "tasks.jsonl")), stdout=subprocess.DEVNULL)
         try:
             here.sink.wait_for(lambda: len(here.sink.named("rollout")) >= 3, 30)
@@ -190,7 +189,7 @@ JUDGED = """
 async def test_evaluators_have_places_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "judged.py").write_text(textwrap.dedent(JUDGED))
     agent = CallableAgent("judged:agent", "judged:judge", tmp_path)
-    with world(tmp_path, concurrency=2, evaluations=1) as here:
+    with runner_services(tmp_path, concurrency=2, evaluations=1) as here:
         async with Runner(here.settings, agent) as runner:
             outcomes = await runner.run([Task(str(n), n) for n in range(8)], mode=Mode.TRAIN, group_size=1)
     rewards = [o.reward for o in outcomes if o.reward]

@@ -1,0 +1,1 @@
+"""The tests of every part, and what they share in `tests.support`."""

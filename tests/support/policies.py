@@ -1,0 +1,390 @@
+"""Tiny policies for tests: true samples, adapters, reference logprobs, scripted answers, a policy that lags."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from spangrad.settings import TrainerSettings
+from spangrad.settings.trainer_service import LogprobAlarm
+from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, adapter_facts, write_config
+from tests.support.fakes import HttpServer, transition_row
+from trainer.data.batch import Batch, layout
+from trainer.data.merge import separate
+
+if TYPE_CHECKING:
+    import torch
+
+# Samples drawn from a model with transformers, so that their logprobs are true.
+
+NO_ALARM = LogprobAlarm(mean=1e9, p99=1e9, pearson=-1, k3=1e9)
+"""Limits that nothing exceeds, for rows whose logprobs are made up."""
+PROMPT = (1, 4, 7, 11, 2, 1, 5)
+"""`<|im_start|> user say CITY <|im_end|> <|im_start|> assistant` in the two-tools vocabulary; the fourth token is the city."""
+
+
+def sampled_rows(model: Path, count: int, *, temperature: float, seed: int, length: int = 3, **changes: object) -> list[dict[str, object]]:
+    """Rows of transitions with responses of 1 to `length` tokens."""
+    rows: list[dict[str, object]] = []
+    for i in range(count):
+        prompt = [*PROMPT[:3], PROMPT[3] + i % 4, *PROMPT[4:]]
+        response, logprobs = sample(model, prompt, 1 + i % length, temperature, seed=1000 * seed + i)
+        facts = {"PromptIds": prompt, "ResponseIds": response, "Logprobs": logprobs, "Temperature": temperature}
+        rows.append(transition_row(f"{seed}-{i}", **{**facts, **changes}))
+    return rows
+
+
+def sampled_by(rows: pl.DataFrame, version: int) -> pl.DataFrame:
+    """Rows of which all tokens were sampled by one version."""
+    return rows.with_columns(pl.lit(version).alias("Version"), pl.lit([version]).alias("Versions.Version"))
+
+
+def sample(model: Path, prompt: list[int], length: int, temperature: float, *, seed: int) -> tuple[list[int], list[float]]:
+    """A response of `length` tokens, and the logprob of each."""
+    import torch
+
+    dice = torch.Generator().manual_seed(seed)
+    response: list[int] = []
+    logprobs: list[float] = []
+    for _ in range(length):
+        after = distribution(model, [*prompt, *response], temperature)
+        token = int(torch.multinomial(after.exp(), 1, generator=dice))
+        response.append(token)
+        logprobs.append(float(after[token]))
+    return response, logprobs
+
+
+def logprobs_of(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
+    """Logprob of each token of a response under a model."""
+    return [float(distribution(model, [*prompt, *response[:i]], temperature)[token]) for i, token in enumerate(response)]
+
+
+def distribution(model: Path, ids: list[int], temperature: float) -> Any:
+    """Logprobs of all tokens that may follow."""
+    import torch
+
+    with torch.no_grad():
+        return (_load(model)(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
+
+
+@lru_cache(maxsize=8)
+def _load(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    adapter = adapter_facts(model)
+    if adapter is None:
+        return AutoModelForCausalLM.from_pretrained(model)
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(adapter.base), model)
+
+
+# LoRA adapters with random weights, large enough to be told apart, and what PEFT computes with them.
+
+
+def random_adapter(base: Path, directory: Path, *, seed: int, rank: int = 4, alpha: float = 6, scale: float = 0.05) -> Path:
+    """An adapter of all linear layers but the head, with A and B drawn from a normal distribution."""
+    dice = np.random.default_rng(seed)
+    tensors = dict[str, np.ndarray]()
+    for name, weight in load_file(base / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            rows, columns = weight.shape
+            layer = PREFIX + name.removesuffix(".weight")
+            tensors[layer + A] = (scale * dice.standard_normal((rank, columns))).astype(np.float32)
+            tensors[layer + B] = (scale * dice.standard_normal((rows, rank))).astype(np.float32)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    write_config(directory, AdapterFacts(base, rank, alpha), tensors)
+    return directory
+
+
+def logprobs_by_peft(directory: Path, prompt: list[int], response: list[int]) -> list[float]:
+    """Logprob of each token of a response under a model, or a model and its adapter."""
+    import torch
+
+    with torch.inference_mode():
+        logits = _load_with_adapter(directory)(torch.tensor([prompt + response])).logits[0]
+    at = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+    return at[torch.arange(len(response)), torch.tensor(response)].tolist()
+
+
+@lru_cache(maxsize=16)
+def _load_with_adapter(directory: Path) -> Any:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    adapter = adapter_facts(directory)
+    model = AutoModelForCausalLM.from_pretrained(adapter.base if adapter else directory, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, directory) if adapter else model
+
+
+# What transformers says of the tokens that versions of a policy sampled, and versions that differ.
+
+
+def perturbed(model: Path, directory: Path, factor: float = 1.25) -> Path:
+    """Copy a model with its weights multiplied."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(model, directory)
+    weights = {name: (value * factor).astype(value.dtype) for name, value in load_file(model / "model.safetensors").items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+class Reference:
+    """Models of several versions, in float32."""
+
+    def __init__(self, versions: dict[int, Path]) -> None:
+        """Load the directory of each version."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.models = {version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for version, path in versions.items()}
+
+    def gaps(self, row: dict[str, Any], version: int) -> NDArray[np.float64]:
+        """Return |difference| of each response token's logprob (nats) between a row of `calls` and a version's weights."""
+        import torch
+
+        prompt, response = list(row["PromptIds"]), list(row["ResponseIds"])
+        with torch.inference_mode():
+            logits = self.models[version](torch.tensor([prompt + response])).logits[0]
+        at = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)[torch.arange(len(response)), torch.tensor(response)]
+        return np.abs(np.array(row["Logprobs"], np.float64) - at.numpy())
+
+    def agrees(self, row: dict[str, Any], version: int) -> NDArray[np.bool_]:
+        """Return for each response token whether its logprob is that of a version."""
+        return self.gaps(row, version) < 1e-3
+
+
+# A tiny model with random weights that spells in ASCII: enough to fill in JSON where a grammar holds its hand.
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+
+
+def build_spelling_model(directory: Path) -> None:
+    """Make the model and write it to `directory`."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spelled = [letters.pre_tokenize_str(one)[0][0] for one in CHARACTERS]
+    vocabulary = {token: place for place, token in enumerate([*SPECIAL, *spelled])}
+    words = Tokenizer(models.BPE(vocabulary, []))
+    words.pre_tokenizer = letters
+    words.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=32,  # the least that vLLM's attention takes
+            max_position_embeddings=1024,
+            tie_word_embeddings=False,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=vocabulary["<|im_end|>"],
+            pad_token_id=vocabulary["<|endoftext|>"],
+            dtype="float32",
+        )
+    )
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+
+
+# A scripted policy behind OpenAI's chat interface, which says words and whose words are read as calls of the request's tools.
+
+PARSER = Path(__file__).parents[2] / "examples" / "learning" / "word_calls.py"
+
+
+@dataclass
+class _Function:
+    name: str
+    arguments: str
+
+
+@dataclass
+class _Call:
+    type: str
+    function: _Function
+    id: str = "call"
+
+
+@dataclass
+class _Extracted:
+    tools_called: bool
+    tool_calls: list[_Call] = field(default_factory=list)
+    content: str | None = None
+
+
+def word_calls() -> types.ModuleType:
+    """The parser's module."""
+    protocol, abstract = (
+        types.ModuleType("vllm.entrypoints.generate.base.protocol"),
+        types.ModuleType("vllm.tool_parsers.abstract_tool_parser"),
+    )
+    vars(protocol).update(ExtractedToolCallInformation=_Extracted, FunctionCall=_Function, ToolCall=_Call)
+    vars(abstract).update(ToolParser=object, ToolParserManager=SimpleNamespace(register_module=lambda name: lambda made: made))
+    spec = importlib.util.spec_from_file_location("word_calls", PARSER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with patch.dict(sys.modules, {protocol.__name__: protocol, abstract.__name__: abstract}):
+        spec.loader.exec_module(module)
+    return module
+
+
+def as_said(message: dict[str, Any]) -> str:
+    """A message's words, as the examples' chat template writes it."""
+    calls = (one["function"] for one in message.get("tool_calls") or [])
+    words = (f"{call['name']} {' '.join(str(value) for value in json.loads(call['arguments']).values())}" for call in calls)
+    return " ".join([message.get("content") or "", *words]).strip()
+
+
+class WordPolicy(HttpServer):
+    """Answers each chat with what `reply` says to its messages, (role, words) each; a text begins with a space, as vLLM's does."""
+
+    def __init__(self, reply: Callable[[list[tuple[str, str]]], str]) -> None:
+        self.reply = reply
+        self.chats: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self._parser = word_calls().WordCalls()
+        super().__init__()
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        chat = json.loads(body)
+        self.chats.append(chat)
+        self.paths.append(path)
+        tools = [SimpleNamespace(function=SimpleNamespace(**tool["function"])) for tool in chat.get("tools", [])]
+        said = self._parser.extract_tool_calls(
+            self.reply([(one["role"], as_said(one)) for one in chat["messages"]]), SimpleNamespace(tools=tools)
+        )
+        message: dict[str, Any] = {"role": "assistant", "content": f" {said.content}" if said.content else said.content}
+        if said.tools_called:
+            message["tool_calls"] = [{**asdict(call), "id": f"call-{len(self.chats)}"} for call in said.tool_calls]
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if said.tools_called else "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        whole = {"id": "c", "object": "chat.completion", "created": 0, "model": chat["model"], "choices": [choice], "usage": usage}
+        return 200, {"content-type": "application/json"}, json.dumps(whole).encode()
+
+
+# A policy that learns the two-tools task, whose rollouts are sampled by the trained version or by one before it, soundly or with a fault.
+
+CITIES, ROWS, TOKENS = 4, 64, 3
+CITY, FIRST_CITY, WEATHER, CLOCK, END = 3, 11, 9, 10, 2
+"""Place of the city in the prompt; token ids."""
+
+
+class LaggingPolicy:
+    """An optimizer, and the weights of its versions as an engine would serve them."""
+
+    def __init__(self, model: Path, settings: TrainerSettings, engine: torch.dtype) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from trainer.optim.optimizer import VerlOptimizer
+
+        self.engine = VerlOptimizer(model, settings, engine_dtype=str(engine).removeprefix("torch."))
+        self._dtype, self._dice = engine, torch.Generator().manual_seed(0)
+        self._plain = AutoModelForCausalLM.from_pretrained(model)
+        self.versions = [self._served()]
+
+    @property
+    def version(self) -> int:
+        """The newest version."""
+        return len(self.versions) - 1
+
+    def step(self, behind: int) -> dict[str, float]:
+        """Train on sound rollouts of some versions ago; the step's metrics."""
+        metrics = self.engine.step(self.batch(self.sample(self.versions[max(self.version - behind, 0)]), behind))
+        self.versions.append(self._served())
+        return metrics
+
+    def sample(
+        self, served: Any, *, temperature: float = 1.0, cached_by: Any = None, prompts: torch.Tensor | None = None
+    ) -> list[dict[str, Any]]:
+        """Sample a response to each prompt.
+
+        Args:
+            served: the model whose weights sample.
+            temperature: of the sampling.
+            cached_by: the model whose keys and values of the prompt are in the engine's prefix cache. None: `served`.
+            prompts: token ids that the engine gets, shape (rows, tokens). None: the task's.
+        """
+        import torch
+
+        ids = task_prompts() if prompts is None else prompts
+        with torch.no_grad():
+            cache = (cached_by or served).model(ids[:, :-1], use_cache=True).past_key_values
+            token, tokens, logprobs = ids[:, -1:], list[torch.Tensor](), list[torch.Tensor]()
+            for _ in range(TOKENS):
+                hidden = served.model(token, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+                after = (hidden.float() @ served.lm_head.weight.float().T / temperature).log_softmax(-1)
+                token = torch.multinomial(after.exp(), 1, generator=self._dice)
+                tokens.append(token)
+                logprobs.append(after.gather(1, token))
+        recorded = zip(task_prompts().tolist(), torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True)
+        return [{"PromptIds": prompt, "ResponseIds": response, "Logprobs": values} for prompt, response, values in recorded]
+
+    def batch(self, rows: list[dict[str, Any]], behind: int) -> Batch:
+        """Lay rows out as calls of some versions ago, with group-relative advantages."""
+        version = max(self.version - behind, 0)
+        frame = pl.DataFrame([transition_row(f"r{row}", Version=version, **facts) for row, facts in enumerate(rows)])
+        worth = np.array([reward(facts) for facts in rows]).reshape(-1, CITIES)
+        advantages = (worth - worth.mean(axis=0)) / (worth.std(axis=0) + 1e-6)
+        return layout(separate(frame, pl.Series(advantages.reshape(-1))), lineage=range(self.version + 1))
+
+    def _served(self) -> Any:
+        """A copy of the optimizer's weights in the engine's dtype."""
+        import torch
+
+        names = dict(self._plain.named_parameters())
+        with torch.no_grad():
+            for name, value in self.engine.weights():
+                names[name].copy_(torch.from_numpy(value))
+        return copy.deepcopy(self._plain).to(self._dtype)
+
+
+def task_prompts() -> torch.Tensor:
+    """Token ids of a batch's prompts, shape (rows, tokens): the cities in turn."""
+    import torch
+
+    prompts = torch.tensor([PROMPT] * ROWS)
+    prompts[:, CITY] = FIRST_CITY + torch.arange(ROWS) % CITIES
+    return prompts
+
+
+def reward(row: dict[str, Any]) -> float:
+    """Return 1 for the tool that the city needs, with the city that was asked for."""
+    city = row["PromptIds"][CITY]
+    return float(row["ResponseIds"] == [CLOCK if city in {FIRST_CITY + 1, FIRST_CITY + 3} else WEATHER, city, END])

@@ -1,0 +1,342 @@
+"""Queues, workers and environment services for tests, served in this process or in one that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import SecretStr
+
+from runner.queue import server
+from runner.queue.client import QueueClient, new_rollout
+from runner.queue.service import Service
+from runner.queue.tables import QueueDatabase
+from runner.queue.wire import Completion, Failure, Held, NewRollout, QueuedRollout, RolloutLease, RolloutState
+from runner.workers.agents import CommandAgent
+from spangrad import semconv
+from spangrad.errors import QueueError
+from spangrad.leases import this_process
+from spangrad.processes import MARK, Child, answers, free_ports, own_command, wait_until
+from spangrad.settings import EnvironmentServiceSettings, GatewaySettings, Settings, StoreSettings
+from spangrad.types import AttemptFailure
+from tests.support.fakes import AttemptGateway, OtlpSink
+from tests.support.sections import service_settings
+
+# Queues for tests: served in this process, or in one that can be killed.
+
+
+def queue_settings(db: str, **changes: object) -> Settings:
+    """Settings of a queue on a free port; `changes` by key (`settings_by_key`)."""
+    (port,) = free_ports(1)
+    address = {"queue__port": port, "queue__url": f"http://127.0.0.1:{port}", "queue__db": SecretStr(db)}
+    return service_settings(**{**address, **changes})
+
+
+@asynccontextmanager
+async def serving(settings: Settings, patience_seconds: float = 5) -> AsyncGenerator[tuple[QueueClient, Service]]:
+    """A queue in this process, and a client of it."""
+    async with server.running(settings) as service, QueueClient.of(settings.queue, patience_seconds=patience_seconds) as client:
+        yield client, service
+
+
+def queue_process(settings: Settings, log: Path, env: dict[str, str] | None = None) -> Child:
+    """`spangrad queue`, ready; whoever starts it stops it."""
+    values = {
+        "queue.port": settings.queue.port,
+        "queue.db": settings.queue.db.get_secret_value(),
+        "queue.lease_seconds": settings.queue.lease_seconds,
+        "runner.timeout_seconds": settings.runner.timeout_seconds,
+        "runner.max_attempts": settings.runner.max_attempts,
+    }
+    words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+    child = Child("spangrad queue", own_command("queue", *words), log, env, inherit_settings=False)
+    try:
+        wait_until(lambda: answers(f"{settings.queue.url}/readyz"), 60, "the queue", [child], poll_seconds=0.02)
+    except BaseException:
+        child.stop()
+        raise
+    return child
+
+
+@contextmanager
+def queue_server(settings: Settings, log: Path, env: dict[str, str] | None = None) -> Generator[Child]:
+    """`spangrad queue` in a process of its own."""
+    child = queue_process(settings, log, env)
+    try:
+        yield child
+    finally:
+        child.stop()
+
+
+def some(count: int, prefix: str = "r", group_size: int = 1, **facts: object) -> list[NewRollout]:
+    """Rollouts with names: r0, r1, ...; so many a group."""
+    return [
+        new_rollout(
+            f"task {i}", {"question": i}, f"{prefix} group {i // group_size}", rollout_id=f"{prefix}{i}", group_size=group_size, **facts
+        )
+        for i in range(count)
+    ]
+
+
+def with_mood(mood: str, rollouts: Iterable[NewRollout]) -> list[NewRollout]:
+    """Rollouts whose input is a word that the agents of `workers` know."""
+    return [msgspec.structs.replace(one, input=msgspec.Raw(json.dumps(mood).encode())) for one in rollouts]
+
+
+async def until_ended(client: QueueClient, count: int) -> list[QueuedRollout]:
+    """The rollouts that have ended, once there are so many."""
+    found: list[QueuedRollout] = []
+    cursor = 0
+    while len(found) < count:
+        page = await client.ended("run", after=cursor, limit=1000, wait_seconds=20)
+        cursor, found = page.cursor, found + page.rollouts
+    return found
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def queue_db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a database for a queue, on either kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/queue.db"
+    schema: Callable[[str], str] = request.getfixturevalue("postgres")
+    return schema(f"t{uuid.uuid4().hex}")
+
+
+async def refuses(url: str) -> bool:
+    """Whether another server may not serve from there."""
+    try:
+        (await asyncio.to_thread(QueueDatabase, url)).close()
+    except QueueError as error:
+        return "another `spangrad queue` serves from" in str(error)
+    return False
+
+
+def done(lease: RolloutLease | Held, **facts: Any) -> Completion:
+    return Completion(
+        **{"rollout_id": lease.rollout_id, "attempt": lease.attempt, "rewards": {"reward": 1.0}, "calls": 2, "seconds": 0.5, **facts}
+    )
+
+
+def failed(lease: RolloutLease, reason: AttemptFailure = AttemptFailure.CRASH, **facts: Any) -> Failure:
+    return Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=reason, **facts)
+
+
+async def until(true: Callable[[], Awaitable[bool]], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not await true():
+        assert time.monotonic() < end, "it did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+async def state(client: QueueClient, name: str) -> RolloutState:
+    return (await client.rollout(name)).state
+
+
+async def is_state(client: QueueClient, name: str, wanted: RolloutState) -> bool:
+    return await state(client, name) == wanted
+
+
+async def is_true(value: object) -> bool:
+    return bool(value)
+
+
+# Worker processes for tests: a small gateway, a small store, and agents in sh that need no time to start.
+
+AGENT = """
+    read given
+    case "$given" in
+        *crash*) kill -9 $$;;
+        *poison*) kill -9 $PPID;;
+        *exit*) echo broken >&2; exit 3;;
+        *hang*) sleep 600 & sleep 600;;
+        *garbage*) echo "no number";;
+        *empty*) ;;
+        *steady*) sleep 3; echo 1;;
+        *slow*) sleep 600 & sleep 0.3; echo 1;;
+        *) echo thinking >&2; echo 1;;
+    esac
+"""
+
+
+@dataclass
+class RunnerServices:
+    """What surrounds a worker."""
+
+    directory: Path
+    sink: OtlpSink
+    gateway: AttemptGateway
+    settings: Settings
+    children: list[Child] = field(default_factory=list)
+
+    @property
+    def agent(self) -> CommandAgent:
+        """The agent in sh."""
+        return CommandAgent(("sh", "agent.sh"), directory=self.directory)
+
+    def start_worker(
+        self, *options: str, agent: Sequence[str] = ("--", "sh", "agent.sh"), env: Mapping[str, str] | None = None, **changes: object
+    ) -> Child:
+        """`spangrad worker`, started.
+
+        Args:
+            options: of its command line.
+            agent: the end of its command line.
+            env: added to its environment.
+            changes: to the runner's settings.
+        """
+        runner = {**self.settings.runner.model_dump(mode="json"), **changes}
+        runner |= {f"container.{name}": value for name, value in runner.pop("container").items()}
+        values = {
+            "store.otlp_endpoint": self.settings.store.otlp_endpoint,
+            "gateway.url": self.settings.gateway.url,
+            **{f"runner.{name}": value for name, value in runner.items() if value is not None},
+            **({"queue.url": self.settings.queue.url} if self.settings.queue.url else {}),
+        }
+        texts = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in values.items()}
+        words = [word for name, value in texts.items() for word in ("--set", f"{name}={value}")]
+        log = self.directory / f"worker-{len(self.children)}.log"
+        child = Child(
+            "spangrad worker",
+            own_command("worker", "--directory", str(self.directory), *options, *words, *agent),
+            log,
+            {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2", **(env or {})},
+            inherit_settings=False,
+        )
+        self.children.append(child)
+        return child
+
+    def roots(self) -> dict[tuple[str, int], Mapping[str, object]]:
+        """Attributes of each root span, by rollout and attempt; of two that are the same span, the first."""
+        found: dict[tuple[str, int], Mapping[str, object]] = {}
+        for root in self.sink.named("rollout"):
+            key = (str(root.attributes[semconv.ROLLOUT_ID]), int(str(root.attributes[semconv.ROLLOUT_ATTEMPT])))
+            found.setdefault(key, root.attributes)
+        return found
+
+    def processes(self) -> list[str]:
+        """Command lines of the agent's programs that are there."""
+        return [_command(pid) for pid in self.programs()]
+
+    def programs(self) -> list[int]:
+        """Processes of the agent's programs, and what those have started."""
+        return [pid for pid in _pids() if str(self.directory) == _directory(pid) and _command(pid).startswith(("sh", "sleep"))]
+
+    def left(self) -> list[str]:
+        """Command lines of whatever descends from an agent host of ours, by the mark that it has inherited, in whichever process group."""
+        ours = self.settings.store.otlp_endpoint.encode()
+        return [_command(pid) for pid in _pids() if f"{MARK}=".encode() in (inherited := _environment(pid)) and ours in inherited]
+
+    def hosts(self) -> list[int]:
+        """Agent hosts of our workers."""
+        workers = {child.process.pid for child in self.children}
+        return [pid for pid in _pids() if _parent(pid) in workers]
+
+
+@contextmanager
+def runner_services(directory: Path, **changes: object) -> Generator[RunnerServices]:
+    """A gateway and a store, and settings of the runner; every worker is ended with the block."""
+    (directory / "agent.sh").write_text(textwrap.dedent(AGENT))
+    with OtlpSink() as sink, AttemptGateway() as gateway:
+        chosen = service_settings(**{"run_id": "run", "directory": directory / "runner", **changes})
+        settings = Settings(
+            store=StoreSettings(otlp_endpoint=sink.url),
+            gateway=GatewaySettings(url=gateway.url),
+            runner=chosen.runner,
+            queue=chosen.queue,
+        )
+        here = RunnerServices(directory, sink, gateway, settings)
+        try:
+            yield here
+        finally:
+            for child in here.children:
+                child.stop(0.1)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, if it is there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _command(pid: int) -> str:
+    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _environment(pid: int) -> bytes:
+    return _read(pid, "environ")
+
+
+def _directory(pid: int) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/cwd").readlink())
+    except OSError:
+        return ""
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+# A worker in a process of its own, for tests that kill it: leases, waits a moment, completes; poison it fails.
+
+
+async def attempt(client: QueueClient, lease: RolloutLease, file: Path) -> None:
+    await asyncio.sleep(random.random() * 0.02)
+    if lease.task_input() == "poison":
+        await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH, detail="poison")])
+        return
+    told = Completion(rollout_id=lease.rollout_id, attempt=lease.attempt, rewards={"reward": 1.0}, calls=1, seconds=0.01)
+    (result,) = await client.complete([told])
+    if result.refused is None:
+        with file.open("a") as out:
+            out.write(f"{lease.rollout_id} {lease.attempt}\n")
+
+
+async def main(url: str, file: Path) -> None:
+    async with QueueClient(url) as client:
+        while True:
+            leases = await client.lease("run", this_process(), 8, wait_seconds=1)
+            await asyncio.gather(*[attempt(client, lease, file) for lease in leases])
+
+
+# Services of environments for tests, on free ports.
+
+
+def environment_service_settings(**changes: Any) -> EnvironmentServiceSettings:
+    """Settings of a service of environments."""
+    (port,) = free_ports(1)
+    return EnvironmentServiceSettings(port=port, **changes)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))

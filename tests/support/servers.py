@@ -1,0 +1,308 @@
+"""Real servers for tests, each in a process of its own or in this one: store, schema, sharded layout, Collector, PostgreSQL, full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from collector import database
+from collector.database import EmbeddedDatabase
+from collector.schema.cluster import Layout
+from collector.schema.migrations import Execute, migrate
+from spangrad.processes import Child, answers, free_ports, own_command, wait_until
+from spangrad.settings import StoreSettings
+
+# A real store in a process of its own, for tests: settings on free ports, started, ready, stopped.
+
+_SERVE = """
+import json, logging, sys
+from collector.server import serve
+from spangrad.errors import SpangradError
+from spangrad.settings import StoreSettings
+logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+try:
+    serve(StoreSettings.model_validate(json.loads(sys.argv[1])))
+except SpangradError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def store_settings(path: Path, **changes: object) -> StoreSettings:
+    """Settings of a store on free ports, with its data in `path`."""
+    grpc_port, http_port, clickhouse_port = free_ports(3)
+    return StoreSettings.model_validate(
+        {
+            "path": path,
+            "otlp_grpc_port": grpc_port,
+            "otlp_http_port": http_port,
+            "clickhouse_port": clickhouse_port,
+            "url": f"http://127.0.0.1:{clickhouse_port}",
+            "otlp_endpoint": f"http://127.0.0.1:{http_port}",
+            **changes,
+        }
+    )
+
+
+def start_store(settings: StoreSettings, log: Path) -> Child:
+    """Start a store; it may not be ready yet."""
+    values = settings.model_dump(mode="json")
+    # Secrets hide themselves in a dump.
+    for name in ("token", "read_token"):
+        secret = getattr(settings, name)
+        values[name] = secret.get_secret_value() if secret else None
+    return Child("store", [sys.executable, "-c", _SERVE, json.dumps(values)], log)
+
+
+@contextmanager
+def running_store(settings: StoreSettings, log: Path) -> Generator[Child]:
+    """A store that answers, stopped at the end."""
+    child = start_store(settings, log)
+    try:
+        wait_until(lambda: store_answers(settings), 60, "the store", [child], poll_seconds=0.05)
+        yield child
+    finally:
+        child.stop(grace_seconds=5)
+
+
+def store_answers(settings: StoreSettings) -> bool:
+    """Whether ClickHouse's interface answers at all; it is the last to be opened."""
+    try:
+        urllib.request.urlopen(f"{settings.url}/ping", timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+# A real engine in this process, with the schema's tables: what tests of the collector's parts commit into.
+
+
+@contextmanager
+def migrated_engine(path: Path) -> Generator[EmbeddedDatabase]:
+    """Open a directory; the process may have no other engine meanwhile."""
+    engine = EmbeddedDatabase(path)
+    handle = engine.handle()
+    migrate(lambda sql: handle.query(sql).body.decode(), Layout())
+    handle.close()
+    yield engine
+    engine.close()
+
+
+# The sharded layout on one machine: an engine that is the only shard of a cluster, without replicas.
+
+SHARDED = Layout("prod", sharded=True)
+_CLUSTER = """<tcp_port>9000</tcp_port>
+<remote_servers><prod><shard><replica><host>127.0.0.1</host><port>9000</port></replica></shard></prod></remote_servers>
+</clickhouse>"""
+_REPLICATED = re.compile(r"Replicated(\w*MergeTree)\('[^']*', '[^']*'(?:, )?")
+
+
+@contextmanager
+def one_shard(directory: Path) -> Generator[Execute]:
+    """Statements run by an engine of this process on `directory`; nothing listens: the shard is the engine itself."""
+    config = directory / "config"
+    config.mkdir()
+    (config / "config.xml").write_text((database.CONFIG / "config.xml").read_text().replace("</clickhouse>", _CLUSTER))
+    # The embedded store's own rights deny other servers.
+    users = re.sub(r"<grants>.*</grants>", "", (database.CONFIG / "users.xml").read_text(), flags=re.DOTALL)
+    (config / "users.xml").write_text(users)
+    with patch.object(database, "CONFIG", config):
+        opened = database.EmbeddedDatabase(directory / "data")
+        handle = opened.handle()
+    handle.query("SET distributed_product_mode = 'global'")
+    handle.query("SET distributed_foreground_insert = 1")
+    try:
+        yield lambda sql: handle.query(_REPLICATED.sub(r"\1(", sql.replace(SHARDED.on_cluster, ""))).body.decode()
+    finally:
+        handle.close()
+        opened.close()
+
+
+# A file system in memory that is soon full.
+
+
+@contextmanager
+def small_disk(mount: Path, mebibytes: int) -> Generator[Path]:
+    """Mount one at a path; the test is skipped where that is not allowed."""
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(mount)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here ({done.stderr.strip()}): run as root")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+# A real OpenTelemetry Collector before a store, for tests: `spangrad collector` on free ports, started, ready, stopped.
+
+PORTS = ("otlp_http_port", "otlp_grpc_port", "health_port", "zpages_port")
+
+
+def otelcol() -> str:
+    """The Collector's program; skips the test where there is none."""
+    return binary("SPANGRAD_OTELCOL", "otelcol-spangrad")
+
+
+@dataclass(frozen=True)
+class RunningCollector:
+    """A Collector that takes OTLP, and how to start it again."""
+
+    child: Child
+    url: str
+    grpc: str
+
+
+def collector_values(directory: Path, **changes: object) -> dict[str, object]:
+    """Settings of the section `collector`, on free ports, with the queue in `directory`."""
+    return {**dict(zip(PORTS, free_ports(len(PORTS)), strict=True)), "queue_path": str(directory / "queue"), **changes}
+
+
+def start_collector(store: StoreSettings, values: dict[str, object], log: Path) -> Child:
+    """Start `spangrad collector`; it may not be ready yet."""
+    token = store.token.get_secret_value() if store.token else None
+    named = {"store.url": store.url, "store.token": token, **{f"collector.{key}": value for key, value in values.items()}}
+    flags = [f"--set={key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+    return Child("spangrad collector", own_command("collector", *flags), log, {"SPANGRAD_OTELCOL": otelcol()}, inherit_settings=False)
+
+
+@contextmanager
+def running_collector(store: StoreSettings, values: dict[str, object], log: Path) -> Generator[RunningCollector]:
+    """A Collector that answers, stopped at the end."""
+    child = start_collector(store, values, log)
+    try:
+        wait_until(lambda: answers(f"http://127.0.0.1:{values['health_port']}"), 60, "the collector", [child], poll_seconds=0.05)
+        yield RunningCollector(child, f"http://127.0.0.1:{values['otlp_http_port']}", f"127.0.0.1:{values['otlp_grpc_port']}")
+    finally:
+        child.stop(grace_seconds=10)
+
+
+def post(url: str, body: bytes, content_type: str = "application/x-protobuf", **headers: str) -> int:
+    """The status that an OTLP endpoint answers a body with."""
+    request = urllib.request.Request(url, body, {"Content-Type": content_type, **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+# A real PostgreSQL in a directory of its own, for tests: started, ready, stopped.
+
+_USER = "nobody"
+"""Who runs the server where the tests run as root."""
+
+
+class Postgres:
+    """A server on one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Start it; it has answered."""
+        (self._port,) = free_ports(1)
+        self._directory = directory
+        self._url = f"postgresql://spangrad@127.0.0.1:{self._port}/postgres"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, again after a crash on the same data."""
+        options = {"listen_addresses": "127.0.0.1", "port": self._port, "unix_socket_directories": "", "fsync": "off"}
+        settings = [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
+        command = _as_nobody([_program("postgres"), "-D", str(self._directory / "data"), *settings])
+        self._server = Child("postgres", command, self._directory / "log")
+        wait_until(lambda: _answers(self._url), 60, "PostgreSQL", [self._server], poll_seconds=0.05)
+
+    def crash(self) -> None:
+        """End it without a word to its clients, and without writing what it holds."""
+        self._end(signal.SIGQUIT)
+
+    def stop(self) -> None:
+        """End it; SIGTERM would wait for clients to leave."""
+        self._end(signal.SIGINT)
+
+    def schema(self, name: str) -> str:
+        """URL of a schema of that name, which is made where there is none."""
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(name)))
+        return f"{self._url}?options=-csearch_path%3D{name}"
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._server.running:
+            self._server.process.send_signal(number)
+            self._server.process.wait(30)
+
+
+@contextmanager
+def running_postgres() -> Generator[Postgres]:
+    """A server, until the block ends."""
+    directory = Path(tempfile.mkdtemp(prefix="spangrad-postgres-"))
+    try:
+        if os.geteuid() == 0:
+            shutil.chown(directory, _USER)
+        data = str(directory / "data")
+        made = [_program("initdb"), "--pgdata", data, "--username", "spangrad", "--auth", "trust", "--no-sync", "--encoding", "UTF8"]
+        done = subprocess.run(_as_nobody(made), cwd=directory, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        server = Postgres(directory)
+        try:
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _as_nobody(command: list[str]) -> list[str]:
+    if os.geteuid():
+        return command
+    return ["setpriv", f"--reuid={_USER}", "--regid=nogroup", "--clear-groups", "--pdeathsig=TERM", *command]
+
+
+def _program(name: str) -> str:
+    """Debian keeps the server's programs out of PATH."""
+    places = os.pathsep.join([os.environ.get("PATH", ""), *map(str, Path("/usr/lib/postgresql").glob("*/bin"))])
+    found = shutil.which(name, path=places)
+    if not found:
+        pytest.skip(f"{name} is not here: install PostgreSQL's server (Debian's package postgresql), or put its programs into PATH")
+    return found
+
+
+def _answers(url: str) -> bool:
+    try:
+        psycopg.connect(url, connect_timeout=5).close()
+    except psycopg.OperationalError:
+        return False
+    return True
+
+
+# Programs that tests need and the checkout has not: the real Collector, clickhouse-go.
+
+
+def binary(variable: str, name: str) -> str:
+    """Where a program is: as the environment says, or in PATH."""
+    named = os.environ.get(variable)
+    if not named:
+        found = shutil.which(name)
+        if not found:
+            pytest.skip(f"{name} is not here: set {variable} to its path, or put it into PATH")
+        return found
+    if not (Path(named).is_file() and os.access(named, os.X_OK)):
+        pytest.fail(f"{variable} = {named!r} is no program that can be run: set it right, or unset it")
+    return named

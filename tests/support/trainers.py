@@ -1,0 +1,444 @@
+"""Trainers whose store, optimizer and gateway are fakes: on rollouts and on files; everything between the fakes is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from examples.two_tools.model import WORDS, word_tokenizer
+from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings
+from spangrad.types import PolicyVersion, VersionStatus
+from tests.support.fakes import transition_row
+from tests.support.processes import crashes, survives
+from tests.support.sections import trainer_settings
+from trainer import loop
+from trainer.data.batch import Batch
+from trainer.data.source import BatchRollout, Group, Loaded
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.tables import LedgerVersion
+from trainer.loop import Trainer
+from trainer.publish import checkpoint
+from trainer.publish.checkpoint import STATE, save_weights
+from trainer.publish.lora import adapter_of
+from trainer.publish.publisher import GatewayRefusedError, Publisher
+from trainer.sft import training
+from trainer.sft.examples import Example
+from trainer.sft.files import ExampleFile
+from trainer.sft.rendering import TokenSequence
+from trainer.sft.training import FileRun, FileTrainPlan, finetune
+from trainer.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    from trainer.optim.optimizer import VerlOptimizer
+
+# A trainer whose store, optimizer and gateway are fakes: everything between them is real.
+
+SPEC = BuilderSettings().spec
+
+
+def group(name: str) -> Group:
+    return Group("run", "train", SPEC, name)
+
+
+@dataclass
+class FakeSource:
+    """Groups of two rollouts, one that won and one that lost, all sampled by `version`."""
+
+    names: list[str]
+    version: int | Callable[[], int] = 0
+    rewards: tuple[float, float] = (1.0, 0.0)
+    changes: dict[str, dict[str, object]] = field(default_factory=dict)
+    build_spec: str = SPEC
+
+    def ready(self) -> list[Group]:
+        return [group(name) for name in self.names]
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """It names all groups each time."""
+
+    def rescan(self) -> None:
+        """It names all groups each time."""
+
+    def load(self, groups: Sequence[Group]) -> Loaded:
+        version = self.version if isinstance(self.version, int) else self.version()
+        rollouts = [(one, f"{one.group_id}-{i}", self.rewards[i]) for one in groups for i in range(2)]
+        rows = [
+            transition_row(
+                rollout,
+                rewards=(reward,),
+                **{"GroupId": one.group_id, "BuildSpec": SPEC, "Version": version, **self.changes.get(one.group_id, {})},  # type: ignore[arg-type]
+            )
+            for one, rollout, reward in rollouts
+        ]
+        return Loaded([BatchRollout(one, rollout, 0, 0) for one, rollout, _ in rollouts], pl.DataFrame(rows))
+
+
+@dataclass
+class FakeOptimizer:
+    """Adds 1 to its only weight at each step."""
+
+    weight: float = 0.0
+    fails: BaseException | None = None
+    interrupted: bool = False
+    batches: list[Batch] = field(default_factory=list)
+    data_parallel_size: int = 1
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        self.batches.append(batch)
+        if self.fails:
+            raise self.fails
+        if self.interrupted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.weight += batch.trainable
+        return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap_max": 2e-6, "updated": float(batch.trainable)}
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        yield "weight", np.array([self.weight], np.float32)
+
+    def save_weights(self, directory: Path) -> None:
+        save_file(dict(self.weights()), directory / "model.safetensors")
+
+    def close(self) -> None:
+        pass
+
+    def save_state(self, directory: Path) -> None:
+        (directory / "optimizer.pt").write_text(str(self.weight))
+
+
+class Cutting(FakeOptimizer):
+    """Has something happen to the world at its second step."""
+
+    def __init__(self, cut: Callable[[], object]) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        metrics = super().step(batch)
+        if self.weight == 2:
+            self.cut()
+        return metrics
+
+
+class FakeMirror(Mirror):
+    """Writes to a list what the real one writes to the store."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.written: list[LedgerVersion] = []
+
+    def catch_up(self) -> int:
+        self.written += self._ledger.versions()
+        return len(self.written)
+
+    def write(self, version: LedgerVersion) -> None:
+        self.written.append(version)
+
+
+class FakePublisher(Publisher):
+    """A gateway that keeps what it serves in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def served(self, policy: str) -> int:
+        return json.loads(self._file.read_text())[-1]
+
+    def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
+        if version.version < self.served(version.policy) and not again:
+            raise GatewayRefusedError(f"version {version.version} is not newer than what is served")
+        own = self._file.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
+        own.replace(self._file)
+        return 0.25
+
+
+def write_base(directory: Path) -> Path:
+    """A model directory that holds one weight."""
+    directory.mkdir()
+    save_file({"weight": np.zeros(1, np.float32)}, directory / "model.safetensors")
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def settings(base: Path, directory: Path, **changes: object) -> Settings:
+    """Of a trainer that takes two groups a batch, however stale."""
+    facts = {"run_id": "run", "model": base, "directory": directory, "groups_per_batch": 2, "poll_seconds": 0.001, "max_staleness": 9}
+    return Settings(trainer=trainer_settings(**{**facts, **changes}))  # type: ignore[arg-type]
+
+
+def wired(chosen: Settings, source: FakeSource, optimizer: FakeOptimizer | None = None) -> Trainer:
+    """A trainer as `train` wires it, begun."""
+    ledger = loop.open_ledger(chosen)
+    newest = loop.prepare(ledger, chosen)
+    source.changes = {name: {"TokenizerHash": newest.tokenizer_hash, **source.changes.get(name, {})} for name in source.names}
+    served = chosen.trainer.directory / "served.json"
+    if not served.exists():
+        served.write_text("[0]")
+    trainer = Trainer(
+        settings=chosen,
+        ledger=ledger,
+        source=source,
+        optimizer=optimizer or saved(newest),
+        normalise=lambda units: units.values * 2 - 1,
+        mirror=FakeMirror(ledger),
+        publisher=FakePublisher(served),
+        shutdown=Shutdown(),
+        loaded=newest,
+        load_optimizer=saved,
+    )
+    trainer.start()
+    return trainer
+
+
+def saved(version: LedgerVersion) -> FakeOptimizer:
+    """The optimizer that a version's directory holds."""
+    state = Path(version.policy_version.path) / "optimizer.pt"
+    return FakeOptimizer(float(state.read_text()) if state.exists() else 0.0)
+
+
+def committed(trainer: Trainer) -> dict[int, list[str]]:
+    """The rollouts of each committed version's batch."""
+    versions = [one for one in trainer.ledger.versions() if one.status is VersionStatus.COMMITTED]
+    return {one.version: [row.rollout_id for row in trainer.ledger.batch(one.policy_version.batch_id or "")] for one in versions}
+
+
+def die_at_every_boundary(base: Path, directory: Path) -> int:
+    """Train a batch, dying at one boundary of the step after the other and going on from there; return how many deaths there were.
+
+    This process only forks: Polars starts threads, which do not survive a fork.
+    """
+    names = ["a", "b", "c", "d"]
+
+    def train(boundary: int) -> None:
+        wired(settings(base, directory / str(boundary)), FakeSource(names[:2])).run(follow=False)
+
+    def go_on(boundary: int) -> None:
+        own = directory / str(boundary)
+        trainer = wired(settings(base, own), FakeSource(names))
+        trainer.run(follow=False)
+        batches = committed(trainer)
+        assert list(batches.values()) == [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]]
+        newest = loop.newest_version(trainer.ledger)
+        assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "2.0", "a step was repeated or skipped"
+        here = {one.name for one in (own / "policy/main").iterdir()}
+        assert here == {f"v{version}" for version in batches if version}, "an uncommitted version was left"
+        assert json.loads((own / "served.json").read_text())[-1] == newest.version
+
+    deaths = 0
+    for boundary in crashes(train, Path(loop.__file__), {"step", "_commit"}):
+        deaths += 1
+        survives(go_on, boundary)
+    return deaths
+
+
+# Files of examples, and a run over files whose optimizer is a fake: everything else of it is real.
+
+NOBODY = StoreSettings(url="http://127.0.0.1:9")
+"""A store that is away: a run over files needs none."""
+
+
+def write_policy(directory: Path, **config: Any) -> Path:
+    """A model directory with the two-tools tokenizer, one weight and a configuration."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir()
+    word_tokenizer(WORDS).save_pretrained(directory)
+    facts = {"vocab_size": len(WORDS), "max_position_embeddings": 24, **config}
+    (directory / "config.json").write_text(json.dumps({name: value for name, value in facts.items() if value is not None}))
+    save_file({"weight": np.zeros(1, np.float32)}, directory / "model.safetensors")
+    return directory
+
+
+def write_rows(file: Path, rows: Sequence[Any]) -> Path:
+    """A JSON lines file."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def meta(rollout: str, group: str = "g", *, mode: str = "train", **changes: Any) -> dict[str, Any]:
+    """What exports say of a row."""
+    about = {"run": "run", "mode": mode, "group": group, "rollout": rollout, "attempt": 0, "build_spec": "spec", "revision": 0}
+    return {"meta": {**about, **changes}}
+
+
+def tokens(*ids: int, reply: int = 1, **more: Any) -> dict[str, Any]:
+    """A row with ids, the last of which are trained."""
+    return {"input_ids": list(ids), "loss_mask": [0] * (len(ids) - reply) + [1] * reply, **more}
+
+
+@dataclass
+class FakeFileOptimizer:
+    """Adds the first id of each trained row to its only weight: what was trained twice, or not at all, shows."""
+
+    weight: float = 0.0
+    device: str = "cpu"
+    reference: NDArray[np.float32] | None = None
+    steps: list[list[int]] = field(default_factory=list)
+    fails_at: int | None = None
+
+    def step(self, examples: Sequence[Example], reference: NDArray[np.float32] | None = None) -> dict[str, float]:
+        self.steps.append([one.sequences[0].ids[0] for one in examples])
+        if self.fails_at == len(self.steps):
+            raise RuntimeError("the machine caught fire")
+        self.weight += sum(self.steps[-1])
+        return {"loss": 0.5, "grad_norm": 1.0, "tokens": float(len(examples))}
+
+    def logprobs(self, examples: Sequence[Example]) -> NDArray[np.float32]:
+        return np.zeros(sum(len(one.sequences) for one in examples), np.float32)
+
+    def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
+        return {"loss": 1.0 / (1.0 + self.weight)} if examples else {}
+
+    def save_weights(self, directory: Path) -> None:
+        save_weights(directory, [("weight", np.array([self.weight], np.float32))])
+
+    def save_state(self, directory: Path) -> None:
+        (directory / STATE).write_text(str(self.weight))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
+    """Have runs make fakes from here on, each with its base's weight; the list of those that were made."""
+    made: list[FakeFileOptimizer] = []
+
+    def fake(_: Any, plan: FileTrainPlan) -> FakeFileOptimizer:
+        from safetensors.numpy import load_file
+
+        directory = Path(plan.base.policy_version.path)
+        weight = float(load_file(directory / "model.safetensors")["weight"][0])
+        assert not plan.at or float((directory / STATE).read_text()) == weight, "a run goes on from its own state"
+        made.append(FakeFileOptimizer(weight, fails_at=fails_at))
+        return made[-1]
+
+    training._Run._optimizer = fake  # type: ignore[assignment, method-assign]
+    training._store = lambda _: None  # a store that is away, without asking
+    return made
+
+
+def finetune_settings(base: Path, directory: Path, store: StoreSettings = NOBODY, **changes: Any) -> Settings:
+    """Of a run of three epochs of two steps; `trainer` changes that section."""
+    trainer = {"run_id": "run", "model": base, "directory": directory, "publish": False, "traces": False, **changes.pop("trainer", {})}
+    facts = {"epochs": 3, "batch_size": 2, "held_out": 0.0, **changes}
+    return Settings(store=store, trainer=trainer_settings(**trainer), finetune=FinetuneSettings(**facts))
+
+
+def finetuned(chosen: Settings, *files: Path, method: Any = "sft", **options: Any) -> FileRun:
+    """A run that nothing stopped."""
+    done = finetune(chosen, method, files, **options)
+    assert done
+    return done
+
+
+def ledger_of(chosen: Settings) -> Ledger:
+    return Ledger(chosen.trainer.directory, chosen.trainer.policy, chosen.trainer.branch)
+
+
+def weight_of(chosen: Settings) -> float:
+    """Of the branch's head."""
+    from safetensors.numpy import load_file
+
+    head = ledger_of(chosen).frontier()
+    assert head
+    return float(load_file(Path(head.policy_version.path) / "model.safetensors")["weight"][0])
+
+
+def example(*sequences: tuple[list[int], list[int]]) -> Example:
+    return Example(tuple(TokenSequence(ids, mask) for ids, mask in sequences), "unit", ExampleFile(Path("f"), "00", 1), ())
+
+
+PROMPT = [1, 4, 7, 11, 2, 1, 5]
+REPLY = [0] * 7
+EXAMPLES = [
+    example(([*PROMPT, 9, 11, 2], [*REPLY, 1, 1, 1])),
+    example(([*PROMPT, 10, 12, 2, 1, 6, 8, 2, 1, 5, 9, 2], [*REPLY, 1, 1, 1, *[0] * 6, 1, 1])),
+    example(([*PROMPT, 10], [*REPLY, 1])),
+]
+"""Of different lengths; the second one has two replies, and an observation between them."""
+PAIRS = [
+    example(([*PROMPT, 9, 11, 2], [*REPLY, 1, 1, 1]), ([*PROMPT, 10, 11, 2, 1, 6, 8, 2, 1, 5, 9, 2], [*REPLY, 1, 1, 1, *[0] * 6, 1, 1])),
+    example(([*PROMPT, 10, 12], [*REPLY, 1, 1]), ([*PROMPT, 9], [*REPLY, 1])),
+    example(([*PROMPT, 14], [*REPLY, 1]), ([*PROMPT, 13, 2], [*REPLY, 1, 1])),
+]
+"""Replies of several lengths; the first pair's rejected one has two turns."""
+
+
+ROWS = [tokens(one, 2, **meta(f"r{one}", f"g{one}")) for one in (3, 5, 7, 9)]
+WHOLE = 3 * (3 + 5 + 7 + 9)
+"""The weight once three epochs of ROWS are trained."""
+
+
+def die_at_every_boundary_of_finetuning(base: Path, directory: Path) -> int:
+    """Run over files, dying at one boundary after the other and going on from there; return how many deaths there were.
+
+    This process only forks: Polars starts threads, which do not survive a fork.
+    """
+    file = write_rows(directory / "rows.jsonl", ROWS)
+
+    def train(boundary: int) -> None:
+        with_fakes()
+        finetuned(finetune_settings(base, directory / str(boundary), epochs=2), file)
+
+    def go_on(boundary: int) -> None:
+        chosen = finetune_settings(base, directory / str(boundary), epochs=2)
+        with_fakes()
+        finetuned(chosen, file)
+        ledger = ledger_of(chosen)
+        committed = ledger.committed_versions()
+        assert len(committed) == 3, "two epochs and what they began with"
+        assert weight_of(chosen) == WHOLE * 2 / 3, "an epoch was repeated or skipped"
+        here = {one.name for one in (chosen.trainer.directory / "policy/main").iterdir()}
+        assert here == {f"v{version}" for version in committed[1:]}, "an uncommitted version was left"
+        batches = [one.policy_version.batch_id for one in ledger.versions() if one.version in committed[1:]]
+        assert [len(ledger.batch(batch or "")) for batch in batches] == [4, 4]
+
+    deaths = 0
+    for boundary in crashes(train, Path(training.__file__), {"_versions", "_version", "_lease"}):
+        deaths += 1
+        survives(go_on, boundary)
+    return deaths
+
+
+# Places of ledgers, by name.
+
+Place = Callable[..., Path | str]
+"""Function of a name that returns the directory or database of a ledger: the same one at each call."""
+
+
+# A checkpoint of a real engine, as version 1 of policy `p`.
+
+
+def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Checkpoint:
+    """Write what an engine holds; `base` is the model that it began with."""
+    return checkpoint.write(
+        directory,
+        policy="p",
+        branch="main",
+        version=1,
+        parent=0,
+        batch_id="b",
+        base=base,
+        save_weights=engine.save_weights,
+        save_state=engine.save_state,
+        adapter=adapter_of(base, engine.settings),
+    )
+
+
+if __name__ == "__main__":
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    die = {"rollouts": die_at_every_boundary, "files": die_at_every_boundary_of_finetuning}[sys.argv[1]]
+    print(die(Path(sys.argv[2]), Path(sys.argv[3])))
