@@ -120,3 +120,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         return lambda name="": tmp_path / str(name)
     schema, own = request.getfixturevalue("postgres"), f"t{uuid.uuid4().hex}"
     return lambda name="": schema(f"{own}_{name}")
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def queue_db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a database for a queue, on either kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/queue.db"
+    schema: Callable[[str], str] = request.getfixturevalue("postgres")
+    return schema(f"t{uuid.uuid4().hex}")

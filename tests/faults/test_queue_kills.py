@@ -18,9 +18,7 @@ from runner.queue.tables import ATTEMPTS, ROLLOUTS, QueueDatabase
 from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from spangrad.processes import Child, die_with_parent
 from spangrad.settings import Settings
-from tests.support.runners import queue_db, queue_process, queue_settings, some
-
-__all__ = ["queue_db"]
+from tests.support.runners import queue_process, queue_settings, some
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,6 @@ import signal
 import sys
 import textwrap
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 from pydantic import SecretStr
 
 from runner.queue import server
@@ -105,15 +103,6 @@ async def until_ended(client: QueueClient, count: int) -> list[QueuedRollout]:
         page = await client.ended("run", after=cursor, limit=1000, wait_seconds=20)
         cursor, found = page.cursor, found + page.rollouts
     return found
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def queue_db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a database for a queue, on either kind."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/queue.db"
-    schema: Callable[[str], str] = request.getfixturevalue("postgres")
-    return schema(f"t{uuid.uuid4().hex}")
 
 
 async def refuses(url: str) -> bool:

@@ -24,9 +24,7 @@ from runner.queue.wire import LeaseRequest, RolloutSelector, RolloutState
 from spangrad.database import Database, Owner
 from spangrad.errors import QueueError
 from spangrad.types import AttemptFailure
-from tests.support.runners import queue_db, some
-
-__all__ = ["queue_db"]
+from tests.support.runners import some
 
 DEFAULTS = Defaults(timeout_seconds=300, max_attempts=2, lease_seconds=30)
 NOW = Moment("boot", 1000.0, 1.7e9)

@@ -13,9 +13,7 @@ from inline_snapshot import snapshot
 from runner.queue.client import Beating, QueueClient
 from runner.queue.wire import AttemptReceipt, Cancelled, Held, RolloutSelector, RolloutState
 from spangrad.types import AttemptFailure
-from tests.support.runners import done, is_state, is_true, queue_db, queue_settings, serving, some, state, until
-
-__all__ = ["queue_db"]
+from tests.support.runners import done, is_state, is_true, queue_settings, serving, some, state, until
 
 
 async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:

@@ -29,7 +29,7 @@ from spangrad.errors import PromptError
 from spangrad.settings import GatewaySettings, PromptSettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import Mode, PromptVersion, Task
 from tests.support.fakes import AttemptGateway, OtlpSink
-from tests.support.runners import queue_db, queue_settings, serving, some  # noqa: F401
+from tests.support.runners import queue_settings, serving, some
 
 
 def facts(one: Any) -> tuple[object, ...]:

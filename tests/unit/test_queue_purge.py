@@ -11,9 +11,7 @@ import sqlalchemy as sa
 from runner.queue import purge
 from runner.queue.tables import ATTEMPTS, ROLLOUTS
 from runner.queue.wire import DemandState, Purge, RolloutSelector, RolloutState
-from tests.support.runners import done, failed, queue_db, queue_settings, serving, some, until
-
-__all__ = ["queue_db"]
+from tests.support.runners import done, failed, queue_settings, serving, some, until
 
 
 async def test_only_what_has_ended_is_forgotten_and_no_number_is_given_twice(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,8 @@ from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, Rollou
 from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
 from spangrad.types import Mode
-from tests.support.runners import done, failed, is_true, queue_db, queue_settings, refuses, serving, some, until
+from tests.support.runners import done, failed, is_true, queue_settings, refuses, serving, some, until
 from tests.support.servers import running_postgres
-
-__all__ = ["queue_db"]
 
 
 async def test_the_whole_story_of_a_rollout(queue_db: str) -> None:

@@ -15,9 +15,8 @@ from spangrad.client.task_store import StoredTasks, TaskStore, digest_of
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings
 from spangrad.types import Task
-from tests.support.runners import queue_db, queue_settings, serving
+from tests.support.runners import queue_settings, serving
 
-__all__ = ["queue_db"]
 FIRST = [Task(f"t{n}", {"question": "é" * n, "n": n}) for n in range(2500)]
 OTHER = [Task("t0", None)]
 

@@ -8,9 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.support.runners import failed, queue_db, queue_settings, serving, some
-
-__all__ = ["queue_db"]
+from tests.support.runners import failed, queue_settings, serving, some
 
 
 async def test_what_an_agent_said_is_kept_in_words_that_a_database_takes(queue_db: str) -> None:
