@@ -20,7 +20,6 @@ from tests.support.processes import MovedClock
 from tests.support.runners import (
     is_state,
     kill,
-    queue_db,
     queue_server,
     queue_settings,
     runner_services,
@@ -30,8 +29,6 @@ from tests.support.runners import (
     with_mood,
 )
 from tests.support.trainers import Place
-
-__all__ = ["queue_db"]
 
 pytestmark = pytest.mark.slow
 

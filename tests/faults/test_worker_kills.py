@@ -20,7 +20,6 @@ from spangrad.types import AttemptFailure
 from tests.support.runners import (
     RunnerServices,
     kill,
-    queue_db,
     queue_process,
     queue_server,
     queue_settings,
@@ -30,8 +29,6 @@ from tests.support.runners import (
     until_ended,
     with_mood,
 )
-
-__all__ = ["queue_db"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
