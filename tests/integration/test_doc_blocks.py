@@ -92,7 +92,7 @@ def test_every_block_has_a_kind_that_is_run_or_compared() -> None:
     for block in BLOCKS:
         for file in re.findall(r"`(tests/[^`*]+)`", block.mark):
             assert (ROOT / file).exists(), block.place
-    # Those of the queue's HTTP interface are run, and their answers compared, by tests/unit/test_queue_docs.py.
+    # Those of the queue's HTTP interface are run, and their answers compared, by tests/integration/test_queue_docs.py.
     assert {block.page for block in blocks("console")} <= {"docs/guides/queue.md"}
 
 

@@ -11,20 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.credit import ARMS, OF_ONE_SEED, OURS, arms, conclude, steps_to
-from benchmarks.credit_plain import run as run_plain
+from benchmarks.credit import ARMS, OF_ONE_SEED, OURS, conclude, steps_to
 from benchmarks.credit_plot import draw
-from benchmarks.credit_run import Arm, Result, run
+from benchmarks.credit_run import Result
 from benchmarks.credit_sampling import AGENT, Call, Sampled, Sampler, write_model
 from benchmarks.credit_spans import Author, Served
 from benchmarks.credit_tasks import GOALS, KINDS, LOOK, RESPELLED, TOOLS, WORDS, Flow, Inbox, State, Task
 
 ROOT = Path(__file__).parents[2]
 END = WORDS[2]
-
-
-def arm(task: str, name: str) -> Arm:
-    return next(one for one in arms(group=4) if (one.task.name, one.name) == (task, name))
 
 
 def play(task: Task, goal: tuple[str, ...], replies: list[str]) -> Sampled:
@@ -119,32 +114,6 @@ def test_spans_name_their_rollout_and_no_reward_but_the_graded_ones() -> None:
     ]
     assert [span.name for span in spans if span.status.code == 2] == ["login"]
     assert [one["spangrad.rollout.calls"].int_value for one, name in zip(said, names, strict=True) if name == "rollout"] == [4, 3]
-
-
-@pytest.mark.parametrize(("task", "name"), [("flow", "air"), ("inbox", "own")])
-def test_two_steps_leave_nothing_unaccounted(task: str, name: str, tmp_path: Path) -> None:
-    result = run(arm(task, name), 0, 2, tmp_path)
-    assert (result.sampled, result.trained, result.unaccounted, result.drops) == (32, 32, 0, 0)
-    assert result.calls == result.transitions > 64
-    assert 0 < result.gap < 1e-4
-    assert (len(result.success), len(result.mean_return), result.refused, result.alarms) == (2, 2, "", [])
-    if task == "inbox":  # the return is the sum of the grades
-        assert result.mean_return == pytest.approx([8 * one for one in result.success], abs=1e-3)
-        # Another arithmetic, and no store, builder, trainer or verl between: the second step samples what the first one made.
-        plain = run_plain(Inbox(group=4), name, 0, 2, tmp_path / "plain")
-        assert (plain.success, plain.final) == (result.success, pytest.approx(result.final, abs=0.002))
-    else:
-        assert all(of_return > success for of_return, success in zip(result.mean_return, result.success, strict=True))
-    told = conclude([result], whole=False)
-    assert set(told["checked"].values()) == {0}
-
-
-def test_ids_made_from_text_are_refused(tmp_path: Path) -> None:
-    result = run(arm("flow", "retokenized"), 0, 2, tmp_path)
-    assert "differ from the trainer's" in result.refused
-    assert (len(result.success), result.sampled, result.trained, result.unaccounted) == (1, 16, 0, 0)
-    sound = run(replace(arm("flow", "retokenized"), retokenized=False), 0, 1, tmp_path / "sound")
-    assert (sound.refused, sound.trained) == ("", 16)
 
 
 def results() -> list[Result]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -208,28 +205,3 @@ def test_what_cannot_be_taken_back_is_skipped(tmp_path: Path, monkeypatch: pytes
     assert all_of(kept) == ([b"first", b"third"], 0)
     kept.close()
     assert reopened(tmp_path) == [b"first", b"third"]
-
-
-_APPEND_FOREVER = """
-import itertools, sys
-from pathlib import Path
-from gateway.recorder.spill import Spill
-kept = Spill(Path(sys.argv[1]))
-for number in itertools.count():
-    kept.append(b"%d " % number * 5000)
-    print(number, flush=True)
-"""
-
-
-def test_a_kill_loses_nothing_that_was_appended(tmp_path: Path) -> None:
-    for kill in range(3):
-        directory = tmp_path / str(kill)
-        with subprocess.Popen([sys.executable, "-c", _APPEND_FOREVER, str(directory)], stdout=subprocess.PIPE) as writer:
-            assert writer.stdout
-            for _ in range(200):
-                writer.stdout.readline()
-            writer.send_signal(signal.SIGKILL)
-            said = 199 + len(writer.stdout.read().splitlines())
-        spans = reopened(directory)
-        assert spans == [b"%d " % number * 5000 for number in range(len(spans))]
-        assert len(spans) >= said + 1

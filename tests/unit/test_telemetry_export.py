@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 
@@ -13,7 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from spangrad.agent.telemetry import LosslessSpanProcessor, SequenceSpanProcessor, bearer, parse_headers, tracer_provider, traces_url
+from spangrad.agent.telemetry import LosslessSpanProcessor, bearer, parse_headers, tracer_provider, traces_url
 from spangrad.processes import free_ports
 from spangrad.semconv import PROCESS_ID, SEQ
 from tests.support.fakes import OtlpSink
@@ -173,27 +172,6 @@ def test_one_bad_span_does_not_take_others_along(monkeypatch: pytest.MonkeyPatch
         emit(provider, 2)
         assert provider.force_flush()
         assert ([span.name for span in sink.spans], processor.lost) == (["span-0", "span-1"], 1)
-        provider.shutdown()
-
-
-def test_a_forked_child_sends_its_own_spans_and_only_those() -> None:
-    with OtlpSink() as sink:
-        processor = LosslessSpanProcessor(traces_url(sink.url), delay_seconds=60)
-        provider = provider_with(processor)
-        provider.add_span_processor(SequenceSpanProcessor())
-        tracer = provider.get_tracer("test")
-        tracer.start_span("parent").end()
-        child = os.fork()
-        if not child:  # nothing in here may raise: the child must not run pytest's remains
-            tracer.start_span("child").end()
-            os._exit(0 if provider.force_flush(5000) and processor.lost == 0 else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert [span.name for span in sink.spans] == ["child"]
-        assert provider.force_flush()
-        in_child, in_parent = sink.spans
-        assert in_parent.name == "parent"
-        assert in_child.attributes[PROCESS_ID] != in_parent.attributes[PROCESS_ID]
-        assert in_child.attributes[SEQ] == 0
         provider.shutdown()
 
 

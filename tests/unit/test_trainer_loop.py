@@ -7,8 +7,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -249,14 +247,6 @@ def test_a_refused_step_frees_its_groups_and_keeps_the_weights(tmp_path: Path, b
     again.run(follow=False)
     assert committed(again) == {0: [], 2: ["a-0", "a-1", "b-0", "b-1"]}
     assert [one.policy_version.parent for one in again.ledger.versions()] == [None, 0, 0]
-
-
-def test_every_boundary_of_the_loop_is_a_safe_place_to_die(tmp_path: Path, base: Path):
-    """Law 4 over ledger, checkpoint and gateway together; in a process of its own, where forking is safe."""
-    command = [sys.executable, "-m", "tests.support.trainers", "rollouts", base, tmp_path]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout) > 30, "the boundaries were not found"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

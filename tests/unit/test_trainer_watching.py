@@ -19,12 +19,14 @@ from tests.support.sections import trainer_settings
 from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor import tracking
-from trainer.monitor.evaluate import Evaluation, best, describe_best, validation
+from trainer.monitor.evaluate import best, describe_best, validation
 from trainer.monitor.tracking import Trackers, grouped
 from trainer.monitor.view import LiveView, LogLines
 from trainer.monitor.watching import Clock, CommittedStep, StepStage, Watchers
 
 SECOND = 1_000_000_000
+
+
 METRICS = {
     "groups": 4.0, "rollouts": 16.0, "transitions": 30.0, "merge_ratio": 1.0, "masked_too_long": 0.0, "mean_return": 0.25, "success": 0.5,
     "logprob_gap_max": 2e-6, "staleness_mean": 0.5, "seconds_idle": 6.0, "seconds_train": 1.5, "seconds_publish": 0.5,
@@ -160,25 +162,6 @@ def test_the_best_version_is_measured_often_enough_and_still_there(tmp_path: Pat
     assert found
     assert describe_best(found, chosen) == "best: version 4, validate_return +0.500 over 8 held-out rollouts"
     assert best([few, gone], chosen) is None
-
-
-def test_a_command_evaluates_every_few_steps_and_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def ran(*command: str, every: int = 2) -> list[str]:
-        chosen = Settings(trainer=trainer_settings(evaluation__every=every, evaluation__command=command))
-        evaluation = Evaluation(None, chosen, "spec")  # type: ignore[arg-type]
-        for number in range(1, 6):
-            evaluation.run_command(version(number), number)
-        return sorted(one.name for one in tmp_path.iterdir())
-
-    assert ran() == []
-    assert ran(sys.executable, "-c", f"open({str(tmp_path / 'never')!r}, 'x')", every=0) == []
-    code = (
-        f"import pathlib, sys; here = pathlib.Path({str(tmp_path)!r}); n = len(list(here.iterdir())); (here / str(n)).touch(); sys.exit(n)"
-    )
-    assert ran(sys.executable, "-c", code) == ["0", "1"]
-    assert caplog.messages == ["trainer.evaluation.command ended with exit code 1 for version 4"]
-    ran("/nowhere/at/all", every=5)
-    assert "trainer.evaluation.command cannot be started" in caplog.messages[-1]
 
 
 def test_metrics_have_groups() -> None:

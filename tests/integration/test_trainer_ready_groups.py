@@ -162,7 +162,7 @@ def test_look_agrees_with_a_look_at_everything(events: list[str], random) -> Non
             "restore": lambda _: other.skips.restore(random.sample([*names(other.skipped())], min(1, len(other.skipped())))),
             "elsewhere": train_elsewhere,
             "rollback": lambda _: None if lease else other.rollback(random.choice(other.committed_versions())),
-            "arrive": lambda _: source.all.extend(group(f"g{len(source.all) + number}") for number in range(random.randint(1, 3))),
+            "arrive": lambda _: source.all.extend([group(f"g{len(source.all) + number}") for number in range(random.randint(1, 3))]),
             "again": lambda _: source.released.difference_update(
                 random.sample(sorted(source.released, key=str), min(2, len(source.released)))
             ),

@@ -1,0 +1,53 @@
+"""Spans of forked children: sent by the child, once."""
+
+from __future__ import annotations
+
+import os
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+from spangrad.agent.telemetry import LosslessSpanProcessor, SequenceSpanProcessor, traces_url
+from spangrad.semconv import PROCESS_ID, SEQ
+from tests.support.fakes import OtlpSink
+
+
+class CountingIds(IdGenerator):
+    def __init__(self) -> None:
+        self._last = 0
+
+    def generate_span_id(self) -> int:
+        self._last += 1
+        return self._last
+
+    def generate_trace_id(self) -> int:
+        self._last += 1
+        return self._last
+
+
+def provider_with(processor: LosslessSpanProcessor) -> TracerProvider:
+    provider = TracerProvider(resource=Resource({"service.name": "unit"}), id_generator=CountingIds(), shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    return provider
+
+
+def test_a_forked_child_sends_its_own_spans_and_only_those() -> None:
+    with OtlpSink() as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url), delay_seconds=60)
+        provider = provider_with(processor)
+        provider.add_span_processor(SequenceSpanProcessor())
+        tracer = provider.get_tracer("test")
+        tracer.start_span("parent").end()
+        child = os.fork()
+        if not child:  # nothing in here may raise: the child must not run pytest's remains
+            tracer.start_span("child").end()
+            os._exit(0 if provider.force_flush(5000) and processor.lost == 0 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [span.name for span in sink.spans] == ["child"]
+        assert provider.force_flush()
+        in_child, in_parent = sink.spans
+        assert in_parent.name == "parent"
+        assert in_child.attributes[PROCESS_ID] != in_parent.attributes[PROCESS_ID]
+        assert in_child.attributes[SEQ] == 0
+        provider.shutdown()

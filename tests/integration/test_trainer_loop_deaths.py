@@ -1,0 +1,24 @@
+"""Deaths at every boundary of the training loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.trainers import write_base
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "base")
+
+
+def test_every_boundary_of_the_loop_is_a_safe_place_to_die(tmp_path: Path, base: Path):
+    """Law 4 over ledger, checkpoint and gateway together; in a process of its own, where forking is safe."""
+    command = [sys.executable, "-m", "tests.support.trainers", "rollouts", base, tmp_path]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 30, "the boundaries were not found"
