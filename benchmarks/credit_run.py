@@ -71,7 +71,7 @@ class Result:
     """Success of fresh rollouts by the last version."""
     sampled: int = 0
     trained: int = 0
-    """Number of rollouts in the store's otel.batches."""
+    """Number of rollouts in the store's spangrad_internal.batches."""
     calls: int = 0
     transitions: int = 0
     drops: int = 0
@@ -174,9 +174,9 @@ def _settings(arm: Arm, store: StoreSettings, directory: Path, run_id: str) -> S
 
 _COUNTS = """
 SELECT
-    (SELECT uniqExact(RolloutId) FROM otel.v_batches WHERE RunId = %(run)s),
-    (SELECT groupUniqArray(CallId) FROM otel.v_transitions WHERE RunId = %(run)s),
-    (SELECT groupUniqArray(CallId) FROM otel.v_drops WHERE RunId = %(run)s)
+    (SELECT uniqExact(RolloutId) FROM spangrad.batches WHERE RunId = %(run)s),
+    (SELECT groupUniqArray(CallId) FROM spangrad.transitions WHERE RunId = %(run)s),
+    (SELECT groupUniqArray(CallId) FROM spangrad.drops WHERE RunId = %(run)s)
 """
 
 

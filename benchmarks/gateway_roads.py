@@ -62,15 +62,15 @@ class Gateway:
 
     def recorded(self) -> int:
         """Return the number of rows of the table below the view of calls."""
-        return int(self._store.query("SELECT count() FROM otel.calls").result_rows[0][0])
+        return int(self._store.query("SELECT count() FROM spangrad_internal.calls").result_rows[0][0])
 
     def check(self, ids: Sequence[str], bodies: Bodies) -> Mapping[str, int]:
         """Count response ids that do not occur once in view and delivered spans, and calls without the engine's ids and logprobs."""
-        occurrences = Counter(str(row[0]) for row in self._store.query("SELECT ResponseId FROM otel.v_calls").result_rows)
+        occurrences = Counter(str(row[0]) for row in self._store.query("SELECT ResponseId FROM spangrad.calls").result_rows)
         delivered, spans = self._store.query("SELECT count(), uniqExact(SpanId) FROM otel.otel_traces").result_rows[0]
         right = "PromptIds = {prompt:Array(UInt32)} AND ResponseIds = {response:Array(UInt32)} AND Logprobs = {logprobs:Array(Float32)}"
         arrays = {"prompt": bodies.prompt_ids, "response": bodies.response_ids, "logprobs": bodies.logprobs}
-        query = f"SELECT countIf(NOT ({right})), countIf(empty(`Versions.Version`) OR ErrorType != '') FROM otel.v_calls"
+        query = f"SELECT countIf(NOT ({right})), countIf(empty(`Versions.Version`) OR ErrorType != '') FROM spangrad.calls"
         wrong_ids, incomplete = self._store.query(query, parameters=arrays).result_rows[0]
         return {
             "lost": sum(one not in occurrences for one in ids),

@@ -45,7 +45,8 @@ QUIET_CORES = 0.05
 MOST_CPU_MS, MOST_GROWTH = 20.0, 1.5
 """Largest cost of a look after 10,000 steps, and its largest ratio to that after 1,000."""
 _BUILDS = """
-INSERT INTO otel.builds (RunId, Mode, BuildSpec, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision, Content, Calls, Transitions,
+INSERT INTO spangrad_internal.builds
+    (RunId, Mode, BuildSpec, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision, Content, Calls, Transitions,
     Drops, Watermark, RowsRead, Builder, IngestedAt)
 SELECT '{run}', 'train', '{spec}', leftPad(lower(hex(intDiv(number, {size}) * 2654435761 % 4294967296)), 8, '0') AS GroupId, {size}, 'task',
     concat(GroupId, '-', toString(number % {size})), 0, {revision}, number, 10, 10, 0, now64(6), 100, 'benchmark',

@@ -22,6 +22,7 @@ from benchmarks.lookup_data import CALLS_A_ROLLOUT, FOREIGN_RUN, RUNS, SPANS_A_R
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 
 STOCK_BATCHES = 3
 _TYPED = ("rollout_spans", "calls", "trace_keys")
@@ -74,7 +75,7 @@ def _run(directory: Path, workload: Workload, arguments: argparse.Namespace) -> 
             client.command(statement)
         unsettled = read("unsettled")
         for table in (*_TYPED, "otel_traces"):
-            client.command(f"OPTIMIZE TABLE otel.{table} FINAL")
+            client.command(f"OPTIMIZE TABLE {stored(table)} FINAL")
         # The first step of every run is delivered once more: a reader must see it once.
         for run in range(RUNS):
             client.command(workload.traces_sql(workload.steps(run)[0].start, STEP))

@@ -107,7 +107,7 @@ class Reader:
         where = f"RolloutKeySource = 'rollout' AND RolloutKey IN ({named}) OR RolloutKeySource != 'rollout' AND TraceId IN ({traces})"
         return tuple(
             self._frame(
-                f"SELECT {', '.join(_TIMES.get(name, name) for name in schema)} FROM otel.{table} FINAL WHERE {where} "
+                f"SELECT {', '.join(_TIMES.get(name, name) for name in schema)} FROM spangrad_internal.{table} FINAL WHERE {where} "
                 "SETTINGS use_primary_key = 0, use_skip_indexes = 0, optimize_move_to_prewhere = 0",
                 schema,
             )

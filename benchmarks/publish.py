@@ -72,8 +72,8 @@ FROM otel.otel_traces AS root
 INNER JOIN otel.otel_traces AS child ON child.TraceId = root.TraceId AND child.ParentSpanId = root.SpanId
 WHERE root.ServiceName = 'spangrad-trainer' AND root.SpanName = 'train step'
 """
-_METRICS = "SELECT Version, Checksum, Path, Metrics FROM otel.v_policy_versions WHERE BatchId != '' ORDER BY Version"
-_CALLS = "SELECT ResponseId, `Versions.Version`[1], `Versions.Version`[-1] FROM otel.v_calls WHERE ResponseId IN %(ids)s"
+_METRICS = "SELECT Version, Checksum, Path, Metrics FROM spangrad.policy_versions WHERE BatchId != '' ORDER BY Version"
+_CALLS = "SELECT ResponseId, `Versions.Version`[1], `Versions.Version`[-1] FROM spangrad.calls WHERE ResponseId IN %(ids)s"
 
 
 @dataclass(frozen=True, slots=True)

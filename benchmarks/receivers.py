@@ -98,17 +98,18 @@ class SpanStore:
         """Return the content of the table of spans, and of the views that are read."""
         spans, calls = workload.span_ids(len(rollouts)), workload.call_ids(len(rollouts))
         return [
-            Stored("otel_traces", self._ids("otel_traces"), spans),
-            Stored("v_spans", self._ids("v_spans"), spans),
-            Stored("v_calls", self._ids("v_calls"), calls),
+            Stored("otel_traces", self._ids("otel.otel_traces"), spans),
+            Stored("spans", self._ids("spangrad.spans"), spans),
+            Stored("calls", self._ids("spangrad.calls"), calls),
         ]
 
     def facts(self, workload: Workload, rollouts: int) -> Mapping[str, int | float]:
         """Return the numbers of missing token ids and logprobs, and the size of the data on disk."""
         prompts, responses = workload.tokens(rollouts)
-        total = "SELECT sum(length({})) FROM otel.v_calls"
+        total = "SELECT sum(length({})) FROM spangrad.calls"
         compressed, plain = self._client.query(
-            "SELECT sum(data_compressed_bytes), sum(data_uncompressed_bytes) FROM system.parts WHERE active AND database = 'otel'"
+            "SELECT sum(data_compressed_bytes), sum(data_uncompressed_bytes) FROM system.parts WHERE active"
+            " AND database IN ('otel', 'spangrad_internal')"
         ).result_rows[0]
         return {
             "bad_lost_prompt_ids": prompts - self._one(total.format("PromptIds")),
@@ -119,7 +120,7 @@ class SpanStore:
         }
 
     def _ids(self, table: str) -> NDArray[np.uint64]:
-        column = self._client.query_arrow(f"SELECT reinterpretAsUInt64(reverse(unhex(SpanId))) AS id FROM otel.{table}").column("id")
+        column = self._client.query_arrow(f"SELECT reinterpretAsUInt64(reverse(unhex(SpanId))) AS id FROM {table}").column("id")
         return column.to_numpy().astype(np.uint64)
 
     def _one(self, query: str) -> int:

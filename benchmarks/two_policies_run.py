@@ -157,8 +157,8 @@ def _settings(agent: str, store: StoreSettings, directory: Path, run_id: str) ->
 
 
 _FOREIGN = """
-SELECT count() FROM otel.v_lineage AS l
-INNER JOIN (SELECT TransitionId, AgentName, Policy FROM otel.v_transitions WHERE RunId = %(run)s) AS t ON l.TransitionId = t.TransitionId
+SELECT count() FROM spangrad.lineage AS l
+INNER JOIN (SELECT TransitionId, AgentName, Policy FROM spangrad.transitions WHERE RunId = %(run)s) AS t ON l.TransitionId = t.TransitionId
 WHERE t.AgentName != l.Policy OR t.Policy != l.Policy
 """
 """Calls that a version leads to and another agent made, or another policy answered. A policy has its agent's name."""
@@ -166,9 +166,9 @@ WHERE t.AgentName != l.Policy OR t.Policy != l.Policy
 _OTHERWISE_COUNTED = """
 SELECT count() FROM (
     SELECT v.Policy, v.Version, any(v.Metrics['transitions']) AS Trained, uniqExact(t.TransitionId) AS Own
-    FROM otel.v_policy_versions AS v
-    INNER JOIN otel.v_batches AS b ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
-    INNER JOIN otel.v_transitions AS t ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt
+    FROM spangrad.policy_versions AS v
+    INNER JOIN spangrad.batches AS b ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
+    INNER JOIN spangrad.transitions AS t ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt
         AND t.AgentName = v.Policy
     WHERE b.RunId = %(run)s
     GROUP BY v.Policy, v.Version
@@ -178,34 +178,34 @@ SELECT count() FROM (
 
 _NOT_ONCE = """
 SELECT count() FROM (
-    SELECT Policy, RolloutId FROM otel.v_batches WHERE RunId = %(run)s GROUP BY Policy, RolloutId HAVING uniqExact(BatchId) != 1)
+    SELECT Policy, RolloutId FROM spangrad.batches WHERE RunId = %(run)s GROUP BY Policy, RolloutId HAVING uniqExact(BatchId) != 1)
 """
 """Rollouts that are in several committed batches of a policy."""
 
 _ROLLOUTS = """
 SELECT v.Policy, uniqExact(v.Version), groupUniqArray(b.RolloutId)
-FROM otel.v_policy_versions AS v
-INNER JOIN otel.v_batches AS b ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
+FROM spangrad.policy_versions AS v
+INNER JOIN spangrad.batches AS b ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
 WHERE b.RunId = %(run)s
 GROUP BY v.Policy ORDER BY v.Policy
 """
 """The rollouts that a policy's versions lead to: those, too, in which its agent never spoke, since another one ended them."""
 
 _SPANS = """
-SELECT groupUniqArray((TraceId, SpanId)) FROM otel.v_rollout_spans
-WHERE RunId = %(run)s AND RolloutId IN (SELECT RolloutId FROM otel.v_batches WHERE RunId = %(run)s AND Policy = %(policy)s)
+SELECT groupUniqArray((TraceId, SpanId)) FROM spangrad.rollout_spans
+WHERE RunId = %(run)s AND RolloutId IN (SELECT RolloutId FROM spangrad.batches WHERE RunId = %(run)s AND Policy = %(policy)s)
 """
 
 _LED = """
-SELECT groupUniqArray(CallId) FROM otel.v_lineage
-WHERE Policy = %(policy)s AND CallId IN (SELECT CallId FROM otel.v_transitions WHERE RunId = %(run)s)
+SELECT groupUniqArray(CallId) FROM spangrad.lineage
+WHERE Policy = %(policy)s AND CallId IN (SELECT CallId FROM spangrad.transitions WHERE RunId = %(run)s)
 """
 """The calls that a policy's versions lead to."""
 
 _CALLS = """
 SELECT
-    (SELECT groupUniqArray(CallId) FROM otel.v_transitions WHERE RunId = %(run)s),
-    (SELECT uniqExact(CallId) FROM otel.v_drops WHERE RunId = %(run)s)
+    (SELECT groupUniqArray(CallId) FROM spangrad.transitions WHERE RunId = %(run)s),
+    (SELECT uniqExact(CallId) FROM spangrad.drops WHERE RunId = %(run)s)
 """
 
 

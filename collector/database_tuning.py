@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from spangrad.store.names import stored
+
 _TABLES = ("otel_traces", "otel_logs", "rollout_spans", "calls", "trace_rollouts")
 _SETTINGS = {
     # How many parts are merged at once, at least.
@@ -28,4 +30,4 @@ def tune(execute: Callable[[str], object]) -> None:
     """Apply the storage settings to the embedded store's tables; idempotent."""
     for table in _TABLES:
         settings = _SETTINGS | (_QUICK_TO_READ if table in _READ_BY_ROLLOUT else {})
-        execute(f"ALTER TABLE otel.{table} MODIFY SETTING {', '.join(f'{name} = {value}' for name, value in settings.items())}")
+        execute(f"ALTER TABLE {stored(table)} MODIFY SETTING {', '.join(f'{name} = {value}' for name, value in settings.items())}")

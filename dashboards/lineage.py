@@ -1,6 +1,6 @@
 """The lineage dashboard: from a policy version to the batch, rollouts and spans that it was trained on, and back from a rollout.
 
-In: otel.policy_versions, otel.batches, the transitions that were trained, and the spans of one rollout. Out: a dashboard of tables; a click
+In: policy_versions, batches, the transitions that were trained, and the spans of one rollout. Out: a dashboard of tables; a click
 in one selects what the next one shows.
 """
 
@@ -13,19 +13,19 @@ from dashboards.panels import Panel, rows, trace
 from dashboards.queries import OF_BRANCH, OF_VERSION, metric, trained
 from spangrad.store.datasets import rows_sql
 
-_VERSION = f"(SELECT * FROM otel.batches FINAL WHERE {OF_VERSION})"
+_VERSION = f"(SELECT * FROM spangrad_internal.batches FINAL WHERE {OF_VERSION})"
 _OF_ROLLOUT = variables.is_("RolloutId", "rollout")
 _KEY = variables.is_("RolloutKey", "rollout")
-_TRACES = f"(SELECT TraceId FROM otel.rollout_spans WHERE {_KEY})"
+_TRACES = f"(SELECT TraceId FROM spangrad_internal.rollout_spans WHERE {_KEY})"
 _SPANS = f"""(
-        SELECT * FROM otel.rollout_spans FINAL
+        SELECT * FROM spangrad_internal.rollout_spans FINAL
         PREWHERE RowKind = 'span' AND TraceId IN {_TRACES} AND RolloutKey IN (
             SELECT ${{rollout:singlequote}} AS Key
             UNION ALL
-            SELECT arrayJoin([TraceId, SessionId, ConversationId]) AS Key FROM otel.trace_rollouts WHERE TraceId IN {_TRACES})
+            SELECT arrayJoin([TraceId, SessionId, ConversationId]) AS Key FROM spangrad_internal.trace_rollouts WHERE TraceId IN {_TRACES})
     )"""
 """Subquery of the rollout's spans: those with its id, and those of its traces that carry no rollout id."""
-_ROLLOUT = f"(SELECT * FROM otel.batches FINAL WHERE {OF_VERSION} AND {_OF_ROLLOUT})"
+_ROLLOUT = f"(SELECT * FROM spangrad_internal.batches FINAL WHERE {OF_VERSION} AND {_OF_ROLLOUT})"
 
 
 def build() -> dashboard.Dashboard:
@@ -46,7 +46,7 @@ def build() -> dashboard.Dashboard:
 
 def _version() -> dashboard.QueryVariable:
     sql = f"""
-        SELECT toString(Version) AS version FROM otel.policy_versions FINAL
+        SELECT toString(Version) AS version FROM spangrad_internal.policy_versions FINAL
         WHERE {OF_BRANCH}
         ORDER BY BatchId != '' AND Status = 'committed' DESC, Version DESC
         LIMIT 1000"""
@@ -54,7 +54,7 @@ def _version() -> dashboard.QueryVariable:
 
 
 def _rollout() -> dashboard.QueryVariable:
-    sql = f"SELECT RolloutId FROM otel.batches FINAL WHERE {OF_VERSION} ORDER BY GroupId, RolloutId LIMIT 1000"
+    sql = f"SELECT RolloutId FROM spangrad_internal.batches FINAL WHERE {OF_VERSION} ORDER BY GroupId, RolloutId LIMIT 1000"
     return variables.one_of("rollout", "rollout", "A rollout of the version's batch, or any other: type its id.", sql)
 
 
@@ -63,7 +63,7 @@ def _versions() -> Panel:
         SELECT Version AS version, Parent AS parent, ParentBranch AS "parent's branch", Status AS status, IngestedAt AS written,
             Mode AS mode, {metric("groups")} AS groups, {metric("rollouts")} AS rollouts, {metric("mean_return")} AS return,
             {metric("logprob_gap_max")} AS gap, BatchId AS batch, Checksum AS checksum, Path AS path
-        FROM otel.policy_versions FINAL
+        FROM spangrad_internal.policy_versions FINAL
         WHERE {OF_BRANCH}
         ORDER BY version DESC
         LIMIT 500"""
@@ -157,8 +157,9 @@ def _trained() -> Panel:
     sql = f"""
         SELECT b.Policy AS policy, b.Branch AS branch, b.Version AS version, v.Status AS status, v.IngestedAt AS written,
             b.RunId AS run, b.GroupId AS group, b.Attempt AS attempt, b.Revision AS revision, b.BatchId AS batch
-        FROM (SELECT * FROM otel.batches FINAL WHERE {_OF_ROLLOUT}) AS b
-        LEFT JOIN (SELECT * FROM otel.policy_versions FINAL) AS v ON v.Policy = b.Policy AND v.Branch = b.Branch AND v.Version = b.Version
+        FROM (SELECT * FROM spangrad_internal.batches FINAL WHERE {_OF_ROLLOUT}) AS b
+        LEFT JOIN (SELECT * FROM spangrad_internal.policy_versions FINAL) AS v ON v.Policy = b.Policy AND v.Branch = b.Branch
+            AND v.Version = b.Version
         ORDER BY written DESC, policy, branch
         LIMIT 500"""
     return rows(
@@ -201,7 +202,7 @@ def _trace() -> Panel:
             [map('key', 'service.name', 'value', toString(ServiceName))] AS serviceTags,
             toUInt8(multiIf(StatusCode = 'Error', 2, StatusCode = 'Ok', 1, 0)) AS statusCode, StatusMessage AS statusMessage
         FROM {_SPANS}
-        WHERE TraceId = (SELECT argMax(TraceId, (Attempt, Timestamp)) FROM otel.rollout_spans WHERE {_KEY})
+        WHERE TraceId = (SELECT argMax(TraceId, (Attempt, Timestamp)) FROM spangrad_internal.rollout_spans WHERE {_KEY})
         ORDER BY startTime, spanID
         LIMIT 5000"""
     return trace("Rollout $rollout", sql, "The spans of its last attempt, gateway's and agent's, under each other.")

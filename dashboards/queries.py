@@ -16,11 +16,12 @@ OF_BRANCH = f"{is_('Policy', 'policy')} AND {is_('Branch', 'branch')}"
 OF_VERSION = f"{OF_BRANCH} AND Version = toUInt64OrZero(${{version:singlequote}})"
 
 STEPS = (
-    f"(SELECT * FROM otel.policy_versions FINAL WHERE {OF_BRANCH} AND Status = 'committed' AND BatchId != '' AND $__timeFilter(IngestedAt))"
+    f"(SELECT * FROM spangrad_internal.policy_versions FINAL WHERE {OF_BRANCH} AND Status = 'committed' AND BatchId != ''"
+    f" AND $__timeFilter(IngestedAt))"
 )
 """Subquery of the committed versions of the selected time range that were trained on a batch."""
 
-USED = f"(SELECT * FROM otel.batches FINAL WHERE {OF_BRANCH} AND $__timeFilter(IngestedAt))"
+USED = f"(SELECT * FROM spangrad_internal.batches FINAL WHERE {OF_BRANCH} AND $__timeFilter(IngestedAt))"
 """Subquery of the rollouts in batches of the selected time range."""
 
 
@@ -33,18 +34,18 @@ def trained(used: str, columns: str) -> str:
     """Return a subquery of the transitions of the rollouts in `used`, in the revision that was trained, joined with their batch rows.
 
     Args:
-        used: subquery of rows of otel.batches.
+        used: subquery of rows of spangrad_internal.batches.
         columns: columns to select, of `t`, the transitions, and of `b`, the batch's row of the rollout.
     """
     return f"""(
         SELECT {columns}
         FROM {used} AS b
         INNER JOIN (
-            SELECT * FROM otel.transitions FINAL
+            SELECT * FROM spangrad_internal.transitions FINAL
             WHERE (RunId, RolloutId) IN (SELECT RunId, RolloutId FROM {used})
                 AND (RunId, RolloutId, BuildSpec, Revision, Content) IN (
                     SELECT RunId, RolloutId, BuildSpec, Revision, argMin(Content, IngestedAt)
-                    FROM otel.builds
+                    FROM spangrad_internal.builds
                     WHERE (RunId, RolloutId) IN (SELECT RunId, RolloutId FROM {used})
                     GROUP BY RunId, RolloutId, BuildSpec, Revision)
         ) AS t ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt AND t.BuildSpec = b.BuildSpec
@@ -57,7 +58,7 @@ CHOSEN = f"{is_('BuildSpec', 'dataset')} AND {chosen('RunId', 'run')} AND {chose
 
 
 def newest(table: str, among: str, time: str | None = None) -> str:
-    """Return a subquery of the rows of otel.transitions or otel.drops in each rollout's newest revision.
+    """Return a subquery of the rows of spangrad_internal.transitions or spangrad_internal.drops in each rollout's newest revision.
 
     Args:
         table: name of the table: transitions or drops.
@@ -66,13 +67,13 @@ def newest(table: str, among: str, time: str | None = None) -> str:
     """
     own = f"{among} AND $__timeFilter({time})" if time else among
     return f"""(
-        SELECT * FROM otel.{table} FINAL
+        SELECT * FROM spangrad_internal.{table} FINAL
         WHERE {own} AND (RunId, RolloutId, BuildSpec, Revision, Content) IN (
             SELECT RunId, RolloutId, BuildSpec, newest.1, newest.2
             FROM (
                 SELECT RunId, RolloutId, BuildSpec, argMin((Revision, Content), (-toInt64(Revision), IngestedAt, Content)) AS newest
-                FROM otel.builds
-                WHERE {among} AND (RunId, RolloutId) IN (SELECT RunId, RolloutId FROM otel.{table} WHERE {own})
+                FROM spangrad_internal.builds
+                WHERE {among} AND (RunId, RolloutId) IN (SELECT RunId, RolloutId FROM spangrad_internal.{table} WHERE {own})
                 GROUP BY RunId, RolloutId, BuildSpec))
     )"""
 
@@ -81,7 +82,7 @@ def roots(columns: str) -> str:
     """Return a subquery of the root spans of attempts that began in the selected time range."""
     return f"""(
         SELECT {columns}
-        FROM otel.rollout_spans FINAL
+        FROM spangrad_internal.rollout_spans FINAL
         PREWHERE SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span' AND RolloutKeySource = 'rollout' AND $__timeFilter(Timestamp)
         WHERE mapContains(Attributes, '{semconv.ROLLOUT_FINAL}') AND {chosen("RunId", "run")} AND {chosen("Mode", "mode")}
     )"""
@@ -91,7 +92,7 @@ def calls(columns: str) -> str:
     """Return a subquery of policy calls that began in the selected time range, one row a choice."""
     return f"""(
         SELECT {columns}
-        FROM otel.calls FINAL
+        FROM spangrad_internal.calls FINAL
         PREWHERE $__timeFilter(Timestamp)
         WHERE {chosen("RunId", "run")} AND {chosen("Mode", "mode")} AND {chosen("Policy", "policy")}
     )"""
@@ -112,7 +113,7 @@ def tools(columns: str) -> str:
     """Return a subquery of the spans of tool runs that began in the selected time range."""
     return f"""(
         SELECT {columns}
-        FROM otel.rollout_spans FINAL
+        FROM spangrad_internal.rollout_spans FINAL
         PREWHERE RowKind = 'span' AND ScopeName != '{semconv.GATEWAY_SCOPE}' AND $__timeFilter(Timestamp)
         WHERE {IS_TOOL} AND {chosen("RunId", "run")} AND {chosen("Mode", "mode")}
     )"""

@@ -1,6 +1,6 @@
 """The rollouts dashboard: attempts, model calls, tools, durations, tokens and rewards over time.
 
-In: otel.rollout_spans, otel.calls, otel.rewards, and the transitions of a dataset. Out: a dashboard over time, and a table of rollouts.
+In: rollout_spans, calls, rewards, and the transitions of a dataset. Out: a dashboard over time, and a table of rollouts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build() -> dashboard.Dashboard:
 
 def _policies() -> dashboard.QueryVariable:
     sql = """
-        SELECT Policy FROM otel.calls
+        SELECT Policy FROM spangrad_internal.calls
         WHERE $__timeFilter(Timestamp)
         GROUP BY Policy
         ORDER BY max(Timestamp) DESC, Policy"""
@@ -164,7 +164,7 @@ def _rewards() -> Panel:
         SELECT $__timeInterval(IngestedAt) AS time, concat(Name, ', ', Source) AS reward, avg(Value) AS value
         FROM (
             SELECT * EXCEPT (BuildSpec, Revision, Content, IngestedAt), min(r.IngestedAt) AS IngestedAt
-            FROM otel.v_rewards AS r
+            FROM spangrad.rewards AS r
             WHERE {chosen("RunId", "run")} AND {chosen("Mode", "mode")} AND $__timeFilter(r.IngestedAt)
             GROUP BY ALL)
         GROUP BY time, reward
@@ -221,13 +221,13 @@ def _table() -> Panel:
         LEFT JOIN (
             SELECT RolloutKey, Attempt, count() AS Calls, countIf{_FAILED_CALL} AS Failed, sum(length(PromptIds)) AS Read,
                 sum(length(ResponseIds)) AS Sampled
-            FROM otel.calls FINAL
+            FROM spangrad_internal.calls FINAL
             PREWHERE RolloutKey IN (SELECT arrayJoin(keys))
             GROUP BY RolloutKey, Attempt
         ) AS c ON c.RolloutKey = r.RolloutKey AND c.Attempt = r.Attempt
         LEFT JOIN (
             SELECT RolloutKey, Attempt, count() AS Runs, countIf(StatusCode = 'Error') AS Failed, sum(Duration) AS Took
-            FROM otel.rollout_spans FINAL
+            FROM spangrad_internal.rollout_spans FINAL
             PREWHERE RolloutKey IN (SELECT arrayJoin(keys)) AND RowKind = 'span'
             WHERE {IS_TOOL}
             GROUP BY RolloutKey, Attempt

@@ -1,6 +1,6 @@
 """The training dashboard: returns, losses, batches and log-probability gaps by policy version, and the drops.
 
-In: otel.policy_versions, otel.batches, and the transitions and drops of a dataset. Out: a dashboard over policy versions of one branch.
+In: policy_versions, batches, and the transitions and drops of a dataset. Out: a dashboard over policy versions of one branch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def build() -> dashboard.Dashboard:
 
 
 def _figures() -> list[stat.Panel]:
-    of_branch = f"FROM otel.policy_versions FINAL WHERE {OF_BRANCH} AND $__timeFilter(IngestedAt)"
+    of_branch = f"FROM spangrad_internal.policy_versions FINAL WHERE {OF_BRANCH} AND $__timeFilter(IngestedAt)"
     return [
         figure("Newest version", f"SELECT max(Version) AS version FROM {STEPS}", "none", "The newest committed version of the branch."),
         figure(
@@ -107,7 +107,7 @@ def _success() -> Panel:
                 sum(arraySum(arrayFilter((value, name) -> name = ${{reward:singlequote}}, `Rewards.Value`, `Rewards.Name`))) >= ${{success}}
                     AS Succeeded
             FROM {newest("transitions", CHOSEN, "Timestamp")}
-            WHERE Policy = ${{policy:singlequote}} AND Version IN (SELECT Version FROM otel.policy_versions WHERE {OF_BRANCH})
+            WHERE Policy = ${{policy:singlequote}} AND Version IN (SELECT Version FROM spangrad_internal.policy_versions WHERE {OF_BRANCH})
             GROUP BY RunId, RolloutId)
         GROUP BY version
         ORDER BY version"""
@@ -166,7 +166,8 @@ def _failed() -> Panel:
 def _staleness() -> Panel:
     pairs = trained(USED, "b.Version AS Version, t.Version AS Sampled, t.Policy AS Answered")
     sql = f"""
-        WITH (SELECT groupArray(Version) FROM otel.policy_versions FINAL WHERE {OF_BRANCH} AND Status = 'committed') AS versions
+        WITH (SELECT groupArray(Version) FROM spangrad_internal.policy_versions FINAL WHERE {OF_BRANCH}
+            AND Status = 'committed') AS versions
         SELECT Version AS version, sum(Behind * Calls) / sum(Calls) AS mean, max(Behind) AS largest
         FROM (
             SELECT Version, Calls, arrayCount(one -> one > Sampled AND one < Version, versions) AS Behind
@@ -282,7 +283,7 @@ def _seconds() -> Panel:
                 (max(toUnixTimestamp64Nano(e.Timestamp) + e.Duration) - min(toUnixTimestamp64Nano(e.Timestamp))) / 1e9 AS Seconds
             FROM {USED} AS b
             INNER JOIN (
-                SELECT RunId, RolloutKey, Attempt, Timestamp, Duration FROM otel.rollout_spans FINAL
+                SELECT RunId, RolloutKey, Attempt, Timestamp, Duration FROM spangrad_internal.rollout_spans FINAL
                 PREWHERE RolloutKey IN (SELECT RolloutId FROM {USED}) AND SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span'
             ) AS e ON e.RunId = b.RunId AND e.RolloutKey = b.RolloutId AND e.Attempt = b.Attempt
             GROUP BY Version

@@ -103,13 +103,13 @@ def tables_page() -> Iterator[str]:
     notes = _notes_of(SCHEMA)
     meanings = {(table_name, column): meaning for _, table_name, column, _, meaning in columns}
     described = {f"{schema}.{name}": (comment or notes.get(name, "")).replace("\\'", "'") for schema, name, comment in found}
-    views = [name for name in described if name.startswith(("spangrad.", "otel.v_"))]
+    views = [name for name in described if name.startswith("spangrad.")]
     yield "# Tables"
     yield "What people and dashboards read: each counts a thing once, however often it was delivered."
     for name in views:
         yield f"## {name}"
         yield described[name]
-        base = name.split(".")[1].removeprefix("v_")
+        base = name.split(".")[1]
         yield table(
             ("column", "type", "meaning"),
             [

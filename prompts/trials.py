@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ROOTS = f"""
 SELECT RolloutKey, Attempt, TraceId, SpanId, Attributes, StatusMessage
-FROM otel.rollout_spans FINAL
+FROM spangrad_internal.rollout_spans FINAL
 WHERE {{which}} AND RunId = {{run:String}} AND Mode = '{Mode.TRIAL.value}' AND RowKind = 'span' AND SpanName = '{semconv.ROOT_SPAN_NAME}'
     AND Attributes['{semconv.ROLLOUT_FINAL}'] = 'true' AND Attributes['{semconv.PROMPT_NAME}'] = {{prompt:String}}
 ORDER BY RolloutKey, Attempt DESC
@@ -29,7 +29,7 @@ LIMIT 1 BY RolloutKey
 """
 _REWARDS = f"""
 SELECT RolloutKey, Attempt, SpanId, Attributes
-FROM otel.rollout_spans FINAL
+FROM spangrad_internal.rollout_spans FINAL
 WHERE RolloutKey IN {{ids:Array(String)}} AND RowKind != 'span' AND mapContains(Attributes, '{semconv.EVALUATION_SCORE}')
 ORDER BY RolloutKey, Attempt, TraceId, SpanId, Choice
 """
@@ -37,7 +37,7 @@ _CALLS = f"""
 SELECT SpanAttributes['{semconv.ROLLOUT_ID}'] AS Rollout, SpanAttributes['{semconv.ROLLOUT_ATTEMPT}'] AS Attempt,
     any(SpanAttributes['{semconv.REQUEST_JSON}']), any(SpanAttributes['{semconv.RESPONSE_JSON}'])
 FROM otel.otel_traces
-WHERE TraceId IN (SELECT TraceId FROM otel.rollout_spans WHERE RolloutKey IN {{ids:Array(String)}})
+WHERE TraceId IN (SELECT TraceId FROM spangrad_internal.rollout_spans WHERE RolloutKey IN {{ids:Array(String)}})
     AND ScopeName = '{semconv.GATEWAY_SCOPE}' AND Rollout IN {{ids:Array(String)}}
 GROUP BY TraceId, SpanId, Rollout, Attempt
 ORDER BY Rollout, any(SpanAttributes['{semconv.PROCESS_ID}']), any(toUInt64OrZero(SpanAttributes['{semconv.SEQ}']))

@@ -39,7 +39,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
         spec: the selection and the reward sources.
 
     Returns:
-        Rows for otel.transitions, otel.drops and otel.rewards.
+        Rows for spangrad_internal.transitions, spangrad_internal.drops and spangrad_internal.rewards.
     """
     nodes, recorded = read(frames)
     placed = reconstruct(nodes, recorded, frames.answers, frames.dropped)
@@ -72,7 +72,7 @@ def read(frames: Frames) -> tuple[pl.DataFrame, pl.DataFrame]:
     witnesses = _named_spans(frames)
     recorded = gateway.calls(resolve(frames.calls, witnesses, frames.rollouts))
     spans = resolve(frames.spans.filter(pl.col("RowKind") == "span"), witnesses, frames.rollouts)
-    # A gateway span's row in otel.calls may become visible before its row in otel.rollout_spans.
+    # A gateway span's row in spangrad_internal.calls may become visible before its row in spangrad_internal.rollout_spans.
     unseen = recorded.select(SPAN).with_row_index("row").unique(SPAN, keep="first", maintain_order=True).join(spans, on=SPAN, how="anti")
     if unseen.height:
         texts = ["SpanName", "ServiceName", "ScopeName", "StatusCode", "StatusMessage"]

@@ -23,7 +23,7 @@ _BUILDS = "SELECT count(), sum(Calls) FROM {builds} AS b"
 _DROPS = "SELECT Reason, countIf(CallId != ''), countIf(CallId = '') FROM {drops} AS d GROUP BY Reason ORDER BY count() DESC, Reason"
 _TRANSITIONS = "SELECT count() FROM {transitions} AS t"
 _WRONG = f"""
-SELECT RunId, RolloutId, Unaccounted, Missing FROM otel.v_reconcile
+SELECT RunId, RolloutId, Unaccounted, Missing FROM spangrad.reconcile
 WHERE {_OF_SPEC} AND (Unaccounted != 0 OR Missing != 0)
 ORDER BY RunId, RolloutId
 """

@@ -52,7 +52,7 @@ SPANS: Schema = {
     "StatusMessage": _TEXT,
     "Attributes": pl.Map(pl.String(), pl.String()),
 }
-"""Rows of otel.rollout_spans: spans, and evaluation events and evaluation logs, whose Choice tells those of one span apart."""
+"""Rows of spangrad_internal.rollout_spans: spans, and evaluation events and evaluation logs, whose Choice tells those of one span apart."""
 
 NAMES: Schema = {name: _IDENTITY[name] for name in ("RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId")}
 """Rollouts that rows name, with the traces of those rows."""
@@ -103,7 +103,7 @@ CALLS: Schema = {
     "Aborted": pl.Boolean(),
     "Redacted": pl.Boolean(),
 }
-"""Rows of otel.calls: a choice of a call that the gateway recorded."""
+"""Rows of spangrad_internal.calls: a choice of a call that the gateway recorded."""
 
 ANSWERS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "Choice": pl.UInt16(), **_ANSWER, **SAMPLING}
 """Answers in `output.value` of openai-level spans in direct mode, a row a choice; empty where there is none."""
@@ -161,7 +161,7 @@ OWNERS: Schema = {
     "ConversationId": _TEXT,
     "Attempt": pl.UInt16(),
 }
-"""Rows of otel.trace_rollouts: identifiers that any span of a trace gives for the whole trace; empty where none does."""
+"""Rows of spangrad_internal.trace_rollouts: identifiers that any span of a trace gives for the whole trace; empty where none does."""
 
 ACTIVITY: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "LastArrival": MICROSECONDS}
 """Arrival time of the newest span that names a rollout, a row for each run that such spans name."""
@@ -181,7 +181,7 @@ BUILT: Schema = {
 """The newest revisions of rollouts that were built, and when they were written."""
 
 TALLY: Schema = {"RunId": _TEXT, "RolloutKey": _TEXT, "RolloutKeySource": _TEXT, "TraceId": _TEXT, "Rows": pl.UInt64()}
-"""Number of arrived rows of otel.rollout_spans without duplicates, by the rollout key that they name and by trace."""
+"""Number of arrived rows of spangrad_internal.rollout_spans without duplicates, by the rollout key that they name and by trace."""
 
 DROPPED: Schema = {"TraceId": _TEXT, "SpanId": _TEXT}
 """Spans whose sender withheld attributes."""

@@ -34,7 +34,8 @@ LOGS_INSERT = (
     " ResourceSchemaUrl, ResourceAttributes, ScopeSchemaUrl, ScopeName, ScopeVersion, ScopeAttributes, LogAttributes, EventName)"
 )
 DROPPED_INSERT = (
-    "INSERT INTO otel.dropped_attributes (Signal, Timestamp, ServiceName, ScopeName, Name, TraceId, SpanId, Attributes, Events, Links)"
+    "INSERT INTO spangrad_internal.dropped_attributes"
+    " (Signal, Timestamp, ServiceName, ScopeName, Name, TraceId, SpanId, Attributes, Events, Links)"
 )
 
 _KINDS = tuple(len(name).to_bytes(1) + name for name in (b"Unspecified", b"Internal", b"Server", b"Client", b"Producer", b"Consumer"))
@@ -66,7 +67,7 @@ class Rows:
     reason: str = ""
     """Reason for the first of them; empty when there is none."""
     dropped: bytes = b""
-    """Rows of otel.dropped_attributes, for spans and records of which the sender dropped a part."""
+    """Rows of spangrad_internal.dropped_attributes, for spans and records of which the sender dropped a part."""
 
     @property
     def size(self) -> int:

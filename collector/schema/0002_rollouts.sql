@@ -1,3 +1,9 @@
+-- What spangrad makes of spans: public tables in `spangrad`, everything else in `spangrad_internal`.
+
+CREATE DATABASE IF NOT EXISTS spangrad;
+
+CREATE DATABASE IF NOT EXISTS spangrad_internal;
+
 -- The typed half: every span and evaluation lean, and every choice of every policy call with its token ids,
 -- ordered by rollout so that reading a batch of rollouts never scans.
 --
@@ -12,7 +18,7 @@
 -- trace_rollouts resolves the spans of a trace of which only one (the root, say) knew the rollout.
 
 -- Spans and evaluation results (events or log records) of rollouts, lean: attributes longer than 1 KiB are left out.
-CREATE TABLE IF NOT EXISTS otel.rollout_spans (
+CREATE TABLE IF NOT EXISTS spangrad_internal.rollout_spans (
     RunId LowCardinality(String),
     Mode LowCardinality(String),
     RolloutKey String,
@@ -46,7 +52,7 @@ ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
 -- A span and the evaluation events on it, in one view, so that an insert makes one part of both: row 0 is the span, row n its n-th event.
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_spans_mv TO otel.rollout_spans AS
+CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.rollout_spans_mv TO spangrad_internal.rollout_spans AS
 SELECT
     RunId, Mode, RolloutKey, RolloutKeySource, SessionId, ConversationId, Attempt, Timestamp, TraceId, SpanId,
     toUInt64(event) AS Choice,
@@ -89,7 +95,7 @@ FROM (
 -- Each row gets what it says itself, and no row what all of them say: a span of thousands of evaluations would need gigabytes.
 ARRAY JOIN arrayConcat([0], evaluations) AS event, arrayConcat([lean], scores) AS said;
 
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_evaluation_logs_mv TO otel.rollout_spans AS
+CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.rollout_evaluation_logs_mv TO spangrad_internal.rollout_spans AS
 SELECT
     LogAttributes['spangrad.run.id'] AS RunId,
     LogAttributes['spangrad.rollout.mode'] AS Mode,
@@ -119,7 +125,7 @@ FROM otel.otel_logs
 WHERE EventName = 'gen_ai.evaluation.result' OR LogAttributes['event.name'] = 'gen_ai.evaluation.result';
 
 -- Keys of the spans and evaluations that do not name their rollout, by the trace that may: empty where everybody does.
-CREATE TABLE IF NOT EXISTS otel.trace_keys (
+CREATE TABLE IF NOT EXISTS spangrad_internal.trace_keys (
     TraceId String CODEC(ZSTD(1)),
     RolloutKey String CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1))
@@ -127,13 +133,13 @@ CREATE TABLE IF NOT EXISTS otel.trace_keys (
 ORDER BY (TraceId, RolloutKey)
 SETTINGS index_granularity = 128;
 
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.trace_keys_mv TO otel.trace_keys AS
+CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.trace_keys_mv TO spangrad_internal.trace_keys AS
 SELECT DISTINCT TraceId, RolloutKey
-FROM otel.rollout_spans
+FROM spangrad_internal.rollout_spans
 WHERE RolloutKeySource != 'rollout' AND TraceId != '';
 
 -- Policy calls, a row a choice, with token ids and logprobs as arrays: from the gateway's spans, or in direct mode from the agents' own.
-CREATE TABLE IF NOT EXISTS otel.calls (
+CREATE TABLE IF NOT EXISTS spangrad_internal.calls (
     RunId LowCardinality(String),
     Mode LowCardinality(String),
     RolloutKey String,
@@ -185,7 +191,7 @@ ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
 -- Whatever a sender puts into these attributes, the view must not fail: a call without sound ids is dropped by the builder, with a reason.
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.calls_mv TO otel.calls AS
+CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.calls_mv TO spangrad_internal.calls AS
 WITH
     tryBase64Decode(SpanAttributes['spangrad.input.token_ids']) AS prompt_bytes,
     reinterpret(if(length(prompt_bytes) % 4 = 0, prompt_bytes, ''), 'Array(UInt32)') AS prompt_ids,
@@ -251,7 +257,7 @@ ARRAY JOIN range(1, if(plausible, length(response_lengths), 1) + 1) AS choice_in
 WHERE ScopeName = 'spangrad.gateway';
 
 -- Traces, and the rollout that any of their spans named.
-CREATE TABLE IF NOT EXISTS otel.trace_rollouts (
+CREATE TABLE IF NOT EXISTS spangrad_internal.trace_rollouts (
     TraceId String CODEC(ZSTD(1)),
     RolloutId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
     SessionId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
@@ -266,7 +272,7 @@ CREATE TABLE IF NOT EXISTS otel.trace_rollouts (
 ORDER BY (TraceId)
 SETTINGS index_granularity = 1024;
 
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.trace_rollouts_mv TO otel.trace_rollouts AS
+CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.trace_rollouts_mv TO spangrad_internal.trace_rollouts AS
 -- Half of what `SpanAttributes[name]` would cost here.
 WITH name -> mapValues(SpanAttributes)[indexOf(mapKeys(SpanAttributes), name)] AS attribute
 SELECT
@@ -287,5 +293,5 @@ GROUP BY TraceId;
 -- Where in time a trace lies: the Collector's exporter and Grafana's data source ask under this name.
 CREATE VIEW IF NOT EXISTS otel.otel_traces_trace_id_ts AS
 SELECT TraceId, toDateTime(min(FirstSeen)) AS Start, toDateTime(max(LastSeen)) AS End
-FROM otel.trace_rollouts
+FROM spangrad_internal.trace_rollouts
 GROUP BY TraceId;

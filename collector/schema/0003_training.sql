@@ -2,14 +2,14 @@
 -- Facts only. Returns, advantages and merged sequences are derived when a batch is made.
 
 -- Rewards of rollouts and calls, raw, with name, source and role.
-CREATE TABLE IF NOT EXISTS otel.rewards (
+CREATE TABLE IF NOT EXISTS spangrad_internal.rewards (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
     BuildSpec LowCardinality(String) COMMENT 'Hash of the build specification' CODEC(ZSTD(1)),
     RolloutId String CODEC(ZSTD(1)),
     Attempt UInt16 CODEC(ZSTD(1)),
     Revision UInt32 CODEC(ZSTD(1)),
-    Content UInt64 COMMENT 'Of otel.builds: rows of a build that was never concluded are nobody''s' CODEC(ZSTD(1)),
+    Content UInt64 COMMENT 'Of spangrad_internal.builds: rows of a build that was never concluded are nobody''s' CODEC(ZSTD(1)),
     CallId String COMMENT 'Empty: the reward is of the whole rollout' CODEC(ZSTD(1)),
     Name LowCardinality(String) CODEC(ZSTD(1)),
     Role LowCardinality(String) COMMENT 'Agent or policy that the reward is of; empty: everybody''s' CODEC(ZSTD(1)),
@@ -26,7 +26,7 @@ ORDER BY (RunId, Mode, BuildSpec, RolloutId, Attempt, Revision, Content, CallId,
 SETTINGS index_granularity = 1024;
 
 -- Policy calls that may be trained, with raw rewards, agent, parent call and branch.
-CREATE TABLE IF NOT EXISTS otel.transitions (
+CREATE TABLE IF NOT EXISTS spangrad_internal.transitions (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
     BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
@@ -70,7 +70,7 @@ CREATE TABLE IF NOT EXISTS otel.transitions (
         CallId String,
         Role LowCardinality(String),
         Turn UInt32
-    ) COMMENT 'CallId: of the call that earned the reward, empty for the whole rollout''s; Role: as in otel.rewards; Turn: when it was earned' CODEC(ZSTD(1)),
+    ) COMMENT 'CallId: of the call that earned the reward, empty for the whole rollout''s; Role: as in spangrad_internal.rewards; Turn: when it was earned' CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1,
@@ -81,7 +81,7 @@ ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
 -- Policy calls, and rollouts without one, that may not be trained, with the reason.
-CREATE TABLE IF NOT EXISTS otel.drops (
+CREATE TABLE IF NOT EXISTS spangrad_internal.drops (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
     BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
@@ -111,7 +111,7 @@ ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content
 SETTINGS index_granularity = 1024;
 
 -- Written last, when all rewards, transitions and drops of the revision are there: what has no row here does not exist for any reader.
-CREATE TABLE IF NOT EXISTS otel.builds (
+CREATE TABLE IF NOT EXISTS spangrad_internal.builds (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
     BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
@@ -128,7 +128,7 @@ CREATE TABLE IF NOT EXISTS otel.builds (
     Rewards UInt32 COMMENT 'Entries of Rewards on the transitions' CODEC(ZSTD(1)),
     Failure LowCardinality(String) COMMENT 'Of the attempt that counts; empty: it ended well' CODEC(ZSTD(1)),
     Watermark DateTime64(6) COMMENT 'Arrival of the newest span that was read' CODEC(ZSTD(1)),
-    RowsRead UInt64 COMMENT 'Of otel.rollout_spans: a row that is dated before the watermark may be seen after it' CODEC(ZSTD(1)),
+    RowsRead UInt64 COMMENT 'Of spangrad_internal.rollout_spans: a row that is dated before the watermark may be seen after it' CODEC(ZSTD(1)),
     Builder LowCardinality(String) CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1)),
@@ -139,7 +139,7 @@ ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Revision, Content)
 SETTINGS index_granularity = 1024;
 
 -- Who builds what, so that several builders share the work. A claim that is older than the lease binds nobody.
-CREATE TABLE IF NOT EXISTS otel.claims (
+CREATE TABLE IF NOT EXISTS spangrad_internal.claims (
     BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     RolloutId String CODEC(ZSTD(1)),
@@ -151,7 +151,7 @@ TTL toDateTime(IngestedAt) + INTERVAL 1 DAY
 SETTINGS index_granularity = 1024;
 
 -- Names of build specifications: NAME@REVISION. Another specification under the same name is its next revision.
-CREATE TABLE IF NOT EXISTS otel.datasets (
+CREATE TABLE IF NOT EXISTS spangrad_internal.datasets (
     Name LowCardinality(String) CODEC(ZSTD(1)),
     Revision UInt32 COMMENT '1, 2, ...' CODEC(ZSTD(1)),
     BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
@@ -163,7 +163,7 @@ CREATE TABLE IF NOT EXISTS otel.datasets (
 ORDER BY (Name, Revision);
 
 -- Versions: parent and the parent's branch, batch, checksum, path, and the metrics of the step.
-CREATE TABLE IF NOT EXISTS otel.policy_versions (
+CREATE TABLE IF NOT EXISTS spangrad_internal.policy_versions (
     Policy LowCardinality(String) CODEC(ZSTD(1)),
     Branch LowCardinality(String) CODEC(ZSTD(1)),
     Version UInt64 CODEC(ZSTD(1)),
@@ -182,7 +182,7 @@ CREATE TABLE IF NOT EXISTS otel.policy_versions (
 ORDER BY (Policy, Branch, Version);
 
 -- Rollouts that a committed batch used, or that rows of its files came from.
-CREATE TABLE IF NOT EXISTS otel.batches (
+CREATE TABLE IF NOT EXISTS spangrad_internal.batches (
     Policy LowCardinality(String) CODEC(ZSTD(1)),
     Branch LowCardinality(String) CODEC(ZSTD(1)),
     BatchId String CODEC(ZSTD(1)),

@@ -1,11 +1,11 @@
 -- What people and dashboards read: each counts a span, a call, a conclusion once, however often it was delivered.
 
 -- Spans of rollouts, each once.
-CREATE VIEW IF NOT EXISTS otel.v_spans AS SELECT * FROM otel.rollout_spans FINAL WHERE RowKind = 'span';
+CREATE VIEW IF NOT EXISTS spangrad.spans AS SELECT * FROM spangrad_internal.rollout_spans FINAL WHERE RowKind = 'span';
 
 -- Every span with the rollout that it belongs to: the one that it names itself, else the one that any span of its trace names, else
 -- its session, its conversation, its trace. So an attribute on the root alone is enough.
-CREATE VIEW IF NOT EXISTS otel.v_rollout_spans AS
+CREATE VIEW IF NOT EXISTS spangrad.rollout_spans AS
 SELECT
     multiIf(
         s.RolloutKeySource = 'rollout', s.RolloutKey,
@@ -21,20 +21,20 @@ SELECT
     s.Timestamp AS Timestamp, s.TraceId AS TraceId, s.SpanId AS SpanId, s.Choice AS Choice, s.RowKind AS RowKind, s.ParentSpanId AS ParentSpanId,
     s.ProcessId AS ProcessId, s.Seq AS Seq, s.SpanName AS SpanName, s.SpanKind AS SpanKind, s.ServiceName AS ServiceName, s.ScopeName AS ScopeName,
     s.Duration AS Duration, s.StatusCode AS StatusCode, s.StatusMessage AS StatusMessage, s.Attributes AS Attributes, s.IngestedAt AS IngestedAt
-FROM otel.rollout_spans AS s FINAL
+FROM spangrad_internal.rollout_spans AS s FINAL
 LEFT JOIN (
     SELECT TraceId, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId, max(ConversationId) AS ConversationId, max(RunId) AS RunId,
         max(Mode) AS Mode, max(Attempt) AS Attempt
-    FROM otel.trace_rollouts
+    FROM spangrad_internal.trace_rollouts
     GROUP BY TraceId
 ) AS t ON s.TraceId = t.TraceId;
 
 -- Policy calls, each once.
-CREATE VIEW IF NOT EXISTS otel.v_calls AS SELECT *, CallId FROM otel.calls FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.calls AS SELECT *, CallId FROM spangrad_internal.calls FINAL;
 
 -- The newest revision of each rollout that was built; of two builders that made the same one at once, the first counts.
 -- spangrad/store/datasets.py says the same as of a time.
-CREATE VIEW IF NOT EXISTS otel.v_builds AS
+CREATE VIEW IF NOT EXISTS spangrad.builds AS
 SELECT RunId, BuildSpec, RolloutId, newest.1 AS Mode, newest.2 AS GroupId, newest.3 AS GroupSize, newest.4 AS TaskId, newest.5 AS Attempt,
     newest.6 AS Revision, newest.7 AS Content, newest.8 AS Calls, newest.9 AS Transitions, newest.10 AS Drops, newest.11 AS Rewards,
     newest.12 AS Failure, newest.13 AS Watermark, newest.14 AS RowsRead, newest.15 AS IngestedAt, FirstBuiltAt
@@ -43,26 +43,26 @@ FROM (
         argMin((Mode, GroupId, GroupSize, TaskId, Attempt, Revision, Content, Calls, Transitions, Drops, Rewards, Failure, Watermark, RowsRead,
             b.IngestedAt),
             (-toInt64(Revision), b.IngestedAt, Content)) AS newest
-    FROM otel.builds AS b
+    FROM spangrad_internal.builds AS b
     GROUP BY RunId, BuildSpec, RolloutId);
 
 -- Rewards of the newest build of each rollout.
-CREATE VIEW IF NOT EXISTS otel.v_rewards AS
-SELECT * FROM otel.rewards FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM otel.v_builds);
+CREATE VIEW IF NOT EXISTS spangrad.rewards AS
+SELECT * FROM spangrad_internal.rewards FINAL
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds);
 
 -- Transitions of the newest build of each rollout.
-CREATE VIEW IF NOT EXISTS otel.v_transitions AS
-SELECT * FROM otel.transitions FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM otel.v_builds);
+CREATE VIEW IF NOT EXISTS spangrad.transitions AS
+SELECT * FROM spangrad_internal.transitions FINAL
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds);
 
 -- Drops of the newest build of each rollout.
-CREATE VIEW IF NOT EXISTS otel.v_drops AS
-SELECT * FROM otel.drops FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM otel.v_builds);
+CREATE VIEW IF NOT EXISTS spangrad.drops AS
+SELECT * FROM spangrad_internal.drops FINAL
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds);
 
 -- Law 2 as a question, a row a rollout and build: each call that the build counted has one row, and so has each that the gateway recorded.
-CREATE VIEW IF NOT EXISTS otel.v_reconcile AS
+CREATE VIEW IF NOT EXISTS spangrad.reconcile AS
 SELECT
     RunId, max(Mode) AS Mode, BuildSpec, RolloutId, max(Revision) AS Revision,
     sum(Counted) AS Calls, sum(Kept) AS Transitions, sum(Dropped) AS Drops,
@@ -74,11 +74,11 @@ FROM (
         sum(Counted) AS Counted, sum(Kept) AS Kept, sum(Dropped) AS Dropped, max(Recorded) AS Recorded
     FROM (
         SELECT RunId, Mode, BuildSpec, RolloutId, '' AS CallId, Revision, toUInt64(Calls) AS Counted, 0 AS Kept, 0 AS Dropped, 0 AS Recorded
-        FROM otel.v_builds
+        FROM spangrad.builds
         UNION ALL
-        SELECT RunId, Mode, BuildSpec, RolloutId, CallId, Revision, 0, 1, 0, 0 FROM otel.v_transitions
+        SELECT RunId, Mode, BuildSpec, RolloutId, CallId, Revision, 0, 1, 0, 0 FROM spangrad.transitions
         UNION ALL
-        SELECT RunId, Mode, BuildSpec, RolloutId, CallId, Revision, 0, 0, 1, 0 FROM otel.v_drops WHERE CallId != ''
+        SELECT RunId, Mode, BuildSpec, RolloutId, CallId, Revision, 0, 0, 1, 0 FROM spangrad.drops WHERE CallId != ''
         UNION ALL
         SELECT b.RunId, b.Mode, b.BuildSpec, b.RolloutId, c.CallId, b.Revision, 0, 0, 0, 1
         FROM (
@@ -89,18 +89,18 @@ FROM (
                     t.SessionId != '', t.SessionId,
                     t.ConversationId != '', t.ConversationId,
                     a.RolloutKey) AS RolloutId
-            FROM (SELECT DISTINCT RunId, RolloutKey, RolloutKeySource, TraceId, CallId FROM otel.calls WHERE IdsSource != 'agent') AS a
+            FROM (SELECT DISTINCT RunId, RolloutKey, RolloutKeySource, TraceId, CallId FROM spangrad_internal.calls WHERE IdsSource != 'agent') AS a
             LEFT JOIN (
                 SELECT TraceId, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId, max(ConversationId) AS ConversationId,
                     max(RunId) AS RunId
-                FROM otel.trace_rollouts
+                FROM spangrad_internal.trace_rollouts
                 GROUP BY TraceId
             ) AS t ON a.TraceId = t.TraceId
         ) AS c
         INNER JOIN (
             SELECT RunId, Mode, BuildSpec, RolloutId, Revision,
                 min(RunId) OVER (PARTITION BY RolloutId) = max(RunId) OVER (PARTITION BY RolloutId) AS Lone
-            FROM otel.v_builds
+            FROM spangrad.builds
         ) AS b ON c.RolloutId = b.RolloutId
         WHERE c.RunId = b.RunId OR (c.RunId = '' AND b.Lone)
     )
@@ -108,10 +108,10 @@ FROM (
 GROUP BY RunId, BuildSpec, RolloutId;
 
 -- Names of build specifications and their revisions.
-CREATE VIEW IF NOT EXISTS otel.v_datasets AS SELECT * FROM otel.datasets FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.datasets AS SELECT * FROM spangrad_internal.datasets FINAL;
 
 -- Attempts of rollouts by their root spans: outcome, durations, reward; the final one where Final is 1.
-CREATE VIEW IF NOT EXISTS otel.v_rollouts AS
+CREATE VIEW IF NOT EXISTS spangrad.attempts AS
 SELECT
     RunId, Mode, RolloutKey AS RolloutId, Attempt, Timestamp, Duration, TraceId, SpanId,
     Attributes['spangrad.task.id'] AS TaskId,
@@ -121,34 +121,34 @@ SELECT
     Attributes['spangrad.rollout.final'] = 'true' AS Final,
     Attributes['spangrad.rollout.failure'] AS Failure,
     StatusCode, StatusMessage, IngestedAt
-FROM otel.rollout_spans FINAL
+FROM spangrad_internal.rollout_spans FINAL
 WHERE RowKind = 'span' AND SpanName = 'rollout' AND RolloutKeySource = 'rollout' AND mapContains(Attributes, 'spangrad.rollout.final');
 
 -- Versions of policies, each once.
-CREATE VIEW IF NOT EXISTS otel.v_policy_versions AS SELECT * FROM otel.policy_versions FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.policy_versions AS SELECT * FROM spangrad_internal.policy_versions FINAL;
 
 -- Rollouts of committed batches, each once.
-CREATE VIEW IF NOT EXISTS otel.v_batches AS SELECT * FROM otel.batches FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.batches AS SELECT * FROM spangrad_internal.batches FINAL;
 
 -- Rollouts that a branch has trained and that have another build now: a later revision, or one of another specification. It trains none again.
-CREATE VIEW IF NOT EXISTS otel.v_already_trained AS
+CREATE VIEW IF NOT EXISTS spangrad.already_trained AS
 SELECT
     t.Policy AS Policy, t.Branch AS Branch, t.Version AS Version, t.BatchId AS BatchId, b.RunId AS RunId, b.Mode AS Mode, b.GroupId AS GroupId,
     b.RolloutId AS RolloutId, t.BuildSpec AS TrainedSpec, t.Revision AS TrainedRevision, b.BuildSpec AS BuildSpec, b.Revision AS Revision,
     b.IngestedAt AS BuiltAt
-FROM otel.v_builds AS b
-INNER JOIN otel.v_batches AS t ON b.RunId = t.RunId AND b.RolloutId = t.RolloutId
+FROM spangrad.builds AS b
+INNER JOIN spangrad.batches AS t ON b.RunId = t.RunId AND b.RolloutId = t.RolloutId
 WHERE b.BuildSpec != t.BuildSpec OR b.Revision > t.Revision;
 
 -- From a checkpoint to the spans that made it, and back: filter by Policy and Version, or by SpanId.
-CREATE VIEW IF NOT EXISTS otel.v_lineage AS
+CREATE VIEW IF NOT EXISTS spangrad.lineage AS
 SELECT
     v.Policy AS Policy, v.Branch AS Branch, v.Version AS Version, v.Parent AS Parent, v.ParentBranch AS ParentBranch, v.Checksum AS Checksum, v.Path AS Path,
     b.BatchId AS BatchId, b.GroupId AS GroupId, b.RolloutId AS RolloutId, b.Attempt AS Attempt,
     t.TransitionId AS TransitionId, t.CallId AS CallId, t.TraceId AS TraceId, t.SpanId AS SpanId
-FROM otel.policy_versions AS v FINAL
-INNER JOIN otel.batches AS b FINAL ON v.Policy = b.Policy AND v.Branch = b.Branch AND v.BatchId = b.BatchId AND v.Version = b.Version
-INNER JOIN otel.transitions AS t FINAL ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt AND t.BuildSpec = b.BuildSpec AND t.Revision = b.Revision
+FROM spangrad_internal.policy_versions AS v FINAL
+INNER JOIN spangrad_internal.batches AS b FINAL ON v.Policy = b.Policy AND v.Branch = b.Branch AND v.BatchId = b.BatchId AND v.Version = b.Version
+INNER JOIN spangrad_internal.transitions AS t FINAL ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt AND t.BuildSpec = b.BuildSpec AND t.Revision = b.Revision
     AND t.Policy = v.Policy
 WHERE (t.RunId, t.RolloutId, t.BuildSpec, t.Revision, t.Content) IN (
-    SELECT RunId, RolloutId, BuildSpec, Revision, argMin(Content, IngestedAt) FROM otel.builds GROUP BY RunId, RolloutId, BuildSpec, Revision);
+    SELECT RunId, RolloutId, BuildSpec, Revision, argMin(Content, IngestedAt) FROM spangrad_internal.builds GROUP BY RunId, RolloutId, BuildSpec, Revision);

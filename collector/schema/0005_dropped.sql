@@ -2,7 +2,7 @@
 -- arrives without its oldest attributes, and only a count tells so: the Collector's layout has no column for it.
 
 -- Spans and log records of which their sender dropped a part, with counts.
-CREATE TABLE IF NOT EXISTS otel.dropped_attributes (
+CREATE TABLE IF NOT EXISTS spangrad_internal.dropped_attributes (
     Signal LowCardinality(String) COMMENT 'span or log' CODEC(ZSTD(1)),
     Timestamp DateTime64(9) CODEC(Delta(8), ZSTD(1)),
     ServiceName LowCardinality(String) CODEC(ZSTD(1)),
@@ -21,8 +21,8 @@ ORDER BY (Signal, ServiceName, ScopeName, Name, Timestamp, TraceId, SpanId)
 SETTINGS index_granularity = 1024;
 
 -- What senders dropped, each span once.
-CREATE VIEW IF NOT EXISTS otel.v_dropped_attributes AS
+CREATE VIEW IF NOT EXISTS spangrad.dropped_attributes AS
 SELECT Signal, ServiceName, ScopeName, Name, count() AS Spans, sum(d.Attributes) AS Attributes, sum(d.Events) AS Events, sum(d.Links) AS Links,
     max(Timestamp) AS Last
-FROM otel.dropped_attributes AS d FINAL
+FROM spangrad_internal.dropped_attributes AS d FINAL
 GROUP BY Signal, ServiceName, ScopeName, Name;

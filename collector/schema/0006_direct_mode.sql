@@ -7,7 +7,7 @@
 -- Two steps, because an insert pays for planning each view, whether its rows concern it or not: the first is all that most inserts pay.
 
 -- Nothing: answers of direct mode pass through it on their way to calls.
-CREATE TABLE IF NOT EXISTS otel.direct_answers (
+CREATE TABLE IF NOT EXISTS spangrad_internal.direct_answers (
     Timestamp DateTime64(9),
     TraceId String,
     SpanId String,
@@ -16,14 +16,14 @@ CREATE TABLE IF NOT EXISTS otel.direct_answers (
     SpanAttributes Map(LowCardinality(String), String)
 ) ENGINE = Null;
 
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.direct_answers_mv TO otel.direct_answers AS
+CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.direct_answers_mv TO spangrad_internal.direct_answers AS
 SELECT Timestamp, TraceId, SpanId, ParentSpanId, Duration, SpanAttributes
 FROM otel.otel_traces
 WHERE ScopeName IN ('openinference.instrumentation.openai', 'openinference.instrumentation.anthropic')
     AND SpanAttributes['openinference.span.kind'] = 'LLM' AND StatusCode != 'Error'
     AND position(SpanAttributes['output.value'], '"spangrad"') > 0;
 
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_calls_mv TO otel.calls AS
+CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.plain_calls_mv TO spangrad_internal.calls AS
 WITH
     -- Types of the parts of prompt and answer, by the instrumentation's own attributes and in the JSON of request and answer.
     arrayConcat(
@@ -99,6 +99,6 @@ FROM (
                     constrained Bool),
                 generations Array(Tuple(
                     prompt_token_ids Array(UInt32), token_ids Array(UInt32), logprobs Array(Float32), finish_reason String))))') AS answer
-    FROM otel.direct_answers
+    FROM spangrad_internal.direct_answers
 )
 ARRAY JOIN choices AS choice;

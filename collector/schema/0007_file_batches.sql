@@ -1,7 +1,7 @@
--- Batches that were made of files (`spangrad finetune`): which files, by name and checksum. Rollouts that their rows came from are in otel.batches.
+-- Batches that were made of files (`spangrad finetune`): which files, by name and checksum. Rollouts that their rows came from are in spangrad_internal.batches.
 
 -- Files that a committed batch was made of (training on files).
-CREATE TABLE IF NOT EXISTS otel.batch_files (
+CREATE TABLE IF NOT EXISTS spangrad_internal.batch_files (
     Policy LowCardinality(String) CODEC(ZSTD(1)),
     Branch LowCardinality(String) CODEC(ZSTD(1)),
     BatchId String CODEC(ZSTD(1)),
@@ -19,4 +19,4 @@ CREATE TABLE IF NOT EXISTS otel.batch_files (
 ORDER BY (Policy, Branch, Version, BatchId, Sha256);
 
 -- Files of committed batches, each once.
-CREATE VIEW IF NOT EXISTS otel.v_batch_files AS SELECT * FROM otel.batch_files FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.batch_files AS SELECT * FROM spangrad_internal.batch_files FINAL;

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import StoreSettings
+from spangrad.store.names import INTERNAL, STOCK
 
 _TRACE = "cityHash64(TraceId)"
 _ROLLOUT = "cityHash64(RolloutId)"
@@ -44,11 +45,11 @@ SHARD_BY = {
 _EVERYWHERE = "schema_migrations"
 """Table that is replicated on all servers of all shards, so that each knows the applied migrations."""
 
-CREATE = re.compile(r"CREATE (DATABASE|TABLE|MATERIALIZED VIEW|VIEW) IF NOT EXISTS (?:otel\.)?(\w+)")
-"""Beginning of every statement of the schema: the kind of what it creates, and its name."""
+CREATE = re.compile(r"CREATE (DATABASE|TABLE|MATERIALIZED VIEW|VIEW) IF NOT EXISTS (?:(\w+)\.)?(\w+)")
+"""Beginning of every statement of the schema: the kind of what it creates, its database, and its name."""
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"", re.DOTALL)
 _ENGINE = re.compile(r"\bENGINE = (\w*MergeTree)\b(?:\(((?:[^()]|\([^()]*\))*)\))?")
-_TABLE = re.compile(r"\botel\.(\w+)")
+_TABLE = re.compile(rf"\b({STOCK}|{INTERNAL})\.(\w+)")
 _IN = re.compile(r"\b((?:NOT )?IN)(?=\s*\(\s*(?:SELECT|WITH)\b)")
 _JOIN = re.compile(r"(?<!ARRAY )\b(?:(?:INNER|LEFT|RIGHT|FULL|CROSS|OUTER|ANY|ALL|SEMI|ANTI|ASOF) )*JOIN\b")
 
@@ -106,36 +107,36 @@ class Layout:
         match = CREATE.match(sql)
         if not match:
             raise StoreError(f"no cluster's form of {first_line(sql)!r} is known. Teach it to collector/schema/cluster.py.")
-        kind, name = match.groups()
+        kind, database, name = match.groups()
         head, body = sql[: match.end()] + self.on_cluster, sql[match.end() :]
         match kind:
             case "TABLE":
-                return self._table(name, body)
+                return self._table(database, name, body)
             case "MATERIALIZED VIEW" if self.sharded:
-                return [head + _outside_literals(body, lambda text: _TABLE.sub(r"otel.\1_local", text))]
+                return [head + _outside_literals(body, lambda text: _TABLE.sub(r"\1.\2_local", text))]
             case "VIEW":
                 return [head + self.reading(body)]
             case _:
                 return [head + body]
 
-    def _table(self, name: str, body: str) -> list[str]:
+    def _table(self, database: str, name: str, body: str) -> list[str]:
         shared = name == _EVERYWHERE
         local = name if shared else self.local(name)
         # Names, not UUIDs: a server that joins later and runs the same statements finds its peers.
-        place = f"'/clickhouse/tables/otel/{local}', '{{shard}}-{{replica}}'" if shared else (
-            f"'/clickhouse/tables/{{shard}}/otel/{local}', '{{replica}}'"
+        place = f"'/clickhouse/tables/{database}/{local}', '{{shard}}-{{replica}}'" if shared else (
+            f"'/clickhouse/tables/{{shard}}/{database}/{local}', '{{replica}}'"
         )  # fmt: skip
 
         def replicated(text: str) -> str:
             return _ENGINE.sub(lambda engine: f"ENGINE = Replicated{engine[1]}({place}{', ' + engine[2] if engine[2] else ''})", text)
 
-        created = [f"CREATE TABLE IF NOT EXISTS otel.{local}{self.on_cluster}{_outside_literals(body, replicated)}"]
+        created = [f"CREATE TABLE IF NOT EXISTS {database}.{local}{self.on_cluster}{_outside_literals(body, replicated)}"]
         if self.sharded and not shared:
             if name not in SHARD_BY:
-                raise StoreError(f"table otel.{name} has no sharding key. Give it one in SHARD_BY of collector/schema/cluster.py.")
+                raise StoreError(f"table {database}.{name} has no sharding key. Give it one in SHARD_BY of collector/schema/cluster.py.")
             created.append(
-                f"CREATE TABLE IF NOT EXISTS otel.{name}{self.on_cluster} AS otel.{local}"
-                f" ENGINE = Distributed('{self.cluster}', 'otel', '{local}', {SHARD_BY[name]})"
+                f"CREATE TABLE IF NOT EXISTS {database}.{name}{self.on_cluster} AS {database}.{local}"
+                f" ENGINE = Distributed('{self.cluster}', '{database}', '{local}', {SHARD_BY[name]})"
             )
         return created
 

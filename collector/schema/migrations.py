@@ -1,7 +1,7 @@
 """Migrations of the schema: numbered SQL files, each applied once and recorded.
 
 In: collector/schema/*.sql, the layout of the servers, and a function that runs a statement. Out: tables, and rows of
-`otel.schema_migrations`. Invariant: an applied file never changes; a file that failed in its middle, that two processes applied at once,
+`schema_migrations`. Invariant: an applied file never changes; a file that failed in its middle, that two processes applied at once,
 or whose table a user has dropped, is applied again: its statements are idempotent, and its record replaces itself.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from collector.schema.cluster import CREATE, Layout, first_line
 from spangrad.errors import StoreError
+from spangrad.store.names import DATABASES, INTERNAL
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,13 @@ Execute = Callable[[str], str]
 SCHEMA = Path(__file__).parent
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _PIECE = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|;|[^'`\"\-/;]+|.", re.DOTALL)
-_THERE = "SELECT name FROM system.tables WHERE database = 'otel'"
-_RECORD = """CREATE TABLE IF NOT EXISTS otel.schema_migrations (
+_THERE = f"SELECT concat(database, '.', name) FROM system.tables WHERE database IN {DATABASES}"
+_OLDER = "EXISTS TABLE otel.schema_migrations"
+_RECORD = """CREATE TABLE IF NOT EXISTS spangrad_internal.schema_migrations (
     Number UInt32, Name String, Sha256 String, Layout String, AppliedAt DateTime64(6) DEFAULT now64(6)
 ) ENGINE = ReplacingMergeTree ORDER BY Number"""
 _APPLIED = """SELECT Number, Name, Sha256, Layout, toString(toDateTime(AppliedAt), 'UTC')
-FROM otel.schema_migrations FINAL ORDER BY Number"""
+FROM spangrad_internal.schema_migrations FINAL ORDER BY Number"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +49,16 @@ class Migration:
         return hashlib.sha256(self.sql.encode()).hexdigest()
 
     def makes(self, layout: Layout) -> list[str]:
-        """Return the names of the tables and views that it creates on these servers."""
+        """Return the qualified names of the tables and views that it creates on these servers."""
         created = map(CREATE.match, layout.statements(statements(self.sql)))
-        return [match[2] for match in created if match and match[1] != "DATABASE"]
+        return [f"{match[2]}.{match[3]}" for match in created if match and match[1] != "DATABASE"]
 
     def script(self, layout: Layout) -> list[str]:
         """Return the file's statements for these servers, and the one that records the migration."""
         record = f"({self.number}, '{self.name}', '{self.sha256}', '{layout}')"
         return [
             *layout.statements(statements(self.sql)),
-            f"INSERT INTO otel.schema_migrations (Number, Name, Sha256, Layout) VALUES {record}",
+            f"INSERT INTO spangrad_internal.schema_migrations (Number, Name, Sha256, Layout) VALUES {record}",
         ]
 
 
@@ -100,7 +102,7 @@ class _Applied:
 
 def preamble(layout: Layout) -> list[str]:
     """Return the statements before the first migration, which create the table that records them."""
-    return layout.statements(["CREATE DATABASE IF NOT EXISTS otel", _RECORD])
+    return layout.statements([f"CREATE DATABASE IF NOT EXISTS {INTERNAL}", _RECORD])
 
 
 def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: Callable[[str], None] = logger.info) -> list[Migration]:
@@ -170,8 +172,13 @@ def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[E
     """Return every migration that the installation or the store has, in order; change nothing.
 
     Raises:
-        StoreError: a file's name or number is wrong, or the store has another layout.
+        StoreError: a file's name or number is wrong, or the store has another layout or was made by an earlier spangrad.
     """
+    if execute(_OLDER).strip() != "0":
+        raise StoreError(
+            "this store was made by an earlier spangrad, with all tables in the database `otel`, and is not converted. Begin a new one: set"
+            " store.directory to an empty directory, or drop the server's database `otel` and run `spangrad schema migrate`."
+        )
     known = {migration.number: migration for migration in read_migrations(directory)}
     applied = _applied(execute)
     for other in applied.values():
@@ -190,14 +197,14 @@ def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[E
             return Entry(number, migration.name, MigrationState.NEW, "")
         if migration.sha256 != record.sha256:
             return Entry(number, migration.name, MigrationState.CHANGED, record.at)
-        lacks = tuple(f"otel.{name}" for name in migration.makes(layout) if name not in there)
+        lacks = tuple(name for name in migration.makes(layout) if name not in there)
         return Entry(number, migration.name, MigrationState.INCOMPLETE if lacks else MigrationState.APPLIED, record.at, lacks)
 
     return [entry(number) for number in sorted({*known, *applied})]
 
 
 def _applied(execute: Execute) -> dict[int, _Applied]:
-    if execute("EXISTS TABLE otel.schema_migrations").strip() == "0":
+    if execute("EXISTS TABLE spangrad_internal.schema_migrations").strip() == "0":
         return {}
     rows = [line.split("\t") for line in execute(_APPLIED).splitlines()]
     return {int(number): _Applied(*facts) for number, *facts in rows}
@@ -223,7 +230,7 @@ def read_migrations(directory: Path) -> list[Migration]:
 def materialized_views(directory: Path = SCHEMA) -> list[str]:
     """Return the names of the materialized views, which an insert fills."""
     created = (match for migration in read_migrations(directory) for match in CREATE.findall(migration.sql))
-    return [name for kind, name in created if kind == "MATERIALIZED VIEW"]
+    return [name for kind, _, name in created if kind == "MATERIALIZED VIEW"]
 
 
 def statements(sql: str) -> list[str]:

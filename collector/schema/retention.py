@@ -18,6 +18,7 @@ from collector.database import Handle
 from collector.schema.cluster import Layout
 from collector.schema.migrations import Execute
 from spangrad.errors import StoreError
+from spangrad.store.names import stored
 
 logger = logging.getLogger(__name__)
 
@@ -25,32 +26,33 @@ LOOK_SECONDS = 3600
 """Interval at which the embedded store checks whether a new day has begun, and retries what failed."""
 _POLL_SECONDS = 0.1
 
-_TRAINED = "SELECT RolloutId FROM otel.batches"
+_TRAINED = "SELECT RolloutId FROM spangrad_internal.batches"
 # Some spans of a trace are old, some are not. Rows of a trace that are not merged yet each know a part of it.
 # Every span that names a trained rollout, be it by session, conversation or trace, has that name as its RolloutKey.
 _KEPT_TRACES = f"""
-    SELECT TraceId FROM otel.trace_rollouts
+    SELECT TraceId FROM spangrad_internal.trace_rollouts
     WHERE (LastSeen >= {{cutoff}} OR IngestedAt >= {{cutoff}})
-        AND TraceId IN (SELECT TraceId FROM otel.trace_rollouts WHERE FirstSeen < {{cutoff}})
+        AND TraceId IN (SELECT TraceId FROM spangrad_internal.trace_rollouts WHERE FirstSeen < {{cutoff}})
     UNION ALL
-    SELECT TraceId FROM otel.rollout_spans WHERE RolloutKey IN ({_TRAINED}) AND TraceId != ''
+    SELECT TraceId FROM spangrad_internal.rollout_spans WHERE RolloutKey IN ({_TRAINED}) AND TraceId != ''
     UNION ALL
-    SELECT TraceId FROM otel.transitions WHERE RolloutId IN ({_TRAINED}) AND TraceId != ''"""
+    SELECT TraceId FROM spangrad_internal.transitions WHERE RolloutId IN ({_TRAINED}) AND TraceId != ''"""
 _OLD_TRACE = f"TraceId NOT IN ({_KEPT_TRACES})"
 _OLD_SPAN = f"Timestamp < {{cutoff}} AND {_OLD_TRACE}"
 _OLD_TYPED = f"IngestedAt < {{cutoff}} AND RolloutKey NOT IN ({_TRAINED}) AND {_OLD_SPAN}"
 # All derived rows of a rollout are deleted at once, and after its spans, which are already deleted when this is evaluated.
 _OLD_DERIVED = f"""IngestedAt < {{cutoff}} AND RolloutId NOT IN ({_TRAINED}) AND RolloutId NOT IN (
-    SELECT RolloutKey FROM otel.rollout_spans WHERE RolloutKey IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}})
+    SELECT RolloutKey FROM spangrad_internal.rollout_spans WHERE RolloutKey IN (SELECT RolloutId FROM spangrad_internal.{{table}}
+        WHERE IngestedAt < {{cutoff}})
     UNION ALL
-    SELECT RolloutId FROM otel.transitions
-    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}})
+    SELECT RolloutId FROM spangrad_internal.transitions
+    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.{{table}} WHERE IngestedAt < {{cutoff}})
     UNION ALL
-    SELECT RolloutId FROM otel.drops
-    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}})
+    SELECT RolloutId FROM spangrad_internal.drops
+    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.{{table}} WHERE IngestedAt < {{cutoff}})
     UNION ALL
-    SELECT RolloutId FROM otel.builds
-    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}}))"""
+    SELECT RolloutId FROM spangrad_internal.builds
+    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.{{table}} WHERE IngestedAt < {{cutoff}}))"""
 _NAMES_TRAINED = " OR ".join(
     f"LogAttributes['{name}'] IN ({_TRAINED})" for name in ("spangrad.rollout.id", "session.id", "gen_ai.conversation.id")
 )
@@ -61,7 +63,8 @@ OLD = {
     "otel_traces": _OLD_SPAN,
     "otel_logs": f"{_OLD_SPAN} AND NOT ({_NAMES_TRAINED})",
     "dropped_attributes": f"IngestedAt < {{cutoff}} AND {_OLD_SPAN}",
-    "trace_keys": "IngestedAt < {cutoff} AND (TraceId, RolloutKey) NOT IN (SELECT TraceId, RolloutKey FROM otel.rollout_spans)",
+    "trace_keys": "IngestedAt < {cutoff} AND (TraceId, RolloutKey) NOT IN (SELECT TraceId, RolloutKey"
+    " FROM spangrad_internal.rollout_spans)",
     "trace_rollouts": f"LastSeen < {{cutoff}} AND IngestedAt < {{cutoff}} AND {_OLD_TRACE}",
     "rewards": _OLD_DERIVED,
     "transitions": _OLD_DERIVED,
@@ -115,28 +118,29 @@ def expire(
         if stop.is_set():
             return expired
         # Every deletion visits every part of the table, even without a match: skip it where no row matches.
-        rows = int(execute(f"SELECT count() FROM otel.{table} WHERE {old}"))
+        rows = int(execute(f"SELECT count() FROM {stored(table)} WHERE {old}"))
         if not rows:
             continue
         # Replicas that find different rows, because one has not arrived at the other yet, take over one another's result.
         execute(
-            f"ALTER TABLE otel.{layout.local(table)}{layout.on_cluster} DELETE WHERE {old}"
+            f"ALTER TABLE {stored(layout.local(table))}{layout.on_cluster} DELETE WHERE {old}"
             " SETTINGS mutations_sync = 0, allow_nondeterministic_mutations = 1"
         )
         _await_deletions(execute, table, layout, stop)
         expired.append(Expired(table, rows))
-        report(f"deleted {rows} old rows of otel.{table}")
+        report(f"deleted {rows} old rows of {stored(table)}")
     return expired
 
 
 def _await_deletions(execute: Execute, table: str, layout: Layout, stop: threading.Event) -> None:
     """Wait for the table's deletions; poll, since they may take longer than a connection lives."""
     mutations = f"clusterAllReplicas('{layout.cluster}', system.mutations)" if layout.cluster else "system.mutations"
-    unfinished = f"FROM {mutations} WHERE database = 'otel' AND table = '{layout.local(table)}' AND NOT is_done"
+    database = stored(table).split(".")[0]
+    unfinished = f"FROM {mutations} WHERE database = '{database}' AND table = '{layout.local(table)}' AND NOT is_done"
     while not stop.is_set():
         count, reason = execute(f"SELECT count(), max(latest_fail_reason) {unfinished}").rstrip("\n").split("\t")
         if reason:
-            raise StoreError(f"old rows of otel.{table} can't be deleted: {reason[:500]}")
+            raise StoreError(f"old rows of {stored(table)} can't be deleted: {reason[:500]}")
         if count == "0":
             return
         stop.wait(_POLL_SECONDS)

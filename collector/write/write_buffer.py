@@ -27,9 +27,10 @@ from collector.write.ingest import Refused
 from collector.write.pending_batch import PendingBatch
 
 _TABLES = """
-SELECT sum(cityHash64(create_table_query)), countIf(engine = 'MaterializedView' AND NOT (database = 'otel' AND name IN ({views})))
+SELECT sum(cityHash64(create_table_query)), countIf(engine = 'MaterializedView' AND NOT (database = 'spangrad_internal'
+    AND name IN ({views})))
 FROM system.tables
-WHERE database = 'otel' AND engine LIKE '%MergeTree' OR engine = 'MaterializedView' AND NOT is_temporary"""
+WHERE database IN ('otel', 'spangrad_internal') AND engine LIKE '%MergeTree' OR engine = 'MaterializedView' AND NOT is_temporary"""
 
 
 class WriteBuffer:

@@ -140,7 +140,9 @@ def _elsewhere(client: Client, url: str, runs: Sequence[str]) -> str:
 
     of_runs = "WHERE RunId IN {runs:Array(String)}" if runs else ""
     with store_errors(url):
-        rows = client.query(f"SELECT BuildSpec, count() FROM otel.v_builds {of_runs} GROUP BY BuildSpec", {"runs": list(runs)}).result_rows
+        rows = client.query(
+            f"SELECT BuildSpec, count() FROM spangrad.builds {of_runs} GROUP BY BuildSpec", {"runs": list(runs)}
+        ).result_rows
     built = {str(spec): int(count) for spec, count in rows}
     dataset_counts = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client, url) if one.build_spec in built]
     return f" Rollouts of {'these' if runs else 'all'} runs by dataset: {', '.join(dataset_counts)}." if dataset_counts else ""
@@ -160,7 +162,7 @@ def _reason(text: str) -> DropReason:
     try:
         return DropReason(text)
     except ValueError:
-        raise SettingsError(f"--dropped {text!r} is no reason of a drop. `spangrad rollout why` and otel.v_drops name them.") from None
+        raise SettingsError(f"--dropped {text!r} is no reason of a drop. `spangrad rollout why` and spangrad.drops name them.") from None
 
 
 def _stopped(number: int, frame: object) -> NoReturn:

@@ -27,7 +27,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks
 _GIVEN = """
 SELECT Name, Source, uniqExact(RunId, RolloutId) AS Rollouts, countIf(CallId != '') AS OfCalls, count() AS Rewards, avg(Value) AS Mean,
     min(Value) AS Least, max(Value) AS Most
-FROM (SELECT DISTINCT * EXCEPT (BuildSpec, Revision, Content, IngestedAt) FROM otel.v_rewards)
+FROM (SELECT DISTINCT * EXCEPT (BuildSpec, Revision, Content, IngestedAt) FROM spangrad.rewards)
 GROUP BY Name, Source
 ORDER BY Name, Source
 """

@@ -28,40 +28,40 @@ if TYPE_CHECKING:
 BUILD_TIMEOUT_SECONDS = 60
 
 COUNTS = {
-    "spans": "SELECT count() FROM otel.v_spans WHERE RunId = {run:String}",
-    "calls": "SELECT count() FROM otel.v_calls WHERE RunId = {run:String}",
-    "transitions": "SELECT count() FROM otel.v_transitions WHERE RunId = {run:String}",
-    "rollouts": "SELECT count() FROM otel.v_rollouts WHERE RunId = {run:String} AND Final",
-    "policy_versions": "SELECT count() FROM otel.v_policy_versions WHERE RunId = {run:String} AND Status = 'committed'",
+    "spans": "SELECT count() FROM spangrad.spans WHERE RunId = {run:String}",
+    "calls": "SELECT count() FROM spangrad.calls WHERE RunId = {run:String}",
+    "transitions": "SELECT count() FROM spangrad.transitions WHERE RunId = {run:String}",
+    "rollouts": "SELECT count() FROM spangrad.attempts WHERE RunId = {run:String} AND Final",
+    "policy_versions": "SELECT count() FROM spangrad.policy_versions WHERE RunId = {run:String} AND Status = 'committed'",
 }
-DROPS = "SELECT Reason, count() FROM otel.v_drops WHERE RunId = {run:String} AND CallId != '' GROUP BY Reason ORDER BY Reason"
+DROPS = "SELECT Reason, count() FROM spangrad.drops WHERE RunId = {run:String} AND CallId != '' GROUP BY Reason ORDER BY Reason"
 UNBUILT = """
-SELECT count() FROM otel.v_rollouts
-WHERE RunId = {run:String} AND Final AND RolloutId NOT IN (SELECT RolloutId FROM otel.v_builds WHERE RunId = {run:String})"""
+SELECT count() FROM spangrad.attempts
+WHERE RunId = {run:String} AND Final AND RolloutId NOT IN (SELECT RolloutId FROM spangrad.builds WHERE RunId = {run:String})"""
 STEP_METRICS = """
 SELECT sum(Metrics['seconds_train']), sum(Metrics['seconds_checkpoint']) + sum(Metrics['seconds_publish']), max(Metrics['logprob_gap_max'])
-FROM otel.v_policy_versions WHERE RunId = {run:String} AND Status = 'committed' AND BatchId != ''"""
+FROM spangrad.policy_versions WHERE RunId = {run:String} AND Status = 'committed' AND BatchId != ''"""
 BUILD_SECONDS = """
 SELECT sum(seconds) FROM (
     SELECT b.Version, (max(t.IngestedAt) - max(r.IngestedAt))::Float64 AS seconds
-    FROM otel.v_batches AS b
-    INNER JOIN otel.v_transitions AS t ON t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt
-    INNER JOIN otel.v_rollouts AS r ON r.RolloutId = b.RolloutId AND r.Attempt = b.Attempt
+    FROM spangrad.batches AS b
+    INNER JOIN spangrad.transitions AS t ON t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt
+    INNER JOIN spangrad.attempts AS r ON r.RolloutId = b.RolloutId AND r.Attempt = b.Attempt
     WHERE b.RunId = {run:String}
     GROUP BY b.Version)"""
 
 QUESTIONS = {
     "which spans made the last policy version": (
-        "SELECT Version, RolloutId, TraceId, SpanId FROM otel.v_lineage"
-        " WHERE Version = (SELECT max(Version) FROM otel.v_policy_versions) LIMIT 10"
+        "SELECT Version, RolloutId, TraceId, SpanId FROM spangrad.lineage"
+        " WHERE Version = (SELECT max(Version) FROM spangrad.policy_versions) LIMIT 10"
     ),
     "how the mean return rose, version by version": (
         "SELECT Version, round(avg(Return), 3) AS MeanReturn FROM"
-        " (SELECT RolloutId, max(Version) AS Version, sum(arraySum(Rewards.Value)) AS Return FROM otel.v_transitions GROUP BY RolloutId)"
+        " (SELECT RolloutId, max(Version) AS Version, sum(arraySum(Rewards.Value)) AS Return FROM spangrad.transitions GROUP BY RolloutId)"
         " GROUP BY Version ORDER BY Version"
     ),
     "which tools failed, and how often": (
-        "SELECT SpanName, StatusCode, count() AS Spans FROM otel.v_spans"
+        "SELECT SpanName, StatusCode, count() AS Spans FROM spangrad.spans"
         " WHERE Attributes['openinference.span.kind'] = 'TOOL' GROUP BY SpanName, StatusCode ORDER BY SpanName, StatusCode"
     ),
 }

@@ -225,11 +225,11 @@ def _post(store: StoreSettings, body: bytes) -> None:
 
 
 _CONCLUDED = """
-SELECT TraceId, SpanId, CallId, '' AS Reason FROM otel.v_transitions WHERE TraceId IN {traces:Array(String)}
+SELECT TraceId, SpanId, CallId, '' AS Reason FROM spangrad.transitions WHERE TraceId IN {traces:Array(String)}
 UNION ALL
-SELECT TraceId, SpanId, CallId, Reason FROM otel.v_drops WHERE TraceId IN {traces:Array(String)} AND CallId != ''
+SELECT TraceId, SpanId, CallId, Reason FROM spangrad.drops WHERE TraceId IN {traces:Array(String)} AND CallId != ''
 """
-_RECORDED = "SELECT CallId FROM otel.v_calls WHERE TraceId IN {traces:Array(String)} AND IdsSource != 'agent'"
+_RECORDED = "SELECT CallId FROM spangrad.calls WHERE TraceId IN {traces:Array(String)} AND IdsSource != 'agent'"
 
 
 def _row(name: str, spans: _Spans, client: Any) -> FileReport:

@@ -24,16 +24,16 @@ _ROWS = """
 SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, toUnixTimestamp64Nano(Timestamp) AS Timestamp, TraceId, SpanId, ParentSpanId,
     Choice, RowKind, ProcessId, Seq, SpanName, ServiceName, ScopeName, Duration, StatusCode, StatusMessage, Attributes,
     toUnixTimestamp64Micro(IngestedAt) AS Arrived
-FROM otel.rollout_spans FINAL
+FROM spangrad_internal.rollout_spans FINAL
 WHERE {where}
 """
 _NAMED = "RolloutKey = {id:String}"
 _INHERITED = """RolloutKeySource != 'rollout' AND RolloutKey != {id:String} AND TraceId IN {traces:Array(String)} AND RolloutKey IN (
-    SELECT arrayJoin([TraceId, SessionId, ConversationId]) FROM otel.trace_rollouts WHERE TraceId IN {traces:Array(String)})"""
+    SELECT arrayJoin([TraceId, SessionId, ConversationId]) FROM spangrad_internal.trace_rollouts WHERE TraceId IN {traces:Array(String)})"""
 _CALLS = """
 SELECT TraceId, SpanId, Choice, Policy, `Versions.Version`, length(PromptIds), length(ResponseIds), FinishReason, ErrorType,
     HttpStatus, Aborted
-FROM otel.calls FINAL
+FROM spangrad_internal.calls FINAL
 WHERE RolloutKey IN {keys:Array(String)}
 """
 _OF_ROLLOUT = "RolloutId = {id:String}"
@@ -65,18 +65,24 @@ WHERE Source IN ('sql', 'air')
 ORDER BY Name, Role, Source, TraceId, SpanId, Value
 """
 """Rewards of SQL rules and of AIR, as the builder gave them; one that several build specifications give is returned once."""
-_DATASETS = "SELECT BuildSpec, concat(Name, '@', toString(Revision)) FROM otel.v_datasets ORDER BY Name, Revision"
+_DATASETS = "SELECT BuildSpec, concat(Name, '@', toString(Revision)) FROM spangrad.datasets ORDER BY Name, Revision"
 _ROLES = """
-SELECT RunId, arraySort(groupUniqArray(Role)) FROM otel.rewards WHERE RunId IN {runs:Array(String)} AND Role != '' GROUP BY RunId
+SELECT RunId, arraySort(groupUniqArray(Role))
+FROM spangrad_internal.rewards
+WHERE RunId IN {runs:Array(String)} AND Role != ''
+GROUP BY RunId
 """
 _TRAINED = f"""
 SELECT b.RunId, b.BuildSpec, b.Policy, b.Branch, b.Version, b.BatchId, b.Revision, v.Status
-FROM (SELECT * FROM otel.batches FINAL WHERE {_OF_ROLLOUT}) AS b
-LEFT JOIN (SELECT * FROM otel.policy_versions FINAL) AS v ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
+FROM (SELECT * FROM spangrad_internal.batches FINAL WHERE {_OF_ROLLOUT}) AS b
+LEFT JOIN (SELECT * FROM spangrad_internal.policy_versions FINAL) AS v
+    ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
 ORDER BY b.Policy, b.Branch, b.Version
 """
-_NEWEST = "SELECT Policy, Branch, max(Version) FROM otel.v_policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch"
-_KEYS = "SELECT RolloutKey FROM otel.rollout_spans WHERE {where} GROUP BY RolloutKey ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}"
+_NEWEST = "SELECT Policy, Branch, max(Version) FROM spangrad.policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch"
+_KEYS = """
+SELECT RolloutKey FROM spangrad_internal.rollout_spans WHERE {where} GROUP BY RolloutKey ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}
+"""
 
 SkipLookup = Callable[[str, str, str, str], Sequence[tuple[str, str, str, str]]]
 """Function from run, mode, build specification and id of a group to policy, branch, reason and detail of each trainer that skipped it."""

@@ -16,7 +16,7 @@ from spangrad.types import Mode
 
 _SHORT = 8
 ALREADY_TRAINED = "already_trained"
-"""Name for a rollout that was built again, or by another specification, after a branch had trained it: see otel.v_already_trained."""
+"""Name for a rollout that was built again, or by another specification, after a branch had trained it: see spangrad.already_trained."""
 LEDGER = "ledger.db"
 """File name of the trainer's ledger in trainer.directory."""
 

@@ -26,7 +26,7 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     for the time of the query.
 
     Args:
-        statement: one SELECT, SHOW or DESCRIBE statement; the tables are in the database `otel`.
+        statement: one SELECT, SHOW or DESCRIBE statement; tables for people are in the database `spangrad`.
     """
     from rich.table import Table
 

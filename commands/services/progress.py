@@ -20,13 +20,13 @@ _SECONDS = 5.0
 """Interval of the queries, in seconds."""
 _STEP = """
 SELECT Version, Metrics['mean_return'], Metrics['seconds_idle'] / nullIf(Metrics['seconds_idle'] + Metrics['seconds_step'], 0)
-FROM otel.v_policy_versions
+FROM spangrad.policy_versions
 WHERE Policy = {policy:String} AND Branch = {branch:String} AND Status = 'committed' AND BatchId != ''
 ORDER BY Version DESC LIMIT 1"""
 _WAITING = """
-SELECT uniqExact(RolloutId) FROM otel.v_builds
+SELECT uniqExact(RolloutId) FROM spangrad.builds
 WHERE RunId = {run:String} AND Mode = 'train' AND IngestedAt > now() - INTERVAL 1 DAY
-    AND RolloutId NOT IN (SELECT RolloutId FROM otel.v_batches WHERE RunId = {run:String})"""
+    AND RolloutId NOT IN (SELECT RolloutId FROM spangrad.batches WHERE RunId = {run:String})"""
 
 
 class ProgressReader:

@@ -23,7 +23,7 @@ CHECKOUT = HERE.parents[1]
 WORTH = """
 SELECT r.Attributes['spangrad.prompt.version'] AS Version, count() AS Rollouts,
     round(avg(toFloat64(e.Attributes['gen_ai.evaluation.score.value'])), 3) AS MeanReward
-FROM otel.v_rollout_spans AS r JOIN otel.v_rollout_spans AS e ON r.TraceId = e.TraceId AND r.SpanId = e.SpanId
+FROM spangrad.rollout_spans AS r JOIN spangrad.rollout_spans AS e ON r.TraceId = e.TraceId AND r.SpanId = e.SpanId
 WHERE r.RowKind = 'span' AND r.SpanName = 'rollout' AND e.RowKind = 'evaluation_event'
 GROUP BY Version ORDER BY Version
 """

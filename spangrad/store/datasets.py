@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEY = ("RunId", "BuildSpec", "RolloutId")
 """Columns that identify a built rollout: those that a condition for `builds_sql` may contain."""
 ROWS_OF = ("RunId", "RolloutId", "BuildSpec", "Revision", "Content")
-"""Columns that rows of otel.transitions, otel.drops and otel.rewards share with the row of otel.builds that makes them count."""
+"""Columns that rows of transitions, drops and rewards share with the row of `spangrad_internal.builds` that makes them count."""
 _OF_ROOT = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt")
 _FACTS = (*_OF_ROOT, "Revision", "Content", "Calls", "Transitions", "Drops", "Rewards", "Failure", "Watermark", "RowsRead")
 _COLUMNS = "Name, Revision, BuildSpec, Settings, Reason, toUnixTimestamp64Micro(IngestedAt)"
@@ -96,7 +96,7 @@ def known(client: Client, url: str) -> list[Dataset]:
         StoreError: the store failed.
     """
     with store_errors(url):
-        rows = client.query(f"SELECT {_COLUMNS} FROM otel.v_datasets ORDER BY Name, Revision").result_rows
+        rows = client.query(f"SELECT {_COLUMNS} FROM spangrad.datasets ORDER BY Name, Revision").result_rows
     return [Dataset(name, number, spec, json.loads(text), reason, moment(created)) for name, number, spec, text, reason, created in rows]
 
 
@@ -127,7 +127,7 @@ def register(client: Client, url: str, name: str, build_spec: str, settings: Map
         why = "; ".join(part for part in (reason, _since(of_name[-1] if of_name else None, settings)) if part)
         row = [name, of_name[-1].revision + 1 if of_name else 1, build_spec, json.dumps(settings, sort_keys=True), why]
         with store_errors(url):
-            client.insert("otel.datasets", [row], column_names=["Name", "Revision", "BuildSpec", "Settings", "Reason"])
+            client.insert("spangrad_internal.datasets", [row], column_names=["Name", "Revision", "BuildSpec", "Settings", "Reason"])
     raise StoreError(
         f"dataset {name!r} of the store at {url} got a new revision by others {_TRIES} times in a row. Give each its own name."
     )
@@ -161,7 +161,7 @@ def _short(value: Any) -> str:
 
 
 def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
-    """Return a subquery with the columns of `otel.v_builds`: of each rollout its newest revision.
+    """Return a subquery with the columns of `spangrad.builds`: of each rollout its newest revision.
 
     Args:
         as_of: time at which a revision was the newest, UTC where it names no zone. None: now.
@@ -174,7 +174,7 @@ def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
     return (
         f"(SELECT {', '.join(KEY)}, {facts}, FirstBuiltAt FROM (SELECT {', '.join(KEY)}, min(b.IngestedAt) AS FirstBuiltAt, "
         f"argMin(({', '.join(_FACTS)}, b.IngestedAt), (-toInt64(Revision), b.IngestedAt, Content)) AS newest "
-        f"FROM otel.builds AS b{among} GROUP BY {', '.join(KEY)}))"
+        f"FROM spangrad_internal.builds AS b{among} GROUP BY {', '.join(KEY)}))"
     )
 
 
@@ -188,11 +188,12 @@ def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
     """
     columns = ", ".join(ROWS_OF)
     condition = f"({where}) AND " if where else ""
-    return f"(SELECT * FROM otel.{table} FINAL WHERE {condition}({columns}) IN (SELECT {columns} FROM {builds_sql(as_of, where)} AS v))"
+    newest = f"SELECT {columns} FROM {builds_sql(as_of, where)} AS v"
+    return f"(SELECT * FROM spangrad_internal.{table} FINAL WHERE {condition}({columns}) IN ({newest}))"
 
 
 def until_sql(as_of: datetime | None) -> str:
-    """Return a condition over rows `b` of `otel.builds`: they existed at a time. Empty: there is no such time."""
+    """Return a condition over rows `b` of `spangrad_internal.builds`: they existed at a time. Empty: there is no such time."""
     if as_of is None:
         return ""
     return f"b.IngestedAt <= fromUnixTimestamp64Micro({microseconds(as_of)})"

@@ -1,7 +1,7 @@
 """Lineage: the versions and spans that a version was trained on, and the versions that a span trained, from the store's copy of the ledger.
 
 In: a client of the store, a version or a span. Out: `VersionLineage`, `SpanLineage`. Invariant: parents are the ledger's: across branches,
-around versions that were rolled back; spans are those of `otel.v_lineage`.
+around versions that were rolled back; spans are those of `spangrad.lineage`.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
 _NEWEST = 5
 _VERSIONS = """
 SELECT Branch, Version, Status, Parent, ParentBranch, BatchId, RunId, Mode, Checksum, Path
-FROM otel.v_policy_versions WHERE Policy = {policy:String} ORDER BY Version, Branch
+FROM spangrad.policy_versions WHERE Policy = {policy:String} ORDER BY Version, Branch
 """
 _SIZES = """
 SELECT BatchId, uniqExact(Mode, GroupId), uniqExact(RunId, RolloutId, Attempt)
-FROM otel.v_batches WHERE Policy = {policy:String} GROUP BY BatchId
+FROM spangrad.batches WHERE Policy = {policy:String} GROUP BY BatchId
 """
 _ROLLOUTS = """
 SELECT RunId, Mode, GroupId, RolloutId, Attempt, Revision
-FROM otel.v_batches WHERE Policy = {policy:String} AND BatchId = {batch:String} ORDER BY Mode, GroupId, RolloutId, Attempt
+FROM spangrad.batches WHERE Policy = {policy:String} AND BatchId = {batch:String} ORDER BY Mode, GroupId, RolloutId, Attempt
 """
 _SPANS = """
 SELECT GroupId, RolloutId, Attempt, TraceId, SpanId, CallId, TransitionId
-FROM otel.v_lineage WHERE Policy = {policy:String} AND Branch = {branch:String} AND Version = {version:UInt64}
+FROM spangrad.lineage WHERE Policy = {policy:String} AND Branch = {branch:String} AND Version = {version:UInt64}
 ORDER BY TraceId, SpanId, CallId
 """
 _FILES = """
 SELECT BatchId, Method, Step, Steps, Name, Sha256, Bytes, Trained
-FROM otel.v_batch_files WHERE Policy = {policy:String} ORDER BY BatchId, Name, Sha256
+FROM spangrad.batch_files WHERE Policy = {policy:String} ORDER BY BatchId, Name, Sha256
 """
 _BY_CALL = """
 SELECT Policy, Branch, Version, BatchId, GroupId, RolloutId, Attempt, TransitionId
-FROM otel.v_lineage WHERE TraceId = {trace:String} AND SpanId = {span:String} ORDER BY Policy, Branch, Version, TransitionId
+FROM spangrad.lineage WHERE TraceId = {trace:String} AND SpanId = {span:String} ORDER BY Policy, Branch, Version, TransitionId
 """
 _BY_ROLLOUT = """
 SELECT Policy, Branch, Version, BatchId, GroupId, RolloutId, Attempt, ''
-FROM otel.v_batches WHERE RolloutId IN {rollouts:Array(String)} AND (RunId IN {runs:Array(String)} OR empty({runs:Array(String)}))
+FROM spangrad.batches WHERE RolloutId IN {rollouts:Array(String)} AND (RunId IN {runs:Array(String)} OR empty({runs:Array(String)}))
 ORDER BY Policy, Branch, Version, RolloutId, Attempt
 """
-_ROLLOUTS_OF = "SELECT DISTINCT RolloutId, RunId FROM otel.v_rollout_spans WHERE TraceId = {trace:String} AND SpanId = {span:String}"
+_ROLLOUTS_OF = "SELECT DISTINCT RolloutId, RunId FROM spangrad.rollout_spans WHERE TraceId = {trace:String} AND SpanId = {span:String}"
 
 
 @dataclass(frozen=True, slots=True)

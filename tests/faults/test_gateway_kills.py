@@ -125,7 +125,7 @@ def found(store: StoreSettings, load: Load) -> Found:
         def rows(sql: str) -> list[tuple[Any, ...]]:
             return [tuple(row) for row in client.query(sql, {"run": load.run}).result_rows]
 
-        by_rollout = "SELECT RolloutKey, count() FROM otel.v_calls WHERE RunId = {run:String} GROUP BY RolloutKey"
+        by_rollout = "SELECT RolloutKey, count() FROM spangrad.calls WHERE RunId = {run:String} GROUP BY RolloutKey"
         counts: dict[str, int] = dict(rows(by_rollout))
         ((delivered,),) = rows("SELECT count() FROM otel.otel_traces WHERE SpanAttributes['spangrad.run.id'] = {run:String}")
     return Found(len(load.answered - counts.keys()), sum(1 for count in counts.values() if count > 1), delivered)

@@ -15,6 +15,7 @@ from clickhouse_connect.driver.client import Client
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 from tests.support.deliveries import Load, judge
 from tests.support.load_spans import Body, Held, Rollouts
 from tests.support.servers import post, running_store, start_store, store_answers, store_settings
@@ -57,7 +58,7 @@ def test_a_kill_in_the_middle_of_an_insert(tmp_path: Path, chance: Random, tell:
     body = _body(Rollouts(chance.randrange(2**32), run), rollouts)
     with running_store(store, log) as child, connect(store) as client:
         client.command("CREATE TABLE default.nothing (n UInt8) ENGINE = Null")
-        client.command(f"CREATE MATERIALIZED VIEW default.slow TO default.nothing AS SELECT toUInt8(sleep(3)) AS n FROM otel.{table}")
+        client.command(f"CREATE MATERIALIZED VIEW default.slow TO default.nothing AS SELECT toUInt8(sleep(3)) AS n FROM {stored(table)}")
         load = Load(store.otlp_http_port, store.otlp_grpc_port, lambda _: iter([body]), connections=1)
         wait_until(lambda: _counts(client)["otel_traces"] == len(body.held.spans), 20, "the first table", [child], poll_seconds=0.02)
         wait_until(lambda: table == "otel_traces" or _counts(client)["calls"] > 0, 20, "the last table", [child], poll_seconds=0.02)
@@ -106,10 +107,10 @@ def test_a_body_that_comes_three_times_counts_once(tmp_path: Path, chance: Rando
         for inserts in (1, 2, 3):
             assert [_posted(store, one) for one in (body, logs)] == [200, 200]
             # Whoever asks brings into the tables what waits.
-            assert _one(client, "SELECT uniqExact(IngestedAt) FROM otel.calls") == (inserts,)
+            assert _one(client, "SELECT uniqExact(IngestedAt) FROM spangrad_internal.calls") == (inserts,)
         with ThreadPoolExecutor(6) as pool:
             assert list(pool.map(_posted, [store] * 6, [body, logs] * 3)) == [200] * 6
-        assert _one(client, "SELECT uniqExact(IngestedAt) FROM otel.calls") == (4,)
+        assert _one(client, "SELECT uniqExact(IngestedAt) FROM spangrad_internal.calls") == (4,)
         verdict = judge(store, run, Held.of([body.held, logs.held]))
 
     assert (verdict.faults, verdict.delivered) == ({}, 6 * verdict.spans)
@@ -130,7 +131,7 @@ def _packed(body: Body) -> dict[str, str]:
 def _counts(client: Client) -> dict[str, int]:
     """Rows of each table that an insert of spans fills."""
     names = ("otel_traces", "rollout_spans", "calls", "trace_rollouts")
-    return dict(zip(names, _one(client, f"SELECT {', '.join(f'(SELECT count() FROM otel.{name})' for name in names)}"), strict=True))
+    return dict(zip(names, _one(client, f"SELECT {', '.join(f'(SELECT count() FROM {stored(name)})' for name in names)}"), strict=True))
 
 
 def _one(client: Client, sql: str) -> tuple[int, ...]:

@@ -96,10 +96,10 @@ def test_a_store_that_goes_away_in_the_middle_of_a_step(tiny_model: Path, tmp_pa
     with running_store(store, tmp_path / "log"):
         world = BuiltRollouts(chosen, tiny_model)
         again = trainer_over(world, chosen)
-        versions = "SELECT Version FROM otel.v_policy_versions WHERE Branch = %(run)s ORDER BY Version"
+        versions = "SELECT Version FROM spangrad.policy_versions WHERE Branch = %(run)s ORDER BY Version"
         assert world.rows(versions) == [(0,), (1,), (2,)], "the copy has caught up before anything is trained"
         again.run(follow=False)
-        lineage = "SELECT Version, RolloutId FROM otel.v_lineage WHERE Branch = %(run)s ORDER BY Version, RolloutId"
+        lineage = "SELECT Version, RolloutId FROM spangrad.lineage WHERE Branch = %(run)s ORDER BY Version, RolloutId"
         assert world.rows(lineage) == [(version, f"{name}-{i}") for version, name in enumerate("abc", 1) for i in range(2)]
         assert (Path(loop.newest_version(again.ledger).policy_version.path) / "optimizer.pt").read_text() == "3.0"
         again.ledger.close()

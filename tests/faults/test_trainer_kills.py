@@ -166,7 +166,7 @@ def left_behind(settings: Settings) -> set[str]:
 
 def mirrored(world: BuiltRollouts, settings: Settings) -> list[tuple[int, str]]:
     """What the store says of the branch."""
-    query = "SELECT Version, Status FROM otel.v_policy_versions WHERE Branch = %(branch)s ORDER BY Version"
+    query = "SELECT Version, Status FROM spangrad.policy_versions WHERE Branch = %(branch)s ORDER BY Version"
     return [
         (int(version), status) for version, status in world.client.query(query, parameters={"branch": settings.trainer.branch}).result_rows
     ]

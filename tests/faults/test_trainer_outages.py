@@ -76,7 +76,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_pa
         trainer.run(follow=False)
         assert trainer.ledger.committed_versions() == [0, 1, 2, 3, 4]
         again = BuiltRollouts(chosen, tiny_model)
-        lineage = "SELECT Version, RolloutId FROM otel.v_lineage WHERE Branch = %(run)s ORDER BY Version, RolloutId"
+        lineage = "SELECT Version, RolloutId FROM spangrad.lineage WHERE Branch = %(run)s ORDER BY Version, RolloutId"
         assert again.rows(lineage) == [(version, f"{name}-{i}") for version, name in enumerate("abcd", 1) for i in range(2)]
         retries = [one.metrics["store_retries"] for one in trainer.ledger.versions()[1:]]
         assert (retries[:2], retries[2] >= 1, retries[3]) == ([0, 0], True, 0), "those of the outage, with the step after it"
@@ -91,7 +91,7 @@ def test_a_store_that_refuses_for_good_is_not_asked_again(store: StoreSettings) 
     outage, shutdown = Outage("the span store"), Shutdown()
     client = patient_client(connect(store), store.url, outage, shutdown)
     with pytest.raises(StoreError, match="refused"):
-        client.query("SELECT Nothing FROM otel.builds")
+        client.query("SELECT Nothing FROM spangrad_internal.builds")
     assert outage.take_retries() == 0
 
 

@@ -39,7 +39,7 @@ def test_gateway_calls_with_images_drop_and_relaxed_ones_are_kept(store: StoreSe
         [("r", 0, kept, 0, [1, 2, 3], [4, 5], 3, [1.0])],
         [("r", 0, image, "other_modality", "image")],
     )
-    asked = "SELECT SpanId, Relaxed, Modality FROM otel.v_calls WHERE RunId = 'modality' ORDER BY SpanId"
+    asked = "SELECT SpanId, Relaxed, Modality FROM spangrad.calls WHERE RunId = 'modality' ORDER BY SpanId"
     assert rows(store, asked) == [(kept, ["strict_tools", "top_p"], ""), (image, [], "image")]
 
 
@@ -61,7 +61,7 @@ def test_whatever_a_gateway_span_says_of_both_the_insert_does_not_fail(
     spans = fakes.SpanFactory(run=run)
     spans.call(spans.root(calls=1), Relaxed=relaxed, Modality=modality)
     post(store, spans.otlp())
-    assert rows(store, f"SELECT Relaxed, Modality FROM otel.v_calls WHERE RunId = '{run}'") == [stored]
+    assert rows(store, f"SELECT Relaxed, Modality FROM spangrad.calls WHERE RunId = '{run}'") == [stored]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_direct_calls_with_images_have_a_modality_and_drop(store: StoreSettings,
     spans.evaluation(root)
     call = spans.client(root, Attributes={"output.value": json.dumps({"id": "a", **ANSWER}), **attributes})
     post(store, spans.otlp())
-    assert rows(store, f"SELECT Modality FROM otel.v_calls WHERE RunId = '{run}'") == [(modality,)]
+    assert rows(store, f"SELECT Modality FROM spangrad.calls WHERE RunId = '{run}'") == [(modality,)]
     build_once(settings_of(store, run, quiet_seconds=0))
     kept, dropped = outcome(store, run)
     if modality:

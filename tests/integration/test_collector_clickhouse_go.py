@@ -18,6 +18,7 @@ from clickhouse_connect.driver.client import Client
 
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import DATABASES, stored
 from tests.support.servers import binary, running_store, store_settings
 
 COMPRESSIONS = ["none", "lz4", "zstd", "gzip", "deflate", "br"]
@@ -126,12 +127,12 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
             structure = ", ".join(f"`{name}` {kind}" for name, kind in insertable)
             names = ", ".join(f"`{name}`" for name, _ in insertable)
             # Claims of another day are not kept.
-            known = {"IngestedAt": "now64(6)"} if table == "claims" else {}
+            known = {"IngestedAt": "now64(6)"} if table == "spangrad_internal.claims" else {}
             values = ", ".join(known.get(name) or _finite(name, kind) for name, kind in insertable)
             made = f"SELECT {values} FROM generateRandom('{structure.replace(chr(39), chr(92) + chr(39))}', 7, 12, 4) LIMIT 3"
-            client.command(f"INSERT INTO otel.`{table}` ({names}) {made}")
+            client.command(f"INSERT INTO {table} ({names}) {made}")
         for table, replaced in MATCHING:
-            client.command(f"INSERT INTO otel.{table} SELECT * REPLACE ({replaced}) FROM otel.{table} LIMIT 1")
+            client.command(f"INSERT INTO {stored(table)} SELECT * REPLACE ({replaced}) FROM {stored(table)} LIMIT 1")
         client.close()
         yield settings
 
@@ -144,8 +145,9 @@ def _finite(name: str, kind: str) -> str:
 
 
 def _tables(client: Client, which: str) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    named = client.query(f"SELECT name FROM system.tables WHERE database = 'otel' AND {which} ORDER BY name").result_rows
-    columns = "SELECT name, type, default_kind FROM system.columns WHERE database = 'otel' AND table = {t:String} ORDER BY position"
+    of_ours = f"SELECT concat(database, '.', name) FROM system.tables WHERE database IN {DATABASES} AND {which} ORDER BY ALL"
+    named = client.query(of_ours).result_rows
+    columns = "SELECT name, type, default_kind FROM system.columns WHERE concat(database, '.', table) = {t:String} ORDER BY position"
     return [(name, [tuple(row) for row in client.query(columns, parameters={"t": name}).result_rows]) for (name,) in named]
 
 
@@ -173,7 +175,7 @@ def test_every_column_of_the_schema_is_read_as_by_clickhouse_connect(chgo: str, 
     read_types: set[str] = set()
     empty: list[str] = []
     for table, columns in tables:
-        sql = f"SELECT {', '.join(f'`{name}`' for name, _, _ in columns)} FROM otel.`{table}` ORDER BY ALL"
+        sql = f"SELECT {', '.join(f'`{name}`' for name, _, _ in columns)} FROM {table} ORDER BY ALL"
         answer = run_chgo(chgo, filled, sql, "-compress", compress)
         assert answer.stderr == "", table
         head, *rows = (json.loads(line) for line in answer.stdout.splitlines())

@@ -308,6 +308,7 @@ def test_dropped_attributes_are_counted_once(roads: Roads) -> None:
         roads.commit(who, [body])
 
     asked = (
-        "SELECT Signal, ServiceName, Name, Spans, Attributes, Events, Links FROM otel.v_dropped_attributes WHERE ServiceName = 'forgetful'"
+        "SELECT Signal, ServiceName, Name, Spans, Attributes, Events, Links FROM spangrad.dropped_attributes"
+        " WHERE ServiceName = 'forgetful'"
     )
     assert roads.asking.query(asked).body == b"span\tforgetful\tlossy\t1\t5\t1\t0\n"

@@ -89,9 +89,9 @@ def body(name: str, spans: int = 2) -> TraceBody:
     return trace_body(request, request.SerializeToString())
 
 
-def stored(handle: Handle, *names: str, table: str = "v_spans") -> list[int]:
+def stored(handle: Handle, *names: str, table: str = "spangrad.spans") -> list[int]:
     """Spans of each service that a reader finds."""
-    counts = [handle.query(f"SELECT count() FROM otel.{table} WHERE ServiceName = '{name}'").body for name in names]
+    counts = [handle.query(f"SELECT count() FROM {table} WHERE ServiceName = '{name}'").body for name in names]
     return [int(count) for count in counts]
 
 
@@ -131,7 +131,7 @@ def test_many_commits_are_one_insert(store: Store, asking: Handle, count: int) -
     assert store.spans.settle()
 
     assert stored(asking, *called) == [count] * 3
-    inserts = f"SELECT uniqExact(IngestedAt) FROM otel.rollout_spans WHERE ServiceName IN {tuple(called)}"
+    inserts = f"SELECT uniqExact(IngestedAt) FROM spangrad_internal.rollout_spans WHERE ServiceName IN {tuple(called)}"
     assert asking.query(inserts).body == b"1\n"
 
 
@@ -267,7 +267,7 @@ def test_a_span_of_thousands_of_evaluations_needs_memory_for_each_once(store: St
     assert store.spans.settle()
     said = f"""SELECT countIf(RowKind = 'span' AND Attributes = map()), uniqExactIf(Choice, RowKind = 'evaluation_event'),
         countIf(Attributes['gen_ai.evaluation.name'] = concat('judge ', toString(intDiv(Choice - 1, 2))))
-        FROM otel.v_rollout_spans WHERE ServiceName = '{name}'"""
+        FROM spangrad.rollout_spans WHERE ServiceName = '{name}'"""
     assert asking.query(said).body == b"1\t3000\t3000\n"
 
 

@@ -70,7 +70,7 @@ def rows_of(store: StoreSettings, query: str, **parameters: object) -> list[tupl
 
 def stored(store: StoreSettings, ids: set[str]) -> set[str]:
     """Which of the spans the store has; each is counted once."""
-    found = rows_of(store, "SELECT SpanId FROM otel.v_spans WHERE SpanId IN {ids:Array(String)}", ids=sorted(ids))
+    found = rows_of(store, "SELECT SpanId FROM spangrad.spans WHERE SpanId IN {ids:Array(String)}", ids=sorted(ids))
     assert len(found) == len(set(found))
     return {str(row[0]) for row in found}
 
@@ -156,7 +156,7 @@ async def test_an_unmodified_agent_fills_the_store(store: StoreSettings, tmp_pat
 
         def read() -> list[tuple[object, ...]]:
             return rows_of(
-                store, "SELECT SpanName, ScopeName FROM otel.v_spans WHERE ServiceName = {service:String} ORDER BY ALL", service=service
+                store, "SELECT SpanName, ScopeName FROM spangrad.spans WHERE ServiceName = {service:String} ORDER BY ALL", service=service
             )
 
         await asyncio.to_thread(wait_until, lambda: len(read()) == 2, 30, "the agent's spans")
@@ -200,7 +200,7 @@ def test_what_was_accepted_is_stored_whoever_was_away(tmp_path: Path, end: signa
             require_free_port("127.0.0.1", int(str(values[port])), port)
     with running_store(store, tmp_path / "store.log"), running_collector(store, values, tmp_path / "log"):
         wait_stored(store, set[str]().union(*(ids for _, ids in batches)))
-        assert rows_of(store, "SELECT count() FROM otel.v_spans") == [(300,)]
+        assert rows_of(store, "SELECT count() FROM spangrad.spans") == [(300,)]
 
 
 def _takes(url: str, body: bytes) -> bool:
@@ -284,7 +284,7 @@ def test_a_redacted_call_keeps_no_ids(store: StoreSettings, tmp_path: Path) -> N
         ),
         ("secret", {"spangrad.redacted": "true", "spangrad.request.json": gone, "spangrad.response.json": "ok"}),
     ]
-    calls = "SELECT Redacted, PromptIds, ResponseIds, Logprobs FROM otel.v_calls WHERE RunId = {run:String} ORDER BY Redacted"
+    calls = "SELECT Redacted, PromptIds, ResponseIds, Logprobs FROM spangrad.calls WHERE RunId = {run:String} ORDER BY Redacted"
     assert rows_of(store, calls, run=run) == [(False, [1], [2], [0.0]), (True, [], [], [])]
 
 
@@ -334,9 +334,9 @@ def test_a_store_that_is_away_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("DROP TABLE otel.schema_migrations", "lacks 0001_otel.sql, 0002_rollouts.sql, "),
+        ("DROP TABLE spangrad_internal.schema_migrations", "lacks 0001_otel.sql, 0002_rollouts.sql, "),
         (
-            "INSERT INTO otel.schema_migrations (Number, Name, Layout) VALUES (999, '0999_later.sql', 'one server')",
+            "INSERT INTO spangrad_internal.schema_migrations (Number, Name, Layout) VALUES (999, '0999_later.sql', 'one server')",
             "this spangrad is older than the store",
         ),
     ],

@@ -19,6 +19,7 @@ from collector.schema.retention import OLD, Expired, cutoff, expire
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import DATABASES, stored
 from tests.support.servers import SHARDED, one_shard, running_store, store_settings
 
 BEFORE = 3786912000
@@ -103,23 +104,23 @@ def test_the_commands_bring_a_store_up_to_date(tmp_path: Path) -> None:
         code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
         assert (code, [line.split()[-1] for line in stdout.splitlines()[1:]]) == (0, ["applied"] * len(read_migrations(SCHEMA)))
 
-        execute("ALTER TABLE otel.schema_migrations DELETE WHERE Number = 4 SETTINGS mutations_sync = 2")
-        execute("DROP VIEW otel.v_lineage")
+        execute("ALTER TABLE spangrad_internal.schema_migrations DELETE WHERE Number = 4 SETTINGS mutations_sync = 2")
+        execute("DROP VIEW spangrad.lineage")
         code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
         assert code == 3
         assert [line.split() for line in stdout.splitlines() if line.rstrip().endswith("new")] == [["0004", "0004_views.sql", "new"]]
 
         code, stdout, _ = answer(spangrad(settings, "migrate", "--dry-run", cwd=tmp_path))
         assert code == 0
-        assert stdout.startswith("-- 0004_views.sql\n\nCREATE VIEW IF NOT EXISTS otel.v_spans")
-        assert execute("EXISTS VIEW otel.v_lineage") == "0\n"
+        assert stdout.startswith("-- 0004_views.sql\n\nCREATE VIEW IF NOT EXISTS spangrad.spans")
+        assert execute("EXISTS VIEW spangrad.lineage") == "0\n"
 
         views = len(read_migrations(SCHEMA)[3].script(Layout())) - 1
         assert answer(spangrad(settings, "migrate", cwd=tmp_path)) == (0, f"applied 0004_views.sql ({views} statements)\n", "")
-        assert execute("EXISTS VIEW otel.v_lineage") == "1\n"
+        assert execute("EXISTS VIEW spangrad.lineage") == "1\n"
         assert answer(spangrad(settings, "migrate", cwd=tmp_path)) == (0, "up to date\n", "")
 
-        execute("ALTER TABLE otel.schema_migrations UPDATE Sha256 = '' WHERE Number = 2 SETTINGS mutations_sync = 2")
+        execute("ALTER TABLE spangrad_internal.schema_migrations UPDATE Sha256 = '' WHERE Number = 2 SETTINGS mutations_sync = 2")
         code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
         assert (code, stdout.splitlines()[2].split()[-1]) == (3, "changed")
 
@@ -127,25 +128,26 @@ def test_the_commands_bring_a_store_up_to_date(tmp_path: Path) -> None:
 def test_a_table_that_somebody_dropped_is_told_and_made_anew(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
-        execute("DROP TABLE otel.calls SYNC")
+        execute("DROP TABLE spangrad_internal.calls SYNC")
         code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
         assert code == 3
-        assert stdout.splitlines()[2].endswith("incomplete: otel.calls is gone")
+        assert stdout.splitlines()[2].endswith("incomplete: spangrad_internal.calls is gone")
     with running_store(settings, tmp_path / "again.log"), executing(settings) as execute:
         assert "0002_rollouts.sql" in (again := (tmp_path / "again.log").read_text())
-        assert "otel.calls was gone, and is made anew, without its rows" in again
-        assert execute("SELECT count() FROM otel.calls") == "0\n"
+        assert "spangrad_internal.calls was gone, and is made anew, without its rows" in again
+        assert execute("SELECT count() FROM spangrad_internal.calls") == "0\n"
         assert answer(spangrad(settings, "status", cwd=tmp_path))[0] == 0
 
 
 def test_two_at_once_apply_everything_once(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
-        execute("DROP DATABASE otel SYNC")
+        for database in DATABASES:
+            execute(f"DROP DATABASE {database} SYNC")
         both = [spangrad(settings, "migrate", cwd=tmp_path) for _ in range(2)]
         assert [answer(one)[0] for one in both] == [0, 0]
         names = [migration.name for migration in read_migrations(SCHEMA)]
-        assert execute("SELECT Name FROM otel.schema_migrations FINAL ORDER BY Number").split() == names
+        assert execute("SELECT Name FROM spangrad_internal.schema_migrations FINAL ORDER BY Number").split() == names
 
 
 # --- over all shards ---
@@ -153,7 +155,7 @@ def test_two_at_once_apply_everything_once(tmp_path: Path) -> None:
 
 def insert(execute: Execute, table: str, **row: str) -> None:
     """A row of SQL expressions."""
-    execute(f"INSERT INTO otel.{table} ({', '.join(row)}) SELECT {', '.join(row.values())}")
+    execute(f"INSERT INTO {stored(table)} ({', '.join(row)}) SELECT {', '.join(row.values())}")
 
 
 def span(execute: Execute, trace: str, name: str, day: str, *, scope: str = "test", **attributes: str) -> None:
@@ -207,31 +209,31 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
             commit(execute, f"rollout-{trace}")
 
     counted = {
-        view: execute(f"SELECT {column}, count() FROM otel.{view} GROUP BY ALL ORDER BY ALL").split("\n")[:-1]
+        view: execute(f"SELECT {column}, count() FROM spangrad.{view} GROUP BY ALL ORDER BY ALL").split("\n")[:-1]
         for view, column in {
-            "v_spans": "TraceId, SpanName",
-            "v_calls": "TraceId",
-            "v_rollouts": "RolloutId",
-            "v_rewards": "RolloutId",
-            "v_transitions": "RolloutId",
-            "v_drops": "RolloutId",
-            "v_builds": "RolloutId",
-            "v_batches": "RolloutId",
-            "v_policy_versions": "Version",
-            "v_batch_files": "Version, Name",
-            "v_lineage": "Version, BatchId, RolloutId, TraceId",
-            "v_already_trained": "RolloutId",
+            "spans": "TraceId, SpanName",
+            "calls": "TraceId",
+            "attempts": "RolloutId",
+            "rewards": "RolloutId",
+            "transitions": "RolloutId",
+            "drops": "RolloutId",
+            "builds": "RolloutId",
+            "batches": "RolloutId",
+            "policy_versions": "Version",
+            "batch_files": "Version, Name",
+            "lineage": "Version, BatchId, RolloutId, TraceId",
+            "already_trained": "RolloutId",
         }.items()
     }
     each = [f"rollout-{trace}\t1" for trace in ("t1", "t2", "t3")]
     assert counted == {
-        "v_spans": [f"{trace}\t{name}\t1" for trace in ("t1", "t2", "t3") for name in ("chat", "rollout")],
-        "v_calls": ["t1\t1", "t2\t1", "t3\t1"],
-        **dict.fromkeys(("v_rollouts", "v_rewards", "v_transitions", "v_drops", "v_builds", "v_batches"), each),
-        "v_policy_versions": ["1\t1"],
-        "v_batch_files": ["1\trows.jsonl\t1"],
-        "v_lineage": [f"1\tone\trollout-{trace}\t{trace}\t1" for trace in ("t1", "t2", "t3")],
-        "v_already_trained": [],
+        "spans": [f"{trace}\t{name}\t1" for trace in ("t1", "t2", "t3") for name in ("chat", "rollout")],
+        "calls": ["t1\t1", "t2\t1", "t3\t1"],
+        **dict.fromkeys(("attempts", "rewards", "transitions", "drops", "builds", "batches"), each),
+        "policy_versions": ["1\t1"],
+        "batch_files": ["1\trows.jsonl\t1"],
+        "lineage": [f"1\tone\trollout-{trace}\t{trace}\t1" for trace in ("t1", "t2", "t3")],
+        "already_trained": [],
     }
 
 
@@ -246,7 +248,7 @@ def left(execute: Execute) -> dict[str, list[str]]:
         **dict.fromkeys(("rewards", "transitions", "drops", "builds", "claims"), "RolloutId"),
     }
     return {
-        table: execute(f"SELECT {names.get(table, 'TraceId')}, count() FROM otel.{table} GROUP BY ALL ORDER BY ALL")
+        table: execute(f"SELECT {names.get(table, 'TraceId')}, count() FROM {stored(table)} GROUP BY ALL ORDER BY ALL")
         .replace("\t", " ")
         .split("\n")[:-1]
         for table in TABLES
@@ -336,7 +338,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
         Expired("drops", 1),
         Expired("builds", 1),
     ]
-    assert execute("SELECT RolloutId, TraceId FROM otel.v_lineage ORDER BY ALL") == "bare\t\nconversation\tchat\ntrained\ttrained-1\n"
+    assert execute("SELECT RolloutId, TraceId FROM spangrad.lineage ORDER BY ALL") == "bare\t\nconversation\tchat\ntrained\ttrained-1\n"
     before = left(execute)
     assert (expire(execute, BEFORE, layout), left(execute)) == ([], before)
 
@@ -354,8 +356,10 @@ def test_the_embedded_store_expires_by_itself(tmp_path: Path) -> None:
         conclude(execute, "drops", "recent", NEW_DAY)
     settings = settings.model_copy(update={"ttl_days": 30})
     with running_store(settings, tmp_path / "second.log") as child, executing(settings) as execute:
-        wait_until(lambda: "ancient" not in execute("SELECT RolloutId FROM otel.drops"), 20, "expiry", [child], poll_seconds=0.05)
-        assert execute("SELECT RolloutId FROM otel.drops") == "recent\n"
+        wait_until(
+            lambda: "ancient" not in execute("SELECT RolloutId FROM spangrad_internal.drops"), 20, "expiry", [child], poll_seconds=0.05
+        )
+        assert execute("SELECT RolloutId FROM spangrad_internal.drops") == "recent\n"
 
 
 def test_whole_days_are_kept(laid_out: tuple[Execute, Layout]) -> None:

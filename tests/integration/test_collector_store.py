@@ -137,7 +137,7 @@ def test_logs_are_stored_and_metrics_are_taken(store: StoreSettings, client: Cli
         parameters={"t": trace_id.hex()},
     )
     assert rows.result_rows == [("agent", "hello", "gen_ai.evaluation.result", {"gen_ai.evaluation.score.value": "1"})]
-    kinds = client.query("SELECT RowKind FROM otel.rollout_spans WHERE TraceId = {t:String}", parameters={"t": trace_id.hex()})
+    kinds = client.query("SELECT RowKind FROM spangrad_internal.rollout_spans WHERE TraceId = {t:String}", parameters={"t": trace_id.hex()})
     assert kinds.result_rows == [("evaluation_log",)]
 
 
@@ -155,7 +155,7 @@ def test_evaluations_of_one_span_and_nanosecond_all_count(store: StoreSettings, 
     logs = ExportLogsServiceRequest(resource_logs=[ResourceLogs(scope_logs=[ScopeLogs(log_records=records)])])
     for _ in range(2):
         assert post(f"{store.otlp_endpoint}/v1/logs", logs.SerializeToString()) == (200, PROTOBUF, b"")
-    kept = "SELECT count() FROM otel.rollout_spans FINAL WHERE TraceId = {t:String}"
+    kept = "SELECT count() FROM spangrad_internal.rollout_spans FINAL WHERE TraceId = {t:String}"
     assert client.query(kept, parameters={"t": trace_id.hex()}).result_rows == [(count,)]
 
 
@@ -235,7 +235,7 @@ def test_spans_of_real_frameworks_are_accepted(store: StoreSettings, client: Cli
                     traces.setdefault(span["traceId"], set()).add(span["spanId"])
 
     rows = client.query(
-        "SELECT TraceId, groupUniqArray(SpanId) FROM otel.v_spans WHERE TraceId IN {t:Array(String)} GROUP BY TraceId",
+        "SELECT TraceId, groupUniqArray(SpanId) FROM spangrad.spans WHERE TraceId IN {t:Array(String)} GROUP BY TraceId",
         parameters={"t": list(traces)},
     )
     assert {trace: set(ids) for trace, ids in rows.result_rows} == traces
@@ -268,8 +268,8 @@ def test_a_span_delivered_twice_counts_once(store: StoreSettings, client: Client
         assert post(f"{store.otlp_endpoint}/v1/traces", request.SerializeToString())[0] == 200
 
     # The gateway's span and the first of the three share an id and a time: one span.
-    assert count_spans(client, trace_id, "otel.v_spans") == 4
-    assert count_spans(client, trace_id, "otel.v_calls") == 1
+    assert count_spans(client, trace_id, "spangrad.spans") == 4
+    assert count_spans(client, trace_id, "spangrad.calls") == 1
 
 
 def test_one_span_that_knows_the_rollout_is_enough(store: StoreSettings, client: Client) -> None:
@@ -282,7 +282,9 @@ def test_one_span_that_knows_the_rollout_is_enough(store: StoreSettings, client:
     for body in [others, *knowing, spans(by_session, 2), spans(alone), others]:
         assert post(f"{store.otlp_endpoint}/v1/traces", body.SerializeToString())[0] == 200
 
-    asked = "SELECT RolloutId, RunId, Attempt, count() FROM otel.v_rollout_spans WHERE TraceId IN {t:Array(String)} GROUP BY ALL ORDER BY 4"
+    asked = (
+        "SELECT RolloutId, RunId, Attempt, count() FROM spangrad.rollout_spans WHERE TraceId IN {t:Array(String)} GROUP BY ALL ORDER BY 4"
+    )
     found = client.query(asked, parameters={"t": [trace.hex() for trace in (by_root, by_session, alone)]}).result_rows
     assert found == [
         (alone.hex(), "", 0, 1),
@@ -296,7 +298,7 @@ def test_ids_sent_as_bytes_come_out_as_arrays(store: StoreSettings, client: Clie
     post(f"{store.otlp_endpoint}/v1/traces", gateway_call(trace_id).SerializeToString())
 
     rows = client.query(
-        "SELECT RolloutKey, Policy, PromptIds, ResponseIds, Logprobs, IdsSource FROM otel.v_calls WHERE TraceId = {t:String}",
+        "SELECT RolloutKey, Policy, PromptIds, ResponseIds, Logprobs, IdsSource FROM spangrad.calls WHERE TraceId = {t:String}",
         parameters={"t": trace_id.hex()},
     )
     assert rows.result_rows == [(f"rollout-{trace_id.hex()}", "policy", [1, 70000, 2**32 - 1], [4, 5], [-0.5, -1.25], "engine")]
@@ -421,7 +423,7 @@ def test_a_token_is_asked_on_every_port(tmp_path: Path) -> None:
         assert refused.value.code == 516
 
         client = connect(settings)
-        assert count_spans(client, trace_id, "otel.v_spans") == 1
+        assert count_spans(client, trace_id, "spangrad.spans") == 1
         client.close()
         assert post(f"{settings.otlp_endpoint}/v1/traces", body, Authorization="Bearer secret")[0] == 200
 
@@ -443,7 +445,7 @@ def test_what_fails_while_it_is_written_is_not_acknowledged(tmp_path: Path) -> N
         assert 503 in statuses
         client.command("ALTER TABLE otel.otel_traces RESET SETTING parts_to_throw_insert, parts_to_delay_insert")
         assert post(url, body)[0] == 200
-        assert count_spans(client, trace_id, "otel.v_spans") == 1
+        assert count_spans(client, trace_id, "spangrad.spans") == 1
         client.close()
 
 
@@ -465,7 +467,7 @@ def test_ids_that_are_none_break_no_view(store: StoreSettings, client: Client) -
             if attribute.key == "spangrad.input.token_ids":
                 attribute.value.string_value = broken
         assert post(f"{store.otlp_endpoint}/v1/traces", request.SerializeToString())[0] == 200
-        rows = client.query("SELECT PromptIds FROM otel.v_calls WHERE TraceId = {t:String}", {"t": trace_id.hex()}).result_rows
+        rows = client.query("SELECT PromptIds FROM spangrad.calls WHERE TraceId = {t:String}", {"t": trace_id.hex()}).result_rows
         assert [len(ids) <= 1 for (ids,) in rows] == [True] * len(rows)
         assert len(rows) > 0
 
@@ -613,5 +615,5 @@ def test_a_client_that_leaves_in_the_middle_inserts_nothing(store: StoreSettings
 
 
 def test_migrations_are_recorded(client: Client) -> None:
-    rows = client.query("SELECT Number, Name FROM otel.schema_migrations FINAL ORDER BY Number").result_rows
+    rows = client.query("SELECT Number, Name FROM spangrad_internal.schema_migrations FINAL ORDER BY Number").result_rows
     assert rows[:2] == [(1, "0001_otel.sql"), (2, "0002_rollouts.sql")]

@@ -13,6 +13,7 @@ from clickhouse_connect.driver.client import Client
 
 from dashboards.files import DASHBOARDS, render
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 from tests.support.servers import running_store, store_settings
 from tests.support.sql_clients import ALL, Choice, Window, expand, panels
 
@@ -88,7 +89,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         for table, rows in FILL.items():
             names = ", ".join(f"`{name}`" for name in client.query(f"{rows} LIMIT 0").column_names)
             # Larger blocks, as the engine makes them by itself, need more memory than a statement gets.
-            client.command(f"INSERT INTO otel.{table} ({names}) {rows} SETTINGS min_insert_block_size_bytes = 67108864")
+            client.command(f"INSERT INTO {stored(table)} ({names}) {rows} SETTINGS min_insert_block_size_bytes = 67108864")
         yield client
         client.close()
 

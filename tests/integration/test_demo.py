@@ -77,7 +77,7 @@ def test_a_short_demo_accounts_for_every_call_and_can_be_asked_afterwards(tmp_pa
     assert (report["steps"], report["rollouts"], [step["version"] for step in report["curve"]]) == (2, 48, [0, 1])
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     require_nothing_left(run)
-    lineage = "SELECT DISTINCT Version, SpanId FROM otel.v_lineage WHERE Version = (SELECT max(Version) FROM otel.v_policy_versions)"
+    lineage = "SELECT DISTINCT Version, SpanId FROM spangrad.lineage WHERE Version = (SELECT max(Version) FROM spangrad.policy_versions)"
     asked = [sys.executable, "-m", "spangrad", "sql", "--config", str(run / "spangrad.toml"), lineage]
     answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
     rows = [line.split() for line in answer.stdout.splitlines()[1:]]
@@ -159,8 +159,8 @@ def test_the_demo_learns_by_remax(tmp_path: Path) -> None:
     check_accounts(report)
     assert report["success_first"] <= 0.4
     assert report["success_last"] >= 0.6
-    trained = "countIf(RolloutId IN (SELECT RolloutId FROM otel.v_batches))"
-    modes = f"SELECT Mode, max(Temperature), {trained} FROM otel.v_transitions GROUP BY Mode"
+    trained = "countIf(RolloutId IN (SELECT RolloutId FROM spangrad.batches))"
+    modes = f"SELECT Mode, max(Temperature), {trained} FROM spangrad.transitions GROUP BY Mode"
     asked = [sys.executable, "-m", "spangrad", "sql", "--config", str(run / "spangrad.toml"), modes]
     answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
     told = {mode: facts for mode, *facts in (line.split() for line in answer.stdout.splitlines()[1:])}

@@ -133,7 +133,7 @@ def test_no_call_and_no_suspect_is_passed_over_by_the_condition_in_sql(store: St
         (scope, name, {key: value for key, value in said.items() if not key.startswith("spangrad.")}) for scope, name, said in listed
     ]
     ids = sent(store, trace, renamed)
-    asked = f"SELECT SpanId FROM otel.v_rollout_spans WHERE TraceId = {{t:String}} AND {dialects.MODEL_SPAN_SQL}"
+    asked = f"SELECT SpanId FROM spangrad.rollout_spans WHERE TraceId = {{t:String}} AND {dialects.MODEL_SPAN_SQL}"
     told = {row[0] for row in connect(store).query(asked, {"t": trace}).result_rows}
     calls = nodes.select(pl.any_horizontal("IsClient", "IsModel", "IsEngine", "IsSuspect")).to_series().to_list()
     missed = [listed[place] for place, own in enumerate(ids) if calls[place] and own not in told]

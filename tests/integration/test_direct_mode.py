@@ -119,7 +119,7 @@ def test_stock_instrumentation_alone_brings_vllms_ids_to_calls_and_into_transiti
     said = direct[0]["spangrad"]
     ids = [(answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) for answer in direct]
     logprobs = [[one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]] for answer in direct]
-    calls = road.ask(f"SELECT * FROM otel.v_calls WHERE toUnixTimestamp64Nano(Timestamp) >= {began} ORDER BY Timestamp")
+    calls = road.ask(f"SELECT * FROM spangrad.calls WHERE toUnixTimestamp64Nano(Timestamp) >= {began} ORDER BY Timestamp")
     facts = (
         "IdsSource",
         "Policy",
@@ -140,7 +140,7 @@ def test_stock_instrumentation_alone_brings_vllms_ids_to_calls_and_into_transiti
     # Each call is a trace, and so a rollout, of its own. What judges them later names them by their traces.
     evaluate(road, [row["TraceId"] for row in calls])
     build_once(road.builder())
-    built = road.ask("SELECT * FROM otel.v_transitions WHERE Mode = 'production'")
+    built = road.ask("SELECT * FROM spangrad.transitions WHERE Mode = 'production'")
     by_call = {row["CallId"]: row for row in built}
     facts = ("RolloutId", "PromptIds", "ResponseIds", "Logprobs", "Version", "Policy", "TokenizerHash", "Rewards.Value")
     assert [tuple(by_call[row["CallId"]][name] for name in facts) for row in calls] == [
@@ -166,7 +166,7 @@ def table_row(road: Road, framework: str, step: str) -> str:
     road.front.refused = False
     concluded = roll_out(road, program, variables) if step == "under the runner" else run_alone(road, program, variables, step)
     kept = {tuple(row["PromptIds"]): row for row in concluded if "ResponseIds" in row}
-    calls = road.ask(f"SELECT * FROM otel.v_calls WHERE toUnixTimestamp64Nano(Timestamp) >= {began} ORDER BY Timestamp")
+    calls = road.ask(f"SELECT * FROM spangrad.calls WHERE toUnixTimestamp64Nano(Timestamp) >= {began} ORDER BY Timestamp")
     answers = {city: road.answer(city) for city in (WHOLE, STREAM, AGAIN)}
     prompts = {city: tuple(answer["prompt_token_ids"]) for city, answer in answers.items()}
     whole = [kept.get(prompts[city], {}) for city in answers]
@@ -201,12 +201,12 @@ def run_alone(road: Road, program: str, variables: dict[str, str], step: str) ->
     done = run(road.stock if step == "stock" else road.ours, CLIENTS / program, ARGUMENTS, {**address, **variables})
     assert done.returncode == 0, done.stderr
     since = f"toUnixTimestamp64Nano(Timestamp) >= {began}"
-    traces = [row["TraceId"] for row in road.ask(f"SELECT DISTINCT TraceId FROM otel.v_calls WHERE {since}")]
+    traces = [row["TraceId"] for row in road.ask(f"SELECT DISTINCT TraceId FROM spangrad.calls WHERE {since}")]
     if traces:
         evaluate(road, traces)
     build_once(road.builder())
-    of_them = f"TraceId IN (SELECT TraceId FROM otel.v_calls WHERE {since})"
-    return road.ask(f"SELECT * FROM otel.v_transitions WHERE {of_them}") + road.ask(f"SELECT * FROM otel.v_drops WHERE {of_them}")
+    of_them = f"TraceId IN (SELECT TraceId FROM spangrad.calls WHERE {since})"
+    return road.ask(f"SELECT * FROM spangrad.transitions WHERE {of_them}") + road.ask(f"SELECT * FROM spangrad.drops WHERE {of_them}")
 
 
 def roll_out(road: Road, program: str, variables: dict[str, str]) -> list[dict[str, Any]]:
@@ -236,7 +236,7 @@ def roll_out(road: Road, program: str, variables: dict[str, str]) -> list[dict[s
         asyncio.run(one())
     build_once(settings)
     of_run = f"RunId = '{settings.runner.run_id}'"
-    return road.ask(f"SELECT * FROM otel.v_transitions WHERE {of_run}") + road.ask(f"SELECT * FROM otel.v_drops WHERE {of_run}")
+    return road.ask(f"SELECT * FROM spangrad.transitions WHERE {of_run}") + road.ask(f"SELECT * FROM spangrad.drops WHERE {of_run}")
 
 
 def left_stream(road: Road, calls: list[dict[str, Any]], concluded: list[dict[str, Any]]) -> str:

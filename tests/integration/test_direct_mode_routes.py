@@ -85,12 +85,12 @@ def test_what_arrives_by_route(store: StoreSettings, spans: InMemorySpanExporter
         trace = f"TraceId = '{span.context.trace_id:032x}'"
         told = rows(
             store,
-            f"SELECT length(PromptIds) > 0, length(ResponseIds), length(Logprobs), `Versions.Version` FROM otel.v_calls WHERE {trace}",
+            f"SELECT length(PromptIds) > 0, length(ResponseIds), length(Logprobs), `Versions.Version` FROM spangrad.calls WHERE {trace}",
         )
         sampled = SAMPLED[ROUTES[route]]
         assert told in ([], [(1, sampled, sampled, [0])])
         # Nobody rewarded it: a call of which the ids are known lacks nothing else.
-        (reason,) = rows(store, f"SELECT Reason FROM otel.v_drops WHERE {trace} AND BuildSpec = '{settings.builder.spec}'")[0]
+        (reason,) = rows(store, f"SELECT Reason FROM spangrad.drops WHERE {trace} AND BuildSpec = '{settings.builder.spec}'")[0]
         assert reason in {"no_reward", "no_token_ids"}
         cells = (f"`{route}`", "a stream" if stream else "whole", "yes" if told else "no", "yes" if reason == "no_reward" else "no")
         lines.append(f"| {' | '.join(cells)} |")

@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 STEPS = 2
 WHO = CHECKOUT / "examples" / "text_to_sql" / "who_was_trained.sql"
-CALLS = "SELECT AgentName, Mode, count() FROM otel.v_transitions GROUP BY AgentName, Mode"
-DROPS = "SELECT DISTINCT Reason FROM otel.v_drops"
-RELAXED = "SELECT DISTINCT Mode, Relaxed FROM otel.v_calls ORDER BY Mode"
+CALLS = "SELECT AgentName, Mode, count() FROM spangrad.transitions GROUP BY AgentName, Mode"
+DROPS = "SELECT DISTINCT Reason FROM spangrad.drops"
+RELAXED = "SELECT DISTINCT Mode, Relaxed FROM spangrad.calls ORDER BY Mode"
 
 
 def ran(example: Example, directory: Path) -> dict[str, Any]:

@@ -327,7 +327,7 @@ def test_reinforcement_goes_on_from_a_tuned_version_and_leaves_its_groups_out(st
     assert (newest.parent, [one.rollout_id for one in ledger.batch(newest.batch_id or "")]) == (1, ["g-0", "g-1"])
     train(asked, follow=False)
     assert ledger.committed_versions() == [0, 1, 2], "once"
-    kinds = "SELECT Version, RolloutId FROM otel.v_batches WHERE Branch = %(run)s ORDER BY Version, RolloutId"
+    kinds = "SELECT Version, RolloutId FROM spangrad.batches WHERE Branch = %(run)s ORDER BY Version, RolloutId"
     assert world.rows(kinds) == [(1, "g-0"), (2, "g-0"), (2, "g-1")]
 
 

@@ -79,7 +79,7 @@ def test_the_ids_in_calls_are_vllms(gateway: Settings, engine: Settings, name: s
     assert said == [answer["choices"][0]["message"]["content"] for answer in direct]
 
     client = connect(gateway.store)
-    query = f"SELECT * FROM otel.v_calls WHERE RolloutKey = '{rollout}' ORDER BY Seq"
+    query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq"
     wait_until(lambda: len(client.query(query).result_rows) >= 2, 20, "the calls' rows")
     rows = list(client.query(query).named_results())
     assert [tuple(row[name] for name in FACTS) for row in rows] == [expected(answer) for answer in direct]

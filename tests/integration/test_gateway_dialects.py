@@ -79,7 +79,7 @@ def rows(gateway: Settings) -> Callable[[str, int], list[dict[str, Any]]]:
     client = connect(gateway.store)
 
     def of_rollout(rollout: str, expected: int) -> list[dict[str, Any]]:
-        query = f"SELECT * FROM otel.v_calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, Choice"
+        query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, Choice"
         wait_until(lambda: client.query(query).row_count >= expected, 10, "the calls' rows")
         return list(client.query(query).named_results())
 

@@ -69,7 +69,7 @@ def publish(settings: Settings, path: Path, version: int, **more: object) -> dic
 def rows(settings: Settings, rollouts: str, expected: int) -> list[dict[str, Any]]:
     """The calls of some rollouts, once they have arrived."""
     client = connect(settings.store)
-    query = f"SELECT * FROM otel.v_calls WHERE RolloutKey LIKE '{rollouts}' ORDER BY Seq"
+    query = f"SELECT * FROM spangrad.calls WHERE RolloutKey LIKE '{rollouts}' ORDER BY Seq"
     wait_until(lambda: len(list(client.query(query).named_results())) >= expected, 20, "the calls' rows")
     return list(client.query(query).named_results())
 

@@ -49,7 +49,7 @@ async def test_retokenised_calls_are_flagged(
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_model))
     asked = connect(store)
     columns = "IdsSource, TokenizerHash, PromptIds, ResponseIds, Logprobs, `Versions.Version`"
-    (row,) = asked.query(f"SELECT {columns} FROM otel.v_calls WHERE RolloutKey = 'judged'").result_rows
+    (row,) = asked.query(f"SELECT {columns} FROM spangrad.calls WHERE RolloutKey = 'judged'").result_rows
     prompt = "<|im_start|> user say rome <|im_end|> <|im_start|> assistant"
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in (prompt, content)]
     assert row == ("retokenized", tokenizer_hash(tiny_model), *ids, [], [])

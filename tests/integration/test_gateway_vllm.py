@@ -38,7 +38,7 @@ def rows(gateway: Settings) -> Callable[[str, int], list[dict[str, Any]]]:
 
     def of_rollout(rollout: str, expected: int) -> list[dict[str, Any]]:
         """The calls of a rollout, once as many spans have arrived."""
-        query = f"SELECT * FROM otel.v_calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, Choice"
+        query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, Choice"
         wait_until(lambda: len({row["SpanId"] for row in client.query(query).named_results()}) >= expected, 10, "the calls' rows")
         return list(client.query(query).named_results())
 

@@ -58,7 +58,7 @@ def roll_out(
 def build_all(settings: Settings, rollouts: int, timeout_seconds: float = 30) -> None:
     """Build until every rollout of the run has left the builder."""
     end = time.monotonic() + timeout_seconds
-    while (built := ask(settings, "SELECT uniqExact(RolloutId) FROM otel.v_builds WHERE RunId = {run:String}")[0][0]) < rollouts:
+    while (built := ask(settings, "SELECT uniqExact(RolloutId) FROM spangrad.builds WHERE RunId = {run:String}")[0][0]) < rollouts:
         assert time.monotonic() < end, f"{built} of {rollouts} rollouts were built"
         build_once(settings)
         time.sleep(0.1)
@@ -99,14 +99,14 @@ def test_calls_are_transitions_and_drops_and_a_refused_call_is_a_drop(gateway: S
     assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, 2)] * 4
     build_all(settings, 4)
     calls, transitions = (
-        ask(settings, f"SELECT count(), uniqExact(CallId) FROM otel.{view} WHERE RunId = {{run:String}}")[0]
-        for view in ("v_calls", "v_transitions")
+        ask(settings, f"SELECT count(), uniqExact(CallId) FROM spangrad.{view} WHERE RunId = {{run:String}}")[0]
+        for view in ("calls", "transitions")
     )
-    drops = ask(settings, "SELECT Reason, count(), uniqExact(CallId) FROM otel.v_drops WHERE RunId = {run:String} GROUP BY Reason")
+    drops = ask(settings, "SELECT Reason, count(), uniqExact(CallId) FROM spangrad.drops WHERE RunId = {run:String} GROUP BY Reason")
     assert (calls, transitions, drops) == ((8, 8), (4, 4), [("call_failed", 4, 4)])
     # The reward of a rollout whose last call was dropped stands on the last kept one.
     kept = ask(
-        settings, "SELECT RolloutId, sum(arraySum(Rewards.Value)) FROM otel.v_transitions WHERE RunId = {run:String} GROUP BY RolloutId"
+        settings, "SELECT RolloutId, sum(arraySum(Rewards.Value)) FROM spangrad.transitions WHERE RunId = {run:String} GROUP BY RolloutId"
     )
     assert dict(kept) == {outcome.key.rollout_id: (outcome.reward or {})["reward"] for outcome in outcomes}
 
@@ -124,14 +124,14 @@ def test_nothing_partial_is_built_while_the_gateways_spans_are_held_back(
         looks = 0
         while time.monotonic() - began < seconds - 1:
             build_once(settings)
-            assert ask(settings, "SELECT count() FROM otel.v_builds WHERE RunId = {run:String}") == [(0,)]
+            assert ask(settings, "SELECT count() FROM spangrad.builds WHERE RunId = {run:String}") == [(0,)]
             looks += 1
             time.sleep(0.2)
         assert looks > 0, "the rollouts took longer than the spans were held back: the test has shown nothing"
-        assert ask(settings, "SELECT countIf(Final) FROM otel.v_rollouts WHERE RunId = {run:String}") == [(8,)]
+        assert ask(settings, "SELECT countIf(Final) FROM spangrad.attempts WHERE RunId = {run:String}") == [(8,)]
         build_all(settings, 8, timeout_seconds=seconds + 30)
-    built = ask(settings, "SELECT count(), uniqExact(RolloutId) FROM otel.v_transitions WHERE RunId = {run:String}")
-    drops = ask(settings, "SELECT count() FROM otel.v_drops WHERE RunId = {run:String}")
+    built = ask(settings, "SELECT count(), uniqExact(RolloutId) FROM spangrad.transitions WHERE RunId = {run:String}")
+    drops = ask(settings, "SELECT count() FROM spangrad.drops WHERE RunId = {run:String}")
     assert (built, drops) == ([(8, 8)], [(0,)])
 
 
@@ -154,24 +154,24 @@ def test_a_version_is_trained_on_train_rollouts_alone_at_temperature_0_7_and_ser
     build_all(settings, 32)
     log = train_once(settings, tmp_path, tiny_model)
     assert "step 1 -> version 1: 2 groups, 24 rollouts, 24 transitions" in log
-    batch = {rollout for (rollout,) in ask(settings, "SELECT RolloutId FROM otel.v_batches WHERE RunId = {run:String}")}
+    batch = {rollout for (rollout,) in ask(settings, "SELECT RolloutId FROM spangrad.batches WHERE RunId = {run:String}")}
     assert (batch, batch & held_out) == (trained, set())
     ((temperature, gap, steps),) = ask(
         settings,
-        "SELECT (SELECT groupUniqArray(Temperature) FROM otel.v_transitions WHERE RunId = {run:String}),"
-        " max(Metrics['logprob_gap_max']), count() FROM otel.v_policy_versions WHERE RunId = {run:String} AND Parent IS NOT NULL",
+        "SELECT (SELECT groupUniqArray(Temperature) FROM spangrad.transitions WHERE RunId = {run:String}),"
+        " max(Metrics['logprob_gap_max']), count() FROM spangrad.policy_versions WHERE RunId = {run:String} AND Parent IS NOT NULL",
     )
     assert (temperature, steps) == ([0.7], 1)
     assert 0 < gap < 1e-3
-    spans = {span for (span,) in ask(settings, "SELECT SpanId FROM otel.v_calls WHERE RunId = {run:String} AND Mode = 'train'")}
-    mine = "(SELECT RolloutId FROM otel.v_batches WHERE RunId = {run:String})"
-    lineage = ask(settings, f"SELECT SpanId FROM otel.v_lineage WHERE Version = 1 AND RolloutId IN {mine}")
+    spans = {span for (span,) in ask(settings, "SELECT SpanId FROM spangrad.calls WHERE RunId = {run:String} AND Mode = 'train'")}
+    mine = "(SELECT RolloutId FROM spangrad.batches WHERE RunId = {run:String})"
+    lineage = ask(settings, f"SELECT SpanId FROM spangrad.lineage WHERE Version = 1 AND RolloutId IN {mine}")
     assert {span for (span,) in lineage} == spans
     served = f"{settings.gateway.url}/admin/policies/policy"
     assert fetch(served)["version"] == 1
     roll_out(settings, ASK, cool, tmp_path, mode=Mode.PROBE, size=1)
     build_all(settings, 34)
-    answered = ask(settings, "SELECT DISTINCT Version FROM otel.v_transitions WHERE RunId = {run:String} AND Mode = 'probe'")
+    answered = ask(settings, "SELECT DISTINCT Version FROM spangrad.transitions WHERE RunId = {run:String} AND Mode = 'probe'")
     assert answered == [(1,)]
     # A second run finds nothing left, and changes nothing.
     assert "step" not in train_once(settings, tmp_path, tiny_model)
@@ -187,8 +187,8 @@ def test_a_program_without_instrumentation_is_recorded_under_its_root(gateway: S
     rows = ask(
         settings,
         "SELECT t.RolloutId, t.Mode, c.ParentSpanId = r.SpanId, arraySum(t.Rewards.Value), length(t.ResponseIds) > 0"
-        " FROM otel.v_transitions AS t INNER JOIN otel.v_calls AS c ON c.CallId = t.CallId"
-        " INNER JOIN otel.v_rollouts AS r ON r.RolloutId = t.RolloutId"
+        " FROM spangrad.transitions AS t INNER JOIN spangrad.calls AS c ON c.CallId = t.CallId"
+        " INNER JOIN spangrad.attempts AS r ON r.RolloutId = t.RolloutId"
         " WHERE t.RunId = {run:String}",
     )
     assert sorted(rows) == sorted((outcome.key.rollout_id, "train", 1, 0.5, 1) for outcome in outcomes)
@@ -202,12 +202,12 @@ def test_the_direct_mode_builds_from_the_agents_own_spans(engine: Settings, stor
     version = fetch(f"{engine.gateway.engine_url}/spangrad/info")["version"]
     rows = ask(
         settings,
-        "SELECT PromptIds, length(ResponseIds) = length(Logprobs), Version, Temperature, Policy FROM otel.v_transitions"
+        "SELECT PromptIds, length(ResponseIds) = length(Logprobs), Version, Temperature, Policy FROM spangrad.transitions"
         " WHERE RunId = {run:String}",
     )
     assert rows == [([1, 4, 7, 14, 2, 1, 5], 1, version, 1.0, "policy")] * 3
-    same = "SELECT CallId, PromptIds, ResponseIds, Logprobs, Policy FROM otel.{} WHERE RunId = {{run:String}} ORDER BY CallId"
-    assert ask(settings, same.format("v_calls")) == ask(settings, same.format("v_transitions"))
+    same = "SELECT CallId, PromptIds, ResponseIds, Logprobs, Policy FROM spangrad.{} WHERE RunId = {{run:String}} ORDER BY CallId"
+    assert ask(settings, same.format("calls")) == ask(settings, same.format("transitions"))
 
 
 FAILS = """
@@ -244,11 +244,11 @@ def test_failures_that_the_policy_caused_are_rewarded_built_and_loaded_for_train
     }
     build_all(settings, 4)
     names = {outcome.key.rollout_id: name for name, outcome in outcomes.items()}
-    rewarded = ask(settings, "SELECT RolloutId, Value, Source, Role FROM otel.v_rewards WHERE RunId = {run:String}")
+    rewarded = ask(settings, "SELECT RolloutId, Value, Source, Role FROM spangrad.rewards WHERE RunId = {run:String}")
     assert sorted((names[rollout], *rest) for rollout, *rest in rewarded) == [
         ("context_overflow", -0.5, "runner", ""), ("timeout", -1.0, "runner", ""), ("well", 1.0, "runner", ""),
     ]  # fmt: skip
-    drops = ask(settings, "SELECT RolloutId, Reason, Detail FROM otel.v_drops WHERE RunId = {run:String}")
+    drops = ask(settings, "SELECT RolloutId, Reason, Detail FROM spangrad.drops WHERE RunId = {run:String}")
     assert sorted((names[rollout], *rest) for rollout, *rest in drops) == [
         ("context_overflow", "call_failed", "HTTP 400 400"),
         ("exit_code", "attempt_failed", "exit_code"),
@@ -274,6 +274,6 @@ def test_a_rollout_without_a_reward_is_a_drop_and_never_a_zero(gateway: Settings
     outcomes = [*roll_out(settings, silent, TASKS[:1], tmp_path, size=1), *roll_out(settings, agent, TASKS[:1], tmp_path, size=1)]
     assert [outcome.reward for outcome in outcomes] == [None, None]
     build_all(settings, 2)
-    assert ask(settings, "SELECT count() FROM otel.v_rewards WHERE RunId = {run:String}") == [(0,)]
-    drops = ask(settings, "SELECT Reason, CallId, count() FROM otel.v_drops WHERE RunId = {run:String} GROUP BY ALL")
+    assert ask(settings, "SELECT count() FROM spangrad.rewards WHERE RunId = {run:String}") == [(0,)]
+    drops = ask(settings, "SELECT Reason, CallId, count() FROM spangrad.drops WHERE RunId = {run:String} GROUP BY ALL")
     assert drops == [("attempt_failed", "", 2)]

@@ -181,12 +181,12 @@ def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:
 
     # The gateway sends its spans behind the answers.
     wait_until(
-        lambda: rows("SELECT count() FROM otel.v_calls WHERE RunId = {run:String} AND Policy = 'policy'") == [(calls,)], 20, "the calls"
+        lambda: rows("SELECT count() FROM spangrad.calls WHERE RunId = {run:String} AND Policy = 'policy'") == [(calls,)], 20, "the calls"
     )
     version, name = "Attributes['spangrad.prompt.version']", "Attributes['spangrad.prompt.name']"
     spans = rows(
         f"SELECT ServiceName = 'geography', {name}, uniqExact(RolloutId, {version}), uniqExact(RolloutId), countIf({version} = '') "
-        "FROM otel.v_rollout_spans WHERE RunId = {run:String} AND RowKind = 'span' AND SpanName IN ('rollout', 'ask') "
+        "FROM spangrad.rollout_spans WHERE RunId = {run:String} AND RowKind = 'span' AND SpanName IN ('rollout', 'ask') "
         "GROUP BY ALL ORDER BY ALL"
     )
     # Each candidate on the held-out tasks, and two prompts on those to learn from: what the first one did with them is read again.
@@ -202,13 +202,13 @@ def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:
         )
         == []
     )
-    assert rows("SELECT DISTINCT Mode FROM otel.v_calls WHERE RunId = {run:String}") == [("trial",)]
+    assert rows("SELECT DISTINCT Mode FROM spangrad.calls WHERE RunId = {run:String}") == [("trial",)]
     # They are built like any rollout, with token ids and rewards: only their mode keeps them out of batches.
     builder = BuilderSettings(quiet_seconds=0.1, incomplete_after_seconds=0.1)
     modes = (Mode.TRAIN, Mode.PRODUCTION)
     everything = settings.model_copy(update={"builder": builder, "trainer": trainer_settings(run_id=run, modes=modes)})
     build_once(everything)
-    assert rows("SELECT Mode, uniqExact(RolloutId) FROM otel.v_transitions WHERE RunId = {run:String} GROUP BY Mode") == [
+    assert rows("SELECT Mode, uniqExact(RolloutId) FROM spangrad.transitions WHERE RunId = {run:String} GROUP BY Mode") == [
         ("trial", rollouts)
     ]
     source = GroupReader(client, everything)

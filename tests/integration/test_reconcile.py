@@ -16,6 +16,7 @@ from rich.console import Console
 from commands.training.build_report import show
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 from tests.support import fakes
 from tests.support.servers import running_store, store_settings
 from transition_builder import loop
@@ -54,7 +55,7 @@ def report(settings: Settings) -> ReconcileReport:
 def sums(settings: Settings, run: str) -> list[tuple[object, ...]]:
     client = connect(settings.store)
     columns = "RolloutId, Mode, Calls, Transitions, Drops, Unaccounted, Missing"
-    sql = f"SELECT {columns} FROM otel.v_reconcile WHERE RunId = '{run}' AND BuildSpec = '{settings.builder.spec}' ORDER BY RolloutId"
+    sql = f"SELECT {columns} FROM spangrad.reconcile WHERE RunId = '{run}' AND BuildSpec = '{settings.builder.spec}' ORDER BY RolloutId"
     rows = [tuple(row) for row in client.query(sql).result_rows]
     client.close()
     return rows
@@ -144,7 +145,7 @@ def test_rows_that_went_astray_after_they_were_counted_are_found(own: StoreSetti
 
     def insert(table: str, rollout: str, **more: object) -> None:
         row = {**same, "RolloutId": rollout, **more}
-        client.insert(f"otel.{table}", [list(row.values())], column_names=list(row))
+        client.insert(f"{stored(table)}", [list(row.values())], column_names=list(row))
 
     insert("builds", "few", Calls=2, Transitions=2)
     insert("transitions", "few", CallId="a")
@@ -192,8 +193,8 @@ def test_build_all_as_a_process_ends_with_the_sum(own: StoreSettings) -> None:
     assert done.returncode == 0, done.stderr
     client = connect(own)
     mine = "RunId = 'typed'"
-    kept = client.query(f"SELECT RolloutId, count() FROM otel.v_transitions WHERE {mine} GROUP BY ALL ORDER BY ALL").result_rows
-    dropped = client.query(f"SELECT RolloutId, Reason, Detail FROM otel.v_drops WHERE {mine} ORDER BY ALL").result_rows
+    kept = client.query(f"SELECT RolloutId, count() FROM spangrad.transitions WHERE {mine} GROUP BY ALL ORDER BY ALL").result_rows
+    dropped = client.query(f"SELECT RolloutId, Reason, Detail FROM spangrad.drops WHERE {mine} ORDER BY ALL").result_rows
     assert kept == [("typed-1", 2), ("typed-2", 2)]
     assert dropped == [
         ("typed-2", "no_logprobs", "1 logprobs for 2 tokens"),
@@ -202,7 +203,7 @@ def test_build_all_as_a_process_ends_with_the_sum(own: StoreSettings) -> None:
     ]
     # The store is shared with the tests above: what was theirs is built by this specification, too.
     (calls,) = client.query(
-        "SELECT sum(Calls) FROM otel.v_builds WHERE BuildSpec IN (SELECT BuildSpec FROM otel.v_builds WHERE " + mine + ")"
+        "SELECT sum(Calls) FROM spangrad.builds WHERE BuildSpec IN (SELECT BuildSpec FROM spangrad.builds WHERE " + mine + ")"
     ).result_rows[0]
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0].startswith("What became of the calls of ")
@@ -212,7 +213,7 @@ def test_build_all_as_a_process_ends_with_the_sum(own: StoreSettings) -> None:
     again = build_all(own)
     assert (again.returncode, again.stdout.splitlines()[-1]) == (0, done.stdout.splitlines()[-1])
 
-    client.command(f"ALTER TABLE otel.drops DELETE WHERE {mine} AND Reason = 'no_logprobs' SETTINGS mutations_sync = 1")
+    client.command(f"ALTER TABLE spangrad_internal.drops DELETE WHERE {mine} AND Reason = 'no_logprobs' SETTINGS mutations_sync = 1")
     client.close()
     wrong = build_all(own)
     told = " ".join(wrong.stdout.split())

@@ -58,7 +58,7 @@ class World:
         """Of a dataset: the last letter of each rollout's name, and the rewards that it carries."""
         spec = datasets.resolve(self.client, self.store.url, dataset).build_spec
         statement = (
-            "SELECT right(RolloutId, 1), arrayZip(`Rewards.Name`, `Rewards.Value`, `Rewards.Source`) FROM otel.v_transitions "
+            "SELECT right(RolloutId, 1), arrayZip(`Rewards.Name`, `Rewards.Value`, `Rewards.Source`) FROM spangrad.transitions "
             "WHERE RunId = %(run)s AND BuildSpec = %(spec)s ORDER BY RolloutId"
         )
         return [(name, [tuple(one) for one in given]) for name, given in self.rows(statement, spec=spec)]
@@ -79,7 +79,7 @@ def test_the_examples_are_evaluated_when_rollouts_are_built(world: World) -> Non
         ("A", [RUNNER, ("brevity", -0.02, "sql"), ("first_try", 1.0, "sql")]),
         ("B", [RUNNER, ("brevity", -0.04, "sql"), ("cut_off", -0.1, "sql"), ("first_try", 0.0, "sql"), ("cut", -1.0, "air")]),
     ]
-    given = "SELECT Name, Source, RuleHash, CallId != '' FROM otel.v_rewards WHERE RunId = %(run)s AND Name = 'cut_off'"
+    given = "SELECT Name, Source, RuleHash, CallId != '' FROM spangrad.rewards WHERE RunId = %(run)s AND Name = 'cut_off'"
     assert world.rows(given) == [("cut_off", "sql", world.settings().builder.sql_hash("cut_off"), 1)]
 
 
@@ -141,11 +141,11 @@ def test_a_backfill_makes_a_new_revision_and_leaves_the_old_alone(alone: World, 
         f"{world.run}@1",
         f"{world.run}@2",
     ]
-    revisions = "SELECT uniqExact(BuildSpec), max(Revision), count() FROM otel.builds FINAL WHERE RunId = %(run)s"
+    revisions = "SELECT uniqExact(BuildSpec), max(Revision), count() FROM spangrad_internal.builds FINAL WHERE RunId = %(run)s"
     assert world.rows(revisions) == [(2, 0, 4)]
 
     # Another version of the file is another revision.
-    (tmp_path / "brevity.sql").write_text("SELECT DISTINCT RolloutKey AS RolloutId, 7 AS Value FROM otel.v_calls")
+    (tmp_path / "brevity.sql").write_text("SELECT DISTINCT RolloutKey AS RolloutId, 7 AS Value FROM spangrad.calls")
     call(command)
     assert world.transitions(f"{world.run}@3") == [(name, [RUNNER, ("brevity", 7.0, "sql")]) for name in "AB"]
     assert world.transitions(f"{world.run}@2") == after
@@ -164,24 +164,24 @@ def test_a_backfill_of_one_run_leaves_the_others_for_later(alone: World, tmp_pat
 
 def test_a_rollout_that_a_file_leaves_out_is_not_trained(alone: World, tmp_path: Path) -> None:
     some = (
-        "SELECT RolloutKey AS RolloutId, any(if(length(ResponseIds) = 2, 1., nan)) AS Value FROM otel.v_calls WHERE {} GROUP BY RolloutId"
+        "SELECT RolloutKey AS RolloutId, any(if(length(ResponseIds) = 2, 1., nan)) AS Value FROM spangrad.calls WHERE {} GROUP BY RolloutId"
     )
     (tmp_path / "some.sql").write_text(some.format("length(ResponseIds) = 2"))
     (tmp_path / "nan.sql").write_text(some.format("true"))
     loop.build_once(alone.settings(sql_rewards=("some", "nan"), rewards_directory=tmp_path))
     assert [name for name, _ in alone.transitions(alone.run)] == ["A"]
-    drops = "SELECT right(RolloutId, 1), Reason, Detail FROM otel.v_drops WHERE RunId = %(run)s"
+    drops = "SELECT right(RolloutId, 1), Reason, Detail FROM spangrad.drops WHERE RunId = %(run)s"
     assert alone.rows(drops) == [("B", "no_reward", "no value by SQL: some; not a finite number, by SQL: nan")]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("SELECT RolloutKey AS RolloutId FROM otel.v_calls", "selects RolloutId: a reward lacks Value. It selects RolloutId and Value"),
+        ("SELECT RolloutKey AS RolloutId FROM spangrad.calls", "selects RolloutId: a reward lacks Value. It selects RolloutId and Value"),
         ("SELECT 'r' AS RolloutId, 1 AS Value, 2 AS Valeu", "a reward knows no Valeu"),
         ("SELECT 'r' AS RolloutId, 'high' AS Value", "gives Value the type String, which is no number"),
         ("SELECT RolloutId, 1 AS Value FROM otel.nowhere", "does not take"),
-        ("DROP TABLE otel.calls", "is not one SELECT: it begins with 'DROP TABLE otel.call'"),
+        ("DROP TABLE spangrad_internal.calls", "is not one SELECT: it begins with 'DROP TABLE spangr'"),
         ("-- only a comment", "is not one SELECT"),
     ],
 )
@@ -191,12 +191,12 @@ def test_a_file_that_is_no_reward_is_refused_before_anything_is_built(world: Wor
         loop.build_once(world.settings(sql_rewards=("odd",), rewards_directory=tmp_path))
     assert str(tmp_path / "odd.sql") in str(error.value)
     assert message in str(error.value)
-    assert world.rows("SELECT count() FROM otel.builds WHERE RunId = %(run)s") == [(0,)]
+    assert world.rows("SELECT count() FROM spangrad_internal.builds WHERE RunId = %(run)s") == [(0,)]
 
 
 def test_two_values_for_one_thing_are_refused(alone: World, tmp_path: Path) -> None:
     (tmp_path / "twice.sql").write_text(
-        "SELECT RolloutKey AS RolloutId, 1 AS Value FROM otel.v_spans WHERE RolloutKey IN {rollouts:Array(String)}"
+        "SELECT RolloutKey AS RolloutId, 1 AS Value FROM spangrad.spans WHERE RolloutKey IN {rollouts:Array(String)}"
     )
     with pytest.raises(BuilderError, match=r"twice.sql gives \d values for RunId .*Give one: aggregate, with GROUP BY."):
         loop.build_once(alone.settings(sql_rewards=("twice",), rewards_directory=tmp_path))

@@ -13,6 +13,7 @@ from opentelemetry._logs import SeverityNumber
 from spangrad.errors import BuilderError, RuleError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 from tests.support import fakes
 from tests.support.built_rollouts import post, rows
 from tests.support.rollouts import SdkRollout, add_event
@@ -37,8 +38,8 @@ def build(settings: Settings, run: str) -> loop.Builder:
 def rewards(store: StoreSettings, run: str) -> list[tuple[int, str, float]]:
     """Turn, name and value of each AIR reward of a run's newest revisions."""
     sql = f"""
-        SELECT t.Turn, r.Name, r.Value FROM otel.v_rewards AS r
-        INNER JOIN otel.v_transitions AS t ON t.RunId = r.RunId AND t.BuildSpec = r.BuildSpec AND t.CallId = r.CallId
+        SELECT t.Turn, r.Name, r.Value FROM spangrad.rewards AS r
+        INNER JOIN spangrad.transitions AS t ON t.RunId = r.RunId AND t.BuildSpec = r.BuildSpec AND t.CallId = r.CallId
         WHERE r.RunId = '{run}' AND r.Source = 'air' ORDER BY ALL"""
     return rows(store, sql)
 
@@ -135,7 +136,7 @@ def test_records_that_were_delivered_twice_count_once(store: StoreSettings, run:
         ("otel_traces", "SpanAttributes['spangrad.run.id']"),
         ("otel_logs", "concat('', ResourceAttributes['service.instance.id'])"),
     ):
-        client.command(f"INSERT INTO otel.{table} SELECT * FROM otel.{table} WHERE startsWith({column}, '{run}')")
+        client.command(f"INSERT INTO {stored(table)} SELECT * FROM {stored(table)} WHERE startsWith({column}, '{run}')")
     rules = [
         AirRule(name=name, kind="expression", reward=1, where=f"ARRAY_LENGTH({column})")
         for name, column in (("events", "ToolEvents"), ("logs", "ToolLogs"))
@@ -153,7 +154,7 @@ def test_a_log_record_that_comes_after_the_build_makes_no_revision(store: StoreS
     columns = "Timestamp, TraceId, SpanId, SeverityNumber, Body"
     connect(store).command(f"INSERT INTO otel.otel_logs ({columns}) SELECT now64(9), TraceId, SpanId, 21, 'late' FROM ({spans})")
     build(settings, run)
-    assert rows(store, f"SELECT max(Revision) FROM otel.builds WHERE RunId = '{run}'") == [(0,)]
+    assert rows(store, f"SELECT max(Revision) FROM spangrad_internal.builds WHERE RunId = '{run}'") == [(0,)]
     # Whoever builds the rollout later sees it.
     build(settings_of(store, run, rule.model_copy(update={"name": "later"})), run)
     assert [row for row in rewards(store, run) if row[1] == "later"] == [(0, "later", 17.0), (1, "later", 13.0), (2, "later", 21.0)]
@@ -194,8 +195,8 @@ def test_a_framework_that_records_exceptions_has_their_types(store: StoreSetting
     ]
     build(settings_of(store, run, *rules), run)
     given = f"""
-        SELECT r.Name, r.Value, s.SpanName FROM otel.v_rewards AS r
-        INNER JOIN otel.v_spans AS s ON s.TraceId = r.TraceId AND s.SpanId = r.SpanId WHERE r.RunId = '{run}' AND r.Source = 'air'"""
+        SELECT r.Name, r.Value, s.SpanName FROM spangrad.rewards AS r
+        INNER JOIN spangrad.spans AS s ON s.TraceId = r.TraceId AND s.SpanId = r.SpanId WHERE r.RunId = '{run}' AND r.Source = 'air'"""
     assert rows(store, given) == [("ValueError", -1.0, "broken")]
 
 
@@ -213,7 +214,7 @@ def test_a_rule_that_fails_writes_nothing_and_loses_nothing(
         with pytest.raises(RuleError, match="raised AssertionError: the judge is away"):
             builder.look()
     for table in ("transitions", "rewards", "drops", "builds"):
-        assert rows(store, f"SELECT count() FROM otel.{table} WHERE RunId = '{run}'") == [(0,)]
+        assert rows(store, f"SELECT count() FROM {stored(table)} WHERE RunId = '{run}'") == [(0,)]
     flag.touch()
     assert builder.look().rollouts == 1
     assert rewards(store, run) == [(turn, "own", turn + 1.0) for turn in range(3)]

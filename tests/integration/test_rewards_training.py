@@ -78,19 +78,19 @@ def test_a_reward_written_after_the_fact_trains_a_new_version_on_another_branch(
     versions = (
         "SELECT Branch, Version, Parent, ParentBranch, round(Metrics['mean_return'], 4), Metrics['updated'], "
         "Metrics['logprob_gap_max'] < 1e-4 "
-        "FROM otel.v_policy_versions WHERE BatchId != '' ORDER BY Version"
+        "FROM spangrad.policy_versions WHERE BatchId != '' ORDER BY Version"
     )
     assert client.query(versions).result_rows == [
         ("main", 1, 0, "main", 0.5, 1.0, True),
         ("brevity", 2, 0, "brevity", 0.485, 1.0, True),
     ]
     used = (
-        "SELECT b.Branch, d.Revision, b.RolloutId FROM otel.v_batches AS b JOIN otel.v_datasets AS d ON d.BuildSpec = b.BuildSpec "
+        "SELECT b.Branch, d.Revision, b.RolloutId FROM spangrad.batches AS b JOIN spangrad.datasets AS d ON d.BuildSpec = b.BuildSpec "
         "ORDER BY d.Revision, b.RolloutId"
     )
     rollouts = ("a-0", "a-1", "b-0", "b-1")
     expected = [(branch, revision, rollout) for branch, revision in (("main", 1), ("brevity", 2)) for rollout in rollouts]
     assert client.query(used).result_rows == expected
-    weights = "SELECT uniqExact(Checksum) FROM otel.v_policy_versions"
+    weights = "SELECT uniqExact(Checksum) FROM spangrad.policy_versions"
     assert client.query(weights).result_rows == [(3,)]
     client.close()

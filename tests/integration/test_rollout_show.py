@@ -113,7 +113,7 @@ def test_the_nearest_to_an_unknown_id_may_be_traces_that_no_runner_announced(tmp
         assert show(store, "nobody").stderr.endswith("It holds no rollouts at all: is store.url the right one?\n")
         post(store, (SPANS / "autogen.jsonl").read_bytes())
         client = connect(store)
-        ((trace,),) = client.query("SELECT RolloutKey FROM otel.rollout_spans ORDER BY IngestedAt DESC LIMIT 1").result_rows
+        ((trace,),) = client.query("SELECT RolloutKey FROM spangrad_internal.rollout_spans ORDER BY IngestedAt DESC LIMIT 1").result_rows
         client.close()
         assert f"The newest rollouts are {trace}" in show(store, "nobody").stderr
 
@@ -191,9 +191,9 @@ def test_a_rollout_that_is_built_again_after_it_was_trained(store: StoreSettings
     client = connect(store)
     same = {"Policy": "policy", "Branch": "main", "Version": 4, "BatchId": "b-1", "RunId": "again", "RolloutId": "again-1"}
     row = {**same, "Mode": "train", "GroupId": "g", "BuildSpec": first.builder.spec, "Revision": 0}
-    client.insert("otel.batches", [list(row.values())], column_names=list(row))
+    client.insert("spangrad_internal.batches", [list(row.values())], column_names=list(row))
     there = (
-        "SELECT Policy, Branch, Version, BatchId, TrainedSpec, TrainedRevision, BuildSpec, Revision FROM otel.v_already_trained "
+        "SELECT Policy, Branch, Version, BatchId, TrainedSpec, TrainedRevision, BuildSpec, Revision FROM spangrad.already_trained "
         "WHERE RunId = 'again' ORDER BY Revision DESC, BuildSpec = TrainedSpec"
     )
     assert client.query(there).result_rows == []

@@ -35,17 +35,17 @@ def asked(request: pytest.FixtureRequest, guarded: StoreSettings, monkeypatch: p
 @pytest.mark.parametrize(
     "statement",
     [
-        "DROP TABLE otel.calls",
-        "DROP TABLE otel.calls -- SELECT",
-        "ALTER TABLE otel.calls DROP COLUMN Model",
-        "TRUNCATE TABLE otel.calls",
-        "CREATE TABLE otel.mine (a UInt8) ORDER BY a",
-        "INSERT INTO otel.claims SELECT * FROM otel.claims",
+        "DROP TABLE spangrad_internal.calls",
+        "DROP TABLE spangrad_internal.calls -- SELECT",
+        "ALTER TABLE spangrad_internal.calls DROP COLUMN Model",
+        "TRUNCATE TABLE spangrad_internal.calls",
+        "CREATE TABLE spangrad.mine (a UInt8) ORDER BY a",
+        "INSERT INTO spangrad_internal.claims SELECT * FROM spangrad_internal.claims",
     ],
 )
 def test_a_statement_that_changes_something_is_refused_whatever_the_token(guarded: StoreSettings, asked: list[str], statement: str) -> None:
     client = connect(guarded)
-    tables = "SELECT name, uuid, metadata_modification_time FROM system.tables WHERE database = 'otel' ORDER BY name"
+    tables = "SELECT name, uuid, metadata_modification_time FROM system.tables WHERE database = 'spangrad_internal' ORDER BY name"
     before = client.query(tables).result_rows
     with pytest.raises(StoreError) as refused:
         sql(statement, set_=asked)
@@ -59,7 +59,7 @@ def test_a_statement_that_changes_something_is_refused_whatever_the_token(guarde
     [
         ("SELECT 1 AS one;", ["one", "1"]),
         ("WITH 2 AS x SELECT x", ["x", "2"]),
-        ("SHOW TABLES FROM otel LIKE 'calls'", ["name", "calls"]),
+        ("SHOW TABLES FROM spangrad LIKE 'calls'", ["name", "calls"]),
         ("SELECT 'in readonly mode FORMAT CSV' AS text", ["text", "in readonly mode FORMAT CSV"]),
     ],
 )

@@ -94,7 +94,7 @@ class Service:
 
     def counts(self) -> tuple[Any, ...]:
         """Builds, transitions, drops: what the builder has made."""
-        return tuple(self.rows(f"SELECT count() FROM otel.{view}")[0][0] for view in ("v_builds", "v_transitions", "v_drops"))
+        return tuple(self.rows(f"SELECT count() FROM spangrad.{view}")[0][0] for view in ("builds", "transitions", "drops"))
 
     def fates(self) -> dict[str, str]:
         return {one.group_id: one.fate.value for one in make_plan(self.settings).groups}
@@ -149,7 +149,7 @@ def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service,
     assert "policy/main: 1 step, waited for rollouts" in shown
     assert re.search(r"\n +2 +2 +\+0\.50 +0\.50 +- +\S+ +1\.0 ", shown), "a row of the table"
     assert "version 1 of policy is loaded on cpu" in shown, "the log stands above it"
-    used = "SELECT Version, groupUniqArray(GroupId) AS g, count() FROM otel.v_batches GROUP BY Version ORDER BY Version"
+    used = "SELECT Version, groupUniqArray(GroupId) AS g, count() FROM spangrad.batches GROUP BY Version ORDER BY Version"
     assert [(version, sorted(groups), count) for version, groups, count in service.rows(used)] == [(1, ["a", "b"], 4), (2, ["c", "d"], 4)]
     now = {"a": "trained", "b": "trained", "c": "trained", "d": "trained", "e": "left", "part": "waiting", "kept": "other_mode"}
     assert service.fates() == now
@@ -191,14 +191,14 @@ def test_the_pipelines_own_spans_link_to_what_they_consumed_and_are_nobodys_roll
     for version, _, _, traces, spans, trace_id, span_id in steps:
         linked = sorted(zip(traces, spans, strict=True))
         roots = (
-            "SELECT TraceId, SpanId FROM otel.v_rollouts WHERE RolloutId IN "
-            f"(SELECT RolloutId FROM otel.v_batches WHERE Version = {version})"
+            "SELECT TraceId, SpanId FROM spangrad.attempts WHERE RolloutId IN "
+            f"(SELECT RolloutId FROM spangrad.batches WHERE Version = {version})"
         )
         assert linked == sorted(service.rows(roots))
         assert len(linked) == 4
         stages = f"SELECT SpanName FROM otel.otel_traces WHERE TraceId = '{trace_id}' AND ParentSpanId = '{span_id}' ORDER BY Timestamp"
         assert service.rows(stages) == [("load",), ("credit",), ("train",), ("checkpoint",)]
-    assert service.rows("SELECT count() FROM otel.v_reconcile WHERE Unaccounted > 0") == [(0,)]
+    assert service.rows("SELECT count() FROM spangrad.reconcile WHERE Unaccounted > 0") == [(0,)]
 
 
 def test_tensorboard_holds_every_versions_metrics(service: Service) -> None:
@@ -221,7 +221,7 @@ def test_the_best_versions_checkpoint_outlives_the_others(service: Service, tiny
     trainer = service.settings.trainer
     own = trainer.directory / trainer.policy / trainer.branch
     assert sorted(one.name for one in own.glob("v*")) == ["v1", "v2"], "one is kept, and the best"
-    metrics = "SELECT Version, Metrics['validate_return'], Metrics['validate_rollouts'] FROM otel.v_policy_versions ORDER BY Version"
+    metrics = "SELECT Version, Metrics['validate_return'], Metrics['validate_rollouts'] FROM spangrad.policy_versions ORDER BY Version"
     assert service.rows(metrics) == [(0, 0.0, 0.0), (1, 0.5, 2.0), (2, 0.0, 0.0)]
 
 

@@ -151,7 +151,7 @@ def test_load_of_a_group_with_missing_rows_tells_so_and_the_trainer_waits_for_th
         return rows
 
     world.group("short", [1.0, 0.0], calls=({}, {}), spoil=noted)
-    world.client.command(f"DELETE FROM otel.transitions WHERE RunId = '{run}' AND RolloutId = 'short-0' AND Turn = 1")
+    world.client.command(f"DELETE FROM spangrad_internal.transitions WHERE RunId = '{run}' AND RolloutId = 'short-0' AND Turn = 1")
     for name in "ab":
         world.group(name, [1.0, 0.0])
     group = Group(run, "train", SPEC, "short")
@@ -242,7 +242,7 @@ def test_several_selections_feed_several_policies_from_the_same_spans(settings: 
         train(one, follow=False)
     versions = """
     SELECT Policy, Branch, Version, Parent, ParentBranch, Metrics['transitions'], Metrics['mean_return'], Metrics['logprob_gap_max'] < 1e-4
-    FROM otel.v_policy_versions WHERE startsWith(Branch, %(run)s) ORDER BY Policy, Branch, Version"""
+    FROM spangrad.policy_versions WHERE startsWith(Branch, %(run)s) ORDER BY Policy, Branch, Version"""
     coding, planning, critic = f"{run}-coding", f"{run}-planning", f"{run}-critic"
     assert world.rows(versions) == [
         ("large", planning, 0, None, "", 0, 0, True),
@@ -253,9 +253,9 @@ def test_several_selections_feed_several_policies_from_the_same_spans(settings: 
         ("small", critic, 0, 0, coding, 0, 0, True),
         ("small", critic, 2, 0, critic, 4, 0.5, True),
     ]
-    checksums = world.rows("SELECT DISTINCT Checksum FROM otel.v_policy_versions WHERE startsWith(Branch, %(run)s) AND BatchId != ''")
+    checksums = world.rows("SELECT DISTINCT Checksum FROM spangrad.policy_versions WHERE startsWith(Branch, %(run)s) AND BatchId != ''")
     assert len(checksums) == 3
-    spans = "SELECT Branch, uniqExact(RolloutId) FROM otel.v_lineage WHERE startsWith(Branch, %(run)s) GROUP BY Branch ORDER BY Branch"
+    spans = "SELECT Branch, uniqExact(RolloutId) FROM spangrad.lineage WHERE startsWith(Branch, %(run)s) GROUP BY Branch ORDER BY Branch"
     assert world.rows(spans) == [(coding, 4), (critic, 4), (planning, 4)]
 
 
@@ -288,29 +288,29 @@ def test_once_end_to_end(settings: Settings, world: BuiltRollouts, tiny_model: P
 
     path = settings.trainer.directory.absolute() / f"policy/{run}/v1"
     versions = (
-        "SELECT Version, Parent, Status, RunId, Mode, Path, Checksum FROM otel.v_policy_versions WHERE Branch = %(run)s ORDER BY Version"
+        "SELECT Version, Parent, Status, RunId, Mode, Path, Checksum FROM spangrad.policy_versions WHERE Branch = %(run)s ORDER BY Version"
     )
     assert world.rows(versions) == [
         (0, None, "committed", run, "", str(tiny_model), checksum_directory(tiny_model)),
         (1, 0, "committed", run, "train", str(path), checksum_directory(path)),
     ]
     assert checksum_directory(path) != checksum_directory(tiny_model)
-    ((metrics,),) = world.rows("SELECT Metrics FROM otel.v_policy_versions WHERE Branch = %(run)s AND Version = 1")
+    ((metrics,),) = world.rows("SELECT Metrics FROM spangrad.policy_versions WHERE Branch = %(run)s AND Version = 1")
     assert {name: metrics[name] for name in ("groups", "rollouts", "transitions", "mean_return", "updated")} == {
         "groups": 2.0, "rollouts": 5.0, "transitions": 4.0, "mean_return": 0.5625, "updated": 1.0,
     }  # fmt: skip
     assert metrics["logprob_gap_max"] < 1e-4
     assert metrics["grad_norm"] > 0
-    batches = "SELECT Version, Mode, GroupId, RolloutId, Attempt, BuildSpec, Revision FROM otel.v_batches WHERE RunId = %(run)s"
+    batches = "SELECT Version, Mode, GroupId, RolloutId, Attempt, BuildSpec, Revision FROM spangrad.batches WHERE RunId = %(run)s"
     assert sorted(world.rows(batches)) == [
         (1, "train", name, f"{name}-{i}", 0, SPEC, 0) for name, count in (("a", 3), ("b", 2)) for i in range(count)
     ]
-    lineage = "SELECT Version, Parent, RolloutId, SpanId FROM otel.v_lineage WHERE Branch = %(run)s ORDER BY RolloutId"
+    lineage = "SELECT Version, Parent, RolloutId, SpanId FROM spangrad.lineage WHERE Branch = %(run)s ORDER BY RolloutId"
     assert world.rows(lineage) == [(1, 0, name, f"SpanId-{run}-{name}") for name in ("a-0", "a-1", "b-0", "b-1")]
     assert "1 groups are skipped (one_rollout): alone" in caplog.text
 
     train(settings, follow=False)
-    assert world.rows("SELECT max(Version) FROM otel.v_policy_versions WHERE Branch = %(run)s") == [(1,)]
+    assert world.rows("SELECT max(Version) FROM spangrad.policy_versions WHERE Branch = %(run)s") == [(1,)]
     assert caplog.text.count("step 1 -> version 1") == 1
 
 
@@ -318,13 +318,13 @@ def test_the_copy_in_the_store_catches_up_with_the_ledger(settings: Settings, wo
     world.group("a", [1.0, 0.0])
     world.group("b", [1.0, 0.0])
     train(settings, follow=False)
-    world.client.command(f"DELETE FROM otel.policy_versions WHERE Branch = '{run}'")
-    world.client.command(f"DELETE FROM otel.batches WHERE Branch = '{run}' AND RolloutId = 'a-0'")
+    world.client.command(f"DELETE FROM spangrad_internal.policy_versions WHERE Branch = '{run}'")
+    world.client.command(f"DELETE FROM spangrad_internal.batches WHERE Branch = '{run}' AND RolloutId = 'a-0'")
     ledger = Ledger(settings.trainer.directory, "policy", run)
     mirror = Mirror(world.client, settings.store.url, ledger)
     assert (mirror.catch_up(), mirror.catch_up()) == (2, 0)
     ledger.close()
-    assert world.rows("SELECT count() FROM otel.v_lineage WHERE Branch = %(run)s") == [(4,)]
+    assert world.rows("SELECT count() FROM spangrad.lineage WHERE Branch = %(run)s") == [(4,)]
 
 
 def test_the_command_follows_until_it_is_told_to_stop(settings: Settings, world: BuiltRollouts, run: str, tmp_path: Path):

@@ -9,6 +9,7 @@ import pytest
 
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
 from transition_builder import loop
@@ -36,8 +37,8 @@ class Slow:
         columns += [f"fromUnixTimestamp64Micro({self._began}) AS IngestedAt", f"{2**64 - 1 - self._began} AS Earliness"]
         for table in ("calls", "rollout_spans"):
             connect(self._store).command(
-                f"INSERT INTO otel.{table} SELECT * REPLACE ({', '.join(columns)}) FROM "
-                f"(SELECT * FROM otel.{table} WHERE RolloutKey = '{self._run}' AND SpanId = '{self.span}')"
+                f"INSERT INTO {stored(table)} SELECT * REPLACE ({', '.join(columns)}) FROM "
+                f"(SELECT * FROM {stored(table)} WHERE RolloutKey = '{self._run}' AND SpanId = '{self.span}')"
             )
 
 
@@ -88,7 +89,10 @@ def test_a_call_that_is_seen_late_makes_a_new_revision(store: StoreSettings, res
     assert look() == ([first, second], 2)
     both = [("r", 0, counted, 0, [1, 2, 3], [4, 5], 3, []), ("r", 0, slow.span, 1, [1, 2, 3], [4, 5], 3, [1.0])]
     assert sorted(row[2] for row in outcome(store, run)[0]) == sorted(row[2] for row in both)
-    assert rows(store, f"SELECT Revision, RowsRead FROM otel.builds FINAL WHERE RunId = '{run}' ORDER BY Revision") == [(0, 3), (1, 4)]
+    assert rows(store, f"SELECT Revision, RowsRead FROM spangrad_internal.builds FINAL WHERE RunId = '{run}' ORDER BY Revision") == [
+        (0, 3),
+        (1, 4),
+    ]
 
     # A span from which nothing follows is read once, and makes no revision. Another builder's claim on it lasts a while.
     note.lands(run, trace, "trace", trace, root)
@@ -109,7 +113,8 @@ def test_a_call_of_a_trace_without_a_runner_that_is_seen_late(store: StoreSettin
     settings = settings_of(store, run, quiet_seconds=0)
     builder = Builder(settings)
     of_trace = (
-        f"SELECT Revision, Calls, RowsRead FROM otel.builds FINAL WHERE RolloutId = '{trace}' AND BuildSpec = '{settings.builder.spec}'"
+        "SELECT Revision, Calls, RowsRead FROM spangrad_internal.builds FINAL"
+        f" WHERE RolloutId = '{trace}' AND BuildSpec = '{settings.builder.spec}'"
     )
     builder.look()
     assert rows(store, of_trace) == [(0, 1, 1)]
@@ -150,4 +155,4 @@ def age(settings: Settings, rollout: str, column: str) -> None:
     """Put a time of a rollout's build an hour back, and leave the rest as it was."""
     client = connect(settings.store)
     where = f"WHERE BuildSpec = '{settings.builder.spec}' AND RolloutId = '{rollout}'"
-    client.command(f"ALTER TABLE otel.builds UPDATE {column} = {column} - INTERVAL 1 HOUR {where} SETTINGS mutations_sync = 1")
+    client.command(f"ALTER TABLE spangrad_internal.builds UPDATE {column} = {column} - INTERVAL 1 HOUR {where} SETTINGS mutations_sync = 1")

@@ -14,6 +14,7 @@ from benchmarks.lookup_data import FOREIGN_RUN, RUNS, SPANS_A_ROLLOUT, STEP, Wor
 from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 from tests.support import fakes
 from tests.support.built_rollouts import post, settings_of
 from tests.support.servers import running_store, store_settings
@@ -75,7 +76,7 @@ def read(source: RolloutReader, rollouts: pl.DataFrame) -> Frames:
 
 def everything(store: StoreSettings, table: str, schema: Schema) -> pl.DataFrame:
     columns = ", ".join("toUnixTimestamp64Nano(Timestamp) AS Timestamp" if name == "Timestamp" else name for name in schema)
-    frame = pl.from_arrow(connect(store).query_arrow(f"SELECT {columns} FROM otel.{table} FINAL", use_strings=True))
+    frame = pl.from_arrow(connect(store).query_arrow(f"SELECT {columns} FROM {stored(table)} FINAL", use_strings=True))
     assert isinstance(frame, pl.DataFrame)
     return conform(frame, schema)
 
@@ -110,10 +111,14 @@ def test_a_few_rollouts_are_read_without_a_scan(full: StoreSettings, run: int) -
     assert (frames.rollouts.height, frames.calls.height) == (8, 8 * 8)
     assert frames.spans.height == 8 * (SPANS_A_ROLLOUT + 1) + 2
     reads = [one for sql in recording.asked if "now64" not in sql for one in recording.granules(sql)]
-    assert {table for table, _, _ in reads} == {"otel.calls", "otel.rollout_spans", "otel.trace_keys"}
+    assert {table for table, _, _ in reads} == {
+        "spangrad_internal.calls",
+        "spangrad_internal.rollout_spans",
+        "spangrad_internal.trace_keys",
+    }
     for table, granules, whole in reads:
         # Traces lie anywhere among others': a granule each, of a table of names alone.
-        most = rollouts.height if table == "otel.trace_keys" else whole / 4
+        most = rollouts.height if table == "spangrad_internal.trace_keys" else whole / 4
         assert granules <= most, f"{granules} of {whole} granules of {table}"
 
 
@@ -126,7 +131,7 @@ def test_spans_of_which_attributes_were_kept_back_are_told_of_once(full: StoreSe
     trace, span = agents.select("TraceId", "SpanId").row(0)
     for signal, attributes, lossy in (("span", 2, span), ("span", 2, span), ("span", 0, agents["SpanId"][1]), ("log", 1, "f" * 16)):
         values = f"('{signal}', now64(9), '{trace}', '{lossy}', {attributes})"
-        client.command(f"INSERT INTO otel.dropped_attributes (Signal, Timestamp, TraceId, SpanId, Attributes) VALUES {values}")
+        client.command(f"INSERT INTO spangrad_internal.dropped_attributes (Signal, Timestamp, TraceId, SpanId, Attributes) VALUES {values}")
     assert read(source, rollouts).dropped.rows() == [(trace, span)]
     client.close()
 
@@ -146,10 +151,10 @@ def test_a_call_that_shows_in_one_table_only_has_not_arrived(store: StoreSetting
 
     post()
     client = connect(store)
-    client.command(f"DELETE FROM otel.calls WHERE RunId = 'torn' AND SpanId = '{calls[1]}'")
+    client.command(f"DELETE FROM spangrad_internal.calls WHERE RunId = 'torn' AND SpanId = '{calls[1]}'")
     builder = Builder(Settings(store=store, builder=BuilderSettings(selection=Selection(agents=".*|torn"))))
     builder.look()
-    built = "SELECT SpanId, Turn FROM otel.transitions WHERE RunId = 'torn' ORDER BY Turn"
+    built = "SELECT SpanId, Turn FROM spangrad_internal.transitions WHERE RunId = 'torn' ORDER BY Turn"
     assert client.query(built).result_rows == []
     post(calls[1])
     builder.look()
@@ -165,10 +170,10 @@ def test_a_call_without_a_root_that_shows_in_one_table_only_has_not_arrived(stor
         row |= {"RunId": "", "Mode": "", "RolloutKey": trace, "RolloutKeySource": "trace"}
     post(store, spans.otlp())
     client = connect(store)
-    client.command(f"DELETE FROM otel.calls WHERE TraceId = '{trace}'")
+    client.command(f"DELETE FROM spangrad_internal.calls WHERE TraceId = '{trace}'")
     settings = settings_of(store, "torn-alone", quiet_seconds=0)
     builder = Builder(settings)
-    built = f"SELECT SpanId, Reason FROM otel.v_drops WHERE BuildSpec = '{settings.builder.spec}' AND TraceId = '{trace}'"
+    built = f"SELECT SpanId, Reason FROM spangrad.drops WHERE BuildSpec = '{settings.builder.spec}' AND TraceId = '{trace}'"
     builder.look()
     assert client.query(built).result_rows == []
     post(store, spans.otlp(call))

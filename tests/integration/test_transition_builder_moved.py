@@ -24,8 +24,8 @@ def nameless(spans: fakes.SpanFactory, *but: str) -> fakes.SpanFactory:
 def where(store: StoreSettings, settings: Settings, *traces: str) -> list[tuple[Any, ...]]:
     """Rollouts in which the calls of traces count: span, run, rollout and rewards, or the reason of a drop."""
     of = f"BuildSpec = '{settings.builder.spec}' AND TraceId IN {constant(traces)}"
-    kept = rows(store, f"SELECT SpanId, RunId, RolloutId, toString(Rewards.Value) FROM otel.v_transitions WHERE {of} ORDER BY SpanId")
-    return kept + rows(store, f"SELECT SpanId, RunId, RolloutId, Reason FROM otel.v_drops WHERE {of} AND CallId != '' ORDER BY SpanId")
+    kept = rows(store, f"SELECT SpanId, RunId, RolloutId, toString(Rewards.Value) FROM spangrad.transitions WHERE {of} ORDER BY SpanId")
+    return kept + rows(store, f"SELECT SpanId, RunId, RolloutId, Reason FROM spangrad.drops WHERE {of} AND CallId != '' ORDER BY SpanId")
 
 
 class Chat:
@@ -64,7 +64,7 @@ def test_a_trace_that_learns_its_session_later_counts_there_alone(store: StoreSe
     post(store, chat.spans.otlp(chat.top))
     assert look() == [(chat.call, "", chat.session, "[1]")]
     assert look() == [(chat.call, "", chat.session, "[1]")]
-    sums = "SELECT RolloutId, Revision, Calls, Transitions, Drops, Unaccounted, Missing FROM otel.v_reconcile"
+    sums = "SELECT RolloutId, Revision, Calls, Transitions, Drops, Unaccounted, Missing FROM spangrad.reconcile"
     of_both = f"BuildSpec = '{settings.builder.spec}' AND RolloutId IN ('{chat.session}', '{chat.trace}')"
     assert sorted(rows(store, f"{sums} WHERE {of_both}")) == sorted([(chat.session, 0, 1, 1, 0, 0, 0), (chat.trace, 1, 0, 0, 0, 0, 0)])
 
@@ -161,5 +161,5 @@ def test_a_root_that_is_gone_is_not_waited_for(store: StoreSettings) -> None:
     builder = Builder(settings_of(store, "gone"))
     assert builder.look().waiting > 0
     waited = builder.look().waiting
-    connect(store).command("DELETE FROM otel.rollout_spans WHERE RunId = 'gone' AND SpanName = 'rollout'")
+    connect(store).command("DELETE FROM spangrad_internal.rollout_spans WHERE RunId = 'gone' AND SpanName = 'rollout'")
     assert builder.look().waiting < waited

@@ -51,7 +51,7 @@ def test_sessions_of_any_name_are_built(store: StoreSettings, names: list[str], 
     build_once(settings)  # what is built is asked for by its name as well
     assert outcome(store, run)[0] == [("ours", 0, call, 0, [1, 2, 3], [4, 5], 3, [1.0])]
     kept = (
-        f"SELECT RolloutId, count() FROM otel.v_transitions WHERE BuildSpec = '{settings.builder.spec}' "
+        f"SELECT RolloutId, count() FROM spangrad.transitions WHERE BuildSpec = '{settings.builder.spec}' "
         "AND RolloutId IN {names:Array(String)} GROUP BY ALL"
     )
     found = connect(store).query(kept.replace("{names:Array(String)}", constant(names)), settings={"max_query_size": 2**24}).result_rows
@@ -70,7 +70,7 @@ def test_a_session_that_is_no_utf8_is_built(store: StoreSettings) -> None:
     build_once(settings)
     build_once(settings)
     where = f"BuildSpec = '{settings.builder.spec}' AND TraceId = '{trace}'"
-    assert rows(store, f"SELECT hex(RolloutId), Revision, SpanId, Reason FROM otel.v_drops WHERE {where}") == [
+    assert rows(store, f"SELECT hex(RolloutId), Revision, SpanId, Reason FROM spangrad.drops WHERE {where}") == [
         ("61FF62", 0, "00000000000000aa", "no_token_ids")
     ]
 
@@ -88,7 +88,7 @@ def test_answers_of_spans_of_any_name_are_read(store: StoreSettings) -> None:
     rule = AirRule(name="form", kind="unparsable_output", reward=-1.0, form="yes")
     build_once(settings_of(store, run, quiet_seconds=0, rules=(rule,)))
     assert outcome(store, run) == ([], [("r", 0, call, "no_logprobs", "0 logprobs for 1 tokens")])
-    assert rows(store, f"SELECT Name, Value FROM otel.v_rewards WHERE RunId = '{run}' ORDER BY Name") == [("form", -1.0), ("reward", 1.0)]
+    assert rows(store, f"SELECT Name, Value FROM spangrad.rewards WHERE RunId = '{run}' ORDER BY Name") == [("form", -1.0), ("reward", 1.0)]
 
 
 def test_groups_of_any_name_are_loaded(store: StoreSettings) -> None:
@@ -97,7 +97,7 @@ def test_groups_of_any_name_are_loaded(store: StoreSettings) -> None:
     client = connect(store)
     columns = ["RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "RolloutId", "Attempt", "Revision", "Content"]
     built = [[run, "train", settings.builder.spec, name, 1, f"{name} of url()", 0, 0, 7] for name in names]
-    client.insert("otel.builds", built, column_names=columns)
+    client.insert("spangrad_internal.builds", built, column_names=columns)
     spans = fakes.SpanFactory(run=run)
     spans.root("s3(x) of url()", failure="cancelled")
     post(store, spans.otlp())

@@ -64,7 +64,7 @@ def test_nothing_is_built_before_the_last_gateway_span_is_there(store: StoreSett
         ("r", 0, second, 1, prompt, response, 3, [0.5]),
     ]
     assert outcome(store, "pieces") == (expected, [])
-    assert rows(store, "SELECT CallId, Name, Value, Source, SpanId FROM otel.rewards FINAL WHERE RunId = 'pieces'") == [
+    assert rows(store, "SELECT CallId, Name, Value, Source, SpanId FROM spangrad_internal.rewards FINAL WHERE RunId = 'pieces'") == [
         ("", "reward", 0.5, "runner", root)
     ]
     assert first_client != second_client
@@ -93,7 +93,8 @@ def test_a_restart_builds_nothing_twice(store: StoreSettings) -> None:
     Builder(settings).look()
     assert outcome(store, "restart") == before
     counts = (
-        "SELECT (SELECT count() FROM otel.transitions WHERE RunId = 'restart'), (SELECT count() FROM otel.drops WHERE RunId = 'restart')"
+        "SELECT (SELECT count() FROM spangrad_internal.transitions WHERE RunId = 'restart'),"
+        " (SELECT count() FROM spangrad_internal.drops WHERE RunId = 'restart')"
     )
     assert rows(store, counts) == [(1, 1)]
 
@@ -161,7 +162,7 @@ def test_what_a_killed_builder_left_does_not_mix_with_other_content(store: Store
     expected = [("r", 0, counted, 0, [1, 2, 3], [4, 5], 3, []), ("r", 0, uncounted, 1, [1, 2, 3], [4, 5], 3, [1.0])]
     assert outcome(store, run) == (expected, [])
     assert revisions(store, run) == [("r", 0, 2, 2, 0)]
-    assert rows(store, f"SELECT count() FROM otel.transitions FINAL WHERE RunId = '{run}'") == [(3,)]
+    assert rows(store, f"SELECT count() FROM spangrad_internal.transitions FINAL WHERE RunId = '{run}'") == [(3,)]
 
 
 def test_missing_calls_and_missing_rewards_drop_after_the_wait(store: StoreSettings) -> None:
@@ -222,7 +223,7 @@ def test_rules_alone_reward_a_rollout_at_once_where_the_settings_say_so(store: S
     build_once(settings_of(store, "by-rules", rules=(rule,), rewards_from="rules"))
     ids = ([1, 2, 3], [4, 5], 3)
     assert outcome(store, "by-rules") == ([("bad", 0, kept["bad"], 0, *ids, [-0.5]), ("good", 0, kept["good"], 0, *ids, [])], [])
-    rewards = "SELECT RolloutId, Name, Value, Source FROM otel.v_rewards WHERE RunId = 'by-rules'"
+    rewards = "SELECT RolloutId, Name, Value, Source FROM spangrad.rewards WHERE RunId = 'by-rules'"
     assert rows(store, rewards) == [("bad", "broken", -0.5, "air")]
 
 
@@ -239,7 +240,7 @@ def test_calls_of_a_reshaped_distribution_are_kept_with_what_reshaped_it(store: 
         (masked, "other_distribution", "sampled with masked tokens"),
     ]
     build_once(settings_of(store, "reshaped", reshaped="keep"))
-    asked = "SELECT SpanId, Reshaping FROM otel.transitions FINAL WHERE RunId = 'reshaped' ORDER BY Turn"
+    asked = "SELECT SpanId, Reshaping FROM spangrad_internal.transitions FINAL WHERE RunId = 'reshaped' ORDER BY Turn"
     assert rows(store, asked) == [(plain, ""), (plain, ""), (cut, "top_p=0.9, top_k=20"), (masked, "masked tokens")]
 
 
@@ -272,13 +273,13 @@ def test_a_direct_mode_rollout_builds_from_the_agents_own_spans(store: StoreSett
 
     transitions, drops = outcome(store, "plain")
     assert drops == []
-    same = "SELECT CallId, PromptIds, ResponseIds, Logprobs, {}, Policy FROM otel.{} WHERE {} ORDER BY CallId"
-    built = rows(store, same.format("Version", "v_transitions", "RunId = 'plain'"))
-    assert rows(store, same.format("`Versions.Version`[1]", "v_calls", f"TraceId = '{spans.trace('plain')}'")) == built
+    same = "SELECT CallId, PromptIds, ResponseIds, Logprobs, {}, Policy FROM spangrad.{} WHERE {} ORDER BY CallId"
+    built = rows(store, same.format("Version", "transitions", "RunId = 'plain'"))
+    assert rows(store, same.format("`Versions.Version`[1]", "calls", f"TraceId = '{spans.trace('plain')}'")) == built
     first, second = rows(
         store,
         "SELECT AgentName, Policy, TokenizerHash, FinishReason, Logprobs, Rewards.Name, Rewards.Value, Rewards.Source "
-        "FROM otel.v_transitions WHERE RunId = 'plain' ORDER BY Turn",
+        "FROM spangrad.transitions WHERE RunId = 'plain' ORDER BY Turn",
     )
     assert first == ("agent", "policy", "tok", "tool_calls", first[4], ["tool_error"], [-0.1], ["air"])
     assert second == ("agent", "policy", "tok", "stop", [0.0, -0.125, -0.25, -0.375, -0.5], ["reward"], [1.0], ["runner"])
@@ -352,7 +353,7 @@ def test_a_rollout_whose_runner_was_killed_drops_when_it_has_been_silent(store: 
     why = ("incomplete", "no final root arrived")
     dropped = [("between", 0, half, *why), ("rootless", 0, orphan, *why)]
     assert outcome(store, "sigkill") == ([], dropped)
-    groups = "SELECT RolloutId, Mode, GroupId, GroupSize, TaskId FROM otel.drops WHERE RunId = 'sigkill' ORDER BY RolloutId"
+    groups = "SELECT RolloutId, Mode, GroupId, GroupSize, TaskId FROM spangrad_internal.drops WHERE RunId = 'sigkill' ORDER BY RolloutId"
     assert rows(store, groups) == [("between", "train", "g", 2, "t"), ("rootless", "train", "", 0, "")]
 
     post(store, spans.otlp(root))  # a root that comes after all says more
@@ -372,8 +373,8 @@ def foreign(spans: fakes.SpanFactory) -> fakes.SpanFactory:
 def of_rollout(store: StoreSettings, rollout: str) -> list[tuple[Any, ...]]:
     """What became of a rollout's calls: run, mode, group size, span, turn and rewards, or the reason."""
     same, where = "SELECT RunId, Mode, GroupSize, SpanId", f"WHERE RolloutId = '{rollout}'"
-    kept = rows(store, f"{same}, toString(Turn), Rewards.Value FROM otel.v_transitions {where} ORDER BY Turn")
-    return kept + rows(store, f"{same}, Reason, [] FROM otel.v_drops {where} ORDER BY SpanId")
+    kept = rows(store, f"{same}, toString(Turn), Rewards.Value FROM spangrad.transitions {where} ORDER BY Turn")
+    return kept + rows(store, f"{same}, Reason, [] FROM spangrad.drops {where} ORDER BY SpanId")
 
 
 def test_a_trace_without_a_runner_is_built_when_it_is_quiet(store: StoreSettings) -> None:
@@ -409,7 +410,7 @@ def test_a_trace_of_which_no_gateway_knows_is_found_by_its_model_spans(store: St
     builder.look()
     assert of_rollout(store, trace) == [("", "production", 0, call, "no_token_ids", [])]
     builder.look()
-    assert rows(store, f"SELECT Revision, Calls, Drops FROM otel.v_builds WHERE RolloutId = '{trace}'") == [(0, 1, 1)]
+    assert rows(store, f"SELECT Revision, Calls, Drops FROM spangrad.builds WHERE RolloutId = '{trace}'") == [(0, 1, 1)]
 
 
 def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited_for(store: StoreSettings) -> None:
@@ -456,17 +457,19 @@ def test_rewards_of_an_earlier_revision_count_no_longer(store: StoreSettings) ->
     spans.evaluation(root)
     spans.call(root)
     spans.evaluation(spans.span("judge", root), 0.25, "quality")
-    given = "SELECT Revision, Source, Value FROM otel.{} WHERE RunId = 'judged' AND Name = 'quality' ORDER BY Revision"
+    given = "SELECT Revision, Source, Value FROM {} WHERE RunId = 'judged' AND Name = 'quality' ORDER BY Revision"
     builder = Builder(settings_of(store, "judged"))
     post(store, spans.otlp())
     built_until(builder, store, "judged")
-    assert rows(store, given.format("v_rewards")) == [(0, "evaluation_event", 0.25)]
+    assert rows(store, given.format("spangrad.rewards")) == [(0, "evaluation_event", 0.25)]
 
     spans.evaluation(root, 0.75, "quality")  # the runner is believed before everybody else
     post(store, spans.otlp())
     builder.look()
-    assert rows(store, given.format("v_rewards")) == [(1, "runner", 0.75)]
-    assert rows(store, given.format("rewards FINAL")) == [(0, "evaluation_event", 0.25), (1, "runner", 0.75)], "what was is still there"
+    assert rows(store, given.format("spangrad.rewards")) == [(1, "runner", 0.75)]
+    assert rows(store, given.format("spangrad_internal.rewards FINAL")) == [(0, "evaluation_event", 0.25), (1, "runner", 0.75)], (
+        "what was is still there"
+    )
 
 
 def test_a_call_that_comes_after_its_rollout_was_built_makes_a_new_revision(store: StoreSettings) -> None:
@@ -535,7 +538,7 @@ def test_a_build_as_of_a_time_sees_what_had_arrived_and_leaves_the_rest_alone(st
     build_once(settings_of(store, "past"))
     past = settings_of(store, "past", as_of=then)
     build_once(past)
-    by_spec = "SELECT SpanId FROM otel.v_transitions WHERE RunId = 'past' AND BuildSpec = '{}' ORDER BY Turn"
+    by_spec = "SELECT SpanId FROM spangrad.transitions WHERE RunId = 'past' AND BuildSpec = '{}' ORDER BY Turn"
     assert rows(store, by_spec.format(past.builder.spec)) == [(early,)]
     assert rows(store, by_spec.format(settings_of(store, "past").builder.spec)) == [(early,), (late,)]
 
@@ -574,11 +577,14 @@ def test_two_builders_at_once_build_every_rollout_once(store: StoreSettings) -> 
     for thread in threads:
         thread.join()
     spec = settings_of(store, "shared").builder.spec  # of which the rollouts of other tests are built as well
-    assert rows(store, f"SELECT uniqExact(RunId, RolloutId), count() FROM otel.builds WHERE BuildSpec = '{spec}'") == [
+    assert rows(store, f"SELECT uniqExact(RunId, RolloutId), count() FROM spangrad_internal.builds WHERE BuildSpec = '{spec}'") == [
         (sum(one.rollouts for one in summaries),) * 2
     ]
     once = [(name, 0, 1, 1, 0) for name in names]
-    written = "SELECT count() FROM otel.builds WHERE RunId = 'shared' UNION ALL SELECT count() FROM otel.transitions WHERE RunId = 'shared'"
+    written = (
+        "SELECT count() FROM spangrad_internal.builds WHERE RunId = 'shared'"
+        " UNION ALL SELECT count() FROM spangrad_internal.transitions WHERE RunId = 'shared'"
+    )
     assert (revisions(store, "shared"), rows(store, written)) == (once, [(60,), (60,)])  # nobody wrote what another did
     for builder in builders:
         builder.look()  # rollouts of other tests may have ended meanwhile

@@ -121,7 +121,8 @@ def world(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> BuiltRollou
 
 
 _COPY = (
-    "INSERT INTO otel.{table} SELECT * REPLACE ({changes}) FROM otel.{table} FINAL WHERE RunId = %(run)s AND Policy = '{policy}' LIMIT 1"
+    "INSERT INTO spangrad_internal.{table} SELECT * REPLACE ({changes})"
+    " FROM spangrad_internal.{table} FINAL WHERE RunId = %(run)s AND Policy = '{policy}' LIMIT 1"
 )
 
 

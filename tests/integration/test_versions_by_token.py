@@ -202,7 +202,7 @@ def test_calls_longer_than_the_time_between_publications_are_labelled_exactly_an
     between = statistics.median(np.diff(times.publications))
     assert statistics.median(end - began for began, end in times.calls) > between, (times.calls, between)
 
-    query = "SELECT * FROM otel.v_calls WHERE RolloutKey LIKE 'crossing-%'"
+    query = "SELECT * FROM spangrad.calls WHERE RolloutKey LIKE 'crossing-%'"
     choices = sum(calls[rollout(number)] * choices_of(body) for number, (_, body) in enumerate(ROUTES))
     wait_until(lambda: len(world.rows(query)) == choices, 30, "the calls' rows")
     rows = world.rows(query)
@@ -218,10 +218,10 @@ def test_calls_longer_than_the_time_between_publications_are_labelled_exactly_an
     trainer = trainer_settings(run_id=RUN, model=model, directory=directory, groups_per_batch=2, max_staleness=NEWEST, publish=False)
     settings = Settings(store=world.store, builder=BuilderSettings(quiet_seconds=0), trainer=trainer)
     build_once(settings)
-    assert world.rows(f"SELECT Reason, Detail, count() FROM otel.v_drops WHERE RunId = '{RUN}' GROUP BY ALL") == []
+    assert world.rows(f"SELECT Reason, Detail, count() FROM spangrad.drops WHERE RunId = '{RUN}' GROUP BY ALL") == []
     columns = "CallId, `Versions.Start`, `Versions.Version`"
-    transitions = world.rows(f"SELECT {columns} FROM otel.v_transitions WHERE RunId = '{RUN}' ORDER BY CallId")
-    assert transitions == world.rows(f"SELECT {columns} FROM otel.v_calls WHERE RolloutKey LIKE 'crossing-%' ORDER BY CallId")
+    transitions = world.rows(f"SELECT {columns} FROM spangrad.transitions WHERE RunId = '{RUN}' ORDER BY CallId")
+    assert transitions == world.rows(f"SELECT {columns} FROM spangrad.calls WHERE RolloutKey LIKE 'crossing-%' ORDER BY CallId")
 
     commit_versions(world, trainer)
     train(settings, follow=False)
@@ -250,7 +250,7 @@ def test_publication_of_the_same_weights_changes_the_label_of_calls_in_flight_al
             published = publish(world, world.models[0], version)
             answer.read()
         assert sorted(published["stages"]["policy-0"]) == ["checksum", "update_weight_version"], "nothing was paused or loaded"
-        query = f"SELECT * FROM otel.v_calls WHERE RolloutKey = '{rollout}'"
+        query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}'"
         wait_until(lambda query=query: len(world.rows(query)) == 1, 30, "the call's row")
         (row,) = world.rows(query)
         assert len(row["ResponseIds"]) == TOKENS
@@ -287,7 +287,7 @@ def test_publication_that_aborts_calls_records_what_they_sampled(world: World, t
         caller.join()
     assert published["version"] == version + 1
     assert set(refusals) <= {503}, "an engine that is paused refuses"
-    query = "SELECT * FROM otel.v_calls WHERE RolloutKey = 'abort'"
+    query = "SELECT * FROM spangrad.calls WHERE RolloutKey = 'abort'"
     wait_until(lambda: any(row["Aborted"] for row in world.rows(query)), 30, "the row of a call that was cut")
     cut = [row for row in world.rows(query) if row["FinishReason"] == "abort"]
     assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) < TOKENS and row["Aborted"] for row in cut)

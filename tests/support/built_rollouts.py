@@ -14,6 +14,7 @@ import httpx
 
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 from spangrad.types import Mode
 from spangrad.weights.checksums import tokenizer_hash
 from tests.support import fakes
@@ -91,7 +92,7 @@ class BuiltRollouts:
         return {**row, **CALL, **names, "Turn": turn, **rollout, **call}
 
     def insert(self, table: str, rows: list[dict[str, Any]]) -> None:
-        self.client.insert(f"otel.{table}", [list(row.values()) for row in rows], column_names=list(rows[0]))
+        self.client.insert(f"{stored(table)}", [list(row.values()) for row in rows], column_names=list(rows[0]))
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in self.client.query(query, parameters={"run": self.run}).result_rows]
@@ -163,12 +164,12 @@ def outcome(store: StoreSettings, run: str) -> tuple[list[tuple[Any, ...]], list
     """Transitions and drops of a run: rollout, attempt, span, then what became of the call."""
     transitions = rows(
         store,
-        f"SELECT RolloutId, Attempt, SpanId, Turn, PromptIds, ResponseIds, Version, Rewards.Value FROM otel.v_transitions "
+        f"SELECT RolloutId, Attempt, SpanId, Turn, PromptIds, ResponseIds, Version, Rewards.Value FROM spangrad.transitions "
         f"WHERE RunId = '{run}' ORDER BY RolloutId, Turn, Choice",
     )
     drops = rows(
         store,
-        f"SELECT RolloutId, Attempt, SpanId, Reason, Detail FROM otel.v_drops WHERE RunId = '{run}' ORDER BY RolloutId, Attempt, SpanId",
+        f"SELECT RolloutId, Attempt, SpanId, Reason, Detail FROM spangrad.drops WHERE RunId = '{run}' ORDER BY RolloutId, Attempt, SpanId",
     )
     return transitions, drops
 
@@ -176,7 +177,7 @@ def outcome(store: StoreSettings, run: str) -> tuple[list[tuple[Any, ...]], list
 def revisions(store: StoreSettings, run: str) -> list[tuple[Any, ...]]:
     """Of each rollout: revision, calls, transitions and drops."""
     columns = "RolloutId, Revision, Calls, Transitions, Drops"
-    return rows(store, f"SELECT {columns} FROM otel.builds FINAL WHERE RunId = '{run}' ORDER BY RolloutId, Revision")
+    return rows(store, f"SELECT {columns} FROM spangrad_internal.builds FINAL WHERE RunId = '{run}' ORDER BY RolloutId, Revision")
 
 
 # Groups of a service's own traces, in a store, sampled from a model with true logprobs.
@@ -208,14 +209,14 @@ def send(
 
 READ_TOKEN = "read"
 ELSEWHERE = """
-INSERT INTO otel.policy_versions
+INSERT INTO spangrad_internal.policy_versions
 SELECT * REPLACE (
     mapUpdate(
         map('seconds_publish', 0.25, 'seconds_idle', 0.5, 'seconds_load', 0.125, 'seconds_credit', 0.0625, 'validate_success', 1.,
             'mfu', 0.25),
         Metrics) AS Metrics,
     now64(6) AS IngestedAt)
-FROM otel.policy_versions FINAL WHERE BatchId != ''
+FROM spangrad_internal.policy_versions FINAL WHERE BatchId != ''
 """
 """Metrics of a trainer that follows, publishes, evaluates and has a GPU; this one's stay."""
 

@@ -23,6 +23,7 @@ from spangrad import semconv
 from spangrad.processes import Child, answers, wait_until
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 from tests.support.load_spans import OWN_ID, PROTOBUF, Body, Held, Rollouts
 from tests.support.servers import collector_values, otelcol, start_collector, start_store, store_answers, store_settings
 from transition_builder.loop import build_once
@@ -231,25 +232,28 @@ def judge(store: StoreSettings, run: str, held: Held, *, build: bool = True) -> 
         return [row[0] for row in rows(sql)]
 
     ours, raw = f"RunId = '{run}'", f"otel.otel_traces WHERE SpanAttributes['{semconv.RUN_ID}'] = '{run}'"
-    calls = rows(f"SELECT CallId, PromptIds, ResponseIds, Logprobs FROM otel.v_calls WHERE {ours}")
+    calls = rows(f"SELECT CallId, PromptIds, ResponseIds, Logprobs FROM spangrad.calls WHERE {ours}")
     judged = "if(RowKind = 'evaluation_log', concat('log ', SpanId), SpanId)"
     found: dict[str, tuple[Iterable[str], list[str]]] = {
-        "spans": (held.spans, names(f"SELECT SpanId FROM otel.v_spans WHERE {ours}")),
+        "spans": (held.spans, names(f"SELECT SpanId FROM spangrad.spans WHERE {ours}")),
         "raw spans": (
             held.spans,
             names(f"SELECT DISTINCT SpanId FROM {raw}"),
         ),
-        "rollouts": (held.rollouts, names(f"SELECT RolloutId FROM otel.v_rollouts WHERE {ours}")),
+        "rollouts": (held.rollouts, names(f"SELECT RolloutId FROM spangrad.attempts WHERE {ours}")),
         "calls": (held.calls, [row[0] for row in calls]),
-        "evaluations": (held.evaluations, names(f"SELECT {judged} FROM otel.rollout_spans FINAL WHERE {ours} AND RowKind != 'span'")),
+        "evaluations": (
+            held.evaluations,
+            names(f"SELECT {judged} FROM spangrad_internal.rollout_spans FINAL WHERE {ours} AND RowKind != 'span'"),
+        ),
         "records": (
             held.records,
             names(f"SELECT DISTINCT LogAttributes['{OWN_ID}'] FROM otel.otel_logs WHERE LogAttributes['{semconv.RUN_ID}'] = '{run}'"),
         ),
     }
     if build:
-        found["transitions"] = (held.calls, names(f"SELECT CallId FROM otel.v_transitions WHERE {ours}"))
-        found["drops"] = ([], names(f"SELECT concat(Reason, ' ', CallId) FROM otel.v_drops WHERE {ours}"))
+        found["transitions"] = (held.calls, names(f"SELECT CallId FROM spangrad.transitions WHERE {ours}"))
+        found["drops"] = ([], names(f"SELECT concat(Reason, ' ', CallId) FROM spangrad.drops WHERE {ours}"))
     strayed = names(
         f"SELECT SpanId FROM otel.otel_traces WHERE SpanAttributes['spangrad.run.id'] = '{run}' AND SpanAttributes['{OWN_ID}'] != SpanId"
     )
@@ -270,9 +274,9 @@ def lacking(store: StoreSettings, run: str, held: Held) -> int:
     there = 0
     with connect(store) as client:
         for table, attributes in (("otel_traces", "SpanAttributes"), ("otel_logs", "LogAttributes")):
-            asked = f"SELECT uniqExact({attributes}['{OWN_ID}']) FROM otel.{table} WHERE {attributes}['{semconv.RUN_ID}'] = '{run}'"
+            asked = f"SELECT uniqExact({attributes}['{OWN_ID}']) FROM {stored(table)} WHERE {attributes}['{semconv.RUN_ID}'] = '{run}'"
             there += int(client.query(asked).result_rows[0][0])
-        there += int(client.query(f"SELECT uniqExact(CallId) FROM otel.calls WHERE RunId = '{run}'").result_rows[0][0])
+        there += int(client.query(f"SELECT uniqExact(CallId) FROM spangrad_internal.calls WHERE RunId = '{run}'").result_rows[0][0])
     return max(0, len(held.spans) + len(held.calls) + len(held.records) - there)
 
 

@@ -23,7 +23,7 @@ def versions(*spans: tuple[int, int]) -> dict[str, object]:
 
 
 def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = (), **changes: object) -> dict[str, object]:
-    """A row of otel.transitions as the trainer reads it; `changes` replace columns."""
+    """A row of spangrad_internal.transitions as the trainer reads it; `changes` replace columns."""
     count = len(changes.get("Rewards.Value", rewards))  # type: ignore[arg-type]
     row: dict[str, object] = {
         "RunId": "run",
@@ -322,7 +322,7 @@ class SpanFactory:
         self.spans.append(owner | {"RowKind": kind, "Choice": index, "SpanName": "gen_ai.evaluation.result", "Attributes": said} | facts)
 
     def call(self, parent: str, *, choices: int = 1, process: str = "gateway", **facts: object) -> str:
-        """A gateway span and its rows in otel.calls; `facts` replace columns of those rows, or rollout, attempt and trace of both."""
+        """A gateway span and its rows in calls; `facts` replace columns of those rows, or rollout, attempt and trace of both."""
         from spangrad.types import call_id
 
         where = {name: facts.pop(name) for name in ("rollout", "attempt", "trace") if name in facts}

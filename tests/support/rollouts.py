@@ -29,6 +29,7 @@ from spangrad import semconv
 from spangrad.settings import StoreSettings
 from spangrad.store import datasets
 from spangrad.store.clickhouse import connect
+from spangrad.store.names import stored
 from spangrad.types import call_id, transition_id
 from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS
 
@@ -149,7 +150,7 @@ class StoredRollouts:
     def _insert(self, table: str, rows: list[dict[str, Any]], schema: Any) -> None:
         if rows:
             frame = pl.DataFrame(rows, schema=dict(schema))
-            self.client.insert_arrow(f"otel.{table}", frame.to_arrow(compat_level=pl.CompatLevel.oldest()))
+            self.client.insert_arrow(f"{stored(table)}", frame.to_arrow(compat_level=pl.CompatLevel.oldest()))
 
     def _span(self, trace: str, span: str, time: datetime, attributes: dict[str, Any], events: list[tuple[str, dict[str, str]]]) -> None:
         start = str(int(time.timestamp()) * 10**9)

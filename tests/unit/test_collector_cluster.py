@@ -24,7 +24,7 @@ def script(layout: Layout) -> list[str]:
 
 
 def tables(statements: list[str]) -> list[str]:
-    return [found[1] for one in statements if (found := re.match(r"CREATE TABLE IF NOT EXISTS otel\.(\w+)", one))]
+    return [found[1] for one in statements if (found := re.match(r"CREATE TABLE IF NOT EXISTS \w+\.(\w+)", one))]
 
 
 def test_one_server_runs_what_the_files_say() -> None:
@@ -36,28 +36,32 @@ def test_one_server_runs_what_the_files_say() -> None:
 
 def test_a_replicated_table() -> None:
     assert REPLICATED.statements(
-        ["CREATE TABLE IF NOT EXISTS otel.calls (a String COMMENT 'ENGINE = MergeTree') ENGINE = ReplacingMergeTree(f(a), b)\nORDER BY a"]
+        [
+            "CREATE TABLE IF NOT EXISTS spangrad_internal.calls (a String COMMENT 'ENGINE = MergeTree')"
+            " ENGINE = ReplacingMergeTree(f(a), b)\nORDER BY a"
+        ]
     ) == [
-        "CREATE TABLE IF NOT EXISTS otel.calls ON CLUSTER 'prod' (a String COMMENT 'ENGINE = MergeTree') ENGINE ="
-        " ReplicatedReplacingMergeTree('/clickhouse/tables/{shard}/otel/calls', '{replica}', f(a), b)\nORDER BY a"
+        "CREATE TABLE IF NOT EXISTS spangrad_internal.calls ON CLUSTER 'prod' (a String COMMENT 'ENGINE = MergeTree')"
+        " ENGINE = ReplicatedReplacingMergeTree('/clickhouse/tables/{shard}/spangrad_internal/calls', '{replica}', f(a), b)\nORDER BY a"
     ]
 
 
 def test_a_sharded_table_has_one_over_all_shards() -> None:
-    assert SHARDED.statements(["CREATE TABLE IF NOT EXISTS otel.calls (a String) ENGINE = MergeTree\nORDER BY a"]) == [
-        "CREATE TABLE IF NOT EXISTS otel.calls_local ON CLUSTER 'prod' (a String) ENGINE ="
-        " ReplicatedMergeTree('/clickhouse/tables/{shard}/otel/calls_local', '{replica}')\nORDER BY a",
-        "CREATE TABLE IF NOT EXISTS otel.calls ON CLUSTER 'prod' AS otel.calls_local"
-        " ENGINE = Distributed('prod', 'otel', 'calls_local', cityHash64(TraceId))",
+    assert SHARDED.statements(["CREATE TABLE IF NOT EXISTS spangrad_internal.calls (a String) ENGINE = MergeTree\nORDER BY a"]) == [
+        "CREATE TABLE IF NOT EXISTS spangrad_internal.calls_local ON CLUSTER 'prod' (a String) ENGINE ="
+        " ReplicatedMergeTree('/clickhouse/tables/{shard}/spangrad_internal/calls_local', '{replica}')\nORDER BY a",
+        "CREATE TABLE IF NOT EXISTS spangrad_internal.calls ON CLUSTER 'prod' AS spangrad_internal.calls_local"
+        " ENGINE = Distributed('prod', 'spangrad_internal', 'calls_local', cityHash64(TraceId))",
     ]
 
 
 def test_what_is_extracted_stays_on_its_shard() -> None:
     view = (
-        "CREATE MATERIALIZED VIEW IF NOT EXISTS otel.m TO otel.calls AS SELECT 'otel.x', otel.spans.a FROM otel.spans WHERE a IN (SELECT 1)"
+        "CREATE MATERIALIZED VIEW IF NOT EXISTS otel.m TO spangrad_internal.calls AS"
+        " SELECT 'otel.x', otel.spans.a FROM otel.spans WHERE a IN (SELECT 1)"
     )
     assert SHARDED.statements([view]) == [
-        "CREATE MATERIALIZED VIEW IF NOT EXISTS otel.m ON CLUSTER 'prod' TO otel.calls_local AS"
+        "CREATE MATERIALIZED VIEW IF NOT EXISTS otel.m ON CLUSTER 'prod' TO spangrad_internal.calls_local AS"
         " SELECT 'otel.x', otel.spans_local.a FROM otel.spans_local WHERE a IN (SELECT 1)"
     ]
 
@@ -88,7 +92,7 @@ def test_every_table_of_the_schema_is_under_one_over_all_shards() -> None:
 def test_no_view_writes_or_extracts_over_shards() -> None:
     extracting = [one for one in script(SHARDED) if one.startswith("CREATE MATERIALIZED VIEW")]
     assert extracting
-    referred = [re.findall(r"\botel\.(\w+)", re.sub(r"'[^']*'", "", one))[1:] for one in extracting]
+    referred = [re.findall(r"\b(?:otel|spangrad_internal)\.(\w+)", re.sub(r"'[^']*'", "", one))[1:] for one in extracting]
     assert [name for names in referred for name in names if not name.endswith("_local")] == []
 
 
@@ -96,14 +100,16 @@ def test_rows_that_replace_each_other_go_to_the_same_shard() -> None:
     """The columns of a table's sharding key are in its sorting key, or follow from it."""
     for statement in script(Layout()):
         found = re.match(
-            r"CREATE TABLE IF NOT EXISTS otel\.(\w+).*ENGINE = (?:Replacing|Aggregating)MergeTree.*ORDER BY \(([^)]*)\)", statement, re.S
+            r"CREATE TABLE IF NOT EXISTS \w+\.(\w+).*ENGINE = (?:Replacing|Aggregating)MergeTree.*ORDER BY \(([^)]*)\)", statement, re.S
         )
         if found:
             columns = set(re.findall(r"\b[A-Z]\w+", SHARD_BY[found[1]]))
             assert columns <= set(found[2].split(", ")), found[1]
 
 
-@pytest.mark.parametrize("statement", ["INSERT INTO otel.calls SELECT 1", "ALTER TABLE otel.calls ADD COLUMN a String"])
+@pytest.mark.parametrize(
+    "statement", ["INSERT INTO spangrad_internal.calls SELECT 1", "ALTER TABLE spangrad_internal.calls ADD COLUMN a String"]
+)
 def test_a_statement_of_an_unknown_kind_is_refused(statement: str) -> None:
     with pytest.raises(StoreError, match=r"no cluster's form of '(INSERT|ALTER) .* is known"):
         REPLICATED.statements([statement])

@@ -18,13 +18,15 @@ class RecordedStore:
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.applied: list[tuple[str, ...]] = []
-        self.exists = False
+        self.exists = self.older = False
         self.tables: list[str] = []
         self.refuses = ""
 
     def __call__(self, sql: str) -> str:
         if self.refuses and sql.startswith(self.refuses):
             raise StoreError("Code: 241. no memory")
+        if sql == "EXISTS TABLE otel.schema_migrations":
+            return f"{int(self.older)}\n"
         if sql.startswith("EXISTS"):
             return f"{int(self.exists)}\n"
         if "system.tables" in sql:
@@ -37,7 +39,7 @@ class RecordedStore:
             self.exists = True
         elif "CREATE DATABASE" not in sql:
             self.ran.append(sql)
-            self.tables += re.findall(r"EXISTS otel\.(\w+)", sql)
+            self.tables += re.findall(r"EXISTS (\w+\.\w+)", sql)
         return ""
 
 
@@ -76,6 +78,14 @@ def test_a_store_of_a_later_version_is_refused(schema: Path) -> None:
         migrate(store, Layout(), schema)
 
 
+def test_migrate_refuses_a_store_with_all_tables_in_otel(schema: Path) -> None:
+    store = RecordedStore()
+    store.older = True
+    with pytest.raises(StoreError, match=r"made by an earlier spangrad, .* is not converted\. Begin a new one"):
+        migrate(store, Layout(), schema)
+    assert store.ran == []
+
+
 def test_status_tells_what_the_store_lacks_and_changes_nothing(schema: Path) -> None:
     store = RecordedStore()
 
@@ -96,11 +106,12 @@ def test_status_tells_what_the_store_lacks_and_changes_nothing(schema: Path) -> 
 
 def test_a_file_is_applied_again_when_what_it_made_is_gone(schema: Path) -> None:
     (schema / "0002_second.sql").write_text(
-        "CREATE TABLE IF NOT EXISTS otel.c (x String);\nCREATE MATERIALIZED VIEW IF NOT EXISTS otel.c_mv TO otel.c AS SELECT 1 AS x"
+        "CREATE TABLE IF NOT EXISTS otel.c (x String);\nCREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.c_mv TO otel.c AS"
+        " SELECT 1 AS x"
     )
     store = RecordedStore()
     migrate(store, Layout(), schema)
-    store.tables.remove("c")
+    store.tables.remove("otel.c")
 
     incomplete = Entry(2, "0002_second.sql", MigrationState.INCOMPLETE, "2026-01-02 03:04:05", ("otel.c",))
     assert status(store, Layout(), schema) == [Entry(1, "0001_first.sql", MigrationState.APPLIED, "2026-01-02 03:04:05"), incomplete]
@@ -112,8 +123,8 @@ def test_a_file_is_applied_again_when_what_it_made_is_gone(schema: Path) -> None
 
 
 def test_the_sharded_layout_has_a_table_for_its_own_rows_and_one_over_all() -> None:
-    calls = [name for name in read_migrations(SCHEMA)[1].makes(Layout("prod", sharded=True)) if name.startswith("calls")]
-    assert calls == ["calls_local", "calls", "calls_mv"]
+    calls = [name for name in read_migrations(SCHEMA)[1].makes(Layout("prod", sharded=True)) if ".calls" in name]
+    assert calls == [f"spangrad_internal.{name}" for name in ("calls_local", "calls", "calls_mv")]
 
 
 def test_a_refused_statement_is_named_and_the_file_not_recorded(schema: Path) -> None:

@@ -1,6 +1,6 @@
 """Whole groups of a run, updated by the rollouts that were built since the last look.
 
-In: the rows of `otel.builds`. Out: the groups with as many built rollouts as their size. Invariant: history is scanned once; after that a
+In: the rows of `builds`. Out: the groups with as many built rollouts as their size. Invariant: history is scanned once; after that a
 look reads the rows that have arrived since the last one, and only the groups of those rollouts are counted again. The caller releases the
 groups that it has trained or skipped, so that memory holds only those that wait to be trained.
 
@@ -42,11 +42,11 @@ HAVING uniqExact(RolloutId) >= max(GroupSize)
 _COMPARED = "AND GroupId IN (SELECT GroupId FROM {builds} AS greedy WHERE Mode = '" + Mode.GREEDY.value + "')"
 _ARRIVED = f"""
 SELECT toUnixTimestamp64Micro(now64(6)), groupUniqArray((b.RolloutId, b.Revision, toUnixTimestamp64Micro(b.IngestedAt)))
-FROM otel.builds AS b
+FROM spangrad_internal.builds AS b
 WHERE {THIS_RUN} AND Mode IN %(read)s AND b.IngestedAt >= fromUnixTimestamp64Micro({{since}}){{until}}
 """
-_GROUPS = f"SELECT DISTINCT GroupId FROM otel.builds WHERE {THIS_RUN} AND RolloutId IN {{rollouts}}"
-_OF_GROUPS = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {THIS_RUN} AND GroupId IN {{groups}})"
+_GROUPS = f"SELECT DISTINCT GroupId FROM spangrad_internal.builds WHERE {THIS_RUN} AND RolloutId IN {{rollouts}}"
+_OF_GROUPS = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {THIS_RUN} AND GroupId IN {{groups}})"
 
 
 class BuiltGroups:

@@ -1,6 +1,6 @@
 """Finished groups of rollouts, and their transitions, read from the span store.
 
-In: `otel.builds` and `otel.transitions`, as `spangrad.store.datasets` reads them. Out: `Group`s whose last rollout was built, oldest first,
+In: `builds` and `transitions`, as `spangrad.store.datasets` reads them. Out: `Group`s whose last rollout was built, oldest first,
 and their transitions as Polars frames. Invariant: only the run, modes and dataset of the trainer's settings, as of the time that they name;
 a rollout's newest revision, each row once. The caller leaves out the groups that the ledger has used.
 """
@@ -42,13 +42,14 @@ ORDER BY max(FirstBuiltAt), Mode, GroupId
 """
 
 _UNBUILT = """
-SELECT uniqExact(RolloutId) FROM otel.v_rollouts
+SELECT uniqExact(RolloutId) FROM spangrad.attempts
 WHERE RunId = %(run)s AND Final AND Mode IN %(read)s
-    AND RolloutId NOT IN (SELECT RolloutId FROM otel.builds WHERE RunId = %(run)s AND BuildSpec = %(spec)s)
+    AND RolloutId NOT IN (SELECT RolloutId FROM spangrad_internal.builds WHERE RunId = %(run)s AND BuildSpec = %(spec)s)
 """
 
 _ELSEWHERE = """
-SELECT RunId, BuildSpec = %(spec)s AS Ours, uniqExact(RolloutId) FROM otel.builds GROUP BY RunId, Ours ORDER BY max(IngestedAt) DESC LIMIT 5
+SELECT RunId, BuildSpec = %(spec)s AS Ours, uniqExact(RolloutId) FROM spangrad_internal.builds GROUP BY RunId, Ours
+    ORDER BY max(IngestedAt) DESC LIMIT 5
 """
 
 _BUILDS = """
@@ -59,7 +60,7 @@ ORDER BY Mode, GroupId, RolloutId, Attempt
 """
 
 _CANCELLED = """
-SELECT RolloutId FROM otel.v_rollouts
+SELECT RolloutId FROM spangrad.attempts
 WHERE RunId = %(run)s AND RolloutId IN {rollouts} AND Final AND Failure = '{reason}'
 """
 
@@ -67,7 +68,7 @@ _TRANSITIONS = """
 SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Turn, CallId, TransitionId, AgentName, Components, Tools,
     Policy, Version, `Versions.Start`, `Versions.Version`, Model, TokenizerHash, Temperature, Reshaping, FinishReason,
     PromptIds, ResponseIds, Logprobs, `Rewards.Name`, `Rewards.Value`, `Rewards.CallId`, `Rewards.Role`, `Rewards.Turn`
-FROM otel.transitions FINAL
+FROM spangrad_internal.transitions FINAL
 WHERE {mine} AND {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt, Turn, CallId
 """
@@ -255,7 +256,7 @@ class GroupReader:
         """Read the rollouts and transitions of some groups."""
         named = [(mode, group.group_id) for group in groups for mode in (group.mode, *([Mode.GREEDY.value] if self._greedy else []))]
         in_groups = _IN_GROUPS.format(modes=constant(mode for mode, _ in named), groups=constant(group for _, group in named))
-        same_rollouts = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {THIS_RUN} AND {in_groups})"
+        same_rollouts = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {THIS_RUN} AND {in_groups})"
         builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, same_rollouts), in_groups=in_groups))
         rows = self._frame(_TRANSITIONS.format(mine=THIS_RUN, in_groups=in_groups))
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")

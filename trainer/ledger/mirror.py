@@ -1,6 +1,6 @@
 """Copy of the ledger's versions and batches in the span store, where users query which rollouts trained which version.
 
-In: the ledger. Out: rows of `otel.policy_versions`, `otel.batches` and `otel.batch_files`. Invariant: the ledger is the authority and the
+In: the ledger. Out: rows of `policy_versions`, `batches` and `batch_files`. Invariant: the ledger is the authority and the
 store a copy that may lag behind it, never the reverse; writing a row again replaces it, so catching up after a crash is writing the rows
 that the store lacks.
 """
@@ -25,10 +25,10 @@ _VERSION_COLUMNS = (
 _BATCH_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "RunId", "Mode", "GroupId", "RolloutId", "Attempt", "BuildSpec", "Revision")
 _FILE_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "Method", "Run", "Step", "Steps", "Name", "Sha256", "Bytes", "Trained")
 _THERE = """
-SELECT Version, Status, Checksum, Metrics FROM otel.policy_versions FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s
+SELECT Version, Status, Checksum, Metrics FROM spangrad_internal.policy_versions FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s
 """
 _BATCH_SIZES = """
-SELECT BatchId, count() FROM otel.batches FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s GROUP BY BatchId
+SELECT BatchId, count() FROM spangrad_internal.batches FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s GROUP BY BatchId
 """
 
 
@@ -71,10 +71,10 @@ class Mirror:
         if version.status is VersionStatus.COMMITTED and version.policy_version.batch_id:
             batch_id = version.policy_version.batch_id
             if rows := self._batch_rows(version, batch_id):  # a batch of files may name no rollout
-                self._insert("otel.batches", _BATCH_COLUMNS, rows)
+                self._insert("spangrad_internal.batches", _BATCH_COLUMNS, rows)
             if file_batch := file_batch_of(self._ledger.database, batch_id):
-                self._insert("otel.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, file_batch))
-        self._insert("otel.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
+                self._insert("spangrad_internal.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, file_batch))
+        self._insert("spangrad_internal.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
 
     def _batch_size(self, version: LedgerVersion) -> int:
         batch_id = version.policy_version.batch_id

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 _THIS_RUN = "RunId = %(run)s AND BuildSpec = %(spec)s"
 _ARRIVED = f"""
-SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)) FROM otel.builds
-WHERE {_THIS_RUN} AND Mode = '{Mode.VALIDATE.value}' AND otel.builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
+SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)) FROM spangrad_internal.builds
+WHERE {_THIS_RUN} AND Mode = '{Mode.VALIDATE.value}' AND spangrad_internal.builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
 """
 _OVERLAP = 120_000_000
 """Overlap of two reads, in microseconds: longer than any insert takes to become visible after its rows were dated."""

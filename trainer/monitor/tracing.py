@@ -30,12 +30,12 @@ SERVICE = "spangrad-trainer"
 STEP_SPAN_NAME = "train step"
 
 _ROOTS = """
-SELECT RolloutId, Attempt, TraceId, SpanId FROM otel.v_rollouts WHERE RunId = %(run)s AND RolloutId IN {rollouts}
+SELECT RolloutId, Attempt, TraceId, SpanId FROM spangrad.attempts WHERE RunId = %(run)s AND RolloutId IN {rollouts}
 """
 # Traces that no runner announced have no root of ours: their first call that was kept stands for them.
 _CALLS = """
 SELECT RolloutId, Attempt, argMin((TraceId, SpanId), (Turn, CallId)) AS first
-FROM otel.transitions WHERE RunId = %(run)s AND RolloutId IN {rollouts} GROUP BY RolloutId, Attempt
+FROM spangrad_internal.transitions WHERE RunId = %(run)s AND RolloutId IN {rollouts} GROUP BY RolloutId, Attempt
 """
 
 

@@ -58,7 +58,7 @@ _KINDS = {
     "video": ("video", "video_url", "input_video"),
     "file": ("file", "input_file", "document"),
 }
-"""Kinds of content that are not text, and the types of parts that hold them, the same as those of the gateway and otel.calls."""
+"""Kinds of content that are not text, and the types of parts that hold them, the same as those of the gateway and calls."""
 _PART = r'"(?:type|modality)"\\s*:\\s*"([a-z_]+)"'
 """Pattern of the type of a part in a request or response as JSON; a text's own quotes are escaped there."""
 

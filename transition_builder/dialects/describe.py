@@ -35,7 +35,7 @@ _GEN_AI_KEYS = r"^gen_ai\."
 
 
 def _gateway(attributes: AttributeColumns) -> Reading:
-    """Read the gateway's own spans; otel.calls holds the facts of its calls."""
+    """Read the gateway's own spans; spangrad_internal.calls holds the facts of its calls."""
     base = gen_ai.read(attributes)
     return replace(base, call=NO, tool=NO, chain=NO, suspect=NO, agent=pl.lit(None, pl.String))
 

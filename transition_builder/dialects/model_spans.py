@@ -1,4 +1,4 @@
-"""SQL condition for rows of otel.rollout_spans that are, or may be, calls of a model.
+"""SQL condition for rows of spangrad_internal.rollout_spans that are, or may be, calls of a model.
 
 In: nothing. Out: a condition. Invariant: it holds for every span that `describe` classifies as a call, an engine's call or a suspect, and
 for some others, since it checks names before values. Keys come first: they are few, and read at little cost.
@@ -42,4 +42,4 @@ MODEL_SPAN_SQL = f"""(
         OR match(ScopeName, '^(agentlightning|agentops)')
     )
 )"""
-"""Condition over RowKind, SpanName, ScopeName and Attributes of otel.rollout_spans."""
+"""Condition over RowKind, SpanName, ScopeName and Attributes of spangrad_internal.rollout_spans."""

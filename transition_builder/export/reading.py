@@ -214,7 +214,7 @@ class ExportReader:
         constants = ", ".join(f"{constant(rollouts[name].unique(maintain_order=True))} AS {name}s" for name in names)
         revisions = ", ".join(map(str, rollouts["Revision"].unique(maintain_order=True)))
         sql = (
-            f"WITH {constants} SELECT {columns} FROM otel.{table} "
+            f"WITH {constants} SELECT {columns} FROM spangrad_internal.{table} "
             f"WHERE BuildSpec = '{self.dataset.build_spec}' AND {where} AND Revision IN ({revisions})"
         )
         rows = self._frame(sql).join(rollouts.select(*_BUILD), on=list(_BUILD), how="semi", maintain_order="left")

@@ -94,5 +94,5 @@ class ExportTally:
         if lost:
             raise BuilderError(
                 f"of {self.calls} calls {self.calls_written} were written and {sum(self.left_out.values())} left out: {lost} are not "
-                "accounted for, so rows of otel.transitions or otel.drops are missing. `spangrad build --all` says of which rollouts."
+                "accounted for, so rows of transitions or drops are missing. `spangrad build --all` says of which rollouts."
             )

@@ -24,7 +24,7 @@ SETTLE_SECONDS = 0.02
 _CLAIMS = {"RunId": pl.String(), "RolloutId": pl.String(), "Builder": pl.String(), "ClaimedAt": MICROSECONDS}
 _LIVE = """
 SELECT RunId, RolloutId, Builder, toUnixTimestamp64Micro(max(c.IngestedAt)) AS ClaimedAt
-FROM otel.claims AS c
+FROM spangrad_internal.claims AS c
 WHERE BuildSpec = %(spec)s AND c.IngestedAt > now64(6) - toIntervalMillisecond(%(lease)s) AND RolloutId IN {keys}
 GROUP BY RunId, RolloutId, Builder
 """

@@ -40,26 +40,26 @@ SELECT
     Attributes['{semconv.ROLLOUT_FINAL}'] = 'true' AS Final,
     Attributes['{semconv.ROLLOUT_FAILURE}'] AS Failure,
     TraceId, SpanId, toUnixTimestamp64Micro(IngestedAt) AS IngestedAt
-FROM otel.rollout_spans
+FROM spangrad_internal.rollout_spans
 PREWHERE SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span' AND RolloutKeySource = 'rollout' AND {{arrived}} AND {{which}}
 WHERE mapContains(Attributes, '{semconv.ROLLOUT_FINAL}')
 ORDER BY Final DESC, IngestedAt
 LIMIT 1 BY RunId, RolloutId, Attempt, TraceId, SpanId
 """
-_SINCE = "otel.rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+_SINCE = "rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
 # A rollout is built after its spans have come, so that what was built before need not be looked at.
-_BUILT_SINCE = "FROM otel.builds WHERE BuildSpec = %(spec)s AND otel.builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+_BUILT_SINCE = "FROM spangrad_internal.builds WHERE BuildSpec = %(spec)s AND builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
 # All of this is decided before any attributes are read, so that a look reads those of unbuilt rollouts alone.
 _UNBUILT = f"{_SINCE} AND (RunId, RolloutKey) NOT IN (SELECT RunId, RolloutId {_BUILT_SINCE})"
 _OF_BUILT_SINCE = f"""
-    SELECT TraceId FROM otel.{{table}}
-    WHERE BuildSpec = %(spec)s AND otel.{{table}}.IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND CallId != ''
+    SELECT TraceId FROM spangrad_internal.{{table}}
+    WHERE BuildSpec = %(spec)s AND {{table}}.IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND CallId != ''
         AND (RunId, RolloutId, Revision, Content) IN (
-            SELECT RunId, RolloutId, max(Revision), argMin(Content, (-toInt64(Revision), otel.builds.IngestedAt)) {_BUILT_SINCE}
+            SELECT RunId, RolloutId, max(Revision), argMin(Content, (-toInt64(Revision), builds.IngestedAt)) {_BUILT_SINCE}
             GROUP BY RunId, RolloutId)"""
 _LOOSE = f"""
-SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS IngestedAt
-FROM otel.rollout_spans
+SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS IngestedAt
+FROM spangrad_internal.rollout_spans
 PREWHERE RowKind = 'span' AND {{arrived}} AND {_SINCE} AND {{which}}
     AND multiIf(
         RolloutKeySource != 'rollout', TraceId NOT IN ({{of_built}}),
@@ -70,17 +70,17 @@ GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
 ORDER BY IngestedAt
 """
 _ARRIVED = f"""
-SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS IngestedAt
-FROM otel.rollout_spans
+SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS IngestedAt
+FROM spangrad_internal.rollout_spans
 WHERE {{arrived}} AND {_SINCE} AND {{which}}
 GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
 """
 _UNNAMED = "RolloutKeySource != 'rollout'"
-_EVER_BUILT = f"({_UNNAMED} OR RolloutKey IN (SELECT RolloutId FROM otel.builds WHERE BuildSpec = %(spec)s))"
+_EVER_BUILT = f"({_UNNAMED} OR RolloutKey IN (SELECT RolloutId FROM spangrad_internal.builds WHERE BuildSpec = %(spec)s))"
 _OWNERS = """
 SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId,
     max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
-FROM otel.trace_rollouts
+FROM spangrad_internal.trace_rollouts
 WHERE TraceId IN {keys}
 GROUP BY TraceId
 """
@@ -88,38 +88,40 @@ GROUP BY TraceId
 _OWNERS_THEN = """
 SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(if(RolloutKeySource = 'rollout', RolloutKey, '')) AS RolloutId,
     max(SessionId) AS SessionId, max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
-FROM otel.rollout_spans
+FROM spangrad_internal.rollout_spans
 WHERE RowKind = 'span' AND {arrived} AND TraceId IN {keys}
 GROUP BY TraceId
 """
 _ACTIVITY = """
-SELECT RunId, max(Mode) AS Mode, RolloutKey AS RolloutId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS LastArrival
-FROM otel.rollout_spans
+SELECT RunId, max(Mode) AS Mode, RolloutKey AS RolloutId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArrival
+FROM spangrad_internal.rollout_spans
 WHERE {arrived} AND RolloutKey IN {keys}
 GROUP BY RunId, RolloutKey
 """
 _TRACES = """
-SELECT TraceId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS LastArrival,
+SELECT TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArrival,
     uniqExactArray(if(ParentSpanId = '', [SpanId], [SpanId, ParentSpanId])) > uniqExact(SpanId) AS Torn
-FROM otel.rollout_spans
+FROM spangrad_internal.rollout_spans
 WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN {keys} AND RolloutKey IN (
-    SELECT arrayJoin([TraceId, RolloutId, SessionId, ConversationId]) FROM otel.trace_rollouts WHERE TraceId IN {keys})
+    SELECT arrayJoin([TraceId, RolloutId, SessionId, ConversationId]) FROM spangrad_internal.trace_rollouts WHERE TraceId IN {keys})
 GROUP BY TraceId
 """
 _TALLY = """
 SELECT RunId, RolloutKey, RolloutKeySource, TraceId, uniqExact(Attempt, Timestamp, SpanId, Choice) AS Rows
-FROM otel.rollout_spans
+FROM spangrad_internal.rollout_spans
 WHERE {arrived} AND {which}
 GROUP BY RunId, RolloutKey, RolloutKeySource, TraceId
 """
 _OF_KEYS = "RolloutKey IN {keys}"
-_KEYS = "SELECT DISTINCT TraceId, RolloutKey FROM otel.trace_keys WHERE TraceId IN {keys}"
+_KEYS = "SELECT DISTINCT TraceId, RolloutKey FROM spangrad_internal.trace_keys WHERE TraceId IN {keys}"
 _CONCLUDED = f"""
 SELECT DISTINCT RunId, RolloutId, TraceId FROM {{transitions}} AS t WHERE Mode = '{Mode.PRODUCTION.value}'
 UNION DISTINCT
 SELECT DISTINCT RunId, RolloutId, TraceId FROM {{drops}} AS d WHERE Mode = '{Mode.PRODUCTION.value}' AND CallId != ''
 """
-_NAMELESS = f"{_UNNAMED} AND TraceId IN {{keys}} AND RolloutKey IN (SELECT RolloutKey FROM otel.trace_keys WHERE TraceId IN {{keys}})"
+_NAMELESS = (
+    f"{_UNNAMED} AND TraceId IN {{keys}} AND RolloutKey IN (SELECT RolloutKey FROM spangrad_internal.trace_keys WHERE TraceId IN {{keys}})"
+)
 
 
 class Discovery:

@@ -25,7 +25,7 @@ _COUNTED = {"RunId": pl.String(), "RolloutId": pl.String(), "Rows": pl.UInt64()}
 
 
 def tally(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return TALLY of rows of otel.rollout_spans, each of which is there once."""
+    """Return TALLY of rows of spangrad_internal.rollout_spans, each of which is there once."""
     return conform(rows.group_by(_GROUP).agg(Rows=pl.len()), TALLY)
 
 

@@ -51,7 +51,7 @@ class StoreReader:
 
     def arrived(self, table: str) -> str:
         """Return a SQL condition that a row of the table had arrived."""
-        return f"otel.{table}.IngestedAt <= fromUnixTimestamp64Micro({microseconds(self.as_of)})" if self.as_of else "true"
+        return f"{table}.IngestedAt <= fromUnixTimestamp64Micro({microseconds(self.as_of)})" if self.as_of else "true"
 
     def built(self, rollouts: pl.Series) -> pl.DataFrame:
         """Return BUILT: the newest revisions of all rollouts of some names, in any run."""
@@ -82,7 +82,7 @@ class StoreReader:
             StoreError: the store failed.
         """
         with store_errors(self.url):
-            self.client.insert_arrow(f"otel.{table}", rows.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()))
+            self.client.insert_arrow(f"spangrad_internal.{table}", rows.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()))
 
 
 def batches(keys: pl.Series) -> Iterator[tuple[bytes, ...]]:

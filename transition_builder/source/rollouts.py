@@ -34,15 +34,17 @@ if TYPE_CHECKING:
 
 _BY_TRACE = """
 WITH {traces} AS traces
-SELECT TraceId, SpanId, '' AS RolloutKey FROM otel.dropped_attributes WHERE Signal = 'span' AND Attributes > 0 AND TraceId IN traces
+SELECT TraceId, SpanId, '' AS RolloutKey FROM spangrad_internal.dropped_attributes WHERE Signal = 'span' AND Attributes > 0
+    AND TraceId IN traces
 UNION ALL
-SELECT '', '', RolloutKey FROM otel.trace_keys PREWHERE TraceId IN traces
+SELECT '', '', RolloutKey FROM spangrad_internal.trace_keys PREWHERE TraceId IN traces
 SETTINGS max_threads = 1
 """
 """Query by trace: spans with withheld attributes, and the keys of rows that do not name their rollout."""
 _NAMES = f"""
 WITH {{traces}} AS traces
-SELECT DISTINCT {", ".join(NAMES)} FROM otel.rollout_spans WHERE RolloutKeySource = 'rollout' AND TraceId IN traces AND {{arrived}}
+SELECT DISTINCT {", ".join(NAMES)} FROM spangrad_internal.rollout_spans WHERE RolloutKeySource = 'rollout' AND TraceId IN traces
+    AND {{arrived}}
 """
 _TIMES = {
     "Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp",
@@ -115,7 +117,7 @@ class RolloutReader:
         return rows.with_columns(Dropped=pl.struct(*DROPPED).is_in(among))
 
     def _by_keys(self, keys: pl.Series, where: str, traces: Collection[bytes] = ()) -> pl.DataFrame:
-        """Return rows of otel.rollout_spans by their keys that meet a condition, which may use `traces`."""
+        """Return rows of spangrad_internal.rollout_spans by their keys that meet a condition, which may use `traces`."""
         constants = [f"{constant(traces)} AS traces"] if traces else []
         return concat((self._read("rollout_spans", _ARRIVED, key_batch, where, constants) for key_batch in batches(keys)), _ARRIVED)
 
@@ -129,7 +131,7 @@ class RolloutReader:
         columns = ", ".join(_TIMES.get(name, name) for name in schema)
         known = ", ".join([f"{constant(keys)} AS keys", *constants])
         among = f"RolloutKey IN keys AND ({where}) AND {self._reader.arrived(table)}"
-        return self._reader.frame(f"WITH {known} SELECT {columns} FROM otel.{table} PREWHERE {among} SETTINGS {_SETTINGS}")
+        return self._reader.frame(f"WITH {known} SELECT {columns} FROM spangrad_internal.{table} PREWHERE {among} SETTINGS {_SETTINGS}")
 
     def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, calls: pl.DataFrame) -> Frames:
         dropped = arrivals.select(pl.col(*DROPPED).filter("Dropped")).unique()

@@ -1,12 +1,12 @@
 """Writes of conclusions to the store: whole revisions, each once.
 
-In: `Built`, and its rollouts. Out: rows of otel.rewards, otel.transitions, otel.drops and, last, otel.builds. Invariants: a
-revision counts for readers when its row in otel.builds is there, and then all its rows are; unchanged conclusions are not written
+In: `Built`, and its rollouts. Out: rows of rewards, transitions, drops and, last, builds. Invariants: a
+revision counts for readers when its row in builds is there, and then all its rows are; unchanged conclusions are not written
 again.
 
 Content is a hash of the conclusions of a rollout. Where it equals that of the newest revision, nothing is
 written. Other content is the next revision. All rows carry it, and it is in their sorting keys: rows of a builder that was killed
-before it wrote to otel.builds belong to no revision, and become part of one only when the same is concluded again.
+before it wrote to spangrad_internal.builds belong to no revision, and become part of one only when the same is concluded again.
 """
 
 from __future__ import annotations

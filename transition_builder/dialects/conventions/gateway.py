@@ -1,6 +1,6 @@
 """The gateway's own spans, the authority for what the engine read and sampled.
 
-In: rows of otel.calls, which the schema's view has already typed. Out: canonical calls. Invariant: one row a choice,
+In: rows of spangrad_internal.calls, which the schema's view has already typed. Out: canonical calls. Invariant: one row a choice,
 whatever became of the call.
 """
 
