@@ -26,6 +26,7 @@ from gateway.recorder.record import attribute
 from gateway.recorder.spill import Spill
 from spangrad import __version__, semconv
 from spangrad.settings import Settings
+from spangrad.varint import varint
 
 log = logging.getLogger(__name__)
 
@@ -325,13 +326,4 @@ class SpanExporter:
 
 def _message(number: int, body: bytes) -> bytes:
     """Return a length-delimited protobuf field."""
-    return bytes([number << 3 | 2]) + _varint(len(body)) + body
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return bytes([number << 3 | 2]) + varint(len(body)) + body

@@ -21,9 +21,9 @@ import aiohttp
 import msgspec
 
 from runner.environments.wire import InstanceHeartbeat, InstanceRequest, Leased, Over
-from runner.http_retry import AgainError, TimeUpError, again, away, checked
 from spangrad.agent.telemetry import bearer
 from spangrad.errors import EnvironmentsError
+from spangrad.http.async_retries import AgainError, TimeUpError, again, away, checked
 from spangrad.leases import BEATS, beat
 from spangrad.types import AttemptFailure, Stage
 

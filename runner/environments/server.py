@@ -17,11 +17,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from runner import small_server
 from runner.environments.instance import Factory
 from runner.environments.pool import BeginError, FullError, InstancePool
 from runner.environments.wire import InstanceHeartbeat, InstanceRequest, InstanceState, Over, Released, Standings
-from runner.small_server import Address, BusyError
+from spangrad.http import server as http_server
+from spangrad.http.server import Address, BusyError
 from spangrad.settings import EnvironmentServiceSettings
 
 _PREFIX = "spangrad_environments_"
@@ -40,7 +40,7 @@ def serve(settings: EnvironmentServiceSettings, factory: Factory, count: int) ->
     Raises:
         SpangradError: the address may not be bound, or is in use; or the first instance cannot be created.
     """
-    small_server.serve(address_of(settings), lambda: running(settings, factory, count))
+    http_server.serve(address_of(settings), lambda: running(settings, factory, count))
 
 
 @asynccontextmanager
@@ -65,7 +65,7 @@ async def running(settings: EnvironmentServiceSettings, factory: Factory, count:
         await pool.start()
         watching = asyncio.create_task(pool.watch())
         stack.callback(watching.cancel)
-        await stack.enter_async_context(small_server.listening(address_of(settings), routes))
+        await stack.enter_async_context(http_server.listening(address_of(settings), routes))
         yield f"{count} instances"
 
 
@@ -78,26 +78,26 @@ class EnvironmentRoutes:
 
     async def lease(self, request: web.Request) -> web.Response:
         """Lease an instance."""
-        ask = msgspec.json.decode(await small_server.body(request), type=InstanceRequest)
+        ask = msgspec.json.decode(await http_server.body(request), type=InstanceRequest)
         try:
-            return small_server.answer(await self._pool.lease(ask))
+            return http_server.answer(await self._pool.lease(ask))
         except FullError as error:
             raise BusyError(str(error)) from None
         except BeginError as error:
-            return small_server.answer({"error": str(error)}, 500)
+            return http_server.answer({"error": str(error)}, 500)
 
     async def beat(self, request: web.Request) -> web.Response:
         """Renew leases."""
-        asked = msgspec.json.decode(await small_server.body(request), type=InstanceHeartbeat)
-        return small_server.answer(Over(over=self._pool.beat(asked.leases)))
+        asked = msgspec.json.decode(await http_server.body(request), type=InstanceHeartbeat)
+        return http_server.answer(Over(over=self._pool.beat(asked.leases)))
 
     async def release(self, request: web.Request) -> web.Response:
         """Release a lease."""
-        return small_server.answer(Released(released=self._pool.release(request.match_info["lease"])))
+        return http_server.answer(Released(released=self._pool.release(request.match_info["lease"])))
 
     async def instances(self, request: web.Request) -> web.Response:
         """List the state of each instance."""
-        return small_server.answer(Standings(instances=self._pool.standings(), waiting=self._pool.waiting))
+        return http_server.answer(Standings(instances=self._pool.standings(), waiting=self._pool.waiting))
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200 once an instance exists, in use or free."""

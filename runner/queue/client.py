@@ -51,6 +51,7 @@ from runner.queue.wire import (
     Runs,
 )
 from spangrad.errors import QueueError
+from spangrad.http.retries import RETRIED_STATUSES
 from spangrad.leases import BEATS, beat
 from spangrad.settings import QueueSettings
 from spangrad.text_sanitizer import storable
@@ -216,7 +217,7 @@ class QueueClient:
                     if answer.status == 200:
                         return msgspec.json.decode(content, type=kind)
                     problem = QueueError(f"the queue at {self.url} refuses {method} {path} ({answer.status}): {_reason(content)}")
-                    if answer.status != 503:
+                    if answer.status not in RETRIED_STATUSES:
                         raise problem
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
                 reason = str(error) or type(error).__name__

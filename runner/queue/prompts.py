@@ -17,9 +17,9 @@ from aiohttp import web
 from runner.queue import prompt_rows
 from runner.queue.prompt_rows import PromptName, PromptRow, Put
 from runner.queue.service import Service
-from runner.small_server import answer, body, refusal
 from spangrad import semconv
 from spangrad.agent.propagation import baggage_of
+from spangrad.http.server import answer, body, refusal
 
 T = TypeVar("T")
 

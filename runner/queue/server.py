@@ -33,9 +33,9 @@ from runner.queue.wire import (
     RolloutState,
     Runs,
 )
-from runner.small_server import BODY_BYTES, DRAIN_SECONDS, Handler, answer, body, guard, refusal
 from spangrad.errors import QueueError
 from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.http.server import BODY_BYTES, DRAIN_SECONDS, Handler, answer, body, guard, refusal
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import Settings
 

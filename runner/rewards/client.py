@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import aiohttp
 
-from runner.http_retry import TimeUpError, again, away, checked
 from runner.workers.jobs import AttemptOutcome
 from spangrad.agent.reward_values import rewards_from
 from spangrad.agent.telemetry import bearer
+from spangrad.http.async_retries import TimeUpError, again, away, checked
 from spangrad.types import AttemptFailure, Stage
 
 

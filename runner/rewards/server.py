@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from runner import small_server
-from runner.small_server import Address, BusyError
 from spangrad.agent.reward_values import rewards_from
+from spangrad.http import server as http_server
+from spangrad.http.server import Address, BusyError
 from spangrad.settings import Settings
 
 
@@ -46,14 +46,14 @@ def serve(settings: Settings, evaluator: Callable[..., Any]) -> None:
     Raises:
         SpangradError: the address may not be bound, or is in use.
     """
-    small_server.serve(address_of(settings), lambda: running(settings, evaluator))
+    http_server.serve(address_of(settings), lambda: running(settings, evaluator))
 
 
 @asynccontextmanager
 async def running(settings: Settings, evaluator: Callable[..., Any]) -> AsyncGenerator[str]:
     """Serve for as long as the block; yield a summary for the log."""
     judge = Judge(evaluator, settings.runner.evaluations)
-    async with small_server.listening(address_of(settings), [web.post("/", judge.answer)]):
+    async with http_server.listening(address_of(settings), [web.post("/", judge.answer)]):
         yield f"{settings.runner.evaluations} evaluators at once"
 
 
@@ -70,7 +70,7 @@ class Judge:
 
     async def answer(self, request: web.Request) -> web.Response:
         """Answer the reward of one attempt."""
-        judged = msgspec.json.decode(await small_server.body(request), type=Judged)
+        judged = msgspec.json.decode(await http_server.body(request), type=Judged)
         if self._running >= self._most:
             raise BusyError(f"{self._most} evaluators are at work")
         self._running += 1
@@ -80,8 +80,8 @@ class Judge:
             task.add_done_callback(self._ended)
             value = rewards_from(await asyncio.shield(task))
         except Exception as error:  # the user's code
-            return small_server.answer({"error": f"{type(error).__name__}: {error}"[:1000]}, 500)
-        return small_server.answer(value)
+            return http_server.answer({"error": f"{type(error).__name__}: {error}"[:1000]}, 500)
+        return http_server.answer(value)
 
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._running -= 1

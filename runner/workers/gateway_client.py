@@ -17,6 +17,7 @@ import aiohttp
 
 from spangrad.agent.telemetry import bearer
 from spangrad.errors import GatewayError
+from spangrad.http.retries import RETRIED_STATUSES
 from spangrad.types import Mode, RolloutKey
 
 _READY_SECONDS = 30.0
@@ -125,7 +126,7 @@ class GatewayClient:
                     if answer.status < 300:
                         return await answer.json() if answer.content_type == "application/json" else None
                     problem = GatewayError(f"the gateway refuses {method} {url}: HTTP {answer.status} {(await answer.text())[:300]}")
-                    if answer.status < 500 and answer.status != 429:
+                    if answer.status not in RETRIED_STATUSES:
                         raise problem
             except (aiohttp.ClientError, OSError) as error:
                 problem = self._away(error)

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode
 
 from spangrad.errors import PromptError
 from spangrad.http.json_http import refusal
+from spangrad.http.retries import RETRIED_STATUSES
 
 TEXT_MOST = 256 * 1024
 """Largest number of characters of a prompt."""
@@ -134,7 +135,7 @@ class PromptStore:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
                 problem = PromptError(f"prompts at {self.url}: {refusal(error)}")
-                if error.code != 503:
+                if error.code not in RETRIED_STATUSES:
                     raise problem from None
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problem = PromptError(

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlencode
 
 from spangrad.errors import QueueError
 from spangrad.http.json_http import ask, refusal
+from spangrad.http.retries import RETRIED_STATUSES
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
@@ -65,7 +66,7 @@ class QueueHttp:
                 if error.code == 404 and missing is not None:
                     return missing
                 problem = QueueError(f"the queue at {self.url} refuses {method} {whole} ({error.code}): {refusal(error)}")
-                if error.code != 503:
+                if error.code not in RETRIED_STATUSES:
                     raise problem from None
             except (OSError, ValueError) as error:  # URLError, timeouts, part of a response, and no JSON
                 reason = getattr(error, "reason", error)

@@ -14,8 +14,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-_RETRYABLE = frozenset({408, 429})
-_LONGEST_RETRY_AFTER_SECONDS = 30.0
+from spangrad.http.retries import RETRIED_STATUSES, retry_after
+
 _REQUEST_TIMEOUT_SECONDS = 10.0
 
 
@@ -62,14 +62,15 @@ class Poster:
         if 200 <= status < 300:
             return _rejected(answer)
         reason = f"HTTP {status} {answer[:200].decode(errors='replace').strip()}"
-        return OtlpRefusal(reason, retry=status in _RETRYABLE or status >= 500, after_seconds=after)
+        # Nobody can make a span again, so that any fault of the endpoint itself is waited out.
+        return OtlpRefusal(reason, retry=status in RETRIED_STATUSES or status >= 500, after_seconds=after)
 
     def _exchange(self, body: bytes) -> tuple[int, float | None, bytes]:
         if self._connection is None:
             self._connection = self._connect()
         self._connection.request("POST", self._target, body, self._headers)
         response = self._connection.getresponse()
-        return response.status, _retry_after(response.headers.get("retry-after")), response.read()
+        return response.status, retry_after(response.headers.get("retry-after")), response.read()
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = self._parts.hostname or "", self._parts.port
@@ -85,10 +86,3 @@ def _rejected(answer: bytes) -> int:
         return ExportTraceServiceResponse.FromString(answer).partial_success.rejected_spans
     except Exception:  # protobuf's DecodeError has several homes
         return 0
-
-
-def _retry_after(value: str | None) -> float | None:
-    try:
-        return min(max(float(value), 0), _LONGEST_RETRY_AFTER_SECONDS) if value else None
-    except ValueError:  # a date: our own backoff is good enough
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -64,6 +65,22 @@ def test_weights_are_fetched_once_in_the_engines_dtype(sender: WeightsSender):
     assert ask(sender, "/transfers", ASKED) == (409, "no version is being published.")
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fetched(pending)
+
+
+@pytest.mark.parametrize(
+    ("token", "length", "status"),
+    [("another", "9999999999", 401), (None, "9999999999", 413), (None, "-1", 411), (None, "x", 411), (None, "", 411)],
+    ids=["another token", "too long", "negative", "no number", "none"],
+)
+def test_a_body_is_not_read_before_token_and_length_are_checked(sender: WeightsSender, token: str | None, length: str, status: int):
+    """The client sends no body: a sender that waited for it would not answer."""
+    host, port = sender.url.removeprefix("http://").split(":")
+    lengths = f"Content-Length: {length}\r\n" if length else ""
+    head = f"POST /checksum HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token or sender.token}\r\n{lengths}\r\n"
+    with socket.create_connection((host, int(port)), timeout=5) as client:
+        client.sendall(head.encode())
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
 def test_weights_are_read_from_the_trainer_only_when_somebody_asks(sender: WeightsSender):

@@ -1,8 +1,8 @@
 """Sender of a version's weights to the engines' workers on the gateway's request: the trainer's side of vLLM's weight-transfer protocol.
 
 In: a version's weights, and the gateway's requests (gateway/weights/transfer.py has their form). Out: the weights, to one engine at a
-time, in the engine's dtype, over a carrier that the engine names: `http` anywhere, `nccl` between two GPUs. Invariant: weights are sent
-only on requests with the token, which only the gateway gets; the weights sent are those of the checksum.
+time, in the engine's dtype, over a carrier that the engine names: `http` anywhere, `nccl` between two GPUs. Invariant: weights are
+sent only on requests with the token, which only the gateway gets, and no other body is read; the weights sent are those of the checksum.
 
 Each engine has a connection (group) of its own, so that one that fails delays no other. Over NCCL the sender is rank 0 of a group with
 the engine's workers; it is PyTorch's own, since vLLM is not installed beside the trainer: vLLM's workers join by a unique id.
@@ -31,6 +31,10 @@ from spangrad.weights.checksums import checksum_arrays, nbytes, words_of
 
 logger = logging.getLogger(__name__)
 
+_REQUEST_BYTES = 64 * 2**10
+"""Largest body of a request of the gateway, in bytes."""
+_SILENT_SECONDS = 60.0
+"""Time after which a connection on which nothing moves is closed, in seconds."""
 Weights = Callable[[], Iterator[tuple[str, NDArray[np.float32]]]]
 """Function that yields each parameter by its Hugging Face name."""
 
@@ -179,14 +183,21 @@ class WeightsSender:
 def _handler(sender: WeightsSender) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        timeout = _SILENT_SECONDS
 
         def do_POST(self) -> None:
-            text = self.rfile.read(int(self.headers.get("content-length", 0)))
             if not secrets.compare_digest(self.headers.get("authorization", "").encode(), f"Bearer {sender.token}".encode()):
-                self._respond(401, b"another token is needed.")
+                self._refuse(401, b"another token is needed.")
+                return
+            length = self.headers.get("content-length", "")
+            if not length.isascii() or not length.isdigit():
+                self._refuse(411, b"a request states its length.")
+                return
+            if int(length) > _REQUEST_BYTES:
+                self._refuse(413, f"a request may have {_REQUEST_BYTES} bytes.".encode())
                 return
             try:
-                response = sender.answer(self.path, json.loads(text))
+                response = sender.answer(self.path, json.loads(self.rfile.read(int(length))))
             except SpangradError as error:
                 self._respond(409, str(error).encode())
             except (ValueError, KeyError, TypeError) as error:
@@ -207,10 +218,17 @@ def _handler(sender: WeightsSender) -> type[BaseHTTPRequestHandler]:
             for array in named.values():
                 self.wfile.write(words_of(array, dtype).data)
 
+        def _refuse(self, status: int, body: bytes) -> None:
+            """Respond without reading the request's body, and close the connection, on which it would be taken for the next request."""
+            self.close_connection = True
+            self._respond(status, body)
+
         def _respond(self, status: int, body: bytes, kind: str = "text/plain") -> None:
             self.send_response(status)
             self.send_header("content-type", kind)
             self.send_header("content-length", str(len(body)))
+            if self.close_connection:
+                self.send_header("connection", "close")
             self.end_headers()
             self.wfile.write(body)
 

@@ -1,4 +1,4 @@
-"""HTTP server shared by the runner's services: environments, rewards, and the queue's middleware.
+"""HTTP server of the services for runners: environments, rewards, and the queue's middleware.
 
 In: routes, an address, a token. Out: a server that runs until it is stopped. Invariant: beyond loopback each request needs the token; a
 handler whose client has left is cancelled.

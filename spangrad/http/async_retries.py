@@ -1,6 +1,7 @@
-"""Retries HTTP requests while a service is busy or away, up to a time limit.
+"""Repetition of aiohttp requests while a service is busy or away, up to a time limit.
 
-In: a request. Out: its response. Invariant: only what a later try may fix is tried again: HTTP 429, HTTP 503, and connections that fail.
+In: a request. Out: its response. Invariant: only what a later try may fix is tried again: `retries.RETRIED_STATUSES`, and connections that
+fail.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import TypeVar
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
+from spangrad.http.retries import RETRIED_STATUSES, retry_after
+
 T = TypeVar("T")
 _WAIT = wait_random_exponential(multiplier=0.1, max=2.0)
-_RETRY_AFTER_MOST = 30.0
 
 
 class AgainError(Exception):
@@ -70,11 +72,11 @@ async def checked(answer: aiohttp.ClientResponse) -> bytes:
     """Return the content of a response.
 
     Raises:
-        AgainError: its status is 429 or 503.
+        AgainError: its status is one of RETRIED_STATUSES.
     """
     content = await answer.read()
-    if answer.status in {429, 503}:
-        raise AgainError(f"HTTP {answer.status}: {content.decode(errors='replace')[:300]}", _after(answer.headers.get("Retry-After")))
+    if answer.status in RETRIED_STATUSES:
+        raise AgainError(f"HTTP {answer.status}: {content.decode(errors='replace')[:300]}", retry_after(answer.headers.get("Retry-After")))
     return content
 
 
@@ -87,10 +89,3 @@ def _pause(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome is not None else None
     after = error.after_seconds if isinstance(error, AgainError) else None
     return _WAIT(state) if after is None else after
-
-
-def _after(text: str | None) -> float | None:
-    try:
-        return min(max(float(text or ""), 0.0), _RETRY_AFTER_MOST)
-    except ValueError:
-        return None  # no header, or a date: our own pauses apply
