@@ -7,7 +7,8 @@
 #   GATEWAY      of the demo: on, or off (the agent calls vLLM itself; the gateway only publishes new weights)
 #   BENCH        which benchmarks `make bench` runs
 #   ARGS         of the target's command, such as `make test ARGS="-k ledger"`
-#   WORKERS      how many processes share the tests: two, but none beside ARGS, where starting them would take longer than the tests
+#   PART         which of how many parts of the slow tests to run, such as 2/4: files are dealt out in turn
+#   WORKERS      how many processes share the tests: three, since they wait much, but none beside ARGS, where starting them would take longer than the tests
 
 PYTHON ?= python3.11
 TORCH_INDEX ?=
@@ -16,7 +17,7 @@ COLLECTOR ?= embedded
 GATEWAY ?= on
 BENCH ?= ingest lookup gateway span_export build publish dispatch idle_trainer
 ARGS ?=
-WORKERS ?= $(if $(ARGS),0,2)
+WORKERS ?= $(if $(ARGS),0,3)
 
 export TORCH_INDEX
 
@@ -52,7 +53,7 @@ test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow $(if $(PART),--part $(PART)) $(ARGS)
 
 check: setup-server
 	$(BIN)/ruff check $(PACKAGES)

@@ -1,6 +1,6 @@
 """Fixtures that several parts' tests share, and how several processes share the tests.
 
-In: what pytest collected. Out: for each worker of pytest-xdist (`make test` starts two) whole files, so that what a file's tests share is
+In: what pytest collected. Out: for each worker of pytest-xdist (`make test` starts three) whole files, so that what a file's tests share is
 started once. Invariant: all tests with a real vLLM run in one worker, so that at no time two of them start theirs.
 """
 
@@ -32,16 +32,56 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     processes._SERVER_PORTS = processes._SERVER_PORTS[own]
 
 
+def _of_vllm(root: Path) -> set[str]:
+    """Return the test files whose every test takes a real vLLM, by what stands in them: only workers import them."""
+    files = Path(__file__).parent.rglob("test_*.py")
+    return {file.relative_to(root).as_posix() for file in files if re.search(r"^pytestmark = .*vllm", file.read_text(), re.M)}
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Return K and N of K/N.
+
+    Raises:
+        UsageError: it is no such text, or K is not one of 1 to N.
+    """
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if not match or int(match[1]) > int(match[2]):
+        raise pytest.UsageError(f"--part {text} is not K/N with K of 1 to N, such as 2/4")
+    return int(match[1]), int(match[2])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--part K/N`: the K-th of N parts of the selected tests, by file."""
+    parser.addoption("--part", help="K/N: the K-th of N parts of the selected tests; their files are dealt out in turn")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests, and leave out those of other parts, once those of other marks are left out.
+
+    First the tests of vLLM, the longest row of tests that only one worker can take; the unit tests, the shortest, come last.
+    """
+    if part := config.getoption("--part"):
+        number, parts = parse_part(part)
+        files = sorted({item.path for item in items})
+        own = set(files[number - 1 :: parts])
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in own])
+        items[:] = [item for item in items if item.path in own]
+    of_vllm = _of_vllm(config.rootpath)
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(config.rootpath).as_posix()
+        return 0 if path in of_vllm else 2 if path.startswith("tests/unit/") else 1
+
+    items.sort(key=place)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out files one by one, those whose every test takes a real vLLM as if they were one.
-
-    By what stands in them, for only workers import them: xdist_group marks do nothing beside pytest 9.
-    """
+    """Hand out files one by one, those of vLLM as if they were one: xdist_group marks do nothing beside pytest 9."""
     from xdist.scheduler import LoadFileScheduling
 
-    files = Path(__file__).parent.rglob("test_*.py")
-    of_vllm = {one.relative_to(config.rootpath).as_posix() for one in files if re.search(r"^pytestmark = .*vllm", one.read_text(), re.M)}
+    of_vllm = _of_vllm(config.rootpath)
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

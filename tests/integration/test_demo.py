@@ -66,7 +66,7 @@ def check_accounts(report: dict[str, Any]) -> None:
     assert all(seconds > 0 for seconds in report["seconds"].values())
 
 
-@pytest.mark.parametrize("gateway", ["on", "off"])
+@pytest.mark.parametrize("gateway", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_short_demo_accounts_for_every_call_and_can_be_asked_afterwards(tmp_path: Path, gateway: str) -> None:
     run = tmp_path / "demo"
     short = command(run, "--max-steps", "2", "--group-size", "4", "--gateway", gateway)

@@ -14,7 +14,7 @@ from examples.two_tools.model import CITIES, TOOLS
 from spangrad.settings import FinetuneSettings, Settings, StoreSettings
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from tests.support.policies import distribution
-from tests.support.rollouts import BuiltRollouts, chat, said, user
+from tests.support.rollouts import StoredRollouts, chat, said, user
 from tests.support.sections import changed
 from tests.support.trainers import EXAMPLES, PAIRS, finetuned, write_rows
 from tests.support.trainers import finetune_settings as settings
@@ -206,7 +206,7 @@ class Traces:
     """The two-tools example's rollouts of one turn, in a store: of each group one that called the right tool and one that did not."""
 
     def __init__(self, store: StoreSettings, model: Path, name: str, groups: int) -> None:
-        self.world, self.model, self.name = BuiltRollouts(store, name), model, name
+        self.world, self.model, self.name = StoredRollouts(store, name), model, name
         render = Renderer(model)
         for at in range(groups):
             city = CITIES[at % 4]

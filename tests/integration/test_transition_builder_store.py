@@ -432,9 +432,10 @@ def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited
 
 
 def test_a_call_of_a_trace_that_rollouts_share_counts_once_though_they_are_built_apart(
-    store: StoreSettings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_sizes, "CALLS_A_BUILD", 1)
+    store = store_settings(tmp_path / "data")
     spans = fakes.SpanFactory(run="one-trace")
     own = list[str]()
     for rollout in ("shared-a", "shared-b", "shared-c"):
@@ -444,9 +445,11 @@ def test_a_call_of_a_trace_that_rollouts_share_counts_once_though_they_are_built
     nobodys = spans.call("", trace="shared-trace")
     for row in (spans.spans[-1], spans.calls[-1]):
         row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
-    post(store, spans.otlp())
-    build_once(settings_of(store, "one-trace"))
-    transitions, drops = outcome(store, "one-trace")
+    # A store of its own: in the shared one this would build every other test's rollouts that name no run, one by one.
+    with running_store(store, tmp_path / "store.log"):
+        post(store, spans.otlp())
+        build_once(settings_of(store, "one-trace"))
+        transitions, drops = outcome(store, "one-trace")
     assert [row[2] for row in transitions] == own
     assert [row[:4] for row in drops] == [("shared-a", 0, nobodys, "shared_trace")]
 
