@@ -102,7 +102,7 @@ def tables_page() -> Iterator[str]:
         database.close()
     notes = _notes_of(SCHEMA)
     meanings = {(table_name, column): meaning for _, table_name, column, _, meaning in columns}
-    described = {f"{schema}.{name}": (comment or notes.get(name, "")).replace("\\'", "'") for schema, name, comment in found}
+    described = {f"{schema}.{name}": (comment or notes.get(f"{schema}.{name}", "")).replace("\\'", "'") for schema, name, comment in found}
     views = [name for name in described if name.startswith("spangrad.")]
     yield "# Tables"
     yield "What people and dashboards read: each counts a thing once, however often it was delivered."
@@ -128,7 +128,7 @@ def tables_page() -> Iterator[str]:
 
 def _notes_of(directory: Path) -> dict[str, str]:
     """Return the comments right above the statements that create tables and views."""
-    statement = re.compile(r"((?:^--[^\n]*\n)+)CREATE (?:TABLE|VIEW) IF NOT EXISTS \w+\.(\w+)", re.MULTILINE)
+    statement = re.compile(r"((?:^--[^\n]*\n)+)CREATE (?:TABLE|VIEW) IF NOT EXISTS (\w+\.\w+)", re.MULTILINE)
     return {
         match[2]: " ".join(line.removeprefix("--").strip() for line in match[1].splitlines())
         for path in sorted(directory.glob("*.sql"))

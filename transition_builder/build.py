@@ -23,8 +23,8 @@ from transition_builder.calls.reconstruct import reconstruct
 from transition_builder.completeness.resolve import resolve, shared
 from transition_builder.dialects.conventions import gateway
 from transition_builder.dialects.reading import attribute
-from transition_builder.frames import Built, Frames, Verdict, concat, conform
-from transition_builder.schemas import ATTEMPT, DROPS, NAMES, REWARDS, ROLLOUT, SPAN, TRANSITIONS, VERSIONS
+from transition_builder.frames import Built, Frames, Verdict, concat, conform, empty
+from transition_builder.schemas import ATTEMPT, DROPS, NAMES, REWARDS, ROLLOUT, SPAN, TOOL_CALLS, TRANSITIONS, VERSIONS
 
 REVISION = 0
 RETOKENIZED_TEMPERATURE = 1.0
@@ -39,7 +39,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
         spec: the selection and the reward sources.
 
     Returns:
-        Rows for spangrad_internal.transitions, spangrad_internal.drops and spangrad_internal.rewards.
+        Rows for the tables transitions, drops, rewards and tool_calls.
     """
     nodes, recorded = read(frames)
     placed = reconstruct(nodes, recorded, frames.answers, frames.dropped)
@@ -64,6 +64,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
             [_drops(concluded.filter(pl.col("Reason") != ""), spec), _stamp(reconcile.empty_rollouts(rollouts, calls), spec)], DROPS
         ),
         rewards=conform(_stamp(given.rewards, spec), REWARDS),
+        tool_calls=_tool_calls(placed.caused, nodes, rollouts, given.rewards, spec),
     )
 
 
@@ -134,6 +135,40 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, 
         .sort(*ATTEMPT, "Turn", "Choice", "CallId")
     )
     return conform(rows.hstack(arrays[rows["Row"]]), TRANSITIONS)
+
+
+def _tool_calls(
+    caused: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame, given: pl.DataFrame, spec: BuilderSettings
+) -> pl.DataFrame:
+    """Return TOOL_CALLS of the rollouts.
+
+    Args:
+        caused: tool calls in the order of their attempts.
+        nodes: described spans.
+        rollouts: ROLLOUTS.
+        given: GIVEN.
+        spec: the build specification.
+    """
+    if caused.is_empty():
+        return empty(TOOL_CALLS)
+    span = nodes.select("Timestamp", Error=pl.when("ToolFailed").then("StatusMessage").otherwise(pl.lit("")))[caused["Tool"]]
+    scored = given.group_by(SPAN).agg(Reward=pl.col("Value").sum())
+    rows = (
+        caused.hstack(span)
+        .with_columns(
+            pl.col("ToolName", "ToolCallId").fill_null(""),
+            Position=pl.int_range(pl.len()).over(ATTEMPT),
+            Arguments=pl.col("ToolArguments").fill_null(""),
+            Result=pl.col("ToolResult").fill_null(""),
+            Failed=pl.col("ToolFailed").fill_null(False),
+            AgentName=pl.col("AgentName").fill_null(""),
+            Error=pl.col("Error").fill_null(""),
+            Requested="Asked",
+        )
+        .join(scored, on=SPAN, how="left", maintain_order="left")
+        .join(rollouts.select(*ROLLOUT, "Mode", "GroupId", "GroupSize", "TaskId"), on=ROLLOUT, maintain_order="left")
+    )
+    return conform(_stamp(rows, spec).sort(*ATTEMPT, "Position"), TOOL_CALLS)
 
 
 def _drops(dropped: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:

@@ -13,7 +13,7 @@ from functools import cache
 
 import polars as pl
 
-from transition_builder.schemas import DROPPED, NAMES, RESPONSES, SQL_REWARDS, TOOL_EVENTS, TOOL_LOGS, Schema
+from transition_builder.schemas import DROPPED, NAMES, RESPONSES, SQL_REWARDS, TOOL_CALLS, TOOL_EVENTS, TOOL_LOGS, Schema
 
 
 class Verdict(StrEnum):
@@ -75,6 +75,8 @@ class Built:
     """DROPS."""
     rewards: pl.DataFrame
     """REWARDS."""
+    tool_calls: pl.DataFrame = field(default_factory=lambda: empty(TOOL_CALLS))
+    """TOOL_CALLS."""
 
 
 def empty(schema: Schema) -> pl.DataFrame:

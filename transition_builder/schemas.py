@@ -316,19 +316,50 @@ TOOL_LOGS: Schema = {
 }
 """Log records that were written inside tools' spans, by time. Severity: OpenTelemetry's number, 0 where the record has none."""
 
+TOOL_CALLS: Schema = {
+    **_REVISION,
+    "Position": pl.UInt32(),
+    "ToolName": _TEXT,
+    "ToolCallId": _TEXT,
+    "Arguments": _TEXT,
+    "Result": _TEXT,
+    "Failed": pl.Boolean(),
+    "Error": _TEXT,
+    "Timestamp": NANOSECONDS,
+    "Duration": pl.UInt64(),
+    "AgentName": _TEXT,
+    "CallId": _TEXT,
+    "Requested": pl.Boolean(),
+    "Reward": pl.Float64(),
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+}
+"""Tool calls of every attempt, each once, however many spans record it. Position: among the tool calls of its attempt, from 0. CallId: of
+the call that caused it, empty where none did; Requested: that call asked for it by its id. Reward: sum of the rewards that its span gave;
+null where it gave none."""
+
 BUILDS: Schema = {
     **_REVISION,
     "Calls": pl.UInt32(),
     "Transitions": pl.UInt32(),
     "Drops": pl.UInt32(),
     "Rewards": pl.UInt32(),
+    "InputTokens": pl.UInt64(),
+    "OutputTokens": pl.UInt64(),
+    "ToolCalls": pl.UInt32(),
+    "FailedToolCalls": pl.UInt32(),
+    "AgentNames": pl.List(pl.String()),
+    "Models": pl.List(pl.String()),
+    "PolicyVersions": pl.List(pl.UInt64()),
+    "RewardTotals.Name": pl.List(pl.String()),
+    "RewardTotals.Value": pl.List(pl.Float64()),
     "Failure": _TEXT,
     "Watermark": MICROSECONDS,
     "RowsRead": pl.UInt64(),
     "Builder": _TEXT,
 }
-"""A revision of a rollout that was built. Revision and Content of TRANSITIONS, DROPS and REWARDS are those of its row here; `build` leaves
-them 0, and the sink fills them in."""
+"""A revision of a rollout that was built. Revision and Content of TRANSITIONS, DROPS, REWARDS and TOOL_CALLS are those of its row here;
+`build` leaves them 0, and the sink fills them in. Tokens are those of its transitions."""
 
 NODES: Schema = {
     **SPANS,

@@ -110,7 +110,41 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.drops (
 ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, CallId)
 SETTINGS index_granularity = 1024;
 
--- Written last, when all rewards, transitions and drops of the revision are there: what has no row here does not exist for any reader.
+-- Tool calls of every attempt, each once, however many spans record it, with the policy call that caused it.
+CREATE TABLE IF NOT EXISTS spangrad_internal.tool_calls (
+    RunId LowCardinality(String) CODEC(ZSTD(1)),
+    Mode LowCardinality(String) CODEC(ZSTD(1)),
+    BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
+    GroupId String CODEC(ZSTD(1)),
+    GroupSize UInt32 CODEC(ZSTD(1)),
+    TaskId String CODEC(ZSTD(1)),
+    RolloutId String CODEC(ZSTD(1)),
+    Attempt UInt16 CODEC(ZSTD(1)),
+    Revision UInt32 CODEC(ZSTD(1)),
+    Content UInt64 CODEC(ZSTD(1)),
+    Position UInt32 COMMENT 'Among the tool calls of its attempt, from 0' CODEC(ZSTD(1)),
+    ToolName LowCardinality(String) CODEC(ZSTD(1)),
+    ToolCallId String COMMENT 'By which the policy requested it; empty: not recorded' CODEC(ZSTD(1)),
+    Arguments String COMMENT 'As text; empty: not recorded, or longer than 1 KiB' CODEC(ZSTD(1)),
+    Result String COMMENT 'As text; empty: not recorded, or longer than 1 KiB' CODEC(ZSTD(1)),
+    Failed Bool CODEC(ZSTD(1)),
+    Error String COMMENT 'Status message of a failed tool call' CODEC(ZSTD(1)),
+    Timestamp DateTime64(9) COMMENT 'Start' CODEC(Delta(8), ZSTD(1)),
+    Duration UInt64 COMMENT 'Nanoseconds' CODEC(ZSTD(1)),
+    AgentName LowCardinality(String) COMMENT 'Agent that ran it' CODEC(ZSTD(1)),
+    CallId String COMMENT 'Policy call that caused it; empty: none did' CODEC(ZSTD(1)),
+    Requested Bool COMMENT 'Whether that call requested it by its id; else it is the call that came before' CODEC(ZSTD(1)),
+    Reward Nullable(Float64) COMMENT 'Sum of the rewards that its span gave; NULL: it gave none' CODEC(ZSTD(1)),
+    TraceId String CODEC(ZSTD(1)),
+    SpanId String CODEC(ZSTD(1)),
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
+    INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
+    INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
+) ENGINE = ReplacingMergeTree(IngestedAt)
+ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Position)
+SETTINGS index_granularity = 1024;
+
+-- Written last, when all rewards, transitions, drops and tool calls of the revision are there: what has no row here does not exist for any reader.
 CREATE TABLE IF NOT EXISTS spangrad_internal.builds (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
@@ -126,6 +160,17 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.builds (
     Transitions UInt32 CODEC(ZSTD(1)),
     Drops UInt32 COMMENT 'With the one of a rollout that has no calls' CODEC(ZSTD(1)),
     Rewards UInt32 COMMENT 'Entries of Rewards on the transitions' CODEC(ZSTD(1)),
+    InputTokens UInt64 COMMENT 'Prompt tokens of the transitions' CODEC(ZSTD(1)),
+    OutputTokens UInt64 COMMENT 'Response tokens of the transitions' CODEC(ZSTD(1)),
+    ToolCalls UInt32 COMMENT 'Tool calls of all attempts' CODEC(ZSTD(1)),
+    FailedToolCalls UInt32 CODEC(ZSTD(1)),
+    AgentNames Array(LowCardinality(String)) COMMENT 'Of the transitions' CODEC(ZSTD(1)),
+    Models Array(LowCardinality(String)) COMMENT 'Of the transitions' CODEC(ZSTD(1)),
+    PolicyVersions Array(UInt64) COMMENT 'That sampled tokens of the transitions' CODEC(ZSTD(1)),
+    RewardTotals Nested (
+        Name LowCardinality(String),
+        Value Float64
+    ) COMMENT 'Sums of the rewards of the rollout and its calls, by name' CODEC(ZSTD(1)),
     Failure LowCardinality(String) COMMENT 'Of the attempt that counts; empty: it ended well' CODEC(ZSTD(1)),
     Watermark DateTime64(6) COMMENT 'Arrival of the newest span that was read' CODEC(ZSTD(1)),
     RowsRead UInt64 COMMENT 'Of spangrad_internal.rollout_spans: a row that is dated before the watermark may be seen after it' CODEC(ZSTD(1)),

@@ -1,10 +1,8 @@
 -- What people and dashboards read: each counts a span, a call, a conclusion once, however often it was delivered.
 
--- Spans of rollouts, each once.
-CREATE VIEW IF NOT EXISTS spangrad.spans AS SELECT * FROM spangrad_internal.rollout_spans FINAL WHERE RowKind = 'span';
+CREATE VIEW IF NOT EXISTS spangrad.spans AS SELECT * FROM spangrad_internal.rollout_spans FINAL WHERE RowKind = 'span'
+COMMENT 'Spans of rollouts, each once.';
 
--- Every span with the rollout that it belongs to: the one that it names itself, else the one that any span of its trace names, else
--- its session, its conversation, its trace. So an attribute on the root alone is enough.
 CREATE VIEW IF NOT EXISTS spangrad.rollout_spans AS
 SELECT
     multiIf(
@@ -27,41 +25,66 @@ LEFT JOIN (
         max(Mode) AS Mode, max(Attempt) AS Attempt
     FROM spangrad_internal.trace_rollouts
     GROUP BY TraceId
-) AS t ON s.TraceId = t.TraceId;
+) AS t ON s.TraceId = t.TraceId
+COMMENT 'Every span with the rollout that it belongs to: the one that it names itself, else the one that any span of its trace names, else its session, its conversation, its trace. So an attribute on the root alone is enough.';
 
--- Policy calls, each once.
-CREATE VIEW IF NOT EXISTS spangrad.calls AS SELECT *, CallId FROM spangrad_internal.calls FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.calls AS SELECT *, CallId FROM spangrad_internal.calls FINAL
+COMMENT 'Policy calls, each once.';
 
--- The newest revision of each rollout that was built; of two builders that made the same one at once, the first counts.
--- spangrad/store/datasets.py says the same as of a time.
 CREATE VIEW IF NOT EXISTS spangrad.builds AS
 SELECT RunId, BuildSpec, RolloutId, newest.1 AS Mode, newest.2 AS GroupId, newest.3 AS GroupSize, newest.4 AS TaskId, newest.5 AS Attempt,
     newest.6 AS Revision, newest.7 AS Content, newest.8 AS Calls, newest.9 AS Transitions, newest.10 AS Drops, newest.11 AS Rewards,
-    newest.12 AS Failure, newest.13 AS Watermark, newest.14 AS RowsRead, newest.15 AS IngestedAt, FirstBuiltAt
+    newest.12 AS Failure, newest.13 AS Watermark, newest.14 AS RowsRead, newest.15 AS IngestedAt, newest.16 AS InputTokens,
+    newest.17 AS OutputTokens, newest.18 AS ToolCalls, newest.19 AS FailedToolCalls, newest.20 AS AgentNames, newest.21 AS Models,
+    newest.22 AS PolicyVersions, mapFromArrays(newest.23, newest.24) AS RewardTotals, FirstBuiltAt
 FROM (
     SELECT RunId, BuildSpec, RolloutId, min(b.IngestedAt) AS FirstBuiltAt,
         argMin((Mode, GroupId, GroupSize, TaskId, Attempt, Revision, Content, Calls, Transitions, Drops, Rewards, Failure, Watermark, RowsRead,
-            b.IngestedAt),
+            b.IngestedAt, InputTokens, OutputTokens, ToolCalls, FailedToolCalls, AgentNames, Models, PolicyVersions, RewardTotals.Name,
+            RewardTotals.Value),
             (-toInt64(Revision), b.IngestedAt, Content)) AS newest
     FROM spangrad_internal.builds AS b
-    GROUP BY RunId, BuildSpec, RolloutId);
+    GROUP BY RunId, BuildSpec, RolloutId)
+COMMENT 'The newest revision of each rollout that was built; of two builders that made the same one at once, the first counts.';
 
--- Rewards of the newest build of each rollout.
 CREATE VIEW IF NOT EXISTS spangrad.rewards AS
 SELECT * FROM spangrad_internal.rewards FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds);
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds)
+COMMENT 'Rewards of the newest build of each rollout.';
 
--- Transitions of the newest build of each rollout.
 CREATE VIEW IF NOT EXISTS spangrad.transitions AS
 SELECT * FROM spangrad_internal.transitions FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds);
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds)
+COMMENT 'Transitions of the newest build of each rollout.';
 
--- Drops of the newest build of each rollout.
 CREATE VIEW IF NOT EXISTS spangrad.drops AS
 SELECT * FROM spangrad_internal.drops FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds);
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds)
+COMMENT 'Drops of the newest build of each rollout.';
 
--- Law 2 as a question, a row a rollout and build: each call that the build counted has one row, and so has each that the gateway recorded.
+CREATE VIEW IF NOT EXISTS spangrad.tool_calls AS
+SELECT * FROM spangrad_internal.tool_calls FINAL
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds)
+COMMENT 'Tool calls of the newest build of each rollout, with latency, failure, reward and the policy call that caused it.';
+
+CREATE VIEW IF NOT EXISTS spangrad.execution AS
+SELECT t.RunId AS RunId, t.Mode AS Mode, t.BuildSpec AS BuildSpec, t.GroupId AS GroupId, t.TaskId AS TaskId, t.RolloutId AS RolloutId,
+    t.Attempt AS Attempt, t.Timestamp AS Timestamp, 'llm' AS Kind, t.Model AS Name, t.AgentName AS AgentName, t.CallId AS CallId,
+    false AS Failed, CAST(NULL, 'Nullable(UInt64)') AS Duration, '' AS Input, '' AS Output, t.PromptIds AS InputIds,
+    t.ResponseIds AS OutputIds, r.Reward AS Reward, t.TraceId AS TraceId, t.SpanId AS SpanId
+FROM spangrad.transitions AS t
+LEFT JOIN (
+    SELECT RunId, RolloutId, BuildSpec, CallId, sum(toNullable(Value)) AS Reward
+    FROM spangrad.rewards
+    WHERE CallId != ''
+    GROUP BY RunId, RolloutId, BuildSpec, CallId
+) AS r ON r.RunId = t.RunId AND r.RolloutId = t.RolloutId AND r.BuildSpec = t.BuildSpec AND r.CallId = t.CallId
+UNION ALL
+SELECT RunId, Mode, BuildSpec, GroupId, TaskId, RolloutId, Attempt, Timestamp, 'tool', ToolName, AgentName, CallId,
+    Failed, Duration, Arguments, Result, [], [], Reward, TraceId, SpanId
+FROM spangrad.tool_calls
+COMMENT 'What rollouts did, in order of time: policy calls that may be trained, and tool calls, each with what went in, what came out, and its own reward.';
+
 CREATE VIEW IF NOT EXISTS spangrad.reconcile AS
 SELECT
     RunId, max(Mode) AS Mode, BuildSpec, RolloutId, max(Revision) AS Revision,
@@ -105,12 +128,12 @@ FROM (
         WHERE c.RunId = b.RunId OR (c.RunId = '' AND b.Lone)
     )
     GROUP BY RunId, BuildSpec, RolloutId, CallId)
-GROUP BY RunId, BuildSpec, RolloutId;
+GROUP BY RunId, BuildSpec, RolloutId
+COMMENT 'Law 2 as a question, a row a rollout and build: each call that the build counted has one row, and so has each that the gateway recorded.';
 
--- Names of build specifications and their revisions.
-CREATE VIEW IF NOT EXISTS spangrad.datasets AS SELECT * FROM spangrad_internal.datasets FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.datasets AS SELECT * FROM spangrad_internal.datasets FINAL
+COMMENT 'Names of build specifications and their revisions.';
 
--- Attempts of rollouts by their root spans: outcome, durations, reward; the final one where Final is 1.
 CREATE VIEW IF NOT EXISTS spangrad.attempts AS
 SELECT
     RunId, Mode, RolloutKey AS RolloutId, Attempt, Timestamp, Duration, TraceId, SpanId,
@@ -122,15 +145,50 @@ SELECT
     Attributes['spangrad.rollout.failure'] AS Failure,
     StatusCode, StatusMessage, IngestedAt
 FROM spangrad_internal.rollout_spans FINAL
-WHERE RowKind = 'span' AND SpanName = 'rollout' AND RolloutKeySource = 'rollout' AND mapContains(Attributes, 'spangrad.rollout.final');
+WHERE RowKind = 'span' AND SpanName = 'rollout' AND RolloutKeySource = 'rollout' AND mapContains(Attributes, 'spangrad.rollout.final')
+COMMENT 'Attempts of rollouts by their root spans: outcome, durations, reward; the final one where Final is 1.';
 
--- Versions of policies, each once.
-CREATE VIEW IF NOT EXISTS spangrad.policy_versions AS SELECT * FROM spangrad_internal.policy_versions FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.rollouts AS
+SELECT
+    b.RunId AS RunId, b.Mode AS Mode, b.TaskId AS TaskId, b.GroupId AS GroupId, b.GroupSize AS GroupSize, b.RolloutId AS RolloutId,
+    b.BuildSpec AS BuildSpec, b.Revision AS Revision, b.Attempt AS Attempt, greatest(a.Attempts, 1) AS Attempts,
+    if(b.Failure = '', 'succeeded', b.Failure) AS Outcome, arraySum(mapValues(b.RewardTotals)) AS Return, b.RewardTotals AS Rewards,
+    b.Calls AS Calls, b.Transitions AS Transitions, b.Drops AS Drops, b.InputTokens AS InputTokens, b.OutputTokens AS OutputTokens,
+    b.ToolCalls AS ToolCalls, b.FailedToolCalls AS FailedToolCalls, b.AgentNames AS AgentNames, b.Models AS Models,
+    b.PolicyVersions AS PolicyVersions, a.StartedAt AS StartedAt, a.Seconds AS Seconds, a.StageSeconds AS StageSeconds,
+    t.Trained AS Trained, b.FirstBuiltAt AS FirstBuiltAt, b.IngestedAt AS BuiltAt
+FROM spangrad.builds AS b
+LEFT JOIN (
+    SELECT RunId, RolloutKey AS RolloutId, uniqExactIf(Attempt, SpanName = 'rollout') AS Attempts,
+        maxIf(Timestamp, SpanName = 'rollout') AS StartedAt, argMaxIf(Duration, Attempt, SpanName = 'rollout') / 1e9 AS Seconds,
+        sumMapIf(map(SpanName, Duration / 1e9), SpanName != 'rollout') AS StageSeconds
+    FROM spangrad_internal.rollout_spans FINAL
+    PREWHERE SpanName IN ('rollout', 'init', 'run', 'evaluate') AND RowKind = 'span' AND RolloutKeySource = 'rollout'
+    WHERE if(SpanName = 'rollout', mapContains(Attributes, 'spangrad.rollout.final'), ScopeName = 'spangrad.runner')
+    GROUP BY RunId, RolloutKey
+) AS a ON a.RunId = b.RunId AND a.RolloutId = b.RolloutId
+LEFT JOIN (
+    SELECT RunId, RolloutId, BuildSpec, groupUniqArray((Policy, Branch, Version)) AS Trained
+    FROM spangrad_internal.batches FINAL
+    GROUP BY RunId, RolloutId, BuildSpec
+) AS t ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.BuildSpec = b.BuildSpec
+COMMENT 'Rollouts that were built, a row each and build specification: task, outcome, rewards, tokens, tools, time by stage, and the version that it trained.';
 
--- Rollouts of committed batches, each once.
-CREATE VIEW IF NOT EXISTS spangrad.batches AS SELECT * FROM spangrad_internal.batches FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.steps AS
+SELECT Policy, Branch, Version, Parent, RunId, Mode, BatchId, Metrics['mean_return'] AS Return, Metrics['success'] AS Success,
+    Metrics['rollouts'] AS Rollouts, Metrics['transitions'] AS Transitions, Metrics['tokens'] AS Tokens,
+    Metrics['staleness_mean'] AS Staleness, Metrics['loss'] AS Loss, Metrics['grad_norm'] AS GradNorm,
+    mapFilter((name, value) -> startsWith(name, 'seconds_'), Metrics) AS Seconds, Metrics, IngestedAt
+FROM spangrad_internal.policy_versions FINAL
+WHERE Status = 'committed' AND BatchId != ''
+COMMENT 'Training steps: a row each committed version that a batch made, with all metrics of the step.';
 
--- Rollouts that a branch has trained and that have another build now: a later revision, or one of another specification. It trains none again.
+CREATE VIEW IF NOT EXISTS spangrad.policy_versions AS SELECT * FROM spangrad_internal.policy_versions FINAL
+COMMENT 'Versions of policies, each once.';
+
+CREATE VIEW IF NOT EXISTS spangrad.batches AS SELECT * FROM spangrad_internal.batches FINAL
+COMMENT 'Rollouts of committed batches, each once.';
+
 CREATE VIEW IF NOT EXISTS spangrad.already_trained AS
 SELECT
     t.Policy AS Policy, t.Branch AS Branch, t.Version AS Version, t.BatchId AS BatchId, b.RunId AS RunId, b.Mode AS Mode, b.GroupId AS GroupId,
@@ -138,9 +196,9 @@ SELECT
     b.IngestedAt AS BuiltAt
 FROM spangrad.builds AS b
 INNER JOIN spangrad.batches AS t ON b.RunId = t.RunId AND b.RolloutId = t.RolloutId
-WHERE b.BuildSpec != t.BuildSpec OR b.Revision > t.Revision;
+WHERE b.BuildSpec != t.BuildSpec OR b.Revision > t.Revision
+COMMENT 'Rollouts that a branch has trained and that have another build now: a later revision, or one of another specification. It trains none again.';
 
--- From a checkpoint to the spans that made it, and back: filter by Policy and Version, or by SpanId.
 CREATE VIEW IF NOT EXISTS spangrad.lineage AS
 SELECT
     v.Policy AS Policy, v.Branch AS Branch, v.Version AS Version, v.Parent AS Parent, v.ParentBranch AS ParentBranch, v.Checksum AS Checksum, v.Path AS Path,
@@ -151,4 +209,5 @@ INNER JOIN spangrad_internal.batches AS b FINAL ON v.Policy = b.Policy AND v.Bra
 INNER JOIN spangrad_internal.transitions AS t FINAL ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt AND t.BuildSpec = b.BuildSpec AND t.Revision = b.Revision
     AND t.Policy = v.Policy
 WHERE (t.RunId, t.RolloutId, t.BuildSpec, t.Revision, t.Content) IN (
-    SELECT RunId, RolloutId, BuildSpec, Revision, argMin(Content, IngestedAt) FROM spangrad_internal.builds GROUP BY RunId, RolloutId, BuildSpec, Revision);
+    SELECT RunId, RolloutId, BuildSpec, Revision, argMin(Content, IngestedAt) FROM spangrad_internal.builds GROUP BY RunId, RolloutId, BuildSpec, Revision)
+COMMENT 'From a checkpoint to the spans that made it, and back: filter by Policy and Version, or by SpanId.';

@@ -20,9 +20,9 @@ PARTITION BY toYYYYMM(Timestamp)
 ORDER BY (Signal, ServiceName, ScopeName, Name, Timestamp, TraceId, SpanId)
 SETTINGS index_granularity = 1024;
 
--- What senders dropped, each span once.
 CREATE VIEW IF NOT EXISTS spangrad.dropped_attributes AS
 SELECT Signal, ServiceName, ScopeName, Name, count() AS Spans, sum(d.Attributes) AS Attributes, sum(d.Events) AS Events, sum(d.Links) AS Links,
     max(Timestamp) AS Last
 FROM spangrad_internal.dropped_attributes AS d FINAL
-GROUP BY Signal, ServiceName, ScopeName, Name;
+GROUP BY Signal, ServiceName, ScopeName, Name
+COMMENT 'What senders dropped, each span once.';

@@ -18,5 +18,5 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.batch_files (
 ) ENGINE = ReplacingMergeTree(IngestedAt)
 ORDER BY (Policy, Branch, Version, BatchId, Sha256);
 
--- Files of committed batches, each once.
-CREATE VIEW IF NOT EXISTS spangrad.batch_files AS SELECT * FROM spangrad_internal.batch_files FINAL;
+CREATE VIEW IF NOT EXISTS spangrad.batch_files AS SELECT * FROM spangrad_internal.batch_files FINAL
+COMMENT 'Files of committed batches, each once.';

@@ -34,6 +34,7 @@ SHARD_BY = {
     "rewards": _ROLLOUT,
     "transitions": _ROLLOUT,
     "drops": _ROLLOUT,
+    "tool_calls": _ROLLOUT,
     "builds": _ROLLOUT,
     "claims": _ROLLOUT,
     "batches": _ROLLOUT,

@@ -69,6 +69,7 @@ OLD = {
     "rewards": _OLD_DERIVED,
     "transitions": _OLD_DERIVED,
     "drops": _OLD_DERIVED,
+    "tool_calls": _OLD_DERIVED,
     "builds": _OLD_DERIVED,
     "claims": "IngestedAt < {cutoff}",
 }

@@ -205,6 +205,7 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
             conclude(execute, "rewards", f"rollout-{trace}", OLD_DAY, trace)
             conclude(execute, "transitions", f"rollout-{trace}", OLD_DAY, trace)
             conclude(execute, "drops", f"rollout-{trace}", OLD_DAY, trace, call="d")
+            conclude(execute, "tool_calls", f"rollout-{trace}", OLD_DAY, trace)
             conclude(execute, "builds", f"rollout-{trace}", OLD_DAY)
             commit(execute, f"rollout-{trace}")
 
@@ -217,6 +218,9 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
             "rewards": "RolloutId",
             "transitions": "RolloutId",
             "drops": "RolloutId",
+            "tool_calls": "RolloutId",
+            "rollouts": "RolloutId",
+            "steps": "Version",
             "builds": "RolloutId",
             "batches": "RolloutId",
             "policy_versions": "Version",
@@ -229,8 +233,9 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
     assert counted == {
         "spans": [f"{trace}\t{name}\t1" for trace in ("t1", "t2", "t3") for name in ("chat", "rollout")],
         "calls": ["t1\t1", "t2\t1", "t3\t1"],
-        **dict.fromkeys(("attempts", "rewards", "transitions", "drops", "builds", "batches"), each),
+        **dict.fromkeys(("attempts", "rewards", "transitions", "drops", "tool_calls", "rollouts", "builds", "batches"), each),
         "policy_versions": ["1\t1"],
+        "steps": ["1\t1"],
         "batch_files": ["1\trows.jsonl\t1"],
         "lineage": [f"1\tone\trollout-{trace}\t{trace}\t1" for trace in ("t1", "t2", "t3")],
         "already_trained": [],
@@ -245,7 +250,7 @@ def left(execute: Execute) -> dict[str, list[str]]:
     names = {
         "batches": "RolloutId",
         "policy_versions": "BatchId",
-        **dict.fromkeys(("rewards", "transitions", "drops", "builds", "claims"), "RolloutId"),
+        **dict.fromkeys(("rewards", "transitions", "drops", "tool_calls", "builds", "claims"), "RolloutId"),
     }
     return {
         table: execute(f"SELECT {names.get(table, 'TraceId')}, count() FROM {stored(table)} GROUP BY ALL ORDER BY ALL")
@@ -274,7 +279,7 @@ def rollout(execute: Execute, rollout_id: str, trace: str, day: str) -> None:
     insert(execute, "dropped_attributes", Timestamp=f"toDateTime64('{day}', 9)", TraceId=f"'{trace}'", Attributes="1")
     log(execute, trace, day)
     log(execute, "", day, rollout_id)
-    for table in ("rewards", "transitions", "drops", "builds"):
+    for table in ("rewards", "transitions", "drops", "tool_calls", "builds"):
         conclude(execute, table, rollout_id, day, trace)
 
 
@@ -322,6 +327,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
         "rewards": ["trained 1", "young 1"],
         "transitions": ["bare 1", "conversation 1", "doubted 1", "lasting 1", "revised 1", "trained 1", "young 1"],
         "drops": ["doubted 1", "trained 1", "young 1"],
+        "tool_calls": ["trained 1", "young 1"],
         "builds": ["bare 1", "conversation 1", "revised 1", "trained 1", "young 1"],
         "claims": [],
         "batches": ["bare 1", "conversation 1", "trained 1"],
@@ -336,6 +342,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
         Expired("rewards", 1),
         Expired("transitions", 1),
         Expired("drops", 1),
+        Expired("tool_calls", 1),
         Expired("builds", 1),
     ]
     assert execute("SELECT RolloutId, TraceId FROM spangrad.lineage ORDER BY ALL") == "bare\t\nconversation\tchat\ntrained\ttrained-1\n"

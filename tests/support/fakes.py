@@ -485,7 +485,7 @@ class SpanFactory:
             "name": row["SpanName"],
             "kind": 1,
             "startTimeUnixNano": str(start),
-            "endTimeUnixNano": str(start + 1000),
+            "endTimeUnixNano": str(start + row.get("Duration", 1000)),
             "attributes": [{"key": key, "value": _otlp_value(value)} for key, value in attributes.items()],
             "events": [
                 {
@@ -495,7 +495,7 @@ class SpanFactory:
                 }
                 for one in events
             ],
-            "status": {"code": {"Unset": 0, "Ok": 1, "Error": 2}[row["StatusCode"]]},
+            "status": {"code": {"Unset": 0, "Ok": 1, "Error": 2}[row["StatusCode"]], "message": row["StatusMessage"]},
         }
         resource = {"attributes": [{"key": "service.name", "value": {"stringValue": row["ServiceName"]}}]}
         return {"resource": resource, "scopeSpans": [{"scope": {"name": row["ScopeName"]}, "spans": [span]}]}

@@ -1,6 +1,6 @@
 """Writes of conclusions to the store: whole revisions, each once.
 
-In: `Built`, and its rollouts. Out: rows of rewards, transitions, drops and, last, builds. Invariants: a
+In: `Built`, and its rollouts. Out: rows of rewards, transitions, drops, tool_calls and, last, builds. Invariants: a
 revision counts for readers when its row in builds is there, and then all its rows are; unchanged conclusions are not written
 again.
 
@@ -18,7 +18,7 @@ import polars as pl
 
 from spangrad.types import transition_id
 from transition_builder.frames import Built, conform
-from transition_builder.schemas import BUILDS, DROPS, REWARDS, ROLLOUT, TRANSITIONS, Schema
+from transition_builder.schemas import BUILDS, DROPS, REWARDS, ROLLOUT, TOOL_CALLS, TRANSITIONS, Schema
 from transition_builder.source.queries import StoreReader
 
 _AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}
@@ -60,6 +60,7 @@ class Sink:
             ("rewards", fresh.rows.rewards),
             ("transitions", fresh.rows.transitions),
             ("drops", fresh.rows.drops),
+            ("tool_calls", fresh.rows.tool_calls),
             ("builds", fresh.builds),
         ):
             if rows.height:
@@ -84,18 +85,22 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
         .filter(pl.col("newest_content").is_null() | (pl.col("newest_content") != pl.col("Content")))
         .select(*ROLLOUT, "Content", Revision=(pl.col("newest").cast(pl.Int64) + 1).fill_null(0).cast(pl.UInt32))
     )
-    transitions, drops, rewards = (
-        _stamp(frame, news, schema) for frame, schema in ((built.transitions, TRANSITIONS), (built.drops, DROPS), (built.rewards, REWARDS))
+    transitions, drops, rewards, tool_calls = (
+        _stamp(frame, news, schema)
+        for frame, schema in (
+            (built.transitions, TRANSITIONS),
+            (built.drops, DROPS),
+            (built.rewards, REWARDS),
+            (built.tool_calls, TOOL_CALLS),
+        )
     )
     later = transitions.filter(pl.col("Revision") > 0)
     if later.height:
         names = [transition_id(*row) for row in later.select("CallId", "BuildSpec", "Revision").iter_rows()]
         of_later = later.select(*ROLLOUT, "CallId").with_columns(pl.Series("TransitionId", names, dtype=pl.String))
         transitions = transitions.update(of_later, on=[*ROLLOUT, "CallId"])
-    return Written(
-        Built(transitions, drops, rewards),
-        conform(_builds(rollouts.join(news, on=ROLLOUT), transitions, drops, spec, builder), BUILDS),
-    )
+    rows = Built(transitions, drops, rewards, tool_calls)
+    return Written(rows, conform(_builds(rollouts.join(news, on=ROLLOUT), rows, spec, builder), BUILDS))
 
 
 def _stamp(rows: pl.DataFrame, news: pl.DataFrame, schema: Schema) -> pl.DataFrame:
@@ -107,13 +112,29 @@ def _stamp(rows: pl.DataFrame, news: pl.DataFrame, schema: Schema) -> pl.DataFra
     return conform(whole.with_columns(at["Revision"], at["Content"]), schema)
 
 
-def _builds(rollouts: pl.DataFrame, transitions: pl.DataFrame, drops: pl.DataFrame, spec: str, builder: str) -> pl.DataFrame:
-    kept = transitions.group_by(ROLLOUT).agg(Transitions=pl.len(), Rewards=pl.col("Rewards.Value").list.len().sum())
-    dropped = drops.group_by(ROLLOUT).agg(Drops=pl.len(), named=(pl.col("CallId") != "").sum())
+def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.DataFrame:
+    kept = rows.transitions.group_by(ROLLOUT).agg(
+        Transitions=pl.len(),
+        Rewards=pl.col("Rewards.Value").list.len().sum(),
+        InputTokens=pl.col("PromptIds").list.len().sum(),
+        OutputTokens=pl.col("ResponseIds").list.len().sum(),
+        AgentNames=pl.col("AgentName").unique().sort(),
+        Models=pl.col("Model").unique().sort(),
+        PolicyVersions=pl.col("Versions.Version").list.explode().unique().sort(),
+    )
+    dropped = rows.drops.group_by(ROLLOUT).agg(Drops=pl.len(), named=(pl.col("CallId") != "").sum())
+    ran = rows.tool_calls.group_by(ROLLOUT).agg(ToolCalls=pl.len(), FailedToolCalls=pl.col("Failed").sum())
+    totals = (
+        rows.rewards.group_by(*ROLLOUT, "Name").agg(pl.col("Value").sum()).sort(*ROLLOUT, "Name").group_by(ROLLOUT, maintain_order=True)
+    ).agg(**{"RewardTotals.Name": "Name", "RewardTotals.Value": "Value"})
+    counts = ["Transitions", "Drops", "Rewards", "named", "InputTokens", "OutputTokens", "ToolCalls", "FailedToolCalls"]
+    lists = ["AgentNames", "Models", "PolicyVersions", "RewardTotals.Name", "RewardTotals.Value"]
     return (
         rollouts.join(kept, on=ROLLOUT, how="left")
         .join(dropped, on=ROLLOUT, how="left")
-        .with_columns(pl.col("Transitions", "Drops", "Rewards", "named").fill_null(0))
+        .join(ran, on=ROLLOUT, how="left")
+        .join(totals, on=ROLLOUT, how="left")
+        .with_columns(pl.col(counts).fill_null(0), pl.col(lists).fill_null([]))
         .with_columns(
             Calls=pl.col("Transitions") + pl.col("named"),
             BuildSpec=pl.lit(spec),
@@ -126,7 +147,15 @@ def _builds(rollouts: pl.DataFrame, transitions: pl.DataFrame, drops: pl.DataFra
 
 def contents(built: Built) -> pl.DataFrame:
     """Return RunId, RolloutId and Content of each rollout with conclusions; Content is independent of the order of rows."""
-    texts = [_texts(built.transitions, TRANSITIONS, "t"), _texts(built.drops, DROPS, "d"), _texts(built.rewards, REWARDS, "r")]
+    texts = [
+        _texts(rows, schema, kind)
+        for rows, schema, kind in (
+            (built.transitions, TRANSITIONS, "t"),
+            (built.drops, DROPS, "d"),
+            (built.rewards, REWARDS, "r"),
+            (built.tool_calls, TOOL_CALLS, "c"),
+        )
+    ]
     rows = pl.concat(texts)
     # As bytes: a store may hold text that is not UTF-8.
     hashes = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in rows["text"].cast(pl.Binary)]

@@ -1,0 +1,84 @@
+"""The public tables: what each says of a rollout that was built, and of a step that trained it."""
+
+from __future__ import annotations
+
+import pytest
+
+from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
+from spangrad.store.names import PUBLIC
+from tests.support import fakes
+from tests.support.built_rollouts import post, rows, settings_of
+from transition_builder.loop import build_once
+
+RUN = "public"
+VERSION = {"Policy": "public", "Branch": "main", "RunId": RUN, "BatchId": "public-1"}
+
+
+@pytest.fixture(scope="module")
+def tool(store: StoreSettings) -> str:
+    """Build a rollout of two calls with a failed tool call between them, and record a step that trained it; return the tool's span."""
+    spans = fakes.SpanFactory(run=RUN)
+    root = spans.root("told", calls=2)
+    spans.spans[-1]["Duration"] = 9 * 10**9
+    for stage, seconds in (("init", 1), ("run", 6), ("evaluate", 2)):
+        spans.span(stage, root, rollout="told", scope="spangrad.runner", Duration=seconds * 10**9)
+    spans.evaluation(root, 1.0)
+    call = spans.call(spans.client(root, rollout="told"), rollout="told", PromptIds=[1, 2, 3], ResponseIds=[4, 5])
+    spans.evaluation(call, 0.25, "step")
+    failed = {"input.value": '{"city": "rome"}', "output.value": "no such city", "tool.name": "weather"}
+    tool = spans.span(
+        "weather", root, rollout="told", kind="TOOL", status="Error", StatusMessage="unknown", Duration=250, Attributes=failed
+    )
+    spans.evaluation(tool, -0.5, "tool_error")
+    spans.call(spans.client(root, rollout="told"), rollout="told", PromptIds=[1, 2, 3, 4, 5, 6], ResponseIds=[7])
+    post(store, spans.otlp())
+    settings = settings_of(store, RUN)
+    build_once(settings)
+    with connect(store) as client:
+        batch = {**VERSION, "Version": 4, "GroupId": "g", "RolloutId": "told", "BuildSpec": settings.builder.spec}
+        client.insert("spangrad_internal.batches", [list(batch.values())], column_names=list(batch))
+        step = {**VERSION, "Version": 4, "Parent": 3, "Status": "committed", "Metrics": {"mean_return": 0.5, "seconds_train": 2.0}}
+        client.insert("spangrad_internal.policy_versions", [list(step.values())], column_names=list(step))
+    return tool
+
+
+def test_rollouts_has_a_row_with_outcome_rewards_tokens_tools_time_and_what_it_trained(store: StoreSettings, tool: str) -> None:
+    asked = (
+        "SELECT Outcome, Return, Rewards, Calls, Transitions, Drops, InputTokens, OutputTokens, ToolCalls, FailedToolCalls, PolicyVersions,"
+        f" Attempts, Seconds, StageSeconds, Trained FROM spangrad.rollouts WHERE RunId = '{RUN}'"
+    )
+    rewards, stages = {"reward": 1.0, "step": 0.25, "tool_error": -0.5}, {"evaluate": 2.0, "init": 1.0, "run": 6.0}
+    assert rows(store, asked) == [("succeeded", 0.75, rewards, 2, 2, 0, 9, 3, 1, 1, [3], 1, 9.0, stages, [("public", "main", 4)])]
+
+
+def test_tool_calls_has_latency_error_reward_and_the_call_that_caused_it(store: StoreSettings, tool: str) -> None:
+    asked = (
+        "SELECT ToolName, Arguments, Result, Failed, Error, Duration, Reward, SpanId, CallId IN"
+        f" (SELECT CallId FROM spangrad.transitions WHERE RunId = '{RUN}' AND Turn = 0) FROM spangrad.tool_calls WHERE RunId = '{RUN}'"
+    )
+    assert rows(store, asked) == [("weather", '{"city": "rome"}', "no such city", True, "unknown", 250, -0.5, tool, 1)]
+
+
+def test_execution_has_calls_and_tool_calls_in_order_of_time_with_input_output_and_reward(store: StoreSettings, tool: str) -> None:
+    columns = "Kind, Name, Input, Output, length(InputIds), OutputIds, Reward"
+    asked = f"SELECT {columns} FROM spangrad.execution WHERE RunId = '{RUN}' ORDER BY Timestamp"
+    assert rows(store, asked) == [
+        ("llm", "policy", "", "", 3, [4, 5], 0.25),
+        ("tool", "weather", '{"city": "rome"}', "no such city", 0, [], -0.5),
+        ("llm", "policy", "", "", 6, [7], None),
+    ]
+
+
+def test_steps_has_a_row_a_trained_version_with_all_metrics(store: StoreSettings, tool: str) -> None:
+    asked = f"SELECT Version, Parent, Return, Seconds, Metrics FROM spangrad.steps WHERE RunId = '{RUN}'"
+    metrics = {"mean_return": 0.5, "seconds_train": 2.0}
+    assert rows(store, asked) == [(4, 3, 0.5, {"seconds_train": 2.0}, metrics)]
+
+
+def test_every_public_table_says_what_it_holds(store: StoreSettings) -> None:
+    comments = dict(rows(store, f"SELECT name, comment FROM system.tables WHERE database = '{PUBLIC}'"))
+    assert {"attempts", "calls", "drops", "execution", "lineage", "policy_versions", "rollouts", "steps", "tool_calls", "transitions"} <= {
+        *comments
+    }
+    assert [name for name, comment in comments.items() if not comment.endswith(".")] == []
