@@ -19,6 +19,7 @@ import pytest
 from spangrad import processes
 from spangrad.settings import Settings, StoreSettings
 from tests.support.engines import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
+from tests.support.parts import files_of_part
 from tests.support.servers import running_postgres, running_store, store_settings
 from tests.support.trainers import Place
 
@@ -38,18 +39,6 @@ def _of_vllm(root: Path) -> set[str]:
     return {file.relative_to(root).as_posix() for file in files if re.search(r"^pytestmark = .*vllm", file.read_text(), re.M)}
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """Return K and N of K/N.
-
-    Raises:
-        UsageError: it is no such text, or K is not one of 1 to N.
-    """
-    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
-    if not match or int(match[1]) > int(match[2]):
-        raise pytest.UsageError(f"--part {text} is not K/N with K of 1 to N, such as 2/4")
-    return int(match[1]), int(match[2])
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--part K/N`: the K-th of N parts of the selected tests, by file."""
     parser.addoption("--part", help="K/N: the K-th of N parts of the selected tests; their files are dealt out in turn")
@@ -62,9 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     First the tests of vLLM, the longest row of tests that only one worker can take; the unit tests, the shortest, come last.
     """
     if part := config.getoption("--part"):
-        number, parts = parse_part(part)
-        files = sorted({item.path for item in items})
-        own = set(files[number - 1 :: parts])
+        own = files_of_part({item.path for item in items}, part)
         config.hook.pytest_deselected(items=[item for item in items if item.path not in own])
         items[:] = [item for item in items if item.path in own]
     of_vllm = _of_vllm(config.rootpath)

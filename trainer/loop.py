@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spangrad.errors import BadRowsError, SpangradError
+from spangrad.errors import BadRowsError
 from spangrad.selection import expression
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
@@ -34,7 +34,6 @@ from trainer.data.source import GroupReader, Loaded
 from trainer.ledger.batch_rollouts import AlreadyTrainedError
 from trainer.ledger.demand import DemandReporter
 from trainer.ledger.file_batches import has_trainers_state
-from trainer.ledger.heartbeat import beating
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.patient_store import make_patient, patient_client
@@ -53,6 +52,7 @@ from trainer.publish.lora import adapter_of, model_of
 from trainer.publish.publisher import Publisher, publisher_of
 from trainer.publish.publishing import HeadPublisher
 from trainer.shutdown import Shutdown, Stopped
+from trainer.step import StepTransaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +95,7 @@ class Trainer:
     """Holder of the step that this trainer waits for. None: it waits for no step."""
 
     def __post_init__(self) -> None:
+        self.transaction = StepTransaction(self.settings, self.ledger, self.clock, self.shutdown)
         self.demand = DemandReporter(self.settings, self.ledger, self.source.build_spec)
         self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown) if self.publisher else None
         self.batches = BatchQueue(self.settings.trainer, self.ledger, self.clock, self._publish_again)
@@ -219,17 +220,11 @@ class Trainer:
             history = [version.metrics for version in self.ledger.versions() if version.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], rule)
         try:
-            committed = self._commit(loaded, batch, facts, parent)
+            with self.transaction.undone_on_error(but=(BadRowsError, AlreadyTrainedError)):
+                committed = self._commit(loaded, batch, facts, parent)
         except (BadRowsError, AlreadyTrainedError) as error:
             self._refuse(error, loaded, batch, parent)
             return True
-        except BaseException:
-            self.shutdown.end()
-            try:
-                undo_leases(self.ledger, self.settings)
-            except (SpangradError, OSError) as error:  # the first error is raised; the next start cleans up
-                logger.warning("%s", error)
-            raise
         if committed is None:
             return False
         self.loaded = committed
@@ -290,35 +285,18 @@ class Trainer:
         return {"publish_retries": float(publishing), "store_retries": float(self.store_outage.take_retries())}
 
     def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion | None:
-        settings = self.settings.trainer
-        with self.shutdown.shielded():
-            lease = self.ledger.begin(loaded.rollouts, parent.version)
+        lease = self.transaction.begin(loaded.rollouts, parent)
         if lease is None:
             return None
-        with beating(self.ledger, lease):
+        with self.transaction.holding(lease):
             self._load(parent)
             with self.clock.stage("train"):
                 metrics = self.optimizer.step(batch)
-            with self.clock.stage("checkpoint"):
-                written = checkpoint.write(
-                    settings.directory,
-                    policy=settings.policy,
-                    branch=settings.branch,
-                    version=lease.version,
-                    parent=lease.parent,
-                    batch_id=lease.batch_id,
-                    base=Path(parent.policy_version.path),
-                    save_weights=self.optimizer.save_weights,
-                    save_state=self.optimizer.save_state,
-                    adapter=adapter_of(Path(parent.policy_version.path), settings),
-                )
+            adapter = adapter_of(Path(parent.policy_version.path), self.settings.trainer)
+            written = self.transaction.write(lease, parent, self.optimizer, adapter=adapter)
         metrics |= {**self.clock.seconds(), **facts}
         metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
-        with self.shutdown.shielded():
-            self.ledger.commit(
-                lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
-            )
-        return self.ledger.version(lease.version)
+        return self.transaction.commit(lease, written, metrics)
 
 
 def train(settings: Settings, *, follow: bool) -> None:

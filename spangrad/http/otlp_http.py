@@ -62,7 +62,7 @@ class Poster:
         if 200 <= status < 300:
             return _rejected(answer)
         reason = f"HTTP {status} {answer[:200].decode(errors='replace').strip()}"
-        # Nobody can make a span again, so that any fault of the endpoint itself is waited out.
+        # A span is made once, so that any fault of the endpoint itself is waited out.
         return OtlpRefusal(reason, retry=status in RETRIED_STATUSES or status >= 500, after_seconds=after)
 
     def _exchange(self, body: bytes) -> tuple[int, float | None, bytes]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504})
 """Statuses of a server, or of a proxy before it, that is busy or away: OTLP's own list, with 408. Every other one is
-final for a request; spans are retried on each 5xx, since nobody can make them again."""
+final for a request; spans are retried on each 5xx, since they are made once."""
 RETRY_AFTER_MOST = 30.0
 """Longest pause that a server's Retry-After is granted, in seconds."""
 

@@ -148,7 +148,7 @@ def test_a_kill_loses_nothing_and_what_comes_again_counts_once(store: Store, ask
     (tmp_path / "journals" / "first").write_bytes(journal + journal[-100:])
     store.kill()
     assert stored(asking, *called) == [count] * 2
-    assert stored(asking, *called, table="otel_traces") == [2 * count] * 2
+    assert stored(asking, *called, table="otel.otel_traces") == [2 * count] * 2
     more = names(1)[0]
     store.spans.commit([body(more)])
     store.kill()
@@ -170,7 +170,7 @@ def test_what_cannot_be_decoded_waits_until_it_can(
 
     assert store.spans.settle()
     assert stored(asking, before, bad, after) == [2, 2, 2]
-    assert stored(asking, before, bad, after, table="otel_traces") == [2, 2, 2]
+    assert stored(asking, before, bad, after, table="otel.otel_traces") == [2, 2, 2]
 
 
 def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
@@ -243,7 +243,7 @@ def test_a_view_that_takes_nothing_is_not_tried_with_every_body_again_and_again(
         store.spans.commit([body(name)])
     with foreign_view(asking, "true"):
         assert [store.spans.settle() for _ in range(5)] == [False] * 5
-        left = stored(asking, *called, table="otel_traces")
+        left = stored(asking, *called, table="otel.otel_traces")
 
     assert max(left) <= 2, "rows of the first try at most"
     assert store.spans.settle()
@@ -365,7 +365,7 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
     store.spans.commit([body(third)])
     assert store.spans.settle()
     assert stored(asking, first, second, third) == [2, 2, 2]
-    assert stored(asking, second, table="otel_traces") == [2]
+    assert stored(asking, second, table="otel.otel_traces") == [2]
 
 
 def test_what_comes_while_others_are_inserted_need_not_wait(
@@ -428,7 +428,7 @@ def test_readers_see_all_that_was_acknowledged(store: Store, engine: EmbeddedDat
         for name in names(5):
             store.spans.commit([body(name)])
             store.spans.settle()
-            if stored(handle, name, table="otel_traces") != [2]:
+            if stored(handle, name, table="otel.otel_traces") != [2]:
                 missing.append(name)
         handle.close()
 

@@ -181,7 +181,7 @@ def test_a_rollout_that_a_file_leaves_out_is_not_trained(alone: World, tmp_path:
         ("SELECT 'r' AS RolloutId, 1 AS Value, 2 AS Valeu", "a reward knows no Valeu"),
         ("SELECT 'r' AS RolloutId, 'high' AS Value", "gives Value the type String, which is no number"),
         ("SELECT RolloutId, 1 AS Value FROM otel.nowhere", "does not take"),
-        ("DROP TABLE spangrad_internal.calls", "is not one SELECT: it begins with 'DROP TABLE spangr'"),
+        ("DROP TABLE spangrad_internal.calls", "is not one SELECT: it begins with 'DROP TABLE spangrad_'"),
         ("-- only a comment", "is not one SELECT"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_version_is_a_model_directory_with_its_state_and_marker(tmp_path: Path
 def test_a_kill_before_the_rename_leaves_nothing_visible(tmp_path: Path, base: Path):
     directory = tmp_path / "policies"
     deaths = whole = 0
-    for _ in crashes(lambda _: write(directory, base), Path(checkpoint.__file__), {"write"}):
+    for _ in crashes(lambda _: write(directory, base), {checkpoint.__file__: {"write"}}):
         deaths += 1
         versions = [one for one in visible(directory) if one.endswith("/v1")]
         if versions:

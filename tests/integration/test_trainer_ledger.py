@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,7 +117,7 @@ def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(place: Place)
 
     whole = ["g1-a", "g1-b", "g2-a", "g2-b"]
     seen: set[tuple[int, int]] = set()
-    for boundary in crashes(train, Path(ledger_module.__file__), {"begin", "commit", "recover"}):
+    for boundary in crashes(train, {ledger_module.__file__: {"begin", "commit", "recover"}}):
         found, statuses = trained(boundary)
         assert found == whole[: len(found)], "a rollout was repeated or skipped"
         seen.add((len(found), statuses.count(VersionStatus.ORPHANED)))

@@ -29,29 +29,29 @@ from spangrad.settings import Settings
 CRASHED = 42
 
 
-def crashes(action: Callable[[int], object], file: Path, functions: set[str]) -> Iterator[int]:
+def crashes(action: Callable[[int], object], functions: Mapping[str, set[str]]) -> Iterator[int]:
     """Run `action` in a forked child that dies at its first boundary, then at its second, until a child lives; yield after each death.
 
-    A boundary is a line, or the return, of one of the `functions` of the source `file`. `action` is given its number, and opens its own
+    A boundary is a line, or the return, of one of the `functions`, by source file. `action` is given its number, and opens its own
     files and connections.
     """
     boundary = 0
-    while _run(action, boundary, str(file), functions) == CRASHED:
+    while _run(action, boundary, functions) == CRASHED:
         yield boundary
         boundary += 1
 
 
 def survives(action: Callable[[int], object], boundary: int) -> None:
     """Run `action` in a forked child that nothing kills, and fail when it fails."""
-    assert _run(action, boundary, "", set()) == 0
+    assert _run(action, boundary, {}) == 0
 
 
-def _run(action: Callable[[int], object], boundary: int, file: str, functions: set[str]) -> int:
+def _run(action: Callable[[int], object], boundary: int, functions: Mapping[str, set[str]]) -> int:
     child = os.fork()
     if not child:
         code = 1
         try:
-            _trace(file, functions, boundary)
+            _trace(functions, boundary)
             action(boundary)
             code = 0
         except BaseException:
@@ -64,7 +64,7 @@ def _run(action: Callable[[int], object], boundary: int, file: str, functions: s
     return code
 
 
-def _trace(file: str, functions: set[str], boundary: int) -> None:
+def _trace(functions: Mapping[str, set[str]], boundary: int) -> None:
     left = boundary
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
@@ -76,7 +76,7 @@ def _trace(file: str, functions: set[str], boundary: int) -> None:
         return local
 
     def watched(frame: FrameType, *_: Any) -> Any:
-        return local if frame.f_code.co_filename == file and frame.f_code.co_name in functions else None
+        return local if frame.f_code.co_name in functions.get(frame.f_code.co_filename, ()) else None
 
     sys.settrace(watched)
 

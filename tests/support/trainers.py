@@ -22,7 +22,7 @@ from spangrad.types import PolicyVersion, VersionStatus
 from tests.support.fakes import transition_row
 from tests.support.processes import crashes, survives
 from tests.support.sections import trainer_settings
-from trainer import loop
+from trainer import loop, step
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.ledger import Ledger
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 # A trainer whose store, optimizer and gateway are fakes: everything between them is real.
 
 SPEC = BuilderSettings().spec
+TRANSACTION = {"undone_on_error", "begin", "write", "commit"}
+"""Functions of `trainer.step` at whose every line a process may die."""
 
 
 def group(name: str) -> Group:
@@ -238,7 +240,7 @@ def die_at_every_boundary(base: Path, directory: Path) -> int:
         assert json.loads((own / "served.json").read_text())[-1] == newest.version
 
     deaths = 0
-    for boundary in crashes(train, Path(loop.__file__), {"step", "_commit"}):
+    for boundary in crashes(train, {loop.__file__: {"step", "_commit"}, step.__file__: TRANSACTION}):
         deaths += 1
         survives(go_on, boundary)
     return deaths
@@ -407,7 +409,7 @@ def die_at_every_boundary_of_finetuning(base: Path, directory: Path) -> int:
         assert [len(ledger.batch(batch or "")) for batch in batches] == [4, 4]
 
     deaths = 0
-    for boundary in crashes(train, Path(training.__file__), {"_versions", "_version", "_lease"}):
+    for boundary in crashes(train, {training.__file__: {"_versions", "_version", "_lease"}, step.__file__: TRANSACTION}):
         deaths += 1
         survives(go_on, boundary)
     return deaths

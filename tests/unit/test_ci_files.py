@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.parts import files_of_part
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,11 +30,15 @@ def test_the_weekly_jobs_parts_hold_each_slow_test_once() -> None:
     github = load(".github/workflows/weekly.yml")["jobs"]["slow"]["strategy"]["matrix"]["part"]
     (gitlab,) = load(".gitlab-ci.yml")["slow"]["parallel"]["matrix"]
     assert gitlab["PART"] == github
-    slow = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py") if "mark.slow" in path.read_text()]
+    slow = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.slow" in path.read_text()]
     assert len(slow) > 10
-    for path in slow:
-        parts = [part for part in github if path.is_relative_to(part.split()[0]) and str(path) not in re.findall(r"--ignore (\S+)", part)]
-        assert len(parts) == 1, (path, parts)
+    assert sorted(path for part in github for path in files_of_part(slow, part)) == sorted(slow)
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "1", "1/0", "a/b", "1/4/2"])
+def test_files_of_part_refuses_what_is_no_part(part: str) -> None:
+    with pytest.raises(pytest.UsageError, match="is not K/N"):
+        files_of_part([], part)
 
 
 @pytest.mark.parametrize("name", [".github/workflows/ci.yml", ".github/workflows/weekly.yml", ".gitlab-ci.yml"])

@@ -15,26 +15,24 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
-from spangrad.errors import SettingsError, SpangradError, StoreError, TrainerError
+from spangrad.errors import SettingsError, StoreError, TrainerError
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.file_batches import BatchFile, FileBatch, last_of, trained_attempts
-from trainer.ledger.heartbeat import beating
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
+from trainer.ledger.recovery import newest_version, open_ledger, prepare, prune, require_beginning
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.watching import Clock, CommittedStep, Watchers
-from trainer.publish import checkpoint
 from trainer.publish.lora import model_of
 from trainer.publish.publisher import Publisher
 from trainer.sft.examples import Example, Examples, LengthLimits, batches, digest_of, read_examples
@@ -42,6 +40,7 @@ from trainer.sft.files import ExampleFile, RolloutOrigin, find_sources
 from trainer.sft.objective import Method
 from trainer.sft.rendering import Renderer
 from trainer.shutdown import Shutdown, Stopped
+from trainer.step import StepTransaction
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -279,25 +278,18 @@ class _Run:
         end = steps.stop
         trained = [plan.examples.trained[at] for at in sorted({at for step in steps for at in plan.steps[step]})]
         file_batch = FileBatch(plan.method, plan.run, end, len(plan.steps), plan.digest, _files(plan.sources, trained))
-        try:
-            lease = self._lease(ledger, _rollouts(trained), parent, file_batch)
-            with beating(ledger, lease):
+        transaction = StepTransaction(self.settings, ledger, self.clock, self.shutdown)
+        with transaction.undone_on_error():
+            lease = self._lease(transaction, _rollouts(trained), parent, file_batch)
+            with transaction.holding(lease):
                 with self.clock.stage("train"):
                     metrics = _means([self._step(optimizer, plan, at) for at in steps]) | facts
                     metrics |= _named("held_out", self._held_out(optimizer, plan))
-                written = self._checkpoint(optimizer, plan, parent, lease, is_last=end == len(plan.steps))
+                # A whole run is not resumed.
+                written = transaction.write(lease, parent, optimizer, resumable=end < len(plan.steps))
             whole = len(plan.steps) // self.settings.finetune.epochs
             metrics |= {"epoch": end / whole, "finetune_step": float(end), "rows": float(len(trained)), **self.clock.seconds()}
-            with self.shutdown.shielded():
-                ledger.commit(
-                    lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
-                )
-        except BaseException:
-            self.shutdown.end()
-            with suppress(SpangradError, OSError):  # the first error is raised; the next start cleans up
-                undo_leases(ledger, self.settings)
-            raise
-        return ledger.version(lease.version)
+            return transaction.commit(lease, written, metrics)
 
     def _step(self, optimizer: FileOptimizer, plan: FileTrainPlan, at: int) -> dict[str, float]:
         self.shutdown.check()
@@ -307,39 +299,21 @@ class _Run:
         self.observer.stepped(at + 1, metrics)
         return metrics
 
-    def _checkpoint(
-        self, optimizer: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, lease: BatchLease, *, is_last: bool
-    ) -> checkpoint.Checkpoint:
-        trainer = self.settings.trainer
-        nothing: Callable[[Path], None] = lambda _: None  # noqa: E731
-        with self.clock.stage("checkpoint"):
-            return checkpoint.write(
-                trainer.directory,
-                policy=trainer.policy,
-                branch=trainer.branch,
-                version=lease.version,
-                parent=lease.parent,
-                batch_id=lease.batch_id,
-                base=Path(parent.policy_version.path),
-                save_weights=optimizer.save_weights,
-                save_state=nothing if is_last else optimizer.save_state,  # a whole run is not resumed
-            )
-
-    def _lease(self, ledger: Ledger, rollouts: list[BatchRollout], parent: LedgerVersion, file_batch: FileBatch) -> BatchLease:
+    def _lease(
+        self, transaction: StepTransaction, rollouts: list[BatchRollout], parent: LedgerVersion, file_batch: FileBatch
+    ) -> BatchLease:
         awaited = None
         while True:
-            with self.shutdown.shielded():
-                lease = ledger.begin(rollouts, parent.version, files=file_batch)
-            if lease:
+            if lease := transaction.begin(rollouts, parent, file_batch):
                 return lease
-            head, branch = newest_version(ledger).version, self.settings.trainer.branch
+            head, branch = newest_version(transaction.ledger).version, self.settings.trainer.branch
             if head != parent.version:
                 raise TrainerError(
                     f"branch {branch} was moved from version {parent.version} to {head} meanwhile: step {file_batch.step} of this run has "
                     "no place there. Stop the other training of that branch, go back with `spangrad policy rollback "
                     f"{self.settings.trainer.policy}@{parent.version}`, and start again."
                 )
-            holder = ledger.holder()
+            holder = transaction.ledger.holder()
             if holder and holder != awaited:
                 logger.info("%s makes a step of branch %s: waiting for its end", holder, branch)
             awaited = holder

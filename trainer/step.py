@@ -1,0 +1,132 @@
+"""Transaction of a training step, whatever it trains on: begin, write the checkpoint, commit; an error before the commit undoes it.
+
+In: what a batch uses, and what the step trained. Out: a committed version. Invariant: at every instruction the ledger knows enough to
+resume; a signal is held back while the ledger is written, and a lease that is not committed is undone, here or at the next start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from spangrad.errors import SpangradError
+from spangrad.settings import Settings
+from spangrad.weights.adapters import AdapterFacts
+from trainer.data.source import BatchRollout
+from trainer.ledger.heartbeat import beating
+from trainer.ledger.ledger import BatchLease, Ledger
+from trainer.ledger.recovery import undo_leases
+from trainer.ledger.tables import LedgerVersion
+from trainer.monitor.watching import Clock
+from trainer.publish import checkpoint
+from trainer.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    from trainer.ledger.file_batches import FileBatch
+
+logger = logging.getLogger(__name__)
+
+
+class Trained(Protocol):
+    """Optimizer whose weights and state a checkpoint takes."""
+
+    def save_weights(self, directory: Path) -> None:
+        """Write the parameters."""
+        ...
+
+    def save_state(self, directory: Path) -> None:
+        """Write the optimizer's state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepTransaction:
+    """Transactions of one trainer's steps, one at a time."""
+
+    settings: Settings
+    ledger: Ledger
+    clock: Clock
+    shutdown: Shutdown
+
+    @contextmanager
+    def undone_on_error(self, *, but: tuple[type[BaseException], ...] = ()) -> Generator[None]:
+        """Undo the leases of this process when the block fails, except by errors that the caller handles (`but`).
+
+        The process ends then: no signal interrupts what is left to do.
+        """
+        try:
+            yield
+        except but:
+            raise
+        except BaseException:
+            self.shutdown.end()
+            try:
+                undo_leases(self.ledger, self.settings)
+            except (SpangradError, OSError) as error:  # the first error is raised; the next start cleans up
+                logger.warning("%s", error)
+            raise
+
+    def begin(self, rollouts: Sequence[BatchRollout], parent: LedgerVersion, files: FileBatch | None = None) -> BatchLease | None:
+        """Lease rollouts for a step from a version. None: another step is under way, or the branch has another head by now.
+
+        Args:
+            rollouts: that the step uses.
+            parent: version that it trains.
+            files: that the step is made of. None: of rollouts alone.
+        """
+        with self.shutdown.shielded():
+            return self.ledger.begin(rollouts, parent.version, files=files)
+
+    def holding(self, lease: BatchLease) -> AbstractContextManager[None]:
+        """Return a context that keeps the lease while the step is made."""
+        return beating(self.ledger, lease)
+
+    def write(
+        self, lease: BatchLease, parent: LedgerVersion, trained: Trained, *, resumable: bool = True, adapter: AdapterFacts | None = None
+    ) -> checkpoint.Checkpoint:
+        """Write the checkpoint of the version that the lease makes.
+
+        Args:
+            lease: of the step.
+            parent: version that was trained.
+            trained: what holds the weights now.
+            resumable: write the optimizer's state too.
+            adapter: facts of the adapter. None: the weights are a whole model.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        settings = self.settings.trainer
+        with self.clock.stage("checkpoint"):
+            return checkpoint.write(
+                settings.directory,
+                policy=settings.policy,
+                branch=settings.branch,
+                version=lease.version,
+                parent=lease.parent,
+                batch_id=lease.batch_id,
+                base=Path(parent.policy_version.path),
+                save_weights=trained.save_weights,
+                save_state=trained.save_state if resumable else _nothing,
+                adapter=adapter,
+            )
+
+    def commit(self, lease: BatchLease, written: checkpoint.Checkpoint, metrics: dict[str, float]) -> LedgerVersion:
+        """Commit the version, and return it.
+
+        Raises:
+            LedgerError: the lease was lost.
+        """
+        with self.shutdown.shielded():
+            self.ledger.commit(
+                lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
+            )
+        return self.ledger.version(lease.version)
+
+
+def _nothing(directory: Path) -> None:
+    """Write no state: a whole run is not resumed."""
