@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +22,7 @@ import msgspec
 from runner.environments.wire import InstanceHeartbeat, InstanceRequest, Leased, Over
 from spangrad.agent.telemetry import bearer
 from spangrad.errors import EnvironmentsError
-from spangrad.http.async_retries import AgainError, TimeUpError, again, away, checked
+from spangrad.http.async_retries import AgainError, TimeUpError, again, away, request_once
 from spangrad.leases import BEATS, beat
 from spangrad.types import AttemptFailure, Stage
 
@@ -144,15 +143,12 @@ class EnvironmentClient:
 
     async def _ask(self, ask: InstanceRequest) -> LeasedInstance:
         began = time.monotonic()
+        status, content = await request_once(self._session, "POST", f"{self._url}/v1/leases", msgspec.json.encode(ask))
+        if status != 200:
+            detail = content.decode(errors="replace")[:500]
+            raise NoInstanceError(AttemptFailure.ENVIRONMENT, f"{self._url} gives none (HTTP {status}): {detail}")
         try:
-            async with self._session.post(f"{self._url}/v1/leases", data=msgspec.json.encode(ask)) as answer:
-                content = await checked(answer)
-                if answer.status != 200:
-                    detail = content.decode(errors="replace")[:500]
-                    raise NoInstanceError(AttemptFailure.ENVIRONMENT, f"{self._url} gives none (HTTP {answer.status}): {detail}")
             leased = msgspec.json.decode(content, type=Leased)
-        except (aiohttp.ClientError, OSError) as error:
-            raise away(error) from None
         except msgspec.DecodeError as error:
             raise NoInstanceError(AttemptFailure.ENVIRONMENT, f"{self._url} answers what is no lease: {error}") from None
         # The lease holds from the hand-out, at an unknown time after the request began: the first heartbeat is due at once.
@@ -165,15 +161,9 @@ class EnvironmentClient:
         task.add_done_callback(self._releases.discard)
 
     async def _send_release(self, lease: str) -> None:
-        async def delete() -> None:
-            try:
-                async with self._session.delete(f"{self._url}/v1/leases/{quote(lease, safe='')}") as answer:
-                    await checked(answer)
-            except (aiohttp.ClientError, OSError) as error:
-                raise away(error) from None
-
         try:
-            await again(delete, _RELEASE_SECONDS)
+            url = f"{self._url}/v1/leases/{quote(lease, safe='')}"
+            await again(lambda: request_once(self._session, "DELETE", url), _RELEASE_SECONDS)
         except TimeUpError as error:
             _logger.warning("an environment could not be given back to %s (%s): its lease runs out by itself", self._url, error)
 
@@ -181,7 +171,7 @@ class EnvironmentClient:
         held, began = list(self._held.values()), time.monotonic()
         try:
             seconds = min(instance.lease_seconds for instance in held) / BEATS
-            over = await asyncio.wait_for(self._send_heartbeat(InstanceHeartbeat(leases=[instance.lease for instance in held])), seconds)
+            over = await asyncio.wait_for(self._send_heartbeat([instance.lease for instance in held]), seconds)
         except (AgainError, TimeoutError) as error:
             _logger.warning("the environments at %s do not take heartbeats (%s)", self._url, str(error) or type(error).__name__)
             for instance in held:
@@ -195,18 +185,16 @@ class EnvironmentClient:
             else:
                 instance.heard = began
 
-    def _send_heartbeat(self, heartbeat: InstanceHeartbeat) -> Coroutine[Any, Any, set[str]]:
-        async def send() -> set[str]:
-            try:
-                async with self._session.post(f"{self._url}/v1/leases/heartbeat", data=msgspec.json.encode(heartbeat)) as answer:
-                    content = await checked(answer)
-                    if answer.status != 200:
-                        raise AgainError(f"HTTP {answer.status}: {content.decode(errors='replace')[:300]}")
-                    return set(msgspec.json.decode(content, type=Over).over)
-            except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-                raise away(error) from None
-
-        return send()
+    async def _send_heartbeat(self, leases: list[str]) -> set[str]:
+        """Renew leases; return those that the service does not hold any more."""
+        body = msgspec.json.encode(InstanceHeartbeat(leases=leases))
+        status, content = await request_once(self._session, "POST", f"{self._url}/v1/leases/heartbeat", body)
+        if status != 200:
+            raise AgainError(f"HTTP {status}: {content.decode(errors='replace')[:300]}")
+        try:
+            return set(msgspec.json.decode(content, type=Over).over)
+        except msgspec.DecodeError as error:
+            raise away(error) from None
 
     def _lose(self, instance: LeasedInstance, reason: str) -> None:
         """Mark an instance as lost; the lease is released all the same, though the service may not know it any more."""

@@ -16,7 +16,7 @@ import aiohttp
 from runner.workers.jobs import AttemptOutcome
 from spangrad.agent.reward_values import rewards_from
 from spangrad.agent.telemetry import bearer
-from spangrad.http.async_retries import TimeUpError, again, away, checked
+from spangrad.http.async_retries import TimeUpError, again, request_once
 from spangrad.types import AttemptFailure, Stage
 
 
@@ -32,7 +32,7 @@ class RewardClient:
             connections: largest number of connections.
         """
         self._url = url
-        self._headers = bearer(token)
+        self._headers = {"Content-Type": "application/json", **bearer(token)}
         self._connections = connections
         self._session: aiohttp.ClientSession
 
@@ -54,8 +54,9 @@ class RewardClient:
             body: rollout_id, attempt, task_id, input, output, environment.
             seconds: time limit of all tries together.
         """
+        sent = json.dumps(body).encode()
         try:
-            status, content = await again(lambda: self._ask(body), seconds)
+            status, content = await again(lambda: request_once(self._session, "POST", self._url, sent), seconds)
         except TimeUpError as error:
             detail = f"{Stage.EVALUATE}: not done after {seconds:g} s; {self._url} says: {error}"
             return AttemptOutcome(None, AttemptFailure.EVALUATION, detail)
@@ -73,10 +74,3 @@ class RewardClient:
         if rewards is None:
             return AttemptOutcome(None, AttemptFailure.NO_REWARD, f"{self._url} gave no reward")
         return AttemptOutcome(rewards, None)
-
-    async def _ask(self, body: Mapping[str, object]) -> tuple[int, bytes]:
-        try:
-            async with self._session.post(self._url, json=body) as answer:
-                return answer.status, await checked(answer)
-        except (aiohttp.ClientError, OSError) as error:
-            raise away(error) from None

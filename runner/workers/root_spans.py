@@ -66,14 +66,10 @@ class RootSpans:
             semconv.ROOT_SPAN_NAME,
             context=Context(),
             attributes={
-                semconv.RUN_ID: rollout.key.run_id,
-                semconv.ROLLOUT_ID: rollout.key.rollout_id,
-                semconv.ROLLOUT_MODE: rollout.mode,
-                semconv.ROLLOUT_ATTEMPT: rollout.key.attempt,
+                **_identity(rollout),
                 semconv.TASK_ID: rollout.task.task_id,
                 semconv.GROUP_ID: rollout.group_id,
                 semconv.GROUP_SIZE: rollout.group_size,
-                **_prompt(rollout),
             },
         )
 
@@ -136,19 +132,20 @@ class RootSpans:
 
 def carrier(rollout: Rollout, span: Span) -> dict[str, str]:
     """Return `traceparent` and `baggage` of an attempt."""
-    entries = {
+    carried = {name: str(value) for name, value in _identity(rollout).items()}
+    return carrier_of(with_baggage(trace.set_span_in_context(span, Context()), carried))
+
+
+def _identity(rollout: Rollout) -> dict[str, str | int]:
+    """Return the attributes that an attempt's root span and its baggage share."""
+    prompt = rollout.task.prompt
+    return {
         semconv.RUN_ID: rollout.key.run_id,
         semconv.ROLLOUT_ID: rollout.key.rollout_id,
-        semconv.ROLLOUT_MODE: str(rollout.mode),
-        semconv.ROLLOUT_ATTEMPT: str(rollout.key.attempt),
-        **{name: str(value) for name, value in _prompt(rollout).items()},
+        semconv.ROLLOUT_MODE: rollout.mode,
+        semconv.ROLLOUT_ATTEMPT: rollout.key.attempt,
+        **({} if prompt is None else {semconv.PROMPT_NAME: prompt.name, semconv.PROMPT_VERSION: prompt.version}),
     }
-    return carrier_of(with_baggage(trace.set_span_in_context(span, Context()), entries))
-
-
-def _prompt(rollout: Rollout) -> dict[str, str | int]:
-    prompt = rollout.task.prompt
-    return {} if prompt is None else {semconv.PROMPT_NAME: prompt.name, semconv.PROMPT_VERSION: prompt.version}
 
 
 def by_name(rewards: Rewards | float | None) -> Rewards | None:

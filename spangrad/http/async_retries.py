@@ -68,16 +68,20 @@ async def again(work: Callable[[], Awaitable[T]], seconds: float) -> T:
         raise TimeUpError(last) from None
 
 
-async def checked(answer: aiohttp.ClientResponse) -> bytes:
-    """Return the content of a response.
+async def request_once(session: aiohttp.ClientSession, method: str, url: str, body: bytes | None = None) -> tuple[int, bytes]:
+    """Send a request once; return status and content of its response.
 
     Raises:
-        AgainError: its status is one of RETRIED_STATUSES.
+        AgainError: the connection failed, or the status is one of RETRIED_STATUSES.
     """
-    content = await answer.read()
+    try:
+        async with session.request(method, url, data=body) as answer:
+            content = await answer.read()
+    except (aiohttp.ClientError, OSError) as error:
+        raise away(error) from None
     if answer.status in RETRIED_STATUSES:
         raise AgainError(f"HTTP {answer.status}: {content.decode(errors='replace')[:300]}", retry_after(answer.headers.get("Retry-After")))
-    return content
+    return answer.status, content
 
 
 def away(error: BaseException) -> AgainError:

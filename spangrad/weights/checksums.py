@@ -14,11 +14,12 @@ counts nothing), and the sum over all words mod 2^64 is written with its dtype: 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,17 @@ def checksum_directory(directory: Path, dtype: str | None = None) -> str:
     Raises:
         CheckpointError: there are no weights, a file is truncated or cannot be read, or the dtypes cannot be compared.
     """
-    try:
-        return _checksum_directory(directory, dtype)
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read: {error}. Restore it from a copy, or let its files be read.") from error
+    with _readable(directory):
+        adapter = adapters.adapter_facts(directory)
+        if adapter is None:
+            return _checksum(directory, _words(directory), dtype)
+        if not adapter.base.is_dir():
+            raise CheckpointError(f"{directory} adapts {adapter.base}, which is no directory here. Restore that model to where it was.")
+        base, _, total = _checksum_of_base(adapter.base, dtype, _stamp(adapter.base)).partition(":")
+        if not (directory / adapters.WEIGHTS).exists():
+            raise CheckpointError(f"{directory} holds no {adapters.WEIGHTS}. Restore it from a copy.")
+        own = _checksum(directory, _computed_with(directory, adapter.scaling, base), base).partition(":")[2]
+        return f"{base}:{(int(total, 16) + int(own, 16)) & MASK:016x}"
 
 
 def checksum_base(directory: Path, dtype: str | None = None) -> str:
@@ -58,23 +66,16 @@ def checksum_base(directory: Path, dtype: str | None = None) -> str:
     Raises:
         CheckpointError: as for `checksum_directory`.
     """
-    try:
+    with _readable(directory):
         return _checksum_of_base(directory, dtype, _stamp(directory))
+
+
+@contextlib.contextmanager
+def _readable(directory: Path) -> Generator[None]:
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}. Restore it from a copy, or let its files be read.") from error
-
-
-def _checksum_directory(directory: Path, dtype: str | None) -> str:
-    adapter = adapters.adapter_facts(directory)
-    if adapter is None:
-        return _checksum(directory, _words(directory), dtype)
-    if not adapter.base.is_dir():
-        raise CheckpointError(f"{directory} adapts {adapter.base}, which is no directory here. Restore that model to where it was.")
-    base, _, total = _checksum_of_base(adapter.base, dtype, _stamp(adapter.base)).partition(":")
-    if not (directory / adapters.WEIGHTS).exists():
-        raise CheckpointError(f"{directory} holds no {adapters.WEIGHTS}. Restore it from a copy.")
-    own = _checksum(directory, _computed_with(directory, adapter.scaling, base), base).partition(":")[2]
-    return f"{base}:{(int(total, 16) + int(own, 16)) & MASK:016x}"
 
 
 def checksum_arrays(arrays: Iterable[NDArray[np.float32]], dtype: str) -> str:

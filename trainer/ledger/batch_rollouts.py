@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from spangrad.errors import LedgerError
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.tables import BATCH_ROLLOUTS, LEASES, VERSIONS
+from trainer.ledger.tables import BATCH_ROLLOUTS, LEASES, VERSIONS, equal_to
 
 _KEYS_A_STATEMENT = 500
 
@@ -49,8 +49,8 @@ def claim(transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, 
 def claimed(transaction: sa.Connection, branch: Mapping[str, str], rollouts: Sequence[BatchRollout]) -> Iterator[tuple[Group, str]]:
     """Yield the groups of which a rollout is in a committed batch of the branch, with a sentence; a group may come more than once."""
     table = BATCH_ROLLOUTS.c
-    in_branch = [table[name] == value for name, value in branch.items()]
-    leased = sa.select(LEASES.c.batch_id).where(*(LEASES.c[name] == value for name, value in branch.items()))
+    in_branch = equal_to(BATCH_ROLLOUTS, branch)
+    leased = sa.select(LEASES.c.batch_id).where(*equal_to(LEASES, branch))
     for start in range(0, len(rollouts), _KEYS_A_STATEMENT):
         by_key = {_key(rollout): rollout for rollout in rollouts[start : start + _KEYS_A_STATEMENT]}
         query = (

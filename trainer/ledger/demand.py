@@ -25,7 +25,7 @@ from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
-from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, SKIPPED, VERSIONS
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, SKIPPED, VERSIONS, equal_to
 from trainer.outages import Outage
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,6 @@ def demand(spent: Spent, settings: TrainerSettings, lineage: Sequence[int], read
 def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
     """Read the spent groups from the ledger; groups that another specification skipped may still be trained by this one."""
     branch, run = {"policy": settings.policy, "branch": settings.branch}, {"run_id": settings.run_id, "mode": Mode.TRAIN.value}
-
-    def equal_to(table: sa.Table, facts: Mapping[str, str]) -> list[sa.ColumnElement[bool]]:
-        return [table.c[name] == value for name, value in facts.items()]
 
     committed = sa.select(VERSIONS.c.batch_id).where(
         *equal_to(VERSIONS, branch), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None)

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from spangrad.leases import shown
 from trainer.data.source import Group
-from trainer.ledger.tables import HEADS, LEASES, PINS, SKIPPED, VERSIONS, LedgerDatabase, LedgerVersion, version_of
+from trainer.ledger.tables import HEADS, LEASES, PINS, SKIPPED, VERSIONS, LedgerDatabase, LedgerVersion, equal_to, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def skipped_by(database: LedgerDatabase, group: Group) -> list[tuple[str, str, s
     key = {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
     columns = (SKIPPED.c.policy, SKIPPED.c.branch, SKIPPED.c.reason, SKIPPED.c.detail)
     with database.transaction() as transaction:
-        rows = transaction.execute(sa.select(*columns).where(*(SKIPPED.c[name] == value for name, value in key.items())).order_by(*columns))
+        rows = transaction.execute(sa.select(*columns).where(*equal_to(SKIPPED, key)).order_by(*columns))
         return [(policy, branch, reason, detail) for policy, branch, reason, detail in rows]
 
 

@@ -18,7 +18,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import Group
 from trainer.ledger.skips import FAILURES, Skip, SkipReason, bases, depends_on_versions
-from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, VERSIONS, LedgerDatabase
+from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, VERSIONS, LedgerDatabase, equal_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,7 @@ class SkippedGroups:
         with self._database.transaction() as transaction:
             restored = [row for row in self._read(transaction, reason) if not names or row.group.group_id in names]
             for row in restored:
-                key = (SKIPPED.c[name] == value for name, value in _key(row.group).items())
-                transaction.execute(SKIPPED.delete().where(*_of_branch(SKIPPED, self._branch), *key))
+                transaction.execute(SKIPPED.delete().where(*equal_to(SKIPPED, {**self._branch, **_key(row.group)})))
         return restored
 
     def remove_outdated(self, run_id: str, build_spec: str, lineage: Iterable[int]) -> dict[SkipReason, int]:
@@ -111,7 +110,7 @@ class SkippedGroups:
             build_spec: of the groups.
             lineage: the committed versions that led to the one about to be trained.
         """
-        of_run = [*_of_branch(SKIPPED, self._branch), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec]
+        of_run = equal_to(SKIPPED, {**self._branch, "run_id": run_id, "build_spec": build_spec})
         known = frozenset(lineage)
         changed = [sa.and_(SKIPPED.c.reason == reason.value, SKIPPED.c.basis != text) for reason, text in self.bases.items()]
         with self._database.transaction() as transaction:
@@ -133,7 +132,7 @@ class SkippedGroups:
         failed = (
             sa.select(SKIPPED)
             .where(
-                *_of_branch(SKIPPED, self._branch), SKIPPED.c.run_id == run_id, SKIPPED.c.reason.in_([reason.value for reason in FAILURES])
+                *equal_to(SKIPPED, self._branch), SKIPPED.c.run_id == run_id, SKIPPED.c.reason.in_([reason.value for reason in FAILURES])
             )
             .order_by(SKIPPED.c.version.desc(), SKIPPED.c.skipped_at.desc(), SKIPPED.c.group_id)
             .limit(window)
@@ -152,7 +151,7 @@ class SkippedGroups:
         """Return the version of each group of the run that the newest `window` batches have trained."""
         committed = (
             sa.select(VERSIONS.c.version, VERSIONS.c.batch_id)
-            .where(*_of_branch(VERSIONS, self._branch), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None))
+            .where(*equal_to(VERSIONS, self._branch), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None))
             .order_by(VERSIONS.c.version.desc())
             .limit(window)
             .subquery()
@@ -166,7 +165,7 @@ class SkippedGroups:
         return [version for version, *_ in connection.execute(groups)]
 
     def _read(self, connection: sa.Connection, reason: SkipReason | None) -> list[SkippedGroup]:
-        where = [*_of_branch(SKIPPED, self._branch), *([SKIPPED.c.reason == reason.value] if reason else [])]
+        where = [*equal_to(SKIPPED, self._branch), *([SKIPPED.c.reason == reason.value] if reason else [])]
         order = (SKIPPED.c.skipped_at, SKIPPED.c.run_id, SKIPPED.c.mode, SKIPPED.c.group_id)
         return [_skipped(row) for row in connection.execute(sa.select(SKIPPED).where(*where).order_by(*order)).mappings()]
 
@@ -178,10 +177,6 @@ def _key(group: Group) -> dict[str, object]:
 def _continues(lineage: Collection[int], head: int, newest: int) -> bool:
     """Return whether a lineage continues from a head only with versions newer than `newest`."""
     return head in lineage and not any(version in lineage for version in range(head + 1, newest + 1))
-
-
-def _of_branch(table: sa.Table, branch: Mapping[str, str]) -> list[sa.ColumnElement[bool]]:
-    return [table.c[name] == value for name, value in branch.items()]
 
 
 def _skipped(row: sa.RowMapping) -> SkippedGroup:

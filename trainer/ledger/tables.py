@@ -7,7 +7,7 @@ of a table is what must be unique.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +170,11 @@ def version_of(row: sa.RowMapping) -> LedgerVersion:
     status = VersionStatus(row["status"]) if row["status"] else None
     metrics = json.loads(row["metrics"])
     return LedgerVersion(facts, row["branch"], row["parent_branch"], row["run_id"], row["modes"], row["tokenizer_hash"], status, metrics)
+
+
+def equal_to(table: sa.Table, facts: Mapping[str, object]) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions that columns have these values."""
+    return [table.c[name] == value for name, value in facts.items()]
 
 
 def ledger_place(settings: TrainerSettings) -> Path | str:

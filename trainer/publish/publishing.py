@@ -110,7 +110,9 @@ class HeadPublisher:
             raise
         except GatewayError as error:
             self.outage.failed(error)
-            self._begin_retries()
+            with self._lock:
+                self._thread = threading.Thread(target=self._retry, name="publication", daemon=True)
+                self._thread.start()
             return None
 
     def look(self, held: LedgerVersion, weights: Weights) -> None:
@@ -202,11 +204,6 @@ class HeadPublisher:
         if self._settings.trainer.weight_sync.method != "transfer" or not (path / WEIGHTS).is_file():
             return None
         return lambda: _read_weights(path / WEIGHTS)
-
-    def _begin_retries(self) -> None:
-        with self._lock:
-            self._thread = threading.Thread(target=self._retry, name="publication", daemon=True)
-            self._thread.start()
 
     def _sleep(self, seconds: float) -> None:
         self._closed.wait(seconds)
