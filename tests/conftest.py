@@ -20,8 +20,11 @@ from spangrad import processes
 from spangrad.settings import Settings, StoreSettings
 from tests.support.engines import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
 from tests.support.parts import files_of_part
-from tests.support.servers import running_postgres, running_store, store_settings
+from tests.support.servers import empty_store, running_postgres, running_store, store_settings
 from tests.support.trainers import Place
+
+_stores: list[StoreSettings] = []
+"""The shared store, once a test has asked for it."""
 
 # How long an example takes says nothing where other tests run beside it.
 hypothesis.settings.register_profile("beside others", deadline=None)
@@ -80,11 +83,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
-    """A running span store, shared by the whole test run: keep apart by run, rollout and trace ids."""
+    """A running span store, shared by the whole test run and emptied before each file: keep apart by run, rollout and trace ids."""
     directory = tmp_path_factory.mktemp("store")
     settings = store_settings(directory / "data")
     with running_store(settings, directory / "store.log"):
+        _stores.append(settings)
         yield settings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _emptied_store(request: pytest.FixtureRequest) -> None:
+    """Empty the shared store before a file that uses it: builders would build the rollouts of all files before."""
+    if any("store" in item.fixturenames for item in request.session.items if item.path == request.path):  # type: ignore[attr-defined]
+        for settings in _stores:
+            empty_store(settings)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,8 @@ from collector.schema.cluster import Layout
 from collector.schema.migrations import Execute, migrate
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
+from spangrad.store.names import INTERNAL, STOCK
 
 # A real store in a process of its own, for tests: settings on free ports, started, ready, stopped.
 
@@ -36,6 +38,8 @@ import json, logging, sys
 from collector.server import serve
 from spangrad.errors import SpangradError
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
+from spangrad.store.names import INTERNAL, STOCK
 logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
 try:
     serve(StoreSettings.model_validate(json.loads(sys.argv[1])))
@@ -80,6 +84,17 @@ def running_store(settings: StoreSettings, log: Path) -> Generator[Child]:
         yield child
     finally:
         child.stop(grace_seconds=5)
+
+
+def empty_store(settings: StoreSettings) -> None:
+    """Delete all rows of a running store."""
+    with connect(settings) as client:
+        filled = client.query(
+            "SELECT concat(database, '.', name) FROM system.tables"
+            f" WHERE database IN {(STOCK, INTERNAL)} AND total_rows > 0 AND name != 'schema_migrations'"
+        )
+        for (table,) in filled.result_rows:
+            client.command(f"TRUNCATE TABLE {table}")
 
 
 def store_answers(settings: StoreSettings) -> bool:
