@@ -100,11 +100,16 @@ def stop_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
             process.wait(grace_seconds)
         except subprocess.TimeoutExpired:
             pass
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    kill_group(process.pid)
     process.wait()
+
+
+def kill_group(leader: int) -> None:
+    """Send SIGKILL to what is left of a process group; safe to call in a signal handler."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nothing is left of it
 
 
 def die_with_parent() -> None:

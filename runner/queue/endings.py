@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from msgspec.structs import replace
 
 from runner.queue.rows import chunks
 from runner.queue.tables import ATTEMPTS, ENDED, GROUPS, ROLLOUTS
@@ -163,20 +164,20 @@ def _under_way(row: Mapping[str, Any] | None, attempt: int) -> bool:
 def _answer(ending: Ending, row: Mapping[str, Any] | None, before: sa.RowMapping | None) -> AttemptReceipt:
     """Build the result for an attempt that is not running."""
     name = f"attempt {ending.attempt} of rollout {ending.rollout_id}"
+    receipt = AttemptReceipt(
+        rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(row["state"]) if row is not None else None
+    )
     if row is None:
-        refused = f"the queue has no rollout {ending.rollout_id}. Lease one before you end it."
-        return AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=None, refused=refused)
+        return replace(receipt, refused=f"the queue has no rollout {ending.rollout_id}. Lease one before you end it.")
     if before is None:
         refused = f"{name} has not been handed out: the newest is {row['attempt']}. Lease one before you end it."
-        return AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(row["state"]), refused=refused)
+        return replace(receipt, refused=refused)
     if ending.same(before):
-        return AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(before["state"]))
+        return replace(receipt, state=RolloutState(before["state"]))
     how = f"failed ({before['reason']}: {before['detail']})" if before["reason"] else "succeeded"
     newest = f"; attempt {row['attempt']} is {row['state']}" if row["attempt"] != ending.attempt else ""
-    return AttemptReceipt(
-        rollout_id=ending.rollout_id,
-        attempt=ending.attempt,
-        state=RolloutState(row["state"]),
+    return replace(
+        receipt,
         refused=f"{name} is over: it {how}{newest}. What is told of it now counts for nothing.",
         ended=AttemptFailure(before["reason"]) if before["reason"] else None,
     )

@@ -6,12 +6,7 @@ request with the baggage of an attempt that is pinned to a version of the prompt
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import TypeVar
-
 import msgspec
-import sqlalchemy as sa
 from aiohttp import web
 
 from runner.queue import prompt_rows
@@ -20,8 +15,6 @@ from runner.queue.service import Service
 from spangrad import semconv
 from spangrad.agent.propagation import baggage_of
 from spangrad.http.server import answer, body, refusal
-
-T = TypeVar("T")
 
 
 class PromptAnswers:
@@ -44,7 +37,7 @@ class PromptAnswers:
 
     async def listed(self, request: web.Request) -> web.Response:
         """List each prompt in its published version, or in its newest if none is published."""
-        return answer(await self._read(prompt_rows.newest))
+        return answer(await self._service.read(prompt_rows.newest))
 
     async def get(self, request: web.Request) -> web.Response:
         """Return one version of a prompt."""
@@ -61,12 +54,12 @@ class PromptAnswers:
     async def versions(self, request: web.Request) -> web.Response:
         """Return every version of a prompt."""
         name = request.match_info["name"]
-        return answer(await self._read(lambda connection: prompt_rows.versions(connection, name)))
+        return answer(await self._service.read(lambda connection: prompt_rows.versions(connection, name)))
 
     async def edits(self, request: web.Request) -> web.Response:
         """Return the edits that searches have made of a prompt."""
         name, search = request.match_info["name"], request.query.get("search")
-        return answer(await self._read(lambda connection: prompt_rows.edits(connection, name, search)))
+        return answer(await self._service.read(lambda connection: prompt_rows.edits(connection, name, search)))
 
     async def put(self, request: web.Request) -> web.Response:
         """Store a text as a version."""
@@ -78,19 +71,12 @@ class PromptAnswers:
     async def _find(self, request: web.Request) -> PromptRow | web.Response:
         name = request.match_info["name"]
         version = _version(request, name)
-        prompt = await self._read(lambda connection: prompt_rows.get(connection, name, version))
+        prompt = await self._service.read(lambda connection: prompt_rows.get(connection, name, version))
         if prompt is not None:
             return prompt
         which = "is published" if version is None else f"has version {version}"
         sentence = f"no prompt {name} {which}. `spangrad prompt list` shows what there is, `spangrad prompt put {name} FILE` makes it."
         return refusal(404, sentence)
-
-    async def _read(self, work: Callable[[sa.Connection], T]) -> T:
-        def read() -> T:
-            with self._service.database.reading() as connection:
-                return work(connection)
-
-        return await asyncio.to_thread(read)
 
 
 def _version(request: web.Request, name: str) -> int | None:

@@ -182,7 +182,7 @@ class Service:
                 lost.append(key)
         if not lost:
             return AttemptReceipts(results=[])
-        results = await self._read(lambda connection: over(connection, lost))
+        results = await self.read(lambda connection: over(connection, lost))
         if len(results) < len(lost):  # handed out in a transaction whose commit failed
             await self._rebuild()
         return AttemptReceipts(results=results)
@@ -196,7 +196,7 @@ class Service:
             if running := self._running.get(key):
                 self._take([replace(running, lease_seconds=asked.seconds)], fresh=True)
         lost = [key for key in keys if key not in self._running]
-        return AttemptReceipts(results=await self._read(lambda connection: over(connection, lost)) if lost else [])
+        return AttemptReceipts(results=await self.read(lambda connection: over(connection, lost)) if lost else [])
 
     async def complete(self, asked: Complete) -> AttemptReceipts:
         """End attempts that succeeded."""
@@ -228,7 +228,7 @@ class Service:
 
     async def purge(self, asked: Purge) -> Purged:
         """Delete rollouts that ended long ago."""
-        return await purge(self._read, self._write, asked)
+        return await purge(self.read, self._write, asked)
 
     async def want(self, run_id: str, branch_demand: DemandRequest) -> DemandState:
         """Set the demand of a branch; return the demand for the run."""
@@ -236,11 +236,11 @@ class Service:
 
     async def demand(self, run_id: str) -> DemandState:
         """Return the demand for a run."""
-        return await self._read(lambda connection: rows.demand(connection, run_id))
+        return await self.read(lambda connection: rows.demand(connection, run_id))
 
     async def counts(self, run_id: str | None = None) -> list[RunCounts]:
         """Count the rollouts of each run, or of one run, by state."""
-        return await self._read(lambda connection: rows.counts(connection, run_id))
+        return await self.read(lambda connection: rows.counts(connection, run_id))
 
     async def run(self, run_id: str) -> RunCounts:
         """Count the rollouts of one run, by state; an unknown run has none."""
@@ -249,12 +249,12 @@ class Service:
 
     async def rollout(self, rollout_id: str) -> QueuedRollout | None:
         """Return one rollout. None: the id is unknown."""
-        return await self._read(lambda connection: rows.rollout(connection, rollout_id))
+        return await self.read(lambda connection: rows.rollout(connection, rollout_id))
 
     async def listed(self, *, run_id: str | None, state: RolloutState | None, group_id: str | None, after: int, limit: int) -> Rollouts:
         """Return rollouts in order of arrival."""
         ask = partial(rows.listed, run_id=run_id, state=state, group_id=group_id, after=after, limit=limit)
-        rollouts, cursor = await self._read(ask)
+        rollouts, cursor = await self.read(ask)
         return Rollouts(rollouts=rollouts, cursor=cursor)
 
     async def ends(self, run_id: str, *, after: int, limit: int, wait_seconds: float) -> Rollouts:
@@ -262,7 +262,7 @@ class Service:
         end = time.monotonic() + wait_seconds
         while True:
             news = self._ends.of(run_id)
-            rollouts, cursor = await self._read(lambda connection: rows.ended(connection, run_id, after, limit))
+            rollouts, cursor = await self.read(lambda connection: rows.ended(connection, run_id, after, limit))
             if rollouts or self._stopping or not await within(news, end):
                 return Rollouts(rollouts=rollouts, cursor=cursor)
 
@@ -325,7 +325,9 @@ class Service:
             self._rebuilding = asyncio.create_task(self._rebuild_when_possible())
             raise
 
-    async def _read(self, work: Callable[[sa.Connection], T]) -> T:
+    async def read(self, work: Callable[[sa.Connection], T]) -> T:
+        """Return what a function reads from the database, beside the writes."""
+
         def read() -> T:
             with self.database.reading() as connection:
                 return work(connection)

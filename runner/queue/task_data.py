@@ -6,9 +6,7 @@ written once, however often it is uploaded; a name refers to a digest of which e
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import sqlalchemy as sa
 from msgspec import Meta, Raw
@@ -18,7 +16,6 @@ from runner.queue.tables import METADATA
 from runner.queue.wire import Name, Struct
 from spangrad.database import Database
 
-T = TypeVar("T")
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Place = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -77,6 +74,7 @@ class TaskData:
     def __init__(self, service: Service) -> None:
         """Use the database of a service."""
         self._database: Database = service.database
+        self._read = service.read
         self._writer = service.writer
 
     async def keep(self, part: UploadPart) -> NamedTasks:
@@ -116,13 +114,6 @@ class TaskData:
         ask = sa.select(NAMED.c.digest, NAMED.c.tasks).where(_named(run, name))
         row = await self._read(lambda connection: connection.execute(ask).first())
         return NamedTasks(digest=row.digest, tasks=row.tasks) if row else None
-
-    async def _read(self, work: Callable[[sa.Connection], T]) -> T:
-        def read() -> T:
-            with self._database.reading() as connection:
-                return work(connection)
-
-        return await asyncio.to_thread(read)
 
 
 def _named(run: str, name: str) -> sa.ColumnElement[bool]:

@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from runner.workers.containers import remove_of_host
 from runner.workers.slots import Slots
 from spangrad.agent.host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
-from spangrad.processes import MARK, die_with_parent, kill_marked
+from spangrad.processes import MARK, die_with_parent, kill_group, kill_marked
 from spangrad.types import AttemptFailure
 
 _START_SECONDS = 120.0
@@ -156,11 +155,11 @@ class AgentHost:
         reading = asyncio.create_task(self._read())
         code = await self._process.wait()
         self.retired = True
-        _kill_group(self._process.pid)
+        kill_group(self._process.pid)
         await asyncio.wait([reading], timeout=_DRAIN_SECONDS)
         reading.cancel()
         for leader in self._groups:
-            _kill_group(leader)
+            kill_group(leader)
         await asyncio.to_thread(kill_marked, self._mark)
         await asyncio.to_thread(remove_of_host, self._spec, self._mark)
         self._pipe.close()
@@ -210,7 +209,7 @@ class AgentHost:
         except TimeoutError:
             _logger.warning("an agent's process did not end in %g s and is killed", _END_SECONDS)
         finally:
-            _kill_group(self._process.pid)
+            kill_group(self._process.pid)
             await self.over()
 
 
@@ -230,13 +229,6 @@ class _Log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._start, size - _TAIL_BYTES))
             return log.read().decode(errors="replace").strip()
-
-
-def _kill_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # nothing is left of it
 
 
 class HostPool:

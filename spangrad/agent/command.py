@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from spangrad.agent.attempt_log import attempt_log
 from spangrad.agent.prompt_client import program_variables
 from spangrad.agent.propagation import carrier_of
 from spangrad.errors import AgentError
-from spangrad.processes import die_with_parent
+from spangrad.processes import die_with_parent, kill_group
 
 ENVIRONMENT_VARIABLE = "SPANGRAD_ENVIRONMENT"
 _INSTRUMENT = "opentelemetry-instrument"
@@ -109,7 +108,7 @@ class AgentCommand:
                 await _terminate(process)
                 raise
             finally:
-                _kill_group(process.pid)
+                kill_group(process.pid)
                 _groups.discard(process.pid)
                 self._on_group(process.pid, True)
                 tail, whole = _tail(stdout)
@@ -126,7 +125,7 @@ def _ignore_group(leader: int, ended: bool) -> None:
 def kill_groups() -> None:
     """Kill the programs of all running attempts at once; safe to call in a signal handler."""
     for leader in list(_groups):
-        _kill_group(leader)
+        kill_group(leader)
 
 
 async def variables_of(endpoint: str | None, leased: object) -> dict[str, str]:
@@ -150,13 +149,6 @@ async def _terminate(process: asyncio.subprocess.Process) -> None:
         await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
     except (ProcessLookupError, TimeoutError):
         pass  # it has ended, or the kill that follows ends it
-
-
-def _kill_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # nothing is left of it
 
 
 def _tail(stdout: IO[bytes]) -> tuple[bytes, bool]:

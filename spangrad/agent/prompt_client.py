@@ -74,7 +74,10 @@ def prompt(name: str, version: int | None = None) -> Prompt:
             # Threads of one attempt may have fetched at once: the first version that was stored counts.
             held = _first.setdefault(attempt, text.version)
             text = _texts.get((url, name, held), text)
-        _keep(_texts, (url, name, text.version), text, _TEXTS_KEPT)
+        _texts[url, name, text.version] = text
+        _texts.move_to_end((url, name, text.version))
+        while len(_texts) > _TEXTS_KEPT:
+            _texts.popitem(last=False)
         while len(_first) > _ATTEMPTS_KEPT:
             _first.popitem(last=False)
     _mark(text)
@@ -120,13 +123,6 @@ def _environment_baggage(text: str) -> dict[str, str]:
 def _pinned(name: str, carried: Mapping[str, str]) -> int | None:
     version = carried.get(PROMPT_VERSION, "") if carried.get(PROMPT_NAME) == name else ""
     return int(version) if version.isdecimal() else None
-
-
-def _keep(kept: OrderedDict[tuple[str, str, int], Prompt], key: tuple[str, str, int], value: Prompt, most: int) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    while len(kept) > most:
-        kept.popitem(last=False)
 
 
 def _mark(text: Prompt) -> None:

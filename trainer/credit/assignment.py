@@ -233,8 +233,7 @@ def require_baseline(credit: Credit, baseline: Baseline) -> None:
         others = ", ".join(repr(scheme) for scheme, baselines in BASELINES.items() if baseline in baselines)
         raise SettingsError(
             f"trainer.credit.scheme = {credit!r} does not go with trainer.credit.baseline = {baseline!r}, which compares "
-            f"{_COMPARED[baseline]}. Set trainer.credit.baseline = {takes[0]!r}, or "
-            f"trainer.credit.scheme to one of {others}."
+            f"{_COMPARED[baseline]}. Set trainer.credit.baseline = {takes[0]!r}, or trainer.credit.scheme to one of {others}."
         )
 
 

@@ -123,8 +123,7 @@ def check(settings: TrainerSettings) -> None:
     if settings.loss.kl_coef and settings.loss.reference is None and settings.model is None:
         raise SettingsError(
             f"trainer.loss.kl_coef = {settings.loss.kl_coef:g} holds the policy to a reference, and none is named. Set "
-            f"trainer.loss.reference to the "
-            "directory of its weights, or trainer.loss.kl_coef = 0."
+            "trainer.loss.reference to the directory of its weights, or trainer.loss.kl_coef = 0."
         )
     if settings.loss.kl_coef and settings.loss.reference is not None and not settings.loss.reference.is_dir():
         raise SettingsError(
@@ -139,10 +138,8 @@ def _check_overlong(settings: TrainerSettings) -> None:
     if (longest or buffer) and not 0 < buffer <= longest:
         raise SettingsError(
             f"trainer.credit.overlong_tokens = {longest} with trainer.credit.overlong_buffer = {buffer} has no meaning: a buffer lies "
-            f"within "
-            "the tokens. Set trainer.credit.overlong_tokens to the limit of a response (max_tokens) and trainer.credit.overlong_buffer to "
-            "the "
-            "tokens before it, such as 20480 and 4096, or both to 0."
+            "within the tokens. Set trainer.credit.overlong_tokens to the limit of a response (max_tokens) and "
+            "trainer.credit.overlong_buffer to the tokens before it, such as 20480 and 4096, or both to 0."
         )
 
 
@@ -169,8 +166,7 @@ def _check_estimator(settings: TrainerSettings) -> None:
     if facts.by_token and (settings.credit.scheme, settings.credit.baseline) != ("identical", "rollout"):
         raise SettingsError(
             f"trainer.credit.estimator = {settings.credit.estimator!r} gives credit to each token by itself, and trainer.credit.scheme = "
-            f"{settings.credit.scheme!r} "
-            f"with trainer.credit.baseline = {settings.credit.baseline!r} has no part in it. Leave both out."
+            f"{settings.credit.scheme!r} with trainer.credit.baseline = {settings.credit.baseline!r} has no part in it. Leave both out."
         )
     whole = {"gdpo": "the rewards of each name over whole rollouts", "remax": "returns with that of a whole greedy rollout"}
     if settings.credit.estimator in whole and (
@@ -178,9 +174,8 @@ def _check_estimator(settings: TrainerSettings) -> None:
     ):
         raise SettingsError(
             f"trainer.credit.estimator = {settings.credit.estimator!r} compares {whole[settings.credit.estimator]}, which "
-            f"trainer.credit.scheme = {settings.credit.scheme!r} "
-            f"with trainer.credit.baseline = {settings.credit.baseline!r} does not. Set trainer.credit.scheme = 'identical' and "
-            f"trainer.credit.baseline = 'rollout'."
+            f"trainer.credit.scheme = {settings.credit.scheme!r} with trainer.credit.baseline = {settings.credit.baseline!r} does not. Set "
+            "trainer.credit.scheme = 'identical' and trainer.credit.baseline = 'rollout'."
         )
 
 
@@ -208,10 +203,9 @@ def _check_loss(settings: TrainerSettings) -> None:
     ):
         raise SettingsError(
             f"trainer.loss.name = 'geo_mean' takes one advantage a rollout; trainer.credit.estimator = {settings.credit.estimator!r} with "
-            f"trainer.credit.scheme = "
-            f"{settings.credit.scheme!r} and trainer.credit.baseline = {settings.credit.baseline!r} gives its calls different ones. Set "
-            f"trainer.credit.scheme = "
-            "'identical' and trainer.credit.baseline = 'rollout', with an estimator that compares rollouts."
+            f"trainer.credit.scheme = {settings.credit.scheme!r} and trainer.credit.baseline = {settings.credit.baseline!r} gives its "
+            "calls different ones. Set trainer.credit.scheme = 'identical' and trainer.credit.baseline = 'rollout', with an estimator "
+            "that compares rollouts."
         )
     for name, value in settings.loss.options.items():
         low, high = _RANGES.get(name, (-inf, inf))
@@ -250,13 +244,10 @@ def _check_correction(settings: TrainerSettings) -> None:
 
 
 def _check_merge(settings: TrainerSettings) -> None:
-    if not settings.merge:
-        return
-    if ESTIMATORS[settings.credit.estimator].by_token:
+    if settings.merge and by_token(settings):
         raise SettingsError(
             f"trainer.credit.estimator = {settings.credit.estimator!r} takes a row for one call, and trainer.merge = true puts several in "
-            f"a row. Set "
-            "trainer.merge = false."
+            "a row. Set trainer.merge = false."
         )
 
 

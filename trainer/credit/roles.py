@@ -92,8 +92,7 @@ def missing_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> str:
         return ""
     return (
         f"no reward is of the roles in trainer.credit.reward_roles ({', '.join(roles)}): those of the batch are of {', '.join(known)}. "
-        f"Name the "
-        "policy's own as the evaluator does."
+        "Name the policy's own as the evaluator does."
     )
 
 

@@ -225,9 +225,8 @@ class BatchQueue:
         others = ", ".join(f"{count} {name.value}" for name, count in failures.reasons.items())
         raise TrainerError(
             f"{failures.count} of the last {window} groups of run {settings.run_id!r} failed ({others}), more than "
-            f"trainer.alarms.max_failed_share = {settings.alarms.max_failed_share:g} allows, most of them as {reason.value}. "
-            f"The newest is group {newest.group.group_id!r}: {newest.detail} {REMEDIES[reason]} "
-            f"`spangrad train skipped --reason {reason.value}` lists them. Once the cause is gone, "
-            f"`spangrad train restore --reason {reason.value}` brings them back; to go on without them, raise "
-            f"trainer.alarms.max_failed_share."
+            f"trainer.alarms.max_failed_share = {settings.alarms.max_failed_share:g} allows, most of them as {reason.value}. The newest is "
+            f"group {newest.group.group_id!r}: {newest.detail} {REMEDIES[reason]} `spangrad train skipped --reason {reason.value}` lists "
+            f"them. Once the cause is gone, `spangrad train restore --reason {reason.value}` brings them back; to go on without them, "
+            "raise trainer.alarms.max_failed_share."
         )

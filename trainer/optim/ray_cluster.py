@@ -165,8 +165,7 @@ def _refused(address: str | None, error: Exception) -> str:
         return f"Ray did not start on this machine ({reason}). trainer.workers.per_node = 0 trains without it."
     return (
         f"no Ray cluster let this trainer in at trainer.workers.ray_address = {address!r} ({reason}). Start one with `ray start --head`, "
-        f"and give "
-        "this process its token (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, docs/start/scaling.md)."
+        "and give this process its token (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, docs/start/scaling.md)."
     )
 
 

@@ -84,8 +84,7 @@ def require_adapters(
     if alone != (settings.weight_sync.method == "adapter"):
         raise CheckpointError(
             f"{file} was written with trainer.weight_sync.method = {'adapter' if alone else 'disk'}, and now it is "
-            f"{settings.weight_sync.method}. "
-            "Set it as it was, or begin a branch with a whole model (trainer.branch, trainer.model)."
+            f"{settings.weight_sync.method}. Set it as it was, or begin a branch with a whole model (trainer.branch, trainer.model)."
         )
     if {name: value.shape for name, value in held.items()} != {name: value.shape for name, value in kept(parameters, settings).items()}:
         raise CheckpointError(
