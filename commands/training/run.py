@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.training.agents import Command, agent_spec, on_signals
 from spangrad.agent.reward_values import total
+from spangrad.client.task_files import read_tasks
+from spangrad.client.task_store import STORED, TaskStore
 from spangrad.errors import AgentError
 from spangrad.http.readiness import await_services, needs_of_rollouts
 from spangrad.types import Mode, Task
@@ -76,8 +78,12 @@ def run(
     if follow_demand and (tasks is None or settings.queue.url is None):
         raise AgentError("--follow-demand needs --tasks FILE, and queue.url: the queue that trainers tell what they want.")
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
-    read = None if tasks is None else _read(tasks, settings)
+    # A file that cannot be read ends the command at once; tasks that the queue holds are read when it answers.
+    stored = TaskStore.of(settings) if tasks is not None and tasks.startswith(STORED) else None
+    read = None if tasks is None or stored else read_tasks(tasks)
     await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)
+    if tasks is not None and stored:
+        read = stored.read(tasks.removeprefix(STORED))
     if follow_demand and read is not None:
         asyncio.run(_follow(settings, spec, read, seed))
         return
@@ -89,13 +95,6 @@ def run(
     _explain(outcomes, settings.runner)
     if outcomes and all(outcome.failure for outcome in outcomes):
         sys.exit(1)
-
-
-def _read(tasks: str, settings: Settings) -> list[Task]:
-    from spangrad.client.task_files import read_tasks
-    from spangrad.client.task_store import STORED, TaskStore
-
-    return TaskStore.of(settings).read(tasks.removeprefix(STORED)) if tasks.startswith(STORED) else read_tasks(tasks)
 
 
 async def _follow(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], seed: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from commands.training.run import run
+from spangrad.errors import QueueError
 from tests.support.fakes import AttemptGateway, OtlpSink
 
 AGENT = """
@@ -87,3 +88,25 @@ def test_agents_that_call_nobody_are_told(capsys: pytest.CaptureFixture[str]) ->
         ["no rollout called the policy: agents find the gateway in OPENAI_BASE_URL, or in their argument `endpoint`"],
     )
     assert told(capsys, ["call", 1.0], agent="mine.py:odd") == (0, [])
+
+
+def test_run_reads_stored_tasks_after_the_services_answer_and_files_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def stop(*_: object) -> None:
+        done.append("waited")
+        raise InterruptedError
+
+    monkeypatch.setattr("commands.training.run.await_services", stop)
+    monkeypatch.setattr("commands.training.run.read_tasks", lambda tasks: done.append(f"read {tasks}"))
+    monkeypatch.setattr("spangrad.client.task_store.TaskStore.read", lambda _, name: done.append(f"read {name}"))
+    for tasks in ("tasks.jsonl", "queue:mine"):
+        with pytest.raises(InterruptedError):
+            run(agent="mine.py:odd", tasks=tasks, set_=["queue.url=http://127.0.0.1:9"])
+    assert done == ["read tasks.jsonl", "waited", "waited"]
+
+
+def test_run_refuses_stored_tasks_without_a_queue_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commands.training.run.await_services", lambda *_: pytest.fail("it waited first"))
+    with pytest.raises(QueueError, match=r"set queue\.url"):
+        run(agent="mine.py:odd", tasks="queue:mine")
