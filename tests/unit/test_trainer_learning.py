@@ -15,7 +15,7 @@ from spangrad.errors import SettingsError
 from spangrad.settings.trainer_learning import Correction
 from tests.support.sections import trainer_settings
 from trainer.credit import learning
-from trainer.data.batch import Batch, parts
+from trainer.data.batch import Batch, split, take
 
 RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
 
@@ -120,7 +120,8 @@ def numbered(real: int, padding: int) -> Batch:
 def test_parts_share_the_rows_out(real: int, padding: int, count: int, divisor: int, dice: Any):
     order = list(range(real))
     dice.shuffle(order)
-    found = parts(numbered(real, padding), order, count, divisor=divisor)
+    batch = numbered(real, padding)
+    found = [take(batch, rows, divisor=divisor) for rows in split(batch, order, count)]
     assert len(found) == min(count, real)
     assert max(one.real_rows for one in found) - min(one.real_rows for one in found) <= 1
     seen: list[int] = []

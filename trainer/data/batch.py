@@ -141,21 +141,17 @@ def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) ->
     )
 
 
-def parts(batch: Batch, order: Sequence[int], count: int, *, divisor: int = 1) -> list[Batch]:
-    """Divide a batch's rollouts among `count` optimizer steps, as evenly as their number allows; fewer where there are fewer rollouts.
+def split(batch: Batch, order: Sequence[int], count: int) -> list[NDArray[np.int64]]:
+    """Divide a batch's rollouts among `count` optimizer steps, as evenly as their number allows; return the rows of each step.
+
+    There are fewer steps where there are fewer rollouts.
 
     Args:
         batch: the whole.
-        order: a permutation of its `rollouts` rollouts, in the order of their numbers: the first part takes the first of them, with all of
+        order: a permutation of its `rollouts` rollouts, in the order of their numbers: the first step takes the first of them, with all of
             their rows.
-        count: how many parts.
-        divisor: each part gets no-op rows up to a multiple of it.
+        count: number of steps.
     """
-    return [take(batch, rows, divisor=divisor) for rows in split(batch, order, count)]
-
-
-def split(batch: Batch, order: Sequence[int], count: int) -> list[NDArray[np.int64]]:
-    """Return the rows of each of `count` optimizer steps, as `parts` divides them."""
     number = np.unique(batch.rollout[: batch.real_rows], return_inverse=True)[1]
     rows_of = np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1])
     return [np.concatenate([rows_of[at] for at in chosen]) for chosen in np.array_split(np.asarray(order, np.int64), count) if len(chosen)]
@@ -170,31 +166,7 @@ def take(batch: Batch, rows: NDArray[np.int64], *, divisor: int = 1) -> Batch:
         result[: len(rows)] = whole[rows]
         return result
 
-    def optional_rows_of(whole: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
-        return None if whole is None else rows_of(whole)
-
-    attention = rows_of(batch.attention_mask)
-    attention[len(rows) :, batch.prompts.shape[1] - 1] = 1
-    return replace(
-        batch,
-        prompts=rows_of(batch.prompts),
-        responses=rows_of(batch.responses),
-        attention_mask=attention,
-        response_mask=rows_of(batch.response_mask),
-        logprobs=rows_of(batch.logprobs),
-        advantages=rows_of(batch.advantages),
-        temperature=rows_of(batch.temperature, 1),
-        versions=rows_of(batch.versions, UNKNOWN),
-        staleness=rows_of(batch.staleness, UNKNOWN),
-        reshaped=rows_of(batch.reshaped),
-        rollout=rows_of(batch.rollout, -1),
-        group=rows_of(batch.group, -1),
-        real_rows=len(rows),
-        old_logprobs=optional_rows_of(batch.old_logprobs),
-        reference_logprobs=optional_rows_of(batch.reference_logprobs),
-        values=optional_rows_of(batch.values),
-        returns=optional_rows_of(batch.returns),
-        weights=optional_rows_of(batch.weights),
-        row_share=optional_rows_of(batch.row_share),
-        rollout_log_ratio=optional_rows_of(batch.rollout_log_ratio),
-    )
+    fills = {"temperature": 1, "versions": UNKNOWN, "staleness": UNKNOWN, "rollout": -1, "group": -1}
+    arrays = {name: rows_of(value, fills.get(name, 0)) for name, value in vars(batch).items() if isinstance(value, np.ndarray)}
+    arrays["attention_mask"][len(rows) :, batch.prompts.shape[1] - 1] = 1
+    return replace(batch, **arrays, real_rows=len(rows))

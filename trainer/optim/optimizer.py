@@ -24,7 +24,7 @@ from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
 from trainer.credit.estimators import over_tokens
 from trainer.credit.learning import check
-from trainer.data.batch import Batch, parts, split, take
+from trainer.data.batch import Batch, split, take
 from trainer.monitor import logprob_check
 from trainer.monitor.row_check import RowCheck, blame_gradient
 from trainer.optim.losses.corrected import correct, correction_metrics
@@ -232,7 +232,7 @@ class VerlOptimizer:
             return [(np.arange(batch.real_rows), batch)]
         order = torch.randperm(batch.rollouts, generator=self._order).tolist()
         count = self.settings.optim.mini_batches
-        return list(zip(split(batch, order, count), parts(batch, order, count, divisor=self.data_parallel_size), strict=True))
+        return [(rows, take(batch, rows, divisor=self.data_parallel_size)) for rows in split(batch, order, count)]
 
     def _trainable(self, batch: Batch) -> bool:
         """Return whether the gradient can differ from 0."""
