@@ -58,10 +58,10 @@ CHOSEN = f"{is_('BuildSpec', 'dataset')} AND {chosen('RunId', 'run')} AND {chose
 
 
 def newest(table: str, among: str, time: str | None = None) -> str:
-    """Return a subquery of the rows of spangrad_internal.transitions or spangrad_internal.drops in each rollout's newest revision.
+    """Return a subquery of the rows of an internal table in each rollout's newest revision.
 
     Args:
-        table: name of the table: transitions or drops.
+        table: name of the table: transitions, drops or tool_calls.
         among: condition on BuildSpec, RunId, Mode and RolloutId.
         time: column of the table that must lie in the selected time range. None: rows of any time.
     """

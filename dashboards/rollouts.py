@@ -9,7 +9,7 @@ from grafana_foundation_sdk.builders import dashboard, stat
 
 from dashboards import links, variables
 from dashboards.panels import Panel, beside, figure, over_time, rows, steps
-from dashboards.queries import IS_TOOL, TOOL_NAME, calls, newest, roots, tools
+from dashboards.queries import CHOSEN, IS_TOOL, TOOL_NAME, calls, newest, roots, tools
 from dashboards.variables import chosen, is_
 from spangrad import semconv
 
@@ -36,7 +36,7 @@ def build() -> dashboard.Dashboard:
     for panel in (_tokens(), _latency(), _errors(), _speed()):
         page = page.with_panel(panel)
     page = page.with_row(dashboard.Row("Rewards beside tools"))
-    for panel in (_rewards(), _tool_latency(), _tool_errors(), _tool_runs()):
+    for panel in (_rewards(), _tool_latency(), _tool_errors(), _tool_runs(), _tool_advantages()):
         page = page.with_panel(panel)
     return page.with_row(dashboard.Row("Which")).with_panel(_table())
 
@@ -203,6 +203,29 @@ def _tool_runs() -> Panel:
         GROUP BY time, tool
         ORDER BY time, tool"""
     return over_time("Tool runs", sql, "short", "How often agents ran each tool.", stacked=True)
+
+
+def _tool_advantages() -> Panel:
+    sql = f"""
+        SELECT t.ToolName AS tool, t.AgentName AS agent, count() AS runs, quantile(0.95)(t.Duration) AS p95, avg(t.Failed) AS failed,
+            avg(c.Advantage) AS advantage
+        FROM {newest("tool_calls", CHOSEN, "Timestamp")} AS t
+        LEFT JOIN (
+            SELECT CallId, avg(Advantage) AS Advantage
+            FROM spangrad.trained_calls
+            WHERE {chosen("Policy", "policy")} AND {chosen("RunId", "run")} AND {chosen("Mode", "mode")}
+            GROUP BY CallId
+        ) AS c ON c.CallId = t.CallId
+        GROUP BY tool, agent
+        ORDER BY tool, agent"""
+    return rows(
+        "Advantage beside tools",
+        sql,
+        "A row a tool and the agent that ran it. advantage: mean of what training gave the calls that caused its runs; none: no such call"
+        " was trained.",
+        units={"runs": "short", "p95": "ns", "failed": "percentunit", "advantage": "short"},
+        height=8,
+    )
 
 
 def _table() -> Panel:

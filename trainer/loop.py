@@ -57,6 +57,8 @@ from trainer.step import StepTransaction
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import polars as pl
+
 logger = logging.getLogger(__name__)
 
 _LOOK_SHARE = 0.05
@@ -214,14 +216,16 @@ class Trainer:
         settings, rows = self.settings.trainer, self.optimizer.data_parallel_size
         with self.clock.stage("credit"):
             lineage = self.ledger.lineage()
-            batch, facts = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash)
+            batch, facts, calls = assemble(
+                loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash
+            )
             facts |= measures(loaded, settings, lineage) | self.demand.figures() | self._retries() | self.batches.figures()
             rule = alarms.GamingRule.of(settings)
             history = [version.metrics for version in self.ledger.versions() if version.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], rule)
         try:
             with self.transaction.undone_on_error(but=(BadRowsError, AlreadyTrainedError)):
-                committed = self._commit(loaded, batch, facts, parent)
+                committed = self._commit(loaded, batch, facts, calls, parent)
         except (BadRowsError, AlreadyTrainedError) as error:
             self._refuse(error, loaded, batch, parent)
             return True
@@ -284,7 +288,9 @@ class Trainer:
         publishing = self.publishing.outage.take_retries() if self.publishing else 0
         return {"publish_retries": float(publishing), "store_retries": float(self.store_outage.take_retries())}
 
-    def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion | None:
+    def _commit(
+        self, loaded: Loaded, batch: Batch, facts: dict[str, float], calls: pl.DataFrame, parent: LedgerVersion
+    ) -> LedgerVersion | None:
         lease = self.transaction.begin(loaded.rollouts, parent)
         if lease is None:
             return None
@@ -293,7 +299,7 @@ class Trainer:
             with self.clock.stage("train"):
                 metrics = self.optimizer.step(batch)
             adapter = adapter_of(Path(parent.policy_version.path), self.settings.trainer)
-            written = self.transaction.write(lease, parent, self.optimizer, adapter=adapter)
+            written = self.transaction.write(lease, parent, self.optimizer, calls=calls, adapter=adapter)
         metrics |= {**self.clock.seconds(), **facts}
         metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
         return self.transaction.commit(lease, written, metrics)

@@ -26,6 +26,8 @@ from trainer.publish import checkpoint
 from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from trainer.ledger.file_batches import FileBatch
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,14 @@ class StepTransaction:
         return beating(self.ledger, lease)
 
     def write(
-        self, lease: BatchLease, parent: LedgerVersion, trained: Trained, *, resumable: bool = True, adapter: AdapterFacts | None = None
+        self,
+        lease: BatchLease,
+        parent: LedgerVersion,
+        trained: Trained,
+        *,
+        resumable: bool = True,
+        calls: pl.DataFrame | None = None,
+        adapter: AdapterFacts | None = None,
     ) -> checkpoint.Checkpoint:
         """Write the checkpoint of the version that the lease makes.
 
@@ -95,12 +104,20 @@ class StepTransaction:
             parent: version that was trained.
             trained: what holds the weights now.
             resumable: write the optimizer's state too.
+            calls: that the step trained, with their advantages. None: it trained files.
             adapter: facts of the adapter. None: the weights are a whole model.
 
         Raises:
             CheckpointError: it cannot be written.
         """
         settings = self.settings.trainer
+
+        def save_state(directory: Path) -> None:
+            if resumable:
+                trained.save_state(directory)
+            if calls is not None:
+                calls.write_parquet(directory / checkpoint.TRAINED_CALLS)
+
         with self.clock.stage("checkpoint"):
             return checkpoint.write(
                 settings.directory,
@@ -111,7 +128,7 @@ class StepTransaction:
                 batch_id=lease.batch_id,
                 base=Path(parent.policy_version.path),
                 save_weights=trained.save_weights,
-                save_state=trained.save_state if resumable else _nothing,
+                save_state=save_state,
                 adapter=adapter,
             )
 
@@ -126,7 +143,3 @@ class StepTransaction:
                 lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
             )
         return self.ledger.version(lease.version)
-
-
-def _nothing(directory: Path) -> None:
-    """Write no state: a whole run is not resumed."""

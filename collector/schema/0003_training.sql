@@ -226,6 +226,26 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.policy_versions (
 ) ENGINE = ReplacingMergeTree(IngestedAt)
 ORDER BY (Policy, Branch, Version);
 
+-- Calls that a committed batch trained, with the advantage that each was given.
+CREATE TABLE IF NOT EXISTS spangrad_internal.trained_calls (
+    Policy LowCardinality(String) CODEC(ZSTD(1)),
+    Branch LowCardinality(String) CODEC(ZSTD(1)),
+    BatchId String CODEC(ZSTD(1)),
+    Version UInt64 COMMENT 'That the batch made' CODEC(ZSTD(1)),
+    RunId LowCardinality(String) CODEC(ZSTD(1)),
+    Mode LowCardinality(String) CODEC(ZSTD(1)),
+    GroupId String CODEC(ZSTD(1)),
+    RolloutId String CODEC(ZSTD(1)),
+    Attempt UInt16 CODEC(ZSTD(1)),
+    Turn UInt32 CODEC(ZSTD(1)),
+    CallId String CODEC(ZSTD(1)),
+    Advantage Nullable(Float32) COMMENT 'Of the call; NULL: the estimator gave each token its own' CODEC(ZSTD(1)),
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
+    INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
+) ENGINE = ReplacingMergeTree(IngestedAt)
+ORDER BY (Policy, Branch, Version, BatchId, RunId, GroupId, RolloutId, Attempt, CallId)
+SETTINGS index_granularity = 1024;
+
 -- Rollouts that a committed batch used, or that rows of its files came from.
 CREATE TABLE IF NOT EXISTS spangrad_internal.batches (
     Policy LowCardinality(String) CODEC(ZSTD(1)),

@@ -186,6 +186,9 @@ COMMENT 'Training steps: a row each committed version that a batch made, with al
 CREATE VIEW IF NOT EXISTS spangrad.policy_versions AS SELECT * FROM spangrad_internal.policy_versions FINAL
 COMMENT 'Versions of policies, each once.';
 
+CREATE VIEW IF NOT EXISTS spangrad.trained_calls AS SELECT * FROM spangrad_internal.trained_calls FINAL
+COMMENT 'Calls that a committed batch trained, each once, with the advantage that was used.';
+
 CREATE VIEW IF NOT EXISTS spangrad.batches AS SELECT * FROM spangrad_internal.batches FINAL
 COMMENT 'Rollouts of committed batches, each once.';
 

@@ -38,6 +38,7 @@ SHARD_BY = {
     "builds": _ROLLOUT,
     "claims": _ROLLOUT,
     "batches": _ROLLOUT,
+    "trained_calls": _ROLLOUT,
     "datasets": "cityHash64(Name)",
     "batch_files": "cityHash64(Policy, Branch)",
     "policy_versions": "cityHash64(Policy, Branch)",

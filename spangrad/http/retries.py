@@ -5,6 +5,8 @@ In: a response's status and headers. Out: whether to try again, and after how lo
 
 from __future__ import annotations
 
+import math
+
 RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504})
 """Statuses of a server, or of a proxy before it, that is busy or away: OTLP's own list, with 408. Every other one is
 final for a request; spans are retried on each 5xx, since they are made once."""
@@ -15,6 +17,7 @@ RETRY_AFTER_MOST = 30.0
 def retry_after(header: str | None) -> float | None:
     """Return the pause that a Retry-After header asks for, in seconds. None: no header, or a date, and the client's own pauses apply."""
     try:
-        return min(max(float(header or ""), 0.0), RETRY_AFTER_MOST)
+        seconds = float(header or "")
     except ValueError:
         return None
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), RETRY_AFTER_MOST)

@@ -28,7 +28,7 @@ MATCHING = [
         "rollout_spans",
         "'span' AS RowKind, 'rollout' AS SpanName, 'rollout' AS RolloutKeySource, map('spangrad.rollout.final', 'true') AS Attributes",
     ),
-    ("policy_versions", "'p' AS Policy, 'b' AS Branch, 1 AS Version, 'x' AS BatchId"),
+    ("policy_versions", "'p' AS Policy, 'b' AS Branch, 1 AS Version, 'x' AS BatchId, 'committed' AS Status"),
     (
         "batches",
         "'p' AS Policy, 'b' AS Branch, 1 AS Version, 'x' AS BatchId,"

@@ -55,6 +55,16 @@ FILL = {
             intDiv(r, {BATCH}) AS Version, {_IDS}, ['reward'] AS `Rewards.Name`, [rand() % 2] AS `Rewards.Value`,
             ['runner'] AS `Rewards.Source`
         {_each(CALLS)}""",
+    "tool_calls": f"""
+        SELECT {_RUN} AS RunId, 'train' AS Mode, 'spec' AS BuildSpec, {_GROUP} AS GroupId, {_ROLLOUT} AS RolloutId, 1 AS Content,
+            n AS Position, concat('tool ', toString(n)) AS ToolName, toString(r * {CALLS} + n) AS CallId, {_TIME} AS Timestamp,
+            rand() % 1000000000 AS Duration, rand() % 50 = 0 AS Failed
+        {_each(CALLS)}""",
+    "trained_calls": f"""
+        SELECT 'policy' AS Policy, 'main' AS Branch, toString(Version) AS BatchId, intDiv(r, {BATCH}) + 1 AS Version, {_RUN} AS RunId,
+            'train' AS Mode, {_GROUP} AS GroupId, {_ROLLOUT} AS RolloutId, n AS Turn, toString(number) AS CallId,
+            toFloat32(rand() % 3) - 1 AS Advantage, {_TIME} AS IngestedAt
+        {_each(CALLS)}""",
     "drops": f"""
         SELECT {_RUN} AS RunId, 'train' AS Mode, 'spec' AS BuildSpec, {_GROUP} AS GroupId, {_ROLLOUT} AS RolloutId, 1 AS Content,
             toString(r) AS CallId, {_TIME} AS Timestamp, Timestamp AS IngestedAt, 'incomplete' AS Reason

@@ -44,7 +44,7 @@ def test_success_rises_against_greedy_rollouts(tiny_model: Path):
                 facts = {"Mode": mode, "GroupId": f"g{city}", "Version": step, **said}
                 into.append(transition_row(f"{city}-{i}", rewards=(float(token == right),), **facts))
         loaded = Loaded([], pl.DataFrame(rows), pl.DataFrame(greedy))
-        batch, metrics = assemble(loaded, SETTINGS, estimator(SETTINGS), lineage=[step], divisor=1)
+        batch, metrics, _ = assemble(loaded, SETTINGS, estimator(SETTINGS), lineage=[step], divisor=1)
         greedy_returns.append(metrics["greedy_return"])
         assert engine.step(batch)["logprob_gap_max"] < 1e-4
     by_step = np.array(success).reshape(STEPS, -1).mean(axis=1)

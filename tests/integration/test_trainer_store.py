@@ -307,6 +307,9 @@ def test_once_end_to_end(settings: Settings, world: BuiltRollouts, tiny_model: P
     ]
     lineage = "SELECT Version, Parent, RolloutId, SpanId FROM spangrad.lineage WHERE Branch = %(run)s ORDER BY RolloutId"
     assert world.rows(lineage) == [(1, 0, name, f"SpanId-{run}-{name}") for name in ("a-0", "a-1", "b-0", "b-1")]
+    of_b = "spangrad.trained_calls WHERE Branch = %(run)s AND GroupId = 'b'"
+    credit = f"SELECT Version, RolloutId, Turn, Advantage > 0 FROM {of_b} ORDER BY RolloutId"
+    assert world.rows(credit) == [(1, "b-0", 0, 1), (1, "b-1", 0, 0)]
     assert "1 groups are skipped (one_rollout): alone" in caplog.text
 
     train(settings, follow=False)
@@ -320,11 +323,13 @@ def test_the_copy_in_the_store_catches_up_with_the_ledger(settings: Settings, wo
     train(settings, follow=False)
     world.client.command(f"DELETE FROM spangrad_internal.policy_versions WHERE Branch = '{run}'")
     world.client.command(f"DELETE FROM spangrad_internal.batches WHERE Branch = '{run}' AND RolloutId = 'a-0'")
+    world.client.command(f"DELETE FROM spangrad_internal.trained_calls WHERE Branch = '{run}'")
     ledger = Ledger(settings.trainer.directory, "policy", run)
     mirror = Mirror(world.client, settings.store.url, ledger)
     assert (mirror.catch_up(), mirror.catch_up()) == (2, 0)
     ledger.close()
-    assert world.rows("SELECT count() FROM spangrad.lineage WHERE Branch = %(run)s") == [(4,)]
+    for table in ("lineage", "trained_calls"):
+        assert world.rows(f"SELECT count() FROM spangrad.{table} WHERE Branch = %(run)s") == [(4,)]
 
 
 def test_the_command_follows_until_it_is_told_to_stop(settings: Settings, world: BuiltRollouts, run: str, tmp_path: Path):

@@ -103,7 +103,7 @@ async def test_a_cancelled_rollout_ends_in_its_worker_and_has_its_root(tmp_path:
             assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in here.roots().items()} == {
                 ("r0", 0): ("cancelled", True)
             }
-            await asyncio.to_thread(wait_until, lambda: not here.processes(), 10, "the end of the agent's programs")
+            await asyncio.to_thread(wait_until, lambda: not here.processes(), 60, "the end of the agent's programs")
 
 
 async def test_the_roots_of_a_worker_that_died_are_written_by_others(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ async def test_the_roots_of_a_worker_that_died_are_written_by_others(tmp_path: P
                 await asyncio.to_thread(wait_until, lambda key=key: key in here.gateway.announced, 30, "an attempt")
                 kill(worker.process.pid)
                 worker.process.wait()
-            await asyncio.to_thread(wait_until, lambda: not here.processes(), 10, "the end of the agent's programs")
+            await asyncio.to_thread(wait_until, lambda: not here.processes(), 60, "the end of the agent's programs")
             assert (await client.ended("run", wait_seconds=20)).rollouts[0].state is RolloutState.DEAD
             here.start_worker()
             await asyncio.to_thread(here.sink.wait_for, lambda: ("r0", 1) in here.roots(), 30)

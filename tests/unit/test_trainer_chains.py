@@ -73,7 +73,7 @@ def test_a_batch_for_an_estimator_of_tokens_leaves_advantages_to_the_engine():
     def never(_: object) -> object:
         raise AssertionError
 
-    batch, facts = assemble(loaded, trainer_settings(estimator="gae", max_tokens_per_device=9), never, lineage=[0], divisor=4)  # type: ignore[arg-type]
+    batch, facts, _ = assemble(loaded, trainer_settings(estimator="gae", max_tokens_per_device=9), never, lineage=[0], divisor=4)  # type: ignore[arg-type]
     assert batch.chains is not None
     assert (batch.chains.rollout.tolist(), batch.chains.rewards.tolist()) == ([0, 0, 1], [0, 6, 1])
     assert not batch.advantages.any()

@@ -88,7 +88,7 @@ def test_masked_truncated_calls_stay_in_the_baseline(truncated: Any, trained: in
         return units.values - units.values.mean()
 
     settings = trainer_settings(truncated=truncated)
-    batch, metrics = assemble(loaded, settings, against_the_mean, lineage=[0], divisor=1)
+    batch, metrics, _ = assemble(loaded, settings, against_the_mean, lineage=[0], divisor=1)
     assert metrics["transitions"] == batch.real_rows == trained
     assert metrics["masked_truncated"] == 4 - trained
     assert metrics["return_std"] == pytest.approx((1 / 6) ** 0.5)

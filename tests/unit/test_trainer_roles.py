@@ -134,7 +134,7 @@ def test_reward_roles_give_each_policy_of_a_game_its_own_return_and_advantage_fr
         own = loaded.own(policy, settings.selection)
         values = advantages(counted, own, CreditRule.of(settings), normalise=group_relative).to_list()
         assert values == pytest.approx([value for value in expected for _ in range(2)], rel=1e-5)
-        _, metrics = assemble(loaded, settings, estimator(settings), lineage=[3], divisor=1)
+        _, metrics, _ = assemble(loaded, settings, estimator(settings), lineage=[3], divisor=1)
         assert (metrics["mean_return"], metrics["transitions"]) == (-0.5 if policy == "black" else 0.5, 8)
         assert measures(loaded, settings, [3])["success"] == (0.25 if policy == "black" else 0.75)
     both = Loaded(batch_rollouts, transitions)

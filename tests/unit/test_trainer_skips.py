@@ -118,8 +118,10 @@ def test_find_skips_of_one_odd_call_among_many_skips_nothing(odd: dict[str, obje
     lineage, chosen = (0, 1, 2, 3, 4, 5), changed(SETTINGS, {"max_staleness": 2})
     assert find_skips([GROUP], loaded(rows), chosen, lineage=lineage, tokenizer_hash="tokenizer") == {}
     own = {"lineage": lineage, "tokenizer_hash": "tokenizer"}
-    batch, facts = assemble(loaded(rows), chosen, lambda units: units.values - units.values.mean(), divisor=1, **own)  # type: ignore[arg-type]
+    batch, facts, calls = assemble(loaded(rows), chosen, lambda units: units.values - units.values.mean(), divisor=1, **own)  # type: ignore[arg-type]
     assert (batch.real_rows, facts["mean_return"]) == (63, 0.5)
+    assert calls.height == 63
+    assert calls.filter(pl.col("RolloutId") == "r3")["Advantage"].unique().to_list() == [0.5], "what the step used is what is kept"
     masked = {name: value for name, value in facts.items() if name.startswith("masked_") and value}
     (reason,) = set(masks(loaded(rows).transitions, chosen, **own).drop_nulls())  # type: ignore[arg-type]
     assert masked == {f"masked_{reason}": 1.0}
@@ -201,7 +203,7 @@ def test_batch_groups_are_numbered_as_the_rows_of_the_batch() -> None:
         for name, odd in (("z", {}), ("a", ODD[0]), ("m", {}), ("b", {}))
         for i in range(2)
     ]  # type: ignore[arg-type]
-    batch, _ = assemble(loaded(rows), SETTINGS, lambda units: units.values, lineage=(0,), divisor=4)
+    batch, _, _ = assemble(loaded(rows), SETTINGS, lambda units: units.values, lineage=(0,), divisor=4)
     groups = batch_groups(loaded(rows), SETTINGS, lineage=(0,))
     assert [groups[number].group_id if number >= 0 else None for number in batch.group] == ["z", "z", "m", "m", "b", "b", None, None]
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 import polars as pl
 
 from spangrad.settings import TrainerSettings
-from trainer.credit.assignment import GROUP, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
+from trainer.credit.assignment import GROUP, KEY, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
 from trainer.credit.learning import ESTIMATORS
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains, chains
@@ -33,8 +33,8 @@ _BOUNDS = {SkipReason.STALE: "sampling.max_staleness", SkipReason.TOO_LONG: "max
 
 def assemble(
     loaded: Loaded, settings: TrainerSettings, normalise: Normalise, *, lineage: Sequence[int], divisor: int, tokenizer_hash: str = ""
-) -> tuple[Batch, dict[str, float]]:
-    """Return the arrays of a step and its metrics.
+) -> tuple[Batch, dict[str, float], pl.DataFrame]:
+    """Return the arrays of a step, its metrics, and the calls that it trains.
 
     Masked calls (`trainer.data.masks`) are left out after the comparison, so that their rollouts still count in their group's baseline.
 
@@ -49,7 +49,8 @@ def assemble(
     Returns:
         The batch; transitions (trained calls), masked_REASON (calls) for each reason of `trainer.ledger.skips.MASKS`, sequences, tokens
         (processed), trained_tokens, merge_ratio, rollouts, groups, mean_return and return_std (weighted, over rollouts), mean_reward_NAME
-        (raw) for each reward's name, and greedy_return (weighted, over groups) where the estimator compares with it.
+        (raw) for each reward's name, and greedy_return (weighted, over groups) where the estimator compares with it. The calls, a row each:
+        `credit.KEY`, Turn, CallId and Advantage, null where the estimator gives each token its own.
 
     Raises:
         SettingsError: credit or selection has no meaning.
@@ -86,7 +87,8 @@ def assemble(
         **({} if loaded.greedy is None else {"greedy_return": transitions.unique(GROUP)["Greedy"].to_numpy().mean()}),
         **{f"mean_reward_{name}": mean for name, mean in named_returns(loaded.transitions).items()},
     }
-    return batch, {name: float(value) for name, value in metrics.items()}
+    used = calls.select(*KEY, "Turn", "CallId", Advantage=pl.lit(None, pl.Float32) if links else values.cast(pl.Float32))
+    return batch, {name: float(value) for name, value in metrics.items()}, used
 
 
 def batch_groups(loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str = "") -> list[Group]:

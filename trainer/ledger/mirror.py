@@ -1,19 +1,24 @@
 """Copy of the ledger's versions and batches in the span store, where users query which rollouts trained which version.
 
-In: the ledger. Out: rows of `policy_versions`, `batches` and `batch_files`. Invariant: the ledger is the authority and the
+In: the ledger, and the calls that lie beside a version's weights. Out: rows of `policy_versions`, `batches`, `trained_calls` and
+`batch_files`. Invariant: the ledger is the authority and the
 store a copy that may lag behind it, never the reverse; writing a row again replaces it, so catching up after a crash is writing the rows
 that the store lacks.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import polars as pl
 
 from spangrad.store.clickhouse import store_errors
 from spangrad.types import VersionStatus
 from trainer.ledger.file_batches import FileBatch, file_batch_of
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
+from trainer.publish.checkpoint import TRAINED_CALLS
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -24,6 +29,7 @@ _VERSION_COLUMNS = (
 )  # fmt: skip
 _BATCH_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "RunId", "Mode", "GroupId", "RolloutId", "Attempt", "BuildSpec", "Revision")
 _FILE_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "Method", "Run", "Step", "Steps", "Name", "Sha256", "Bytes", "Trained")
+_CALL_COLUMNS = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt", "Turn", "CallId", "Advantage")
 _THERE = """
 SELECT Version, Status, Checksum, Metrics FROM spangrad_internal.policy_versions FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s
 """
@@ -72,6 +78,8 @@ class Mirror:
             batch_id = version.policy_version.batch_id
             if rows := self._batch_rows(version, batch_id):  # a batch of files may name no rollout
                 self._insert("spangrad_internal.batches", _BATCH_COLUMNS, rows)
+            if calls := _call_rows(version, batch_id):
+                self._insert("spangrad_internal.trained_calls", ("Policy", "Branch", "BatchId", "Version", *_CALL_COLUMNS), calls)
             if file_batch := file_batch_of(self._ledger.database, batch_id):
                 self._insert("spangrad_internal.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, file_batch))
         self._insert("spangrad_internal.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
@@ -92,6 +100,15 @@ class Mirror:
     def _insert(self, table: str, columns: tuple[str, ...], rows: list[list[object]]) -> None:
         with store_errors(self._url):
             self._client.insert(table, rows, column_names=columns)
+
+
+def _call_rows(version: LedgerVersion, batch_id: str) -> list[list[object]]:
+    """Return a row each call that made the version; none where its directory is gone, or it was made of files."""
+    file = Path(version.policy_version.path) / TRAINED_CALLS
+    if not file.is_file():
+        return []
+    names = [version.policy_version.policy, version.branch, batch_id, version.version]
+    return [[*names, *row] for row in pl.read_parquet(file, columns=list(_CALL_COLUMNS)).select(_CALL_COLUMNS).iter_rows()]
 
 
 def _file_rows(version: LedgerVersion, batch_id: str, file_batch: FileBatch) -> list[list[object]]:

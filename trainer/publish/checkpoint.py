@@ -29,6 +29,8 @@ from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 MARKER = "STABLE"
 WEIGHTS = "model.safetensors"
 STATE = "optimizer.pt"
+TRAINED_CALLS = "trained_calls.parquet"
+"""Calls of the batch that made a version, with the advantage of each; the store's copy is made of it."""
 _TEMPORARY = ".writing-"
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Suffixes of weights and optimizer states, which each version has of its own."""
@@ -99,7 +101,7 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for file in sorted(base.iterdir()):
-            if file.is_file() and file.name not in {MARKER, adapters.CONFIG} and not file.name.endswith(_NOT_COPIED):
+            if file.is_file() and file.name not in {MARKER, TRAINED_CALLS, adapters.CONFIG} and not file.name.endswith(_NOT_COPIED):
                 shutil.copyfile(file, temporary / file.name)
         save_weights(temporary)
         if adapter:
