@@ -31,6 +31,15 @@ COMMENT 'Every span with the rollout that it belongs to: the one that it names i
 CREATE VIEW IF NOT EXISTS spangrad.calls AS SELECT *, CallId FROM spangrad_internal.calls FINAL
 COMMENT 'Policy calls, each once.';
 
+-- The newest revision of each rollout that was built: the rule alone, for the views of what was concluded.
+-- spangrad/store/datasets.py says the same as of a time.
+CREATE VIEW IF NOT EXISTS spangrad_internal.newest_builds AS
+SELECT RunId, RolloutId, BuildSpec, newest.1 AS Revision, newest.2 AS Content
+FROM (
+    SELECT RunId, RolloutId, BuildSpec, argMin((Revision, Content), (-toInt64(Revision), IngestedAt, Content)) AS newest
+    FROM spangrad_internal.builds
+    GROUP BY RunId, RolloutId, BuildSpec);
+
 CREATE VIEW IF NOT EXISTS spangrad.builds AS
 SELECT RunId, BuildSpec, RolloutId, newest.1 AS Mode, newest.2 AS GroupId, newest.3 AS GroupSize, newest.4 AS TaskId, newest.5 AS Attempt,
     newest.6 AS Revision, newest.7 AS Content, newest.8 AS Calls, newest.9 AS Transitions, newest.10 AS Drops, newest.11 AS Rewards,
@@ -49,22 +58,22 @@ COMMENT 'The newest revision of each rollout that was built; of two builders tha
 
 CREATE VIEW IF NOT EXISTS spangrad.rewards AS
 SELECT * FROM spangrad_internal.rewards FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds)
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad_internal.newest_builds)
 COMMENT 'Rewards of the newest build of each rollout.';
 
 CREATE VIEW IF NOT EXISTS spangrad.transitions AS
 SELECT * FROM spangrad_internal.transitions FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds)
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad_internal.newest_builds)
 COMMENT 'Transitions of the newest build of each rollout.';
 
 CREATE VIEW IF NOT EXISTS spangrad.drops AS
 SELECT * FROM spangrad_internal.drops FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds)
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad_internal.newest_builds)
 COMMENT 'Drops of the newest build of each rollout.';
 
 CREATE VIEW IF NOT EXISTS spangrad.tool_calls AS
 SELECT * FROM spangrad_internal.tool_calls FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad.builds)
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad_internal.newest_builds)
 COMMENT 'Tool calls of the newest build of each rollout, with latency, failure, reward and the policy call that caused it.';
 
 CREATE VIEW IF NOT EXISTS spangrad.execution AS
