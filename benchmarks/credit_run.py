@@ -20,8 +20,8 @@ from benchmarks.credit_sampling import AGENT, Sampled, Sampler, write_model
 from benchmarks.credit_spans import Author, Served
 from benchmarks.credit_tasks import Task
 from benchmarks.in_process import build, clocked, own_store, send, train_step, training
+from span_processors.otlp_http import Poster
 from spangrad.errors import TrainerError
-from spangrad.http.otlp_http import Poster
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, Settings, StoreSettings, TrainerSettings
 from spangrad.settings.trainer_learning import CreditSettings, LossSettings, OptimSettings, SamplingSettings
 from spangrad.settings.trainer_service import CheckpointSettings

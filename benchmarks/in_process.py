@@ -14,8 +14,8 @@ from pathlib import Path
 from clickhouse_connect.driver.client import Client
 
 from benchmarks.credit_sampling import Sampler
+from span_processors.otlp_http import Poster
 from spangrad.errors import SpangradError, TrainerError
-from spangrad.http.otlp_http import Poster
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.types import PolicyVersion

@@ -29,7 +29,7 @@ def emit(competitor: str, endpoint: str, spans: int) -> None:
     from opentelemetry.sdk.trace import TracerProvider
 
     if competitor == "ours":
-        from spangrad.agent.telemetry import LosslessSpanProcessor, traces_url
+        from span_processors.export import LosslessSpanProcessor, traces_url
 
         processor = LosslessSpanProcessor(traces_url(endpoint))
     else:

@@ -20,7 +20,7 @@ from benchmarks.credit_sampling import Sampled, Sampler
 from benchmarks.credit_spans import Author, Served
 from benchmarks.in_process import build, clocked, own_store, send, train_step, training
 from benchmarks.two_policies_task import AGENTS, Desk, work, write_agent_model
-from spangrad.http.otlp_http import Poster
+from span_processors.otlp_http import Poster
 from spangrad.settings import BuilderSettings, GatewaySettings, Selection, Settings, StoreSettings, TrainerSettings
 from spangrad.settings.trainer_learning import CreditSettings, OptimSettings, SamplingSettings
 from spangrad.settings.trainer_service import CheckpointSettings

@@ -21,7 +21,7 @@ from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, Sha
 from prompts.compare import Gain, gain
 from prompts.trials import Trial
 from prompts.words import Messages, ask_for_critique, ask_for_edit, choose, read_edit
-from spangrad.client.prompt_store import Edit, PromptStore, PromptText
+from spangrad.agent.prompt_store import Edit, PromptStore, PromptText
 from spangrad.errors import PromptError
 from spangrad.settings import PromptSettings, Settings
 from spangrad.types import PromptVersion, Task

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from prompts.trials import Trial
-from spangrad.client.prompt_store import TEXT_MOST
+from spangrad.agent.prompt_store import TEXT_MOST
 
 Messages = list[dict[str, str]]
 

@@ -32,8 +32,8 @@ from runner.workers.containers import remove_of_dead
 from runner.workers.gateway_client import GatewayClient
 from runner.workers.root_spans import RootSpans, require_store
 from runner.workers.worker import Worker
+from spangrad.agent.prompt_store import PromptStore
 from spangrad.agent.reward_values import Rewards
-from spangrad.client.prompt_store import PromptStore
 from spangrad.errors import QueueError, SettingsError
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.settings import Settings

@@ -27,9 +27,9 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from span_processors.context import environment_context, process_attributes
 from span_processors.exits import flush_at_exits
+from span_processors.export import ATTRIBUTE_COUNT_LIMIT, LosslessSpanProcessor, parse_headers, traces_url
 from span_processors.langchain_link import link_langchain
 from span_processors.rollout import RolloutSpanProcessor
-from spangrad.agent.telemetry import ATTRIBUTE_COUNT_LIMIT, LosslessSpanProcessor, parse_headers, traces_url
 
 _EXPORTER = "OTEL_TRACES_EXPORTER"
 _CONFIG_FILE = "OTEL_CONFIG_FILE"

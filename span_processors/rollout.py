@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import Span
 
 from span_processors.context import rollout_attributes
-from spangrad.agent.telemetry import SequenceSpanProcessor
+from span_processors.export import SequenceSpanProcessor
 
 
 class RolloutSpanProcessor(SequenceSpanProcessor):

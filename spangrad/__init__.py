@@ -1,7 +1,8 @@
 """Core that every part shares: names, types, errors, settings and the command line.
 
 In: nothing. Out: for users, `spangrad.rollout` (the decorator), `spangrad.prompt`, `spangrad.MaxTurnsError` and `spangrad.Client`.
-Invariant: an agent's process imports this package, so importing it loads nothing but the standard library.
+Invariant: an agent's process imports this package, so importing it loads nothing but the standard library. Two wheels share the folder:
+an agent's has the modules that its process imports, the server's has the rest (docs/decisions/0001-two-wheels-one-checkout.md).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Load `Client` when it is first used: it needs the packages of the server's wheel."""
     if name == "Client":
-        from spangrad.client.client import Client
-
+        try:
+            from spangrad.client.client import Client
+        except ModuleNotFoundError as error:
+            raise ImportError(f"spangrad.Client needs the server's wheel ({error}): pip install spangrad-server.") from error
         return Client
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.training.agents import Command, agent_spec
-from spangrad.client.prompt_store import PromptStore
+from spangrad.agent.prompt_store import PromptStore
 from spangrad.client.task_files import read_tasks
 from spangrad.errors import PromptError
 

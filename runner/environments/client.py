@@ -20,9 +20,9 @@ import aiohttp
 import msgspec
 
 from runner.environments.wire import InstanceHeartbeat, InstanceRequest, Leased, Over
-from spangrad.agent.telemetry import bearer
 from spangrad.errors import EnvironmentsError
 from spangrad.http.async_retries import AgainError, TimeUpError, again, away, request_once
+from spangrad.http.bearer import bearer
 from spangrad.leases import BEATS, beat
 from spangrad.types import AttemptFailure, Stage
 

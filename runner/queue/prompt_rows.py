@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from runner.queue.tables import METADATA
 from runner.queue.wire import NO_NULL, Struct
-from spangrad.client.prompt_store import TEXT_MOST
+from spangrad.agent.prompt_store import TEXT_MOST
 from spangrad.database import Database
 
 Text = Annotated[str, Meta(min_length=1, max_length=TEXT_MOST, pattern=NO_NULL)]

@@ -15,8 +15,8 @@ import aiohttp
 
 from runner.workers.jobs import AttemptOutcome
 from spangrad.agent.reward_values import rewards_from
-from spangrad.agent.telemetry import bearer
 from spangrad.http.async_retries import TimeUpError, again, request_once
+from spangrad.http.bearer import bearer
 from spangrad.types import AttemptFailure, Stage
 
 

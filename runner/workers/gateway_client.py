@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 import aiohttp
 
-from spangrad.agent.telemetry import bearer
 from spangrad.errors import GatewayError
+from spangrad.http.bearer import bearer
 from spangrad.http.retries import RETRIED_STATUSES
 from spangrad.types import Mode, RolloutKey
 

@@ -24,11 +24,12 @@ from opentelemetry.trace import Span, StatusCode
 
 from runner.workers.jobs import AttemptOutcome
 from runner.workers.slots import StageTime
+from span_processors.export import LosslessSpanProcessor, provider_through, traces_url
 from spangrad import semconv
 from spangrad.agent.propagation import carrier_of, with_baggage
 from spangrad.agent.reward_values import Rewards, entries
-from spangrad.agent.telemetry import LosslessSpanProcessor, bearer, provider_through, traces_url
 from spangrad.errors import StoreError
+from spangrad.http.bearer import bearer
 from spangrad.settings import StoreSettings
 from spangrad.types import Rollout
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from spangrad.semconv import PROMPT_NAME, PROMPT_VERSION, ROLLOUT_ATTEMPT, ROLLOUT_ID
 
 if TYPE_CHECKING:
-    from spangrad.client.prompt_store import PromptText
+    from spangrad.agent.prompt_store import PromptText
 
 URL, TOKEN, NAME, VERSION, VARIABLE = (f"SPANGRAD_PROMPT_{part}" for part in ("URL", "TOKEN", "NAME", "VERSION", "VARIABLE"))
 TEXT = "SPANGRAD_PROMPT"
@@ -57,7 +57,7 @@ def prompt(name: str, version: int | None = None) -> Prompt:
     Raises:
         PromptError: there is no such prompt, or no server of prompts answers at SPANGRAD_PROMPT_URL.
     """
-    from spangrad.client.prompt_store import PromptStore  # its imports take a tenth of a second, which most agents need not pay
+    from spangrad.agent.prompt_store import PromptStore  # its imports take a tenth of a second, which most agents need not pay
 
     url = os.environ.get(URL) or DEFAULT_URL
     carried = attempt_facts(os.environ)

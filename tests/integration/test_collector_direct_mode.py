@@ -11,7 +11,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from spangrad.http.otlp_http import Poster
+from span_processors.otlp_http import Poster
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support import gateways

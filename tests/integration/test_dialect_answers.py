@@ -14,7 +14,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from spangrad.http.otlp_http import Poster
+from span_processors.otlp_http import Poster
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support.dialects import RECORDED, made, recorded

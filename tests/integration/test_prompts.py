@@ -15,7 +15,7 @@ import pytest
 
 from gateway.server import running as running_gateway
 from runner.queue.server import running as running_queue
-from spangrad.client.prompt_store import Edit, PromptStore, PromptText
+from spangrad.agent.prompt_store import Edit, PromptStore, PromptText
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.settings.sources import load_settings

@@ -22,8 +22,8 @@ from runner.runner import Runner
 from runner.workers.agents import CallableAgent, CommandAgent
 from spangrad import semconv
 from spangrad.agent import prompt_client
+from spangrad.agent.prompt_store import Edit, PromptStore
 from spangrad.agent.propagation import carrier_of, with_baggage
-from spangrad.client.prompt_store import Edit, PromptStore
 from spangrad.database import Database
 from spangrad.errors import PromptError
 from spangrad.settings import GatewaySettings, PromptSettings, RunnerSettings, Settings, StoreSettings

@@ -17,8 +17,8 @@ import pytest
 
 from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, agent_environment
+from span_processors.export import parse_headers
 from spangrad import semconv
-from spangrad.agent.telemetry import parse_headers
 from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.processes import free_ports

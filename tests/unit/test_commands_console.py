@@ -17,7 +17,7 @@ from prompts.beam import Round
 from prompts.compare import Gain
 from prompts.search import Candidate, Question, SearchResult
 from runner.runner import Outcome
-from spangrad.client.prompt_store import Edit, PromptText
+from spangrad.agent.prompt_store import Edit, PromptText
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, RolloutKey, Task
 from trainer.data.plan import Fate, PlannedGroup, TrainPlan

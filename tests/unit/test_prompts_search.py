@@ -14,7 +14,7 @@ from prompts.exchanges import Exchange, read_exchange
 from prompts.search import Question, Search, SearchResult, search_id
 from prompts.trials import Trial
 from prompts.words import Messages, ask_for_critique, choose, read_edit, shown
-from spangrad.client.prompt_store import Edit, PromptStore, PromptText
+from spangrad.agent.prompt_store import Edit, PromptStore, PromptText
 from spangrad.errors import PromptError
 from spangrad.settings import PromptSettings, Settings
 from spangrad.types import Task

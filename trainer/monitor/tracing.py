@@ -12,8 +12,9 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, TraceFlags
 
+from span_processors.export import tracer_provider
 from spangrad import semconv
-from spangrad.agent.telemetry import bearer, tracer_provider
+from spangrad.http.bearer import bearer
 from spangrad.store.clickhouse import LONG, batches, constant, store_errors
 
 if TYPE_CHECKING:

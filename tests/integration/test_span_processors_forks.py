@@ -8,7 +8,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
-from spangrad.agent.telemetry import LosslessSpanProcessor, SequenceSpanProcessor, traces_url
+from span_processors.export import LosslessSpanProcessor, SequenceSpanProcessor, traces_url
 from spangrad.semconv import PROCESS_ID, SEQ
 from tests.support.fakes import OtlpSink
 

@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from spangrad.agent.telemetry import LosslessSpanProcessor, bearer, parse_headers, tracer_provider, traces_url
+from span_processors.export import LosslessSpanProcessor, parse_headers, tracer_provider, traces_url
+from spangrad.http.bearer import bearer
 from spangrad.processes import free_ports
 from spangrad.semconv import PROCESS_ID, SEQ
 from tests.support.fakes import OtlpSink

@@ -5,7 +5,7 @@ Invariant: a span leaves the queue when the endpoint has acknowledged it (2xx), 
 for good (4xx), without room in a full queue, or without time at the process's end. No caller waits longer than the
 limits below.
 
-Used by the span processors inside agents' processes and by the runner, so it imports the standard library and
+Used inside of agents' processes, by the runner and by the trainer, so it imports the standard library and
 OpenTelemetry only.
 """
 
@@ -31,7 +31,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.util.re import parse_env_headers
 
-from spangrad.http.otlp_http import Poster
+from span_processors.otlp_http import Poster
 from spangrad.semconv import PROCESS_ID, SEQ
 
 ATTRIBUTE_COUNT_LIMIT = 100_000
@@ -46,11 +46,6 @@ _logger = logging.getLogger(__name__)
 def traces_url(endpoint: str) -> str:
     """Return the URL for spans of an OTLP/HTTP endpoint such as `http://127.0.0.1:4318`."""
     return endpoint.rstrip("/") + "/v1/traces"
-
-
-def bearer(token: str | None) -> dict[str, str]:
-    """Return the header that a store or a gateway with a token requires; empty without a token."""
-    return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
 def parse_headers(text: str) -> dict[str, str]:
