@@ -339,6 +339,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
 
         from trainer.credit.estimators import estimator
         from trainer.optim.optimizer import VerlOptimizer
+        from trainer.optim.process import describe_choices
 
         def load(version: LedgerVersion) -> VerlOptimizer:
             model = Path(version.policy_version.path)
@@ -352,6 +353,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
                 engine.close()
                 raise
             logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
+            logger.info("training with %s", describe_choices(settings.trainer, engine.device))
             return engine
 
         source = GroupReader(client, settings)

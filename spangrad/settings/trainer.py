@@ -59,8 +59,9 @@ class TrainerSettings(Section):
     """Filter of the policy's calls that are trained; rewards of the others count all the same."""
     max_steps: int = 0
     """Number of steps after which `--follow` ends. 0: never."""
-    merge: bool = False
-    """True to train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/concepts/merging.md)."""
+    merge: bool | None = None
+    """True to train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/concepts/merging.md). None:
+    where estimator, loss and correction leave the gradient as it is call by call."""
     max_tokens_per_device: int = 16384
     """Largest number of tokens in a micro-batch of one device."""
     poll_seconds: float = 0.2

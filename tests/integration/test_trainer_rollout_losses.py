@@ -13,9 +13,10 @@ import torch
 
 from spangrad.settings import TrainerSettings
 from tests.support.fakes import transition_row
-from tests.support.learning_tables import AGGREGATIONS, losses, padded, step, trajectories
+from tests.support.learning_tables import AGGREGATIONS, loss_settings, losses, padded, step, trajectories
 from tests.support.policies import distribution, logprobs_of
 from tests.support.sections import trainer_settings
+from trainer.credit.learning import LOSSES, merges
 from trainer.data.batch import layout
 from trainer.data.merge import merge, separate
 from trainer.optim.losses.corrected import actor_config
@@ -56,6 +57,15 @@ def test_gradient_of_rollouts_is_that_of_verls_loss_on_a_row_a_rollout(name: Any
         "split": step(tiny_model, settings.model_copy(update={"max_tokens_per_device": 45}), rows, worth),
     }
     assert {how: metrics["grad_norm"] for how, metrics in found.items()} == pytest.approx(dict.fromkeys(found, expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if merges(trainer_settings(loss__name=name))])
+def test_gradient_of_each_loss_that_merges_by_default_is_that_of_its_calls_one_by_one(name: Any, tiny_model: Path):
+    rows, worth = trajectories(tiny_model)
+    settings = loss_settings(name, clip_ratio=0.1)
+    apart, merged = (step(tiny_model, settings.model_copy(update={"merge": how}), rows, worth) for how in (False, True))
+    assert (merged["loss"], merged["grad_norm"]) == pytest.approx((apart["loss"], apart["grad_norm"]), rel=1e-4)
+    assert merged["grad_norm"] > 0
 
 
 def _gradient_norm(model: Path, settings: TrainerSettings, rows: pl.DataFrame, worth: pl.Series) -> float:

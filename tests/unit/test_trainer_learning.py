@@ -21,6 +21,26 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
 
 
 @pytest.mark.parametrize(
+    ("facts", "merged"),
+    [
+        ({}, True),
+        ({"loss__name": "gspo", "loss__aggregation": "seq-mean-token-mean"}, True),
+        ({"correction": Correction(weights="sequence"), **RECOMPUTED}, True),
+        ({"estimator": "gae"}, False),
+        ({"estimator": "optimal_token_baseline"}, False),
+        ({"loss__name": "clip_cov"}, False),
+        ({"loss__name": "kl_cov"}, False),
+        ({"correction": Correction(weights="token", normalise=True), **RECOMPUTED}, False),
+        ({"merge": False}, False),
+        ({"loss__name": "clip_cov", "merge": True}, True),
+    ],
+    ids=str,
+)
+def test_merges_by_default_where_no_micro_batch_decides_the_gradient(facts: dict[str, Any], merged: bool) -> None:
+    assert learning.merges(trainer_settings(**facts)) is merged
+
+
+@pytest.mark.parametrize(
     ("facts", "says"),
     [
         (

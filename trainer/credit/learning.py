@@ -75,19 +75,21 @@ class LossFacts:
     """Names of the `trainer.loss.options` that the loss reads."""
     by_rollout: bool = False
     """True if the loss looks at all responses of the policy in a rollout as a whole (`trainer.optim.losses.rollout_losses`)."""
+    by_micro_batch: bool = False
+    """True if the loss compares the tokens of a micro-batch with each other, so that it depends on the rows that share one."""
 
 
 LOSSES: Mapping[Loss, LossFacts] = {
     "bypass_mode": LossFacts(("clip_ratio_c",)),
     "cispo": LossFacts(),
-    "clip_cov": LossFacts(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")),
+    "clip_cov": LossFacts(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"), by_micro_batch=True),
     "dppo_kl": LossFacts(("clip_ratio_c",)),
     "dppo_tv": LossFacts(("clip_ratio_c",)),
     "dro": LossFacts(("dro_beta",)),
     "geo_mean": LossFacts(by_rollout=True),
     "gpg": LossFacts(),
     "gspo": LossFacts(by_rollout=True),
-    "kl_cov": LossFacts(("kl_cov_ratio", "ppo_kl_coef")),
+    "kl_cov": LossFacts(("kl_cov_ratio", "ppo_kl_coef"), by_micro_batch=True),
     "sapo": LossFacts(("tau_pos", "tau_neg"), by_rollout=True),
     "vanilla": LossFacts(("clip_ratio_c",)),
 }
@@ -146,6 +148,17 @@ def _check_overlong(settings: TrainerSettings) -> None:
 def by_token(settings: TrainerSettings) -> bool:
     """Return whether each token has an advantage of its own."""
     return ESTIMATORS[settings.credit.estimator].by_token
+
+
+def merges(settings: TrainerSettings) -> bool:
+    """Return whether calls whose prompts extend each other are trained as one sequence (trainer.merge).
+
+    Where the setting decides nothing, they are if the gradient is proven to be that of the calls one by one: each token has its call's
+    advantage, and nothing is compared or divided within a micro-batch, whose rows merging changes.
+    """
+    if settings.merge is None:
+        return not (by_token(settings) or LOSSES[settings.loss.name].by_micro_batch or settings.loss.correction.normalise)
+    return settings.merge
 
 
 def _check_road(settings: TrainerSettings) -> None:

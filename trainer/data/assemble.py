@@ -15,7 +15,7 @@ import polars as pl
 
 from spangrad.settings import TrainerSettings
 from trainer.credit.assignment import GROUP, KEY, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
-from trainer.credit.learning import ESTIMATORS
+from trainer.credit.learning import by_token, merges
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains, chains
 from trainer.data.masks import masks
@@ -64,13 +64,13 @@ def assemble(
     trained = own & masked.is_null()
     counts = _count_masked(loaded.transitions["TransitionId"].filter(own), masked.filter(own), settings)
     links: Chains | None = None
-    if ESTIMATORS[settings.credit.estimator].by_token:
+    if by_token(settings):
         calls, links = chains(loaded.transitions, trained, rule.reward_weights)
         values = pl.zeros(len(calls), eager=True)  # the engine's, once it has passed the rows forward
     else:
         calls = loaded.transitions.filter(trained)
         values = advantages(transitions, own, rule, normalise=normalise).filter(trained.filter(own))
-    sequences = (merge if settings.merge else separate)(calls, values)
+    sequences = (merge if merges(settings) else separate)(calls, values)
     batch = replace(layout(sequences, lineage=lineage, divisor=divisor), chains=links)
     worth = returns(loaded.transitions, rule.reward_weights)["Return"].to_numpy()
     metrics = {

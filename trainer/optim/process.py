@@ -17,6 +17,7 @@ from typing import Literal
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
+from trainer.credit.learning import merges
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,32 @@ def is_packed(settings: TrainerSettings, device: str) -> bool:
     if settings.packing is None:
         return device != "cpu" and importlib.util.find_spec("flash_attn") is not None
     return settings.packing
+
+
+def recomputes_activations(settings: TrainerSettings, device: str) -> bool:
+    """Return whether the backward pass recomputes activations (trainer.gradient_checkpointing)."""
+    return device != "cpu" if settings.gradient_checkpointing is None else settings.gradient_checkpointing
+
+
+def describe_choices(settings: TrainerSettings, device: str) -> str:
+    """Return in one line how a device trains, with the values of settings that are left to the device or the estimator."""
+    switches = {
+        "packing": is_packed(settings, device),
+        "gradient_checkpointing": recomputes_activations(settings, device),
+        "merge": merges(settings),
+    }
+    processes = max(settings.workers.per_node, 1) * settings.workers.nodes
+    choices = {
+        "device": device + (f" x {processes}" if processes > 1 else ""),
+        "dtype": dtype_of(settings, device),
+        **{name: "on" if value else "off" for name, value in switches.items()},
+        "max_tokens_per_device": settings.max_tokens_per_device,
+        "estimator": settings.credit.estimator,
+        "loss": f"{settings.loss.name} ({settings.loss.aggregation})",
+        "lora.rank": settings.lora.rank or "none",
+        "weight_sync": settings.weight_sync.method if settings.weight_sync.publish else "none",
+    }
+    return ", ".join(f"{name} {value}" for name, value in choices.items())
 
 
 def worker_environment(device: str, *, own: bool) -> dict[str, str]:

@@ -17,7 +17,7 @@ from spangrad.settings import TrainerSettings
 from trainer.optim.float32_head import compute_head_in_float32
 from trainer.optim.losses.corrected import policy_loss_of, value_loss_of
 from trainer.optim.micro_batches import bound_padded_micro_batches
-from trainer.optim.process import dtype_of, is_packed
+from trainer.optim.process import dtype_of, is_packed, recomputes_activations
 from trainer.sft.losses import loss_of
 from trainer.sft.objective import Objective
 
@@ -52,7 +52,6 @@ def training_worker(
     packed = is_packed(settings, device)
     if not packed:
         bound_padded_micro_batches()
-    again = settings.gradient_checkpointing
     optimizer = FSDPOptimizerConfig(
         lr=objective.learning_rate if objective else settings.optim.critic_learning_rate if critic else settings.optim.learning_rate,
         betas=settings.optim.betas,
@@ -69,7 +68,7 @@ def training_worker(
                 path=str(model),
                 use_remove_padding=packed,
                 override_config={"attn_implementation": "flash_attention_2" if packed else "sdpa"},
-                enable_gradient_checkpointing=device != "cpu" if again is None else again,
+                enable_gradient_checkpointing=recomputes_activations(settings, device),
                 lora_rank=rank,
                 lora_alpha=settings.lora.alpha,
                 target_modules=list(settings.lora.modules) or "all-linear",
