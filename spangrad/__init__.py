@@ -26,6 +26,8 @@ def __getattr__(name: str) -> Any:
         try:
             from spangrad.client.client import Client
         except ModuleNotFoundError as error:
-            raise ImportError(f"spangrad.Client needs the server's wheel ({error}): pip install spangrad-server.") from error
+            raise ImportError(
+                f"spangrad.Client runs workers, which need the server's wheel ({error}): pip install 'spangrad-server[runner]'."
+            ) from error
         return Client
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

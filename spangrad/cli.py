@@ -36,7 +36,6 @@ _MODULES = {
         "commands.training.train": "Train on finished groups of rollouts, once or as they finish.",
         "commands.training.finetune": "Train on files: supervised (SFT) or on preferences (DPO).",
         "commands.training.policy": "List policy versions; publish, restore, pin one.",
-        "commands.training.prompt": "Keep versions of agents' prompts, search better ones.",
         "commands.demo": "Run the whole loop on this machine until it has learned.",
     },
     "Inspect": {
@@ -51,8 +50,14 @@ _MODULES = {
         "commands.data.rewards": "Show rewards, and define new ones over stored spans.",
         "commands.data.schema": "Migrate and show the store's tables, expire old rows.",
     },
+    "Prompts": {
+        "commands.prompts.prompt": "Keep versions of agents' prompts, search better ones.",
+    },
 }
 """Group -> module of a command -> help of the command. The command, and its function in the module, have the module's name."""
+
+_OPTIONAL = ("prompts", "commands.prompts")
+"""Packages that an installation may lack; the extra that brings them is named like the last part."""
 
 COMMANDS = {_module.rpartition(".")[2]: _help for _commands in _MODULES.values() for _module, _help in _commands.items()}
 """Name of each command -> its help."""
@@ -79,5 +84,12 @@ def main() -> None:
     except SpangradError as error:
         print(f"spangrad: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        package = next((name for name in _OPTIONAL if f"{error.name}.".startswith(f"{name}.")), None)
+        if package is None:
+            raise
+        extra = package.rpartition(".")[2]
+        print(f"spangrad: {error}. Install the part: pip install 'spangrad-server[{extra}]'.", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

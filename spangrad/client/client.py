@@ -27,16 +27,10 @@ from spangrad.client.task_files import read_tasks, tasks_of
 from spangrad.client.task_store import StoredTasks, TaskStore
 from spangrad.client.workers import Work, WorkerProcesses
 from spangrad.errors import AgentError, SettingsError
+from spangrad.greedy_baseline import wants_greedy
 from spangrad.processes import MARK
+from spangrad.settings.sources import load_settings, variable_of
 from spangrad.types import Mode, Task
-
-try:
-    from spangrad.greedy_baseline import wants_greedy
-    from spangrad.settings.sources import load_settings, variable_of
-except ModuleNotFoundError as error:
-    raise ImportError(
-        f"spangrad.Client runs workers, which need the server's wheel ({error}): pip install 'spangrad-server[runner]'."
-    ) from error
 
 Data = str | Path | Sequence[Task | Mapping[str, object]]
 """Source of tasks as `spangrad run --tasks` accepts it, or rows."""

@@ -38,6 +38,27 @@ def test_help_fits_on_a_screen(tmp_path: Path) -> None:
     assert len(spangrad("--help", cwd=tmp_path, COLUMNS="100").stdout.splitlines()) <= 50
 
 
+def test_prompt_without_the_optional_part_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['prompts'] = None; sys.argv = ['spangrad', *sys.argv[1:]]\nfrom spangrad.cli import main; main()"
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "a", "input": 1}\n{"task_id": "b", "input": 2}\n')
+    search = [
+        "prompt",
+        "optimise",
+        "greeting",
+        "--agent",
+        "my_agent:answer",
+        "--tasks",
+        "tasks.jsonl",
+        "--set",
+        "queue.url=http://127.0.0.1:9",
+    ]
+    answer = subprocess.run([sys.executable, "-c", code, *search], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert answer.stderr.endswith("Install the part: pip install 'spangrad-server[prompts]'.\n")
+    listed = subprocess.run([sys.executable, "-c", code, "config", "--explain", "queue.url"], capture_output=True, text=True, check=False)
+    assert listed.returncode == 0, "no other command needs it"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
     answer = spangrad(command, "--help", cwd=tmp_path)

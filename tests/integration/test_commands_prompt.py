@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.training import prompt
+from commands.prompts import prompt
 from spangrad.agent.prompt_store import PromptStore
 from spangrad.errors import PromptError
 from tests.support.runners import queue_server, queue_settings

@@ -163,7 +163,8 @@ def test_agent_wheel_imports_with_its_declared_dependencies_alone(wheels: dict[s
     program = "try:\n    from spangrad import Client\nexcept ImportError as error:\n    print(error)"
     run = run_with_declared_dependencies(wheels["agent"], tmp_path, program)
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "spangrad.Client needs the server's wheel (No module named 'spangrad.client'): pip install spangrad-server.\n"
+    says = "spangrad.Client runs workers, which need the server's wheel (No module named 'spangrad.client'): "
+    assert run.stdout == f"{says}pip install 'spangrad-server[runner]'.\n"
 
 
 def test_run_with_declared_dependencies_refuses_undeclared_modules(wheels: dict[str, Path], tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 import commands
 from commands import console
-from commands.training import prompt, run, train_plan
+from commands.prompts import prompt
+from commands.training import run, train_plan
 from prompts.beam import Round
 from prompts.compare import Gain
 from prompts.search import Candidate, Question, SearchResult

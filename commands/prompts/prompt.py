@@ -143,6 +143,8 @@ def _optimise(
         rounds: number of rounds of critique and editing; default: prompts.rounds.
         seed: random seed of the split of tasks, the minibatches and the significance test; default: prompts.seed.
     """
+    from prompts.search import Question, search_id
+
     settings = resolve(config, set_, {"prompts.rounds": rounds, "prompts.seed": seed})
     log_to_stderr()
     if settings.queue.url is None:
@@ -150,8 +152,6 @@ def _optimise(
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
     start = _store(settings).get(name)
     learn, measured = _split(read_tasks(tasks), None if held_out is None else read_tasks(held_out), settings)
-    from prompts.search import Question, search_id
-
     agent_words = [*spec.host_arguments(), str(spec.directory.resolve())]
     question = Question(search_id(start, learn, measured, settings, agent_words), start, tuple(learn), tuple(measured))
     try:
@@ -191,7 +191,7 @@ def _finish(settings: Settings, result: SearchResult, out: Path, *, publish: boo
 
 
 async def _search(settings: Settings, spec: AgentSpec, question: Question) -> SearchResult:
-    from commands.training.prompt_progress import shown
+    from commands.prompts.progress import shown
     from prompts.critic import Critic
     from prompts.search import Search
     from prompts.trials import Trials

@@ -1,0 +1,1 @@
+"""`spangrad prompt`: the commands of the optional part `prompts`, which no other part imports."""
