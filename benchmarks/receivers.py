@@ -156,12 +156,11 @@ def through_otelcol(directory: Path) -> Generator[SpanStore]:
 
 def _collector(directory: Path, store: StoreSettings) -> tuple[Child, str, str]:
     """Return the collector, the URL at which it receives spans, and the URL of its health check."""
-    grpc, http, health, zpages = free_ports(4)
+    grpc, http, health = free_ports(3)
     values = {
         "collector.otlp_grpc_port": grpc,
         "collector.otlp_http_port": http,
         "collector.health_port": health,
-        "collector.zpages_port": zpages,
         "collector.queue_path": directory / "queue",
         "store.url": store.url,
     }

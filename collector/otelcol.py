@@ -32,6 +32,8 @@ CONFIG = DISTRIBUTION / "otel-config.yaml"
 """Configuration of the Collector: a link to the file at the checkout's root; a copy of it in a wheel."""
 GO_GC_PERCENT = 200
 """GOGC, percent of live memory that garbage may reach: a quarter less CPU than at Go's own 100, for about 120 MB more."""
+GO_MEMORY_LIMIT = "768MiB"
+"""GOMEMLIMIT: three quarters of the memory limit of otel-config.yaml, beyond which senders are asked to retry later."""
 SIGNALS = ("traces", "logs")
 """Signals that the Collector receives; each has a queue of its own."""
 _CHECK_SECONDS = 60
@@ -51,7 +53,6 @@ def run(settings: Settings) -> NoReturn:
         (collector.host, collector.otlp_grpc_port, "otlp_grpc_port"),
         (collector.host, collector.otlp_http_port, "otlp_http_port"),
         ("127.0.0.1", collector.health_port, "health_port"),
-        ("127.0.0.1", collector.zpages_port, "zpages_port"),
     ):
         require_free_port(host, port, f"collector.{name}")
     require_room(collector)
@@ -164,7 +165,7 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
         values[_variable("token")] = token
     defaults = {
         "GOGC": str(GO_GC_PERCENT),
-        "GOMEMLIMIT": f"{collector.memory_mib * 3 // 4}MiB",
+        "GOMEMLIMIT": GO_MEMORY_LIMIT,
         # Bytes that leave the machine are worth the CPU.
         "CLICKHOUSE_COMPRESS": "none" if parts.hostname in LOOPBACK else "lz4",
     }

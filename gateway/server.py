@@ -109,7 +109,7 @@ async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]
         metrics.calls_waiting = lambda: pool.waiting
         metrics.spans = lambda: SpanState(exporter.delivered, exporter.refused, exporter.waiting_bytes, exporter.memory_bytes)
         app = application(settings, session, pool, exporter, process_id, access, metrics, redactor)
-        silent = SilentConnections(app, settings.gateway.head_seconds)
+        silent = SilentConnections(app)
         runner = web.AppRunner(
             app,
             handler_cancellation=True,

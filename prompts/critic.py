@@ -21,6 +21,8 @@ from spangrad.text_sanitizer import storable
 from spangrad.types import Mode
 
 _AT_ONCE = 8
+_RESPONSE_SECONDS = 300
+"""Time limit of one response of the critic model, in seconds."""
 _TRIES = 4
 _PAUSE_SECONDS = 0.5
 """Pause before the second try, in seconds; each further pause is twice as long."""
@@ -41,13 +43,12 @@ class Critic:
         if own:
             baggage = {semconv.RUN_ID: run_id, semconv.ROLLOUT_ID: f"critic-{run_id}", semconv.ROLLOUT_MODE: Mode.TRIAL.value}
             self._headers["baggage"] = ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())
-        self._seconds = chosen.critic_seconds
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
         """Open the session."""
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=self._seconds))
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=_RESPONSE_SECONDS))
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -69,7 +69,7 @@ class Question:
 
 def search_id(start: PromptText, learn: Sequence[Task], held_out: Sequence[Task], settings: Settings, agent: Sequence[str]) -> str:
     """Return the id of a search: the same for the same prompt, tasks, settings and agent, so that the search can be continued."""
-    asked = settings.prompts.model_dump(mode="json", exclude={"critic_key", "critic_seconds", "max_p", "pin", "rounds"})
+    asked = settings.prompts.model_dump(mode="json", exclude={"critic_key", "max_p", "pin", "rounds"})
     policy = [settings.gateway.policy, settings.runner.max_attempts, settings.runner.timeout_seconds]
     tasks = [[[task.task_id, task.input] for task in group] for group in (learn, held_out)]
     facts = [start.name, start.version, start.checksum, tasks, asked, policy, list(agent)]
@@ -195,7 +195,7 @@ class Search:
         text, chosen = self._texts[place.parent], self.settings
         rng = random.Random(f"{chosen.seed} {place}")
         shown = choose(trials, chosen.shown, rng)
-        critique = await self.critic.say(ask_for_critique(text, shown, chosen.shown_characters))
+        critique = await self.critic.say(ask_for_critique(text, shown))
         edited = read_edit(await self.critic.say(ask_for_edit(text, critique)))
         edit = Edit(self.question.id, place.round, place.parent, place.number, critique, None)
         version = await asyncio.to_thread(self.prompts.edit, self.question.start.name, edited, edit)

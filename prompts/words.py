@@ -25,18 +25,19 @@ _EDITOR = (
     "critique names is mended, what works is kept, and nothing is said about the runs themselves: the prompt will be used on other tasks. "
     "Put the new prompt, and nothing else, between <prompt> and </prompt>."
 )
+SHOWN_CHARACTERS = 4000
+"""Limit of the text of a rollout that a critique reads, in characters."""
 _ANSWER = re.compile(r"<prompt>(.*)</prompt>", re.DOTALL)
 
 
-def ask_for_critique(prompt: str, trials: Sequence[Trial], characters: int) -> Messages:
+def ask_for_critique(prompt: str, trials: Sequence[Trial]) -> Messages:
     """Build the request for a critique of a prompt: the gradient, in words.
 
     Args:
         prompt: its text.
         trials: rollouts with that prompt, in the order in which they are shown.
-        characters: limit of the text of each rollout.
     """
-    runs = "\n\n".join(f"<run score={_score(trial)}>\n{_shortened(shown(trial, prompt), characters)}\n</run>" for trial in trials)
+    runs = "\n\n".join(f"<run score={_score(trial)}>\n{_shortened(shown(trial, prompt), SHOWN_CHARACTERS)}\n</run>" for trial in trials)
     return _messages(_CRITIC, f"<prompt>\n{prompt}\n</prompt>\n\n{runs}")
 
 

@@ -307,7 +307,7 @@ async def open_attempts(
     directory = settings.runner.directory
     environment = agent_environment(os.environ, settings, agent.name)
     hosts = settings.runner
-    limits = HostLimits(hosts.initialisations, hosts.initialised_ahead, hosts.evaluations, hosts.attempt_log_bytes)
+    limits = HostLimits(hosts.initialisations, hosts.initialised_ahead, hosts.evaluations)
     pool = HostPool(agent, hosts.workers, hosts.concurrency, environment, directory / "logs", limits)
     stack.push_async_callback(pool.close)
     await asyncio.to_thread(remove_of_dead, agent)

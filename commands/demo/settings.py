@@ -74,12 +74,11 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
 
 def collector_settings(directory: Path) -> dict[str, object]:
     """Return the settings that put the real Collector in front of the store, by dotted key: every exporter of spans sends to it."""
-    grpc, http, health, zpages = free_ports(4)
+    grpc, http, health = free_ports(3)
     return {
         "collector.otlp_grpc_port": grpc,
         "collector.otlp_http_port": http,
         "collector.health_port": health,
-        "collector.zpages_port": zpages,
         "collector.queue_path": str(directory / "collector"),
         "store.otlp_endpoint": f"http://127.0.0.1:{http}",
     }

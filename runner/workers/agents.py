@@ -142,8 +142,6 @@ class HostLimits:
     """Largest number of attempts that have an environment before they run."""
     evaluations: int
     """Largest number of evaluators at once."""
-    log_bytes: int
-    """Largest size of an attempt's log, in bytes."""
 
 
 def host_command(spec: AgentSpec, limits: HostLimits) -> list[str]:
@@ -159,8 +157,6 @@ def host_command(spec: AgentSpec, limits: HostLimits) -> list[str]:
         "spangrad.agent.host",
         "--path",
         directory,
-        "--log-bytes",
-        str(limits.log_bytes),
         *(["--worker", this_process()] if isinstance(spec, ContainerAgent) else []),
         *spec.host_arguments(),
     ]

@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import IO, Any
 
 FILE = "output.log"
-_CUT = "\n[more was printed than is kept: runner.attempt_log_bytes]\n"
+_LIMIT_BYTES = 2**20
+"""Largest size of a log, in bytes."""
+_CUT = f"\n[more was printed than the {_LIMIT_BYTES} bytes that are kept]\n"
 
 
 class AttemptLog:
     """The log of one attempt."""
 
-    def __init__(self, directory: str | None, limit_bytes: int) -> None:
+    def __init__(self, directory: str | None) -> None:
         """`directory` is created by the first write. None: there is no log, and all output goes to the process's own outputs."""
-        self._path = Path(directory) / FILE if directory and limit_bytes else None
-        self._left = limit_bytes
+        self._path = Path(directory) / FILE if directory else None
+        self._left = _LIMIT_BYTES
         self._file: IO[bytes] | None = None
 
     def write(self, text: str) -> bool:
@@ -87,7 +89,7 @@ class AttemptLog:
         return True
 
 
-_NONE = AttemptLog(None, 0)
+_NONE = AttemptLog(None)
 _current: ContextVar[AttemptLog] = ContextVar("spangrad-attempt-log", default=_NONE)
 
 

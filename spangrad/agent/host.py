@@ -67,7 +67,7 @@ _THREADS = 4096
 class Host:
     """Runs attempts side by side: async callables in the event loop, others in threads that carry the attempt's context."""
 
-    def __init__(self, stages: Stages, *, log_bytes: int = 0) -> None:
+    def __init__(self, stages: Stages) -> None:
         self._stages = stages
         # The runner limits how many run at once, stage by stage; one that hangs blocks no other's thread.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="attempt")
@@ -80,7 +80,6 @@ class Host:
         self._gates: dict[str, asyncio.Future[None]] = {}
         """Attempts that wait for their next stage."""
         self._threads: set[Future[Any]] = set()
-        self._log_bytes = log_bytes
         self._cancelled: set[str] = set()
         self._flusher = Flusher()
         self._left_open = False
@@ -128,7 +127,7 @@ class Host:
         return not self._threads and not self._left_open
 
     async def _attempt(self, job: Mapping[str, Any]) -> AttemptReply:
-        log = AttemptLog(job.get("log"), self._log_bytes)
+        log = AttemptLog(job.get("log"))
         begin_log(log)
         try:
             return await self._noted(job["id"], job, AttemptNote())
@@ -305,7 +304,6 @@ def main() -> None:
     parser.add_argument("--environment", help="the initialiser, as module:function")
     parser.add_argument("--leased", action="store_true", help="each job brings its environment, instead of --environment")
     parser.add_argument("--path", type=Path, default=Path(), help="directory in which modules are looked for first, and the command runs")
-    parser.add_argument("--log-bytes", type=int, default=0, help="size limit of an attempt's own log, in bytes; 0: no log")
     args = parser.parse_args()
     jobs, answers = _private_pipes()
     initialize()
@@ -321,7 +319,7 @@ def main() -> None:
             args.leased,
             args.outputs,
         )
-        host = Host(stages, log_bytes=args.log_bytes)
+        host = Host(stages)
     except AgentError as error:
         _write(answers, {"error": str(error)})
         sys.exit(error.exit_code)

@@ -71,8 +71,6 @@ class GatewaySettings(Section):
     """File (PEM) of the certificate's key, not encrypted."""
     max_request_bytes: int = Field(default=32 * 2**20, ge=1)
     """Size limit of a request's body, in bytes: prompts may carry images."""
-    head_seconds: float = Field(default=30, gt=0)
-    """Time limit for a new connection to send a whole request head, in seconds."""
     body_seconds: float = Field(default=30, gt=0)
     """Time limit for a request's body to arrive, in seconds; one second is added for each 64 KiB received."""
     engine_url: str = "http://127.0.0.1:8000"

@@ -23,8 +23,6 @@ class PromptSettings(Section):
     """Name of the critic model. None: `gateway.policy`."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature of the critic model. None: its server decides."""
-    critic_seconds: float = Field(default=300, gt=0)
-    """Time limit of one response of the critic model, in seconds."""
     rounds: int = Field(default=3, ge=1)
     """Number of rounds in which the prompts of the beam are criticised and edited."""
     beam_width: int = Field(default=2, ge=1)
@@ -34,9 +32,8 @@ class PromptSettings(Section):
     minibatch: int = Field(default=8, ge=1)
     """Number of tasks from whose rollouts a prompt's critiques of a round are drawn."""
     shown: int = Field(default=4, ge=1)
-    """Number of rollouts that one critique reads: the worst ones and, where there are better ones, at least one of those."""
-    shown_characters: int = Field(default=4000, ge=200)
-    """Characters of a rollout that a critique reads; the middle of longer rollouts is left out."""
+    """Number of rollouts that one critique reads: the worst ones and, where there are better ones, at least one of those.
+    Of a rollout longer than 4000 characters the middle is left out."""
     evaluations: int = Field(default=1, ge=1)
     """Number of rollouts of each held-out task by which a candidate is measured."""
     held_out: float = Field(default=0.5, gt=0, lt=1)

@@ -87,9 +87,7 @@ class RunnerSettings(Section):
     """Time for which running attempts may continue after a worker is asked to end, in seconds; attempts that are not done by then are
     given back to the queue."""
     attempts_kept: int = Field(default=2000, ge=0)
-    """Number of rollouts whose attempts' logs are kept, the newest."""
-    attempt_log_bytes: int = Field(default=2**20, ge=0)
-    """Size limit of an attempt's log, in bytes; further output is left out."""
+    """Number of rollouts whose attempts' logs are kept, the newest; each log has 1 MiB at most."""
     gateway: bool = True
     """True if agents call the policy through the gateway. False (direct mode): they call `gateway.engine_url` itself, their calls are
     not counted, and a rollout is complete when no new span of it has come for `builder.quiet_seconds`."""

@@ -68,14 +68,10 @@ class CollectorSettings(Section):
     """TCP port of the Collector's OTLP/HTTP receiver."""
     health_port: int = 13133
     """Port on loopback that answers health checks while the collector is up."""
-    zpages_port: int = 55679
-    """Port on loopback of the collector's zPages, which show its activity."""
     queue_path: Path = Path("data/collector")
     """Directory of the data that is accepted and not stored yet. One collector owns it."""
     queue_bytes: int = Field(default=2 * 2**30, ge=2**27)
     """Size limit of the queue of a signal (traces, logs), in bytes; beyond it, senders must wait. A request has 64 MiB at most."""
-    memory_mib: int = Field(default=1024, ge=256)
-    """Memory limit, in MiB; beyond it, senders are asked to retry later."""
     token: SecretStr | None = Field(default=None, min_length=1)
     """Bearer token required of senders. None: `store.token`, which spangrad's own processes send; without that, no token is required."""
     tls_certificate: Path | None = None

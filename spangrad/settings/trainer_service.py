@@ -36,8 +36,6 @@ class WorkersSettings(Section):
     """Number of machines with trainer.workers.per_node processes each (docs/start/scaling.md)."""
     ray_address: str | None = None
     """Address (HOST:PORT) of the Ray cluster that the workers run in, or `auto`. None: a cluster that the trainer starts on loopback."""
-    ray_object_store_bytes: int = Field(default=2**28, ge=2**27)
-    """Shared memory of a Ray cluster that the trainer starts, in bytes: for a batch's rows, not for weights."""
 
 
 class WeightSyncSettings(Section):
@@ -88,11 +86,8 @@ class AlarmSettings(Section):
     logprob: LogprobAlarm = LogprobAlarm()
     """Limits of the logprob gap, beyond which rows are refused."""
     max_failed_share: float = Field(default=0.25, ge=0, le=1)
-    """Largest share of the last trainer.alarms.failed_window groups that may fail a check (docs/guides/training.md) before the run
-    stops."""
-    failed_window: int = Field(default=64, ge=1)
-    """Number of the run's latest groups, trained or failed, over which trainer.alarms.max_failed_share is taken; at least four batches'
-    worth."""
+    """Largest share of the run's last 64 groups, or of four batches' worth if that is more, that may fail a check
+    (docs/guides/training.md) before the run stops."""
     failed_share: float = Field(default=0.5, ge=0, le=1)
     """Share of a batch's rollouts that may have failed before the trainer warns. 1: it never warns."""
     gaming_reward: str = "reward"

@@ -169,7 +169,7 @@ def small_disk(mount: Path, mebibytes: int) -> Generator[Path]:
 
 # A real OpenTelemetry Collector before a store, for tests: `spangrad collector` on free ports, started, ready, stopped.
 
-PORTS = ("otlp_http_port", "otlp_grpc_port", "health_port", "zpages_port")
+PORTS = ("otlp_http_port", "otlp_grpc_port", "health_port")
 
 
 def otelcol() -> str:

@@ -95,10 +95,8 @@ def test_the_environment_carries_the_settings() -> None:
         "SPANGRAD_COLLECTOR__OTLP_GRPC_PORT": "14317",
         "SPANGRAD_COLLECTOR__OTLP_HTTP_PORT": "14318",
         "SPANGRAD_COLLECTOR__HEALTH_PORT": "13133",
-        "SPANGRAD_COLLECTOR__ZPAGES_PORT": "55679",
         "SPANGRAD_COLLECTOR__QUEUE_PATH": "q",
         "SPANGRAD_COLLECTOR__QUEUE_BYTES": str(2 * 2**30),
-        "SPANGRAD_COLLECTOR__MEMORY_MIB": "1024",
         # The Collector expands dollars; two are one.
         "SPANGRAD_COLLECTOR__TOKEN": "a$$b",
     }

@@ -157,8 +157,8 @@ def test_a_transcript_tells_a_message_once_and_takes_the_room_that_it_has() -> N
         'task: "a"', "system: [the prompt]", "user: a", "reply: b", "assistant: b", "user: c", "reply: d"
     ]  # fmt: skip
     long = replace(trial, exchanges=(Exchange((("user", "x" * 10_000),), "END"),))
-    said = ask_for_critique("be good", [long], 300)[1]["content"]
-    assert len(said) < 400
+    said = ask_for_critique("be good", [long])[1]["content"]
+    assert 4000 < len(said) < 4100
     assert "END" in said
 
 

@@ -205,7 +205,7 @@ def test_batch_groups_are_numbered_as_the_rows_of_the_batch() -> None:
     ]  # type: ignore[arg-type]
     batch, _, _ = assemble(loaded(rows), SETTINGS, lambda units: units.values, lineage=(0,), divisor=4)
     groups = batch_groups(loaded(rows), SETTINGS, lineage=(0,))
-    assert [groups[number].group_id if number >= 0 else None for number in batch.group] == ["z", "z", "m", "m", "b", "b", None, None]
+    assert [groups[number].group_id if number >= 0 else None for number in batch.group] == ["b", "b", "m", "m", "z", "z", None, None]
 
 
 def test_each_reason_says_what_it_depends_on_and_a_failure_how_it_is_fixed() -> None:

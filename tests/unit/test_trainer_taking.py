@@ -18,6 +18,7 @@ from spangrad.types import VersionStatus
 from tests.support.fakes import transition_row
 from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 from trainer import loop
+from trainer.data import batch_queue
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded, missing_rows
 from trainer.ledger.ledger import Ledger
@@ -79,7 +80,7 @@ def test_step_that_names_rows_skips_their_groups_and_refills_the_batch(tmp_path:
     assert trainer.ledger.skipped() == {group("bad"): SkipReason.LOGPROB_GAP}
     assert statuses(trainer.ledger)[1] == (1, VersionStatus.ORPHANED), "its number is burnt, once"
     assert source.loads == [["bad", "b"], ["c"], ["d", "e"]], "what was loaded of the sound group was kept"
-    assert "1 groups are skipped (logprob_gap): bad. bad: rows [0, 1] differ by 0.4 nats." in caplog.text
+    assert "1 groups are skipped (logprob_gap): bad. bad: rows [2, 3] differ by 0.4 nats." in caplog.text
     newest = loop.newest_version(trainer.ledger)
     assert (newest.metrics["groups_failed"], newest.metrics["groups_skipped"]) == (1.0, 1.0)
     assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "2.0"
@@ -107,7 +108,7 @@ def test_a_refilled_batch_is_the_one_that_a_fresh_start_would_take(tmp_path: Pat
     (batch,) = [batch for batch in optimizer.batches if BAD not in batch.prompts]
     ids = [row.rollout_id for row in trainer.ledger.batch(trainer.ledger.versions()[-1].policy_version.batch_id or "")]
     assert ids == ["a-0", "a-1", "z-0", "z-1"]
-    assert (batch.group.tolist(), batch.advantages[:, 0].tolist()) == ([0, 0, 1, 1] if refilled else [1, 1, 0, 0], [1.0, -1.0, 1.0, -1.0])
+    assert (batch.group.tolist(), batch.advantages[:, 0].tolist()) == ([0, 0, 1, 1], [1.0, -1.0, 1.0, -1.0])
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -263,11 +264,17 @@ def test_a_look_without_news_judges_nothing_again(tmp_path: Path, base: Path, mo
     assert (len(committed(trainer)), len(calls)) == (2, 1), "once at the start; its own commits change no reason"
 
 
+@pytest.fixture
+def window_of_8_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_queue, "_WINDOW_GROUPS", 8)
+
+
 def failing(tmp_path: Path, base: Path, names: Sequence[str], sick: Sequence[str], **changes: object):
-    chosen = settings(base, tmp_path, **{"failed_window": 8, "max_failed_share": 0.25, **changes})
+    chosen = settings(base, tmp_path, **{"max_failed_share": 0.25, **changes})
     return wired(chosen, FakeSource([*names], changes=bad(*sick)), Refusing())
 
 
+@pytest.mark.usefixtures("window_of_8_groups")
 def test_a_run_in_which_too_many_groups_fail_stops_with_the_reason_and_the_remedy(tmp_path: Path, base: Path):
     sick = [f"bad{i}" for i in range(4)]
     trainer = failing(tmp_path, base, [*sick, *"abcd"], sick)
@@ -294,6 +301,7 @@ def test_a_run_in_which_too_many_groups_fail_stops_with_the_reason_and_the_remed
     assert list(committed(tolerant).values())[1:] == [["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]]
 
 
+@pytest.mark.usefixtures("window_of_8_groups")
 def test_failures_that_sound_groups_have_followed_count_no_more(tmp_path: Path, base: Path):
     names = [f"g{i:02}" for i in range(24)]
     sick = names[::6]
@@ -306,6 +314,7 @@ def test_failures_that_sound_groups_have_followed_count_no_more(tmp_path: Path, 
     assert trainer.ledger.skips.failures("another run", 24).count == 0
 
 
+@pytest.mark.usefixtures("window_of_8_groups")
 def test_stale_and_equal_groups_are_no_failures(tmp_path: Path, base: Path):
     names = [f"g{i:02}" for i in range(12)]
     trainer = failing(tmp_path, base, names, [], max_staleness=0)

@@ -28,6 +28,8 @@ from trainer.monitor.watching import Clock
 
 logger = logging.getLogger(__name__)
 
+_WINDOW_GROUPS = 64
+"""Number of the run's latest groups, trained or failed, of which trainer.alarms.max_failed_share may fail."""
 _BATCHES = 4
 """Smallest window of failures, in batches: a batch that fails as a whole is at most a quarter of it."""
 _SOON_SECONDS = 2.0
@@ -149,7 +151,7 @@ class BatchQueue:
 
     @property
     def _window(self) -> int:
-        return max(self._settings.alarms.failed_window, _BATCHES * self._settings.sampling.groups_per_batch)
+        return max(_WINDOW_GROUPS, _BATCHES * self._settings.sampling.groups_per_batch)
 
     def _judge_again(self, build_spec: str, head: LedgerVersion) -> None:
         """Forget skips whose reason no longer holds: at the start, since settings may have changed, and after the branch went back."""

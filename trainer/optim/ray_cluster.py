@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _SHORT = "/tmp"
 """Short parent directory: Ray's sockets are 80 characters deeper, and a socket's path has at most 107."""
+_OBJECT_STORE_BYTES = 2**28
+"""Shared memory of a cluster that is started here: for the rows of a batch, not for weights."""
 _STARTS = 3
 """Largest number of attempts to start a cluster."""
 _PLACE_SECONDS = 60.0
@@ -79,7 +81,7 @@ class Cluster:
         own = {
             "include_dashboard": False,
             "num_cpus": self._settings.workers.per_node,
-            "object_store_memory": self._settings.workers.ray_object_store_bytes,
+            "object_store_memory": _OBJECT_STORE_BYTES,
             "_temp_dir": str(self.directory),
         }
         address = self._settings.workers.ray_address or "local"
