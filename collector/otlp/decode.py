@@ -1,6 +1,5 @@
 """Decoder of OTLP bodies: protobuf, and OTLP/JSON.
 
-In: a body and its content type. Out: the same protobuf message from both encodings.
 Invariant: a body that cannot be read raises `UndecodableError`, with a message for the sender.
 """
 

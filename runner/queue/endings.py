@@ -1,8 +1,7 @@
 """Ends attempts and rollouts: by their worker's report, by a timeout, or by cancellation.
 
-In: a connection in a transaction, and endings. Out: a result for each. Invariant: an attempt ends once. The same ending reported again gets
-the same result; a different ending is refused, with the reason, and changes nothing. No number of an ending is given twice, so a client
-that reads on from a number misses none.
+Invariant: an attempt ends once. The same ending reported again gets the same result; a different ending is refused, with the reason, and
+changes nothing. No number of an ending is given twice, so a client that reads on from a number misses none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A worker: leases rollouts from the queue, runs their attempts concurrently, and reports how they ended.
 
-In: a queue, and what attempts need. Out: root spans in the store, endings in the queue. Invariant: an ending is reported to the queue after
-the store has acknowledged the attempt's root span; each lease is reported, released, or expires; the worker leases no more than can begin
-at once, so that the wait before an attempt does not count as its time.
+Invariant: an ending is reported to the queue after the store has acknowledged the attempt's root span; each lease is reported, released,
+or expires; the worker leases no more than can begin at once, so that the wait before an attempt does not count as its time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Results of a client's run, and display of its progress.
 
-In: rollouts in the queue's form. Out: counts by outcome, mean rewards; a bar on a terminal, lines elsewhere. Invariant: a rollout is
-counted once; a missing reward is not counted as 0.
+Invariant: a rollout is counted once; a missing reward is not counted as 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Directory of a supervisor's run: one owner at a time, and a status that other processes read.
 
-In: a directory. Out: a lock, and the status of the services as JSON. Invariant: the lock is the kernel's, so that it ends with its owner,
-however that ends; a status counts only while its owner lives.
+Invariant: the lock is the kernel's, so that it ends with its owner, however that ends; a status counts only while its owner lives.
 """
 
 from __future__ import annotations

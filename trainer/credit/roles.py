@@ -1,6 +1,5 @@
 """Roles of rewards: which roles a trainer counts, and returns in which the rewards of several players cancel.
 
-In: transitions with `Rewards.Name`, `.Value` and `.Role`. Out: transitions with the rewards that count; metrics; words of a warning.
 Invariant: pure functions of whole columns; a reward without a role is shared by all roles, and always counts.
 """
 

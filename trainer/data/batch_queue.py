@@ -1,8 +1,7 @@
 """The next batch: groups that are ready, loaded, checked, and skipped where they may not be trained.
 
-In: a source of ready groups, the ledger, the trainer's settings. Out: what was loaded of a whole batch of sound groups, or nothing; rows of
-the ledger for the groups that are skipped. Invariant: a group leaves the queue of ready ones in two ways only, trained or skipped with a
-reason; one of which rows are missing stays, and is looked at again later.
+Invariant: a group leaves the queue of ready ones in two ways only, trained or skipped with a reason; one of which rows are missing stays,
+and is looked at again later.
 
 Groups that fail a check in the step itself are skipped by `refuse`; the next batch is filled up with the next ones, and what was loaded of
 the sound ones is kept.

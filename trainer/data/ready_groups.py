@@ -1,8 +1,7 @@
 """Groups that are ready to be trained: whole, and neither trained nor skipped.
 
-In: a source of whole groups, and the ledger. Out: those that a batch may take, oldest first. Invariant: a look costs what is new. The
-ledger is queried for groups that are new, and, when it has changed, for what was written since; groups that are done are released by the
-source. When the user has restored groups, both are read again from the beginning.
+Invariant: a look costs what is new. The ledger is queried for groups that are new, and, when it has changed, for what was written since;
+groups that are done are released by the source. When the user has restored groups, both are read again from the beginning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Rollouts of batches in the ledger: the rollouts of each batch, and those that belong to one already.
 
-In: rollouts of groups. Out: rows of the ledger, and a sentence for each group of which a rollout is in a batch. Invariant: each function
-runs inside a transaction of the ledger.
+Invariant: each function runs inside a transaction of the ledger.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Batches made of files, as the ledger records them.
 
-In: a lease and its batch of files. Out: the runs of `spangrad finetune` that led to a branch's head, and which rollouts the branch has
-trained in either way. Invariant: a batch of files names its rollouts and claims none: a run goes through its rows once an epoch, each of
-which may be a version. Rows and groups whose rollouts were trained in the other way, or by another run, are left out, unless the user asks
-for them (docs/decisions/0010-a-run-of-files-names-its-rollouts.md).
+Invariant: a batch of files names its rollouts and claims none: a run goes through its rows once an epoch, each of which may be a version.
+Rows and groups whose rollouts were trained in the other way, or by another run, are left out, unless the user asks for them
+(docs/decisions/0010-a-run-of-files-names-its-rollouts.md).
 """
 
 from __future__ import annotations

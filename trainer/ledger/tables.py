@@ -1,7 +1,6 @@
 """Tables of the ledger, and the location of its database.
 
-In: the ledger's location, a directory or a URL. Out: its database (`spangrad/database.py`), and rows as types. Invariant: the primary key
-of a table is what must be unique.
+Invariant: the primary key of a table is what must be unique.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Alarm for reward gaming: a return that rises over a policy's versions while success does not.
 
-In: metrics of consecutive versions, and how much is tolerated. Out: metrics of the newest one that show whether its reward is gamed.
 Invariant: pure functions of numbers that are in every version's metrics; an alarm stops nothing.
 
 A policy learns whatever is rewarded. Where a rule rewards a tool that never fails and leads nowhere, the policy ends by calling nothing
-else: its return rises, gradient, logprob gap and loss look healthy, and the task is never done (docs/concepts/credit.md has a
-measured run). The symptom is that the return rises and the reward that stands for success does not.
+else: its return rises, gradient, logprob gap and loss look healthy, and the task is never done (docs/concepts/credit.md has a measured
+run). The symptom is that the return rises and the reward that stands for success does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Watchers of a training run, by the settings: log or table, trackers, spans.
 
-In: settings, a client of the store, the kind of stdout. Out: `Watchers`. Invariant: a table is drawn in a terminal only; a log file gets
-lines.
+Invariant: a table is drawn in a terminal only; a log file gets lines.
 """
 
 from __future__ import annotations

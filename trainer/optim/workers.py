@@ -1,7 +1,6 @@
 """Processes that hold the model, as the optimizer sees them: one here, or several under Ray (`trainer.optim.ray_workers`).
 
-In: a model directory, settings. Out: calls of `trainer.optim.rank.Rank`'s methods. Invariant: the two kinds differ for the optimizer only
-in their size.
+Invariant: the two kinds differ for the optimizer only in their size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """LoRA adapters: merged into the weights that they adapt, or alone.
 
-In: the parameters of a model under PEFT, by PEFT's names. Out: the merged weights by Hugging Face's names, or the adapter's tensors by the
-names that PEFT's files have. Invariant: in float32 for any dtype of training, so that what is served has the logprobs of what is
-trained; nothing of the model changes.
+Invariant: in float32 for any dtype of training, so that what is served has the logprobs of what is trained; nothing of the model changes.
 
 Source: LoRA (https://arxiv.org/abs/2106.09685), section 4.1: W + alpha / r B A.
 """

@@ -1,12 +1,11 @@
 """Run of `spangrad finetune`: files -> examples -> optimizer steps -> checkpoints -> commits -> publication.
 
-In: settings, a method, files. Out: policy versions, one per epoch (or per finetune.steps_per_version steps), the last of them published.
 Invariant: at every instruction the ledger knows enough to resume. Committed steps are never trained again by the same command, and steps
 without a commit are trained as if nothing had happened: the files' checksums, the settings and the examples identify the run, the ledger
 records the step of the run at the branch's head, and the head's directory holds the state from which the next step is made.
 
-A step goes to the branch's head only. When another process moves the head meanwhile, the run ends with an error and can be resumed once the
-head is back.
+A step goes to the branch's head only. When another process moves the head meanwhile, the run ends with an error and can be resumed once
+the head is back.
 """
 
 from __future__ import annotations
