@@ -1,6 +1,7 @@
 """Losses over whole responses, where a rollout's calls are in several rows.
 
-Invariant: they are, however rows are merged and however they fall into micro-batches, mini-batches' parts or workers.
+Invariant: loss and gradient are those of a row a rollout, however rows are merged and however they fall into micro-batches, mini-batches'
+parts or workers.
 
 A response is all of the policy's output in a rollout: the trained tokens of its calls, without observations, as a row of verl's agent loop
 is. Three things of a loss depend on it:
