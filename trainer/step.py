@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from spangrad.errors import SpangradError
 from spangrad.settings import Settings
@@ -29,20 +29,10 @@ if TYPE_CHECKING:
     import polars as pl
 
     from trainer.ledger.file_batches import FileBatch
+    from trainer.optim.optimizer import VerlOptimizer
+    from trainer.sft.optimizer import FileOptimizer
 
 logger = logging.getLogger(__name__)
-
-
-class Trained(Protocol):
-    """Optimizer whose weights and state a checkpoint takes."""
-
-    def save_weights(self, directory: Path) -> None:
-        """Write the parameters."""
-        ...
-
-    def save_state(self, directory: Path) -> None:
-        """Write the optimizer's state."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +81,7 @@ class StepTransaction:
         self,
         lease: BatchLease,
         parent: LedgerVersion,
-        trained: Trained,
+        trained: VerlOptimizer | FileOptimizer,
         *,
         resumable: bool = True,
         calls: pl.DataFrame | None = None,
