@@ -51,7 +51,7 @@ from trainer.publish.lora import adapter_of, model_of
 from trainer.publish.publisher import Publisher, publisher_of
 from trainer.publish.publishing import HeadPublisher
 from trainer.shutdown import Shutdown, Stopped
-from trainer.step import StepTransaction
+from trainer.step import StepTransaction, beating
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -303,7 +303,7 @@ class Trainer:
         lease = self.transaction.begin(loaded.rollouts, parent)
         if lease is None:
             return None
-        with self.transaction.holding(lease):
+        with beating(self.ledger, lease):
             optimizer = self._load(parent)
             with self.clock.stage("train"):
                 metrics = optimizer.step(batch)

@@ -335,7 +335,7 @@ class Ledger:
     def batch(self, batch_id: str) -> list[BatchRollout]:
         """Return the rollouts of a batch, leased or committed, in order."""
         with self.database.reading() as transaction:
-            return batch_rollouts.read(transaction, batch_id) or file_batches.rollouts_of(transaction, batch_id)
+            return batch_rollouts.read(transaction, batch_id)
 
     def _of_branch(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return [table.c[name] == value for name, value in self._branch.items()]

@@ -39,7 +39,7 @@ from trainer.sft.files import ExampleFile, RolloutOrigin, find_sources
 from trainer.sft.objective import Method
 from trainer.sft.rendering import Renderer
 from trainer.shutdown import Shutdown, Stopped
-from trainer.step import StepTransaction
+from trainer.step import StepTransaction, beating
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -280,7 +280,7 @@ class _Run:
         transaction = StepTransaction(self.settings, ledger, self.clock, self.shutdown)
         with transaction.undone_on_error():
             lease = self._lease(transaction, _rollouts(trained), parent, file_batch)
-            with transaction.holding(lease):
+            with beating(ledger, lease):
                 with self.clock.stage("train"):
                     metrics = _means([self._step(optimizer, plan, at) for at in steps]) | facts
                     metrics |= _named("held_out", self._held_out(optimizer, plan))
