@@ -28,7 +28,7 @@ from trainer.credit.learning import check
 from trainer.data import failures
 from trainer.data.assemble import assemble, batch_groups
 from trainer.data.batch import Batch
-from trainer.data.batch_queue import BatchQueue, GroupSource
+from trainer.data.batch_queue import BatchQueue
 from trainer.data.planning import plan_of
 from trainer.data.source import GroupReader, Loaded
 from trainer.ledger.batch_rollouts import AlreadyTrainedError
@@ -77,7 +77,7 @@ class Trainer:
 
     settings: Settings
     ledger: Ledger
-    source: GroupSource
+    source: GroupReader
     optimizer: VerlOptimizer | None
     """Optimizer with the weights of `loaded`. None: it is loaded at first use, so that a run with nothing to train imports no PyTorch."""
     normalise: Normalise

@@ -13,13 +13,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from spangrad.errors import BadRowsError, TrainerError
 from spangrad.settings import TrainerSettings
 from trainer.data.group_checks import find_skips, same_ids
-from trainer.data.ready_groups import ReadyGroups, WholeGroups
-from trainer.data.source import Group, Loaded
+from trainer.data.ready_groups import ReadyGroups
+from trainer.data.source import Group, GroupReader, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import FAILURES, REMEDIES, Skip, SkipReason
 from trainer.ledger.tables import LedgerVersion
@@ -34,14 +33,6 @@ _SOON_SECONDS = 2.0
 _LATE_SECONDS = 300.0
 _NAMED = 8
 """Largest number of groups that a warning names."""
-
-
-class GroupSource(WholeGroups, Protocol):
-    """Source of ready groups, and of their rollouts and transitions."""
-
-    def load(self, groups: Sequence[Group]) -> Loaded:
-        """Load the groups' rollouts and transitions."""
-        ...
 
 
 @dataclass
@@ -78,7 +69,7 @@ class BatchQueue:
         self.ready: list[Group] = []
         """Groups that were ready, and not used yet, when a batch was last requested."""
 
-    def take(self, source: GroupSource, head: LedgerVersion) -> Loaded | None:
+    def take(self, source: GroupReader, head: LedgerVersion) -> Loaded | None:
         """Return the oldest sound groups that make a whole batch, once those that may not be trained are skipped.
 
         Args:
@@ -161,7 +152,7 @@ class BatchQueue:
         for reason, count in again.items():
             logger.info("%d groups that were skipped as %s are looked at again: what the reason depends on has changed", count, reason)
 
-    def _load(self, source: GroupSource, chosen: Sequence[Group]) -> Loaded:
+    def _load(self, source: GroupReader, chosen: Sequence[Group]) -> Loaded:
         """Load the groups that are not held yet, and hold all of them."""
         held = {rollout.group for rollout in self._held.rollouts} if self._held else set[Group]()
         kept = [group for group in chosen if group in held]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -88,7 +89,7 @@ def read(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:
             for table in (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)
         )
     )
-    rows = transaction.execute(query.order_by("group_id", "rollout_id", "attempt"))
+    rows = map(tuple[Any, ...], transaction.execute(query.order_by("group_id", "rollout_id", "attempt")))
     return [BatchRollout(Group(*row[:4]), *row[4:]) for row in rows]
 
 
