@@ -35,11 +35,6 @@ class Watch(Generic[Name]):
     """Leases that one observer watches. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to watch.
-
-        Args:
-            clock: seconds since any moment; a monotonic clock.
-        """
         self._clock = clock
         self._seen: dict[Name, _Sighting] = {}
 

@@ -34,11 +34,6 @@ class UndecodableError(ValueError):
 def decode(message: type[M], body: bytes, content_type: str) -> M:
     """Read a body.
 
-    Args:
-        message: the request's type.
-        body: unpacked.
-        content_type: PROTOBUF or JSON.
-
     Raises:
         UndecodableError: the body is not such a message.
     """

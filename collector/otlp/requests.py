@@ -63,12 +63,7 @@ class TraceBody:
 
 
 def trace_body(request: ExportTraceServiceRequest, wire: bytes) -> TraceBody:
-    """Prepare a request.
-
-    Args:
-        request: as protobuf's parser read it.
-        wire: the same as bytes.
-    """
+    """Prepare a request."""
     spans = sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
     reasons = unstorable(request)
     refused = Refused(len(reasons), reasons[0] if reasons else "")

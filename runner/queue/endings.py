@@ -58,7 +58,6 @@ class Endings:
     """Ends attempts, and numbers the endings of rollouts."""
 
     def __init__(self, connection: sa.Connection) -> None:
-        """Continue the numbers of the database."""
         highest = [connection.execute(sa.select(sa.func.max(column))).scalar() or 0 for column in (ROLLOUTS.c.ended, ENDED.c.highest)]
         self._next = max(highest) + 1
 

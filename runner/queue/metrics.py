@@ -24,7 +24,6 @@ class QueueMetrics(Collector):
     """Prometheus metrics of the service, computed at each scrape."""
 
     def __init__(self, service: Service) -> None:
-        """Report one service."""
         self._service = service
         self._states: Counter[RolloutState] = Counter()
         self._registry = CollectorRegistry(auto_describe=False)

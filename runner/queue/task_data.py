@@ -71,7 +71,6 @@ class TaskData:
     """Stores tasks in the service's database."""
 
     def __init__(self, service: Service) -> None:
-        """Use the database of a service."""
         self._database: Database = service.database
         self._read = service.read
         self._writer = service.writer

@@ -40,7 +40,6 @@ class HostSlots:
     """Slots of one host, by stage."""
 
     def __init__(self, concurrency: int, limits: HostLimits) -> None:
-        """Create the slots, all free."""
         self.initialising = Slots(limits.initialisations)
         self.running = Slots(concurrency)
         self.judging = Slots(limits.evaluations)

@@ -148,17 +148,6 @@ class Attempts:
         settings: RunnerSettings,
         services: AttemptServices,
     ) -> None:
-        """Store the arguments, and create the slots of each stage.
-
-        Args:
-            pool: agent hosts.
-            gateway: counts policy calls. None: they are not counted.
-            roots: writes the root spans.
-            queue: holds the rollouts.
-            files: stores the output and the result of attempts.
-            settings: number of slots and time limit of each stage.
-            services: environment service and reward service.
-        """
         self._pool = pool
         self.gateway = gateway
         self.roots = roots

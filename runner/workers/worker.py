@@ -33,15 +33,6 @@ class Worker:
     """Runs attempts of one run's rollouts; an async context manager."""
 
     def __init__(self, queue: QueueClient, run_id: str, attempts: Attempts, slots: int, *, store_patience_seconds: float) -> None:
-        """Store the arguments; `__aenter__` starts the work.
-
-        Args:
-            queue: holds the rollouts.
-            run_id: run to lease from.
-            attempts: runs the attempts.
-            slots: number of attempts that can begin at once.
-            store_patience_seconds: time for which the store may be away.
-        """
         self._queue = queue
         self._run_id = run_id
         self._attempts = attempts
@@ -61,7 +52,6 @@ class Worker:
         """Done when the worker cannot go on: the gateway, the store or the queue stays away, or the agent cannot be loaded any more."""
 
     async def __aenter__(self) -> Self:
-        """Start to lease rollouts."""
         await self._beating.__aenter__()
         self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._lease, self._report_endings)]
         return self

@@ -54,7 +54,6 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give the directory back."""
         if self._lock:
             (self.path / STATUS).unlink(missing_ok=True)
             self._lock.close()

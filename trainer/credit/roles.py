@@ -80,12 +80,7 @@ def cancelling_roles(transitions: pl.DataFrame, weights: Mapping[str, float]) ->
 
 
 def missing_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> str:
-    """Return a warning where rewards name roles, and none that the trainer counts; empty where that is not so.
-
-    Args:
-        transitions: whole groups, with all rewards.
-        roles: `trainer.credit.reward_roles`.
-    """
+    """Return a warning where rewards name roles, and none that the trainer counts; empty where that is not so."""
     known = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
     if not roles or not known or set(roles) & set(known):
         return ""

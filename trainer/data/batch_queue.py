@@ -72,10 +72,6 @@ class BatchQueue:
     def take(self, source: GroupReader, head: LedgerVersion) -> Loaded | None:
         """Return the oldest sound groups that make a whole batch, once those that may not be trained are skipped.
 
-        Args:
-            source: of groups.
-            head: the version that the batch is to train.
-
         Returns:
             None: too few are ready.
 
@@ -120,12 +116,7 @@ class BatchQueue:
         self._skip(skips or dict.fromkeys(groups, Skip(SkipReason.NOT_FINITE, str(error))), head)
 
     def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
-        """Skip groups of which a rollout is in a batch already.
-
-        Args:
-            groups: with a sentence about each.
-            head: the version that was to be trained.
-        """
+        """Skip groups of which a rollout is in a batch already."""
         self._skip({group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in groups.items()}, head)
 
     def forget(self) -> None:

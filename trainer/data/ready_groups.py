@@ -37,7 +37,6 @@ class ReadyGroups:
     """Groups of one branch that a batch may take."""
 
     def __init__(self, ledger: Ledger, settings: TrainerSettings) -> None:
-        """Look at nothing yet."""
         self._ledger = ledger
         self._settings = settings
         self._tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_finetuned else (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)

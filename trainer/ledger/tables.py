@@ -212,12 +212,7 @@ class LedgerDatabase(AnyDatabase):
                 connection.info.pop(_CHANGED, None)
 
     def remembered(self, name: Hashable, read: Callable[[sa.Connection], T]) -> T:
-        """Return the result of `read`, cached until the ledger changes; the caller must not change it.
-
-        Args:
-            name: key of the result.
-            read: reads the result from the database.
-        """
+        """Return the result of `read`, cached until the ledger changes; the caller must not change it."""
         with self.reading() as connection:
             changes = self.changes(connection)
             known = self._remembered.get(name)

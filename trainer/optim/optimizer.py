@@ -52,11 +52,6 @@ class VerlOptimizer:
     def __init__(self, model: Path, settings: TrainerSettings, *, engine_dtype: str = "auto") -> None:
         """Load the weights of `model` (a Hugging Face directory), in float32 for any dtype of the file, and those of the reference.
 
-        Args:
-            model: of the policy.
-            settings: the trainer's.
-            engine_dtype: `engine.dtype` of the inference engines that sample.
-
         Raises:
             SettingsError: the settings cannot be carried out, or have no meaning.
         """

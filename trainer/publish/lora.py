@@ -40,11 +40,7 @@ def merged(parameters: Mapping[str, Any], scaling: float) -> Iterator[tuple[str,
 
 
 def alone(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each A and B, without the weights that they adapt.
-
-    Args:
-        parameters: tensors (full or FSDP2's) by PEFT's names.
-    """
+    """Yield each A and B, without the weights that they adapt."""
     for name, value in parameters.items():
         for in_model, in_file in ((_A, A), (_B, B)):
             if name.endswith(in_model):
