@@ -74,7 +74,6 @@ docs:
 	@echo "build/site/index.html"
 
 reference: setup-server
-	$(BIN)/python packaging/pictures.py
 	$(BIN)/python packaging/reference.py
 
 clean:

@@ -36,7 +36,7 @@ from trainer.ledger.mirror import Mirror
 from trainer.ledger.tables import FILE
 from trainer.loop import Trainer
 from trainer.monitor.evaluate import Evaluation
-from trainer.optim.deferred_optimizer import DeferredOptimizer, Optimizer
+from trainer.optim.optimizer import VerlOptimizer
 from trainer.shutdown import Shutdown
 
 RUN, POLICY = "default", "policy"
@@ -170,7 +170,7 @@ class World:
                 settings=self.settings,
                 ledger=self.ledger,
                 source=source,
-                optimizer=DeferredOptimizer(_no_optimizer),
+                optimizer=None,
                 normalise=lambda units: units.values,
                 mirror=Mirror(self.client, self.settings.store.url, self.ledger),
                 publisher=None,
@@ -289,7 +289,7 @@ class World:
         return sum(sum(process.cpu_times()[:2]) for process in tree([self._store]))
 
 
-def _no_optimizer() -> Optimizer:
+def _no_optimizer() -> VerlOptimizer:
     raise AssertionError("an idle trainer trains nothing")
 
 

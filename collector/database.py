@@ -1,6 +1,5 @@
 """The embedded database (chDB, which is ClickHouse in this process); the only module that imports it.
 
-In: a directory. Out: handles that run statements and inserts, each usable by one thread at a time.
 Invariant: one process owns a directory; statements reach tables, never files, URLs or other servers (chdb_config/users.xml).
 """
 

@@ -1,7 +1,6 @@
 """Memory settings of the store's process: freed memory is kept for reuse; to be set before the database is loaded.
 
-In: nothing. Out: settings of the two allocators, the C library's (Python's objects) and the database's own. Invariant: they change the
-cost of memory, and nothing that is stored or answered; a setting in the user's environment takes precedence.
+Invariant: they change the cost of memory, nothing that is stored or answered; a setting in the user's environment takes precedence.
 
 Bodies, columns and answers are megabytes each, and are made and freed many times a second. By default, the allocators return such memory
 to the kernel at once and request it again, and each page is paid for again (docs/decisions/0014).

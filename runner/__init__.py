@@ -1,5 +1,4 @@
 """The runner: runs an agent on tasks, many rollouts of each, and writes one root span per attempt.
 
-In: tasks, and an agent that knows nothing of rollouts. Out: root spans with rewards, and outcomes for the caller.
 Invariant: every attempt that began has one root span; a failing agent is recorded as data and never stops the run.
 """

@@ -1,8 +1,7 @@
 """Runs rollouts: a group of each task, through a queue, by a worker in this process and by any other worker of that queue.
 
-In: tasks, an agent, settings. Out: one root span `rollout` per attempt, with its rewards or its failure and the number of its policy
-calls, and an `Outcome` per rollout. Invariant: when `run` returns, all its rollouts have ended, and the store has acknowledged the root
-spans of all attempts; a failed attempt carries a reason, and a reward only where the policy caused the failure.
+Invariant: when `run` returns, all its rollouts have ended, and the store has acknowledged the root spans of all attempts; a failed attempt
+carries a reason, and a reward only where the policy caused the failure.
 """
 
 from __future__ import annotations

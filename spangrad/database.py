@@ -1,8 +1,7 @@
 """Transactions on SQLite or PostgreSQL, the two databases for durable state.
 
-In: a URL and tables. Out: serialized transactions, and reads beside them. Invariant: on either database a transaction begins by taking the
-only write lock, so that what it has read still holds when it writes; and what is committed is on disk (SQLite: WAL with synchronous=FULL;
-PostgreSQL: by default).
+Invariant: on either database a transaction begins by taking the only write lock, so that what it has read still holds when it writes; and
+what is committed is on disk (SQLite: WAL with synchronous=FULL; PostgreSQL: by default).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Leases: their holders, the death of a holder's process, and expiry after missing renewals.
 
-In: /proc, this process's monotonic clock, and a lease's row. Out: a name that is unique to this process for all time; whether a lease may
-be revoked; when renewals are due. Invariant: no time of one clock is compared with that of another, nor with the time of day,
-so that a clock that is moved neither frees a lease nor freezes one.
+Invariant: no time of one clock is compared with that of another, nor with the time of day, so that a clock that is moved neither frees a
+lease nor freezes one.
 
 A row holds the duration of its lease without renewal, and the number of its renewals. An observer (`Watch`) measures by its own monotonic
 clock, from the moment when it first saw the last renewal. So no lease is revoked before its time, and a new observer waits for the whole
@@ -36,11 +35,6 @@ class Watch(Generic[Name]):
     """Leases that one observer watches. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to watch.
-
-        Args:
-            clock: seconds since any moment; a monotonic clock.
-        """
         self._clock = clock
         self._seen: dict[Name, _Sighting] = {}
 

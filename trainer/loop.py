@@ -28,7 +28,7 @@ from trainer.credit.learning import check
 from trainer.data import failures
 from trainer.data.assemble import assemble, batch_groups
 from trainer.data.batch import Batch
-from trainer.data.batch_queue import BatchQueue, GroupSource
+from trainer.data.batch_queue import BatchQueue
 from trainer.data.planning import plan_of
 from trainer.data.source import GroupReader, Loaded
 from trainer.ledger.batch_rollouts import AlreadyTrainedError
@@ -45,19 +45,22 @@ from trainer.monitor.evaluate import Evaluation, best, describe_best
 from trainer.monitor.view import LogLines
 from trainer.monitor.watchers import watchers_of
 from trainer.monitor.watching import Clock, CommittedStep, Watchers
-from trainer.optim.deferred_optimizer import DeferredOptimizer, Optimizer
 from trainer.outages import Outage
 from trainer.publish import checkpoint
 from trainer.publish.lora import adapter_of, model_of
 from trainer.publish.publisher import Publisher, publisher_of
 from trainer.publish.publishing import HeadPublisher
 from trainer.shutdown import Shutdown, Stopped
-from trainer.step import StepTransaction
+from trainer.step import StepTransaction, beating
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    import numpy as np
     import polars as pl
+    from numpy.typing import NDArray
+
+    from trainer.optim.optimizer import VerlOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -74,16 +77,16 @@ class Trainer:
 
     settings: Settings
     ledger: Ledger
-    source: GroupSource
-    optimizer: Optimizer
+    source: GroupReader
+    optimizer: VerlOptimizer | None
+    """Optimizer with the weights of `loaded`. None: it is loaded at first use, so that a run with nothing to train imports no PyTorch."""
     normalise: Normalise
     mirror: Mirror
     publisher: Publisher | None
     """Publisher of versions. None: versions are not published."""
     shutdown: Shutdown
     loaded: LedgerVersion
-    """Version whose weights the optimizer holds."""
-    load_optimizer: Callable[[LedgerVersion], Optimizer]
+    load_optimizer: Callable[[LedgerVersion], VerlOptimizer]
     """Function that returns an optimizer with a version's weights and state."""
     evaluation: Evaluation | None = None
     """Evaluation on held-out rollouts. None: they are not read."""
@@ -106,12 +109,12 @@ class Trainer:
         """Bring the store's copy and the gateway up to the ledger's newest commit."""
         self.mirror.catch_up()
         if self.publishing:
-            self.publishing.start(self.loaded, self.optimizer.weights)
+            self.publishing.start(self.loaded, self._weights)
 
     def _publish_again(self) -> None:
         """Publish the newest version to engines that were restarted, as they serve the weights that they started with."""
         if self.publishing:
-            self.publishing.look(self.loaded, self.optimizer.weights)
+            self.publishing.look(self.loaded, self._weights)
 
     def _idle(self) -> None:
         """Pause while there is nothing to train; at intervals undo leases of dead processes, evaluate, and check the served version."""
@@ -187,16 +190,25 @@ class Trainer:
         self._awaited = holder
         return holder is not None
 
-    def _load(self, version: LedgerVersion) -> None:
-        """Load the version to train, where it is not the one that this trainer's last step made."""
-        if version.version != self.loaded.version:
-            self.optimizer.close()
-            # The old weights are freed before the new ones are loaded.
-            self.optimizer = DeferredOptimizer(lambda: self.load_optimizer(version))
+    def _load(self, version: LedgerVersion) -> VerlOptimizer:
+        """Return the optimizer with the weights of a version, loaded unless it holds them."""
+        moved = version.version != self.loaded.version
+        if self.optimizer is None or moved:
+            self._close_optimizer()  # the old weights are freed before the new ones are loaded
             self.optimizer = self.load_optimizer(version)
+        if moved:
             self.loaded = version
             self.mirror.catch_up()
             logger.info("version %d is loaded: branch %s was moved there by another process", version.version, version.branch)
+        return self.optimizer
+
+    def _weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        return self._load(self.loaded).weights()
+
+    def _close_optimizer(self) -> None:
+        if self.optimizer:
+            self.optimizer.close()
+        self.optimizer = None
 
     def step(self, loaded: Loaded) -> bool:
         """Make one version of one batch; when anything goes wrong before the commit, undo the lease.
@@ -210,19 +222,16 @@ class Trainer:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         parent = self._head or newest_version(self.ledger)
-        if isinstance(self.optimizer, DeferredOptimizer) and not self.optimizer.is_loaded:
-            # The head may have moved since the start: only the version to train is loaded.
-            self._load(parent)
-        settings, rows = self.settings.trainer, self.optimizer.data_parallel_size
+        # The head may have moved since the start: only the version to train is loaded.
+        settings, rows = self.settings.trainer, (self.optimizer or self._load(parent)).data_parallel_size
         with self.clock.stage("credit"):
             lineage = self.ledger.lineage()
             batch, facts, calls = assemble(
                 loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash
             )
             facts |= measures(loaded, settings, lineage) | self.demand.figures() | self._retries() | self.batches.figures()
-            rule = alarms.GamingRule.of(settings)
             history = [version.metrics for version in self.ledger.versions() if version.status is VersionStatus.COMMITTED]
-            facts |= alarms.gaming([*history, facts], rule)
+            facts |= alarms.gaming([*history, facts], settings.alarms)
         try:
             with self.transaction.undone_on_error(but=(BadRowsError, AlreadyTrainedError)):
                 committed = self._commit(loaded, batch, facts, calls, parent)
@@ -234,7 +243,7 @@ class Trainer:
         self.loaded = committed
         self.batches.forget()
         if committed.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
-            logger.warning("%s", alarms.describe(committed.version, committed.metrics, rule))
+            logger.warning("%s", alarms.describe(committed.version, committed.metrics, settings.alarms))
         if committed.metrics.get("failed_alarm") and not parent.metrics.get("failed_alarm"):
             logger.warning("%s", failures.describe(committed.version, committed.metrics, settings.alarms.failed_share))
         committed = self._publish(committed)
@@ -272,7 +281,7 @@ class Trainer:
         if not self.publishing or newest_version(self.ledger).version != committed.version:
             return committed
         with self.clock.stage("publish"):
-            served = self.publishing.publish(committed, self.optimizer.weights)
+            served = self.publishing.publish(committed, self._weights)
         if served and served.version == committed.version:
             self.ledger.add_metrics(committed.version, dict(served.metrics))
         return self.ledger.version(committed.version)
@@ -281,7 +290,7 @@ class Trainer:
         """Stop the publication thread and the optimizer."""
         if self.publishing:
             self.publishing.close()
-        self.optimizer.close()
+        self._close_optimizer()
 
     def _retries(self) -> dict[str, float]:
         """Return metrics: number of retries against the gateway and the store since the last step."""
@@ -294,12 +303,12 @@ class Trainer:
         lease = self.transaction.begin(loaded.rollouts, parent)
         if lease is None:
             return None
-        with self.transaction.holding(lease):
-            self._load(parent)
+        with beating(self.ledger, lease):
+            optimizer = self._load(parent)
             with self.clock.stage("train"):
-                metrics = self.optimizer.step(batch)
+                metrics = optimizer.step(batch)
             adapter = adapter_of(Path(parent.policy_version.path), self.settings.trainer)
-            written = self.transaction.write(lease, parent, self.optimizer, calls=calls, adapter=adapter)
+            written = self.transaction.write(lease, parent, optimizer, calls=calls, adapter=adapter)
         metrics |= {**self.clock.seconds(), **facts}
         metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
         return self.transaction.commit(lease, written, metrics)
@@ -371,7 +380,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             load_optimizer=load,
             evaluation=Evaluation(client, settings, source.build_spec),
             watchers=watchers,
-            optimizer=load(newest) if follow else DeferredOptimizer(lambda: load(newest)),
+            optimizer=load(newest) if follow else None,
         )
         trainer.start()
         trainer.run(follow=follow)

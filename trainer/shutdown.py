@@ -1,7 +1,6 @@
 """SIGTERM and SIGINT as one exception that never interrupts a transaction.
 
-In: signals. Out: `Stopped`, raised in the main thread. Invariant: inside `shielded()` nothing is raised; a signal that arrives there is
-raised as soon as the shield ends.
+Invariant: inside `shielded()` nothing is raised; a signal that arrives there is raised as soon as the shield ends.
 """
 
 from __future__ import annotations

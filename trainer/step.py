@@ -7,17 +7,18 @@ resume; a signal is held back while the ledger is written, and a lease that is n
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from spangrad.errors import SpangradError
+from spangrad.errors import LedgerError, SpangradError
+from spangrad.leases import BEATS
 from spangrad.settings import Settings
 from spangrad.weights.adapters import AdapterFacts
 from trainer.data.source import BatchRollout
-from trainer.ledger.heartbeat import beating
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.recovery import undo_leases
 from trainer.ledger.tables import LedgerVersion
@@ -29,20 +30,10 @@ if TYPE_CHECKING:
     import polars as pl
 
     from trainer.ledger.file_batches import FileBatch
+    from trainer.optim.optimizer import VerlOptimizer
+    from trainer.sft.optimizer import FileOptimizer
 
 logger = logging.getLogger(__name__)
-
-
-class Trained(Protocol):
-    """Optimizer whose weights and state a checkpoint takes."""
-
-    def save_weights(self, directory: Path) -> None:
-        """Write the parameters."""
-        ...
-
-    def save_state(self, directory: Path) -> None:
-        """Write the optimizer's state."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +74,11 @@ class StepTransaction:
         with self.shutdown.shielded():
             return self.ledger.begin(rollouts, parent.version, files=files)
 
-    def holding(self, lease: BatchLease) -> AbstractContextManager[None]:
-        """Return a context that keeps the lease while the step is made."""
-        return beating(self.ledger, lease)
-
     def write(
         self,
         lease: BatchLease,
         parent: LedgerVersion,
-        trained: Trained,
+        trained: VerlOptimizer | FileOptimizer,
         *,
         resumable: bool = True,
         calls: pl.DataFrame | None = None,
@@ -143,3 +130,26 @@ class StepTransaction:
                 lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
             )
         return self.ledger.version(lease.version)
+
+
+@contextmanager
+def beating(ledger: Ledger, lease: BatchLease) -> Generator[None]:
+    """Renew a lease until the block ends, or the lease is lost, which is logged: the commit alone decides whether a step counts."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(ledger.lease_seconds / BEATS):
+            try:
+                if not ledger.renew(lease):
+                    logger.warning("the lease of version %d is lost: its step will not be committed", lease.version)
+                    return
+            except LedgerError as error:
+                logger.warning("the lease of version %d could not be renewed: %s", lease.version, error)
+
+    thread = threading.Thread(target=beat, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

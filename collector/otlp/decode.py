@@ -1,6 +1,5 @@
 """Decoder of OTLP bodies: protobuf, and OTLP/JSON.
 
-In: a body and its content type. Out: the same protobuf message from both encodings.
 Invariant: a body that cannot be read raises `UndecodableError`, with a message for the sender.
 """
 
@@ -34,11 +33,6 @@ class UndecodableError(ValueError):
 
 def decode(message: type[M], body: bytes, content_type: str) -> M:
     """Read a body.
-
-    Args:
-        message: the request's type.
-        body: unpacked.
-        content_type: PROTOBUF or JSON.
 
     Raises:
         UndecodableError: the body is not such a message.

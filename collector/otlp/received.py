@@ -1,7 +1,6 @@
 """Reader of the bodies of HTTP requests.
 
-In: a request's stream. Out: its bytes, still packed. Invariant: they are charged to the budget from their arrival on, are no more than the
-limit, and arrive in bounded time.
+Invariant: bodies are charged to the budget from their arrival on, are no more than the limit, and arrive in bounded time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """OTLP/gRPC receiver: traces and logs are stored, metrics are accepted and dropped.
 
-In: Export calls of the trace, logs and metrics services, up to 64 MiB. Out: success only after the commit.
 Invariant: no message is read of a call without a valid token, and few at once; a sender that should retry gets a retry delay, as OTLP
 requires.
 """

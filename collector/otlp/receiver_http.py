@@ -1,6 +1,5 @@
 """OTLP/HTTP receiver: traces and logs are stored, metrics are accepted and dropped.
 
-In: POST /v1/traces, /v1/logs, /v1/metrics, as protobuf or OTLP/JSON, gzip or deflate. Out: success only after the commit.
 Invariant: every refusal states in the request's own content type what is wrong, and whether to retry.
 """
 

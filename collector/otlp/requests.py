@@ -1,6 +1,5 @@
 """Bodies of trace requests, prepared for both decoders: wire bytes for the database, or the parsed message for Python.
 
-In: a decoded ExportTraceServiceRequest and its bytes. Out: a `TraceBody`, and for a batch of them one ProtobufList.
 Invariant: all bytes that the database decodes were parsed by protobuf's own parser first, and the spans that no row can hold are known
 before a body is answered; every message keeps its place in the batch.
 """
@@ -64,12 +63,7 @@ class TraceBody:
 
 
 def trace_body(request: ExportTraceServiceRequest, wire: bytes) -> TraceBody:
-    """Prepare a request.
-
-    Args:
-        request: as protobuf's parser read it.
-        wire: the same as bytes.
-    """
+    """Prepare a request."""
     spans = sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
     reasons = unstorable(request)
     refused = Refused(len(reasons), reasons[0] if reasons else "")

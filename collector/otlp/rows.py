@@ -1,8 +1,7 @@
 """Encoder of spans and log records: from OTLP messages to RowBinary, in the layout of the Collector's ClickHouse exporter.
 
-In: an ExportTraceServiceRequest or ExportLogsServiceRequest. Out: `Rows`, bytes for one INSERT ... FORMAT RowBinary.
-Invariant: rows of several requests may simply be concatenated; only a span that no row can hold is rejected, counted and named; so are
-the attributes, events and links that a sender had dropped.
+Invariant: rows of several requests may simply be concatenated; only a span that no row can hold is rejected, counted and named; so are the
+attributes, events and links that a sender had dropped.
 """
 
 from __future__ import annotations

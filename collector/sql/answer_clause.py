@@ -1,6 +1,5 @@
 """Parser of the clause that names the format of the answer, at the end of SELECT, SHOW, DESCRIBE and similar statements.
 
-In: SQL. Out: the statement, split at the place where INTO OUTFILE can tell the database where to write the answer.
 Invariant: patterns run in time linear in the statement; a clause in a comment or a text is not taken for one.
 """
 

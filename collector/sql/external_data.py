@@ -1,6 +1,5 @@
 """External data: tables that are sent with a query, and dropped after it.
 
-In: the files of a form, and the parameters NAME_structure (or NAME_types) and NAME_format. Out: temporary tables of a handle.
 Invariant: the database reads a structure as a list of columns and nothing else; all rows of a file are held, or an error is raised.
 """
 

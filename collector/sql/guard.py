@@ -1,13 +1,12 @@
 """Guard against statements from the network that could reach beyond the store.
 
-In: SQL, its parameters, structures of tables that come with it. Out: nothing, or `ForbiddenError`. Invariant: together with
-chdb_config/users.xml, which denies files, URLs and other servers inside the database, and `collector.confinement`, which denies files to
-the process, no statement reaches beyond the store's own tables. The database does not check a few things (the scalar function `file`,
-`python`, INTO OUTFILE, databases and tables over files or servers): those are refused here by their names, with a helpful message; a name
-that is composed of pieces is stopped by the confinement only.
+Invariant: together with chdb_config/users.xml, which denies files, URLs and other servers inside the database, and
+`collector.confinement`, which denies files to the process, no statement reaches beyond the store's own tables. The database does not check
+a few things (the scalar function `file`, `python`, INTO OUTFILE, databases and tables over files or servers): those are refused here by
+their names, with a helpful message; a name that is composed of pieces is stopped by the confinement only.
 
-The check is deliberately coarse: it does not parse comments or literals, so they cannot mislead it. A forbidden name
-followed by a parenthesis is refused inside a literal too; such text belongs in a query parameter.
+The check is deliberately coarse: it does not parse comments or literals, so they cannot mislead it. A forbidden name followed by a
+parenthesis is refused inside a literal too; such text belongs in a query parameter.
 
 It takes linear time, and lets other threads run meanwhile: a statement may hold megabytes of rows, and the interpreter can't be
 interrupted inside one search.

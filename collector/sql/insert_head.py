@@ -1,7 +1,6 @@
 """Parser of the head of an INSERT statement, which precedes its rows.
 
-In: SQL. Out: the table, its column list and its settings. Invariant: patterns run in time linear in the statement (possessive
-quantifiers), since they read untrusted input.
+Invariant: patterns run in time linear in the statement (possessive quantifiers), since they read untrusted input.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A pipe between a statement's thread and the event loop: the database writes an answer, the loop reads it.
 
-In: the answer as the database writes it. Out: pieces of it. Invariant: no more bytes than the pipe's buffer wait between the two, so
-that a slow client slows the database down.
+Invariant: no more bytes than the pipe's buffer wait between the two, so that a slow client slows the database down.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Settings that a request with a read token may change: the form of the answer, and limits narrower than the store's.
 
-In: the settings that a request names. Out: the settings that its statement runs with.
 Invariant: no setting that a reader names loosens a limit or reaches beyond the store. The database itself then lets nothing be changed
 (`readonly = 1`), neither by SET nor by a SETTINGS clause.
 """

@@ -1,8 +1,6 @@
 """Parser of requests to ClickHouse's HTTP interface.
 
-In: URL parameters, headers, an unpacked body and the files of a form. Out: a `Statement`: the SQL, the rows and tables that came with
-it, and how to run and answer it. Invariant: rows are never read as SQL, nor SQL as rows: only the head of an INSERT ... FORMAT
-determines where they begin.
+Invariant: rows are never read as SQL, nor SQL as rows: only the head of an INSERT ... FORMAT determines where they begin.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Session pool: handles of the embedded database for concurrent requests, each with its own settings.
 
-In: a statement's session name, SQL database, settings and tables. Out: a handle, configured so.
 Invariant: a handle serves one request at a time, and no setting of a request outlives it. A reader's handle can change nothing, not even
 its own settings.
 """

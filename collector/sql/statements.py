@@ -1,8 +1,7 @@
 """Execution of statements of ClickHouse's HTTP interface: each on a worker thread, found by its id, cancelled if its client leaves.
 
-In: requests, read whole. Out: a `RunningStatement`: an answer that comes through a pipe, and its counts.
-Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it arrived;
-one that only reads ends soon after its client has disconnected.
+Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it arrived; one that only reads ends
+soon after its client has disconnected.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Ingest of accepted bodies into committed rows: a bounded queue, a short linger, one insert for many bodies.
 
-In: request bodies on the event loop. Out: for each its refused spans or records, after the rest is committed.
 Invariant: a body is answered only after its own commit or its own failure; the bytes held never exceed the budget by more than one body.
 """
 

@@ -1,12 +1,11 @@
 """Journal: one file of the bodies that are acknowledged and in no table yet.
 
-In: bodies, many at a time. Out: after a restart, the same bodies. Invariant: a body is written to the operating system, whole, when
-`append` returns, and no part of it is read back when it raises.
+Invariant: a body is written to the operating system, whole, when `append` returns, and no part of it is read back when it raises.
 
-The file has an epoch, and is overwritten after it was cleared: existing pages of a file cost a twentieth of newly
-allocated ones. A record is its length in four bytes and its checksum (XXH3) in eight, little-endian, and the body; the
-epoch is the checksum's seed, so that the remains of an earlier epoch are no records. A torn record (the process died, or
-the disk was full, in the middle of a write) was never acknowledged: reading ends before it.
+The file has an epoch, and is overwritten after it was cleared: existing pages of a file cost a twentieth of newly allocated ones. A record
+is its length in four bytes and its checksum (XXH3) in eight, little-endian, and the body; the epoch is the checksum's seed, so that the
+remains of an earlier epoch are no records. A torn record (the process died, or the disk was full, in the middle of a write) was never
+acknowledged: reading ends before it.
 """
 
 from __future__ import annotations

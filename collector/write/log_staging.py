@@ -1,6 +1,5 @@
 """Insert of many bodies of log records at once.
 
-In: `Rows` of log records. Out: for each body its refused records, after the commit of all others.
 Invariant: all rows are committed, or none.
 """
 

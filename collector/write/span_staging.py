@@ -1,11 +1,10 @@
 """Insert of many bodies of spans at once, staged as rows in memory; the database decodes most spans, Python the rest.
 
-In: `TraceBody`s. Out: rows of otel.otel_traces, of all their spans but the refused ones.
-Invariant: both decoders give the same rows (tests/integration/test_collector_roads.py); every span of the bodies is counted in the
-staged table, unless it was refused, before any of them is inserted.
+Invariant: both decoders give the same rows (tests/integration/test_collector_roads.py); every span of the bodies is counted in the staged
+table, unless it was refused, before any of them is inserted.
 
-The database's decoder costs a third of Python's for a span and some twenty milliseconds for a batch: it is used from ENGINE_FROM spans
-on. It marks the spans that it would not decode as the Collector does (decoding/spans.sql); Python encodes those.
+The database's decoder costs a third of Python's for a span and some twenty milliseconds for a batch: it is used from ENGINE_FROM spans on.
+It marks the spans that it would not decode as the Collector does (decoding/spans.sql); Python encodes those.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Inserts through a temporary table in memory, so that every error is reported.
 
-In: the head of an INSERT, and rows in any of the database's formats. Out: the number of rows committed.
 Invariant: all rows of an insert are committed, those of views included, or an error is raised (docs/decisions/0006).
 """
 

@@ -1,15 +1,14 @@
 """Write buffer: spans are acknowledged when a journal has them, and are inserted into the tables many at a time.
 
-In: `TraceBody`s; calls of `settle` before queries. Out: for each body its refused spans; tables that hold all acknowledged spans.
 Invariant: acknowledged spans are in the tables or in a journal, at any kill point, and `settle` returns when all spans that were
 acknowledged before are in the tables.
 
-Each statement that decodes spans costs its analysis, and each part of a table its creation and the merging of its rows: inserts of
-only thousands of spans are costly (docs/decisions/0013). So spans wait until there are many, or a query needs them, or their longest
-wait is over. There are two pending batches: while one is inserted, new bodies join the other.
+Each statement that decodes spans costs its analysis, and each part of a table its creation and the merging of its rows: inserts of only
+thousands of spans are costly (docs/decisions/0013). So spans wait until there are many, or a query needs them, or their longest wait is
+over. There are two pending batches: while one is inserted, new bodies join the other.
 
-Bodies are buffered only while every view that an insert fills is the schema's own, and no table has changed since the start: these
-never refuse a span. Otherwise each commit is an insert, and a view's refusal is reported to the sender; so it is for very large bodies.
+Bodies are buffered only while every view that an insert fills is the schema's own, and no table has changed since the start: these never
+refuse a span. Otherwise each commit is an insert, and a view's refusal is reported to the sender; so it is for very large bodies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`spangrad demo`: the whole training loop on one machine, in minutes.
-
-In: an example (a task, an agent, a tiny model). Out: a policy that has learned the task, `report.json` and a reward curve.
-Every service is the real one, in a process of its own; they communicate through the span store and over HTTP, as in production.
-"""
+"""`spangrad demo`: the whole training loop on one machine, in minutes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The demo's training loop: run a batch of rollouts, wait until the gateway serves the version trained on it, record the step, repeat.
 
-In: a plan. Out: the steps that `report.py` shows and writes. Invariant: rollouts reach the trainer only through the span store; the loop
-passes nothing to the trainer itself.
+Invariant: rollouts reach the trainer only through the span store; the loop passes nothing to the trainer itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Report at the end of the demo: a table, a reward curve, three example queries, and `report.json` with the same numbers.
 
-In: the demo's steps, and the span store. Out: files and text. Invariant: every count is the result of a query on the span store, never
-a counter that the demo kept itself.
+Invariant: every count is the result of a query on the span store, never a counter that the demo kept itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Services of a demo or an example under the supervisor, and the policy version that they serve.
 
-In: a run directory with its settings file. Out: running services. Invariant: when the context ends, no process runs and no port is in use;
-nothing is restarted, since figures of a run would hide a crash.
+Invariant: when the context ends, no process runs and no port is in use; nothing is restarted, since figures of a run would hide a crash.
 """
 
 from __future__ import annotations

@@ -31,13 +31,11 @@ class StatusScreen:
         self._hint = f"{_HINT}; logs: {directory / 'logs'}"
 
     def __enter__(self) -> Self:
-        """Take the terminal."""
         if self._live:
             self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give the terminal back."""
         if self._live:
             self._live.stop()
 

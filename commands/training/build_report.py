@@ -1,7 +1,6 @@
 """The report at the end of `spangrad build --all`: numbers of transitions and of drops by reason, remedies, and the check of their sum.
 
-In: a `ReconcileReport`. Out: a table on the terminal, and an exit code. Invariant: a wrong sum is printed last, in red, with the rollouts
-whose calls are unaccounted for.
+Invariant: a wrong sum is printed last, in red, with the rollouts whose calls are unaccounted for.
 """
 
 from __future__ import annotations

@@ -30,12 +30,6 @@ class Instance:
     """An environment, and its thread."""
 
     def __init__(self, name: str, seconds: float) -> None:
-        """Start the thread; `make` creates the object.
-
-        Args:
-            name: for people.
-            seconds: time limit of each call.
-        """
         self.name = name
         self._seconds = seconds
         self._object: Any = None

@@ -1,8 +1,7 @@
 """Pool of environment instances, each leased to one attempt at a time.
 
-In: requests, heartbeats, releases. Out: leases. Invariant: an instance serves one attempt at a time, and the next one only after it was
-reset and has passed its health check; an instance that fails either is discarded and replaced. A lease that is not renewed expires by the
-monotonic clock of this process.
+Invariant: an instance serves one attempt at a time, and the next one only after it was reset and has passed its health check; an instance
+that fails either is discarded and replaced. A lease that is not renewed expires by the monotonic clock of this process.
 
 Each instance has a task that runs its life cycle: create, free, leased, reset, free again. One task does these steps in order, so two
 attempts never use an instance at once.

@@ -1,8 +1,7 @@
 """Ends attempts and rollouts: by their worker's report, by a timeout, or by cancellation.
 
-In: a connection in a transaction, and endings. Out: a result for each. Invariant: an attempt ends once. The same ending reported again gets
-the same result; a different ending is refused, with the reason, and changes nothing. No number of an ending is given twice, so a client
-that reads on from a number misses none.
+Invariant: an attempt ends once. The same ending reported again gets the same result; a different ending is refused, with the reason, and
+changes nothing. No number of an ending is given twice, so a client that reads on from a number misses none.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class Endings:
     """Ends attempts, and numbers the endings of rollouts."""
 
     def __init__(self, connection: sa.Connection) -> None:
-        """Continue the numbers of the database."""
         highest = [connection.execute(sa.select(sa.func.max(column))).scalar() or 0 for column in (ROLLOUTS.c.ended, ENDED.c.highest)]
         self._next = max(highest) + 1
 

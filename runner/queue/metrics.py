@@ -1,7 +1,6 @@
 """Metrics of the queue in Prometheus' text format.
 
-In: the service, and at each scrape the number of rollouts by state. Out: the text of `/metrics`. Invariant: label values are fixed names,
-never the name of a run or a worker.
+Invariant: label values are fixed names, never the name of a run or a worker.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class QueueMetrics(Collector):
     """Prometheus metrics of the service, computed at each scrape."""
 
     def __init__(self, service: Service) -> None:
-        """Report one service."""
         self._service = service
         self._states: Counter[RolloutState] = Counter()
         self._registry = CollectorRegistry(auto_describe=False)

@@ -1,7 +1,6 @@
 """Notifies the tasks that wait for an event in a run.
 
-In: events. Out: waiting tasks continue. Invariant: a task that takes the `asyncio.Event` before it reads the state misses nothing that
-happens later.
+Invariant: a task that takes the `asyncio.Event` before it reads the state misses nothing that happens later.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ class PromptAnswers:
     """HTTP handlers for prompts."""
 
     def __init__(self, service: Service) -> None:
-        """Store prompts in the service's database."""
         self._service = service
 
     def routes(self) -> list[web.RouteDef]:

@@ -41,13 +41,7 @@ class Access(Protocol):
 
 
 async def purge(read: Access, write: Access, asked: Purge) -> Purged:
-    """Delete rollouts that are old enough, up to a fixed number per request.
-
-    Args:
-        read: runs a function outside of transactions.
-        write: runs a function in a transaction of the queue.
-        asked: selects the rollouts.
-    """
+    """Delete rollouts that are old enough, up to a fixed number per request."""
     before = time.time() - asked.older_than_seconds
     gone = 0
     for _ in range(_TIMES):

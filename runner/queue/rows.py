@@ -114,14 +114,7 @@ def enqueue(
 
 
 def hand_out(transaction: sa.Connection, ask: LeaseRequest, seconds: float, now: Moment) -> list[RolloutLease]:
-    """Lease the first rollouts: those of the highest priority, then the oldest. One statement.
-
-    Args:
-        transaction: the transaction to write in.
-        ask: the worker's request.
-        seconds: time for which each lease holds without renewal.
-        now: beginning of the attempts.
-    """
+    """Lease the first rollouts: those of the highest priority, then the oldest. One statement."""
     facts = {"worker": ask.worker, "lease_seconds": seconds, "boot": now.boot, "began": now.monotonic, "began_at": now.wall}
     values = {"run": ask.run_id, "count": ask.count, **{f"the_{name}": value for name, value in facts.items()}}
     rows = sorted(transaction.execute(HAND_OUT, values), key=_order)

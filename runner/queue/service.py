@@ -1,8 +1,7 @@
 """Service of the queue: tracks leases and time limits, and executes requests.
 
-In: requests (`wire.py`). Out: their responses, after the commit. Invariant: time is counted by this process's monotonic clock alone. At the
-start every running attempt gets the whole time of its lease, since its worker could not renew it meanwhile; its run time continues from
-before, unless the machine was restarted.
+Invariant: time is counted by this process's monotonic clock alone. At the start every running attempt gets the whole time of its lease,
+since its worker could not renew it meanwhile; its run time continues from before, unless the machine was restarted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tasks that the queue stores for its runs, so that every worker of a run finds them: uploaded in parts, then given a name.
 
-In: tasks by the digest of their content and their place in it; names of a run, each for a digest. Out: the same. Invariant: a row is
-written once, however often it is uploaded; a name refers to a digest of which every task is stored.
+Invariant: a row is written once, however often it is uploaded; a name refers to a digest of which every task is stored.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class TaskData:
     """Stores tasks in the service's database."""
 
     def __init__(self, service: Service) -> None:
-        """Use the database of a service."""
         self._database: Database = service.database
         self._read = service.read
         self._writer = service.writer

@@ -1,7 +1,6 @@
 """Batches concurrent writes into one transaction.
 
-In: functions of a connection, from an event loop. Out: their values, after the commit. Invariant: no request is answered before it is
-committed; the functions run one after the other, in the order in which they arrived.
+Invariant: no request is answered before it is committed; the functions run one after the other, in the order in which they arrived.
 
 A commit waits for the disk, so it is shared: all functions that arrive during a transaction form the next one. If one of several functions
 raises, the transaction is rolled back, and each of them is run again in a transaction of its own.

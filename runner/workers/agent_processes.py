@@ -1,7 +1,6 @@
 """Agent hosts, seen from the runner: processes that run attempts, and are replaced when they die or hang.
 
-In: an agent. Out: hosts with slots for attempts; `runner.workers.hosted` runs one attempt in them. Invariant: each job gets an answer even
-when its process dies (`crash`), and no process outlives its pool.
+Invariant: each job gets an answer even when its process dies (`crash`), and no process outlives its pool.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class HostSlots:
     """Slots of one host, by stage."""
 
     def __init__(self, concurrency: int, limits: HostLimits) -> None:
-        """Create the slots, all free."""
         self.initialising = Slots(limits.initialisations)
         self.running = Slots(concurrency)
         self.judging = Slots(limits.evaluations)

@@ -1,7 +1,4 @@
-"""The agents that can be run: a Python callable, any program, or a container image.
-
-In: what a user names. Out: the command line of an agent host (`spangrad.agent.host`) for it, and the environment that it starts in.
-"""
+"""The agents that can be run: a Python callable, any program, or a container image."""
 
 from __future__ import annotations
 

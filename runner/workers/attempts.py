@@ -1,12 +1,11 @@
 """Runs one attempt of a rollout, stage by stage: environment, agent, evaluator; with root span, announcement, and count of calls.
 
-In: a lease, and a stop signal. Out: how the attempt ended, its root span closed but not yet sent. Invariant: every lease ends in one
-`Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason, and a reward where the policy caused the
-failure. Each stage has slots of its own, and an attempt holds one while it is in that stage; a leased environment is released, however the
-attempt ends.
+Invariant: every lease ends in one `Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason, and a
+reward where the policy caused the failure. Each stage has slots of its own, and an attempt holds one while it is in that stage; a leased
+environment is released, however the attempt ends.
 
-An attempt with an environment waits with it for a slot of stage run. So the slots before that stage are few, and the number of leases taken
-from the queue is limited by them (`Attempts.entry`).
+An attempt with an environment waits with it for a slot of stage run. So the slots before that stage are few, and the number of leases
+taken from the queue is limited by them (`Attempts.entry`).
 """
 
 from __future__ import annotations
@@ -149,17 +148,6 @@ class Attempts:
         settings: RunnerSettings,
         services: AttemptServices,
     ) -> None:
-        """Store the arguments, and create the slots of each stage.
-
-        Args:
-            pool: agent hosts.
-            gateway: counts policy calls. None: they are not counted.
-            roots: writes the root spans.
-            queue: holds the rollouts.
-            files: stores the output and the result of attempts.
-            settings: number of slots and time limit of each stage.
-            services: environment service and reward service.
-        """
         self._pool = pool
         self.gateway = gateway
         self.roots = roots

@@ -1,7 +1,6 @@
 """Removes containers that dead hosts and workers left behind; finds them by their labels.
 
-In: an agent, and the mark of a host that has ended; or the workers that are dead. Out: nothing. Invariant: a container whose host and
-worker live is left alone, and so is every container that no worker has started.
+Invariant: a container whose host and worker live is left alone, and so is every container that no worker has started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Client of the gateway's API for the runner: announces attempts, and asks for their number of calls.
 
-In: attempts. Out: announcements, and numbers of calls. Invariant: a gateway that is away for a moment is waited for; one that stays
-away ends the run with its URL and a remedy.
+Invariant: a gateway that is away for a moment is waited for; one that stays away ends the run with its URL and a remedy.
 """
 
 from __future__ import annotations

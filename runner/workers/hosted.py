@@ -54,13 +54,11 @@ class Hosted:
         self._answered: asyncio.Future[dict[str, Any]]
 
     async def __aenter__(self) -> Self:
-        """Register for the host's messages."""
         self._answered = self._host.expect(self._job.id)
         self._host.moves[self._job.id] = self._hear
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Cancel the attempt if it has not ended."""
         try:
             if self._begun and self._answer is None and not self._answered.done():
                 if isinstance(error, asyncio.CancelledError):

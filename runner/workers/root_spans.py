@@ -1,8 +1,7 @@
 """Root spans: one `rollout` span per attempt, with its identity, how it went, and a child span for each stage.
 
-In: attempts, and how they ended. Out: spans to the store. Invariant: the ids of a root span are a function of run, rollout and attempt, so
-its worker and a process that finds the worker dead write the same span; the store counts it once. A root span that could not be sent does
-not count as acknowledged.
+Invariant: the ids of a root span are a function of run, rollout and attempt, so its worker and a process that finds the worker dead write
+the same span; the store counts it once. A root span that could not be sent does not count as acknowledged.
 
 A rollout ends with the root span that carries the final mark. Where several do, because a worker died between the store's acknowledgement
 and the queue's, the newest attempt's counts, in the queue as in the builder.

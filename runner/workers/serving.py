@@ -1,7 +1,6 @@
 """Runs one worker of a queue server, until it is stopped or cannot go on.
 
-In: settings, an agent, an event. Out: attempts made, and the root spans of attempts whose workers died. Invariant: what the worker holds
-when it ends has been reported or released, as far as store and queue can be reached.
+Invariant: what the worker holds when it ends has been reported or released, as far as store and queue can be reached.
 """
 
 from __future__ import annotations

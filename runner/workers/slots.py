@@ -32,11 +32,9 @@ class Slot:
             self._free()
 
     def __enter__(self) -> Self:
-        """Return the slot."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Free the slot."""
         self.free()
 
 
@@ -44,7 +42,6 @@ class Slots:
     """A fixed number of slots, taken in the order of the requests."""
 
     def __init__(self, count: int) -> None:
-        """Create `count` free slots."""
         self._semaphore = asyncio.Semaphore(count)
         self.taken = 0
 

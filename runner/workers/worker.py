@@ -1,8 +1,7 @@
 """A worker: leases rollouts from the queue, runs their attempts concurrently, and reports how they ended.
 
-In: a queue, and what attempts need. Out: root spans in the store, endings in the queue. Invariant: an ending is reported to the queue after
-the store has acknowledged the attempt's root span; each lease is reported, released, or expires; the worker leases no more than can begin
-at once, so that the wait before an attempt does not count as its time.
+Invariant: an ending is reported to the queue after the store has acknowledged the attempt's root span; each lease is reported, released,
+or expires; the worker leases no more than can begin at once, so that the wait before an attempt does not count as its time.
 """
 
 from __future__ import annotations
@@ -34,15 +33,6 @@ class Worker:
     """Runs attempts of one run's rollouts; an async context manager."""
 
     def __init__(self, queue: QueueClient, run_id: str, attempts: Attempts, slots: int, *, store_patience_seconds: float) -> None:
-        """Store the arguments; `__aenter__` starts the work.
-
-        Args:
-            queue: holds the rollouts.
-            run_id: run to lease from.
-            attempts: runs the attempts.
-            slots: number of attempts that can begin at once.
-            store_patience_seconds: time for which the store may be away.
-        """
         self._queue = queue
         self._run_id = run_id
         self._attempts = attempts
@@ -62,7 +52,6 @@ class Worker:
         """Done when the worker cannot go on: the gateway, the store or the queue stays away, or the agent cannot be loaded any more."""
 
     async def __aenter__(self) -> Self:
-        """Start to lease rollouts."""
         await self._beating.__aenter__()
         self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._lease, self._report_endings)]
         return self

@@ -1,8 +1,7 @@
 """Class `spangrad.Client`, which trains an agent from the user's own script.
 
-In: the queue's URL, data, a Python function that is the agent. Out: rollouts in the queue, worker processes that run them, counts and mean
-rewards. Invariant: what was uploaded and enqueued is durable in the queue, under names that follow from the data; so a script that was
-killed resumes what it had begun, and enqueues nothing twice.
+Invariant: what was uploaded and enqueued is durable in the queue, under names that follow from the data; so a script that was killed
+resumes what it had begun, and enqueues nothing twice.
 
 This runs in the agent's own process, whose modules may have the names of our packages: it imports only `spangrad`, calls the queue over
 HTTP, and starts `spangrad worker` for the rest.

@@ -1,7 +1,6 @@
 """Client of the queue of rollouts, for code without an event loop and without the server's packages.
 
-In: the queue's URL and token. Out: its responses, as JSON. Invariant: a request without a response is retried for a bounded time; every
-request of this module may be repeated.
+Invariant: a request without a response is retried for a bounded time; every request of this module may be repeated.
 """
 
 from __future__ import annotations

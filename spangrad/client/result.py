@@ -1,7 +1,6 @@
 """Results of a client's run, and display of its progress.
 
-In: rollouts in the queue's form. Out: counts by outcome, mean rewards; a bar on a terminal, lines elsewhere. Invariant: a rollout is
-counted once; a missing reward is not counted as 0.
+Invariant: a rollout is counted once; a missing reward is not counted as 0.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class RolloutTally:
     """Counter of rollouts as they end."""
 
     def __init__(self) -> None:
-        """Begin with no rollouts."""
         self._outcomes = Counter[str]()
         self._returns: list[float] = []
         self._left = Counter[str]()
@@ -118,7 +116,6 @@ class Show:
         self._line_at = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Show the bar, on a terminal."""
         if self._stream.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -130,7 +127,6 @@ class Show:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Remove the bar."""
         if self._bar is not None:
             self._bar.__exit__(kind, error, trace)
 

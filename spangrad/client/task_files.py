@@ -30,9 +30,6 @@ _JSON = "each line is {'task_id': ..., 'input': ...}, or an object that is itsel
 def read_tasks(source: Path | str) -> list[Task]:
     """Read tasks.
 
-    Args:
-        source: any of the forms above.
-
     Raises:
         AgentError: the source does not exist or cannot be read, or a row is not a task.
     """

@@ -41,7 +41,6 @@ class TaskStore:
     """Tasks that the queue stores for a run."""
 
     def __init__(self, queue: QueueHttp) -> None:
-        """Use that queue."""
         self._queue = queue
 
     @classmethod

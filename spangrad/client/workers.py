@@ -69,7 +69,6 @@ class WorkerProcesses:
         self._children: dict[int, tuple[Child, float]] = {}
 
     def __enter__(self) -> Self:
-        """Start the workers."""
         try:
             for number in range(self._count):
                 self._start(number)

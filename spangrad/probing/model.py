@@ -54,14 +54,7 @@ def read_model(directory: Path) -> ModelFacts:
 
 
 def facts_of(directory: Path, config: Mapping[str, Any], weight_bytes: int, *, has_chat_template: bool) -> ModelFacts:
-    """Return the facts that a model's configuration states.
-
-    Args:
-        directory: directory of the model.
-        config: contents of its config.json.
-        weight_bytes: size of its weights, in bytes.
-        has_chat_template: whether its tokenizer has a chat template.
-    """
+    """Return the facts that a model's configuration states."""
     # Models that also see or hear have the language model's configuration inside.
     text = {**config, **cast("Mapping[str, Any]", config.get("text_config") or {})}
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")

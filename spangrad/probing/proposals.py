@@ -1,7 +1,6 @@
 """Settings that fit a model to a machine, each with its reason, and the file that holds them.
 
-In: facts. Out: proposals, and the text of a settings file. Invariant: pure; what is proposed starts on the machine that was probed, or is
-refused with what is missing.
+Invariant: pure; what is proposed starts on the machine that was probed, or is refused with what is missing.
 """
 
 from __future__ import annotations

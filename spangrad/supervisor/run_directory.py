@@ -1,7 +1,6 @@
 """Directory of a supervisor's run: one owner at a time, and a status that other processes read.
 
-In: a directory. Out: a lock, and the status of the services as JSON. Invariant: the lock is the kernel's, so that it ends with its owner,
-however that ends; a status counts only while its owner lives.
+Invariant: the lock is the kernel's, so that it ends with its owner, however that ends; a status counts only while its owner lives.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give the directory back."""
         if self._lock:
             (self.path / STATUS).unlink(missing_ok=True)
             self._lock.close()

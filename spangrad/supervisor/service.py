@@ -65,13 +65,7 @@ class RestartPolicy:
         return min(self.first_seconds * 2.0 ** min(failures - 1, 32), self.longest_seconds)
 
     def restarts(self, exit_code: int, failures: int, *, was_ready: bool) -> bool:
-        """Return whether a service that ended is started again.
-
-        Args:
-            exit_code: exit code of the process.
-            failures: failures in a row, this one included.
-            was_ready: whether the service was ready at any time.
-        """
+        """Return whether a service that ended is started again."""
         # 2 means wrong settings, which no restart corrects.
         first_start = exit_code != 2 and failures < self.tries
         return self.tries > 0 and exit_code != 0 and (was_ready or first_start)

@@ -82,7 +82,6 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop all services."""
         self.stop_all()
 
     @property

@@ -1,7 +1,6 @@
 """Services of a training loop on this machine, from its settings.
 
-In: settings. Out: services in the supervisor's terms. Invariant: pure but for the settings; a service whose address lies on another machine
-is not started here.
+Invariant: pure but for the settings; a service whose address lies on another machine is not started here.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from spangrad.leases import Watch, is_dead, shown, this_process
 from spangrad.types import VersionStatus
 from tests.support.trainers import Place
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.heartbeat import beating
+from trainer.step import beating
 from trainer.ledger.ledger import Ledger, ancestry
 from trainer.ledger.tables import LedgerDatabase
 

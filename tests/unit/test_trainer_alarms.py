@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spangrad.settings import TrainerSettings
-from tests.support.sections import trainer_settings
+from spangrad.settings.trainer_service import AlarmSettings
 from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.loop import newest_version
-from trainer.monitor.alarms import GamingRule, describe, gaming, rise
+from trainer.monitor.alarms import describe, gaming, rise
 
-RULE = GamingRule(versions=4, rise=0.1)
+RULE = AlarmSettings(gaming_versions=4, gaming_rise=0.1)
 numbers = st.floats(-100, 100).map(lambda value: round(value, 3))
 series = st.lists(numbers, min_size=4, max_size=30)
 
@@ -49,11 +48,13 @@ def test_table(returns: list[float], successes: list[float], alarm: float) -> No
         pytest.param(
             [{}, *versions([0.1, 0.3, 0.6], [0.0] * 3)], RULE, id="the weights that training began with are no version that counts"
         ),
-        pytest.param(versions([0.1, 0.3, 0.5, 0.6], [0.0] * 4), GamingRule("wins", 4), id="no such reward"),
-        pytest.param(versions([0.1, 0.3, 0.5, 0.6], [0.0] * 4), GamingRule(versions=0), id="turned off"),
+        pytest.param(
+            versions([0.1, 0.3, 0.5, 0.6], [0.0] * 4), AlarmSettings(gaming_reward="wins", gaming_versions=4), id="no such reward"
+        ),
+        pytest.param(versions([0.1, 0.3, 0.5, 0.6], [0.0] * 4), AlarmSettings(gaming_versions=0), id="turned off"),
     ],
 )
-def test_nothing_is_said_of_what_is_not_known(history: list[dict[str, float]], rule: GamingRule) -> None:
+def test_nothing_is_said_of_what_is_not_known(history: list[dict[str, float]], rule: AlarmSettings) -> None:
     assert gaming(history, rule) == {}
 
 
@@ -80,16 +81,12 @@ def test_a_return_that_is_success_is_never_gamed(values: list[float]) -> None:
 @given(series, st.lists(numbers, min_size=30, max_size=30), st.floats(0.01, 100))
 def test_success_in_other_units_with_the_return_changes_nothing(returns: list[float], successes: list[float], unit: float) -> None:
     successes = successes[: len(returns)]
-    plain = gaming(versions(returns, successes), GamingRule(versions=4, rise=0))
-    scaled = gaming(versions([unit * one for one in returns], [unit * one for one in successes]), GamingRule(versions=4, rise=0))
+    plain = gaming(versions(returns, successes), AlarmSettings(gaming_versions=4, gaming_rise=0))
+    scaled = gaming(
+        versions([unit * one for one in returns], [unit * one for one in successes]), AlarmSettings(gaming_versions=4, gaming_rise=0)
+    )
     near = abs(plain["success_rise"] - 0.1 * plain["return_rise"]) < 1e-6 or abs(plain["return_rise"]) < 1e-6
     assert near or scaled["gaming_alarm"] == plain["gaming_alarm"]
-
-
-def test_the_settings_are_the_rule() -> None:
-    assert GamingRule.of(TrainerSettings()) == GamingRule() == GamingRule("reward", 20, 0.2)
-    chosen = trainer_settings(gaming_reward="wins", gaming_versions=5, gaming_rise=2)
-    assert GamingRule.of(chosen) == GamingRule("wins", 5, 2)
 
 
 def test_the_trainer_warns_once_and_writes_it_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,5 +102,5 @@ def test_the_trainer_warns_once_and_writes_it_down(tmp_path: Path, caplog: pytes
     newest = newest_version(trainer.ledger)
     assert [newest.metrics["return_rise"], newest.metrics["success_rise"]] == [2, 0]
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warned == [describe(3, newest.metrics, GamingRule(versions=3))]
+    assert warned == [describe(3, newest.metrics, AlarmSettings(gaming_versions=3))]
     assert warned[0].startswith("version 3: over 3 versions the mean return rose by 2.00, and the reward 'reward' by 0.00.")

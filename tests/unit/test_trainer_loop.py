@@ -26,7 +26,6 @@ from trainer.data.source import Group, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import MASKS, SkipReason
 from trainer.ledger.tables import LedgerVersion
-from trainer.optim.deferred_optimizer import DeferredOptimizer
 from trainer.shutdown import Shutdown, Stopped
 
 MASKED = dict.fromkeys((f"masked_{reason.value}" for reason in MASKS), 0.0)
@@ -346,8 +345,7 @@ def test_a_trainer_that_another_overtook_loads_the_head_once_and_forgets_what_it
         loads.append((version.version, any(one() for one in held)))
         return trainers.saved(version)
 
-    newest = ours.loaded
-    ours.load_optimizer, ours.optimizer = load, DeferredOptimizer(lambda: load(newest))
+    ours.load_optimizer, ours.optimizer = load, None
     theirs.run(follow=False)
     ours.run(follow=False)
     assert loads == [(2, False)], "what was the head when it began is not loaded"

@@ -1,10 +1,9 @@
 """Rewards of transitions by the calls that earned them, and the discounted reward-to-go of each call.
 
-In: transitions with Rewards.Name, .Value, .CallId and .Turn. Out: the same transitions with some of their rewards, and the rewards of
-dropped calls; discounted sums. Invariant: each reward is in exactly one of the parts: a return is the sum over all of them.
+Invariant: each reward is in exactly one of the parts: a return is the sum over all of them.
 
-A builder gives the reward of a dropped call to a kept one to carry, so that no reward is lost to the return. What the carrier itself did is
-worth nothing more for that, and where the carrier came after the dropped call, nothing that the carrier led to either.
+A builder gives the reward of a dropped call to a kept one to carry, so that no reward is lost to the return. What the carrier itself did
+is worth nothing more for that, and where the carrier came after the dropped call, nothing that the carrier led to either.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Verl's advantage estimators, called on rollouts or calls.
 
-In: the trainer's settings, then `Units`, or a batch of chains and what a forward pass gave for its tokens. Out: one advantage a unit, or
-a token. Invariant: the numbers are those that verl's own function of the estimator's name gives for the units as rows, each with its
-value on its last token, or for the chains as rows, each call's rewards on its last token; a rollout is one row however many calls it
-has, so that the number of turns does not bias its baseline.
+Invariant: the numbers are those that verl's own function of the estimator's name gives for the units as rows, each with its value on its
+last token, or for the chains as rows, each call's rewards on its last token; a rollout is one row however many calls it has, so that the
+number of turns does not bias its baseline.
 
 verl and torch are imported when units are first compared.
 """

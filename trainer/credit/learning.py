@@ -1,8 +1,7 @@
 """Facts of verl's estimators and losses: what each needs, and which settings go together.
 
-In: the trainer's settings. Out: nothing, or a `SettingsError` that names the setting and what to do. Invariant: everything that a name
-needs is known here, so that what is not there is refused before a model is loaded; names are verl's own, and
-tests/integration/test_trainer_learning.py compares them with verl's registries.
+Invariant: everything that a name needs is known here, so that what is not there is refused before a model is loaded; names are verl's own,
+and tests/integration/test_trainer_learning.py compares them with verl's registries.
 """
 
 from __future__ import annotations

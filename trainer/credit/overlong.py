@@ -1,8 +1,6 @@
 """DAPO's soft overlong punishment: a negative reward for calls whose responses come near the limit of length.
 
-In: transitions of whole groups, which of them are the trained policy's, the trainer's settings. Out: the transitions with the derived
-rewards among those that were stored. Invariant: a pure function; stored rewards stay as they are, and calls that are short enough get no
-entry.
+Invariant: a pure function; stored rewards stay as they are, and calls that are short enough get no entry.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Roles of rewards: which roles a trainer counts, and returns in which the rewards of several players cancel.
 
-In: transitions with `Rewards.Name`, `.Value` and `.Role`. Out: transitions with the rewards that count; metrics; words of a warning.
 Invariant: pure functions of whole columns; a reward without a role is shared by all roles, and always counts.
 """
 
@@ -81,12 +80,7 @@ def cancelling_roles(transitions: pl.DataFrame, weights: Mapping[str, float]) ->
 
 
 def missing_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> str:
-    """Return a warning where rewards name roles, and none that the trainer counts; empty where that is not so.
-
-    Args:
-        transitions: whole groups, with all rewards.
-        roles: `trainer.credit.reward_roles`.
-    """
+    """Return a warning where rewards name roles, and none that the trainer counts; empty where that is not so."""
     known = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
     if not roles or not known or set(roles) & set(known):
         return ""

@@ -1,6 +1,5 @@
 """Assembly of one training step from whole groups of rollouts: credit, lengths, merging, layout.
 
-In: what the store holds of the groups, and the trainer's settings. Out: the arrays of the step and the metrics that describe them.
 Invariant: a pure function but for its warnings; every call of the policy that is selected is in the batch, or counted as masked.
 """
 

@@ -1,9 +1,8 @@
 """Layout of token sequences as the arrays of one training step, and its parts for several optimizer steps.
 
-In: `Sequences`, one a call or merged. Out: a `Batch` of padded NumPy arrays in verl's layout (prompts to the left,
-responses to the right of one seam). Invariant: token ids and logprobs are the engine's, value by value, and a token has mask 1 exactly
-when it was sampled; what a merged sequence holds after its first prompt lies right of the seam, observations with mask 0; rows added to
-fit a divisor have mask 0 throughout, so that they change neither loss nor gradient.
+Invariant: token ids and logprobs are the engine's, value by value, and a token has mask 1 exactly when it was sampled; what a merged
+sequence holds after its first prompt lies right of the seam, observations with mask 0; rows added to fit a divisor have mask 0 throughout,
+so that they change neither loss nor gradient.
 """
 
 from __future__ import annotations

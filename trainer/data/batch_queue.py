@@ -1,8 +1,7 @@
 """The next batch: groups that are ready, loaded, checked, and skipped where they may not be trained.
 
-In: a source of ready groups, the ledger, the trainer's settings. Out: what was loaded of a whole batch of sound groups, or nothing; rows of
-the ledger for the groups that are skipped. Invariant: a group leaves the queue of ready ones in two ways only, trained or skipped with a
-reason; one of which rows are missing stays, and is looked at again later.
+Invariant: a group leaves the queue of ready ones in two ways only, trained or skipped with a reason; one of which rows are missing stays,
+and is looked at again later.
 
 Groups that fail a check in the step itself are skipped by `refuse`; the next batch is filled up with the next ones, and what was loaded of
 the sound ones is kept.
@@ -14,13 +13,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from spangrad.errors import BadRowsError, TrainerError
 from spangrad.settings import TrainerSettings
 from trainer.data.group_checks import find_skips, same_ids
-from trainer.data.ready_groups import ReadyGroups, WholeGroups
-from trainer.data.source import Group, Loaded
+from trainer.data.ready_groups import ReadyGroups
+from trainer.data.source import Group, GroupReader, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import FAILURES, REMEDIES, Skip, SkipReason
 from trainer.ledger.tables import LedgerVersion
@@ -37,14 +35,6 @@ _SOON_SECONDS = 2.0
 _LATE_SECONDS = 300.0
 _NAMED = 8
 """Largest number of groups that a warning names."""
-
-
-class GroupSource(WholeGroups, Protocol):
-    """Source of ready groups, and of their rollouts and transitions."""
-
-    def load(self, groups: Sequence[Group]) -> Loaded:
-        """Load the groups' rollouts and transitions."""
-        ...
 
 
 @dataclass
@@ -81,12 +71,8 @@ class BatchQueue:
         self.ready: list[Group] = []
         """Groups that were ready, and not used yet, when a batch was last requested."""
 
-    def take(self, source: GroupSource, head: LedgerVersion) -> Loaded | None:
+    def take(self, source: GroupReader, head: LedgerVersion) -> Loaded | None:
         """Return the oldest sound groups that make a whole batch, once those that may not be trained are skipped.
-
-        Args:
-            source: of groups.
-            head: the version that the batch is to train.
 
         Returns:
             None: too few are ready.
@@ -132,12 +118,7 @@ class BatchQueue:
         self._skip(skips or dict.fromkeys(groups, Skip(SkipReason.NOT_FINITE, str(error))), head)
 
     def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
-        """Skip groups of which a rollout is in a batch already.
-
-        Args:
-            groups: with a sentence about each.
-            head: the version that was to be trained.
-        """
+        """Skip groups of which a rollout is in a batch already."""
         self._skip({group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in groups.items()}, head)
 
     def forget(self) -> None:
@@ -164,7 +145,7 @@ class BatchQueue:
         for reason, count in again.items():
             logger.info("%d groups that were skipped as %s are looked at again: what the reason depends on has changed", count, reason)
 
-    def _load(self, source: GroupSource, chosen: Sequence[Group]) -> Loaded:
+    def _load(self, source: GroupReader, chosen: Sequence[Group]) -> Loaded:
         """Load the groups that are not held yet, and hold all of them."""
         held = {rollout.group for rollout in self._held.rollouts} if self._held else set[Group]()
         kept = [group for group in chosen if group in held]

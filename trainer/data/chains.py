@@ -1,8 +1,7 @@
 """Rollouts as chains of rows, for estimators that look at each token.
 
-In: transitions of whole groups, and a mask of those that are trained. Out: the trained ones in order, with a `Chains` that holds the order
-of the rows and the reward of each. Invariant: the rewards of a chain add up to its rollout's return without the rewards of calls that are
-not trained and came before its first row; a pure function, and the order of rows given changes nothing.
+Invariant: the rewards of a chain add up to its rollout's return without the rewards of calls that are not trained and came before its
+first row; a pure function, and the order of rows given changes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Failed rollouts of a batch: their share, by reason and by staleness of the policy version.
 
-In: the rollouts of whole groups with the failures of their attempts, their transitions, and the committed versions. Out: metrics, an alarm
-and its text. Invariant: pure functions; an alarm stops nothing.
+Invariant: pure functions; an alarm stops nothing.
 
 Failures that the policy caused have a reward and are trained as other rollouts are (docs/guides/runner.md). Many of them mean that a time
 limit, the context or the number of turns decides what is learnt, or that the policy found a way to fail that pays.

@@ -1,7 +1,6 @@
 """Checks of ready groups before they are trained: which are skipped, and why.
 
-In: rollouts and transitions of ready groups, the versions that led to the one about to be trained, the trainer's settings. Out: a `Skip`
-for each group that is not to be trained. Invariant: a pure function; what each reason depends on stands in `trainer.ledger.skips`.
+Invariant: a pure function; what each reason depends on stands in `trainer.ledger.skips`.
 
 A fault of a call is the call's: it is masked (`trainer.data.masks`), its reward counts in the return and in the baseline, and the group is
 skipped only where no call of it is left to train.

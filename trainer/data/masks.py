@@ -1,6 +1,5 @@
 """Calls that are not trained though their rewards count: too old, of an unknown version or another tokenizer, greedy, too long, truncated.
 
-In: transitions, the versions that led to the one about to be trained, the trainer's settings. Out: a reason for each call that is masked.
 Invariant: a pure function of whole columns; a call's mask depends on no other call, but where trainer.sampling.truncated is `reject`:
 there on the policy's other calls of its rollout.
 """

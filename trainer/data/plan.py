@@ -1,8 +1,7 @@
 """Plan of the batches that a run would train, and the reasons for groups left out: without a lease, a skip or PyTorch.
 
-In: every group that the store has built of the run, the ledger's conclusions, the trainer's settings. Out: a `TrainPlan`. Invariant:
-nothing is changed, in the ledger or in the store, so a plan can be asked for while a trainer is at work; the groups of its batches are
-those that `train --once` takes now, in the same order.
+Invariant: nothing is changed, in the ledger or in the store, so a plan can be asked for while a trainer is at work; the groups of its
+batches are those that `train --once` takes now, in the same order.
 """
 
 from __future__ import annotations

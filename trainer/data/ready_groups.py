@@ -1,20 +1,18 @@
 """Groups that are ready to be trained: whole, and neither trained nor skipped.
 
-In: a source of whole groups, and the ledger. Out: those that a batch may take, oldest first. Invariant: a look costs what is new. The
-ledger is queried for groups that are new, and, when it has changed, for what was written since; groups that are done are released by the
-source. When the user has restored groups, both are read again from the beginning.
+Invariant: a look costs what is new. The ledger is queried for groups that are new, and, when it has changed, for what was written since;
+groups that are done are released by the source. When the user has restored groups, both are read again from the beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import sqlalchemy as sa
 
 from spangrad.settings import TrainerSettings
-from trainer.data.source import Group
+from trainer.data.source import Group, GroupReader
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, SKIPPED, VERSIONS
 
@@ -23,27 +21,6 @@ Key = tuple[str, str]
 _KEYS_A_STATEMENT = 500
 _FEW = 4000
 """Largest number of groups that are looked up by their ids; for more, the whole ledger is read at once."""
-
-
-class WholeGroups(Protocol):
-    """Source of whole groups."""
-
-    @property
-    def build_spec(self) -> str:
-        """Return the build specification of all groups."""
-        ...
-
-    def ready(self) -> list[Group]:
-        """Return the whole groups that were not released, oldest first; the same list as long as nothing changes."""
-        ...
-
-    def release(self, groups: Iterable[Group]) -> None:
-        """Forget groups: they are trained, or skipped."""
-        ...
-
-    def rescan(self) -> None:
-        """Remember all groups again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +37,6 @@ class ReadyGroups:
     """Groups of one branch that a batch may take."""
 
     def __init__(self, ledger: Ledger, settings: TrainerSettings) -> None:
-        """Look at nothing yet."""
         self._ledger = ledger
         self._settings = settings
         self._tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_finetuned else (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)
@@ -74,7 +50,7 @@ class ReadyGroups:
         self._whole: list[Group] = []
         self._ready: list[Group] = []
 
-    def look(self, source: WholeGroups) -> list[Group]:
+    def look(self, source: GroupReader) -> list[Group]:
         """Return the groups that are ready, oldest first."""
         whole = source.ready()
         with self._ledger.database.reading() as connection:

@@ -1,8 +1,7 @@
 """Finished groups of rollouts, and their transitions, read from the span store.
 
-In: `builds` and `transitions`, as `spangrad.store.datasets` reads them. Out: `Group`s whose last rollout was built, oldest first,
-and their transitions as Polars frames. Invariant: only the run, modes and dataset of the trainer's settings, as of the time that they name;
-a rollout's newest revision, each row once. The caller leaves out the groups that the ledger has used.
+Invariant: only the run, modes and dataset of the trainer's settings, as of the time that they name; a rollout's newest revision, each row
+once. The caller leaves out the groups that the ledger has used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Policy version that sampled each response token, and its staleness: the committed versions between it and the one trained.
 
-In: transitions with `Versions.Start` and `Versions.Version`; the committed versions that led to the one about to be trained. Out: flat
-arrays with an element a response token. Invariant: pure functions; a token's version is what the engine recorded for it.
+Invariant: pure functions; a token's version is what the engine recorded for it.
 """
 
 from __future__ import annotations

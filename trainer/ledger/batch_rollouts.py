@@ -1,18 +1,19 @@
 """Rollouts of batches in the ledger: the rollouts of each batch, and those that belong to one already.
 
-In: rollouts of groups. Out: rows of the ledger, and a sentence for each group of which a rollout is in a batch. Invariant: each function
-runs inside a transaction of the ledger.
+Invariant: each function runs inside a transaction of the ledger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import sqlalchemy as sa
 
 from spangrad.errors import LedgerError
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.tables import BATCH_ROLLOUTS, LEASES, VERSIONS, equal_to
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, VERSIONS, equal_to
 
 _KEYS_A_STATEMENT = 500
 
@@ -43,7 +44,24 @@ def claim(transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, 
             )
     if conflicts:
         raise AlreadyTrainedError(conflicts, f"{branch['policy']}/{branch['branch']}")
-    transaction.execute(BATCH_ROLLOUTS.insert(), [_row(rollout, branch, batch_id) for rollout in rollouts])
+    enter(transaction, BATCH_ROLLOUTS, branch, batch_id, rollouts)
+
+
+def enter(transaction: sa.Connection, table: sa.Table, branch: Mapping[str, str], batch_id: str, rollouts: Sequence[BatchRollout]) -> None:
+    """Insert a row a rollout into BATCH_ROLLOUTS or FILE_BATCH_ROLLOUTS."""
+    rows = [
+        {
+            **branch,
+            "batch_id": batch_id,
+            **asdict(rollout.group),
+            "rollout_id": rollout.rollout_id,
+            "attempt": rollout.attempt,
+            "revision": rollout.revision,
+        }
+        for rollout in rollouts
+    ]
+    if rows:
+        transaction.execute(table.insert(), rows)
 
 
 def claimed(transaction: sa.Connection, branch: Mapping[str, str], rollouts: Sequence[BatchRollout]) -> Iterator[tuple[Group, str]]:
@@ -63,31 +81,17 @@ def claimed(transaction: sa.Connection, branch: Mapping[str, str], rollouts: Seq
 
 
 def read(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:
-    """Return the rollouts of a batch, leased or committed, in order."""
-    order = (BATCH_ROLLOUTS.c.group_id, BATCH_ROLLOUTS.c.rollout_id, BATCH_ROLLOUTS.c.attempt)
-    rows = transaction.execute(sa.select(BATCH_ROLLOUTS).where(BATCH_ROLLOUTS.c.batch_id == batch_id).order_by(*order)).mappings()
-    return [
-        BatchRollout(
-            Group(row["run_id"], row["mode"], row["build_spec"], row["group_id"]), row["rollout_id"], row["attempt"], row["revision"]
+    """Return the rollouts of a batch, leased or committed, or those that a batch of files names, in order."""
+    names = ("run_id", "mode", "build_spec", "group_id", "rollout_id", "attempt", "revision")
+    query = sa.union(
+        *(
+            sa.select(*[table.c[name] for name in names]).where(table.c.batch_id == batch_id)
+            for table in (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)
         )
-        for row in rows
-    ]
+    )
+    rows = map(tuple[Any, ...], transaction.execute(query.order_by("group_id", "rollout_id", "attempt")))
+    return [BatchRollout(Group(*row[:4]), *row[4:]) for row in rows]
 
 
 def _key(rollout: BatchRollout) -> tuple[str, str, int]:
     return rollout.group.run_id, rollout.rollout_id, rollout.attempt
-
-
-def _row(rollout: BatchRollout, branch: Mapping[str, str], batch_id: str) -> dict[str, object]:
-    group = rollout.group
-    return {
-        **branch,
-        "run_id": group.run_id,
-        "mode": group.mode,
-        "build_spec": group.build_spec,
-        "group_id": group.group_id,
-        "rollout_id": rollout.rollout_id,
-        "attempt": rollout.attempt,
-        "revision": rollout.revision,
-        "batch_id": batch_id,
-    }

@@ -1,12 +1,11 @@
 """Demand of the trainer: the total number of groups of rollouts that it needs of its run, reported to the queue.
 
-In: what the ledger has committed and skipped, the trainer's settings. Out: a `Demand`, which is sent to the queue whenever it changes.
 Invariant: the level is a pure function of facts that only grow, so that under the same settings it never falls, and a crash anywhere
 leaves it right. A queue that does not answer delays nothing.
 
-Each group that is trained, or skipped (stale, or with nothing to learn from: DAPO's filter), is replaced by a new one. The demand in flight
-is the number of groups that the steps within the staleness bound can use. The number of whole groups is reported too: rollouts beyond the
-demand could not be used in time. A group that was cancelled is counted by neither.
+Each group that is trained, or skipped (stale, or with nothing to learn from: DAPO's filter), is replaced by a new one. The demand in
+flight is the number of groups that the steps within the staleness bound can use. The number of whole groups is reported too: rollouts
+beyond the demand could not be used in time. A group that was cancelled is counted by neither.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """Batches made of files, as the ledger records them.
 
-In: a lease and its batch of files. Out: the runs of `spangrad finetune` that led to a branch's head, and which rollouts the branch has
-trained in either way. Invariant: a batch of files names its rollouts and claims none: a run goes through its rows once an epoch, each of
-which may be a version. Rows and groups whose rollouts were trained in the other way, or by another run, are left out, unless the user asks
-for them (docs/decisions/0010-a-run-of-files-names-its-rollouts.md).
+Invariant: a batch of files names its rollouts and claims none: a run goes through its rows once an epoch, each of which may be a version.
+Rows and groups whose rollouts were trained in the other way, or by another run, are left out, unless the user asks for them
+(docs/decisions/0010-a-run-of-files-names-its-rollouts.md).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
 from spangrad.types import VersionStatus
-from trainer.data.source import BatchRollout, Group
+from trainer.data.source import BatchRollout
+from trainer.ledger import batch_rollouts
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, FILE_BATCHES, VERSIONS, LedgerDatabase, LedgerVersion
 
 Attempt = tuple[str, str, int]
@@ -58,43 +58,19 @@ class FileBatch:
 
 
 def enter(
-    transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, file_batch: FileBatch, rollouts: Iterable[BatchRollout]
+    transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, file_batch: FileBatch, rollouts: Sequence[BatchRollout]
 ) -> None:
     """Record the files and rollouts that a leased batch is made of."""
     facts = {**branch, "batch_id": batch_id, "method": file_batch.method, "run": file_batch.run, "step": file_batch.step}
     whole = {"steps": file_batch.steps, "examples": file_batch.examples}
     transaction.execute(FILE_BATCHES.insert().values(**facts, **whole, files=json.dumps([asdict(file) for file in file_batch.files])))
-    rows = [
-        {
-            **branch,
-            "batch_id": batch_id,
-            "run_id": rollout.group.run_id,
-            "mode": rollout.group.mode,
-            "group_id": rollout.group.group_id,
-            "build_spec": rollout.group.build_spec,
-            "rollout_id": rollout.rollout_id,
-            "attempt": rollout.attempt,
-            "revision": rollout.revision,
-        }
-        for rollout in rollouts
-    ]
-    if rows:
-        transaction.execute(FILE_BATCH_ROLLOUTS.insert(), rows)
+    batch_rollouts.enter(transaction, FILE_BATCH_ROLLOUTS, branch, batch_id, rollouts)
 
 
 def undo(transaction: sa.Connection, batch_id: str) -> None:
     """Forget a batch that was never committed."""
     for table in (FILE_BATCHES, FILE_BATCH_ROLLOUTS):
         transaction.execute(table.delete().where(table.c.batch_id == batch_id))
-
-
-def rollouts_of(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:
-    """Return the rollouts that a batch of files names, in order."""
-    order = (FILE_BATCH_ROLLOUTS.c.group_id, FILE_BATCH_ROLLOUTS.c.rollout_id, FILE_BATCH_ROLLOUTS.c.attempt)
-    rows = transaction.execute(sa.select(FILE_BATCH_ROLLOUTS).where(FILE_BATCH_ROLLOUTS.c.batch_id == batch_id).order_by(*order))
-    return [
-        BatchRollout(Group(row.run_id, row.mode, row.build_spec, row.group_id), row.rollout_id, row.attempt, row.revision) for row in rows
-    ]
 
 
 def file_batch_of(database: LedgerDatabase, batch_id: str | None) -> FileBatch | None:

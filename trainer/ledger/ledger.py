@@ -1,12 +1,11 @@
 """Ledger: the durable record of which batch made which version; it hands out version numbers and leases rollouts to batches.
 
-In: groups of rollouts that are about to be trained. Out: a lease with a new version's number, and the committed frontier. Invariant:
-a rollout's attempt belongs to one batch of a policy's branch at most (the primary key of `batch_rollouts`), each change is one
+Invariant: a rollout's attempt belongs to one batch of a policy's branch at most (the primary key of `batch_rollouts`), each change is one
 transaction, and a version's number is never handed out twice, in no branch of the policy: a call that names a version names its weights.
 
 A branch has one lease at a time, since each step trains what the one before it made; trainers of one branch take turns, those of several
-work side by side. A lease ends by its commit, or it is undone: by its own process when a step fails, by any other once its process is known
-to be dead or it has expired unrenewed. Then its rollouts are free again, its number is marked orphaned, and it cannot be committed.
+work side by side. A lease ends by its commit, or it is undone: by its own process when a step fails, by any other once its process is
+known to be dead or it has expired unrenewed. Then its rollouts are free again, its number is marked orphaned, and it cannot be committed.
 
 A branch's head is the version that its next step trains: the newest commit, or an older one after `rollback`. Versions that were rolled
 back stay, with their batches: their rollouts are not trained again.
@@ -336,7 +335,7 @@ class Ledger:
     def batch(self, batch_id: str) -> list[BatchRollout]:
         """Return the rollouts of a batch, leased or committed, in order."""
         with self.database.reading() as transaction:
-            return batch_rollouts.read(transaction, batch_id) or file_batches.rollouts_of(transaction, batch_id)
+            return batch_rollouts.read(transaction, batch_id)
 
     def _of_branch(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return [table.c[name] == value for name, value in self._branch.items()]

@@ -1,7 +1,6 @@
 """Skipped groups of a branch, as the ledger records them.
 
-In: groups with the reason that each is skipped for, and what the reason depends on. Out: rows that record it, until what the reason depends
-on has changed or the user restores the group. Invariant: the first reason of a group stays.
+Invariant: the first reason of a group stays.
 """
 
 from __future__ import annotations

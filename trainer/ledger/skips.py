@@ -1,7 +1,6 @@
 """Reasons for which a group of rollouts is skipped, and the settings and versions that each of them depends on.
 
-In: the trainer's settings. Out: `SkipReason`, `Skip` and the basis of a reason. Invariant: a skip names everything that it depends on, so
-that it is judged again once that has changed, and only then.
+Invariant: a skip names everything that it depends on, so that it is judged again once that has changed, and only then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tables of the ledger, and the location of its database.
 
-In: the ledger's location, a directory or a URL. Out: its database (`spangrad/database.py`), and rows as types. Invariant: the primary key
-of a table is what must be unique.
+Invariant: the primary key of a table is what must be unique.
 """
 
 from __future__ import annotations
@@ -213,12 +212,7 @@ class LedgerDatabase(AnyDatabase):
                 connection.info.pop(_CHANGED, None)
 
     def remembered(self, name: Hashable, read: Callable[[sa.Connection], T]) -> T:
-        """Return the result of `read`, cached until the ledger changes; the caller must not change it.
-
-        Args:
-            name: key of the result.
-            read: reads the result from the database.
-        """
+        """Return the result of `read`, cached until the ledger changes; the caller must not change it."""
         with self.reading() as connection:
             changes = self.changes(connection)
             known = self._remembered.get(name)

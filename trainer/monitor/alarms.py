@@ -1,61 +1,46 @@
 """Alarm for reward gaming: a return that rises over a policy's versions while success does not.
 
-In: metrics of consecutive versions, and how much is tolerated. Out: metrics of the newest one that show whether its reward is gamed.
 Invariant: pure functions of numbers that are in every version's metrics; an alarm stops nothing.
 
 A policy learns whatever is rewarded. Where a rule rewards a tool that never fails and leads nowhere, the policy ends by calling nothing
-else: its return rises, gradient, logprob gap and loss look healthy, and the task is never done (docs/concepts/credit.md has a
-measured run). The symptom is that the return rises and the reward that stands for success does not.
+else: its return rises, gradient, logprob gap and loss look healthy, and the task is never done (docs/concepts/credit.md has a measured
+run). The symptom is that the return rises and the reward that stands for success does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from spangrad.settings import TrainerSettings
+from spangrad.settings.trainer_service import AlarmSettings
 
 RETURN = "mean_return"
 _SHARE = 0.1
 """Largest rise of success, as a fraction of the return's rise, that counts as no rise: means of sampled batches are never quite flat."""
 
 
-@dataclass(frozen=True, slots=True)
-class GamingRule:
-    """Criterion by which a return counts as gamed."""
-
-    success: str = "reward"
-    """Name of the reward that stands for success."""
-    versions: int = 20
-    """Number of versions over which a rise is measured; with fewer there is no alarm. 0: no alarm at all."""
-    rise: float = 0.2
-    """Smallest rise of the mean return over these versions for an alarm."""
-
-    @classmethod
-    def of(cls, settings: TrainerSettings) -> GamingRule:
-        """Return the rule of the trainer's settings."""
-        return cls(settings.alarms.gaming_reward, settings.alarms.gaming_versions, settings.alarms.gaming_rise)
-
-
-def gaming(history: Sequence[Mapping[str, float]], rule: GamingRule) -> dict[str, float]:
+def gaming(history: Sequence[Mapping[str, float]], rule: AlarmSettings) -> dict[str, float]:
     """Return the metrics of gaming that are added to the newest of some versions.
 
     Args:
         history: metrics of consecutive versions, oldest first; `mean_return` (weighted) and `mean_reward_NAME` (raw) are read.
-        rule: the criterion of gaming.
+        rule: `trainer.alarms`.
 
     Returns:
-        return_rise, success_rise: over rule.versions versions, by the line fitted to them; gaming_alarm: 1 where the return rose by more
-        than rule.rise and success by less than a tenth of that, else 0. Nothing where versions are too few, or one lacks that reward.
+        return_rise, success_rise: over gaming_versions versions, by the line fitted to them; gaming_alarm: 1 where the return rose by more
+        than gaming_rise and success by less than a tenth of that, else 0. Nothing where versions are too few, or one lacks that reward.
     """
-    last = history[-rule.versions :]
-    success = f"mean_reward_{rule.success}"
-    if not rule.versions or len(last) < rule.versions or not all(RETURN in metrics and success in metrics for metrics in last):
+    last = history[-rule.gaming_versions :]
+    success = f"mean_reward_{rule.gaming_reward}"
+    if (
+        not rule.gaming_versions
+        or len(last) < rule.gaming_versions
+        or not all(RETURN in metrics and success in metrics for metrics in last)
+    ):
         return {}
     of_return, of_success = (rise([metrics[name] for metrics in last]) for name in (RETURN, success))
-    alarm = of_return > rule.rise and of_success < _SHARE * of_return
+    alarm = of_return > rule.gaming_rise and of_success < _SHARE * of_return
     return {"return_rise": of_return, "success_rise": of_success, "gaming_alarm": float(alarm)}
 
 
@@ -67,11 +52,11 @@ def rise(values: Sequence[float]) -> float:
     return float(place @ np.asarray(values, float) / (place @ place) * (len(values) - 1))
 
 
-def describe(version: int, metrics: Mapping[str, float], rule: GamingRule) -> str:
+def describe(version: int, metrics: Mapping[str, float], rule: AlarmSettings) -> str:
     """Return the text of the alarm."""
     return (
-        f"version {version}: over {rule.versions} versions the mean return rose by {metrics['return_rise']:.2f}, and the reward "
-        f"{rule.success!r} by {metrics['success_rise']:.2f}. Something pays without leading to success: see which of the metrics "
+        f"version {version}: over {rule.gaming_versions} versions the mean return rose by {metrics['return_rise']:.2f}, and the reward "
+        f"{rule.gaming_reward!r} by {metrics['success_rise']:.2f}. Something pays without leading to success: see which of the metrics "
         "mean_reward_NAME rose, and let builder.rules name only what advances the task (docs/concepts/credit.md). If another reward stands "
         "for success, name it in trainer.alarms.gaming_reward."
     )

@@ -1,7 +1,6 @@
 """Metrics of a batch beside its return: success, staleness, failures, roles and lengths of responses.
 
-In: whole groups of rollouts, the trainer's settings, the versions that led to the one about to be trained. Out: metrics. Invariant: pure
-functions of whole columns.
+Invariant: pure functions of whole columns.
 """
 
 from __future__ import annotations

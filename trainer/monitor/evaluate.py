@@ -1,8 +1,6 @@
 """Evaluation of versions on held-out tasks, and selection of the best version.
 
-In: built rollouts of mode `validate`, whose calls name the version that sampled them. Out: metrics of those versions, written into the
-ledger; the best version so far, which pruning spares. Invariant: held-out rollouts are measured and never trained; a rollout whose calls
-come of two versions counts for neither.
+Invariant: held-out rollouts are measured and never trained; a rollout whose calls come of two versions counts for neither.
 
 The held-out tasks run while a version is served: the user or a job starts `spangrad run --mode validate`, or the trainer starts
 trainer.evaluation.command after every trainer.evaluation.every versions and waits for its end before the next step.

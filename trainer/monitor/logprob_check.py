@@ -1,7 +1,6 @@
 """Comparison of the logprobs that responses were sampled with and those that the trainer computes for the same tokens.
 
-In: both, by row and response token, and how far they may differ. Out: statistics, and the rows that cause it where they are beyond the
-limits. Invariant: pure functions of arrays; the largest difference of a batch is a metric and never an alarm, for it grows with the batch.
+Invariant: pure functions of arrays; the largest difference of a batch is a metric and never an alarm, for it grows with the batch.
 
 Statistics of tokens, with d = trainer's logprob - recorded logprob: mean, 99th percentile and maximum of |d|; Pearson's correlation of the
 two probabilities (https://arxiv.org/abs/2506.13585, as verl's `rollout_actor_probs_pearson_corr`); the k3 estimate exp(d) - 1 - d of

@@ -29,13 +29,6 @@ class RowCheck:
     """Checks of rows by the trainer's settings."""
 
     def __init__(self, settings: TrainerSettings, engine: Dtype, trainer: Dtype) -> None:
-        """Set the limits that suit the dtypes.
-
-        Args:
-            settings: the trainer's.
-            engine: dtype of the engine that samples.
-            trainer: dtype of the trainer's computation.
-        """
         self._alarm = settings.alarms.logprob
         self._limits = logprob_check.limits_of(settings.alarms.logprob, engine, trainer)
         low, high = settings.loss.clip_ratio_low, settings.loss.clip_ratio_high
@@ -105,13 +98,7 @@ class RowCheck:
 
 
 def blame_gradient(batch: Batch, computed: Logprobs, norm: float) -> BadRowsError:
-    """Return the error of a gradient that is not finite.
-
-    Args:
-        batch: the rows that it was computed from.
-        computed: their logprobs in that pass.
-        norm: norm of the gradient.
-    """
+    """Return the error of a gradient that is not finite."""
     values = (computed, batch.advantages, batch.logprobs)
     mask = batch.response_mask.astype(bool)
     rows = np.flatnonzero((mask & ~np.logical_and.reduce([np.isfinite(value) for value in values])).any(axis=1))

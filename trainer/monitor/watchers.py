@@ -1,7 +1,6 @@
 """Watchers of a training run, by the settings: log or table, trackers, spans.
 
-In: settings, a client of the store, the kind of stdout. Out: `Watchers`. Invariant: a table is drawn in a terminal only; a log file gets
-lines.
+Invariant: a table is drawn in a terminal only; a log file gets lines.
 """
 
 from __future__ import annotations
@@ -16,24 +15,31 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 
+def reporters_of(settings: Settings, client: Client | None) -> list[Watcher]:
+    """Return the watchers that report elsewhere: trackers, and with a store its spans.
+
+    Raises:
+        SettingsError: a tracker's package is not installed.
+    """
+    watchers: list[Watcher] = []
+    if settings.trainer.trackers:
+        from trainer.monitor.tracking import Trackers
+
+        watchers.append(Trackers(settings))
+    if client and settings.trainer.traces:
+        from trainer.monitor.tracing import StepSpans
+
+        watchers.append(StepSpans(settings, client))
+    return watchers
+
+
 def watchers_of(settings: Settings, client: Client) -> Watchers:
-    """Return the watchers that the settings name.
+    """Return the watchers that the settings name; nothing is drawn when one of the others cannot be had.
 
     Raises:
         SettingsError: a tracker's package is not installed.
     """
     from rich.console import Console
 
-    watchers: list[Watcher] = []
-    if settings.trainer.trackers:
-        from trainer.monitor.tracking import Trackers
-
-        watchers.append(Trackers(settings))
-    if settings.trainer.traces:
-        from trainer.monitor.tracing import StepSpans
-
-        watchers.append(StepSpans(settings, client))
-    console = Console(markup=False, emoji=False)
-    # Last: nothing is drawn when something above cannot be had.
-    watchers.append(LiveView(settings.trainer, console) if console.is_terminal else LogLines())
-    return Watchers(watchers)
+    reporters, console = reporters_of(settings, client), Console(markup=False, emoji=False)
+    return Watchers([*reporters, LiveView(settings.trainer, console) if console.is_terminal else LogLines()])

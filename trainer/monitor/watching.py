@@ -1,8 +1,6 @@
 """Events of a training run for its watchers, and the clock that times its stages.
 
-In: what the loop does, stage by stage. Out: a `CommittedStep` for every version, to each watcher: a line in the log, a table in a terminal,
-trackers, spans. Invariant: a watcher that fails is named in the log and changes nothing: by the time that it is called, the step is
-committed.
+Invariant: a watcher that fails is named in the log and changes nothing: by the time that it is called, the step is committed.
 """
 
 from __future__ import annotations

@@ -53,34 +53,28 @@ class _CpuModule:
 
 
 @PlatformRegistry.register(platform="cpu")
-class PlatformCpu(PlatformBase):
+class _PlatformCpu(PlatformBase):
     """Platform with one CPU device, always available."""
 
     @property
     def device_name(self) -> str:
-        """Return PyTorch's device type."""
         return "cpu"
 
     @property
     def vendor_name(self) -> str:
-        """Return verl's name of the vendor."""
         return "cpu"
 
     @property
     def device_module(self) -> Any:
-        """Return the module that verl uses in place of `torch.cuda`."""
         return _CpuModule()
 
     def is_available(self) -> bool:
-        """Return True: a CPU is always there."""
         return True
 
     def current_device(self) -> str:
-        """Return the device's name, which PyTorch accepts where it accepts an index."""
         return "cpu"
 
     def device_count(self) -> int:
-        """Return 1."""
         return 1
 
     def set_device(self, device_index: int) -> None:
@@ -90,11 +84,9 @@ class PlatformCpu(PlatformBase):
         """Do nothing: CPU work is done when its call returns."""
 
     def manual_seed(self, seed: int) -> None:
-        """Seed PyTorch."""
         torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed PyTorch."""
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
@@ -104,15 +96,12 @@ class PlatformCpu(PlatformBase):
         """Do nothing: there is no caching allocator."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        """Return None: CPUs have no compute capability."""
         return None, None
 
     def communication_backend_name(self) -> str:
-        """Return gloo, which collectives go over."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        """Return the name of a variable that no program sets."""
         return "CPU_VISIBLE_DEVICES"
 
     @contextmanager
@@ -127,19 +116,15 @@ class PlatformCpu(PlatformBase):
         """Do nothing: there is no profiler."""
 
     def ray_resource_name(self) -> str:
-        """Return Ray's name of a CPU."""
         return "CPU"
 
     def ray_noset_envvars(self) -> list[str]:
-        """Return no variables: Ray sets no visibility of CPUs."""
         return []
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        """Return the resources of a worker: as many CPUs as it would take GPUs."""
         return {"num_cpus": num_gpus}
 
     def is_ipc_supported(self) -> bool:
-        """Return False: device memory handles do not exist."""
         return False
 
     def cudart(self) -> None:

@@ -1,8 +1,7 @@
 """Logits in float32, in whichever dtype the rest of a model is computed.
 
-In: a policy's module, as verl has built and sharded it. Out: the same module, whose head multiplies in float32. Invariant: the head's
-weights are those of the forward pass, rounded as every other weight is, so that an engine with the same weights and a float32 head
-(`engine.head_dtype`) gives the same logits; in float32 nothing changes.
+Invariant: the head's weights are those of the forward pass, rounded as every other weight is, so that an engine with the same weights and
+a float32 head (`engine.head_dtype`) gives the same logits; in float32 nothing changes.
 
 A logit of 20 has steps of 0.125 in bfloat16, so that logprobs of two bfloat16 heads that sum in another order differ by as much.
 """

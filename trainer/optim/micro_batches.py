@@ -1,8 +1,7 @@
 """Micro-batches of bounded padded size, which a device holds at a time when rows are not packed end to end.
 
-In: the lengths of a rank's rows and the bound of a device. Out: the rows of each micro-batch. Invariant: every row is in exactly one
-micro-batch, rows of a unit are in the same one, and the number of rows times the longest of them is within the bound, unless one unit
-alone exceeds it.
+Invariant: every row is in exactly one micro-batch, rows of a unit are in the same one, and the number of rows times the longest of them is
+within the bound, unless one unit alone exceeds it.
 
 verl's own partition bounds the sum of tokens, the size of a packed forward pass; a padded one holds rows x longest tokens.
 """

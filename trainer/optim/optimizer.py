@@ -1,10 +1,9 @@
 """The optimizer: it passes a batch forward and backward through the workers, and steps the weights.
 
-In: a model directory, settings, and `Batch`es. Out: the metrics of a step; weights and the optimizer's state as files. Invariant: weights
-change only in a step whose first forward pass reproduced the logprobs that its rows were sampled with, and whose every gradient was finite;
-a step that fails a check leaves weights, moments, gradients and random states as before. Gradients wait in the workers until the logprobs
-that came with them are checked (`trainer.monitor.row_check`). A batch that is stepped more than once, or corrected, is first passed forward
-whole, so that the denominators of its ratios stay as at its start.
+Invariant: weights change only in a step whose first forward pass reproduced the logprobs that its rows were sampled with, and whose every
+gradient was finite; a step that fails a check leaves weights, moments, gradients and random states as before. Gradients wait in the
+workers until the logprobs that came with them are checked (`trainer.monitor.row_check`). A batch that is stepped more than once, or
+corrected, is first passed forward whole, so that the denominators of its ratios stay as at its start.
 
 Code that needs PyTorch and verl is in `rank`, `verl_worker`, `rows`, `losses`, `credit.estimators` and `process`; it is imported once an
 `VerlOptimizer` is made or values are compared. The workers are one in this process, or several under Ray (`trainer.optim.workers`).
@@ -52,11 +51,6 @@ class VerlOptimizer:
 
     def __init__(self, model: Path, settings: TrainerSettings, *, engine_dtype: str = "auto") -> None:
         """Load the weights of `model` (a Hugging Face directory), in float32 for any dtype of the file, and those of the reference.
-
-        Args:
-            model: of the policy.
-            settings: the trainer's.
-            engine_dtype: `engine.dtype` of the inference engines that sample.
 
         Raises:
             SettingsError: the settings cannot be carried out, or have no meaning.

@@ -1,7 +1,6 @@
 """Set-up of this process for verl and PyTorch: its device, its group of workers, and its output.
 
-In: the machine; the rendezvous of other workers. Out: the device's name. Invariant: no Ray cluster and no port is needed for one worker;
-verl's prints go to the log.
+Invariant: no Ray cluster and no port is needed for one worker; verl's prints go to the log.
 """
 
 from __future__ import annotations

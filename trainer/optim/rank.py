@@ -1,7 +1,6 @@
 """One process of the optimizer: verl's TrainingWorkers of the policy, its reference and its critic, with their weights and state.
 
-In: a model directory, settings; rows in verl's layout that name their model. Out: verl's outputs; weights and state as files, whole tensors
-that any number of workers can load. Invariant: every rank makes the same calls in the same order; rank 0 alone writes.
+Invariant: every rank makes the same calls in the same order; rank 0 alone writes.
 
 verl is imported with this module, so `trainer.optim.process.choose_platform` comes first.
 """

@@ -1,7 +1,6 @@
 """Conversion of a batch to the input of verl's workers, and of their outputs to NumPy arrays and numbers.
 
-In: a `Batch`; verl's outputs. Out: verl's jagged TensorDict; arrays shaped as the batch's responses, floats. Invariant: values are the
-batch's, row by row; outputs for tokens that were not sampled are 0.
+Invariant: values are the batch's, row by row; outputs for tokens that were not sampled are 0.
 """
 
 from __future__ import annotations

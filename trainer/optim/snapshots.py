@@ -30,12 +30,7 @@ class Snapshot:
 
 
 def take(engine: Any, *, moments: bool) -> Snapshot:
-    """Copy the tensors that a step changes.
-
-    Args:
-        engine: verl's, of this rank.
-        moments: True to copy the optimizer's state beside the weights.
-    """
+    """Copy the tensors that a step changes."""
     weights = [_local(parameter).detach().to("cpu", copy=True) for parameter in _trained(engine)]
     if not moments:
         return Snapshot(weights, None, None)

@@ -1,7 +1,6 @@
 """TrainingWorker of verl (FSDP2) for one model: its configuration, its loss, and additions to verl for a CPU.
 
-In: a model directory, settings. Out: a worker with its weights loaded and its loss set. Invariant: weights are held in float32 for any
-dtype of the file; every rank of a group makes the same worker.
+Invariant: weights are held in float32 for any dtype of the file; every rank of a group makes the same worker.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Processes that hold the model, as the optimizer sees them: one here, or several under Ray (`trainer.optim.ray_workers`).
 
-In: a model directory, settings. Out: calls of `trainer.optim.rank.Rank`'s methods. Invariant: the two kinds differ for the optimizer only
-in their size.
+Invariant: the two kinds differ for the optimizer only in their size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,34 +16,6 @@ from spangrad.settings import TrainerSettings
 from trainer.optim.process import prepare_process, quiet
 from trainer.optim.ray_workers import RayWorkers
 from trainer.sft.objective import Objective
-
-
-class WorkerGroup(Protocol):
-    """Ranks that execute the same calls at the same time."""
-
-    device: str
-    """Device that they compute on: cuda or cpu."""
-
-    @property
-    def size(self) -> int:
-        """Return the number of parts that rows are divided into."""
-        ...
-
-    def everywhere(self, method: str, *arguments: object) -> Any:
-        """Call a method on every rank; return the first rank's result."""
-        ...
-
-    def by_rows(self, method: str, rows: Any) -> Any:
-        """Call a method on every rank with its part of the rows; return the concatenated results."""
-        ...
-
-    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Yield the policy's parameters by name."""
-        ...
-
-    def close(self) -> None:
-        """End them; nothing may be called after that."""
-        ...
 
 
 class LocalWorkers:
@@ -79,7 +50,7 @@ class LocalWorkers:
         """Do nothing: no process runs elsewhere, and memory is freed with the last reference."""
 
 
-def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> WorkerGroup:
+def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> LocalWorkers | RayWorkers:
     """Start the workers of trainer.workers.per_node, with the model loaded.
 
     Args:

@@ -1,8 +1,6 @@
 """LoRA adapters: merged into the weights that they adapt, or alone.
 
-In: the parameters of a model under PEFT, by PEFT's names. Out: the merged weights by Hugging Face's names, or the adapter's tensors by the
-names that PEFT's files have. Invariant: in float32 for any dtype of training, so that what is served has the logprobs of what is
-trained; nothing of the model changes.
+Invariant: in float32 for any dtype of training, so that what is served has the logprobs of what is trained; nothing of the model changes.
 
 Source: LoRA (https://arxiv.org/abs/2106.09685), section 4.1: W + alpha / r B A.
 """
@@ -42,11 +40,7 @@ def merged(parameters: Mapping[str, Any], scaling: float) -> Iterator[tuple[str,
 
 
 def alone(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each A and B, without the weights that they adapt.
-
-    Args:
-        parameters: tensors (full or FSDP2's) by PEFT's names.
-    """
+    """Yield each A and B, without the weights that they adapt."""
     for name, value in parameters.items():
         for in_model, in_file in ((_A, A), (_B, B)):
             if name.endswith(in_model):

@@ -1,8 +1,7 @@
 """Examples of a run of `spangrad finetune`: rows of files as token sequences, and rows that cannot be trained, counted by reason.
 
-In: files, the policy's model directory, the method. Out: `Examples`: those to train, those held out, counts. Invariant: ids that a row
-holds are used as they are; only a row without ids of this tokenizer is tokenised. Every row of every file is trained, held out or counted
-in `left_out`; the same files give the same examples in the same order.
+Invariant: ids that a row holds are used as they are; only a row without ids of this tokenizer is tokenised. Every row of every file is
+trained, held out or counted in `left_out`; the same files give the same examples in the same order.
 
 Held-out rows are drawn by groups of rollouts, so that no measured group was trained; rows of rollouts of mode `validate` (or `probe`) are
 always held out.

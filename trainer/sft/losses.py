@@ -1,8 +1,6 @@
 """Losses of training on files: verl's own for supervised rows, and DPO over verl's forward pass.
 
-In: outputs of a forward pass and its jagged rows. Out: a loss and metrics, scaled for verl, which sums over
-micro-batches and averages over ranks. Invariant: a loss is the same however verl cuts its rows into micro-batches; a no-op row (mask 0
-throughout) does not count.
+Invariant: a loss is the same however verl cuts its rows into micro-batches; a no-op row (mask 0 throughout) does not count.
 
 Sources: verl.workers.utils.losses.sft_loss. DPO: Rafailov et al., Direct Preference Optimization (https://arxiv.org/abs/2305.18290),
 equation 7. Label smoothing: Mitchell, A note on DPO with noisy preferences (https://ericmitchell.ai/cdpo.pdf), equation 3.

@@ -1,7 +1,6 @@
 """Objective of training on files, as one value that is sent to processes under Ray.
 
-In: settings, a method. Out: an `Objective`. Invariant: each rank makes the same loss and the same schedule of it; it holds nothing of
-PyTorch's.
+Invariant: each rank makes the same loss and the same schedule of it; it holds nothing of PyTorch's.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Run of `spangrad finetune`: files -> examples -> optimizer steps -> checkpoints -> commits -> publication.
 
-In: settings, a method, files. Out: policy versions, one per epoch (or per finetune.steps_per_version steps), the last of them published.
 Invariant: at every instruction the ledger knows enough to resume. Committed steps are never trained again by the same command, and steps
 without a commit are trained as if nothing had happened: the files' checksums, the settings and the examples identify the run, the ledger
 records the step of the run at the branch's head, and the head's directory holds the state from which the next step is made.
 
-A step goes to the branch's head only. When another process moves the head meanwhile, the run ends with an error and can be resumed once the
-head is back.
+A step goes to the branch's head only. When another process moves the head meanwhile, the run ends with an error and can be resumed once
+the head is back.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import newest_version, open_ledger, prepare, prune, require_beginning
 from trainer.ledger.tables import LedgerVersion
+from trainer.monitor.watchers import reporters_of
 from trainer.monitor.watching import Clock, CommittedStep, Watchers
 from trainer.publish.lora import model_of
 from trainer.publish.publisher import Publisher
@@ -40,7 +40,7 @@ from trainer.sft.files import ExampleFile, RolloutOrigin, find_sources
 from trainer.sft.objective import Method
 from trainer.sft.rendering import Renderer
 from trainer.shutdown import Shutdown, Stopped
-from trainer.step import StepTransaction
+from trainer.step import StepTransaction, beating
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -108,14 +108,6 @@ class Observer(Protocol):
         ...
 
 
-class _NoObserver:
-    def planned(self, plan: FileTrainPlan) -> None: ...
-
-    def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def committed(self, version: LedgerVersion) -> None: ...
-
-
 def finetune(
     settings: Settings, method: Method, paths: Sequence[Path], *, again: bool = False, observer: Observer | None = None
 ) -> FileRun | None:
@@ -145,7 +137,7 @@ def finetune(
     shutdown = Shutdown()
     try:
         with shutdown.listening():
-            return _Run(settings, method, sources, again, observer or _NoObserver(), shutdown).go()
+            return _Run(settings, method, sources, again, observer, shutdown).go()
     except Stopped:
         logger.info("stopped by %s: the same command goes on from the last version", shutdown.requested)
         return None
@@ -164,7 +156,7 @@ class _Run:
     method: Method
     sources: Sequence[ExampleFile]
     again: bool
-    observer: Observer
+    observer: Observer | None
     shutdown: Shutdown
     clock: Clock = field(default_factory=Clock)
 
@@ -178,8 +170,9 @@ class _Run:
             plan = self._plan(ledger, head)
             versions: list[LedgerVersion] = []
             if plan.steps:
-                self.observer.planned(plan)
-                watchers = _watchers(self.settings, client)
+                if self.observer:
+                    self.observer.planned(plan)
+                watchers = Watchers(reporters_of(self.settings, client))
                 versions = self._train(ledger, client, watchers, plan)
             _copy(client, self.settings, ledger)
             newest = newest_version(ledger)
@@ -247,7 +240,8 @@ class _Run:
             )
             before = {}
             versions.append(head)
-            self.observer.committed(head)
+            if self.observer:
+                self.observer.committed(head)
             _copy(client, self.settings, ledger)
             batch = ledger.batch(head.policy_version.batch_id or "")
             watchers.stepped(CommittedStep(len(ledger.committed_versions()) - 1, head, batch, self.clock.stages))
@@ -281,7 +275,7 @@ class _Run:
         transaction = StepTransaction(self.settings, ledger, self.clock, self.shutdown)
         with transaction.undone_on_error():
             lease = self._lease(transaction, _rollouts(trained), parent, file_batch)
-            with transaction.holding(lease):
+            with beating(ledger, lease):
                 with self.clock.stage("train"):
                     metrics = _means([self._step(optimizer, plan, at) for at in steps]) | facts
                     metrics |= _named("held_out", self._held_out(optimizer, plan))
@@ -296,7 +290,8 @@ class _Run:
         places = plan.steps[at]
         reference = None if optimizer.reference is None else optimizer.reference.reshape(-1, 2)[places].reshape(-1)
         metrics = optimizer.step([plan.examples.trained[place] for place in places], reference)
-        self.observer.stepped(at + 1, metrics)
+        if self.observer:
+            self.observer.stepped(at + 1, metrics)
         return metrics
 
     def _lease(
@@ -363,11 +358,3 @@ def _copy(client: Client | None, settings: Settings, ledger: Ledger) -> None:
             Mirror(client, settings.store.url, ledger).catch_up()
         except StoreError as error:
             logger.warning("the ledger is not copied to the store now: %s", error)
-
-
-def _watchers(settings: Settings, client: Client | None) -> Watchers:
-    from trainer.monitor.tracing import StepSpans
-    from trainer.monitor.tracking import Trackers
-
-    spans = [StepSpans(settings, client)] if client and settings.trainer.traces else []
-    return Watchers([*([Trackers(settings)] if settings.trainer.trackers else []), *spans])

@@ -1,7 +1,6 @@
 """Policy loss of a micro-batch: verl's loss, entropy and KL terms, and metrics of its tokens.
 
-In: verl's configuration, the trainer's settings, a forward pass and the rows that it was given. Out: a loss and verl's metrics. Invariant:
-each term is a sum of rows' parts of the whole batch's, so that it does not depend on micro-batches; a sequence is a rollout
+Invariant: each term is a sum of rows' parts of the whole batch's, so that it does not depend on micro-batches; a sequence is a rollout
 (`trainer.optim.losses.rollout_losses`).
 """
 

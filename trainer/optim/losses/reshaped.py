@@ -1,12 +1,10 @@
 """Responses sampled from a reshaped distribution: top-p, top-k, min-p, penalties, masked tokens (`builder.reshaped = "keep"`).
 
-In: a batch, and the logprobs of its reshaped rows under the weights at the step's start. Out: the batch with ratios against those
-logprobs and a truncated importance weight on each of their tokens. Invariant: rows that were sampled with a temperature alone stay as
-they are.
+Invariant: rows that were sampled with a temperature alone stay as they are.
 
-The engine's logprobs of such a row are log mu, of the processed distribution that was sampled from; the trainer's are log pi, of the
-whole softmax at the row's temperature. The two agree on no token, so no alarm compares them, and a PPO ratio against mu would be clipped
-for what top-p did and not for what training did. The ratio is therefore taken against pi at the step's start, and each token's loss is
+The engine's logprobs of such a row are log mu, of the processed distribution that was sampled from; the trainer's are log pi, of the whole
+softmax at the row's temperature. The two agree on no token, so no alarm compares them, and a PPO ratio against mu would be clipped for
+what top-p did and not for what training did. The ratio is therefore taken against pi at the step's start, and each token's loss is
 multiplied by min(pi / mu, threshold): truncated importance sampling (Ionides 2008, https://doi.org/10.1198/106186008X320456; of rollouts
 https://fengyao.notion.site/off-policy-rl). Where mu covers what pi covers, that makes the expectation over a token's choices the one under
 pi, but for the truncation. What mu never samples cannot be weighed: docs/guides/learning.md names the bias.

@@ -1,11 +1,10 @@
 """Losses over whole responses, where a rollout's calls are in several rows.
 
-In: a `Batch` of an optimizer step, the trainer's settings, and the logprobs of its tokens under the weights that are stepped, where the
-loss needs them. Out: the batch with what verl's functions, which take a row for a response, need so that loss and gradient are those of a
-row a rollout. Invariant: they are, however rows are merged and however they fall into micro-batches, mini-batches' parts or workers.
+Invariant: loss and gradient are those of a row a rollout, however rows are merged and however they fall into micro-batches, mini-batches'
+parts or workers.
 
-A response is all of the policy's output in a rollout: the trained tokens of its calls, without observations, as a row of verl's agent
-loop is. Three things of a loss depend on it:
+A response is all of the policy's output in a rollout: the trained tokens of its calls, without observations, as a row of verl's agent loop
+is. Three things of a loss depend on it:
 
 - `seq-mean-token-mean` (and `sapo`, which has no other): a row's mean is weighed by the row's share of its rollout's tokens;
 - `gspo`: the ratio of a rollout, exp(mean over its tokens of log(pi / pi_old)), whose gradient verl stops, stands for each row's own;

@@ -1,8 +1,6 @@
 """Trained tokens of a batch with one row per rollout: the responses for losses over whole responses.
 
-In: a `Batch`, whose rows are calls, or several calls of a rollout merged. Out: arrays with one row per rollout, its trained tokens one
-after the other in the order of its rows, observations left out; and back. Invariant: every trained token of a real row has one cell, in
-whichever rows its rollout's calls are.
+Invariant: every trained token of a real row has one cell, in whichever rows its rollout's calls are.
 """
 
 from __future__ import annotations
