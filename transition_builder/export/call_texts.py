@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from transition_builder.dialects.messages import Dialogue, Message
 from transition_builder.export.conversations import Conversation, of_messages
-from transition_builder.export.messages import Dialogue, Message
 from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.export.tally import LeftOut
 from transition_builder.export.texts import read_dialogues

@@ -11,7 +11,7 @@ import json
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from transition_builder.export.messages import Message, Tool
+from transition_builder.dialects.messages import Message, Tool
 
 
 @dataclass(slots=True)

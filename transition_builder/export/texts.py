@@ -11,8 +11,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from spangrad.store.clickhouse import constant, store_errors
-from transition_builder.export.conventions import ATTRIBUTES, EVENTS, NoTextError, RedactedError, SpanText, read
-from transition_builder.export.messages import Dialogue, UnreadableError
+from transition_builder.dialects.messages import Dialogue, UnreadableError
+from transition_builder.dialects.texts import ATTRIBUTES, EVENTS, NoTextError, RedactedError, SpanText, read
 from transition_builder.export.tally import LeftOut
 
 if TYPE_CHECKING:

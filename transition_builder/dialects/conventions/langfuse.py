@@ -14,6 +14,7 @@ from transition_builder.dialects.conventions import gen_ai
 from transition_builder.dialects.reading import OF_CLIENT, AttributeColumns, Reading, of_json, unquoted
 
 OBSERVATION_TYPE = "langfuse.observation.type"
+INPUT = "langfuse.observation.input"
 OUTPUT = "langfuse.observation.output"
 _OF_WRAPPER = r"^OpenAI-(generation|embedding)"
 """Span names of its wrapper of the openai client, unless configured otherwise."""
@@ -32,7 +33,7 @@ def read(attributes: AttributeColumns) -> Reading:
         chain=kind == "chain",
         suspect=pl.lit(False),
         agent=pl.coalesce(base.agent, pl.when(kind == "agent").then("SpanName")),
-        arguments=attributes.any_of("langfuse.observation.input", *gen_ai.ARGUMENTS),
+        arguments=attributes.any_of(INPUT, *gen_ai.ARGUMENTS),
         result=attributes.any_of(OUTPUT, *gen_ai.RESULTS),
         failed=(attributes("langfuse.observation.level") == "ERROR").fill_null(False),
         model=pl.coalesce(attributes.first("langfuse.observation.model.name"), base.model),

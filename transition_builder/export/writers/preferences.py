@@ -15,10 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from transition_builder.dialects.messages import Message
 from transition_builder.export.call_texts import SpokenRollout, about, spoken
 from transition_builder.export.conversations import Conversation, of_tokens, prompt_key
 from transition_builder.export.files import JsonLines
-from transition_builder.export.messages import Message
 from transition_builder.export.reading import ExportReader
 from transition_builder.export.tally import LeftOut
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transition_builder.dialects.messages import Message
 from transition_builder.export.call_texts import about, spoken
 from transition_builder.export.conversations import Conversation, of_tokens
 from transition_builder.export.files import JsonLines
-from transition_builder.export.messages import Message
 from transition_builder.export.reading import ExportReader
 from transition_builder.export.tally import LeftOut
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from transition_builder.dialects.messages import Dialogue
 from transition_builder.export.call_texts import SpokenRollout, about, spoken
 from transition_builder.export.conversations import Conversation, prompt_key
-from transition_builder.export.messages import Dialogue
 from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.export.tally import LeftOut
 from transition_builder.export.texts import read_dialogues
