@@ -1,8 +1,4 @@
-"""The gateway's own spans, the authority for what the engine read and sampled.
-
-In: rows of spangrad_internal.calls, which the schema's view has already typed. Out: canonical calls. Invariant: one row a choice,
-whatever became of the call.
-"""
+"""The gateway's own spans, the authority for what the engine read and sampled: a row a choice, whatever became of the call."""
 
 from __future__ import annotations
 
