@@ -1,8 +1,4 @@
-"""Rollouts of a part as conversations.
-
-In: a `GroupSlice` and the store. Out: for each rollout its calls with their dialogues, and merged conversations. Invariant: a call
-without a usable text is counted with its reason, once.
-"""
+"""Rollouts of a part as conversations; a call without a usable text is counted with its reason, once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Texts of calls, read from their spans.
-
-In: calls with TraceId, SpanId, Choice, Timestamp. Out: a `Dialogue` for each, or the reason why there is none. Invariant: a span that was
-delivered twice is read once; only attributes and events that may hold a text leave the store.
-"""
+"""Texts of calls, read from their spans: a span that was delivered twice is read once."""
 
 from __future__ import annotations
 

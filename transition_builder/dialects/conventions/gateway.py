@@ -5,14 +5,13 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad import semconv
-from transition_builder.schemas import SPAN
+from transition_builder.schemas import CHOICE
 
 IS_GATEWAY = pl.col("ScopeName") == semconv.GATEWAY_SCOPE
 
 
 def calls(rows: pl.DataFrame) -> pl.DataFrame:
     """Canonical calls of resolved CALLS rows."""
-    key = [*SPAN, "Choice"]
     # Token ids are copied only where a call came twice.
-    once = rows if rows.select(key).is_unique().all() else rows.unique(key, keep="first", maintain_order=True)
+    once = rows if rows.select(CHOICE).is_unique().all() else rows.unique(CHOICE, keep="first", maintain_order=True)
     return once.with_columns(ByGateway=pl.lit(True))

@@ -1,10 +1,8 @@
 """Pairs for preference training (DPO), as JSON lines: the best and the worst rollout of a group that began with the same messages.
 
-In: a `ExportReader`. Out: a line a pair: `prompt`, `chosen`, `rejected` as messages, and as token ids with masks where every call has them.
+A line has `prompt`, `chosen` and `rejected` as messages, and as token ids with masks where every call has them. `chosen` and `rejected` go
+on where the prompt ends: replies, and what came between them. Where a rollout has several conversations, the first one represents it.
 Invariant: a group gives one pair at most, and its two returns differ; a group that gives none is counted with the reason.
-
-`chosen` and `rejected` go on where the prompt ends: replies, and what came between them. Where a rollout has several conversations, the
-first one represents it.
 """
 
 from __future__ import annotations

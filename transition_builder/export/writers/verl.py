@@ -1,8 +1,6 @@
-"""Parquet layouts that verl's datasets read.
+"""Parquet layouts that verl's datasets read: `RLHFDataset` (a row a distinct beginning) and `MultiTurnSFTDataset` (a row a conversation).
 
-In: a `ExportReader`. Out: for `RLHFDataset` (reinforcement learning) a row for each distinct beginning of a rollout, for
-`MultiTurnSFTDataset` a row a conversation. Invariant: verl reads back the messages of the calls; rows that its reader would change or
-mask differently are left out, and counted.
+Invariant: verl reads back the messages of the calls; rows that its reader would change or mask differently are left out, and counted.
 
 verl's readers, as of 0.9: `RLHFDataset` wants `data_source`, `prompt`, `ability`, `reward_model` {style, ground_truth} and `extra_info`
 {index, ...}; `MultiTurnSFTDataset` wants `messages`, takes `tools`, and trains every assistant message.
