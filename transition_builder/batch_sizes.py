@@ -1,7 +1,6 @@
 """Sizes of build batches: rollouts that are built together.
 
-In: rollouts that are to be built, and the memory that earlier ones needed. Out: portions. Invariant: each rollout is whole and in one
-portion; a portion holds as many calls as fit the bounds, or a single rollout.
+Invariant: each rollout is whole and in one portion; a portion holds as many calls as fit the bounds, or a single rollout.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Build transitions from the spans of ended rollouts: one pure function.
 
-In: `Frames` of rollouts that are complete or timed out. Out: `Built`. Invariant (law 2): every policy call
-of every attempt of those rollouts leaves exactly once, in a transition or in a drop with a reason; a rollout whose
-final attempt has no calls leaves one drop of its own. The same frames give the same rows, whatever else is among them.
-
-The first drop reason that applies is written; `reconcile` defines their order.
+Invariant (law 2): every policy call of every attempt of those rollouts leaves exactly once, in a transition or in a drop with the first
+reason that applies (`reconcile`); a rollout whose final attempt has no calls leaves one drop of its own. The same frames give the same
+rows, whatever else is among them.
 
 Turn counts a rollout's selected calls that the engine answered, in the order of `calls.order`, from 0: a failed call is
 no turn, and neither is a call of another policy. The choices of one call share its turn.

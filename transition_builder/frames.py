@@ -1,7 +1,6 @@
 """The tables that flow through the builder, as Polars frames of fixed schemas.
 
-In: rows of the span store (`Frames`). Out: rows for it (`Built`). Invariant: every frame has exactly the
-columns of its schema (schemas.py), in its order, so that stages can be tested with hand-made rows.
+Invariant: every frame has exactly the columns of its schema (schemas.py), in its order, so that stages can be tested with hand-made rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loop of the builder: build once, or follow the store and build rollouts as they end.
 
-In: settings. Out: transitions, drops and rewards in the store, and a line in the log for each build. Invariant: a builder that is killed
-anywhere can be started again: a rollout is forgotten here only after all its rows are written, and the sink writes no revision twice.
+Invariant: a builder that is killed anywhere can be started again: a rollout is forgotten here only after all its rows are written, and the
+sink writes no revision twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Report on all calls of a build specification, and a check of their sum.
 
-In: the store. Out: a `ReconcileReport`. Invariant (law 2, checked on the rows that readers see): calls = transitions + drops, each call
-once, and nothing that the gateway recorded for a rollout that was built is in neither.
+Invariant (law 2, checked on the rows that readers see): calls = transitions + drops, each call once, and nothing that the gateway recorded
+for a rollout that was built is in neither.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Columns of every table that flows through the builder, and their types.
-
-In: nothing. Out: a schema a table, and what its columns mean where their names do not say it. Invariant: a schema of rows of the store
-names columns that their table has.
-"""
+"""Columns of every table that flows through the builder, and their types; and the lists of columns that name things."""
 
 from __future__ import annotations
 
@@ -24,6 +20,8 @@ ATTEMPT = [*ROLLOUT, "Attempt"]
 """Columns that name an attempt."""
 SPAN = ["TraceId", "SpanId"]
 """Columns that name a span."""
+CHOICE = [*SPAN, "Choice"]
+"""Columns that name a choice of a call, or a row of spangrad_internal.rollout_spans."""
 
 _IDENTITY: Schema = {
     "RunId": _TEXT,
@@ -54,7 +52,9 @@ SPANS: Schema = {
 }
 """Rows of spangrad_internal.rollout_spans: spans, and evaluation events and evaluation logs, whose Choice tells those of one span apart."""
 
-NAMES: Schema = {name: _IDENTITY[name] for name in ("RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId")}
+NAMING = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
+"""Columns by which a row names its rollout."""
+NAMES: Schema = {name: _IDENTITY[name] for name in (*NAMING, "TraceId")}
 """Rollouts that rows name, with the traces of those rows."""
 
 ARRIVALS: Schema = {**SPANS, "IngestedAt": MICROSECONDS, "Dropped": pl.Boolean()}
@@ -125,25 +125,10 @@ ROOTS: Schema = {
 }
 """The root span of an attempt. Calls is null when there was no gateway to ask; IngestedAt is its first arrival."""
 
-PRESENCE: Schema = {
-    "RunId": _TEXT,
-    "RolloutKey": _TEXT,
-    "RolloutKeySource": _TEXT,
-    "Attempt": pl.UInt16(),
-    "TraceId": _TEXT,
-    "Evaluations": pl.UInt64(),
-    "LastArrival": MICROSECONDS,
-}
+PRESENCE: Schema = {**NAMES, "Evaluations": pl.UInt64(), "LastArrival": MICROSECONDS}
 """Arrivals of a rollout, a row a trace: the number of evaluations with a score, and the arrival time of the newest span."""
 
-COUNTS: Schema = {
-    "RunId": _TEXT,
-    "RolloutKey": _TEXT,
-    "RolloutKeySource": _TEXT,
-    "Attempt": pl.UInt16(),
-    "TraceId": _TEXT,
-    "Calls": pl.UInt64(),
-}
+COUNTS: Schema = {**NAMES, "Calls": pl.UInt64()}
 """Number of arrived calls that a gateway counts, a row a trace."""
 
 LOOSE: Schema = {
@@ -180,7 +165,7 @@ BUILT: Schema = {
 }
 """The newest revisions of rollouts that were built, and when they were written."""
 
-TALLY: Schema = {"RunId": _TEXT, "RolloutKey": _TEXT, "RolloutKeySource": _TEXT, "TraceId": _TEXT, "Rows": pl.UInt64()}
+TALLY: Schema = {**{name: dtype for name, dtype in NAMES.items() if name != "Attempt"}, "Rows": pl.UInt64()}
 """Number of arrived rows of spangrad_internal.rollout_spans without duplicates, by the rollout key that they name and by trace."""
 
 DROPPED: Schema = {"TraceId": _TEXT, "SpanId": _TEXT}

@@ -1,15 +1,10 @@
-"""Checks of a build specification: that it can be evaluated, and that its files are unchanged since the builder began.
-
-In: the builder's settings, and the files that they name. Out: nothing, or an error that names the setting and the remedy.
-"""
+"""Checks of a build specification: that it can be evaluated, and that its files are unchanged since the builder began."""
 
 from __future__ import annotations
 
-import polars as pl
-
 from spangrad.errors import BuilderError
 from spangrad.settings import BuilderSettings
-from transition_builder import rewards
+from transition_builder.rewards import air
 
 
 def check(spec: BuilderSettings) -> None:
@@ -18,14 +13,10 @@ def check(spec: BuilderSettings) -> None:
     Raises:
         BuilderError: a pattern is no regular expression, or a rule cannot be evaluated.
     """
-    rewards.check(spec)
+    air.check(spec)
     for name, pattern in spec.selection.model_dump().items():
-        try:
-            pl.select(pl.lit("").str.contains(pattern or ""))
-        except pl.exceptions.ComputeError as error:
-            lines = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
-            reason = lines[0] if lines else "Polars refuses it"
-            raise BuilderError(f"builder.selection.{name} = {pattern!r} is no regular expression: {reason}. Fix it.") from None
+        if reason := air.pattern_fault(pattern or ""):
+            raise BuilderError(f"builder.selection.{name} = {pattern!r} is no regular expression: {reason}. Fix it.")
 
 
 def require_unchanged(spec: BuilderSettings, began_as: str) -> None:

@@ -1,7 +1,4 @@
-"""Stopping a long-running builder.
-
-In: SIGTERM or SIGINT. Out: a block that is left at once. Invariant: nothing needs shielding, since every write is idempotent.
-"""
+"""Stopping a long-running builder at once: nothing needs shielding, since every write is idempotent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Summary of looks at the store.
-
-In: what the sink wrote. Out: counts, and a line of them for the log. Invariant: rows count when their revision is written.
-"""
+"""Counts of what a look at the store built; rows count when their revision is written."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from spangrad.errors import BuilderError
-from transition_builder.export.conventions import NoTextError, RedactedError, SpanText, read
+from transition_builder.dialects.messages import Dialogue, UnreadableError, dialogue
+from transition_builder.dialects.texts import NoTextError, RedactedError, SpanText, read
 from transition_builder.export.conversations import of_messages, of_tokens
 from transition_builder.export.files import made_whole
-from transition_builder.export.messages import Dialogue, UnreadableError, dialogue
 from transition_builder.export.tally import ExportTally, LeftOut
 from transition_builder.export.writers.columns import fitting_tools
 
@@ -50,7 +50,7 @@ def test_chat() -> None:
 def test_images_stay_parts() -> None:
     parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "u"}}]
     read = dialogue({"messages": [{"role": "user", "content": parts}]}, {"choices": [{"message": HELLO}]}, 0)
-    assert (read.prompt, read.is_text) == ([{"role": "user", "content": parts}], False)
+    assert read.prompt == [{"role": "user", "content": parts}]
 
 
 def test_completions_answer_their_own_prompt() -> None:
@@ -127,7 +127,6 @@ def test_what_vllm_was_asked_and_answered_is_read(request_: dict[str, Any], answ
             dialogue(request_, answer, 0)
         return
     found = dialogue(request_, answer, 0)
-    assert found.is_text
     assert found.prompt
     assert found.reply
 
@@ -204,6 +203,19 @@ def test_each_convention_gives_the_same_dialogue(name: str) -> None:
 
 def test_openinference() -> None:
     assert read(SpanText(OPENINFERENCE), 0) == Dialogue([HI], CALLED, [ADD], cut=True)
+
+
+def test_a_message_alone_is_an_answer_with_its_tool_calls() -> None:
+    asked = [HI, {"role": "assistant", "content": None, "tool_calls": [call("{}")]}, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
+    read = dialogue({"messages": asked}, {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}', "c2")]}, 0)
+    assert read.prompt == [HI, {**asked[1], "content": ""}, asked[2]]
+    assert read.reply == {"role": "assistant", "content": "", "tool_calls": [call('{"a": 1}', "c2")]}
+
+
+def test_an_answer_with_items_of_the_server_is_no_dialogue() -> None:
+    output = [{"type": "web_search_call", "id": "w1"}, {"type": "message", "role": "assistant", "content": "hello"}]
+    with pytest.raises(UnreadableError, match="and other items"):
+        dialogue({"input": "hi"}, {"output": output}, 0)
 
 
 def test_gen_ai_parts() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spangrad.settings import AirRule, BuilderSettings
-from transition_builder.rewards.responses import Response, parse
+from transition_builder.dialects import texts
 from transition_builder.rewards.rules import columns
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
@@ -19,6 +19,10 @@ def golden(name: str) -> str:
     return json.loads((GOLDEN / f"{name}.json").read_text())["bare"]["body"]
 
 
+def parse(text: str) -> list[tuple[int, str, list[tuple[str, str]]]]:
+    return [(choice, words, calls) for choice, (words, calls) in texts.response([text]).items()]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -27,12 +31,12 @@ def golden(name: str) -> str:
         ("chat-named", [(0, "", [("weather", '{"city": "lima"}')])]),
         ("completions-many", [(at, text, []) for at, text in enumerate(["Jv,R["] * 2 + ["*,5Jv"] * 2 + ["aC7O1"] * 2)]),
         ("messages", [(0, "*S\\06Jvv.", [])]),
-        ("messages-named", [(0, "", [("weather", '{"city":"lima"}')])]),
+        ("messages-named", [(0, "", [("weather", '{"city": "lima"}')])]),
         ("responses", [(0, "*S\\06Jvv.", [])]),
         ("responses-named", [(0, "", [("weather", '{"city": "lima"}')])]),
     ],
 )
-def test_every_dialect_of_the_gateway_is_read(name: str, expected: list[Response]) -> None:
+def test_every_dialect_of_the_gateway_is_read(name: str, expected: list[tuple[int, str, list[tuple[str, str]]]]) -> None:
     assert parse(golden(name)) == expected
 
 
@@ -43,12 +47,15 @@ def test_every_dialect_of_the_gateway_is_read(name: str, expected: list[Response
         ('{"choices":[{"index":1,"message":{"content":[{"type":"text","text":"a"},{"type":"image"}]}}]}', [(1, "a", [])]),
         (
             '[{"role":"assistant","parts":[{"type":"text","content":"hi"},{"type":"tool_call","name":"f","arguments":{"a":1}}]}]',
-            [(0, "hi", [("f", '{"a":1}')])],
+            [(0, "hi", [("f", '{"a": 1}')])],
         ),
+        ('{"content":[{"type":"tool_use","name":"f","input":{},"partial_json":"{\\"a"}]}', [(0, "", [("f", '{"a')])]),
+        ('{"output":[{"type":"web_search_call"},{"type":"message","content":"a"}]}', [(0, "a", [])]),
+        ('{"content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}', [(0, "a\nb", [])]),
         ('{"output":[{"type":"reasoning","content":[{"type":"text","text":"hm"}]},{"type":"message","content":"a"}]}', [(0, "a", [])]),
     ],
 )
-def test_older_and_other_forms_are_read(text: str, expected: list[Response]) -> None:
+def test_older_and_other_forms_are_read(text: str, expected: list[tuple[int, str, list[tuple[str, str]]]]) -> None:
     assert parse(text) == expected
 
 

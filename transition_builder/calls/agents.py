@@ -1,8 +1,4 @@
-"""Agents, chains and tools around spans.
-
-In: described spans and their forest. Out: the agent that each belongs to, and the names around calls. Invariant: spans of one name directly
-inside each other are one agent.
-"""
+"""Agents, chains and tools around spans. Invariant: spans of one name directly inside each other are one agent."""
 
 from __future__ import annotations
 

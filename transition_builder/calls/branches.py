@@ -1,7 +1,6 @@
 """Tree of a rollout's calls: the parent of each call, and the numbers of the branches.
 
-In: the calls of all attempts in order, what came before them, and their token ids. Out: parents and branches. Invariant: a call's parent
-stands before it in its attempt, so that there are no cycles; choices of one call share parent and branch.
+Invariant: a call's parent stands before it in its attempt, so that there are no cycles; choices of one call share parent and branch.
 
 The rules are those of docs/concepts/calls.md ("The call before"). A parent is named by the choice that the prompt goes on from, or else by
 the first. A call that gave nothing to act upon is on its parent's branch, or, where it would have started one, has the number that

@@ -1,7 +1,6 @@
 """Call groups: linked spans that describe the same calls, and the calls among them.
 
-In: described spans and their forest. Out: the calls of each group. Invariant: every group without a gateway span has at least one call,
-unless another group covers it; every span of a call is part of exactly one.
+Invariant: every group without a gateway span has at least one call, unless another group covers it; every span of a call is part of one.
 
 Spans of calls that lie directly inside each other (no agent's and no tool's span between) are one group: the framework's above the
 client's above the HTTP request's above the gateway's and the engine's, often with one or two missing.
@@ -9,7 +8,8 @@ client's above the HTTP request's above the gateway's and the engine's, often wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import polars as pl
@@ -20,7 +20,7 @@ ENGINE, GATEWAY, REQUEST, CLIENT, FRAMEWORK = range(5)
 """Distances from the wire."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CallGroups:
     """Call groups as a forest over all spans, in which only those of calls are linked; all masks have an entry a node."""
 
@@ -31,9 +31,6 @@ class CallGroups:
     client: Mask
     framework: Mask
     suspect: Mask
-    roots: Indices
-    """Outermost span of each span's group; the forest's size for those of no call."""
-    above_gateway: Mask
 
     @classmethod
     def of(cls, nodes: pl.DataFrame, forest: SpanForest, recorded: Indices) -> CallGroups:
@@ -46,15 +43,21 @@ class CallGroups:
         above = forest.nearest(member | tool | agent)[forest.parent[:-1]]
         tree = SpanForest.of(np.where(member & np.append(member, False)[above], above, forest.size))
         client, framework = client & ~gateway, framework & ~client & ~gateway
-        return cls._over(tree, member, gateway, client, framework, suspect & ~(client | framework | engine | gateway))
-
-    @classmethod
-    def _over(cls, tree: SpanForest, member: Mask, gateway: Mask, client: Mask, framework: Mask, suspect: Mask) -> CallGroups:
-        return cls(tree, member, gateway, client, framework, suspect, tree.outermost(member)[:-1], tree.above(gateway))
+        return cls(tree, member, gateway, client, framework, suspect & ~(client | framework | engine | gateway))
 
     def with_parents(self, lower: Indices, upper: Indices) -> CallGroups:
         """Return the same spans with some groups hung below spans of others."""
-        return CallGroups._over(self.tree.with_parents(lower, upper), self.member, self.gateway, self.client, self.framework, self.suspect)
+        return replace(self, tree=self.tree.with_parents(lower, upper))
+
+    @cached_property
+    def roots(self) -> Indices:
+        """Return the outermost span of each span's group; the forest's size for those of no call."""
+        return self.tree.outermost(self.member)[:-1]
+
+    @cached_property
+    def above_gateway(self) -> Mask:
+        """Return a mask of the spans with a gateway's below them."""
+        return self.tree.above(self.gateway)
 
     @property
     def tops(self) -> Mask:

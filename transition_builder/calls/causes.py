@@ -1,7 +1,7 @@
-"""Tool calls, and the model calls that asked for them by id.
+"""Tool calls, and the model calls that asked for them by id: a row a tool call, however many spans record it.
 
-In: described spans and their forest. Out: a row a tool call, however many spans record it. Invariant: spans of one name or id directly
-inside each other (AutoGen's OpenInference span over its native one) are one tool call, which failed where any of them did.
+Spans of one name or id directly inside each other (AutoGen's OpenInference span over its native one) are one tool call, which failed where
+any of them did.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Forest of spans: their links, and the nearest, outermost and common ancestors of many at once.
+"""Forest of spans: their links, and the nearest, outermost and common ancestors of many at once, as arrays over rows.
 
-In: spans, a row each. Out: arrays over their rows. Invariant: missing parents and cycles cut a branch off, and affect nothing else.
+Invariant: missing parents and cycles cut a branch off, and affect nothing else.
 """
 
 from __future__ import annotations

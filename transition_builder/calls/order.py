@@ -1,10 +1,7 @@
 """Order of calls and tool calls in their attempt, from parent links and sequence numbers alone.
 
-In: a forest of spans and the counts of their processes. Out: events sorted by attempt and place. Invariant: clocks of two processes are
-never compared.
-
-The rules are those of docs/concepts/calls.md ("Order"). A span without our sequence number is placed by the clock of its own process: the
-service instance that it names (ProcessId `~instance`), else its service.
+Invariant: clocks of two processes are never compared. The rules are those of docs/concepts/calls.md ("Order"). A span without our sequence
+number is placed by the clock of its own process: the service instance that it names (ProcessId `~instance`), else its service.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Preceding calls: the common definition of the call that led to another call or to a tool call.
+"""Preceding calls: the call that led to another call or to a tool call, by the rules of docs/concepts/calls.md ("The call before").
 
-In: the forest of all spans, and the calls and tool calls of all attempts, in order. Out: for each the call that led to it. Invariant: only
-what one process itself saw end before, or count before, comes before; clocks of two processes are never compared.
-
-The rules are those of docs/concepts/calls.md ("The call before"); spans of one name directly inside each other are one agent.
+Invariant: only what one process itself saw end before, or count before, comes before; clocks of two processes are never compared.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -52,10 +49,7 @@ class Events:
 
     def take(self, rows: Indices) -> Events:
         """Return the given rows."""
-        numbers, masks = (self.node, self.attempt, self.path, self.agent, self.tool), (self.is_call, self.useful)
-        node, attempt, path, agent, tool = (column[rows] for column in numbers)
-        is_call, useful = (column[rows] for column in masks)
-        return Events(node, attempt, path, is_call, useful, agent, tool)
+        return Events(*(getattr(self, column.name)[rows] for column in fields(self)))
 
     @property
     def first(self) -> Indices:

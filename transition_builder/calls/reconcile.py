@@ -1,9 +1,6 @@
 """Conclusion of each call: kept, or dropped with the first reason that holds.
 
-In: placed canonical calls and the verdicts on their rollouts. Out: the same calls with Reason (empty: kept), Detail and Turn, and one
-row for each rollout whose final attempt has no calls. Invariant (law 2): every call gets exactly one conclusion.
-
-The first reason that holds is the one that is written, in this order:
+Invariant (law 2): every call gets exactly one conclusion. The first reason that holds is the one that is written, in this order:
 
 1. its rollout and attempt: shared_trace, superseded_attempt;
 2. its record: duplicate, unknown_convention;

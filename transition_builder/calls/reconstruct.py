@@ -1,6 +1,5 @@
 """Calls of rollouts, reconstructed from their spans: the steps of docs/concepts/calls.md, in its order.
 
-In: described spans, the gateway's calls, and the raw answers in spans. Out: canonical calls and tool calls, each once and with its place.
 Invariant: a call that the gateway recorded is the gateway's, and nothing that it saw is counted a second time; choices of one call share
 their place; places do not depend on other rollouts among the spans.
 """
@@ -20,13 +19,13 @@ from transition_builder.calls.call_groups import CallGroups
 from transition_builder.calls.forest import Indices, Mask, SpanForest
 from transition_builder.calls.order import Clocks, order, paths
 from transition_builder.calls.preceding import NO_CALL, Events, came_before
-from transition_builder.schemas import ATTEMPT, CALLS, SPAN
+from transition_builder.schemas import ATTEMPT, CALLS, CHOICE, NAMING, SPAN
 
 UNKNOWN = "unknown"
 """Convention of a call that no dialect reads."""
 _CANONICAL = [
     *ATTEMPT,
-    *(name for name in CALLS if name not in {*ATTEMPT, "Mode", "RolloutKey", "RolloutKeySource"}),
+    *(name for name in CALLS if name not in {*NAMING, "Mode"}),
     *("Convention", "Unfinished", "ByGateway", "Node", "ClientNode", "Innermost"),
 ]
 
@@ -59,7 +58,7 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
         answers: ANSWERS of (at least) the `uncovered` spans that may hold some.
         dropped: DROPPED.
     """
-    answers = answers.unique([*SPAN, "Choice"], keep="first", maintain_order=True) if answers.height else answers
+    answers = answers.unique(CHOICE, keep="first", maintain_order=True) if answers.height else answers
     forest = SpanForest.of_spans(nodes)
 
     # One call of many spans

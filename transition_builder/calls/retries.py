@@ -1,7 +1,7 @@
-"""Retries of one call, and calls that were recorded twice.
+"""Retries of one call, and calls that were recorded twice: which are no calls of their own.
 
-In: canonical calls. Out: which are no calls of their own. Invariant: of several retries of one call exactly one was used, and of several
-recordings exactly one is no duplicate; choices of one span are neither.
+Invariant: of several retries of one call exactly one was used, and of several recordings exactly one is no duplicate; choices of one span
+are neither.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import polars as pl
 
 from transition_builder.calls.call_groups import CallGroups
 from transition_builder.calls.forest import Indices, Mask
-from transition_builder.schemas import ATTEMPT, SPAN
+from transition_builder.schemas import ATTEMPT, CHOICE, SPAN
 
 
 def failed() -> pl.Expr:
@@ -79,8 +79,8 @@ def duplicates(calls: pl.DataFrame, chained: Indices, none: int) -> pl.Series:
             row = original[row]
         return row
 
-    order = calls.select(*ATTEMPT, *SPAN, "ResponseId", "Choice", row=pl.int_range(pl.len()), apart=pl.col("ClientNode") == none)
-    among = order.filter(pl.col("ResponseId").is_in(repeated.filter(twice).unique().implode())).sort("apart", *SPAN, "Choice")
+    order = calls.select(*ATTEMPT, *CHOICE, "ResponseId", row=pl.int_range(pl.len()), apart=pl.col("ClientNode") == none)
+    among = order.filter(pl.col("ResponseId").is_in(repeated.filter(twice).unique().implode())).sort("apart", *CHOICE)
     seen = dict[tuple[object, ...], int]()
     for row, *key in among.select("row", *ATTEMPT, "ResponseId", "Choice").iter_rows():
         ids = [calls[name][row].to_numpy().tobytes() for name in ("PromptIds", "ResponseIds")]
@@ -88,7 +88,7 @@ def duplicates(calls: pl.DataFrame, chained: Indices, none: int) -> pl.Series:
             original[row] = first
     spans = calls.select("Node", "Choice", ids=pl.col("PromptIds").list.len() > 0)
     at = {(node, choice): row for row, (node, choice, _) in enumerate(spans.iter_rows())} if len(linked) else {}
-    for row in order[linked].sort("apart", *SPAN, "Choice")["row"].to_list():
+    for row in order[linked].sort("apart", *CHOICE)["row"].to_list():
         outer = at.get((int(chained[row]), spans["Choice"][row]))
         if outer is None:
             continue

@@ -1,6 +1,5 @@
 """Span matching: unlinked spans that describe the same call.
 
-In: call groups of one attempt. Out: the span that each hangs below, and the groups that are absorbed by others without a definite match.
 Invariant: nothing depends on the order in which groups are given; a group is hung below one other at most.
 
 The rules by which a group goes below another are those of docs/concepts/calls.md ("One call"), a function each. A remaining group is no

@@ -1,7 +1,4 @@
-"""Spans whose raw answers are worth reading: clients without a gateway call below them.
-
-In: the spans and calls that were read of rollouts. Out: keys of spans. Invariant: every answer that `reconstruct` needs is among them.
-"""
+"""Spans whose raw answers are worth reading, as `reconstruct` may need them: clients without a gateway call below them."""
 
 from __future__ import annotations
 

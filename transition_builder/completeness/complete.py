@@ -1,7 +1,4 @@
-"""Completeness: the decision on when a rollout may be built.
-
-In: what has arrived of it (`facts`): the roots of its attempts, and how many of its calls and evaluations, all dated by
-the store's clock. Out: one row a rollout with a verdict. Invariant: nothing partial is ever complete.
+"""Completeness: the decision on when a rollout may be built. Invariant: nothing partial is ever complete.
 
 A rollout ends with the runner's final mark. It is complete when, for its final attempt, as many of its
 calls have arrived as the gateway answered, and a reward or a failure has arrived, or SQL or rules alone give the reward; without such a
@@ -23,14 +20,12 @@ from transition_builder.completeness.resolve import NAMED, resolve
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Facts, Verdict, conform
-from transition_builder.schemas import ATTEMPT, COUNTS, PRESENCE, ROLLOUT, ROLLOUTS, ROOTS, SPAN
-
-_NAMES = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
+from transition_builder.schemas import ATTEMPT, COUNTS, NAMES, NAMING, PRESENCE, ROLLOUT, ROLLOUTS, ROOTS, SPAN
 
 
 def facts(arrivals: pl.DataFrame) -> Facts:
     """Extract the facts of completeness from ARRIVALS."""
-    where = [*_NAMES, "TraceId"]
+    where = list(NAMES)
     evaluation_rows = arrivals.filter(pl.col("RowKind") != "span")
     scored = evaluation_rows.filter(attribute(semconv.EVALUATION_SCORE).is_not_null())
     evaluations = scored.group_by(where).agg(pl.struct("SpanId", "Choice").n_unique().cast(pl.UInt64).alias("Evaluations"))
@@ -47,7 +42,7 @@ def facts(arrivals: pl.DataFrame) -> Facts:
 def _counted(arrivals: pl.DataFrame) -> pl.DataFrame:
     """Return spans of calls that a gateway counts for an attempt: those that name it, once where gateways are chained."""
     links = [*SPAN, "ParentSpanId"]
-    spans = arrivals.select(*_NAMES, *links, "RowKind", by_gateway=IS_GATEWAY).filter(pl.col("RowKind") == "span")
+    spans = arrivals.select(*NAMING, *links, "RowKind", by_gateway=IS_GATEWAY).filter(pl.col("RowKind") == "span")
     spans = spans.unique(SPAN, keep="first", maintain_order=True)
     forest = SpanForest.of_spans(spans)
     by_gateway = spans["by_gateway"].to_numpy()
@@ -88,11 +83,11 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
         ROLLOUTS, waiting ones included.
     """
     # A worker that died may have written a root before another one wrote the root that ends the rollout.
-    roots = facts.roots.sort("Attempt", ~pl.col("Final"), "IngestedAt").unique([*ROLLOUT, "Attempt"], keep="first", maintain_order=True)
+    roots = facts.roots.sort("Attempt", ~pl.col("Final"), "IngestedAt").unique(ATTEMPT, keep="first", maintain_order=True)
     final = roots.filter("Final").unique(ROLLOUT, keep="last", maintain_order=True)
     last = final.select(*ROLLOUT, pl.col("Attempt").alias("final_attempt"))
 
-    counts = resolve(facts.counts, facts.presence, final).group_by(*ROLLOUT, "Attempt").agg(pl.col("Calls").sum().alias("arrived"))
+    counts = resolve(facts.counts, facts.presence, final).group_by(ATTEMPT).agg(pl.col("Calls").sum().alias("arrived"))
     presence = resolve(facts.presence, facts.presence, final).join(last, on=ROLLOUT)
     seen = presence.group_by(ROLLOUT).agg(
         pl.col("Evaluations").filter(pl.col("Attempt") == pl.col("final_attempt")).sum().alias("evaluations"),
@@ -100,7 +95,7 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
     )
     lacking = (
         roots.join(last, on=ROLLOUT)
-        .join(counts, on=[*ROLLOUT, "Attempt"], how="left")
+        .join(counts, on=ATTEMPT, how="left")
         .with_columns(pl.col("arrived").fill_null(0))
         .with_columns(lacks=pl.col("Calls") > pl.col("arrived"))
         .group_by(ROLLOUT)

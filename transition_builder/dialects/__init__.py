@@ -1,8 +1,8 @@
-"""Dialects, one module a convention: each maps its spans to the builder's canonical calls, tools and agents.
+"""Dialects, one module a convention: each maps its spans to the builder's canonical calls, tools, agents and texts.
 
-In: resolved spans. Out: `describe` classifies each span by its convention; `calls` makes canonical calls of those that are
-calls without a gateway record. Invariant: a row a span, in the same order; a span that no convention reads has no kind, or,
-where it seems to have called a model, is a suspect.
+`describe` classifies each span, in a row of its own and in the same order; `calls` makes canonical calls of those without a gateway record;
+`texts` reads what was asked and answered. A span that no convention reads has no kind, or is a suspect
+where it seems to have called a model.
 """
 
 from __future__ import annotations

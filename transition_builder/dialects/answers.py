@@ -1,8 +1,6 @@
-"""Raw answers of the engine in spans: the token ids of direct mode.
+"""Raw answers of the engine in spans: the token ids of direct mode, and the SQL that reads them, typed, in the database.
 
-In: spans. Out: which of them may hold an answer (`holds_answer`), and the SQL that reads it, typed, in the database (`ANSWER_SQL`): the
-values are too long for the lean span table. Invariant: text is never read for token ids; only the engine's own extra fields are. Modality
-lists the kinds of content that are not text.
+The values are too long for the lean span table. Invariant: text is never read for token ids; only the engine's own extra fields are.
 
 What is read, the first that is there:
 - an answer as JSON in `output.value` (OpenInference), `mlflow.spanOutputs`, or `agentlightning.operation.output`: of chats and completions
@@ -17,7 +15,7 @@ import polars as pl
 
 from spangrad import semconv
 from transition_builder.dialects import scopes
-from transition_builder.dialects.conventions import agent_lightning, langfuse, mlflow
+from transition_builder.dialects.conventions import agent_lightning, mlflow
 from transition_builder.dialects.describe import conventions
 from transition_builder.dialects.reading import attribute, unquoted
 
@@ -184,7 +182,3 @@ def _marked(scope_names: list[str | None]) -> pl.Expr:
 def _keeps(scope: str) -> bool:
     """Return whether an OpenInference instrumentation keeps the engine's extra fields: those of clients do, except LiteLLM's."""
     return "openinference" not in scope or (scopes.is_client(scope) and "litellm" not in scope)
-
-
-TEXTS_WITH_TOOL_CALLS = ("gen_ai.output.messages", "ai.response.toolCalls", langfuse.OUTPUT, mlflow.OUTPUTS)
-"""Attributes that hold, as JSON, the tool calls that a response requested."""

@@ -1,6 +1,6 @@
 """Classification of spans of any convention.
 
-In: spans of any conventions. Out: NODES. Invariant: a row a span, in the same order; no content of attributes makes it fail.
+Invariant: a row a span, in the same order; no content of attributes makes it fail.
 
 A span has one dialect: its scope's, where that determines it (the gateway's, vLLM's, Pydantic AI's, ...), else the first below whose mark
 it has. A dialect reads its own spans alone, and of their attributes only those that it names.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import polars as pl
@@ -28,7 +29,7 @@ from transition_builder.dialects.conventions import (
     vercel,
     vllm,
 )
-from transition_builder.dialects.reading import NO, SCORES, AttributeColumns, Reading
+from transition_builder.dialects.reading import NO, NONE, SCORES, AttributeColumns, Reading
 from transition_builder.dialects.scores import scores
 
 _GEN_AI_KEYS = r"^gen_ai\."
@@ -36,8 +37,7 @@ _GEN_AI_KEYS = r"^gen_ai\."
 
 def _gateway(attributes: AttributeColumns) -> Reading:
     """Read the gateway's own spans; spangrad_internal.calls holds the facts of its calls."""
-    base = gen_ai.read(attributes)
-    return replace(base, call=NO, tool=NO, chain=NO, suspect=NO, agent=pl.lit(None, pl.String))
+    return replace(gen_ai.read(attributes), call=NO, tool=NO, chain=NO, suspect=NO, agent=NONE)
 
 
 def _nothing(attributes: AttributeColumns) -> Reading:
@@ -66,7 +66,7 @@ READERS: Mapping[str, Callable[[AttributeColumns], Reading]] = {
 """Readers of dialects, by their names in Convention."""
 _SERVERS = frozenset({"gateway", "vllm"})
 """Dialects of servers; requests that they make are not calls of a rollout."""
-_MARKS = {
+MARKS = {
     "vercel": (vercel.OPERATION,),
     "openinference": (semconv.OPENINFERENCE_KIND,),
     "mlflow": (mlflow.SPAN_TYPE,),
@@ -90,20 +90,40 @@ def describe(spans: pl.DataFrame) -> pl.DataFrame:
     attributes = AttributeColumns(spans)
     beside = _beside(spans, attributes)
     convention = _conventions(attributes, beside)
-    names = convention.unique(maintain_order=True).to_list()
-    parts, order = [Reading().of(beside.clear())], [np.zeros(0, dtype=np.int64)]
-    for name in names:
-        rows = (convention == name).arg_true().to_numpy() if len(names) > 1 else None
-        attributes.forget()
-        reading = READERS[name](attributes)
+
+    def columns(name: str, reading: Reading) -> Callable[[pl.DataFrame], pl.DataFrame]:
         # A span that carries a dialect's mark and is nothing in it may be the request of a client that was only decorated.
-        request = NO if name in _SERVERS else suspects.requests(attributes)
-        parts.append(reading.of(attributes.frame(beside, rows), request))
-        order.append(np.arange(spans.height) if rows is None else rows)
-    place = np.empty(spans.height, dtype=np.int64)
-    place[np.concatenate(order)] = np.arange(spans.height)
-    described = pl.concat(parts)[place].with_columns(convention.alias("Convention"), _scores(attributes, spans))
+        return partial(reading.of, request=NO if name in _SERVERS else suspects.requests(attributes))
+
+    described = by_dialect(attributes, beside, convention, columns).with_columns(convention.alias("Convention"), _scores(attributes, spans))
     return spans.drop(described.columns, strict=False).hstack(described)
+
+
+def by_dialect(
+    attributes: AttributeColumns,
+    beside: pl.DataFrame,
+    convention: pl.Series,
+    columns: Callable[[str, Reading], Callable[[pl.DataFrame], pl.DataFrame]],
+) -> pl.DataFrame:
+    """Read spans, those of each dialect together; return a row a span, in their order.
+
+    Args:
+        attributes: of the spans.
+        beside: further columns that readings use.
+        convention: the dialect of each span.
+        columns: for a dialect and its reading, a function that makes the rows of the requested attributes.
+    """
+    names = convention.unique(maintain_order=True).to_list() or [""]
+    parts, order = list[pl.DataFrame](), list[np.ndarray]()
+    for name in names:
+        rows = (convention == name).arg_true().to_numpy()
+        attributes.forget()
+        read = columns(name, READERS.get(name, READERS[""])(attributes))
+        parts.append(read(attributes.frame(beside, rows if len(names) > 1 else None)))
+        order.append(rows)
+    place = np.empty(convention.len(), dtype=np.int64)
+    place[np.concatenate(order)] = np.arange(convention.len())
+    return pl.concat(parts)[place]
 
 
 def _scores(attributes: AttributeColumns, spans: pl.DataFrame) -> pl.Series:
@@ -139,7 +159,7 @@ def _conventions(attributes: AttributeColumns, beside: pl.DataFrame) -> pl.Serie
         if by_scope
         else pl.lit(None, pl.String)
     )
-    marked = [pl.when(attributes.has(*names)).then(pl.lit(name)) for name, names in _MARKS.items()]
+    marked = [pl.when(attributes.has(*names)).then(pl.lit(name)) for name, names in MARKS.items()]
     for name, words in others.VOCABULARIES.items():
         there = attributes.has(words.mark)
         if words.spans:

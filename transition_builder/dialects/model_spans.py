@@ -1,14 +1,15 @@
 """SQL condition for rows of spangrad_internal.rollout_spans that are, or may be, calls of a model.
 
-In: nothing. Out: a condition. Invariant: it holds for every span that `describe` classifies as a call, an engine's call or a suspect, and
-for some others, since it checks names before values. Keys come first: they are few, and read at little cost.
+It holds for every span that `describe` classifies as a call, an engine's call or a suspect, and for some others, since it checks names
+before values. Keys come first: they are few, and read at little cost.
 """
 
 from __future__ import annotations
 
 from spangrad import semconv
 from transition_builder.dialects import suspects
-from transition_builder.dialects.conventions import agent_lightning, gen_ai, langfuse, mlflow, others, traceloop, vercel
+from transition_builder.dialects.conventions import gen_ai, others
+from transition_builder.dialects.describe import MARKS
 
 
 def _text(pattern: str) -> str:
@@ -16,16 +17,8 @@ def _text(pattern: str) -> str:
     return "'" + pattern.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-_MARKS = (
-    vercel.OPERATION,
-    mlflow.SPAN_TYPE,
-    langfuse.OBSERVATION_TYPE,
-    traceloop.SPAN_KIND,
-    traceloop.REQUEST_TYPE,
-    *agent_lightning.MARKS,
-    *(words.mark for words in others.VOCABULARIES.values()),
-)
-_KEYS = ", ".join(_text(mark) for mark in dict.fromkeys(_MARKS))
+_OWN_MARKS = (mark for name, marks in MARKS.items() if name != "openinference" for mark in marks)
+_KEYS = ", ".join(_text(mark) for mark in (*_OWN_MARKS, *(words.mark for words in others.VOCABULARIES.values())))
 _NAMES = (suspects.NAMES, *(words.named for words in others.VOCABULARIES.values() if words.named))
 _OPERATION = f"lower(Attributes['{semconv.GEN_AI_OPERATION}'])"
 _URL = "concat(Attributes['url.full'], if(Attributes['url.full'] = '', Attributes['http.url'], ''))"

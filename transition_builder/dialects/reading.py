@@ -1,8 +1,6 @@
-"""Reading of span attributes by dialects.
+"""Reading of span attributes by dialects: each requested attribute as a column, and `Reading`, the expressions that classify a span.
 
-In: the attributes of many spans, as one column of maps. Out: `AttributeColumns`, which gives each requested attribute as a column of its
-own, and `Reading`, the expressions over such columns that classify a span. Invariant: a span that lacks an attribute gives null, never
-an error, and so does text that was meant as a number or as JSON and is none.
+Invariant: a span that lacks an attribute gives null, never an error, and so does text that was meant as a number or as JSON and is none.
 
 An attribute that no span of the batch has costs nothing: it is a literal null. Of the others only the requested ones are extracted
 from the maps; all keys are compared once, as numbers.

@@ -1,7 +1,6 @@
-"""Rewards in a span's own attributes.
+"""Rewards in a span's own attributes, by name.
 
-In: spans. Out: their scores, by name. Invariant: a value that is no finite number is never a score of 0: it is null, and the rollout
-has no score from it (see `rewards`).
+Invariant: a value that is no finite number is never a score of 0: it is null, and the rollout has no score from it (see `rewards`).
 
 Ours are `spangrad.reward` and `spangrad.reward.NAME` (`spangrad.reward.role` names the role of all of them); OpenTelemetry's
 `gen_ai.evaluation.*` count as attributes too, not as events alone; Agent Lightning's are `agentlightning.reward.N.name` and `.value`, and

@@ -1,8 +1,7 @@
 """Spans that seem to have called a model, and that no dialect reads.
 
-In: spans that are no call, tool or chain in any dialect. Out: which of them are suspects. Invariant: a suspect is never a call by itself.
-It becomes one, of the convention `unknown`, where no span around it records the same call; so that unreadable calls are dropped with
-a reason, not lost.
+Invariant: a suspect is never a call by itself. It becomes one, of the convention `unknown`, where no span around it records the same call;
+so that unreadable calls are dropped with a reason, not lost.
 
 Two signs show a call: a request to a path that generates, and attributes that describe a model, its prompts or its tokens.
 """

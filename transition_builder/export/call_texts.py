@@ -1,8 +1,4 @@
-"""Rollouts of a part as conversations.
-
-In: a `GroupSlice` and the store. Out: for each rollout its calls with their dialogues, and merged conversations. Invariant: a call
-without a usable text is counted with its reason, once.
-"""
+"""Rollouts of a part as conversations; a call without a usable text is counted with its reason, once."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from transition_builder.dialects.messages import Dialogue, Message
 from transition_builder.export.conversations import Conversation, of_messages
-from transition_builder.export.messages import Dialogue, Message
 from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.export.tally import LeftOut
 from transition_builder.export.texts import read_dialogues

@@ -1,7 +1,6 @@
-"""Calls of a rollout that continue each other, as one sequence; each reply is trained in exactly one.
+"""Calls of a rollout that continue each other, as one sequence of messages or of token ids.
 
-In: calls with their prompts and replies, as messages or as token ids. Out: sequences whose parts are marked as trained or not.
-Invariant: every call's reply is marked in exactly one sequence, and what stands before it there is that call's prompt. Where a prompt does
+Invariant: every call's reply is trained in exactly one sequence, and what stands before it there is that call's prompt. Where a prompt does
 not begin with an earlier call's prompt and reply, a new sequence begins with the whole prompt.
 """
 
@@ -11,7 +10,7 @@ import json
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from transition_builder.export.messages import Message, Tool
+from transition_builder.dialects.messages import Message, Tool
 
 
 @dataclass(slots=True)

@@ -1,7 +1,6 @@
 """Atomic writes of files and directories, and of rows into them.
 
-In: rows, as they come. Out: a file or directory under its own name once all of it is written. Invariant: an interrupted export leaves
-nothing behind under that name, nor beside it; an existing file stays unless it was to be replaced.
+Invariant: an interrupted export leaves nothing behind under its name, nor beside it; an existing file stays unless it was to be replaced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Export formats, and one export from the store to a file or directory.
-
-In: a format's name, the request, the path. Out: the file or directory, complete, and a `ExportTally`. Invariant: nothing appears under the
-name before all of it is written and every call is accounted for.
-"""
+"""Export formats, and one export from the store to a file or directory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Rollouts of a dataset, part by part: their transitions, and the requested drops.
 
-In: a client of the store and a request. Out: `GroupSlice`s of whole groups, in the order of run, mode, group and rollout. Invariants: only
-the revision that was a rollout's newest at the requested time; every call of every requested rollout is in a part, or
-counted as left out; what is in memory is one part, and a row of numbers and names for each rollout.
+Parts hold whole groups, in the order of run, mode, group and rollout. Invariants: only the revision that was a rollout's newest at the
+requested time; every call of every requested rollout is in a part, or counted as left out; what is in memory is one part, and a row of
+numbers and names for each rollout.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from spangrad.errors import BuilderError
 from spangrad.selection import expression
 from spangrad.settings import Selection
 from spangrad.store import datasets
-from spangrad.store.clickhouse import constant, microseconds, store_errors
+from spangrad.store.clickhouse import constant, microseconds
 from spangrad.types import DropReason
 from transition_builder.export.tally import ExportTally, LeftOut
 from transition_builder.frames import empty
-from transition_builder.schemas import TRANSITIONS
+from transition_builder.schemas import NANOSECONDS, TRANSITIONS
+from transition_builder.source.queries import query
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -121,8 +122,8 @@ class ExportReader:
             StoreError: the store failed, or has no such dataset.
             BuilderError: requested drops are no whole responses, or a selection is no regular expression.
         """
-        self._client = client
-        self._url = url
+        self.client = client
+        self.url = url
         self.request = request
         self.tally = ExportTally()
         self._progress = progress
@@ -131,16 +132,6 @@ class ExportReader:
                 raise BuilderError(f"calls dropped as {reason} cannot be exported: take {', '.join(SPOKEN)}.")
         self.dataset = datasets.resolve(client, url, request.dataset, request.as_of)
         self.rollouts = self._rollouts()
-
-    @property
-    def client(self) -> Client:
-        """Client of the store."""
-        return self._client
-
-    @property
-    def url(self) -> str:
-        """URL of the store, for messages."""
-        return self._url
 
     def parts(self) -> Iterator[GroupSlice]:
         """Yield the parts, in order; each is counted as it is yielded."""
@@ -152,15 +143,12 @@ class ExportReader:
             self._progress(done, total)
 
     def _rollouts(self) -> pl.DataFrame:
-        named = [("RunId", self.request.runs)]
-        where = [f"BuildSpec = '{self.dataset.build_spec}'"] + [f"{name} IN {constant(values)}" for name, values in named if values]
-        builds = datasets.builds_sql(self.request.as_of, " AND ".join(where))
+        of_runs = f" AND RunId IN {constant(self.request.runs)}" if self.request.runs else ""
+        builds = datasets.builds_sql(self.request.as_of, f"BuildSpec = '{self.dataset.build_spec}'{of_runs}")
         after = [f"Mode IN {constant(self.request.modes)}"] if self.request.modes else []
         if self.request.since is not None:
             after.append(f"FirstBuiltAt >= fromUnixTimestamp64Micro({microseconds(self.request.since)})")
-        sql = (
-            f"SELECT {_FACTS} FROM {builds} AS b{' WHERE ' + ' AND '.join(after) if after else ''} ORDER BY RunId, Mode, GroupId, RolloutId"
-        )
+        sql = f"SELECT {_FACTS} FROM {builds} AS b WHERE {' AND '.join(after) or 'true'} ORDER BY RunId, Mode, GroupId, RolloutId"
         # A rollout of no group is one by itself.
         alone = pl.when(pl.col("GroupId") == "").then("rollout " + pl.col("RolloutId")).otherwise("group " + pl.col("GroupId"))
         return self._frame(sql).with_columns(Alone=alone).with_columns(Group=pl.struct(_GROUP).rle_id())
@@ -177,9 +165,7 @@ class ExportReader:
             yield self.rollouts[start:end]
 
     def _part(self, rollouts: pl.DataFrame) -> GroupSlice:
-        transitions = self._rows("transitions", _COLUMNS, rollouts).with_columns(
-            pl.col("Timestamp").cast(pl.Datetime("ns", "UTC")), Reason=pl.lit("")
-        )
+        transitions = self._rows("transitions", _COLUMNS, rollouts).with_columns(pl.col("Timestamp").cast(NANOSECONDS), Reason=pl.lit(""))
         drops = self._rows("drops", _DROPS, rollouts).filter(pl.col("CallId") != "")
         self._count(rollouts, drops)
         taken = drops.filter(pl.col("Reason").is_in(list(self.request.dropped))) if self.request.dropped else drops.clear()
@@ -225,7 +211,7 @@ class ExportReader:
         described = drops.join(about, on=list(_BUILD), how="left", maintain_order="left")
         lists = [name for name, dtype in TRANSITIONS.items() if isinstance(dtype, pl.List)]
         return pl.concat([empty(TRANSITIONS).with_columns(Reason=pl.lit("")), described], how="diagonal_relaxed").with_columns(
-            pl.col("Timestamp").cast(pl.Datetime("ns", "UTC")), pl.col(lists).fill_null([]), BuildSpec=pl.lit(self.dataset.build_spec)
+            pl.col("Timestamp").cast(NANOSECONDS), pl.col(lists).fill_null([]), BuildSpec=pl.lit(self.dataset.build_spec)
         )
 
     def _returns(self, transitions: pl.DataFrame, rollouts: pl.DataFrame, taken: pl.DataFrame) -> pl.DataFrame:
@@ -248,10 +234,6 @@ class ExportReader:
         return pl.col(value) * pl.col(name).replace_strict(weights, default=1.0, return_dtype=pl.Float64) if weights else pl.col(value)
 
     def _frame(self, sql: str) -> pl.DataFrame:
-        with store_errors(self._url):
-            table = self._client.query_arrow(sql, use_strings=True)
-        frame = pl.from_arrow(table)
-        assert isinstance(frame, pl.DataFrame)
-        return frame.with_columns(
+        return query(self.client, self.url, sql).with_columns(
             pl.col(pl.Categorical, pl.Binary).cast(pl.String), pl.col(pl.List(pl.Categorical), pl.List(pl.Binary)).cast(pl.List(pl.String))
         )

@@ -1,8 +1,4 @@
-"""Tally of the calls that an export read.
-
-In: counts, as they come. Out: numbers of written calls and of calls left out, by reason. Invariant: calls read = calls written + calls
-left out.
-"""
+"""Tally of the calls that an export read. Invariant: calls read = calls written + calls left out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Texts of calls, read from their spans.
-
-In: calls with TraceId, SpanId, Choice, Timestamp. Out: a `Dialogue` for each, or the reason why there is none. Invariant: a span that was
-delivered twice is read once; only attributes and events that may hold a text leave the store.
-"""
+"""Texts of calls, read from their spans: a span that was delivered twice is read once."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from spangrad.store.clickhouse import constant, store_errors
-from transition_builder.export.conventions import ATTRIBUTES, EVENTS, NoTextError, RedactedError, SpanText, read
-from transition_builder.export.messages import Dialogue, UnreadableError
+from transition_builder.dialects.messages import Dialogue, UnreadableError
+from transition_builder.dialects.texts import ATTRIBUTES, EVENTS, NoTextError, RedactedError, SpanText, read
 from transition_builder.export.tally import LeftOut
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """Rewards of rollouts and calls from every source, each reward once and with its source.
 
-In: evaluations, spans' own scores, SQL rewards, placed calls with the tools that they caused. Out: rows of rewards, and the rollouts
-whose rewards cannot be trusted. Invariant: a missing or non-finite reward is never read as 0.
+Invariant: a missing or non-finite reward is never read as 0.
 
 `evaluations` reads evaluators' scores and finds the calls that they are of, `sql` queries the store with reward files, `air` applies rules,
 `precedence` chooses among sources, and `spread` gives every reward to a kept call.

@@ -1,7 +1,7 @@
 """AIR, automatic intermediate rewards: rewards by rules over calls and their tools (docs/guides/rewards.md).
 
-In: the rules of a specification, and `Seen`. Out: rewards of calls, as REPORTED. Invariant: a rule rewards only calls of the agents and the
-tools that it names; each reward names its rule, by hash, and the span that shows the reason.
+Invariant: a rule rewards only calls of the agents and the tools that it names; each reward names its rule, by hash, and the span that shows
+the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spangrad.errors import BuilderError
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.types import RewardSource
 from transition_builder.frames import concat
-from transition_builder.rewards.precedence import NOT_FINITE, REPORTED
+from transition_builder.rewards.precedence import REPORTED, as_reported
 from transition_builder.rewards.rules import asked, calls, functions, tools
 from transition_builder.rewards.rules.columns import COLUMNS
 from transition_builder.rewards.rules.seen import Seen
@@ -48,18 +48,8 @@ def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
         if rule.agents is not None:
             rows = rows.filter(pl.col("AgentName").str.contains(whole(rule.agents)))
         if rows.height:
-            earnings.append(
-                rows.with_columns(
-                    Value=pl.when(pl.col("Value").is_finite()).then("Value"),
-                    Name=pl.lit(rule.name),
-                    Role=pl.lit(rule.role),
-                    Source=pl.lit(RewardSource.AIR.value),
-                    RuleHash=pl.lit(rule_hash(rule, spec)),
-                    ResponseId=pl.lit(None, pl.String),
-                    Fault=pl.lit(NOT_FINITE),
-                    **{name: pl.lit(None, REPORTED[name]) for name in ("Speaker", "Seq", "Timestamp", "Choice")},
-                )
-            )
+            facts = {"Name": rule.name, "Role": rule.role, "Source": RewardSource.AIR.value, "RuleHash": rule_hash(rule, spec)}
+            earnings.append(as_reported(rows.with_columns(pl.lit(value).alias(name) for name, value in facts.items())))
     return concat(earnings, REPORTED)
 
 
@@ -90,13 +80,19 @@ def check(spec: BuilderSettings) -> None:
             functions.load(rule)
 
 
-def _check_pattern(rule: AirRule, name: str, pattern: str) -> None:
+def pattern_fault(pattern: str) -> str:
+    """Return the reason why a pattern is no regular expression; empty where it is."""
     try:
-        pl.select(pl.lit("").str.contains(whole(pattern)))
+        pl.select(pl.lit("").str.contains(pattern))
     except pl.exceptions.ComputeError as error:
-        messages = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
-        reason = messages[0] if messages else "Polars refuses it"
-        raise BuilderError(f"the rule {rule.name!r} has {name} = {pattern!r}, which is no regular expression: {reason}. Fix it.") from None
+        reasons = (line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: "))
+        return next(reasons, "Polars refuses it")
+    return ""
+
+
+def _check_pattern(rule: AirRule, name: str, pattern: str) -> None:
+    if reason := pattern_fault(whole(pattern)):
+        raise BuilderError(f"the rule {rule.name!r} has {name} = {pattern!r}, which is no regular expression: {reason}. Fix it.")
 
 
 def _check_columns(rule: AirRule) -> None:

@@ -1,7 +1,4 @@
-"""Final rewards and rewards of single calls, as evaluators give them.
-
-In: events and logs `gen_ai.evaluation.result`, scores in spans' own attributes, placed calls. Out: their scores (REPORTED), with the
-call. Invariant: a score that is missing or no finite number is never read as 0.
+"""Final rewards and rewards of single calls, as evaluators give them. Invariant: a score that is no finite number is never read as 0.
 
 Targets. An evaluation on a call's own span (the gateway's, or the client's span of the same call: then the last call below it, its first
 choice), or one that names a response id, is that call's. Any other is the rollout's. A SQL reward may name a tool's span as well: it is
@@ -18,8 +15,8 @@ import polars as pl
 from spangrad import semconv
 from spangrad.types import RewardSource
 from transition_builder.dialects.reading import attribute
-from transition_builder.frames import concat, conform, empty
-from transition_builder.rewards.precedence import NO_VALUE, NOT_FINITE, REPORTED
+from transition_builder.frames import concat, empty
+from transition_builder.rewards.precedence import NO_VALUE, NOT_FINITE, REPORTED, as_reported
 from transition_builder.schemas import ATTEMPT, ROLLOUT, SPAN
 
 _ROLE = attribute(semconv.REWARD_ROLE).fill_null("")
@@ -54,7 +51,7 @@ def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
         .filter(pl.col("score").is_not_null())
         .with_columns(Value=pl.col("score").cast(pl.Float64, strict=False))
     )
-    return _as_reported(scored)
+    return as_reported(scored)
 
 
 def scores(nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
@@ -74,7 +71,7 @@ def scores(nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
         .unnest("score")
         .with_columns(Source=pl.lit(RewardSource.SPAN_ATTRIBUTE.value))
     )
-    return _as_reported(scored)
+    return as_reported(scored)
 
 
 def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
@@ -95,7 +92,7 @@ def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> p
         valued = pl.concat([valued.filter(pl.col("SpanId") == ""), resolved.with_columns(TraceId="trace").select(valued.columns)])
     fault = pl.when(pl.col("Value").is_null()).then(pl.lit(f"{NO_VALUE} by SQL")).otherwise(pl.lit(f"{NOT_FINITE}, by SQL"))
     named = valued.with_columns(Source=pl.lit(RewardSource.SQL.value), Fault=fault, CallId=pl.col("CallId").replace("", None))
-    return _as_reported(named)
+    return as_reported(named)
 
 
 def aim(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused: pl.DataFrame) -> pl.DataFrame:
@@ -125,20 +122,6 @@ def aim(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused
         .with_columns(CallId=pl.coalesce("CallId", "by_span", "by_response", pl.when(of_sql).then("by_tool"), pl.lit("")))
     )
     return concat([reported.filter(on_root).with_columns(CallId=pl.lit("")), aimed], REPORTED)
-
-
-def _as_reported(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return REPORTED rows of rows with Value, which becomes null where it is not finite."""
-    lacking = {
-        "RuleHash": pl.lit(""),
-        "Role": pl.lit(""),
-        "ResponseId": pl.lit(None, pl.String),
-        "CallId": pl.lit(None, pl.String),
-        "Fault": pl.lit(NOT_FINITE),
-        **{name: pl.lit(None, REPORTED[name]) for name in ("Speaker", "Seq", "Timestamp", "Choice")},
-    }
-    whole = rows.with_columns(value.alias(name) for name, value in lacking.items() if name not in rows.columns)
-    return conform(whole.with_columns(Value=pl.when(pl.col("Value").is_finite()).then("Value")), REPORTED)
 
 
 def _targets(calls: pl.DataFrame, nodes: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -1,7 +1,7 @@
 """Precedence among several reward sources.
 
-In: the rewards of all sources, each of a call or of a rollout. Out: the rewards that count. Invariant: for one target, name and role the
-first source in RewardSource's order wins; the others' rows are no rewards, and their faults are ignored.
+Invariant: for one target, name and role the first source in RewardSource's order wins; the others' rows are no rewards, and their faults
+are ignored.
 
 Within the winning source the last of repeated reports on a span counts. Different spans add up, and so do different rules.
 Where several processes report on one span, the last report of each counts, by its own sequence and clock; clocks of different processes
@@ -13,6 +13,7 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.types import RewardSource
+from transition_builder.frames import conform
 from transition_builder.schemas import ATTEMPT, GIVEN, NANOSECONDS, ROLLOUT, Schema
 
 RANK = {source.value: rank for rank, source in enumerate(RewardSource)}
@@ -32,6 +33,13 @@ finite number; Fault then describes it. Speaker: the process that reports it, el
 
 NOT_FINITE = "not a finite number"
 NO_VALUE = "no value"
+
+
+def as_reported(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return REPORTED rows of rows with Value, which becomes null where it is not finite; of what they lack, nothing is known."""
+    lacking = {"RuleHash": pl.lit(""), "Role": pl.lit(""), "Fault": pl.lit(NOT_FINITE)}
+    lacking = {name: lacking.get(name, pl.lit(None, dtype)) for name, dtype in REPORTED.items() if name not in rows.columns}
+    return conform(rows.with_columns(Value=pl.when(pl.col("Value").is_finite()).then("Value"), **lacking), REPORTED)
 
 
 def winners(reported: pl.DataFrame) -> pl.DataFrame:

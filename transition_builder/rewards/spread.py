@@ -1,7 +1,6 @@
 """Assignment of rewards to the transitions that carry them.
 
-In: rewards of rollouts and of calls, kept and dropped. Out: the lists of each kept call. Invariant: the rewards of a rollout's transitions
-sum to the rollout's rewards.
+Invariant: the rewards of a rollout's transitions sum to the rollout's rewards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Rewards defined by SQL files over the span store, also for rollouts that were built before.
 
-In: the files `NAME.sql` that a specification names, and the rollouts to evaluate them for. Out: SQL_REWARDS. Invariant: a file is a
-SELECT and nothing else, its version is the hash of its content, and a missing value is never read as 0.
+Invariant: a file is a SELECT and nothing else, its version is the hash of its content, and a missing value is never read as 0.
 
 A file selects `RolloutId` and `Value`, and may select `RunId`, `Attempt` (left out: the final one), `Role` (left out or empty: the
 reward is for every role), and, where its rows are of calls, `CallId`, or `SpanId` with or without `TraceId`.
@@ -24,10 +23,10 @@ import polars as pl
 
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings
-from spangrad.store.clickhouse import LONG, constant, store_errors
+from spangrad.store.clickhouse import constant, store_errors
 from transition_builder.frames import concat, conform, empty
 from transition_builder.schemas import ATTEMPT, SQL_REWARDS
-from transition_builder.source.queries import batches
+from transition_builder.source.queries import batches, query
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,13 +137,9 @@ def _filled(sql: str, rollouts: Iterable[bytes], since: int, until: int) -> str:
 
 def _query(client: Client, url: str, path: Path, sql: str) -> pl.DataFrame:
     try:
-        with store_errors(url):
-            table = client.query_arrow(sql, use_strings=True, settings=LONG)
+        return query(client, url, sql)
     except StoreError as error:
         raise StoreError(f"{path}: {error}") from error
-    rows = pl.from_arrow(table)
-    assert isinstance(rows, pl.DataFrame)
-    return rows
 
 
 def _require_columns(path: Path, columns: Mapping[str, str]) -> None:

@@ -1,7 +1,6 @@
 """Span events and log records of tools: read from the store, and only when a rule needs them.
 
-In: the spans of the rollouts that are built. Out: TOOL_EVENTS of otel.otel_traces, TOOL_LOGS of otel.otel_logs. Invariant: a span or a log
-record that was delivered twice counts once; only records of tools' spans are read.
+Invariant: a span or a log record that was delivered twice counts once; only records of tools' spans are read.
 
 A log record belongs to a tool when it names one of the tool's spans, and was written at most `_SLACK` before or after any of the
 requested ones. Nothing waits for log records: those that have not arrived when a rollout is built are ignored.

@@ -1,7 +1,6 @@
 """Claims that divide rollouts among several builders.
 
-In: rollouts that may be built. Out: those of them that are this builder's. Invariant: a rollout that another builder holds is left to it
-until it is built, or for `builder.lease_seconds`.
+Invariant: a rollout that another builder holds is left to it until it is built, or for `builder.lease_seconds`.
 
 A builder writes its claims, waits for the claims of others to become visible, and reads which came first. A claim is done when its
 rollout has been built since, and expires with its lease. Claims save work and nothing else: two builders that build the same rollout

@@ -1,8 +1,7 @@
 """Rows that were dated before a rollout was built, and seen after.
 
-In: how many rows of rollouts have arrived, and how many their builds read. Out: rollouts of which more are there. Invariant: a rollout's
-rows are defined once, for the builder that reads them and for the one that counts them later; a row counts once, however often
-it was delivered.
+Invariant: a rollout's rows are defined once, for the builder that reads them and for the one that counts them later; a row counts once,
+however often it was delivered.
 
 A row is dated when its insert begins, and seen when that ends. One that began before the newest row that a build read, and ended after
 it, is no later than the build's watermark: only the number of rows shows it.

@@ -1,6 +1,6 @@
 """Queries of the builder: by keys that fit a statement, in Arrow, limited to `builder.as_of`.
 
-In: a client, SQL, keys. Out: Polars frames. Invariant: with `builder.as_of`, later rows are not read, and the clock is that time.
+Invariant: with `builder.as_of`, later rows are not read, and the clock is that time.
 """
 
 from __future__ import annotations
@@ -69,11 +69,7 @@ class StoreReader:
         Raises:
             StoreError: the store failed.
         """
-        with store_errors(self.url):
-            table = self.client.query_arrow(sql, parameters=dict(parameters or {}), use_strings=True, settings=_WHOLE)
-        frame = pl.from_arrow(_with_plain_map_keys(table))
-        assert isinstance(frame, pl.DataFrame)
-        return frame
+        return query(self.client, self.url, sql, parameters)
 
     def insert(self, table: str, rows: pl.DataFrame) -> None:
         """Write rows; they are stored when this returns.
@@ -83,6 +79,19 @@ class StoreReader:
         """
         with store_errors(self.url):
             self.client.insert_arrow(f"spangrad_internal.{table}", rows.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()))
+
+
+def query(client: Client, url: str, sql: str, parameters: Mapping[str, Any] | None = None) -> pl.DataFrame:
+    """Return the result of a query; `url` is the store's, for errors.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    with store_errors(url):
+        table = client.query_arrow(sql, parameters=dict(parameters or {}), use_strings=True, settings=_WHOLE)
+    frame = pl.from_arrow(_with_plain_map_keys(table))
+    assert isinstance(frame, pl.DataFrame)
+    return frame
 
 
 def batches(keys: pl.Series) -> Iterator[tuple[bytes, ...]]:

@@ -1,7 +1,4 @@
-"""Reads of rollouts, as few rows as possible.
-
-In: names of rollouts. Out: their arrivals, and the frames to build them from. Invariant: only the requested rollouts are read, by
-their keys.
+"""Reads of rollouts, by their keys and as few rows as possible.
 
 A rollout's spans are read once, for the decision and for the build. Its calls, which hold the token ids, are read when it no longer waits.
 A span that was delivered twice is dropped here: FINAL would sort whole granules for the few rows that are read.
@@ -24,7 +21,20 @@ from transition_builder.completeness.rootless_traces import claim
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import Frames, concat, conform
 from transition_builder.rewards import responses, sql, tool_records
-from transition_builder.schemas import ANSWERS, ARRIVALS, CALLS, DROPPED, MICROSECONDS, NAMES, ROLLOUT, ROLLOUTS, SPAN, SPANS, Schema
+from transition_builder.schemas import (
+    ANSWERS,
+    ARRIVALS,
+    CALLS,
+    CHOICE,
+    DROPPED,
+    MICROSECONDS,
+    NAMES,
+    ROLLOUT,
+    ROLLOUTS,
+    SPAN,
+    SPANS,
+    Schema,
+)
 from transition_builder.source import late_spans
 from transition_builder.source.discovery import Discovery
 from transition_builder.source.queries import StoreReader, batches, span_constants
@@ -170,6 +180,6 @@ def _read_of(rollouts: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
 
 def _first_deliveries(rows: pl.DataFrame) -> pl.DataFrame:
     """Return the rows without repeated deliveries."""
-    if rows.select(*SPAN, "Choice").is_unique().all():
+    if rows.select(CHOICE).is_unique().all():
         return rows
     return rows.sort("IngestedAt", maintain_order=True).unique(_ROW, keep="first", maintain_order=True)

@@ -1,7 +1,6 @@
 """Writes of conclusions to the store: whole revisions, each once.
 
-In: `Built`, and its rollouts. Out: rows of rewards, transitions, drops, tool_calls and, last, builds. Invariants: a
-revision counts for readers when its row in builds is there, and then all its rows are; unchanged conclusions are not written
+Invariants: a revision counts for readers when its row in builds is there, and then all its rows are; unchanged conclusions are not written
 again.
 
 Content is a hash of the conclusions of a rollout. Where it equals that of the newest revision, nothing is
@@ -12,7 +11,7 @@ before it wrote to spangrad_internal.builds belong to no revision, and become pa
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
@@ -21,6 +20,9 @@ from transition_builder.frames import Built, conform
 from transition_builder.schemas import BUILDS, DROPS, REWARDS, ROLLOUT, TOOL_CALLS, TRANSITIONS, Schema
 from transition_builder.source.queries import StoreReader
 
+_TABLES = {"rewards": REWARDS, "transitions": TRANSITIONS, "drops": DROPS, "tool_calls": TOOL_CALLS}
+"""Tables of conclusions, in the order in which they are written."""
+_KINDS = {"rewards": "r", "transitions": "t", "drops": "d", "tool_calls": "c"}
 _AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}
 """Columns that follow from the conclusions."""
 _LONG = {"PromptIds", "ResponseIds", "Logprobs"}
@@ -56,13 +58,7 @@ class Sink:
             StoreError: the store failed; readers ignore the rows of an unfinished write.
         """
         fresh = revise(built, rollouts, self._reader.built(rollouts["RolloutId"]), self._reader.spec, self._builder)
-        for table, rows in (
-            ("rewards", fresh.rows.rewards),
-            ("transitions", fresh.rows.transitions),
-            ("drops", fresh.rows.drops),
-            ("tool_calls", fresh.rows.tool_calls),
-            ("builds", fresh.builds),
-        ):
+        for table, rows in (*((table, getattr(fresh.rows, table)) for table in _TABLES), ("builds", fresh.builds)):
             if rows.height:
                 self._reader.insert(table, rows)
         return fresh
@@ -85,21 +81,12 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
         .filter(pl.col("newest_content").is_null() | (pl.col("newest_content") != pl.col("Content")))
         .select(*ROLLOUT, "Content", Revision=(pl.col("newest").cast(pl.Int64) + 1).fill_null(0).cast(pl.UInt32))
     )
-    transitions, drops, rewards, tool_calls = (
-        _stamp(frame, news, schema)
-        for frame, schema in (
-            (built.transitions, TRANSITIONS),
-            (built.drops, DROPS),
-            (built.rewards, REWARDS),
-            (built.tool_calls, TOOL_CALLS),
-        )
-    )
-    later = transitions.filter(pl.col("Revision") > 0)
+    rows = Built(**{table: _stamp(getattr(built, table), news, schema) for table, schema in _TABLES.items()})
+    later = rows.transitions.filter(pl.col("Revision") > 0)
     if later.height:
         names = [transition_id(*row) for row in later.select("CallId", "BuildSpec", "Revision").iter_rows()]
         of_later = later.select(*ROLLOUT, "CallId").with_columns(pl.Series("TransitionId", names, dtype=pl.String))
-        transitions = transitions.update(of_later, on=[*ROLLOUT, "CallId"])
-    rows = Built(transitions, drops, rewards, tool_calls)
+        rows = replace(rows, transitions=rows.transitions.update(of_later, on=[*ROLLOUT, "CallId"]))
     return Written(rows, conform(_builds(rollouts.join(news, on=ROLLOUT), rows, spec, builder), BUILDS))
 
 
@@ -147,16 +134,7 @@ def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.
 
 def contents(built: Built) -> pl.DataFrame:
     """Return RunId, RolloutId and Content of each rollout with conclusions; Content is independent of the order of rows."""
-    texts = [
-        _texts(rows, schema, kind)
-        for rows, schema, kind in (
-            (built.transitions, TRANSITIONS, "t"),
-            (built.drops, DROPS, "d"),
-            (built.rewards, REWARDS, "r"),
-            (built.tool_calls, TOOL_CALLS, "c"),
-        )
-    ]
-    rows = pl.concat(texts)
+    rows = pl.concat([_texts(getattr(built, table), schema, _KINDS[table]) for table, schema in _TABLES.items()])
     # As bytes: a store may hold text that is not UTF-8.
     hashes = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in rows["text"].cast(pl.Binary)]
     hashed = rows.select(ROLLOUT).with_columns(pl.Series("hash", hashes, dtype=pl.UInt64))

@@ -1,10 +1,8 @@
 """Agent Lightning 0.x: spans of AgentOps, of LiteLLM's proxy and of its own tracers, with token ids as attributes.
 
-In: spans of its scopes, or with its attributes. Out: what each is, and the rewards that it emits as spans. Invariant: a reward is a span
-of its own, so that its scores belong to the rollout and to no call.
-
-Ids are integer arrays: `prompt_token_ids` and `response_token_ids` (AgentOps, LiteLLM), or those of the answer under
-`agentlightning.operation.output` (its Weave tracer). They are long, so that `answers` reads them in the database.
+A reward is a span of its own, so that its scores belong to the rollout and to no call. Ids are integer arrays: `prompt_token_ids` and
+`response_token_ids` (AgentOps, LiteLLM), or those of the answer under `agentlightning.operation.output` (its Weave tracer). They are long,
+so that `answers` reads them in the database.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import OF_CLIENT, AttributeColumns, Reading, of_json
+from transition_builder.dialects.reading import NO, OF_CLIENT, AttributeColumns, Reading, of_json
 
 SCOPES = r"^(agentlightning|agentops)\b"
 SPAN_KIND = "agentops.span.kind"
@@ -49,7 +47,7 @@ def read(attributes: AttributeColumns) -> Reading:
         client=OF_CLIENT | answer | named,
         tool=(kind == "tool").fill_null(False) | (kind.is_null() & base.tool),
         chain=kind.is_in(["chain", "workflow"]),
-        suspect=pl.lit(False),
+        suspect=NO,
         agent=pl.coalesce(
             attributes.first("agent.name"),
             base.agent,

@@ -1,10 +1,7 @@
 """OpenTelemetry's generative AI conventions, from the first `gen_ai.system` to `gen_ai.provider.name` and content in span attributes.
 
-In: spans with `gen_ai.*` attributes, of any scope. Out: their classification. Invariant: the operation's name decides; a span that names a
-model and no operation is a call; one that only counts tokens is a suspect.
-
-Until version 1.36 messages were events of the span (`gen_ai.user.message`, `gen_ai.choice`): they are in otel.otel_traces, and not needed
-here. No version has a place for token ids.
+The operation's name decides; a span that names a model and no operation is a call; one that only counts tokens is a suspect. Until version
+1.36 messages were events of the span (`gen_ai.user.message`, `gen_ai.choice`): `texts` reads them. No version has a place for token ids.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Langfuse: `langfuse.observation.*`, from its SDKs, its wrapper of the openai client and its callback handlers.
 
-In: spans with `langfuse.observation.type`. Out: what each is. Invariant: the observation's type decides; a generation is a call. Scores go
-to Langfuse's own API and never into spans.
+The observation's type decides; a generation is a call. Scores go to Langfuse's own API and never into spans.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import OF_CLIENT, AttributeColumns, Reading, of_json, unquoted
+from transition_builder.dialects.reading import NO, OF_CLIENT, AttributeColumns, Reading, of_json, unquoted
 
 OBSERVATION_TYPE = "langfuse.observation.type"
+INPUT = "langfuse.observation.input"
 OUTPUT = "langfuse.observation.output"
 _OF_WRAPPER = r"^OpenAI-(generation|embedding)"
 """Span names of its wrapper of the openai client, unless configured otherwise."""
@@ -30,9 +30,9 @@ def read(attributes: AttributeColumns) -> Reading:
         client=OF_CLIENT | pl.col("SpanName").str.contains(_OF_WRAPPER),
         tool=(kind == "tool") | ((kind == "span") & base.tool),
         chain=kind == "chain",
-        suspect=pl.lit(False),
+        suspect=NO,
         agent=pl.coalesce(base.agent, pl.when(kind == "agent").then("SpanName")),
-        arguments=attributes.any_of("langfuse.observation.input", *gen_ai.ARGUMENTS),
+        arguments=attributes.any_of(INPUT, *gen_ai.ARGUMENTS),
         result=attributes.any_of(OUTPUT, *gen_ai.RESULTS),
         failed=(attributes("langfuse.observation.level") == "ERROR").fill_null(False),
         model=pl.coalesce(attributes.first("langfuse.observation.model.name"), base.model),

@@ -1,7 +1,7 @@
 """MLflow tracing: `mlflow.spanType`, `mlflow.spanInputs` and `mlflow.spanOutputs`, each as JSON, a name in quotes.
 
-In: spans with `mlflow.spanType`. Out: what each is. Invariant: the type decides; a chat model's span is the client's where the message
-format is a client's. Its outputs are the raw answer, ids and all, where a client of OpenAI's was traced: see `answers`.
+The type decides; a chat model's span is the client's where the message format is a client's. Its outputs are the raw answer, ids and all,
+where a client of OpenAI's was traced: see `answers`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import AttributeColumns, Reading, of_json, unquoted
+from transition_builder.dialects.reading import NO, AttributeColumns, Reading, of_json, unquoted
 
 SPAN_TYPE = "mlflow.spanType"
 OUTPUTS = "mlflow.spanOutputs"
@@ -34,7 +34,7 @@ def read(attributes: AttributeColumns) -> Reading:
         client=unquoted(attributes("mlflow.message.format")).is_in(_CLIENTS),
         tool=kind == "TOOL",
         chain=kind.is_in(["CHAIN", "WORKFLOW"]),
-        suspect=pl.lit(False),
+        suspect=NO,
         agent=pl.coalesce(pl.when(kind == "AGENT").then("SpanName"), base.agent),
         arguments=attributes.any_of(INPUTS, *gen_ai.ARGUMENTS),
         result=attributes.any_of(OUTPUTS, *gen_ai.RESULTS),

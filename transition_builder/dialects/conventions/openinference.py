@@ -1,10 +1,8 @@
 """OpenInference: Arize's conventions and its instrumentations of clients, LangChain and LangGraph, the Agents SDK, AutoGen and others.
 
-In: spans with `openinference.span.kind`, of any scope. Out: what each is. Invariant: the kind alone makes a span a call; kinds that are not
-named here (RETRIEVER, EMBEDDING, RERANKER, GUARDRAIL, EVALUATOR, PROMPT) are neither call nor tool nor chain.
-
-The client-level span (scope `openinference.instrumentation.openai` and its like) is the only one that keeps the engine's extras, in
-`output.value`: see `answers`.
+The kind alone makes a span a call; kinds that are not named here (RETRIEVER, EMBEDDING, RERANKER, GUARDRAIL, EVALUATOR, PROMPT) are neither
+call nor tool nor chain. The client-level span (scope `openinference.instrumentation.openai` and its like) is the only one that keeps the
+engine's extras, in `output.value`: see `answers`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import polars as pl
 
 from spangrad import semconv
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import AttributeColumns, Reading, of_json
+from transition_builder.dialects.reading import NO, AttributeColumns, Reading, of_json
 
 OPENAI_SCOPE = "openinference.instrumentation.openai"
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
@@ -45,7 +43,7 @@ def read(attributes: AttributeColumns) -> Reading:
         call=kind == "LLM",
         tool=kind == "TOOL",
         chain=kind == "CHAIN",
-        suspect=pl.lit(False),
+        suspect=NO,
         agent=pl.coalesce(
             attributes.first(semconv.OPENINFERENCE_AGENT_NAME, semconv.GEN_AI_AGENT_NAME, "agent_name"),
             node,

@@ -1,8 +1,4 @@
-"""Conventions with one attribute of their own for a span's kind, and `gen_ai.*` or the attributes of a table for the rest.
-
-In: spans with one of those attributes. Out: their classification. Invariant: a row of the table is a convention; a kind that the table
-lacks is neither call, tool, agent nor chain, unless `gen_ai.*` gives its kind.
-"""
+"""Conventions with one attribute of their own for a span's kind, a row of a table each; `gen_ai.*` gives what the row lacks."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ class Vocabulary:
 
     mark: str
     """Attribute that marks its spans."""
-    kind: tuple[str, ...]
-    """Attributes of a span's kind: the first that it has."""
+    kind: tuple[str, ...] = ()
+    """Attributes of a span's kind: the first that it has; default: the mark."""
     spans: str = ""
     """Pattern of the span names to which the mark is restricted; empty: any."""
     named: str = ""
@@ -42,10 +38,9 @@ class Vocabulary:
 
 
 VOCABULARIES = {
-    "langsmith": Vocabulary("langsmith.span.kind", ("langsmith.span.kind",)),
+    "langsmith": Vocabulary("langsmith.span.kind"),
     "laminar": Vocabulary(
         "lmnr.span.type",
-        ("lmnr.span.type",),
         call=r"^(llm|cached)$",
         agent=r"^executor$",
         chain=r"^pipeline$",
@@ -64,7 +59,6 @@ VOCABULARIES = {
     ),
     "claude_code": Vocabulary(
         "span.type",
-        ("span.type",),
         spans=r"^claude_code\.",
         call=r"^(claude_code\.)?llm_request$",
         tool=r"^(claude_code\.)?tool$",
@@ -78,7 +72,6 @@ VOCABULARIES = {
     ),
     "haystack": Vocabulary(
         "haystack.component.type",
-        ("haystack.component.type",),
         # An agent's steps have no attributes unless content is traced.
         named=r"^haystack\.agent\.(?:step\.)?(run|llm|tool)$",
         call=r"(generator|^llm)$",
@@ -91,7 +84,6 @@ VOCABULARIES = {
     ),
     "trulens": Vocabulary(
         "ai.observability.span_type",
-        ("ai.observability.span_type",),
         call=r"^generation$",
         chain=r"^(record_root|workflow|workflow_step)$",
         model=("ai.observability.cost.model",),
@@ -100,7 +92,6 @@ VOCABULARIES = {
     ),
     "genkit": Vocabulary(
         "genkit:metadata:subtype",
-        ("genkit:metadata:subtype",),
         call=r"^model$",
         agent=r"^(flow|agent)$",
         chain=r"^$",
@@ -108,7 +99,7 @@ VOCABULARIES = {
         result=("genkit:output",),
         name=("genkit:name",),
     ),
-    "datadog": Vocabulary("_ml_obs.meta.span.kind", ("_ml_obs.meta.span.kind",), model=("_ml_obs.meta.model_name",)),
+    "datadog": Vocabulary("_ml_obs.meta.span.kind", model=("_ml_obs.meta.model_name",)),
 }
 
 
@@ -118,7 +109,7 @@ def reader(words: Vocabulary) -> Callable[[AttributeColumns], Reading]:
     def read(attributes: AttributeColumns) -> Reading:
         base = gen_ai.read(attributes)
         of_name = [pl.col("SpanName").str.extract(words.named)] if words.named else []
-        kind = pl.coalesce(unquoted(attributes.first(*words.kind)), *of_name).str.to_lowercase().fill_null("")
+        kind = pl.coalesce(unquoted(attributes.first(*(words.kind or (words.mark,)))), *of_name).str.to_lowercase().fill_null("")
         call, tool = kind.str.contains(words.call), kind.str.contains(words.tool)
         named = kind.str.contains(words.agent)
         known = call | tool | named | kind.str.contains(words.chain)

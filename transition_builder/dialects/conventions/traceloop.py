@@ -1,8 +1,7 @@
 """Traceloop's OpenLLMetry: `traceloop.*` on what a program's own functions do, `gen_ai.*` and `llm.request.type` on calls.
 
-In: its spans. Out: what each is. Invariant: `traceloop.span.kind` decides where it is present, else `llm.request.type`, else `gen_ai.*`.
-
-Every span of a traced process repeats `traceloop.workflow.name` and `traceloop.entity.path`, HTTP spans as well: they mark nothing.
+`traceloop.span.kind` decides where it is present, else `llm.request.type`, else `gen_ai.*`. Every span of a traced process repeats
+`traceloop.workflow.name` and `traceloop.entity.path`, HTTP spans as well: they mark nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ SPAN_KIND = "traceloop.span.kind"
 REQUEST_TYPE = "llm.request.type"
 SCOPES = r"(?i)^(opentelemetry\.instrumentation\.openai\.v[01]$|traceloop\b|@traceloop/)"
 """Scopes of its own. Its other instrumentations share their names with OpenTelemetry's; their attributes identify them."""
-_NAME = "traceloop.entity.name"
 
 
 def read(attributes: AttributeColumns) -> Reading:
@@ -26,7 +24,7 @@ def read(attributes: AttributeColumns) -> Reading:
     base = gen_ai.read(attributes)
     kind = attributes(SPAN_KIND).str.to_lowercase().replace(["", "unknown"], [None, None])
     request_type = attributes(REQUEST_TYPE).str.to_lowercase().replace(["", "unknown"], [None, None])
-    name = pl.coalesce(attributes.first(_NAME), pl.col("SpanName").str.replace(r"\.(workflow|task|agent|tool)$", ""))
+    name = pl.coalesce(attributes.first("traceloop.entity.name"), pl.col("SpanName").str.replace(r"\.(workflow|task|agent|tool)$", ""))
     return replace(
         base,
         call=kind.is_null() & pl.when(request_type.is_null()).then(base.call).otherwise(request_type.is_in(["chat", "completion"])),

@@ -1,7 +1,6 @@
 """Vercel's AI SDK: `ai.*`, a span for each call of its functions and, within, one for each call of the model.
 
-In: spans with `ai.operationId`. Out: what each is. Invariant: `.doGenerate` and `.doStream` are the client's spans; the function's own span
-around them is the framework's, and may stand above several calls.
+`.doGenerate` and `.doStream` are the client's spans; the function's own span around them is the framework's, above one or more calls.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import AttributeColumns, Reading
+from transition_builder.dialects.reading import NO, AttributeColumns, Reading
 
 OPERATION = "ai.operationId"
-TOOL_CALLS = "ai.response.toolCalls"
 _CLIENT = r"\.do(Generate|Stream)$"
 _FUNCTION = r"^ai\.(generate|stream)(Text|Object)$"
 
@@ -29,8 +27,8 @@ def read(attributes: AttributeColumns) -> Reading:
         call=client | operation.str.contains(_FUNCTION),
         client=client,
         tool=operation == "ai.toolCall",
-        chain=pl.lit(False),
-        suspect=pl.lit(False),
+        chain=NO,
+        suspect=NO,
         agent=pl.coalesce(base.agent, attributes.first("ai.telemetry.functionId", "ai.telemetry.metadata.agentName")),
         tool_name=pl.coalesce(attributes.first("ai.toolCall.name"), base.tool_name),
         tool_call_id=pl.coalesce(attributes.first("ai.toolCall.id"), base.tool_call_id),

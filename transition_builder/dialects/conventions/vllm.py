@@ -1,7 +1,4 @@
-"""vLLM's own spans: the engine records each request when it is done.
-
-In: spans of the scope `vllm.llm_engine`. Out: engine calls. Invariant: an engine's span is never a call of its own where a client, a
-framework or the gateway records the same one.
+"""vLLM's own spans, of the scope `vllm.llm_engine`: the engine records each request when it is done.
 
 The request's id is that of the answer, so that the span is joined to the caller's where no parent link leads there.
 """
@@ -13,7 +10,7 @@ from dataclasses import replace
 import polars as pl
 
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import AttributeColumns, Reading
+from transition_builder.dialects.reading import NO, NONE, AttributeColumns, Reading
 
 SCOPES = r"^vllm\."
 
@@ -23,10 +20,10 @@ def read(attributes: AttributeColumns) -> Reading:
     base = gen_ai.read(attributes)
     return replace(
         base,
-        call=pl.lit(False),
+        call=NO,
         engine=(pl.col("SpanName") == "llm_request") | attributes.has("gen_ai.request.id"),
-        tool=pl.lit(False),
-        suspect=pl.lit(False),
-        agent=pl.lit(None, pl.String),
+        tool=NO,
+        suspect=NO,
+        agent=NONE,
         response_id=pl.coalesce(attributes.first("gen_ai.request.id"), base.response_id),
     )

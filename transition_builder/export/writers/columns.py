@@ -1,9 +1,7 @@
 """Rows with messages and tools as Parquet, whose columns must have one type.
 
-In: rows, as they come. Out: a Parquet file. Invariant: what is read back is what was written, except that a message also has, as null, the
-keys that only other messages have; a row for which that does not hold is left out and counted.
-
-Rows wait in a file until all keys and tools are known: memory holds the tools alone, which are few.
+Invariant: what is read back is what was written, except that a message also has, as null, the keys that only other messages have; a row for
+which that does not hold is left out and counted. Rows wait in a file until all keys and tools are known: memory holds the tools alone.
 """
 
 from __future__ import annotations

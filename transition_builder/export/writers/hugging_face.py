@@ -1,7 +1,6 @@
-"""Transitions as a directory that Hugging Face's `datasets` loads: Parquet shards and a card.
+"""Transitions as a directory that Hugging Face's `datasets` loads: Parquet shards, a split a mode, and a card of splits and columns' types.
 
-In: a `ExportReader`. Out: `data/MODE-00000.parquet`, ... and README.md, whose head names the splits (a split a mode) and the columns'
-types. Invariant: `load_dataset(DIRECTORY)` gives the rows of `parquet`, without the library being needed here.
+Invariant: `load_dataset(DIRECTORY)` gives the rows of `parquet`, without the library being needed here.
 """
 
 from __future__ import annotations

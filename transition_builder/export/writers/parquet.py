@@ -1,8 +1,4 @@
-"""Transitions as Parquet: all their columns, a row a policy call.
-
-In: a `ExportReader`. Out: one Parquet file, a row group a part. Invariant: values are those of transitions; Return is the weighted
-sum of the rollout's rewards, and the file's metadata names the dataset, its build specification and the time it was read as of.
-"""
+"""Transitions as Parquet: all their columns and Return, the weighted sum of the rollout's rewards; a row a call, a row group a part."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Pairs for preference training (DPO), as JSON lines: the best and the worst rollout of a group that began with the same messages.
 
-In: a `ExportReader`. Out: a line a pair: `prompt`, `chosen`, `rejected` as messages, and as token ids with masks where every call has them.
+A line has `prompt`, `chosen` and `rejected` as messages, and as token ids with masks where every call has them. `chosen` and `rejected` go
+on where the prompt ends: replies, and what came between them. Where a rollout has several conversations, the first one represents it.
 Invariant: a group gives one pair at most, and its two returns differ; a group that gives none is counted with the reason.
-
-`chosen` and `rejected` go on where the prompt ends: replies, and what came between them. Where a rollout has several conversations, the
-first one represents it.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from transition_builder.dialects.messages import Message
 from transition_builder.export.call_texts import SpokenRollout, about, spoken
 from transition_builder.export.conversations import Conversation, of_tokens, prompt_key
 from transition_builder.export.files import JsonLines
-from transition_builder.export.messages import Message
 from transition_builder.export.reading import ExportReader
 from transition_builder.export.tally import LeftOut
 

@@ -1,21 +1,18 @@
 """Rows for supervised fine-tuning, as JSON lines: messages with weights, or token ids with a loss mask.
 
-In: a `ExportReader`. Out: a line a sequence. Invariant: each call's reply is trained in exactly one line, after exactly the prompt that it
-answered.
-
 Text: `messages` with `weight` 1 on the replies that are trained and 0 on other assistant messages, as OpenAI's fine-tuning reads it, and
 `tools`. A call without messages (/v1/completions) is `prompt` and `completion`. Tokens: `input_ids` and `loss_mask`, the engine's own ids.
+Invariant: each call's reply is trained in exactly one line, after exactly the prompt that it answered.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from transition_builder.dialects.messages import Message
 from transition_builder.export.call_texts import about, spoken
 from transition_builder.export.conversations import Conversation, of_tokens
 from transition_builder.export.files import JsonLines
-from transition_builder.export.messages import Message
 from transition_builder.export.reading import ExportReader
 from transition_builder.export.tally import LeftOut
 
@@ -53,8 +50,4 @@ def write_sft_tokens(reader: ExportReader, out: Path) -> None:
 def weighted(conversation: Conversation) -> list[Message]:
     """Return the messages with `weight` on those of the assistant."""
     pairs = zip(conversation.messages, conversation.trained, strict=True)
-    return [_weighted(message, trained) if message["role"] == "assistant" else message for message, trained in pairs]
-
-
-def _weighted(message: Message, trained: bool) -> dict[str, Any]:
-    return {**message, "weight": int(trained)}
+    return [message | ({"weight": int(trained)} if message["role"] == "assistant" else {}) for message, trained in pairs]

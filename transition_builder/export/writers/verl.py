@@ -1,8 +1,6 @@
-"""Parquet layouts that verl's datasets read.
+"""Parquet layouts that verl's datasets read: `RLHFDataset` (a row a distinct beginning) and `MultiTurnSFTDataset` (a row a conversation).
 
-In: a `ExportReader`. Out: for `RLHFDataset` (reinforcement learning) a row for each distinct beginning of a rollout, for
-`MultiTurnSFTDataset` a row a conversation. Invariant: verl reads back the messages of the calls; rows that its reader would change or
-mask differently are left out, and counted.
+Invariant: verl reads back the messages of the calls; rows that its reader would change or mask differently are left out, and counted.
 
 verl's readers, as of 0.9: `RLHFDataset` wants `data_source`, `prompt`, `ability`, `reward_model` {style, ground_truth} and `extra_info`
 {index, ...}; `MultiTurnSFTDataset` wants `messages`, takes `tools`, and trains every assistant message.
@@ -16,9 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from transition_builder.dialects.messages import Dialogue
 from transition_builder.export.call_texts import SpokenRollout, about, spoken
 from transition_builder.export.conversations import Conversation, prompt_key
-from transition_builder.export.messages import Dialogue
 from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.export.tally import LeftOut
 from transition_builder.export.texts import read_dialogues

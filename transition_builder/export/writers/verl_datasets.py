@@ -1,8 +1,7 @@
 """Dataset classes for verl's supervised trainer that read our JSON lines unchanged: verl loads this file by `data.custom_cls.path`.
 
-In: files of `spangrad export sft` (`Conversations`) or `sft-tokens` (`EngineTokens`). Out: the fields of verl's own MultiTurnSFTDataset:
-input_ids, loss_mask, position_ids, and attention_mask where rows are padded. Invariant: exactly the replies of weight 1, or the tokens of
-mask 1, are trained; `EngineTokens` never tokenises.
+Items have the fields of verl's own MultiTurnSFTDataset. Invariant: exactly the replies of weight 1, or the tokens of mask 1, are trained;
+`EngineTokens` never tokenises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Rules about the tool calls that responses request: `malformed_arguments`, `repeated_call`.
 
-In: recorded responses; for `repeated_call` also the tools that ran, where no response was recorded. Out: FINDINGS: the call whose response
-requested it. A call that requests several such gets the reward as many times.
+A call that requests several such gets the reward as many times.
 """
 
 from __future__ import annotations

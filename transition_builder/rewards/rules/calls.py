@@ -1,7 +1,4 @@
-"""Rules about calls themselves: `latency`, `unparsable_output`, `expression`, `sql`.
-
-In: `Seen`. Out: FINDINGS: the call, and its own span.
-"""
+"""Rules about calls themselves: `latency`, `unparsable_output`, `expression`, `sql`. A finding names the call's own span."""
 
 from __future__ import annotations
 

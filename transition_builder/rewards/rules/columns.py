@@ -1,7 +1,6 @@
 """Columns of a call that `expression` and `python` rules may use, and the subset that a specification uses.
 
-In: the rules of a specification. Out: names of columns. Invariant: data that needs a query to the store is read only
-where a rule uses it.
+Invariant: data that needs a query to the store is read only where a rule uses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules that are Python functions: `python`.
 
-In: a function, named as `module:function` or `file.py:function`, and the columns of calls. Out: FINDINGS. Invariant: the function that runs
-is the one whose source file the rule's hash is of; its failure ends the build of its rollouts before a row is written.
+Invariant: the function that runs is the one whose source file the rule's hash is of; its failure ends the build of its rollouts before
+a row is written.
 
 A function takes a Polars DataFrame, a row a call, and returns a number a row, in the same order: a Series, a list, a NumPy array, or an
 expression, which is evaluated over the calls of each attempt as an `expression` rule is. Null is no reward.

@@ -1,8 +1,4 @@
-"""Records of tools: exceptions, events of their spans, log records.
-
-In: tool calls, described spans, TOOL_EVENTS and TOOL_LOGS. Out: the same tool calls with their records. Invariant: a row a tool call, in
-the same order; a record of any of its spans is the tool call's, once.
-"""
+"""Records of tools: exceptions, events of their spans, log records; a record of any span of a tool call is the tool call's, once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Data of calls that rules see: the columns of a call that an expression may use, the tools that ran, the tool calls that were requested.
 
-In: placed calls, tools with their causes, responses, SQL. Out: `Seen`. Invariant: only calls that the agent used and the engine answered
-are seen: failed calls, unused retries and duplicate records are not actions of the policy.
+Invariant: only calls that the agent used and the engine answered are seen: failed calls, unused retries and duplicate records are not
+actions of the policy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import polars as pl
 from transition_builder.frames import empty
 from transition_builder.rewards.rules.columns import COLUMNS, EVENTS, LOGS
 from transition_builder.rewards.rules.records import with_records
-from transition_builder.schemas import ATTEMPT, SPAN, TOOL_EVENTS, TOOL_LOGS, Schema
+from transition_builder.schemas import ATTEMPT, CHOICE, SPAN, TOOL_EVENTS, TOOL_LOGS, Schema
 
 FINDINGS: Schema = {"CallId": pl.String(), "TraceId": pl.String(), "SpanId": pl.String(), "Value": pl.Float64()}
 """Finding of a rule: the call that is rewarded, the span that shows why, and the reward."""
@@ -45,7 +45,7 @@ class Seen:
         answered = (pl.col("ErrorType") == "") & (pl.col("HttpStatus") < 400)
         in_use = ~pl.col("Retried") & (pl.col("DuplicateOf") == "")
         return self.placed.filter(answered & in_use).select(
-            *ATTEMPT, *SPAN, "Choice", "CallId", "ParentCallId", "AgentName", "Policy", "Model", "FinishReason", "Temperature", "Order",
+            *ATTEMPT, *CHOICE, "CallId", "ParentCallId", "AgentName", "Policy", "Model", "FinishReason", "Temperature", "Order",
             "PromptTokens", "ResponseTokens", Version=pl.col("Versions.Version").list.first(), Seconds=pl.col("Duration") / 1e9,
         )  # fmt: skip
 
@@ -67,8 +67,8 @@ class Seen:
     @cached_property
     def answered(self) -> pl.DataFrame:
         """Return calls whose responses were recorded: CallId, its span, AgentName, ParentCallId, Text, ToolCalls."""
-        slim = self.used.select(*SPAN, "Choice", "CallId", "ParentCallId", "AgentName")
-        return slim.join(self.answers, on=[*SPAN, "Choice"], maintain_order="left")
+        slim = self.used.select(*CHOICE, "CallId", "ParentCallId", "AgentName")
+        return slim.join(self.answers, on=CHOICE, maintain_order="left")
 
     @cached_property
     def columns(self) -> pl.DataFrame:

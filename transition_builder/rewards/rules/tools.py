@@ -1,7 +1,4 @@
-"""Rules about tools that ran: `tool_ok`, `tool_error`, `tool_exception`, `empty_result`.
-
-In: tools and the calls that caused them. Out: FINDINGS: the call that caused the tool, for each tool that the rule names.
-"""
+"""Rules about tools that ran: `tool_ok`, `tool_error`, `tool_exception`, `empty_result`. A finding is of the call that caused the tool."""
 
 from __future__ import annotations
 
