@@ -25,6 +25,11 @@ class Optimizer(Protocol):
         """Return the number that a batch's rows must be divisible by."""
         ...
 
+    @property
+    def token_advantages(self) -> NDArray[np.float32]:
+        """Return the advantages that the last step used, where the estimator gives each token its own: shaped as the batch's."""
+        ...
+
     def step(self, batch: Batch) -> dict[str, float]:
         """Take one step; return its metrics."""
         ...
@@ -65,6 +70,11 @@ class DeferredOptimizer:
     def data_parallel_size(self) -> int:
         """Return the number that a batch's rows must be divisible by."""
         return self._optimizer.data_parallel_size
+
+    @property
+    def token_advantages(self) -> NDArray[np.float32]:
+        """Return the advantages that the last step used, where the estimator gives each token its own: shaped as the batch's."""
+        return self._optimizer.token_advantages
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Take one step; return its metrics."""
