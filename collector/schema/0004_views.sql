@@ -208,15 +208,15 @@ INNER JOIN spangrad.batches AS t ON b.RunId = t.RunId AND b.RolloutId = t.Rollou
 WHERE b.BuildSpec != t.BuildSpec OR b.Revision > t.Revision
 COMMENT 'Rollouts that a branch has trained and that have another build now: a later revision, or one of another specification. It trains none again.';
 
+-- Not FINAL over transitions: rows of one that was written twice are the same here, and a filter is then read by key.
 CREATE VIEW IF NOT EXISTS spangrad.lineage AS
-SELECT
+SELECT DISTINCT
     v.Policy AS Policy, v.Branch AS Branch, v.Version AS Version, v.Parent AS Parent, v.ParentBranch AS ParentBranch, v.Checksum AS Checksum, v.Path AS Path,
     b.BatchId AS BatchId, b.GroupId AS GroupId, b.RolloutId AS RolloutId, b.Attempt AS Attempt,
     t.TransitionId AS TransitionId, t.CallId AS CallId, t.TraceId AS TraceId, t.SpanId AS SpanId
 FROM spangrad_internal.policy_versions AS v FINAL
 INNER JOIN spangrad_internal.batches AS b FINAL ON v.Policy = b.Policy AND v.Branch = b.Branch AND v.BatchId = b.BatchId AND v.Version = b.Version
-INNER JOIN spangrad_internal.transitions AS t FINAL ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt AND t.BuildSpec = b.BuildSpec AND t.Revision = b.Revision
+INNER JOIN spangrad_internal.transitions AS t ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt AND t.BuildSpec = b.BuildSpec AND t.Revision = b.Revision
     AND t.Policy = v.Policy
-WHERE (t.RunId, t.RolloutId, t.BuildSpec, t.Revision, t.Content) IN (
-    SELECT RunId, RolloutId, BuildSpec, Revision, argMin(Content, IngestedAt) FROM spangrad_internal.builds GROUP BY RunId, RolloutId, BuildSpec, Revision)
+WHERE t.BuildId IN (SELECT argMax(BuildId, Precedence) FROM spangrad_internal.builds GROUP BY RunId, RolloutId, BuildSpec, Revision)
 COMMENT 'From a checkpoint to the spans that made it, and back: filter by Policy and Version, or by SpanId.';

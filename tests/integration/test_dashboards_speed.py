@@ -62,8 +62,10 @@ FILL = {
         {_each(CALLS)}""",
     "trained_calls": f"""
         SELECT 'policy' AS Policy, 'main' AS Branch, toString(Version) AS BatchId, intDiv(r, {BATCH}) + 1 AS Version, {_RUN} AS RunId,
-            'train' AS Mode, {_GROUP} AS GroupId, {_ROLLOUT} AS RolloutId, n AS Turn, toString(number) AS CallId,
-            toFloat32(rand() % 3) - 1 AS Advantage, {_TIME} AS IngestedAt
+            'train' AS Mode, 'spec' AS BuildSpec, {_GROUP} AS GroupId, 'task' AS TaskId, {_ROLLOUT} AS RolloutId, n AS Turn,
+            {_TRACE} AS TraceId, {_SPAN} AS SpanId, toString(number) AS TransitionId, toString(number) AS CallId, 'agent' AS AgentName,
+            [intDiv(r, {BATCH})] AS SampledVersions, rand() % 2 AS Staleness, 500 AS InputTokens, 100 AS OutputTokens,
+            rand() % 2 AS Reward, rand() % 2 AS Return, toFloat32(rand() % 3) - 1 AS Advantage, {_TIME} AS IngestedAt
         {_each(CALLS)}""",
     "drops": f"""
         SELECT {_RUN} AS RunId, 'train' AS Mode, 'spec' AS BuildSpec, {_GROUP} AS GroupId, {_ROLLOUT} AS RolloutId, 1 AS Content,
@@ -71,11 +73,14 @@ FILL = {
         {_each(1)} WHERE r % 10 = 0""",
     "builds": f"""
         SELECT {_RUN} AS RunId, 'train' AS Mode, 'spec' AS BuildSpec, {_GROUP} AS GroupId, {_ROLLOUT} AS RolloutId, 1 AS Content,
-            {_TIME} AS IngestedAt
+            {_TIME} AS IngestedAt, {_TIME} AS StartedAt, {CALLS} AS Transitions, 2000 AS InputTokens, 400 AS OutputTokens,
+            {CALLS} AS ToolCalls, 1 AS Attempts, rand() % 100 AS Seconds, ['reward'] AS `RewardTotals.Name`,
+            [rand() % 2] AS `RewardTotals.Value`, ['init', 'run', 'evaluate'] AS `StageSeconds.Name`, [1, 8, 1] AS `StageSeconds.Value`,
+            ['agent'] AS AgentNames, ['policy'] AS Models, [intDiv(r, {BATCH})] AS PolicyVersions
         {_each(1)}""",
     "rewards": f"""
-        SELECT {_RUN} AS RunId, 'train' AS Mode, {_ROLLOUT} AS RolloutId, 'reward' AS Name, rand() % 2 AS Value, 'runner' AS Source,
-            {_TIME} AS IngestedAt
+        SELECT {_RUN} AS RunId, 'train' AS Mode, 'spec' AS BuildSpec, {_ROLLOUT} AS RolloutId, 1 AS Content,
+            'reward' AS Name, rand() % 2 AS Value, 'runner' AS Source, {_TIME} AS IngestedAt
         {_each(1)}""",
     "batches": f"""
         SELECT 'policy' AS Policy, 'main' AS Branch, toString(Version) AS BatchId, intDiv(r, {BATCH}) + 1 AS Version, {_RUN} AS RunId,

@@ -47,7 +47,7 @@ def test_a_rollout_that_nobody_built_is_revision_0() -> None:
         pl.Schema(dict(schema)) for schema in (TRANSITIONS, DROPS, REWARDS, BUILDS)
     ]
     content = dict(contents(built).select("RolloutId", "Content").iter_rows())
-    of_calls = (3, 2, 0, 0, ["runner"], ["policy"], [3], ["reward"], [1.0])
+    of_calls = (3, 2, 0, 0, ["runner"], ["policy"], [3], ["reward"], [1.0], 1, TIME(1), 0.0, [], [])
     assert written.builds.rows() == [
         ("run", "train", SPEC, "g", 2, "t", rollout, 0, 0, content[rollout], 2, 1, 1, 1, *of_calls, "", TIME(5), 7, "me")
         for rollout in ("a", "b")

@@ -18,7 +18,7 @@ import polars as pl
 
 from spangrad.types import transition_id
 from transition_builder.frames import Built, conform
-from transition_builder.schemas import BUILDS, DROPS, REWARDS, ROLLOUT, TOOL_CALLS, TRANSITIONS, Schema
+from transition_builder.schemas import BUILDS, DROPS, NANOSECONDS, REWARDS, ROLLOUT, TOOL_CALLS, TRANSITIONS, Schema
 from transition_builder.source.queries import StoreReader
 
 _AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}
@@ -99,7 +99,7 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
         names = [transition_id(*row) for row in later.select("CallId", "BuildSpec", "Revision").iter_rows()]
         of_later = later.select(*ROLLOUT, "CallId").with_columns(pl.Series("TransitionId", names, dtype=pl.String))
         transitions = transitions.update(of_later, on=[*ROLLOUT, "CallId"])
-    rows = Built(transitions, drops, rewards, tool_calls)
+    rows = Built(transitions, drops, rewards, tool_calls, built.times)
     return Written(rows, conform(_builds(rollouts.join(news, on=ROLLOUT), rows, spec, builder), BUILDS))
 
 
@@ -128,13 +128,15 @@ def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.
         rows.rewards.group_by(*ROLLOUT, "Name").agg(pl.col("Value").sum()).sort(*ROLLOUT, "Name").group_by(ROLLOUT, maintain_order=True)
     ).agg(**{"RewardTotals.Name": "Name", "RewardTotals.Value": "Value"})
     counts = ["Transitions", "Drops", "Rewards", "named", "InputTokens", "OutputTokens", "ToolCalls", "FailedToolCalls"]
-    lists = ["AgentNames", "Models", "PolicyVersions", "RewardTotals.Name", "RewardTotals.Value"]
+    lists = [name for name, dtype in BUILDS.items() if isinstance(dtype, pl.List)]
     return (
         rollouts.join(kept, on=ROLLOUT, how="left")
         .join(dropped, on=ROLLOUT, how="left")
         .join(ran, on=ROLLOUT, how="left")
         .join(totals, on=ROLLOUT, how="left")
-        .with_columns(pl.col(counts).fill_null(0), pl.col(lists).fill_null([]))
+        .join(rows.times, on=ROLLOUT, how="left")
+        .with_columns(pl.col(counts).fill_null(0), pl.col(lists).fill_null([]), pl.col("Attempts").fill_null(1))
+        .with_columns(pl.col("StartedAt").fill_null(pl.lit(0).cast(NANOSECONDS)), pl.col("Seconds").fill_null(0.0))
         .with_columns(
             Calls=pl.col("Transitions") + pl.col("named"),
             BuildSpec=pl.lit(spec),
