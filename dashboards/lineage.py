@@ -1,6 +1,6 @@
 """The lineage dashboard: from a policy version to the batch, rollouts and spans that it was trained on, and back from a rollout.
 
-In: policy_versions, batches, the transitions that were trained, and the spans of one rollout. Out: a dashboard of tables; a click
+In: policy_versions, batches, trained_calls, and the spans of one rollout. Out: a dashboard of tables; a click
 in one selects what the next one shows.
 """
 
@@ -10,22 +10,12 @@ from grafana_foundation_sdk.builders import dashboard
 
 from dashboards import links, variables
 from dashboards.panels import Panel, rows, trace
-from dashboards.queries import OF_BRANCH, OF_VERSION, metric, trained
-from spangrad.store.datasets import rows_sql
+from dashboards.queries import OF_BRANCH, OF_VERSION, metric
 
-_VERSION = f"(SELECT * FROM spangrad_internal.batches FINAL WHERE {OF_VERSION})"
 _OF_ROLLOUT = variables.is_("RolloutId", "rollout")
-_KEY = variables.is_("RolloutKey", "rollout")
-_TRACES = f"(SELECT TraceId FROM spangrad_internal.rollout_spans WHERE {_KEY})"
-_SPANS = f"""(
-        SELECT * FROM spangrad_internal.rollout_spans FINAL
-        PREWHERE RowKind = 'span' AND TraceId IN {_TRACES} AND RolloutKey IN (
-            SELECT ${{rollout:singlequote}} AS Key
-            UNION ALL
-            SELECT arrayJoin([TraceId, SessionId, ConversationId]) AS Key FROM spangrad_internal.trace_rollouts WHERE TraceId IN {_TRACES})
-    )"""
-"""Subquery of the rollout's spans: those with its id, and those of its traces that carry no rollout id."""
-_ROLLOUT = f"(SELECT * FROM spangrad_internal.batches FINAL WHERE {OF_VERSION} AND {_OF_ROLLOUT})"
+_SPANS = f"""spangrad.rollout_spans
+        WHERE {_OF_ROLLOUT} AND RowKind = 'span' AND TraceId IN (SELECT TraceId FROM spangrad.rollout_traces WHERE {_OF_ROLLOUT})"""
+"""The rollout's spans, read by their traces."""
 
 
 def build() -> dashboard.Dashboard:
@@ -46,7 +36,7 @@ def build() -> dashboard.Dashboard:
 
 def _version() -> dashboard.QueryVariable:
     sql = f"""
-        SELECT toString(Version) AS version FROM spangrad_internal.policy_versions FINAL
+        SELECT toString(Version) AS version FROM spangrad.policy_versions
         WHERE {OF_BRANCH}
         ORDER BY BatchId != '' AND Status = 'committed' DESC, Version DESC
         LIMIT 1000"""
@@ -54,7 +44,7 @@ def _version() -> dashboard.QueryVariable:
 
 
 def _rollout() -> dashboard.QueryVariable:
-    sql = f"SELECT RolloutId FROM spangrad_internal.batches FINAL WHERE {OF_VERSION} ORDER BY GroupId, RolloutId LIMIT 1000"
+    sql = f"SELECT RolloutId FROM spangrad.batches WHERE {OF_VERSION} ORDER BY GroupId, RolloutId LIMIT 1000"
     return variables.one_of("rollout", "rollout", "A rollout of the version's batch, or any other: type its id.", sql)
 
 
@@ -63,7 +53,7 @@ def _versions() -> Panel:
         SELECT Version AS version, Parent AS parent, ParentBranch AS "parent's branch", Status AS status, IngestedAt AS written,
             Mode AS mode, {metric("groups")} AS groups, {metric("rollouts")} AS rollouts, {metric("mean_return")} AS return,
             {metric("logprob_gap_max")} AS gap, BatchId AS batch, Checksum AS checksum, Path AS path
-        FROM spangrad_internal.policy_versions FINAL
+        FROM spangrad.policy_versions
         WHERE {OF_BRANCH}
         ORDER BY version DESC
         LIMIT 500"""
@@ -80,24 +70,19 @@ def _versions() -> Panel:
 
 
 def _batch() -> Panel:
-    pairs = trained(
-        _VERSION,
-        "b.BatchId AS BatchId, b.RunId AS RunId, b.Mode AS Mode, b.GroupId AS GroupId, b.BuildSpec AS BuildSpec, b.RolloutId AS RolloutId,"
-        " t.TaskId AS TaskId, t.Version AS Sampled, t.`Rewards.Value` AS Values, t.ResponseIds AS ResponseIds",
-    )
     sql = f"""
         SELECT GroupId AS group, any(TaskId) AS task, uniqExact(RolloutId) AS rollouts, count() AS transitions,
-            sum(arraySum(Values)) / rollouts AS return, sum(length(ResponseIds)) AS tokens, min(Sampled) AS oldest, max(Sampled) AS newest,
-            any(RunId) AS run, any(Mode) AS mode, any(BatchId) AS batch, any(BuildSpec) AS specification
-        FROM {pairs}
+            sum(Return / Calls) / rollouts AS return, sum(OutputTokens) AS tokens, min(SampledVersions[1]) AS oldest,
+            max(SampledVersions[1]) AS newest, any(RunId) AS run, any(Mode) AS mode, any(BatchId) AS batch, any(BuildSpec) AS specification
+        FROM (SELECT *, count() OVER (PARTITION BY RolloutId) AS Calls FROM spangrad.trained_calls WHERE {OF_VERSION})
         GROUP BY group
         ORDER BY group
         LIMIT 500"""
     return rows(
         "Groups of its batch",
         sql,
-        "A row a group of rollouts that share a baseline. return: mean of the rollouts' raw returns. oldest, newest: versions that sampled"
-        " its calls. specification: of the build that was trained.",
+        "A row a group of rollouts that share a baseline. return: mean of the rollouts' returns. oldest, newest: versions that sampled its"
+        " calls. specification: of the build that was trained.",
         units={
             "rollouts": "short", "transitions": "short", "return": "short", "tokens": "short", "oldest": "none", "newest": "none",
         },
@@ -106,59 +91,55 @@ def _batch() -> Panel:
 
 
 def _rollouts() -> Panel:
-    pairs = trained(
-        _VERSION,
-        "b.GroupId AS GroupId, b.RolloutId AS RolloutId, b.Attempt AS Attempt, b.Revision AS Revision, t.TraceId AS TraceId,"
-        " t.Timestamp AS Timestamp, t.Version AS Sampled, t.`Rewards.Value` AS Values, t.ResponseIds AS ResponseIds",
-    )
     sql = f"""
-        SELECT RolloutId AS rollout, GroupId AS group, Attempt AS attempt, Revision AS revision, min(Timestamp) AS began,
-            count() AS transitions, sum(arraySum(Values)) AS return, sum(length(ResponseIds)) AS tokens, min(Sampled) AS oldest,
-            max(Sampled) AS newest, any(TraceId) AS trace
-        FROM {pairs}
+        SELECT c.RolloutId AS rollout, c.GroupId AS group, c.Attempt AS attempt, c.Revision AS revision, any(a.Timestamp) AS began,
+            count() AS transitions, any(c.Return) AS return, avg(c.Advantage) AS advantage, sum(c.OutputTokens) AS tokens,
+            min(c.SampledVersions[1]) AS oldest, max(c.SampledVersions[1]) AS newest, any(c.TraceId) AS trace
+        FROM (SELECT * FROM spangrad.trained_calls WHERE {OF_VERSION}) AS c
+        LEFT ANY JOIN (
+            SELECT RunId, RolloutId, Attempt, toNullable(Timestamp) AS Timestamp FROM spangrad.attempts
+            WHERE RolloutId IN (SELECT RolloutId FROM spangrad.batches WHERE {OF_VERSION})
+        ) AS a ON a.RunId = c.RunId AND a.RolloutId = c.RolloutId AND a.Attempt = c.Attempt
         GROUP BY rollout, group, attempt, revision
         ORDER BY group, rollout
         LIMIT 1000"""
     return rows(
         "Rollouts of its batch",
         sql,
-        "A row a rollout, in the attempt and revision that was trained. A rollout leads to its spans, below.",
+        "A row a rollout, in the attempt and revision that was trained. advantage: mean over its calls. A rollout leads to its spans.",
         units={
-            "attempt": "none", "revision": "none", "began": "dateTimeAsIso", "transitions": "short", "return": "short", "tokens": "short",
-            "oldest": "none", "newest": "none",
+            "attempt": "none", "revision": "none", "began": "dateTimeAsIso", "transitions": "short", "return": "short",
+            "advantage": "short", "tokens": "short", "oldest": "none", "newest": "none",
         },
         links={"rollout": ("Its spans and versions", links.LINEAGE_OF_ROLLOUT_HERE)},
     )  # fmt: skip
 
 
 def _transitions() -> Panel:
-    pairs = trained(
-        _ROLLOUT,
-        "t.Turn AS Turn, t.Branch AS Branch, t.AgentName AS AgentName, t.Policy AS Policy, t.Version AS Sampled, t.PromptIds AS PromptIds,"
-        " t.ResponseIds AS ResponseIds, t.FinishReason AS FinishReason, t.`Rewards.Value` AS Values, t.TraceId AS TraceId,"
-        " t.SpanId AS SpanId, t.TransitionId AS TransitionId, t.Tools AS Tools",
-    )
     sql = f"""
-        SELECT Turn AS turn, AgentName AS agent, Policy AS policy, Sampled AS "sampled by", length(PromptIds) AS prompt,
-            length(ResponseIds) AS response, FinishReason AS finish, arraySum(Values) AS reward, arrayStringConcat(Tools, ', ') AS tools,
+        SELECT Turn AS turn, AgentName AS agent, SampledVersions[1] AS "sampled by", InputTokens AS prompt, OutputTokens AS response,
+            FinishReason AS finish, Reward AS reward, Advantage AS advantage, arrayStringConcat(Tools, ', ') AS tools,
             TraceId AS trace, SpanId AS span, TransitionId AS transition
-        FROM {pairs}
-        ORDER BY turn, Branch, span
+        FROM spangrad.trained_calls
+        WHERE {OF_VERSION} AND {_OF_ROLLOUT}
+        ORDER BY turn, span
         LIMIT 1000"""
     return rows(
         "Spans of rollout $rollout that trained version $version",
         sql,
-        "A row a policy call: its turn, tokens in and out, raw rewards, and the span that it was.",
-        units={"turn": "none", "sampled by": "none", "prompt": "short", "response": "short", "reward": "short"},
-    )
+        "A row a policy call: its turn, tokens in and out, raw rewards, the advantage that was used, and the span that it was.",
+        units={
+            "turn": "none", "sampled by": "none", "prompt": "short", "response": "short", "reward": "short", "advantage": "short",
+        },
+    )  # fmt: skip
 
 
 def _trained() -> Panel:
     sql = f"""
         SELECT b.Policy AS policy, b.Branch AS branch, b.Version AS version, v.Status AS status, v.IngestedAt AS written,
             b.RunId AS run, b.GroupId AS group, b.Attempt AS attempt, b.Revision AS revision, b.BatchId AS batch
-        FROM (SELECT * FROM spangrad_internal.batches FINAL WHERE {_OF_ROLLOUT}) AS b
-        LEFT JOIN (SELECT * FROM spangrad_internal.policy_versions FINAL) AS v ON v.Policy = b.Policy AND v.Branch = b.Branch
+        FROM (SELECT * FROM spangrad.batches WHERE {_OF_ROLLOUT}) AS b
+        LEFT JOIN spangrad.policy_versions AS v ON v.Policy = b.Policy AND v.Branch = b.Branch
             AND v.Version = b.Version
         ORDER BY written DESC, policy, branch
         LIMIT 500"""
@@ -173,16 +154,16 @@ def _trained() -> Panel:
 
 
 def _fate() -> Panel:
-    kept = rows_sql("transitions", where=_OF_ROLLOUT)
-    left = rows_sql("drops", where=_OF_ROLLOUT)
     sql = f"""
         SELECT * FROM (
             SELECT Attempt AS attempt, Timestamp AS began, AgentName AS agent, 'transition' AS became,
                 concat('turn ', toString(Turn)) AS detail, BuildSpec AS specification, TraceId AS trace, SpanId AS span
-            FROM {kept}
+            FROM spangrad.transitions
+            WHERE {_OF_ROLLOUT}
             UNION ALL
             SELECT Attempt, Timestamp, AgentName, Reason, Detail, BuildSpec, TraceId, SpanId
-            FROM {left})
+            FROM spangrad.drops
+            WHERE {_OF_ROLLOUT})
         ORDER BY specification, attempt, began, span
         LIMIT 1000"""
     return rows(
@@ -202,7 +183,7 @@ def _trace() -> Panel:
             [map('key', 'service.name', 'value', toString(ServiceName))] AS serviceTags,
             toUInt8(multiIf(StatusCode = 'Error', 2, StatusCode = 'Ok', 1, 0)) AS statusCode, StatusMessage AS statusMessage
         FROM {_SPANS}
-        WHERE TraceId = (SELECT argMax(TraceId, (Attempt, Timestamp)) FROM spangrad_internal.rollout_spans WHERE {_KEY})
+            AND TraceId = (SELECT argMax(TraceId, (Attempt, Timestamp)) FROM spangrad.attempts WHERE {_OF_ROLLOUT})
         ORDER BY startTime, spanID
         LIMIT 5000"""
     return trace("Rollout $rollout", sql, "The spans of its last attempt, gateway's and agent's, under each other.")

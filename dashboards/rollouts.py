@@ -1,6 +1,6 @@
 """The rollouts dashboard: attempts, model calls, tools, durations, tokens and rewards over time.
 
-In: rollout_spans, calls, rewards, and the transitions of a dataset. Out: a dashboard over time, and a table of rollouts.
+In: attempts and calls, and the rollouts, tool calls and rewards of a dataset. Out: a dashboard over time, and a table of rollouts.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from grafana_foundation_sdk.builders import dashboard, stat
 
 from dashboards import links, variables
 from dashboards.panels import Panel, beside, figure, over_time, rows, steps
-from dashboards.queries import CHOSEN, IS_TOOL, TOOL_NAME, calls, newest, roots, tools
-from dashboards.variables import chosen, is_
-from spangrad import semconv
+from dashboards.queries import ATTEMPTS, CALLS, CHOSEN, TOOL_CALLS
+from dashboards.variables import chosen
 
-_FAILURE = f"Attributes['{semconv.ROLLOUT_FAILURE}']"
 _FAILED_CALL = "(ErrorType != '' OR HttpStatus >= 400 OR Aborted)"
 
 
@@ -43,7 +41,7 @@ def build() -> dashboard.Dashboard:
 
 def _policies() -> dashboard.QueryVariable:
     sql = """
-        SELECT Policy FROM spangrad_internal.calls
+        SELECT Policy FROM spangrad.calls
         WHERE $__timeFilter(Timestamp)
         GROUP BY Policy
         ORDER BY max(Timestamp) DESC, Policy"""
@@ -55,22 +53,22 @@ def _figures() -> list[stat.Panel]:
     return [
         figure(
             "Attempts",
-            f"SELECT count() AS attempts FROM {roots('TraceId')}",
+            f"SELECT count() AS attempts FROM {ATTEMPTS}",
             "short",
             "Attempts at rollouts that began in the chosen time.",
         ),
         figure(
             "Failed attempts",
-            f"SELECT avg(Failure != '') AS failed FROM {roots(f'{_FAILURE} AS Failure')}",
+            f"SELECT avg(Failure != '') AS failed FROM {ATTEMPTS}",
             "percentunit",
             "Share that ended with a failure: a crash, a timeout, an invalid output.",
             thresholds=failed,
             decimals=1,
         ),
-        figure("Calls", f"SELECT count() AS calls FROM {calls('TraceId')}", "short", "Choices of policy calls."),
+        figure("Calls", f"SELECT count() AS calls FROM {CALLS}", "short", "Choices of policy calls."),
         figure(
             "Failed calls",
-            f"SELECT avg(Failed) AS failed FROM {calls(f'{_FAILED_CALL} AS Failed')}",
+            f"SELECT avg{_FAILED_CALL} AS failed FROM {CALLS}",
             "percentunit",
             "Share of calls with an error, a refusal, or a client that left.",
             thresholds=failed,
@@ -78,13 +76,13 @@ def _figures() -> list[stat.Panel]:
         ),
         figure(
             "Sampled tokens",
-            f"SELECT sum(Tokens) AS tokens FROM {calls('length(ResponseIds) AS Tokens')}",
+            f"SELECT sum(length(ResponseIds)) AS tokens FROM {CALLS}",
             "short",
             "Tokens in the responses of policy calls.",
         ),
         figure(
             "Call latency, p95",
-            f"SELECT quantile(0.95)(Duration) AS latency FROM {calls('Duration')}",
+            f"SELECT quantile(0.95)(Duration) AS latency FROM {CALLS}",
             "ns",
             "From the gateway's request to the last byte of the answer.",
         ),
@@ -94,7 +92,7 @@ def _figures() -> list[stat.Panel]:
 def _outcomes() -> Panel:
     sql = f"""
         SELECT $__timeInterval(Timestamp) AS time, if(Failure = '', 'ended', Failure) AS outcome, count() AS attempts
-        FROM {roots(f"Timestamp, {_FAILURE} AS Failure")}
+        FROM {ATTEMPTS}
         GROUP BY time, outcome
         ORDER BY time, outcome"""
     return over_time(
@@ -109,7 +107,7 @@ def _outcomes() -> Panel:
 def _durations() -> Panel:
     sql = f"""
         SELECT $__timeInterval(Timestamp) AS time, quantile(0.5)(Duration) AS p50, quantile(0.95)(Duration) AS p95, max(Duration) AS longest
-        FROM {roots("Timestamp, Duration")}
+        FROM {ATTEMPTS}
         GROUP BY time
         ORDER BY time"""
     return over_time("Duration of attempts", sql, "ns", "From the begin of an attempt's root span to its end, evaluation included.")
@@ -117,8 +115,8 @@ def _durations() -> Panel:
 
 def _tokens() -> Panel:
     sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, sum(Read) AS prompts, sum(Sampled) AS responses
-        FROM {calls("Timestamp, length(PromptIds) AS Read, length(ResponseIds) AS Sampled")}
+        SELECT $__timeInterval(Timestamp) AS time, sum(length(PromptIds)) AS prompts, sum(length(ResponseIds)) AS responses
+        FROM {CALLS}
         GROUP BY time
         ORDER BY time"""
     return over_time("Tokens", sql, "short", "Tokens that the engine read and sampled. Calls without token ids count as 0.", stacked=True)
@@ -128,18 +126,17 @@ def _latency() -> Panel:
     sql = f"""
         SELECT $__timeInterval(Timestamp) AS time, quantile(0.5)(Duration) AS p50, quantile(0.95)(Duration) AS p95,
             quantile(0.99)(Duration) AS p99
-        FROM {calls("Timestamp, Duration")}
+        FROM {CALLS}
         GROUP BY time
         ORDER BY time"""
     return over_time("Latency of calls", sql, "ns", "From the gateway's request to the last byte of the answer.")
 
 
 def _errors() -> Panel:
-    name = "multiIf(ErrorType != '', ErrorType, Aborted, 'aborted', HttpStatus >= 400, concat('HTTP ', toString(HttpStatus)), 'none')"
+    name = "multiIf(ErrorType != '', ErrorType, Aborted, 'aborted', concat('HTTP ', toString(HttpStatus)))"
     sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, Error AS error, count() AS calls
-        FROM {calls(f"Timestamp, {name} AS Error")}
-        WHERE Error != 'none'
+        SELECT $__timeInterval(Timestamp) AS time, {name} AS error, count() AS calls
+        FROM {CALLS} AND {_FAILED_CALL}
         GROUP BY time, error
         ORDER BY time, error"""
     return over_time(
@@ -149,8 +146,8 @@ def _errors() -> Panel:
 
 def _speed() -> Panel:
     sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, sum(Tokens) / ($__interval_s) AS sampled, count() / ($__interval_s) AS calls
-        FROM {calls("Timestamp, length(ResponseIds) AS Tokens")}
+        SELECT $__timeInterval(Timestamp) AS time, sum(length(ResponseIds)) / ($__interval_s) AS sampled, count() / ($__interval_s) AS calls
+        FROM {CALLS}
         GROUP BY time
         ORDER BY time"""
     panel = over_time(
@@ -162,11 +159,8 @@ def _speed() -> Panel:
 def _rewards() -> Panel:
     sql = f"""
         SELECT $__timeInterval(IngestedAt) AS time, concat(Name, ', ', Source) AS reward, avg(Value) AS value
-        FROM (
-            SELECT * EXCEPT (BuildSpec, Revision, Content, IngestedAt), min(r.IngestedAt) AS IngestedAt
-            FROM spangrad.rewards AS r
-            WHERE {chosen("RunId", "run")} AND {chosen("Mode", "mode")} AND $__timeFilter(r.IngestedAt)
-            GROUP BY ALL)
+        FROM spangrad.rewards
+        WHERE {CHOSEN} AND $__timeFilter(IngestedAt)
         GROUP BY time, reward
         ORDER BY time, reward"""
     return over_time(
@@ -180,26 +174,26 @@ def _rewards() -> Panel:
 
 def _tool_latency() -> Panel:
     sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, Tool AS tool, quantile(0.95)(Duration) AS p95
-        FROM {tools(f"Timestamp, Duration, {TOOL_NAME} AS Tool")}
+        SELECT $__timeInterval(Timestamp) AS time, ToolName AS tool, quantile(0.95)(Duration) AS p95
+        FROM {TOOL_CALLS}
         GROUP BY time, tool
         ORDER BY time, tool"""
-    return over_time("Latency of tools, p95", sql, "ns", "Spans of tools that agents ran, by the tool's name.")
+    return over_time("Latency of tools, p95", sql, "ns", "Tool calls of the chosen dataset, by the tool's name.")
 
 
 def _tool_errors() -> Panel:
     sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, Tool AS tool, avg(Failed) AS failed
-        FROM {tools(f"Timestamp, StatusCode = 'Error' AS Failed, {TOOL_NAME} AS Tool")}
+        SELECT $__timeInterval(Timestamp) AS time, ToolName AS tool, avg(Failed) AS failed
+        FROM {TOOL_CALLS}
         GROUP BY time, tool
         ORDER BY time, tool"""
-    return over_time("Failed tool runs", sql, "percentunit", "Share of a tool's spans with an error status.", at_most=1)
+    return over_time("Failed tool runs", sql, "percentunit", "Share of a tool's calls that failed.", at_most=1)
 
 
 def _tool_runs() -> Panel:
     sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, Tool AS tool, count() AS runs
-        FROM {tools(f"Timestamp, {TOOL_NAME} AS Tool")}
+        SELECT $__timeInterval(Timestamp) AS time, ToolName AS tool, count() AS runs
+        FROM {TOOL_CALLS}
         GROUP BY time, tool
         ORDER BY time, tool"""
     return over_time("Tool runs", sql, "short", "How often agents ran each tool.", stacked=True)
@@ -209,9 +203,9 @@ def _tool_advantages() -> Panel:
     sql = f"""
         SELECT t.ToolName AS tool, t.AgentName AS agent, count() AS runs, quantile(0.95)(t.Duration) AS p95, avg(t.Failed) AS failed,
             avg(c.Advantage) AS advantage
-        FROM {newest("tool_calls", CHOSEN, "Timestamp")} AS t
+        FROM (SELECT * FROM {TOOL_CALLS}) AS t
         LEFT JOIN (
-            SELECT CallId, avg(Advantage) AS Advantage
+            SELECT CallId, avg(toNullable(Advantage)) AS Advantage
             FROM spangrad.trained_calls
             WHERE {chosen("Policy", "policy")} AND {chosen("RunId", "run")} AND {chosen("Mode", "mode")}
             GROUP BY CallId
@@ -229,48 +223,29 @@ def _tool_advantages() -> Panel:
 
 
 def _table() -> Panel:
-    columns = f"""RunId, Mode, RolloutKey, Attempt, Timestamp, Duration, StatusCode, {_FAILURE} AS Failure,
-            Attributes['{semconv.TASK_ID}'] AS Task, Attributes['{semconv.GROUP_ID}'] AS Group"""
-    # The engine evaluates a named subquery wherever it is named, an array once; only as a subquery's answer does it find rows by their key.
     sql = f"""
-        WITH
-            shown AS (SELECT * FROM {roots(columns)} ORDER BY Timestamp DESC, RolloutKey, Attempt LIMIT 200),
-            (SELECT groupUniqArray(RolloutKey) FROM shown) AS keys
-        SELECT r.RolloutKey AS rollout, r.Timestamp AS began, r.RunId AS run, r.Mode AS mode, r.Task AS task, r.Group AS group,
-            r.Attempt AS attempt, if(r.Failure = '', r.StatusCode, r.Failure) AS outcome, r.Duration AS duration, t.Return AS return,
-            c.Calls AS calls, c.Failed AS failed, c.Read AS prompts, c.Sampled AS responses, s.Runs AS tools, s.Failed AS errors,
-            s.Took AS waited
-        FROM shown AS r
+        SELECT a.RolloutId AS rollout, a.Timestamp AS began, a.RunId AS run, a.Mode AS mode, a.TaskId AS task, a.GroupId AS group,
+            a.Attempt AS attempt, if(a.Failure = '', a.StatusCode, a.Failure) AS outcome, a.Duration AS duration, r.Return AS return,
+            r.Calls AS calls, r.Drops AS dropped, r.InputTokens AS prompts, r.OutputTokens AS responses, r.ToolCalls AS tools,
+            r.FailedToolCalls AS errors
+        FROM (SELECT * FROM {ATTEMPTS} ORDER BY Timestamp DESC, RolloutId, Attempt LIMIT 200) AS a
         LEFT JOIN (
-            SELECT RolloutKey, Attempt, count() AS Calls, countIf{_FAILED_CALL} AS Failed, sum(length(PromptIds)) AS Read,
-                sum(length(ResponseIds)) AS Sampled
-            FROM spangrad_internal.calls FINAL
-            PREWHERE RolloutKey IN (SELECT arrayJoin(keys))
-            GROUP BY RolloutKey, Attempt
-        ) AS c ON c.RolloutKey = r.RolloutKey AND c.Attempt = r.Attempt
-        LEFT JOIN (
-            SELECT RolloutKey, Attempt, count() AS Runs, countIf(StatusCode = 'Error') AS Failed, sum(Duration) AS Took
-            FROM spangrad_internal.rollout_spans FINAL
-            PREWHERE RolloutKey IN (SELECT arrayJoin(keys)) AND RowKind = 'span'
-            WHERE {IS_TOOL}
-            GROUP BY RolloutKey, Attempt
-        ) AS s ON s.RolloutKey = r.RolloutKey AND s.Attempt = r.Attempt
-        LEFT JOIN (
-            SELECT RunId, RolloutId, Attempt, toNullable(sum(arraySum(`Rewards.Value`))) AS Return
-            FROM {newest("transitions", f"{is_('BuildSpec', 'dataset')} AND RolloutId IN (SELECT arrayJoin(keys))")}
-            GROUP BY RunId, RolloutId, Attempt
-        ) AS t ON t.RunId = r.RunId AND t.RolloutId = r.RolloutKey AND t.Attempt = r.Attempt
+            SELECT RunId, RolloutId, Attempt, if(Transitions = 0, NULL, Return) AS Return, Calls, Drops, InputTokens, OutputTokens,
+                ToolCalls, FailedToolCalls
+            FROM spangrad.rollouts
+            WHERE {CHOSEN}
+        ) AS r ON r.RunId = a.RunId AND r.RolloutId = a.RolloutId AND r.Attempt = a.Attempt
         ORDER BY began DESC, rollout, attempt"""
     return rows(
         "Newest rollouts",
         sql,
-        "The newest 200 attempts. return: sum of the raw rewards that the chosen dataset has; none: not built, or dropped. waited: time in"
-        " tools. A rollout leads to the spans it is made of and the versions it trained.",
+        "The newest 200 attempts. return: sum of the raw rewards; none: not built for the chosen dataset, or not the attempt that counts."
+        " A rollout leads to the spans it is made of and the versions it trained.",
         units={
-            "began": "dateTimeAsIso", "attempt": "none", "duration": "ns", "return": "short", "calls": "short", "failed": "short",
-            "prompts": "short", "responses": "short", "tools": "short", "errors": "short", "waited": "ns",
+            "began": "dateTimeAsIso", "attempt": "none", "duration": "ns", "return": "short", "calls": "short", "dropped": "short",
+            "prompts": "short", "responses": "short", "tools": "short", "errors": "short",
         },
         links={"rollout": ("Its spans and versions", links.LINEAGE_OF_ROLLOUT)},
-        alarms={"failed": 1, "errors": 1},
+        alarms={"dropped": 1, "errors": 1},
         height=14,
     )  # fmt: skip

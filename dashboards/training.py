@@ -1,6 +1,6 @@
 """The training dashboard: returns, losses, batches and log-probability gaps by policy version, and the drops.
 
-In: policy_versions, batches, and the transitions and drops of a dataset. Out: a dashboard over policy versions of one branch.
+In: steps and trained calls, and the transitions and drops of a dataset. Out: a dashboard over policy versions of one branch.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ from grafana_foundation_sdk.builders import dashboard, stat
 
 from dashboards import links, variables
 from dashboards.panels import Panel, bars, beside, figure, over_time, over_versions, rows, steps
-from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, USED, metric, newest, trained
-from spangrad import semconv
+from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, TRAINED, metric
+from dashboards.variables import is_
 from spangrad.types import POLICY_FAILURES
 
 _STAGES = ("idle", "load", "credit", "train", "checkpoint", "publish")
 
-_OF_ROLLOUT = "b.Version AS Version, b.GroupId AS GroupId, b.RunId AS RunId, b.RolloutId AS RolloutId, t.`Rewards.Value` AS Values"
-_RETURNS = f"""(
-    SELECT Version, GroupId, RunId, RolloutId, sum(arraySum(Values)) AS Return
-    FROM {trained(USED, _OF_ROLLOUT)}
-    GROUP BY Version, GroupId, RunId, RolloutId)"""
+_RETURNS = f"(SELECT Version, GroupId, any(Return) AS Return FROM {TRAINED} GROUP BY Version, RunId, GroupId, RolloutId)"
 
 
 def build() -> dashboard.Dashboard:
@@ -50,7 +46,7 @@ def build() -> dashboard.Dashboard:
 
 
 def _figures() -> list[stat.Panel]:
-    of_branch = f"FROM spangrad_internal.policy_versions FINAL WHERE {OF_BRANCH} AND $__timeFilter(IngestedAt)"
+    of_branch = f"FROM spangrad.policy_versions WHERE {OF_BRANCH} AND $__timeFilter(IngestedAt)"
     return [
         figure("Newest version", f"SELECT max(Version) AS version FROM {STEPS}", "none", "The newest committed version of the branch."),
         figure(
@@ -106,8 +102,9 @@ def _success() -> Panel:
             SELECT max(Version) AS Sampled,
                 sum(arraySum(arrayFilter((value, name) -> name = ${{reward:singlequote}}, `Rewards.Value`, `Rewards.Name`))) >= ${{success}}
                     AS Succeeded
-            FROM {newest("transitions", CHOSEN, "Timestamp")}
-            WHERE Policy = ${{policy:singlequote}} AND Version IN (SELECT Version FROM spangrad_internal.policy_versions WHERE {OF_BRANCH})
+            FROM spangrad.transitions
+            WHERE {CHOSEN} AND $__timeFilter(Timestamp) AND {is_("Policy", "policy")}
+                AND Version IN (SELECT Version FROM spangrad.policy_versions WHERE {OF_BRANCH})
             GROUP BY RunId, RolloutId)
         GROUP BY version
         ORDER BY version"""
@@ -134,19 +131,16 @@ def _returns() -> Panel:
 
 def _advantage() -> Panel:
     sql = f"""
-        SELECT Version AS version, avg(abs(Return - Mean) / (Spread + 1e-6)) AS advantage, avg(Spread = 0) AS flat
-        FROM (
-            SELECT Version, Return, avg(Return) OVER alike AS Mean, stddevSampStable(Return) OVER alike AS Spread
-            FROM {_RETURNS}
-            WINDOW alike AS (PARTITION BY Version, RunId, GroupId))
+        SELECT Version AS version, avg(abs(Advantage)) AS advantage, avg(Advantage = 0) AS flat
+        FROM {TRAINED}
         GROUP BY version
         ORDER BY version"""
     panel = over_versions(
-        "Advantage of rollouts",
+        "Advantage of calls",
         sql,
         "short",
-        "advantage: mean of |return - group's mean| / group's standard deviation, as GRPO compares rollouts. flat: share of rollouts in"
-        " groups whose returns are all equal; they teach nothing.",
+        "advantage: mean size of what the loss used. flat: share of calls whose advantage is 0, as where all rollouts of a group have the"
+        " same return; they teach nothing.",
     )
     return links.second_axis(panel, "flat", "percentunit", at_most=1)
 
@@ -164,15 +158,9 @@ def _failed() -> Panel:
 
 
 def _staleness() -> Panel:
-    pairs = trained(USED, "b.Version AS Version, t.Version AS Sampled, t.Policy AS Answered")
     sql = f"""
-        WITH (SELECT groupArray(Version) FROM spangrad_internal.policy_versions FINAL WHERE {OF_BRANCH}
-            AND Status = 'committed') AS versions
-        SELECT Version AS version, sum(Behind * Calls) / sum(Calls) AS mean, max(Behind) AS largest
-        FROM (
-            SELECT Version, Calls, arrayCount(one -> one > Sampled AND one < Version, versions) AS Behind
-            FROM (
-                SELECT Version, Sampled, count() AS Calls FROM {pairs} WHERE Answered = ${{policy:singlequote}} GROUP BY Version, Sampled))
+        SELECT Version AS version, avg(Staleness) AS mean, max(Staleness) AS largest
+        FROM {TRAINED}
         GROUP BY version
         ORDER BY version"""
     return over_versions(
@@ -280,12 +268,10 @@ def _seconds() -> Panel:
         FROM (SELECT Version, {", ".join(f"{metric(f'seconds_{stage}')} AS {stage}" for stage in _STAGES)} FROM {STEPS}) AS s
         LEFT JOIN (
             SELECT b.Version AS Version,
-                (max(toUnixTimestamp64Nano(e.Timestamp) + e.Duration) - min(toUnixTimestamp64Nano(e.Timestamp))) / 1e9 AS Seconds
-            FROM {USED} AS b
-            INNER JOIN (
-                SELECT RunId, RolloutKey, Attempt, Timestamp, Duration FROM spangrad_internal.rollout_spans FINAL
-                PREWHERE RolloutKey IN (SELECT RolloutId FROM {USED}) AND SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span'
-            ) AS e ON e.RunId = b.RunId AND e.RolloutKey = b.RolloutId AND e.Attempt = b.Attempt
+                (max(toUnixTimestamp64Nano(a.Timestamp) + a.Duration) - min(toUnixTimestamp64Nano(a.Timestamp))) / 1e9 AS Seconds
+            FROM spangrad.batches AS b
+            INNER JOIN spangrad.attempts AS a ON a.RunId = b.RunId AND a.RolloutId = b.RolloutId AND a.Attempt = b.Attempt
+            WHERE {OF_BRANCH} AND $__timeFilter(b.IngestedAt)
             GROUP BY Version
         ) AS r ON r.Version = s.Version
         ORDER BY version"""
@@ -319,7 +305,8 @@ def _sizes() -> Panel:
 def _drops() -> Panel:
     sql = f"""
         SELECT $__timeInterval(IngestedAt) AS time, Reason AS reason, count() AS drops
-        FROM {newest("drops", CHOSEN, "IngestedAt")}
+        FROM spangrad.drops
+        WHERE {CHOSEN} AND $__timeFilter(IngestedAt)
         GROUP BY time, reason
         ORDER BY time, reason"""
     return over_time(
@@ -334,7 +321,8 @@ def _drops() -> Panel:
 def _reasons() -> Panel:
     sql = f"""
         SELECT Reason AS reason, count() AS drops
-        FROM {newest("drops", CHOSEN, "IngestedAt")}
+        FROM spangrad.drops
+        WHERE {CHOSEN} AND $__timeFilter(IngestedAt)
         GROUP BY reason
         ORDER BY drops DESC, reason
         LIMIT 30"""

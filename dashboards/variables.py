@@ -58,13 +58,13 @@ def _query(name: str, label: str, description: str, sql: str) -> dashboard.Query
 
 def policy() -> dashboard.QueryVariable:
     """Return the variable for the policy; the policy with the newest version comes first."""
-    sql = "SELECT Policy FROM spangrad_internal.policy_versions GROUP BY Policy ORDER BY max(IngestedAt) DESC, Policy"
+    sql = "SELECT Policy FROM spangrad.policy_versions GROUP BY Policy ORDER BY max(IngestedAt) DESC, Policy"
     return one_of("policy", "policy", "The policy that is trained.", sql)
 
 
 def branch() -> dashboard.QueryVariable:
     """Return the variable for a branch of the policy; the branch with the newest version comes first."""
-    versions = f"spangrad_internal.policy_versions WHERE {is_('Policy', 'policy')}"
+    versions = f"spangrad.policy_versions WHERE {is_('Policy', 'policy')}"
     sql = f"SELECT Branch FROM {versions} GROUP BY Branch ORDER BY max(IngestedAt) DESC, Branch"
     return one_of("branch", "branch", "The line of versions of that policy.", sql)
 
@@ -73,7 +73,7 @@ def dataset() -> dashboard.QueryVariable:
     """Return the variable for the dataset, whose value is its build specification: a rollout built for two datasets counts once."""
     sql = """
         SELECT BuildSpec, concat(argMax(Name, (IngestedAt, Name)), '@', toString(argMax(Revision, (IngestedAt, Name)))) AS Dataset
-        FROM spangrad_internal.datasets FINAL
+        FROM spangrad.datasets
         GROUP BY BuildSpec
         ORDER BY max(IngestedAt) DESC, BuildSpec"""
     return one_of("dataset", "dataset", "Whose transitions and drops are read; the newest revision comes first.", sql)
@@ -81,19 +81,19 @@ def dataset() -> dashboard.QueryVariable:
 
 def run() -> dashboard.QueryVariable:
     """Return the variable for the runs: training runs and production services."""
-    sql = "SELECT RunId FROM spangrad_internal.builds GROUP BY RunId ORDER BY max(IngestedAt) DESC, RunId LIMIT 1000"
+    sql = "SELECT RunId FROM spangrad.builds GROUP BY RunId ORDER BY max(IngestedAt) DESC, RunId LIMIT 1000"
     return some_of("run", "run", "Training runs or production services that the rollouts belong to.", sql)
 
 
 def mode() -> dashboard.QueryVariable:
     """Return the variable for the modes of rollouts."""
-    sql = "SELECT DISTINCT Mode FROM spangrad_internal.builds ORDER BY Mode"
+    sql = "SELECT DISTINCT Mode FROM spangrad.builds ORDER BY Mode"
     return some_of("mode", "mode", "What the rollouts are for: train, validate, probe, production.", sql)
 
 
 def reward() -> dashboard.QueryVariable:
     """Return the variable for the reward that decides success."""
-    sql = f"SELECT Name FROM spangrad_internal.rewards GROUP BY Name ORDER BY Name = '{semconv.REWARD_NAME}' DESC, Name"
+    sql = f"SELECT Name FROM spangrad.rewards GROUP BY Name ORDER BY Name = '{semconv.REWARD_NAME}' DESC, Name"
     return one_of("reward", "reward", "The reward that says whether a rollout succeeded.", sql)
 
 

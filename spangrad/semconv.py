@@ -31,6 +31,7 @@ CONTEXT_KEYS: Final = (RUN_ID, ROLLOUT_ID, ROLLOUT_MODE, ROLLOUT_ATTEMPT, PROMPT
 """Attributes that baggage carries and every span of an agent repeats."""
 
 # The root span of an attempt.
+RUNNER_SCOPE: Final = "spangrad.runner"
 ROOT_SPAN_NAME: Final = "rollout"
 TASK_ID: Final = "spangrad.task.id"
 """Id of the task."""

@@ -26,7 +26,7 @@ from spangrad.types import Mode, VersionStatus
 from trainer.credit.assignment import CreditRule, Normalise
 from trainer.credit.learning import check
 from trainer.data import failures
-from trainer.data.assemble import assemble, batch_groups
+from trainer.data.assemble import assemble, batch_groups, with_advantages
 from trainer.data.batch import Batch
 from trainer.data.batch_queue import BatchQueue
 from trainer.data.planning import plan_of
@@ -307,6 +307,8 @@ class Trainer:
             optimizer = self._load(parent)
             with self.clock.stage("train"):
                 metrics = optimizer.step(batch)
+            used = optimizer.token_advantages if batch.chains else batch.advantages
+            calls = with_advantages(calls, batch.response_mask, used)
             adapter = adapter_of(Path(parent.policy_version.path), self.settings.trainer)
             written = self.transaction.write(lease, parent, optimizer, calls=calls, adapter=adapter)
         metrics |= {**self.clock.seconds(), **facts}

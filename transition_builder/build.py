@@ -14,7 +14,7 @@ import polars as pl
 
 from spangrad import semconv
 from spangrad.settings import BuilderSettings
-from spangrad.types import transition_ids
+from spangrad.types import Stage, transition_ids
 from transition_builder import dialects, rewards
 from transition_builder.calls import reconcile
 from transition_builder.calls.reconstruct import reconstruct
@@ -22,9 +22,11 @@ from transition_builder.completeness.resolve import resolve, shared
 from transition_builder.dialects.conventions import gateway
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Built, Frames, Verdict, concat, conform, empty
-from transition_builder.schemas import ATTEMPT, DROPS, NAMES, REWARDS, ROLLOUT, SPAN, TOOL_CALLS, TRANSITIONS, VERSIONS
+from transition_builder.schemas import ATTEMPT, DROPS, NAMES, REWARDS, ROLLOUT, SPAN, TIMES, TOOL_CALLS, TRANSITIONS, VERSIONS
 
 REVISION = 0
+_TIMED = [semconv.ROOT_SPAN_NAME, *Stage]
+"""Names of the runner's spans."""
 RETOKENIZED_TEMPERATURE = 1.0
 """Temperature of a retokenised call when none is recorded; it has no logprobs that a wrong temperature could affect."""
 
@@ -37,7 +39,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
         spec: the selection and the reward sources.
 
     Returns:
-        Rows for the tables transitions, drops, rewards and tool_calls.
+        Rows for the tables transitions, drops, rewards and tool_calls, and the times for builds.
     """
     nodes, recorded = read(frames)
     placed = reconstruct(nodes, recorded, frames.answers, frames.dropped)
@@ -63,6 +65,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
         ),
         rewards=conform(_stamp(given.rewards, spec), REWARDS),
         tool_calls=_tool_calls(placed.caused, nodes, rollouts, given.rewards, spec),
+        times=_times(frames.spans),
     )
 
 
@@ -167,6 +170,21 @@ def _tool_calls(
         .join(rollouts.select(*ROLLOUT, "Mode", "GroupId", "GroupSize", "TaskId"), on=ROLLOUT, maintain_order="left")
     )
     return conform(_stamp(rows, spec).sort(*ATTEMPT, "Position"), TOOL_CALLS)
+
+
+def _times(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return TIMES by the runner's spans: roots of attempts, and stages."""
+    of_runner = spans.filter((pl.col("RowKind") == "span") & (pl.col("RolloutKeySource") == "rollout") & pl.col("SpanName").is_in(_TIMED))
+    if of_runner.is_empty():
+        return empty(TIMES)
+    once = of_runner.unique(SPAN, maintain_order=True).with_columns(RolloutId="RolloutKey", Seconds=pl.col("Duration") / 1e9)
+    is_root = pl.col("SpanName") == semconv.ROOT_SPAN_NAME
+    roots = once.filter(is_root & attribute(semconv.ROLLOUT_FINAL).is_not_null()).sort("Attempt", "Timestamp")
+    last = roots.group_by(ROLLOUT).agg(pl.col("Attempt").n_unique().alias("Attempts"), pl.col("Seconds", "Timestamp").last())
+    stages = once.filter(~is_root & (pl.col("ScopeName") == semconv.RUNNER_SCOPE))
+    sums = stages.group_by(*ROLLOUT, "SpanName").agg(pl.col("Seconds").sum()).sort("SpanName")
+    listed = sums.group_by(ROLLOUT).agg(**{"StageSeconds.Name": "SpanName", "StageSeconds.Value": "Seconds"})
+    return conform(last.join(listed, on=ROLLOUT, how="left").rename({"Timestamp": "StartedAt"}), TIMES)
 
 
 def _drops(dropped: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:

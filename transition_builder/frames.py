@@ -12,7 +12,7 @@ from functools import cache
 
 import polars as pl
 
-from transition_builder.schemas import DROPPED, NAMES, RESPONSES, SQL_REWARDS, TOOL_CALLS, TOOL_EVENTS, TOOL_LOGS, Schema
+from transition_builder.schemas import DROPPED, NAMES, RESPONSES, SQL_REWARDS, TIMES, TOOL_CALLS, TOOL_EVENTS, TOOL_LOGS, Schema
 
 
 class Verdict(StrEnum):
@@ -76,6 +76,8 @@ class Built:
     """REWARDS."""
     tool_calls: pl.DataFrame = field(default_factory=lambda: empty(TOOL_CALLS))
     """TOOL_CALLS."""
+    times: pl.DataFrame = field(default_factory=lambda: empty(TIMES))
+    """TIMES."""
 
 
 def empty(schema: Schema) -> pl.DataFrame:

@@ -323,6 +323,17 @@ TOOL_CALLS: Schema = {
 the call that caused it, empty where none did; Requested: that call asked for it by its id. Reward: sum of the rewards that its span gave;
 null where it gave none."""
 
+TIMES: Schema = {
+    "RunId": _TEXT,
+    "RolloutId": _TEXT,
+    "Attempts": pl.UInt16(),
+    "StartedAt": NANOSECONDS,
+    "Seconds": pl.Float64(),
+    "StageSeconds.Name": pl.List(pl.String()),
+    "StageSeconds.Value": pl.List(pl.Float64()),
+}
+"""A row a rollout with a root span: its attempts, begin and duration of the last, and the durations of all stages, summed by name."""
+
 BUILDS: Schema = {
     **_REVISION,
     "Calls": pl.UInt32(),
@@ -338,6 +349,7 @@ BUILDS: Schema = {
     "PolicyVersions": pl.List(pl.UInt64()),
     "RewardTotals.Name": pl.List(pl.String()),
     "RewardTotals.Value": pl.List(pl.Float64()),
+    **{name: dtype for name, dtype in TIMES.items() if name not in ROLLOUT},
     "Failure": _TEXT,
     "Watermark": MICROSECONDS,
     "RowsRead": pl.UInt64(),

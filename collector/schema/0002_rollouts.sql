@@ -124,6 +124,43 @@ FROM otel.otel_logs
 -- Older SDKs name the event in an attribute.
 WHERE EventName = 'gen_ai.evaluation.result' OR LogAttributes['event.name'] = 'gen_ai.evaluation.result';
 
+-- Root spans of attempts, narrow: questions about rollouts over time read no other span.
+CREATE TABLE IF NOT EXISTS spangrad_internal.attempts (
+    RunId LowCardinality(String),
+    Mode LowCardinality(String),
+    RolloutId String,
+    Attempt UInt16,
+    Timestamp DateTime64(9) COMMENT 'Start' CODEC(Delta(8), Default),
+    Duration UInt64 COMMENT 'Nanoseconds, evaluation included',
+    TraceId String,
+    SpanId String,
+    TaskId String,
+    GroupId String,
+    GroupSize UInt32,
+    Calls Nullable(UInt32) COMMENT 'Policy calls that the gateway counted; NULL: no gateway counted',
+    Final Bool COMMENT 'Whether no attempt follows it',
+    Failure LowCardinality(String) COMMENT 'Empty: it ended well',
+    StatusCode LowCardinality(String),
+    StatusMessage String,
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), Default),
+    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt))
+) ENGINE = ReplacingMergeTree(Earliness)
+ORDER BY (RunId, RolloutId, Attempt, Timestamp, TraceId, SpanId)
+SETTINGS index_granularity = 1024;
+
+CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.attempts_mv TO spangrad_internal.attempts AS
+SELECT
+    RunId, Mode, RolloutKey AS RolloutId, Attempt, Timestamp, Duration, TraceId, SpanId,
+    Attributes['spangrad.task.id'] AS TaskId,
+    Attributes['spangrad.group.id'] AS GroupId,
+    toUInt32OrZero(Attributes['spangrad.group.size']) AS GroupSize,
+    toUInt32OrNull(Attributes['spangrad.rollout.calls']) AS Calls,
+    Attributes['spangrad.rollout.final'] = 'true' AS Final,
+    Attributes['spangrad.rollout.failure'] AS Failure,
+    StatusCode, StatusMessage, IngestedAt
+FROM spangrad_internal.rollout_spans
+WHERE SpanName = 'rollout' AND RowKind = 'span' AND RolloutKeySource = 'rollout' AND mapContains(Attributes, 'spangrad.rollout.final');
+
 -- Keys of the spans and evaluations that do not name their rollout, by the trace that may: empty where everybody does.
 CREATE TABLE IF NOT EXISTS spangrad_internal.trace_keys (
     TraceId String CODEC(ZSTD(1)),
@@ -138,7 +175,7 @@ SELECT DISTINCT TraceId, RolloutKey
 FROM spangrad_internal.rollout_spans
 WHERE RolloutKeySource != 'rollout' AND TraceId != '';
 
--- Policy calls, a row a choice, with token ids and logprobs as arrays: from the gateway's spans, or in direct mode from the agents' own.
+-- Policy calls that the gateway recorded, a row a choice, with token ids and logprobs as arrays.
 CREATE TABLE IF NOT EXISTS spangrad_internal.calls (
     RunId LowCardinality(String),
     Mode LowCardinality(String),

@@ -18,6 +18,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.rewards (
     RuleHash LowCardinality(String) COMMENT 'Of the rule or query that gave it; empty where there is none' CODEC(ZSTD(1)),
     TraceId String COMMENT 'The span that said so' CODEC(ZSTD(1)),
     SpanId String CODEC(ZSTD(1)),
+    BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content) COMMENT 'As in spangrad_internal.builds' CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
@@ -71,6 +72,8 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.transitions (
         Role LowCardinality(String),
         Turn UInt32
     ) COMMENT 'CallId: of the call that earned the reward, empty for the whole rollout''s; Role: as in spangrad_internal.rewards; Turn: when it was earned' CODEC(ZSTD(1)),
+    CallKey UInt64 MATERIALIZED sipHash64(CallId) CODEC(ZSTD(1)),
+    BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content) COMMENT 'As in spangrad_internal.builds' CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1,
@@ -103,6 +106,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.drops (
     Convention LowCardinality(String) COMMENT 'Of the span that tells of the call' CODEC(ZSTD(1)),
     Reason LowCardinality(String) CODEC(ZSTD(1)),
     Detail String CODEC(ZSTD(1)),
+    BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content) COMMENT 'As in spangrad_internal.builds' CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
@@ -137,6 +141,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.tool_calls (
     Reward Nullable(Float64) COMMENT 'Sum of the rewards that its span gave; NULL: it gave none' CODEC(ZSTD(1)),
     TraceId String CODEC(ZSTD(1)),
     SpanId String CODEC(ZSTD(1)),
+    BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content) COMMENT 'As in spangrad_internal.builds' CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
@@ -171,12 +176,24 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.builds (
         Name LowCardinality(String),
         Value Float64
     ) COMMENT 'Sums of the rewards of the rollout and its calls, by name' CODEC(ZSTD(1)),
+    Attempts UInt16 COMMENT 'Of which a root span arrived; 1 where none did' CODEC(ZSTD(1)),
+    StartedAt DateTime64(9) COMMENT 'Begin of the last attempt; 1970: no root span arrived' CODEC(Delta(8), ZSTD(1)),
+    Seconds Float64 COMMENT 'Duration of the last attempt' CODEC(ZSTD(1)),
+    StageSeconds Nested (
+        Name LowCardinality(String),
+        Value Float64
+    ) COMMENT 'Durations of the stages of its attempts (init, run, evaluate), summed' CODEC(ZSTD(1)),
     Failure LowCardinality(String) COMMENT 'Of the attempt that counts; empty: it ended well' CODEC(ZSTD(1)),
     Watermark DateTime64(6) COMMENT 'Arrival of the newest span that was read' CODEC(ZSTD(1)),
     RowsRead UInt64 COMMENT 'Of spangrad_internal.rollout_spans: a row that is dated before the watermark may be seen after it' CODEC(ZSTD(1)),
     Builder LowCardinality(String) CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1)),
+    BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content)
+        COMMENT 'Of this revision: its rows of other tables have the same, so that a reader selects them by one number' CODEC(ZSTD(1)),
+    Precedence UInt256 MATERIALIZED bitOr(bitShiftLeft(toUInt256(Revision), 128), bitOr(
+        bitShiftLeft(toUInt256(18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt))), 64), toUInt256(bitNot(Content))))
+        COMMENT 'The greatest counts of a rollout''s: the newest revision, and of two builders that made the same one at once the first' CODEC(ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
 ) ENGINE = ReplacingMergeTree(Earliness)
@@ -226,7 +243,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.policy_versions (
 ) ENGINE = ReplacingMergeTree(IngestedAt)
 ORDER BY (Policy, Branch, Version);
 
--- Calls that a committed batch trained, with the advantage that each was given.
+-- Calls that a committed batch trained, with the return and the advantage that were used.
 CREATE TABLE IF NOT EXISTS spangrad_internal.trained_calls (
     Policy LowCardinality(String) CODEC(ZSTD(1)),
     Branch LowCardinality(String) CODEC(ZSTD(1)),
@@ -234,12 +251,28 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.trained_calls (
     Version UInt64 COMMENT 'That the batch made' CODEC(ZSTD(1)),
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
+    BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
+    Revision UInt32 COMMENT 'Of the rollout that was trained' CODEC(ZSTD(1)),
     GroupId String CODEC(ZSTD(1)),
+    TaskId String CODEC(ZSTD(1)),
     RolloutId String CODEC(ZSTD(1)),
     Attempt UInt16 CODEC(ZSTD(1)),
     Turn UInt32 CODEC(ZSTD(1)),
+    TransitionId String CODEC(ZSTD(1)),
     CallId String CODEC(ZSTD(1)),
-    Advantage Nullable(Float32) COMMENT 'Of the call; NULL: the estimator gave each token its own' CODEC(ZSTD(1)),
+    TraceId String CODEC(ZSTD(1)),
+    SpanId String CODEC(ZSTD(1)),
+    AgentName LowCardinality(String) CODEC(ZSTD(1)),
+    Tools Array(LowCardinality(String)) COMMENT 'Names of the tools that the call caused to run, in order' CODEC(ZSTD(1)),
+    SampledVersions Array(UInt64) COMMENT 'Behaviour versions of the response''s tokens, in order' CODEC(ZSTD(1)),
+    Staleness Nullable(UInt32) COMMENT 'Committed versions of the branch between the one that sampled the first token and the one that was trained; NULL: the branch does not have it' CODEC(ZSTD(1)),
+    InputTokens UInt32 CODEC(ZSTD(1)),
+    OutputTokens UInt32 COMMENT 'Trained tokens: those of the response' CODEC(ZSTD(1)),
+    FinishReason LowCardinality(String) CODEC(ZSTD(1)),
+    Reward Float64 COMMENT 'Sum of the raw rewards that the transition carries' CODEC(ZSTD(1)),
+    Return Float64 COMMENT 'Of its rollout: the weighted sum of all its rewards' CODEC(ZSTD(1)),
+    Advantage Float32 COMMENT 'Mean over the trained tokens of the advantage that the loss used; all of them have the same, unless the estimator gives each token its own (gae)' CODEC(ZSTD(1)),
+    CallKey UInt64 MATERIALIZED sipHash64(CallId) CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
 ) ENGINE = ReplacingMergeTree(IngestedAt)

@@ -28,52 +28,52 @@ LEFT JOIN (
 ) AS t ON s.TraceId = t.TraceId
 COMMENT 'Every span with the rollout that it belongs to: the one that it names itself, else the one that any span of its trace names, else its session, its conversation, its trace. So an attribute on the root alone is enough.';
 
-CREATE VIEW IF NOT EXISTS spangrad.calls AS SELECT *, CallId FROM spangrad_internal.calls FINAL
-COMMENT 'Policy calls, each once.';
+CREATE VIEW IF NOT EXISTS spangrad.rollout_traces AS
+SELECT DISTINCT RolloutKey AS RolloutId, TraceId FROM spangrad_internal.rollout_spans WHERE TraceId != ''
+COMMENT 'Traces with a span that names the rollout, session or conversation itself, or none: all traces that a rollout may have spans in.';
 
--- The newest revision of each rollout that was built: the rule alone, for the views of what was concluded.
--- spangrad/store/datasets.py says the same as of a time.
+CREATE VIEW IF NOT EXISTS spangrad.calls AS SELECT *, CallId FROM spangrad_internal.calls FINAL
+COMMENT 'Policy calls that the gateway recorded, each choice once. Calls of direct mode are in transitions and drops.';
+
+-- BuildId of the newest revision of each rollout that was built. spangrad/store/datasets.py says the same as of a time.
 CREATE VIEW IF NOT EXISTS spangrad_internal.newest_builds AS
-SELECT RunId, RolloutId, BuildSpec, newest.1 AS Revision, newest.2 AS Content
-FROM (
-    SELECT RunId, RolloutId, BuildSpec, argMin((Revision, Content), (-toInt64(Revision), IngestedAt, Content)) AS newest
-    FROM spangrad_internal.builds
-    GROUP BY RunId, RolloutId, BuildSpec);
+SELECT argMax(BuildId, Precedence) AS BuildId
+FROM spangrad_internal.builds
+GROUP BY RunId, RolloutId, BuildSpec;
 
 CREATE VIEW IF NOT EXISTS spangrad.builds AS
-SELECT RunId, BuildSpec, RolloutId, newest.1 AS Mode, newest.2 AS GroupId, newest.3 AS GroupSize, newest.4 AS TaskId, newest.5 AS Attempt,
-    newest.6 AS Revision, newest.7 AS Content, newest.8 AS Calls, newest.9 AS Transitions, newest.10 AS Drops, newest.11 AS Rewards,
-    newest.12 AS Failure, newest.13 AS Watermark, newest.14 AS RowsRead, newest.15 AS IngestedAt, newest.16 AS InputTokens,
-    newest.17 AS OutputTokens, newest.18 AS ToolCalls, newest.19 AS FailedToolCalls, newest.20 AS AgentNames, newest.21 AS Models,
-    newest.22 AS PolicyVersions, mapFromArrays(newest.23, newest.24) AS RewardTotals, FirstBuiltAt
-FROM (
-    SELECT RunId, BuildSpec, RolloutId, min(b.IngestedAt) AS FirstBuiltAt,
-        argMin((Mode, GroupId, GroupSize, TaskId, Attempt, Revision, Content, Calls, Transitions, Drops, Rewards, Failure, Watermark, RowsRead,
-            b.IngestedAt, InputTokens, OutputTokens, ToolCalls, FailedToolCalls, AgentNames, Models, PolicyVersions, RewardTotals.Name,
-            RewardTotals.Value),
-            (-toInt64(Revision), b.IngestedAt, Content)) AS newest
-    FROM spangrad_internal.builds AS b
-    GROUP BY RunId, BuildSpec, RolloutId)
-COMMENT 'The newest revision of each rollout that was built; of two builders that made the same one at once, the first counts.';
+SELECT RunId, BuildSpec, RolloutId, Mode, GroupId, GroupSize, TaskId, Attempt, Revision, Content, Calls, Transitions, Drops, Rewards, Failure,
+    Watermark, RowsRead, IngestedAt
+FROM spangrad_internal.builds FINAL
+WHERE BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
+COMMENT 'The newest revision of each rollout that was built, as the builder wrote it; spangrad.rollouts says more.';
 
 CREATE VIEW IF NOT EXISTS spangrad.rewards AS
 SELECT * FROM spangrad_internal.rewards FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad_internal.newest_builds)
+WHERE BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
 COMMENT 'Rewards of the newest build of each rollout.';
 
 CREATE VIEW IF NOT EXISTS spangrad.transitions AS
-SELECT * FROM spangrad_internal.transitions FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad_internal.newest_builds)
-COMMENT 'Transitions of the newest build of each rollout.';
+SELECT t.* EXCEPT (CallKey), a.Advantage AS Advantage
+FROM (
+    SELECT *, CallKey FROM spangrad_internal.transitions FINAL
+    WHERE BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
+) AS t
+LEFT ANY JOIN (
+    SELECT CallKey, argMax(toNullable(Advantage), (IngestedAt, Policy, Branch)) AS Advantage
+    FROM spangrad_internal.trained_calls
+    GROUP BY CallKey
+) AS a ON a.CallKey = t.CallKey
+COMMENT 'Transitions of the newest build of each rollout. Advantage: mean over its tokens of what the newest step that trained the call used; NULL: none did.';
 
 CREATE VIEW IF NOT EXISTS spangrad.drops AS
 SELECT * FROM spangrad_internal.drops FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad_internal.newest_builds)
+WHERE BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
 COMMENT 'Drops of the newest build of each rollout.';
 
 CREATE VIEW IF NOT EXISTS spangrad.tool_calls AS
 SELECT * FROM spangrad_internal.tool_calls FINAL
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM spangrad_internal.newest_builds)
+WHERE BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
 COMMENT 'Tool calls of the newest build of each rollout, with latency, failure, reward and the policy call that caused it.';
 
 CREATE VIEW IF NOT EXISTS spangrad.execution AS
@@ -81,7 +81,10 @@ SELECT t.RunId AS RunId, t.Mode AS Mode, t.BuildSpec AS BuildSpec, t.GroupId AS 
     t.Attempt AS Attempt, t.Timestamp AS Timestamp, 'llm' AS Kind, t.Model AS Name, t.AgentName AS AgentName, t.CallId AS CallId,
     false AS Failed, CAST(NULL, 'Nullable(UInt64)') AS Duration, '' AS Input, '' AS Output, t.PromptIds AS InputIds,
     t.ResponseIds AS OutputIds, r.Reward AS Reward, t.TraceId AS TraceId, t.SpanId AS SpanId
-FROM spangrad.transitions AS t
+FROM (
+    SELECT * FROM spangrad_internal.transitions FINAL
+    WHERE BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
+) AS t
 LEFT JOIN (
     SELECT RunId, RolloutId, BuildSpec, CallId, sum(toNullable(Value)) AS Reward
     FROM spangrad.rewards
@@ -92,7 +95,15 @@ UNION ALL
 SELECT RunId, Mode, BuildSpec, GroupId, TaskId, RolloutId, Attempt, Timestamp, 'tool', ToolName, AgentName, CallId,
     Failed, Duration, Arguments, Result, [], [], Reward, TraceId, SpanId
 FROM spangrad.tool_calls
-COMMENT 'What rollouts did, in order of time: policy calls that may be trained, and tool calls, each with what went in, what came out, and its own reward.';
+COMMENT 'What rollouts did, in order of time: policy calls that may be trained, and tool calls, each with what went in, what came out, and its own reward. Texts of policy calls are in spangrad.call_texts.';
+
+CREATE VIEW IF NOT EXISTS spangrad.call_texts AS
+SELECT TraceId, SpanId,
+    any(if(ScopeName = 'spangrad.gateway', SpanAttributes['spangrad.request.json'], SpanAttributes['input.value'])) AS Input,
+    any(if(ScopeName = 'spangrad.gateway', SpanAttributes['spangrad.response.json'], SpanAttributes['output.value'])) AS Output
+FROM otel.otel_traces
+GROUP BY TraceId, SpanId
+COMMENT 'Texts of spans, each once: of policy calls the whole request and response. Filter by TraceId, which is indexed: a query without that reads every span.';
 
 CREATE VIEW IF NOT EXISTS spangrad.reconcile AS
 SELECT
@@ -144,41 +155,27 @@ CREATE VIEW IF NOT EXISTS spangrad.datasets AS SELECT * FROM spangrad_internal.d
 COMMENT 'Names of build specifications and their revisions.';
 
 CREATE VIEW IF NOT EXISTS spangrad.attempts AS
-SELECT
-    RunId, Mode, RolloutKey AS RolloutId, Attempt, Timestamp, Duration, TraceId, SpanId,
-    Attributes['spangrad.task.id'] AS TaskId,
-    Attributes['spangrad.group.id'] AS GroupId,
-    toUInt32OrZero(Attributes['spangrad.group.size']) AS GroupSize,
-    toUInt32OrNull(Attributes['spangrad.rollout.calls']) AS Calls,
-    Attributes['spangrad.rollout.final'] = 'true' AS Final,
-    Attributes['spangrad.rollout.failure'] AS Failure,
-    StatusCode, StatusMessage, IngestedAt
-FROM spangrad_internal.rollout_spans FINAL
-WHERE RowKind = 'span' AND SpanName = 'rollout' AND RolloutKeySource = 'rollout' AND mapContains(Attributes, 'spangrad.rollout.final')
-COMMENT 'Attempts of rollouts by their root spans: outcome, durations, reward; the final one where Final is 1.';
+SELECT * EXCEPT (Earliness) FROM spangrad_internal.attempts FINAL
+COMMENT 'Attempts of rollouts by their root spans, built or not: outcome and duration; the last one where Final is true.';
 
 CREATE VIEW IF NOT EXISTS spangrad.rollouts AS
 SELECT
     b.RunId AS RunId, b.Mode AS Mode, b.TaskId AS TaskId, b.GroupId AS GroupId, b.GroupSize AS GroupSize, b.RolloutId AS RolloutId,
-    b.BuildSpec AS BuildSpec, b.Revision AS Revision, b.Attempt AS Attempt, greatest(a.Attempts, 1) AS Attempts,
-    if(b.Failure = '', 'succeeded', b.Failure) AS Outcome, arraySum(mapValues(b.RewardTotals)) AS Return, b.RewardTotals AS Rewards,
+    b.BuildSpec AS BuildSpec, b.Revision AS Revision, b.Attempt AS Attempt, b.Attempts AS Attempts,
+    if(b.Failure = '', 'succeeded', b.Failure) AS Outcome, arraySum(b.`RewardTotals.Value`) AS Return,
+    mapFromArrays(b.`RewardTotals.Name`, b.`RewardTotals.Value`) AS Rewards,
     b.Calls AS Calls, b.Transitions AS Transitions, b.Drops AS Drops, b.InputTokens AS InputTokens, b.OutputTokens AS OutputTokens,
     b.ToolCalls AS ToolCalls, b.FailedToolCalls AS FailedToolCalls, b.AgentNames AS AgentNames, b.Models AS Models,
-    b.PolicyVersions AS PolicyVersions, a.StartedAt AS StartedAt, a.Seconds AS Seconds, a.StageSeconds AS StageSeconds,
-    t.Trained AS Trained, b.FirstBuiltAt AS FirstBuiltAt, b.IngestedAt AS BuiltAt
-FROM spangrad.builds AS b
-LEFT JOIN (
-    SELECT RunId, RolloutKey AS RolloutId, uniqExactIf(Attempt, SpanName = 'rollout') AS Attempts,
-        maxIf(Timestamp, SpanName = 'rollout') AS StartedAt, argMaxIf(Duration, Attempt, SpanName = 'rollout') / 1e9 AS Seconds,
-        sumMapIf(map(SpanName, Duration / 1e9), SpanName != 'rollout') AS StageSeconds
-    FROM spangrad_internal.rollout_spans FINAL
-    PREWHERE SpanName IN ('rollout', 'init', 'run', 'evaluate') AND RowKind = 'span' AND RolloutKeySource = 'rollout'
-    WHERE if(SpanName = 'rollout', mapContains(Attributes, 'spangrad.rollout.final'), ScopeName = 'spangrad.runner')
-    GROUP BY RunId, RolloutKey
-) AS a ON a.RunId = b.RunId AND a.RolloutId = b.RolloutId
+    b.PolicyVersions AS PolicyVersions, b.StartedAt AS StartedAt, b.Seconds AS Seconds,
+    mapFromArrays(b.`StageSeconds.Name`, b.`StageSeconds.Value`) AS StageSeconds,
+    t.Trained AS Trained, b.IngestedAt AS BuiltAt
+FROM (
+    SELECT * FROM spangrad_internal.builds FINAL
+    WHERE BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
+) AS b
 LEFT JOIN (
     SELECT RunId, RolloutId, BuildSpec, groupUniqArray((Policy, Branch, Version)) AS Trained
-    FROM spangrad_internal.batches FINAL
+    FROM spangrad_internal.batches
     GROUP BY RunId, RolloutId, BuildSpec
 ) AS t ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.BuildSpec = b.BuildSpec
 COMMENT 'Rollouts that were built, a row each and build specification: task, outcome, rewards, tokens, tools, time by stage, and the version that it trained.';
@@ -196,7 +193,7 @@ CREATE VIEW IF NOT EXISTS spangrad.policy_versions AS SELECT * FROM spangrad_int
 COMMENT 'Versions of policies, each once.';
 
 CREATE VIEW IF NOT EXISTS spangrad.trained_calls AS SELECT * FROM spangrad_internal.trained_calls FINAL
-COMMENT 'Calls that a committed batch trained, each once, with the advantage that was used.';
+COMMENT 'Calls that a committed batch trained, each once: what they were, and the return and the advantage that were used.';
 
 CREATE VIEW IF NOT EXISTS spangrad.batches AS SELECT * FROM spangrad_internal.batches FINAL
 COMMENT 'Rollouts of committed batches, each once.';
@@ -211,15 +208,21 @@ INNER JOIN spangrad.batches AS t ON b.RunId = t.RunId AND b.RolloutId = t.Rollou
 WHERE b.BuildSpec != t.BuildSpec OR b.Revision > t.Revision
 COMMENT 'Rollouts that a branch has trained and that have another build now: a later revision, or one of another specification. It trains none again.';
 
+-- Not FINAL over transitions: rows of one that was written twice are the same here, and a filter is then read by key. The inner DISTINCT keeps
+-- the engine from joining versions with transitions first, which have the policy in common.
 CREATE VIEW IF NOT EXISTS spangrad.lineage AS
-SELECT
-    v.Policy AS Policy, v.Branch AS Branch, v.Version AS Version, v.Parent AS Parent, v.ParentBranch AS ParentBranch, v.Checksum AS Checksum, v.Path AS Path,
-    b.BatchId AS BatchId, b.GroupId AS GroupId, b.RolloutId AS RolloutId, b.Attempt AS Attempt,
+SELECT DISTINCT
+    b.Policy AS Policy, b.Branch AS Branch, b.Version AS Version, b.Parent AS Parent, b.ParentBranch AS ParentBranch, b.Checksum AS Checksum,
+    b.Path AS Path, b.BatchId AS BatchId, b.GroupId AS GroupId, b.RolloutId AS RolloutId, b.Attempt AS Attempt,
     t.TransitionId AS TransitionId, t.CallId AS CallId, t.TraceId AS TraceId, t.SpanId AS SpanId
-FROM spangrad_internal.policy_versions AS v FINAL
-INNER JOIN spangrad_internal.batches AS b FINAL ON v.Policy = b.Policy AND v.Branch = b.Branch AND v.BatchId = b.BatchId AND v.Version = b.Version
-INNER JOIN spangrad_internal.transitions AS t FINAL ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt AND t.BuildSpec = b.BuildSpec AND t.Revision = b.Revision
-    AND t.Policy = v.Policy
-WHERE (t.RunId, t.RolloutId, t.BuildSpec, t.Revision, t.Content) IN (
-    SELECT RunId, RolloutId, BuildSpec, Revision, argMin(Content, IngestedAt) FROM spangrad_internal.builds GROUP BY RunId, RolloutId, BuildSpec, Revision)
+FROM (
+    SELECT DISTINCT v.Policy AS Policy, v.Branch AS Branch, v.Version AS Version, v.Parent AS Parent, v.ParentBranch AS ParentBranch,
+        v.Checksum AS Checksum, v.Path AS Path, r.BatchId AS BatchId, r.RunId AS RunId, r.GroupId AS GroupId, r.RolloutId AS RolloutId,
+        r.Attempt AS Attempt, r.BuildSpec AS BuildSpec, r.Revision AS Revision
+    FROM spangrad_internal.policy_versions AS v FINAL
+    INNER JOIN spangrad_internal.batches AS r FINAL ON v.Policy = r.Policy AND v.Branch = r.Branch AND v.BatchId = r.BatchId AND v.Version = r.Version
+) AS b
+INNER JOIN spangrad_internal.transitions AS t ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt
+    AND t.BuildSpec = b.BuildSpec AND t.Revision = b.Revision AND t.Policy = b.Policy
+WHERE t.BuildId IN (SELECT argMax(BuildId, Precedence) FROM spangrad_internal.builds GROUP BY RunId, RolloutId, BuildSpec, Revision)
 COMMENT 'From a checkpoint to the spans that made it, and back: filter by Policy and Version, or by SpanId.';

@@ -27,7 +27,7 @@ SHARD_BY = {
     "otel_logs": "cityHash64(if(TraceId = '', Body, TraceId))",
     "rollout_spans": _TRACE,
     "calls": _TRACE,
-    "direct_answers": _TRACE,
+    "attempts": _TRACE,
     "trace_keys": _TRACE,
     "trace_rollouts": _TRACE,
     "dropped_attributes": _TRACE,

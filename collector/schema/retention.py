@@ -59,6 +59,7 @@ _NAMES_TRAINED = " OR ".join(
 
 OLD = {
     "rollout_spans": _OLD_TYPED,
+    "attempts": f"IngestedAt < {{cutoff}} AND RolloutId NOT IN ({_TRAINED}) AND {_OLD_SPAN}",
     "calls": _OLD_TYPED,
     "otel_traces": _OLD_SPAN,
     "otel_logs": f"{_OLD_SPAN} AND NOT ({_NAMES_TRAINED})",

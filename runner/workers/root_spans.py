@@ -46,7 +46,7 @@ class RootSpans:
         token = store.token.get_secret_value() if store.token else None
         self._sending = LosslessSpanProcessor(traces_url(store.otlp_endpoint), bearer(token))
         self._provider = provider_through(self._sending, _SERVICE, self._ids)
-        self._tracer = self._provider.get_tracer("spangrad.runner")
+        self._tracer = self._provider.get_tracer(semconv.RUNNER_SCOPE)
         self._claims: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def claim(self, rollout_id: str, attempt: int) -> bool:

@@ -170,10 +170,9 @@ def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
     facts = ", ".join(f"newest.{place} AS {name}" for place, name in enumerate((*_FACTS, "IngestedAt"), 1))
     conditions = [condition for condition in (where, until_sql(as_of)) if condition]
     among = f" WHERE {' AND '.join(f'({one})' for one in conditions)}" if conditions else ""
-    # Of two builders that made the same revision at once, the first counts.
     return (
         f"(SELECT {', '.join(KEY)}, {facts}, FirstBuiltAt FROM (SELECT {', '.join(KEY)}, min(b.IngestedAt) AS FirstBuiltAt, "
-        f"argMin(({', '.join(_FACTS)}, b.IngestedAt), (-toInt64(Revision), b.IngestedAt, Content)) AS newest "
+        f"argMax(({', '.join(_FACTS)}, b.IngestedAt), Precedence) AS newest "
         f"FROM spangrad_internal.builds AS b{among} GROUP BY {', '.join(KEY)}))"
     )
 

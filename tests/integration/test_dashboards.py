@@ -161,8 +161,7 @@ def test_training_tells_what_happened(ask: Ask) -> None:
     assert rows("Return of the batch that made the version") == [
         {"version": version, "mean": 0.5, "p10": 0.0, "p90": 1.0} for version in (1, 2)
     ]
-    # Two returns, 0 and 1: each is half of one from the mean, and their deviation is the root of a half.
-    assert rows("Advantage of rollouts") == [{"version": version, "advantage": 0.707, "flat": 0} for version in (1, 2)]
+    assert rows("Advantage of calls") == [{"version": version, "advantage": 1, "flat": 0} for version in (1, 2)]
     assert rows("Staleness of the calls") == [{"version": 1, "mean": 0, "largest": 0}, {"version": 2, "mean": 1, "largest": 1}]
     assert only(rows("Seconds by stage"), "version", "publish") == [(1, 0.25), (2, 0.25)]
     assert rows("Drops in the chosen time") == [{"reason": "call_failed", "drops": 1}, {"reason": "no_reward", "drops": 1}]
@@ -186,7 +185,7 @@ def test_rollouts_tell_what_happened_though_spans_came_twice(ask: Ask) -> None:
         ("Ok", 1, 1, 7, 2, 1, 0),
         ("Ok", 0, 1, 7, 2, 1, 1),
         ("crash", None, 0, 0, 0, 0, 0),
-        ("Ok", None, 1, 3, 0, 0, 0),
+        ("Ok", None, 1, 0, 0, 0, 0),
     ]
 
 
@@ -211,4 +210,4 @@ def test_lineage_leads_there_and_back(ask: Ask) -> None:
 def test_a_value_with_a_quote_in_it_is_only_a_value(ask: Ask) -> None:
     rows = answers("lineage", ask, rollout="x' OR 1 = 1 OR '")
     assert rows("Spans of rollout $rollout") == []
-    assert re.search(r"RolloutKey = 'x\\' OR", expand("RolloutKey = ${r:singlequote}", {"r": Choice("x' OR")}, WINDOW))
+    assert re.search(r"RolloutId = 'x\\' OR", expand("RolloutId = ${r:singlequote}", {"r": Choice("x' OR")}, WINDOW))

@@ -13,6 +13,7 @@ import yaml
 
 from dashboards.files import DASHBOARDS, DIRECTORY, differing, render, write
 from spangrad.settings import StoreSettings
+from spangrad.store.names import INTERNAL
 from tests.support import sql_clients
 from tests.support.sql_clients import (
     ALL,
@@ -72,6 +73,17 @@ def test_a_panel_says_what_it_shows_in_which_unit(panel: sql_clients.Panel) -> N
     assert len(panel.model["description"]) > 20
     assert panel.model["fieldConfig"]["defaults"]["unit"]
     assert panel.model["datasource"] == {"type": "grafana-clickhouse-datasource", "uid": "${datasource}"}
+
+
+def test_dashboards_and_guides_name_public_tables_only() -> None:
+    """`spangrad_internal` may change with any version. The schema's own pages tell of it, and decisions of why it is as it is."""
+    texts = {f"dashboard {name}": render(name) for name in DASHBOARDS}
+    texts |= {str(page.relative_to(ROOT)): page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))}
+    told = {"docs/reference/tables.md", "docs/guides/schema.md", "docs/guides/sql.md"}
+    internal = [name for name, text in texts.items() if INTERNAL in text and name not in told and "/decisions/" not in name]
+    assert internal == []
+    blocks = re.findall(r"```.*?```", (ROOT / "docs" / "guides" / "sql.md").read_text(), re.DOTALL)
+    assert [block for block in blocks if INTERNAL in block] == []
 
 
 @pytest.mark.parametrize("panel", PANELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.fakes import transition_row
 from tests.support.sections import trainer_settings
 from trainer.credit.assignment import returns
-from trainer.data.assemble import assemble
+from trainer.data.assemble import assemble, with_advantages
 from trainer.data.chains import chains
 from trainer.data.source import BatchRollout, Group, Loaded
 
@@ -73,8 +74,28 @@ def test_a_batch_for_an_estimator_of_tokens_leaves_advantages_to_the_engine():
     def never(_: object) -> object:
         raise AssertionError
 
-    batch, facts, _ = assemble(loaded, trainer_settings(estimator="gae", max_tokens_per_device=9), never, lineage=[0], divisor=4)  # type: ignore[arg-type]
+    batch, facts, calls = assemble(loaded, trainer_settings(estimator="gae", max_tokens_per_device=9), never, lineage=[0], divisor=4)  # type: ignore[arg-type]
     assert batch.chains is not None
     assert (batch.chains.rollout.tolist(), batch.chains.rewards.tolist()) == ([0, 0, 1], [0, 6, 1])
     assert not batch.advantages.any()
     assert (batch.real_rows, facts["transitions"], facts["masked_too_long"]) == (3, 3, 1)
+    # The engine gives each token its own; the mean over a call's tokens is kept.
+    of_tokens = np.array([[1, 3], [2, 2], [-1, 0], [9, 9]], np.float32)
+    kept = with_advantages(calls, batch.response_mask, of_tokens)
+    assert kept.select("CallId", "Return", "Advantage").rows() == [("call-a-0", 6, 2), ("call-a-1", 6, 2), ("call-b-0", 1, -0.5)]
+    assert kept.select("Staleness", "SampledVersions", "InputTokens", "OutputTokens", "Reward").row(1) == (0, [0], 3, 2, 2)
+
+
+def test_with_advantages_of_merged_calls_divides_a_row_among_its_calls():
+    rows = pl.DataFrame(
+        [
+            transition_row("a", 0, PromptIds=[1], ResponseIds=[2, 3]),
+            transition_row("a", 1, rewards=(1.0,), PromptIds=[1, 2, 3], ResponseIds=[4], Logprobs=[-1.0]),
+        ],
+        schema_overrides=SCHEMA,
+    )
+    loaded = Loaded([BatchRollout(Group("run", "train", "spec", "group"), "a", 0, 0)], rows)
+    settings = trainer_settings(merge=True)
+    batch, _, calls = assemble(loaded, settings, lambda units: units.values, lineage=[0], divisor=1)  # type: ignore[arg-type]
+    kept = with_advantages(calls, batch.response_mask, np.array([[1, 2, 6]], np.float32))
+    assert kept.select("CallId", "Advantage").rows() == [("call-a-0", 1.5), ("call-a-1", 6)]

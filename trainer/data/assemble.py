@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from spangrad.settings import TrainerSettings
 from trainer.credit.assignment import GROUP, KEY, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
@@ -18,8 +20,9 @@ from trainer.credit.learning import by_token, merges
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains, chains
 from trainer.data.masks import masks
-from trainer.data.merge import merge, separate
+from trainer.data.merge import Sequences, merge, separate
 from trainer.data.source import GROUP_COLUMNS, Group, Loaded
+from trainer.data.token_versions import UNKNOWN, staleness, versions_of_calls
 from trainer.ledger.skips import MASKS, SkipReason
 
 logger = logging.getLogger(__name__)
@@ -48,8 +51,8 @@ def assemble(
     Returns:
         The batch; transitions (trained calls), masked_REASON (calls) for each reason of `trainer.ledger.skips.MASKS`, sequences, tokens
         (processed), trained_tokens, merge_ratio, rollouts, groups, mean_return and return_std (weighted, over rollouts), mean_reward_NAME
-        (raw) for each reward's name, and greedy_return (weighted, over groups) where the estimator compares with it. The calls, a row each:
-        `credit.KEY`, Turn, CallId and Advantage, null where the estimator gives each token its own.
+        (raw) for each reward's name, and greedy_return (weighted, over groups) where the estimator compares with it. The calls, a row each
+        in the order of their tokens in the batch, with the columns of `trained_calls` but Advantage.
 
     Raises:
         SettingsError: credit or selection has no meaning.
@@ -71,7 +74,8 @@ def assemble(
         values = advantages(transitions, own, rule, normalise=normalise).filter(trained.filter(own))
     sequences = (merge if merges(settings) else separate)(calls, values)
     batch = replace(layout(sequences, lineage=lineage, divisor=divisor), chains=links)
-    worth = returns(loaded.transitions, rule.reward_weights)["Return"].to_numpy()
+    rollouts = returns(loaded.transitions, rule.reward_weights)
+    worth = rollouts["Return"].to_numpy()
     metrics = {
         "transitions": len(calls),
         **counts,
@@ -86,8 +90,42 @@ def assemble(
         **({} if loaded.greedy is None else {"greedy_return": transitions.unique(GROUP)["Greedy"].to_numpy().mean()}),
         **{f"mean_reward_{name}": mean for name, mean in named_returns(loaded.transitions).items()},
     }
-    used = calls.select(*KEY, "Turn", "CallId", Advantage=pl.lit(None, pl.Float32) if links else values.cast(pl.Float32))
+    used = _describe(calls.join(rollouts, on=KEY, how="left", maintain_order="left"), sequences, lineage)
     return batch, {name: float(value) for name, value in metrics.items()}, used
+
+
+def _describe(calls: pl.DataFrame, sequences: Sequences, lineage: Sequence[int]) -> pl.DataFrame:
+    """Return the columns of `trained_calls` but Advantage, a row each call in the order of its tokens.
+
+    Args:
+        calls: trained transitions with Return, their rollout's.
+        sequences: made of them.
+        lineage: committed versions, oldest first; the last one will be trained.
+    """
+    first = calls.select(versions_of_calls().list.first().cast(pl.Int64)).to_series().to_numpy()
+    behind = pl.Series(staleness(first, lineage))
+    described = calls.select(
+        *KEY, "BuildSpec", "Revision", "TaskId", "Turn", "TransitionId", "CallId", "TraceId", "SpanId", "AgentName", "Tools", "FinishReason", "Return",
+        SampledVersions=versions_of_calls(),
+        Staleness=pl.when(behind != UNKNOWN).then(behind),
+        InputTokens=pl.col("PromptIds").list.len(),
+        OutputTokens=pl.col("ResponseIds").list.len(),
+        Reward=pl.col("Rewards.Value").list.sum(),
+    )  # fmt: skip
+    return pl.DataFrame({"CallId": sequences.calls.explode()}).join(described, on="CallId", how="left", maintain_order="left")
+
+
+def with_advantages(calls: pl.DataFrame, response_mask: NDArray[np.int64], advantages: NDArray[np.float32]) -> pl.DataFrame:
+    """Add Advantage to the calls of a batch: the mean over the call's tokens.
+
+    Args:
+        calls: as `assemble` returns them.
+        response_mask: of the batch.
+        advantages: of the batch's sampled tokens, shaped as `response_mask`.
+    """
+    lengths = calls["OutputTokens"].to_numpy().astype(np.int64)
+    sums = np.add.reduceat(advantages[response_mask.astype(bool)].astype(np.float64), np.cumsum(lengths) - lengths) if len(calls) else []
+    return calls.with_columns(Advantage=pl.Series(sums, dtype=pl.Float64) / calls["OutputTokens"])
 
 
 def batch_groups(loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str = "") -> list[Group]:

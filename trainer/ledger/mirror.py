@@ -29,7 +29,11 @@ _VERSION_COLUMNS = (
 )  # fmt: skip
 _BATCH_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "RunId", "Mode", "GroupId", "RolloutId", "Attempt", "BuildSpec", "Revision")
 _FILE_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "Method", "Run", "Step", "Steps", "Name", "Sha256", "Bytes", "Trained")
-_CALL_COLUMNS = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt", "Turn", "CallId", "Advantage")
+_CALL_COLUMNS = (
+    "RunId", "Mode", "BuildSpec", "Revision", "GroupId", "TaskId", "RolloutId", "Attempt", "Turn", "TransitionId", "CallId", "TraceId",
+    "SpanId", "AgentName", "Tools", "SampledVersions", "Staleness", "InputTokens", "OutputTokens", "FinishReason", "Reward", "Return",
+    "Advantage",
+)  # fmt: skip
 _THERE = """
 SELECT Version, Status, Checksum, Metrics FROM spangrad_internal.policy_versions FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s
 """

@@ -67,6 +67,7 @@ class VerlOptimizer:
         held = settings.alarms.logprob.held_versions
         self._versions_to_hold = settings.sampling.max_staleness if held is None else held
         self._held_versions = 0
+        self.token_advantages = np.zeros((0, 0), np.float32)
 
     @property
     def data_parallel_size(self) -> int:
@@ -124,6 +125,7 @@ class VerlOptimizer:
         metrics: dict[str, float] = {}
         if batch.chains:
             batch = self._estimated(batch)
+            self.token_advantages = batch.advantages
         if self.settings.loss.kl_coef:
             batch = replace(batch, reference_logprobs=self._logprobs("reference", batch))
         first = several or self.settings.loss.recompute_logprobs

@@ -17,7 +17,7 @@ import polars as pl
 
 from spangrad.types import transition_id
 from transition_builder.frames import Built, conform
-from transition_builder.schemas import BUILDS, DROPS, REWARDS, ROLLOUT, TOOL_CALLS, TRANSITIONS, Schema
+from transition_builder.schemas import BUILDS, DROPS, NANOSECONDS, REWARDS, ROLLOUT, TOOL_CALLS, TRANSITIONS, Schema
 from transition_builder.source.queries import StoreReader
 
 _TABLES = {"rewards": REWARDS, "transitions": TRANSITIONS, "drops": DROPS, "tool_calls": TOOL_CALLS}
@@ -81,7 +81,7 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
         .filter(pl.col("newest_content").is_null() | (pl.col("newest_content") != pl.col("Content")))
         .select(*ROLLOUT, "Content", Revision=(pl.col("newest").cast(pl.Int64) + 1).fill_null(0).cast(pl.UInt32))
     )
-    rows = Built(**{table: _stamp(getattr(built, table), news, schema) for table, schema in _TABLES.items()})
+    rows = replace(built, **{table: _stamp(getattr(built, table), news, schema) for table, schema in _TABLES.items()})
     later = rows.transitions.filter(pl.col("Revision") > 0)
     if later.height:
         names = [transition_id(*row) for row in later.select("CallId", "BuildSpec", "Revision").iter_rows()]
@@ -115,13 +115,15 @@ def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.
         rows.rewards.group_by(*ROLLOUT, "Name").agg(pl.col("Value").sum()).sort(*ROLLOUT, "Name").group_by(ROLLOUT, maintain_order=True)
     ).agg(**{"RewardTotals.Name": "Name", "RewardTotals.Value": "Value"})
     counts = ["Transitions", "Drops", "Rewards", "named", "InputTokens", "OutputTokens", "ToolCalls", "FailedToolCalls"]
-    lists = ["AgentNames", "Models", "PolicyVersions", "RewardTotals.Name", "RewardTotals.Value"]
+    lists = [name for name, dtype in BUILDS.items() if isinstance(dtype, pl.List)]
     return (
         rollouts.join(kept, on=ROLLOUT, how="left")
         .join(dropped, on=ROLLOUT, how="left")
         .join(ran, on=ROLLOUT, how="left")
         .join(totals, on=ROLLOUT, how="left")
-        .with_columns(pl.col(counts).fill_null(0), pl.col(lists).fill_null([]))
+        .join(rows.times, on=ROLLOUT, how="left")
+        .with_columns(pl.col(counts).fill_null(0), pl.col(lists).fill_null([]), pl.col("Attempts").fill_null(1))
+        .with_columns(pl.col("StartedAt").fill_null(pl.lit(0).cast(NANOSECONDS)), pl.col("Seconds").fill_null(0.0))
         .with_columns(
             Calls=pl.col("Transitions") + pl.col("named"),
             BuildSpec=pl.lit(spec),
