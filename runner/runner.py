@@ -24,7 +24,7 @@ from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from runner.queue.wire import QueuedRollout as Standing
 from runner.rewards.client import RewardClient
 from runner.workers.agent_processes import HostPool
-from runner.workers.agents import AgentSpec, HostLimits, agent_environment, is_service
+from runner.workers.agents import AgentSpec, agent_environment, is_service
 from runner.workers.attempt_files import AttemptFiles
 from runner.workers.attempts import Attempts, AttemptServices, Why
 from runner.workers.containers import remove_of_dead
@@ -303,15 +303,11 @@ async def open_attempts(
     stack.push_async_callback(roots.shut)
     opened = await queue()
     stack.push_async_callback(opened.close)
-    directory = settings.runner.directory
-    environment = agent_environment(os.environ, settings, agent.name)
-    hosts = settings.runner
-    limits = HostLimits(hosts.initialisations, hosts.initialised_ahead, hosts.evaluations)
-    pool = HostPool(agent, hosts.workers, hosts.concurrency, environment, directory / "logs", limits)
+    pool = HostPool(agent, settings.runner, agent_environment(os.environ, settings, agent.name))
     stack.push_async_callback(pool.close)
     await asyncio.to_thread(remove_of_dead, agent)
     await pool.start()
-    files = AttemptFiles(directory, settings.runner.attempts_kept)
+    files = AttemptFiles(settings.runner.directory, settings.runner.attempts_kept)
     await asyncio.to_thread(files.prune)
     return Attempts(pool, gateway, roots, opened, files, settings.runner, services)
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runner.workers.agents import AgentSpec, HostLimits, host_command, initialises
+from runner.workers.agents import AgentSpec, host_command, initialises
 from runner.workers.containers import remove_of_host
 from runner.workers.slots import Slots
 from spangrad.agent.host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
 from spangrad.processes import MARK, die_with_parent, kill_group, kill_marked
+from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure
 
 _START_SECONDS = 120.0
@@ -39,10 +40,10 @@ _logger = logging.getLogger(__name__)
 class HostSlots:
     """Slots of one host, by stage."""
 
-    def __init__(self, concurrency: int, limits: HostLimits) -> None:
-        self.initialising = Slots(limits.initialisations)
-        self.running = Slots(concurrency)
-        self.judging = Slots(limits.evaluations)
+    def __init__(self, settings: RunnerSettings) -> None:
+        self.initialising = Slots(settings.initialisations)
+        self.running = Slots(settings.concurrency)
+        self.judging = Slots(settings.evaluations)
 
 
 class _KilledLoadingError(AgentError):
@@ -81,15 +82,13 @@ class AgentHost:
         """True if it gets no further jobs."""
 
     @classmethod
-    async def start(
-        cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path, limits: HostLimits
-    ) -> AgentHost:
+    async def start(cls, spec: AgentSpec, settings: RunnerSettings, environment: Mapping[str, str], log_file: Path) -> AgentHost:
         """Start a process, and wait until it has loaded the agent.
 
         Raises:
             AgentError: the interpreter, the agent or the evaluator cannot be loaded.
         """
-        command = host_command(spec, limits)
+        command = host_command(spec)
         log = _Log(log_file)
         mark = uuid.uuid4().hex
         jobs_out, jobs_in = os.pipe()
@@ -117,7 +116,7 @@ class AgentHost:
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
         jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
-        host = cls(process, jobs, answers, pipe, log, mark, spec, HostSlots(concurrency, limits))
+        host = cls(process, jobs, answers, pipe, log, mark, spec, HostSlots(settings))
         loaded = host.expect(_LOADED)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -236,18 +235,13 @@ class HostPool:
     its slot of stage run (`AgentHost.places`) later, in the same host.
     """
 
-    def __init__(
-        self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path, limits: HostLimits
-    ) -> None:
+    def __init__(self, spec: AgentSpec, settings: RunnerSettings, environment: Mapping[str, str]) -> None:
         self._spec = spec
-        self._workers = workers
-        self._concurrency = concurrency
+        self._settings = settings
         self._environment = environment
-        self._logs = logs
-        self._limits = limits
         self.initialises = initialises(spec)
         """True if hosts create environments."""
-        self._each = limits.ahead if self.initialises else concurrency
+        self._each = settings.initialised_ahead if self.initialises else settings.concurrency
         """Slots of each host."""
         self._slots: asyncio.Queue[AgentHost | AgentError] = asyncio.Queue()
         self._serving: dict[AgentHost, int] = {}
@@ -262,17 +256,17 @@ class HostPool:
         Raises:
             AgentError: the agent cannot be loaded.
         """
-        hosts = await asyncio.gather(*(self._start(number) for number in range(self._workers)))
+        hosts = await asyncio.gather(*(self._start(number) for number in range(self._settings.workers)))
         for _ in range(self._each):
             for host in hosts:
                 self._slots.put_nowait(host)
 
     async def _start(self, number: int) -> AgentHost:
-        log = self._logs / f"agent-host-{number}.log"
+        log = self._settings.directory / "logs" / f"agent-host-{number}.log"
         pauses = iter(_LOAD_PAUSES)
         while True:
             try:
-                host = await AgentHost.start(self._spec, self._concurrency, self._environment, log, self._limits)
+                host = await AgentHost.start(self._spec, self._settings, self._environment, log)
                 break
             except _KilledLoadingError as error:
                 if (pause := next(pauses, None)) is None:

@@ -129,19 +129,7 @@ class ContainerAgent:
 AgentSpec = CallableAgent | CommandAgent | ContainerAgent
 
 
-@dataclass(frozen=True, slots=True)
-class HostLimits:
-    """Limits of an agent host beside the number of attempts."""
-
-    initialisations: int
-    """Largest number of initialisers at once."""
-    ahead: int
-    """Largest number of attempts that have an environment before they run."""
-    evaluations: int
-    """Largest number of evaluators at once."""
-
-
-def host_command(spec: AgentSpec, limits: HostLimits) -> list[str]:
+def host_command(spec: AgentSpec) -> list[str]:
     """Return the command line of an agent host.
 
     The interpreter is started with -P, so that it does not look for modules in the working directory before the installed ones.

@@ -356,5 +356,5 @@ def test_the_command_follows_until_it_is_told_to_stop(settings: Settings, world:
         trainer.kill()
     lines = [line.split(": ", 1)[1] for line in log.read_text().splitlines()]
     assert [line.split(",")[0] for line in lines] == [
-        "version 0 of policy is loaded on cpu", "step 1 -> version 1: 2 groups", "stopped by SIGTERM",
+        "version 0 of policy is loaded on cpu", "training with device cpu", "step 1 -> version 1: 2 groups", "stopped by SIGTERM",
     ]  # fmt: skip
