@@ -24,18 +24,14 @@ schema = App(name="schema", help="Migrate and show the span store's tables, expi
 @schema.command(name="status")
 def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     """Print every migration with its state in the store at store.url. The exit code is 3 unless all are applied."""
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
 
     store = resolve(config, set_).store
     with _executing(store) as execute:
         entries = status(execute, Layout.of(store))
-    table = Table("number", "name", "applied at (UTC)", "state", box=None, pad_edge=False)
-    for entry in entries:
-        state = f"{entry.state}: {', '.join(entry.lacks)} is gone" if entry.lacks else entry.state
-        table.add_row(f"{entry.number:04d}", entry.name, entry.applied_at, state)
-    plain_console(10_000).print(table)
+    states = [f"{entry.state}: {', '.join(entry.lacks)} is gone" if entry.lacks else entry.state for entry in entries]
+    rows = ((f"{entry.number:04d}", entry.name, entry.applied_at, state) for entry, state in zip(entries, states, strict=True))
+    print_table(("number", "name", "applied at (UTC)", "state"), rows, 10_000)
     if any(entry.state is not MigrationState.APPLIED for entry in entries):
         sys.exit(OUTDATED)
 
