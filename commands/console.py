@@ -62,7 +62,7 @@ def rollout_progress(what: str) -> Generator[Callable[[int, int], None]]:
 
     def line(done: int, total: int) -> None:
         nonlocal next_line
-        if time.monotonic() >= next_line or done == total:
+        if time.monotonic() >= next_line:
             next_line = time.monotonic() + _LOG_SECONDS
             log.info("%s: %d of %d rollouts", what, done, total)
 
