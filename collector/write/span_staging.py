@@ -52,10 +52,11 @@ Places = Mapping[tuple[int, int], Sequence[int]]
 class SpanStaging:
     """Inserter of spans through one handle."""
 
-    def __init__(self, handle: Handle) -> None:
-        """Insert through `handle`, which must not be shared."""
+    def __init__(self, handle: Handle, decode_from: int = ENGINE_FROM) -> None:
+        """Insert through `handle`, which must not be shared; the database decodes batches of `decode_from` spans and more."""
         self._handle = handle
         self._others = Staging(handle)
+        self._decode_from = decode_from
         self._ready = False
         """True if the tables in memory exist, and hold nothing but what is staged."""
         self.staged = False
@@ -133,7 +134,7 @@ class SpanStaging:
     def _decode(self, batch: Sequence[TraceBody], first: int) -> list[Places | None]:
         """Stage the spans that the database decodes; return those that are left to Python for each body. None: all of them."""
         decodable = [body for body in batch if body.wire is not None]
-        if sum(body.spans for body in decodable) < ENGINE_FROM:
+        if sum(body.spans for body in decodable) < self._decode_from:
             return [None] * len(batch)
         try:
             odd = iter(self._decode_in_database(decodable, first))
@@ -167,7 +168,7 @@ class SpanStaging:
             self._ready = True
 
 
-def store_one_again(handle: Handle) -> bool:
+def store_one_again(handle: Handle, decode_from: int = ENGINE_FROM) -> bool:
     """Insert a stored span again, which counts once; return whether there is one.
 
     Raises:
