@@ -22,7 +22,7 @@ from collector.schema.migrations import pending
 from spangrad.errors import SpangradError, StoreError
 from spangrad.processes import LOOPBACK, require_free_port, require_safe_bind
 from spangrad.settings import CollectorSettings, Settings, StoreSettings
-from spangrad.store.clickhouse import connect, store_errors
+from spangrad.store.clickhouse import executing
 
 VARIABLE = "SPANGRAD_OTELCOL"
 NAMES = ("otelcol-spangrad", "otelcol-contrib", "otelcol")
@@ -111,16 +111,8 @@ def require_schema(store: StoreSettings) -> None:
     Raises:
         StoreError: it does not answer, or lacks some.
     """
-    client = connect(store)
-
-    def execute(sql: str) -> str:
-        with store_errors(store.url):
-            return client.raw_query(sql).decode()
-
-    try:
+    with executing(store) as execute:
         lacking = pending(execute, Layout.of(store), incomplete=False)
-    finally:
-        client.close()
     if lacking:
         names = ", ".join(migration.name for migration in lacking)
         raise StoreError(f"the span store at {store.url} lacks {names}. Apply what is missing: `spangrad schema migrate`.")

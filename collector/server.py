@@ -29,7 +29,7 @@ from collector.schema.retention import Expiry
 from collector.sql.http import ClickHouseInterface
 from collector.sql.readers import ReaderLimits
 from collector.write.ingest import Budget, Ingest, Inserter
-from collector.write.log_staging import LogStaging
+from collector.write.staging import LogStaging
 from collector.write.write_buffer import WriteBuffer
 from spangrad.errors import SettingsError
 from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections

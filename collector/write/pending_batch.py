@@ -16,13 +16,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from collector.database import EngineRefusedError, Handle
 from collector.otlp.requests import TraceBody, trace_body
-from collector.write.dead_letters import write_dead_letter
 from collector.write.journal import Journal
 from collector.write.span_staging import SpanStaging, store_one_again
 
@@ -176,7 +176,7 @@ class PendingBatch:
         if failing and (self._tries < _TRIES - 1 or not tables_take_spans):
             raise failing[0][1]
         for body, error in failing:
-            file = write_dead_letter(self._journal.path.parent / DEAD_LETTERS, body.load())
+            file = _write_dead_letter(self._journal.path.parent / DEAD_LETTERS, body.load())
             logger.error("a request with %d acknowledged spans is in no table, and put aside as %s: %s", body.spans, file, error)
 
     def _store_in_parts(self, bodies: Sequence[TraceBody]) -> list[tuple[TraceBody, EngineRefusedError]]:
@@ -201,3 +201,17 @@ class PendingBatch:
 def _refused(error: OSError) -> EngineRefusedError:
     code, name = (_NOT_ENOUGH_SPACE, "NOT_ENOUGH_SPACE") if error.errno == errno.ENOSPC else (76, "CANNOT_OPEN_FILE")
     return EngineRefusedError(f"Code: {code}. DB::Exception: {error}. ({name})", code)
+
+
+def _write_dead_letter(directory: Path, body: bytes) -> Path:
+    """Write a body to a file that can be sent again over OTLP/HTTP as it is; return its path. The same body twice is one file.
+
+    Raises:
+        OSError: there is no room, or the disk fails.
+    """
+    directory.mkdir(exist_ok=True)
+    file = directory / f"{sha256(body).hexdigest()[:32]}.otlp"
+    part = file.with_suffix(".part")
+    part.write_bytes(body)
+    part.replace(file)
+    return file

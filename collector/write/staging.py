@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Sequence
 
 from collector.database import EngineRefusedError, Handle, QueryAnswer
+from collector.otlp.rows import DROPPED_INSERT, LOGS_INSERT, Rows
 from collector.sql.insert_head import InsertHead, parse_insert_head
+from collector.write.ingest import Refused
 
 _ANY_TYPE = "SETTINGS " + ", ".join(f"allow_suspicious_{kind}_types = 1" for kind in ("low_cardinality", "fixed_string", "variant"))
 """Settings that allow a staging table every type that its target may have."""
@@ -90,6 +93,25 @@ class Staging:
         self._handle.query(f"CREATE TEMPORARY TABLE {name} ({', '.join(fields)}) ENGINE = Memory {_ANY_TYPE}")
         insertable = [_quoted(column["name"]) for column in target if column["default_type"] in {"", "DEFAULT"}]
         return name, head.columns or ", ".join(insertable)
+
+
+class LogStaging:
+    """Inserter of log records through one handle."""
+
+    def __init__(self, handle: Handle) -> None:
+        """Insert through `handle`, which must not be shared."""
+        self._staging = Staging(handle)
+
+    def commit(self, bodies: Sequence[Rows]) -> list[Refused]:
+        """Insert all records of all bodies; return the refused records of each.
+
+        Raises:
+            EngineRefusedError: they were not inserted.
+        """
+        for head, parts in ((DROPPED_INSERT, [body.dropped for body in bodies]), (LOGS_INSERT, [body.data for body in bodies])):
+            if rows := b"".join(parts):
+                self._staging.insert(head, "RowBinary", rows, keep_staging=True)
+        return [Refused(body.rejected, body.reason) for body in bodies]
 
 
 def _staged_default(kind: str, expression: str) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from transition_builder.export.formats import Exported
 
 _PIPE_WIDTH = 200
-_LOG_SECONDS = 10
 Several = Annotated[list[str] | None, Parameter(negative=())]
 
 
@@ -79,6 +76,7 @@ def export(
     """
     settings = resolve(config, set_)
     log_to_stderr()
+    from commands.console import rollout_progress
     from spangrad.store.clickhouse import connect
     from transition_builder.export import formats
     from transition_builder.export.reading import ExportSelection
@@ -99,7 +97,7 @@ def export(
     formats.require_place(format_, rollout_filter.dropped)
     # SIGTERM, as a scheduler sends it, then removes half-written files, as Ctrl-C does.
     signal.signal(signal.SIGTERM, _stopped)
-    with answering_store(settings.store) as store, _progress() as progress:
+    with answering_store(settings.store) as store, rollout_progress("exporting") as progress:
         client = connect(store)
         try:
             if not (dataset or settings.trainer.dataset):
@@ -169,56 +167,19 @@ def _stopped(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-@contextmanager
-def _progress() -> Generator[Callable[[int, int], None]]:
-    """Show the progress of an export: a bar on a terminal, lines in a log."""
-    if not sys.stderr.isatty():
-        yield _log_lines()
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from commands.console import plain_console
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rollouts"), TimeRemainingColumn())
-    with Progress(*columns, console=plain_console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _log_lines() -> Callable[[int, int], None]:
-    import logging
-
-    log = logging.getLogger("spangrad.export")
-    last_logged = time.monotonic()
-
-    def line(done: int, total: int) -> None:
-        nonlocal last_logged
-        if time.monotonic() - last_logged >= _LOG_SECONDS:
-            last_logged = time.monotonic()
-            log.info("%d of %d rollouts", done, total)
-
-    return line
-
-
 def _show(done: Exported, out: Path) -> None:
     """Print the numbers of calls written and left out, by reason, with their sum."""
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
 
     tally = done.tally
-    table = Table("", "count", box=None, pad_edge=False)
-    table.columns[1].justify = "right"
-    for name, count in sorted(tally.written.items()):
-        table.add_row(name.replace("_", " "), str(count))
-    table.add_row("calls written", str(tally.calls_written))
-    for reason, count in sorted(tally.left_out.items()):
-        table.add_row(f"calls left out, {reason}", str(count))
-    table.add_row("calls in all", str(tally.calls))
-    table.add_row("rollouts", str(tally.rollouts))
-    if tally.bare_rollouts:
-        table.add_row("rollouts without a call", str(tally.bare_rollouts))
-    for reason, count in sorted(tally.groups_left_out.items()):
-        table.add_row(f"groups without a pair, {reason}", str(count))
-    plain_console(_PIPE_WIDTH).print(table)
+    rows = [
+        *((name.replace("_", " "), count) for name, count in sorted(tally.written.items())),
+        ("calls written", tally.calls_written),
+        *((f"calls left out, {reason}", count) for reason, count in sorted(tally.left_out.items())),
+        ("calls in all", tally.calls),
+        ("rollouts", tally.rollouts),
+        *([("rollouts without a call", tally.bare_rollouts)] if tally.bare_rollouts else []),
+        *((f"groups without a pair, {reason}", count) for reason, count in sorted(tally.groups_left_out.items())),
+    ]
+    print_table(("", "count"), rows, _PIPE_WIDTH, right=[1])
     print(f"{done.dataset} -> {out}")

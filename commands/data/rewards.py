@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,6 +101,7 @@ def _backfill(
     log_to_stderr()
     with answering_store(settings.store) as store:
         client = connect(store)
+        from commands.console import rollout_progress
         from transition_builder import loop
         from transition_builder.rewards import sql
 
@@ -110,7 +110,7 @@ def _backfill(
             datasets.register(client, store.url, name, settings.builder.spec, settings.builder.decides, "the settings without the backfill")
         why = f"backfill of {versions} over {f'run {run_id}' if run_id else 'all runs'} since {began.isoformat(timespec='seconds')}"
         revision = datasets.register(client, store.url, name, builder.spec, builder.decides, why)
-        with _progress(f"building {revision}") as on_progress:
+        with rollout_progress(f"building {revision}") as on_progress:
             summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, on_progress, run_id)
         _report(client, store.url, revision, str(summary) if summary.rollouts else "nothing new")
         client.close()
@@ -152,26 +152,6 @@ def parse_time(text: str, now: datetime) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-@contextmanager
-def _progress(what: str) -> Generator[Callable[[int, int], None]]:
-    """Show the progress of a build: a bar on a terminal, lines in a log."""
-    if not sys.stderr.isatty():
-        import logging
-
-        log = logging.getLogger("spangrad.rewards")
-        yield lambda done, total: log.info("%s: %d of %d rollouts", what, done, total)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from commands.console import plain_console
-
-    words = TextColumn("{task.description}", markup=False)
-    columns = (words, BarColumn(), MofNCompleteColumn(), TextColumn("rollouts"), TimeRemainingColumn())
-    with Progress(*columns, console=plain_console(stderr=True)) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
 def _report(client: Client, url: str, dataset: Dataset, summary: str) -> None:
     from spangrad.store import datasets
     from spangrad.store.clickhouse import store_errors
@@ -192,14 +172,9 @@ def _users(name: str, version: str, known: Sequence[Dataset]) -> str:
 
 
 def _print(columns: Sequence[str], rows: Sequence[Sequence[Any]], otherwise: str) -> None:
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
 
     if not rows:
         print(otherwise)
         return
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row))
-    plain_console(_PIPE_WIDTH).print(table)
+    print_table(columns, ([f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in rows), _PIPE_WIDTH)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from collector.schema.cluster import Layout
-from collector.schema.migrations import SCHEMA, Execute, MigrationState, migrate, pending, preamble, read_migrations, status
+from collector.schema.migrations import SCHEMA, MigrationState, migrate, pending, preamble, read_migrations, status
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import SettingsError
-from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import executing
 
 OUTDATED = 3
 """Exit code of `spangrad schema status` when the store's tables are not those of this installation."""
@@ -24,18 +22,15 @@ schema = App(name="schema", help="Migrate and show the span store's tables, expi
 @schema.command(name="status")
 def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     """Print every migration with its state in the store at store.url. The exit code is 3 unless all are applied."""
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
 
     store = resolve(config, set_).store
-    with _executing(store) as execute:
+    log_to_stderr()
+    with executing(store) as execute:
         entries = status(execute, Layout.of(store))
-    table = Table("number", "name", "applied at (UTC)", "state", box=None, pad_edge=False)
-    for entry in entries:
-        state = f"{entry.state}: {', '.join(entry.lacks)} is gone" if entry.lacks else entry.state
-        table.add_row(f"{entry.number:04d}", entry.name, entry.applied_at, state)
-    plain_console(10_000).print(table)
+    states = [f"{entry.state}: {', '.join(entry.lacks)} is gone" if entry.lacks else entry.state for entry in entries]
+    rows = ((f"{entry.number:04d}", entry.name, entry.applied_at, state) for entry, state in zip(entries, states, strict=True))
+    print_table(("number", "name", "applied at (UTC)", "state"), rows, 10_000)
     if any(entry.state is not MigrationState.APPLIED for entry in entries):
         sys.exit(OUTDATED)
 
@@ -50,7 +45,8 @@ def _migrate(
     """Apply the missing migrations to the store at store.url."""
     store = resolve(config, set_).store
     layout = Layout.of(store)
-    with _executing(store) as execute:
+    log_to_stderr()
+    with executing(store) as execute:
         if dry_run:
             for migration in pending(execute, layout):
                 _print_script(migration.name, migration.script(layout))
@@ -86,27 +82,11 @@ def _expire(*, ttl_days: int | None = None, config: ConfigFile = None, set_: Ove
     store = resolve(config, set_, {"store.ttl_days": ttl_days}).store
     if store.ttl_days is None:
         raise SettingsError("store.ttl_days is not set: nothing expires. Set it, or pass --ttl-days.")
-    with _executing(store) as execute:
+    log_to_stderr()
+    with executing(store) as execute:
         deleted = expire(execute, cutoff(execute, store.ttl_days), Layout.of(store), report=print)
     if not deleted:
         print("nothing to expire")
-
-
-@contextmanager
-def _executing(store: StoreSettings) -> Generator[Execute]:
-    from spangrad.store.clickhouse import connect, store_errors
-
-    log_to_stderr()
-    client = connect(store)
-
-    def execute(sql: str) -> str:
-        with store_errors(store.url):
-            return client.raw_query(sql).decode()
-
-    try:
-        yield execute
-    finally:
-        client.close()
 
 
 def _print_script(title: str, statements: list[str]) -> None:

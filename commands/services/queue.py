@@ -14,8 +14,6 @@ from spangrad.agent.reward_values import entries
 from spangrad.errors import QueueError, SettingsError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from runner.queue.client import QueueClient
     from runner.queue.wire import AttemptRecord, Cancelled, QueuedRollout, RolloutSelector, RolloutState
 
@@ -61,21 +59,17 @@ def _list(
         group: list only rollouts of the group with this id.
         limit: maximum number of rollouts to list.
     """
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
     from runner.queue.wire import RolloutState
 
-    console = plain_console(_PIPE_WIDTH)
     if run is None and state is None and group is None:
-        table = Table("run", *[state.value for state in RolloutState], box=None, pad_edge=False)
-        for row in _ask(config, set_, lambda client: client.runs()):
-            table.add_row(row.run_id, *[str(row.states.get(state, 0)) for state in RolloutState])
-        console.print(table)
+        runs = _ask(config, set_, lambda client: client.runs())
+        rows = ([row.run_id, *(row.states.get(state, 0) for state in RolloutState)] for row in runs)
+        print_table(("run", *RolloutState), rows, _PIPE_WIDTH)
         return
     state_filter = _state(state)
     page = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=state_filter, group_id=group, limit=limit))
-    console.print(_table(page.rollouts))
+    _print(page.rollouts)
 
 
 @queue.command(name="dead")
@@ -85,11 +79,10 @@ def _dead(*, run: RunId = None, limit: int = 50, config: ConfigFile = None, set_
     Args:
         limit: maximum number of rollouts to list.
     """
-    from commands.console import plain_console
     from runner.queue.wire import RolloutState
 
     page = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=RolloutState.DEAD, limit=limit))
-    plain_console(_PIPE_WIDTH).print(_table(page.rollouts))
+    _print(page.rollouts)
 
 
 @queue.command(name="show")
@@ -99,21 +92,21 @@ def _show(rollout: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     Args:
         rollout: id of the rollout.
     """
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
 
     shown = _ask(config, set_, lambda client: client.rollout(rollout))
     print(f"rollout   {shown.rollout_id} of run {shown.run_id} ({shown.mode})")
     print(f"task      {shown.task_id}, group {shown.group_id} of {shown.group_size}, priority {shown.priority}")
     print(f"state     {shown.state}, {shown.attempts_left} attempts left, {shown.timeout_seconds:g} s each")
-    table = Table("attempt", "worker", "began", "seconds", "end", "calls", "", box=None, pad_edge=False)
-    for attempt in shown.attempts:
-        calls = "-" if attempt.calls is None else str(attempt.calls)
-        detail = attempt.detail or _rewards(attempt)
-        table.add_row(str(attempt.attempt), attempt.worker, _time(attempt.began_at), _seconds(attempt), _end(attempt), calls, detail)
-    if shown.attempts:
-        plain_console(_PIPE_WIDTH).print(table)
+    rows = [
+        (
+            *(attempt.attempt, attempt.worker, _time(attempt.began_at), _seconds(attempt), _end(attempt)),
+            *("-" if attempt.calls is None else attempt.calls, attempt.detail or _rewards(attempt)),
+        )
+        for attempt in shown.attempts
+    ]
+    if rows:
+        print_table(("attempt", "worker", "began", "seconds", "end", "calls", ""), rows, _PIPE_WIDTH)
 
 
 @queue.command(name="cancel")
@@ -206,17 +199,16 @@ def _state(text: str | None) -> RolloutState | None:
     return RolloutState(text) if text else None
 
 
-def _table(rollouts: Sequence[QueuedRollout]) -> Table:
-    from rich.table import Table
+def _print(rollouts: Sequence[QueuedRollout]) -> None:
+    from commands.console import print_table
 
-    table = Table("rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt", box=None, pad_edge=False)
+    rows: list[tuple[object, ...]] = []
     for rollout in rollouts:
         last = rollout.attempts[-1] if rollout.attempts else None
         outcome = f"{_end(last)} {last.detail}".strip() if last else "-"
-        count = str(last.attempt + 1 if last else 0)
-        names = (rollout.rollout_id, rollout.run_id, rollout.group_id, rollout.task_id)
-        table.add_row(*names, rollout.mode.value, rollout.state.value, count, outcome)
-    return table
+        names = (rollout.rollout_id, rollout.run_id, rollout.group_id, rollout.task_id, rollout.mode, rollout.state)
+        rows.append((*names, last.attempt + 1 if last else 0, outcome))
+    print_table(("rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt"), rows, _PIPE_WIDTH)
 
 
 def _end(attempt: AttemptRecord) -> str:

@@ -182,30 +182,26 @@ def _committed(version: LedgerVersion) -> str:
 
 def _show(done: FileRun) -> None:
     """Print the numbers of rows trained, held out and left out, and the versions that were committed."""
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
 
     plan, examples = done.plan, done.plan.examples
     if not done.versions:
         print(f"nothing to do: these files were trained with these settings, up to step {plan.at}. --again trains them once more.")
         return
-    table = Table("", "count", box=None, pad_edge=False)
-    table.columns[1].justify = "right"
     unit = "rows" if plan.method == "sft" else "pairs"
-    table.add_row(f"{unit} trained", str(len(examples.trained)))
-    table.add_row(f"{unit} held out", str(len(examples.held_out)))
-    for reason, count in sorted(examples.left_out.items()):
-        table.add_row(f"rows left out, {reason}", str(count))
-    table.add_row("rows in all", str(examples.rows))
-    console = plain_console(_PIPE_WIDTH)
-    console.print(table)
-    console.print(_how(plan), highlight=False)
+    rows = [
+        (f"{unit} trained", len(examples.trained)),
+        (f"{unit} held out", len(examples.held_out)),
+        *((f"rows left out, {reason}", count) for reason, count in sorted(examples.left_out.items())),
+        ("rows in all", examples.rows),
+    ]
+    print_table(("", "count"), rows, _PIPE_WIDTH, right=[1])
+    print(_how(plan))
     if examples.unread:
-        console.print(f"columns that were not read: {', '.join(sorted(examples.unread))}", highlight=False)
+        print(f"columns that were not read: {', '.join(sorted(examples.unread))}")
     policy = plan.base.policy_version.policy
     for version in done.versions:
-        console.print(_committed(version), highlight=False)
+        print(_committed(version))
     newest = done.versions[-1].version
     print(f"{policy}@{plan.base.version} -> {policy}@{newest}. `spangrad lineage {policy}@{newest}` names what it was trained on.")
     measured = (version for version in done.versions if "held_out_loss" in version.metrics)

@@ -41,12 +41,10 @@ def _list(
         name: name of a policy; default: all policies.
         all_: list every version; without it, only the newest 20 of each branch, heads and pinned versions.
     """
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
 
     overview, _ = _read_ledger(resolve(config, set_))
-    table = Table("policy", "branch", "version", "status", "from", "return", "kept", "", box=None, pad_edge=False)
+    rows: list[tuple[object, ...]] = []
     counts: dict[tuple[str, str], int] = {}
     hidden = 0
     for version in reversed(overview.versions):
@@ -60,11 +58,11 @@ def _list(
             continue
         returns = f"{version.metrics['mean_return']:+.2f}" if "mean_return" in version.metrics else "-"
         kept = "yes" if _kept(version) else "no"
-        table.add_row(*place, str(version.version), _status(version), _parent(version), returns, kept, ", ".join(notes))
+        rows.append((*place, version.version, _status(version), _parent(version), returns, kept, ", ".join(notes)))
     if name is not None and not counts:
         known = ", ".join(sorted({policy for policy, _ in overview.heads})) or "none"
         raise LedgerError(f"the ledger knows no policy {name!r}. It knows {known}.")
-    plain_console(_PIPE_WIDTH).print(table)
+    print_table(("policy", "branch", "version", "status", "from", "return", "kept", ""), rows, _PIPE_WIDTH)
     if hidden:
         print(f"{hidden} older versions: --all shows them")
 

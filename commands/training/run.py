@@ -133,23 +133,16 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
 
     greedy = ["greedy"] if any(outcome.mode is Mode.GREEDY for outcome in outcomes) else []
-    table = Table("task", "rollouts", "mean reward", *greedy, "failed", "calls", box=None, pad_edge=False)
+    rows: list[tuple[object, ...]] = []
     for task_id in dict.fromkeys(outcome.task_id for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.task_id == task_id]
-        table.add_row(
-            task_id,
-            str(len(own)),
-            _mean([outcome for outcome in own if outcome.mode is not Mode.GREEDY]),
-            *([_mean([outcome for outcome in own if outcome.mode is Mode.GREEDY])] if greedy else []),
-            str(sum(outcome.failure is not None for outcome in own)),
-            str(sum(outcome.calls or 0 for outcome in own)),
-        )
-    plain_console().print(table)
+        means = [_mean([outcome for outcome in own if (outcome.mode is Mode.GREEDY) is greedily]) for greedily in (False, True)]
+        failed, calls = sum(outcome.failure is not None for outcome in own), sum(outcome.calls or 0 for outcome in own)
+        rows.append((task_id, len(own), *means[: 1 + len(greedy)], failed, calls))
+    print_table(("task", "rollouts", "mean reward", *greedy, "failed", "calls"), rows)
 
 
 def _explain(outcomes: Sequence[Outcome], runner: RunnerSettings) -> None:

@@ -38,21 +38,20 @@ def skipped(*, reason: Reason = None, json: bool = False, config: ConfigFile = N
 
         print(dumps([_facts(row) for row in rows]))
         return
-    from rich.table import Table
-
-    from commands.console import plain_console
-
-    table = Table("group", "run", "mode", "reason", "when", "build spec", "detail", box=None, pad_edge=False)
-    for row in rows:
-        group = row.group
-        when = row.skipped_at.isoformat(timespec="seconds")
-        table.add_row(group.group_id, group.run_id, group.mode, row.reason.value, when, group.build_spec, row.detail)
-    console = plain_console(_PIPE_WIDTH)
-    if rows:
-        console.print(table)
-    else:
+    if not rows:
         place = f"{settings.trainer.policy}/{settings.trainer.branch}"
-        console.print(f"{place} has skipped no group{f' as {reason}' if reason else ''}.", highlight=False)
+        print(f"{place} has skipped no group{f' as {reason}' if reason else ''}.")
+        return
+    from commands.console import print_table
+
+    cells = (
+        (
+            *(row.group.group_id, row.group.run_id, row.group.mode, row.reason, row.skipped_at.isoformat(timespec="seconds")),
+            *(row.group.build_spec, row.detail),
+        )
+        for row in rows
+    )
+    print_table(("group", "run", "mode", "reason", "when", "build spec", "detail"), cells, _PIPE_WIDTH)
 
 
 def restore(

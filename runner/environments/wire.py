@@ -91,9 +91,3 @@ class Standings(msgspec.Struct, frozen=True, kw_only=True):
     instances: list[Standing]
     waiting: int
     """Number of requests in line."""
-
-
-class EnvironmentRefusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Response with any status but 200."""
-
-    error: str

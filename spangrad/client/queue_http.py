@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import urllib.error
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
@@ -98,15 +98,6 @@ class QueueHttp:
         """Return the run's rollouts that ended after a cursor, in order, and the next cursor; waits for one at most `wait_seconds`."""
         page = self.ask("GET", f"/ended?{urlencode({'after': after, 'limit': _PAGE, 'wait': wait_seconds})}")
         return page["rollouts"], page["cursor"]
-
-    def all_ended(self) -> Iterator[dict[str, Any]]:
-        """Yield all of the run's rollouts that have ended, in order."""
-        after = 0
-        while True:
-            page, after = self.ended(after, 0)
-            if not page:
-                return
-            yield from page
 
     def demand(self) -> dict[str, Any]:
         """Return the trainers' demand for groups of the run."""

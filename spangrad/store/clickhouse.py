@@ -8,7 +8,7 @@ Invariant: a statement with the name of a rollout, a session or a span is valid 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -97,6 +97,25 @@ def microseconds(time: datetime) -> int:
 def moment(since_1970: int) -> datetime:
     """Return the time of microseconds since 1970, as the store returns them."""
     return datetime.fromtimestamp(since_1970 / 1_000_000, UTC)
+
+
+@contextmanager
+def executing(store: StoreSettings) -> Generator[Callable[[str], str]]:
+    """Yield a function that runs a statement in the store and returns its answer, as text.
+
+    Raises:
+        StoreError: no store answers at the URL, or the token was refused; from the function also: the statement failed.
+    """
+    client = connect(store)
+
+    def execute(sql: str) -> str:
+        with store_errors(store.url):
+            return client.raw_query(sql).decode()
+
+    try:
+        yield execute
+    finally:
+        client.close()
 
 
 @contextmanager

@@ -46,11 +46,6 @@ class Example:
     source: ExampleFile
     origins: tuple[RolloutOrigin, ...]
 
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of all its sequences."""
-        return sum(len(sequence.ids) for sequence in self.sequences)
-
 
 @dataclass(slots=True)
 class Examples:

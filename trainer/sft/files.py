@@ -63,11 +63,6 @@ class FileRow:
     values: Mapping[str, Any]
 
     @property
-    def place(self) -> str:
-        """Return file and row number for messages."""
-        return f"{self.source.path}, row {self.number}"
-
-    @property
     def origins(self) -> tuple[RolloutOrigin, ...]:
         """Return the rollouts that it came from, as spangrad's exports name them; empty: the row is from another program."""
         if "RolloutId" in self.values:
