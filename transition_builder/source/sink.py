@@ -116,19 +116,13 @@ def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.
     ).agg(**{"RewardTotals.Name": "Name", "RewardTotals.Value": "Value"})
     counts = ["Transitions", "Drops", "Rewards", "named", "InputTokens", "OutputTokens", "ToolCalls", "FailedToolCalls"]
     lists = ["AgentNames", "Models", "PolicyVersions", "RewardTotals.Name", "RewardTotals.Value"]
-    return (
-        rollouts.join(kept, on=ROLLOUT, how="left")
-        .join(dropped, on=ROLLOUT, how="left")
-        .join(ran, on=ROLLOUT, how="left")
-        .join(totals, on=ROLLOUT, how="left")
-        .with_columns(pl.col(counts).fill_null(0), pl.col(lists).fill_null([]))
-        .with_columns(
-            Calls=pl.col("Transitions") + pl.col("named"),
-            BuildSpec=pl.lit(spec),
-            Builder=pl.lit(builder),
-            Watermark=pl.coalesce("LastArrival", "IngestedAt"),
-            RowsRead=pl.col("RowsRead").fill_null(0),
-        )
+    for facts in (kept, dropped, ran, totals):
+        rollouts = rollouts.join(facts, on=ROLLOUT, how="left")
+    return rollouts.with_columns(pl.col(*counts, "RowsRead").fill_null(0), pl.col(lists).fill_null([])).with_columns(
+        Calls=pl.col("Transitions") + pl.col("named"),
+        BuildSpec=pl.lit(spec),
+        Builder=pl.lit(builder),
+        Watermark=pl.coalesce("LastArrival", "IngestedAt"),
     )
 
 
