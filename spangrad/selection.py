@@ -67,17 +67,19 @@ def expression(selection: Selection) -> pl.Expr:
 
 def _matches(name: pl.Expr, pattern: str, what: str) -> pl.Expr:
     whole = f"^(?:{pattern})$"
-    try:
-        pl.select(pl.lit("").str.contains(whole))
-    except pl.exceptions.ComputeError as error:
+    if fault := pattern_fault(whole):
         raise SettingsError(
-            f"selection.{'policies' if what == 'policy' else f'{what}s'} = {pattern!r} is no regular expression ({_reason(error)}). "
+            f"selection.{'policies' if what == 'policy' else f'{what}s'} = {pattern!r} is no regular expression ({fault}). "
             "Fix it; it must match a name in full."
-        ) from None
+        )
     return name.str.contains(whole)
 
 
-def _reason(error: Exception) -> str:
-    """Return the parser's message: the line that names the fault."""
-    messages = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
-    return messages[0] if messages else str(error).splitlines()[0]
+def pattern_fault(pattern: str) -> str:
+    """Return the reason why a pattern is no regular expression, in the parser's words; empty where it is one."""
+    try:
+        pl.select(pl.lit("").str.contains(pattern))
+    except pl.exceptions.ComputeError as error:
+        lines = str(error).splitlines()
+        return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return ""

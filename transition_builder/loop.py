@@ -32,7 +32,7 @@ from transition_builder.completeness.rootless_traces import claim, judge, merge,
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import Frames, Verdict, empty
 from transition_builder.rewards import sql
-from transition_builder.schemas import BUILT, LOOSE, ROLLOUT, ROOTS, SPAN
+from transition_builder.schemas import BUILT, LOOSE, MICROSECONDS, ROLLOUT, ROOTS, SPAN
 from transition_builder.source import late_spans
 from transition_builder.source.claims import Claims
 from transition_builder.source.discovery import OVERLAP, Discovery
@@ -48,8 +48,8 @@ _RECHECK_FRACTION = 0.05
 """Fraction of its waiting time after which a waiting rollout is checked again."""
 ROLLOUTS_A_LOOK = 1024
 """Rollouts whose spans without attributes are read at a time; bounds memory."""
-Said = Callable[[int, int], None]
-"""Progress callback; called with the number of concluded rollouts and the number of all known ones."""
+ProgressCallback = Callable[[int, int], None]
+"""Function called with the number of concluded rollouts and the number of all known ones."""
 
 
 def _nothing(done: int, total: int) -> None:
@@ -70,7 +70,7 @@ class Builder:
         since: datetime | None = None,
         run: str | None = None,
         force: bool = False,
-        on_progress: Said = _nothing,
+        on_progress: ProgressCallback = _nothing,
     ) -> None:
         """Connect to the store.
 
@@ -99,12 +99,12 @@ class Builder:
         self._source = RolloutReader(client, settings)
         self._claims = Claims(self._reader, name, settings.builder.lease_seconds)
         self._sink = Sink(self._reader, name)
-        self._pending = empty(ROOTS).with_columns(CheckedAt=pl.col("IngestedAt"))
-        self._loose = empty(LOOSE).with_columns(CheckedAt=pl.col("IngestedAt"))
-        of_rollouts = {name: pl.String() for name in ROLLOUT}
-        self._examined = pl.DataFrame(schema={**of_rollouts, "Until": ROOTS["IngestedAt"], "Examined": pl.UInt64()})
-        self._late = pl.DataFrame(schema={**of_rollouts, "Rows": pl.UInt64()})
-        self._moved = pl.DataFrame(schema=MOVED)
+        self._pending = empty({**ROOTS, "CheckedAt": MICROSECONDS})
+        self._loose = empty({**LOOSE, "CheckedAt": MICROSECONDS})
+        of_rollouts = dict.fromkeys(ROLLOUT, pl.String())
+        self._examined = empty(of_rollouts | {"Until": MICROSECONDS, "Examined": pl.UInt64()})
+        self._late = empty(of_rollouts | {"Rows": pl.UInt64()})
+        self._moved = empty(MOVED)
         self._done = 0
         self._portions = Portions()
 
@@ -276,7 +276,7 @@ class Builder:
 
     def _least_silence(self) -> pl.Expr:
         """Return the minimum silence of a row's rollout."""
-        announced = (pl.col("RolloutKeySource") == "rollout") & (pl.col("RunId") != "") & (pl.col("Mode") != "")
+        announced = NAMED & (pl.col("RunId") != "") & (pl.col("Mode") != "")
         seconds = pl.when(announced).then(self._spec.incomplete_after_seconds).otherwise(self._waits.quiet_seconds)
         return pl.duration(milliseconds=seconds * 1000)
 
@@ -328,7 +328,7 @@ def _due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
 def _checked(waiting: pl.DataFrame, due: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
     """Return the waiting rows, with those that were due dated now."""
     was_due = pl.struct(key).is_in(due.select(pl.struct(key)).to_series().implode())
-    return waiting.with_columns(CheckedAt=pl.when(was_due).then(now).otherwise("CheckedAt").cast(pl.Datetime("us", "UTC")))
+    return waiting.with_columns(CheckedAt=pl.when(was_due).then(now).otherwise("CheckedAt").cast(MICROSECONDS))
 
 
 def build_once(settings: Settings) -> Summary:
@@ -343,7 +343,7 @@ def build_once(settings: Settings) -> Summary:
     return summary
 
 
-def build_all(settings: Settings, on_progress: Said = _nothing) -> Summary:
+def build_all(settings: Settings, on_progress: ProgressCallback = _nothing) -> Summary:
     """Conclude everything that has ended without waiting for late spans: those make a new revision.
 
     A rollout that a runner announced ends with its final root, or with `incomplete_after_seconds` of silence.
@@ -354,7 +354,7 @@ def build_all(settings: Settings, on_progress: Said = _nothing) -> Summary:
     return _started(settings, force=True, on_progress=on_progress).look()
 
 
-def rebuild(settings: Settings, since: datetime, on_progress: Said, run: str | None = None) -> Summary:
+def rebuild(settings: Settings, since: datetime, on_progress: ProgressCallback, run: str | None = None) -> Summary:
     """Build everything that has ended, and whose root or calls arrived since a time, by the settings' specification.
 
     Builds of other specifications stay; what this one has built already is not built again. The dataset is not registered. With a
@@ -389,7 +389,7 @@ def follow(settings: Settings) -> None:
             retrying(builder.look)
 
 
-def _started(settings: Settings, *, force: bool = False, on_progress: Said = _nothing) -> Builder:
+def _started(settings: Settings, *, force: bool = False, on_progress: ProgressCallback = _nothing) -> Builder:
     """Return a builder whose specification is registered under the dataset's name."""
     builder = Builder(settings, force=force, on_progress=on_progress)
     builder.register(settings.builder.dataset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spangrad.errors import BuilderError
+from spangrad.selection import pattern_fault
 from spangrad.settings import BuilderSettings
 from transition_builder.rewards import air
 
@@ -15,7 +16,7 @@ def check(spec: BuilderSettings) -> None:
     """
     air.check(spec)
     for name, pattern in spec.selection.model_dump().items():
-        if reason := air.pattern_fault(pattern or ""):
+        if reason := pattern_fault(pattern or ""):
             raise BuilderError(f"builder.selection.{name} = {pattern!r} is no regular expression: {reason}. Fix it.")
 
 

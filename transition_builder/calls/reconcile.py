@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from spangrad.selection import conditions
+from spangrad.selection import Condition, conditions
 from spangrad.settings import BuilderSettings
 from spangrad.types import HELD_OUT_MODES, DropReason
 from transition_builder.calls.reconstruct import UNKNOWN
@@ -69,18 +69,9 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
     known = calls.with_columns(**{name: value for name, value in _ABSENT.items() if name not in calls.columns})
     known = known.join(facts, on=ROLLOUT).join(faults, on=ROLLOUT, how="left")
     known = known.with_columns(Reshaping=_reshaping())
-    reason, detail = _first_reasons(
-        known,
-        _ownership()
-        + _identity()
-        + _rollout_reasons()
-        + _selection(spec)
-        + _outcome()
-        + _known(spec)
-        + _trainable(spec)
-        + _reward_reasons(),
-    )
-    unselected = pl.any_horizontal(holds.fill_null(False) for _, holds, _ in _identity() + _selection(spec))
+    rules = _rules(spec)
+    reason, detail = _first_reasons(known, rules)
+    unselected = pl.any_horizontal(holds.fill_null(False) for reason, holds, _ in rules if reason in _UNSELECTED)
     counts = ~unselected & ~failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
     turned = known.with_columns(reason, detail, counts=counts)
     turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(ATTEMPT).cast(pl.Int64) - 1
@@ -88,39 +79,34 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
 
 
 Rule = tuple[DropReason, pl.Expr, pl.Expr]
+_UNSELECTED = {DropReason.DUPLICATE, DropReason.UNKNOWN_CONVENTION, DropReason.NOT_SELECTED}
+"""Reasons of calls that are no turn of the rollout."""
 
 
-def _ownership() -> list[Rule]:
+def _rules(spec: BuilderSettings) -> list[Rule]:
+    """Return the reasons in their order: when each holds, and its detail."""
+    model = pl.when(pl.col("Model") != "").then(pl.format("model {}", "Model")).otherwise(pl.lit(""))
     superseded = pl.col("Attempt") != pl.col("final_attempt")
-    shared = (DropReason.SHARED_TRACE, pl.col("Shared"), pl.format("trace {}", "TraceId"))
-    return [shared, (DropReason.SUPERSEDED_ATTEMPT, superseded, pl.format("attempt {} counts", "final_attempt"))]
-
-
-def _identity() -> list[Rule]:
-    model_detail = pl.when(pl.col("Model") != "").then(pl.format("model {}", "Model")).otherwise(pl.lit(""))
     return [
+        (DropReason.SHARED_TRACE, pl.col("Shared"), pl.format("trace {}", "TraceId")),
+        (DropReason.SUPERSEDED_ATTEMPT, superseded, pl.format("attempt {} counts", "final_attempt")),
         (DropReason.DUPLICATE, pl.col("DuplicateOf") != "", pl.format("call {} counts", "DuplicateOf")),
-        (DropReason.UNKNOWN_CONVENTION, pl.col("Convention") == UNKNOWN, model_detail),
-    ]
-
-
-def _rollout_reasons() -> list[Rule]:
-    return [
+        (DropReason.UNKNOWN_CONVENTION, pl.col("Convention") == UNKNOWN, model),
         (DropReason.INCOMPLETE, pl.col("Verdict") == Verdict.INCOMPLETE.value, pl.col("root_detail")),
         (DropReason.ATTEMPT_FAILED, pl.col("Failure") != "", pl.col("Failure")),
+        *_selection(spec),
+        *_outcome(),
+        *_known(spec),
+        *_trainable(spec),
+        (DropReason.NO_REWARD, pl.col("fault").is_not_null(), pl.col("fault")),
     ]
-
-
-def _reward_reasons() -> list[Rule]:
-    return [(DropReason.NO_REWARD, pl.col("fault").is_not_null(), pl.col("fault"))]
 
 
 def _selection(spec: BuilderSettings) -> list[Rule]:
-    names = [
-        (condition, pl.when(condition.value != "").then(condition.value).otherwise(pl.lit("none")))
-        for condition in conditions(spec.selection)
-    ]
-    return [(DropReason.NOT_SELECTED, ~condition.holds, pl.format(f"{condition.what} {{}}", name)) for condition, name in names]
+    def detail(condition: Condition) -> pl.Expr:
+        return pl.format(f"{condition.what} {{}}", pl.when(condition.value != "").then(condition.value).otherwise(pl.lit("none")))
+
+    return [(DropReason.NOT_SELECTED, ~condition.holds, detail(condition)) for condition in conditions(spec.selection)]
 
 
 def _outcome() -> list[Rule]:
@@ -235,12 +221,8 @@ def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit(DropReason.ATTEMPT_FAILED.value))
         .otherwise(pl.lit(DropReason.NO_CALLS.value)),
         Detail=pl.when(incomplete).then("Detail").otherwise("Failure"),
-        CallId=pl.lit(""),
         Choice=pl.lit(0),
         Timestamp=pl.lit(0, pl.Int64).cast(NANOSECONDS),
-        AgentName=pl.lit(""),
-        Policy=pl.lit(""),
-        Model=pl.lit(""),
-        Convention=pl.lit(""),
+        **{name: pl.lit("") for name in ("CallId", "AgentName", "Policy", "Model", "Convention")},
     )
     return alone.sort(ATTEMPT)

@@ -123,11 +123,9 @@ def _group(spans: Sequence[Mapping[str, Any]], inside: frozenset[int]) -> CallSp
     tokens += [pair for pair in counts if None not in pair]
     # The model that the agent requested takes precedence over the one that a gateway in between may have set.
     models = [*(span["Model"] for span in spans), *(requested for *_, requested in recorded)]
-    innermost = top
-    for distance in (CLIENT, FRAMEWORK):
-        if distance in distances:
-            innermost = min((span for span in spans if span["Distance"] == distance), key=lambda span: (-span["Depth"], _place(span)))
-            break
+    speaking = next((kind for kind in (CLIENT, FRAMEWORK) if kind in distances), None)
+    speakers = [span for span in spans if span["Distance"] == speaking]
+    innermost = min(speakers, key=lambda span: (-span["Depth"], _place(span)), default=top)
     return CallSpans(
         name=top["Node"],
         innermost=innermost["Node"],

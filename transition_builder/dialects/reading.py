@@ -91,16 +91,12 @@ class AttributeColumns:
     def matching(self, pattern: str) -> pl.Series:
         """Return a boolean a span: any of its attributes has a name that matches a pattern."""
         matches = np.zeros(self.height, dtype=np.bool_)
-        matching_names = pl.Series(self._names, dtype=pl.String).str.contains(pattern).to_numpy()
-        if matching_names.any():
-            matches[self._rows[matching_names[self._codes]]] = True
+        matches[self._rows[self._at(pattern)]] = True
         return pl.Series(matches)
 
     def entries(self, pattern: str) -> pl.DataFrame:
         """Return attributes whose names match a pattern: row (of the spans), key, value."""
-        matching_names = pl.Series(self._names, dtype=pl.String).str.contains(pattern).to_numpy()
-        at = np.flatnonzero(matching_names[self._codes]) if matching_names.any() else np.zeros(0, dtype=np.int64)
-        names = pl.Series("key", self._names, dtype=pl.String)
+        at, names = self._at(pattern), pl.Series("key", self._names, dtype=pl.String)
         return pl.DataFrame(
             [
                 pl.Series("row", self._rows[at], dtype=pl.Int64),
@@ -108,6 +104,11 @@ class AttributeColumns:
                 self._values.gather(pl.Series(at, dtype=pl.UInt32)).alias("value"),
             ]
         )
+
+    def _at(self, pattern: str) -> np.ndarray:
+        """Return the places of the attributes whose names match a pattern."""
+        matching = pl.Series(self._names, dtype=pl.String).str.contains(pattern).to_numpy()
+        return np.flatnonzero(matching[self._codes]) if matching.any() else np.zeros(0, dtype=np.int64)
 
     def forget(self) -> None:
         """Exclude from `frame` the attributes that were requested so far."""

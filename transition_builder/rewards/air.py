@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import polars as pl
 
 from spangrad.errors import BuilderError
+from spangrad.selection import pattern_fault
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.types import RewardSource
 from transition_builder.frames import concat
@@ -71,28 +72,13 @@ def check(spec: BuilderSettings) -> None:
     for rule in spec.rules:
         form = rule.form if rule.form != calls.JSON else None
         for name, pattern in (("agents", rule.agents), ("form", form), ("types", rule.types)):
-            if pattern is not None:
-                _check_pattern(rule, name, pattern)
+            if pattern is not None and (fault := pattern_fault(whole(pattern))):
+                raise BuilderError(f"the rule {rule.name!r} has {name} = {pattern!r}, which is no regular expression: {fault}. Fix it.")
         if rule.kind == "expression":
             _check_expression(rule)
         if rule.kind == "python":
             _check_columns(rule)
             functions.load(rule)
-
-
-def pattern_fault(pattern: str) -> str:
-    """Return the reason why a pattern is no regular expression; empty where it is."""
-    try:
-        pl.select(pl.lit("").str.contains(pattern))
-    except pl.exceptions.ComputeError as error:
-        reasons = (line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: "))
-        return next(reasons, "Polars refuses it")
-    return ""
-
-
-def _check_pattern(rule: AirRule, name: str, pattern: str) -> None:
-    if reason := pattern_fault(whole(pattern)):
-        raise BuilderError(f"the rule {rule.name!r} has {name} = {pattern!r}, which is no regular expression: {reason}. Fix it.")
 
 
 def _check_columns(rule: AirRule) -> None:

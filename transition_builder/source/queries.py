@@ -16,7 +16,7 @@ from spangrad.store import clickhouse
 from spangrad.store.clickhouse import KEYS_A_STATEMENT, LONG, constant, microseconds, store_errors
 from spangrad.store.datasets import builds_sql
 from transition_builder.frames import concat, conform
-from transition_builder.schemas import BUILT
+from transition_builder.schemas import BUILT, MICROSECONDS
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -47,7 +47,7 @@ class StoreReader:
         """Return the store's clock, which dates every arrival; or `builder.as_of`, where that is set."""
         if self.as_of:
             return self.as_of
-        return self.frame("SELECT toUnixTimestamp64Micro(now64(6)) AS now").select(pl.col("now").cast(pl.Datetime("us", "UTC"))).item()
+        return self.frame("SELECT toUnixTimestamp64Micro(now64(6)) AS now").select(pl.col("now").cast(MICROSECONDS)).item()
 
     def arrived(self, table: str) -> str:
         """Return a SQL condition that a row of the table had arrived."""

@@ -116,21 +116,19 @@ def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.
     ).agg(**{"RewardTotals.Name": "Name", "RewardTotals.Value": "Value"})
     counts = ["Transitions", "Drops", "Rewards", "named", "InputTokens", "OutputTokens", "ToolCalls", "FailedToolCalls"]
     lists = [name for name, dtype in BUILDS.items() if isinstance(dtype, pl.List)]
-    return (
-        rollouts.join(kept, on=ROLLOUT, how="left")
-        .join(dropped, on=ROLLOUT, how="left")
-        .join(ran, on=ROLLOUT, how="left")
-        .join(totals, on=ROLLOUT, how="left")
-        .join(rows.times, on=ROLLOUT, how="left")
-        .with_columns(pl.col(counts).fill_null(0), pl.col(lists).fill_null([]), pl.col("Attempts").fill_null(1))
-        .with_columns(pl.col("StartedAt").fill_null(pl.lit(0).cast(NANOSECONDS)), pl.col("Seconds").fill_null(0.0))
-        .with_columns(
-            Calls=pl.col("Transitions") + pl.col("named"),
-            BuildSpec=pl.lit(spec),
-            Builder=pl.lit(builder),
-            Watermark=pl.coalesce("LastArrival", "IngestedAt"),
-            RowsRead=pl.col("RowsRead").fill_null(0),
-        )
+    for facts in (kept, dropped, ran, totals, rows.times):
+        rollouts = rollouts.join(facts, on=ROLLOUT, how="left")
+    return rollouts.with_columns(
+        pl.col(*counts, "RowsRead").fill_null(0),
+        pl.col(lists).fill_null([]),
+        pl.col("Attempts").fill_null(1),
+        pl.col("StartedAt").fill_null(pl.lit(0).cast(NANOSECONDS)),
+        pl.col("Seconds").fill_null(0.0),
+    ).with_columns(
+        Calls=pl.col("Transitions") + pl.col("named"),
+        BuildSpec=pl.lit(spec),
+        Builder=pl.lit(builder),
+        Watermark=pl.coalesce("LastArrival", "IngestedAt"),
     )
 
 

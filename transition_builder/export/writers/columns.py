@@ -97,9 +97,7 @@ def fitting_tools(counts: Mapping[str, int]) -> tuple[set[str], Any]:
         counts: number of rows with each list, which is written as JSON; empty: none.
     """
     fitting, chosen, column_type = {""}, list[Any](), None
-    for written in sorted(
-        (written_list for written_list in counts if written_list), key=lambda written_list: (-counts[written_list], written_list)
-    ):
+    for written in sorted(filter(None, counts), key=lambda written: (-counts[written], written)):
         tried = [*chosen, json.loads(written)]
         try:
             array = pa.array(tried)

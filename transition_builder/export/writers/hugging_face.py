@@ -1,4 +1,4 @@
-"""Transitions as a directory that Hugging Face's `datasets` loads: Parquet shards, a split a mode, and a card of splits and columns' types.
+"""Transitions as a directory that Hugging Face's `datasets` loads: Parquet shards, a split a mode, and a card that names the splits.
 
 Invariant: `load_dataset(DIRECTORY)` gives the rows of `parquet`, without the library being needed here.
 """
@@ -72,9 +72,8 @@ def split_name(mode: str) -> str:
 def card(reader: ExportReader, rows: Counter[str]) -> str:
     """Return the dataset's card: its head is YAML that `datasets` reads."""
     splits = [line for name in sorted(rows) for line in (f"  - split: {name}", f"    path: data/{name}-*.parquet")]
-    features = [line for field in SCHEMA for line in _feature(field.name, field.type, "  ")]
     facts = metadata(reader)
-    head = ["---", "configs:", "- config_name: default", "  data_files:", *splits, "dataset_info:", "  features:", *features, "---"]
+    head = ["---", "configs:", "- config_name: default", "  data_files:", *splits, "---"]
     body = [
         f"# {facts['spangrad.dataset']}",
         "",
@@ -87,21 +86,3 @@ def card(reader: ExportReader, rows: Counter[str]) -> str:
         "`Return` is the sum of the rollout's rewards; `Rewards` are those of the call, and those of the rollout on its last call.",
     ]
     return "\n".join([*(head if rows else ["---", "---"]), "", *body, ""])
-
-
-def _feature(name: str, dtype: Any, indent: str) -> list[str]:
-    """Return a column's type in the YAML of a card."""
-    if pa.types.is_list(dtype):
-        inner = dtype.value_type
-        if pa.types.is_struct(inner):
-            return [
-                f"{indent}- name: {name}",
-                f"{indent}  list:",
-                *(line for field in inner for line in _feature(field.name, field.type, indent + "  ")),
-            ]
-        return [f"{indent}- name: {name}", f"{indent}  list: {_plain(inner)}"]
-    return [f"{indent}- name: {name}", f"{indent}  dtype: {_plain(dtype)}"]
-
-
-def _plain(dtype: Any) -> str:
-    return {"double": "float64", "float": "float32"}.get(str(dtype), str(dtype))

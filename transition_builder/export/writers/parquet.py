@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from transition_builder.export.reading import ExportReader, GroupSlice
-from transition_builder.schemas import TRANSITIONS
+from transition_builder.schemas import NANOSECONDS, TRANSITIONS
 
 _NOT_WRITTEN = frozenset({"Content"})
 """Columns without a meaning outside the store."""
@@ -28,7 +28,7 @@ def _arrow_type(dtype: pl.DataType) -> Any:
         pl.UInt16(): pa.uint16(),
         pl.UInt32(): pa.uint32(),
         pl.UInt64(): pa.uint64(),
-        pl.Datetime("ns", "UTC"): pa.timestamp("ns", tz="UTC"),
+        NANOSECONDS: pa.timestamp("ns", tz="UTC"),
     }
     return plain[dtype]
 

@@ -15,11 +15,10 @@ from typing import Any
 import pyarrow as pa
 
 from transition_builder.dialects.messages import Dialogue
-from transition_builder.export.call_texts import SpokenRollout, about, spoken
+from transition_builder.export.call_texts import SpokenRollout, about, read_dialogues, spoken
 from transition_builder.export.conversations import Conversation, prompt_key
 from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.export.tally import LeftOut
-from transition_builder.export.texts import read_dialogues
 from transition_builder.export.writers.columns import MessageRows
 
 ABILITY = "agent"
@@ -28,16 +27,9 @@ _RL_COLUMNS = {
     "ability": pa.string(),
     "reward_model": pa.struct([("style", pa.string()), ("ground_truth", pa.string())]),
     "extra_info": pa.struct(
-        [
-            ("index", pa.int64()),
-            ("split", pa.string()),
-            ("task", pa.string()),
-            ("run", pa.string()),
-            ("group", pa.string()),
-            ("rollout", pa.string()),
-            ("call", pa.string()),
-            ("return", pa.float64()),
-        ]
+        [("index", pa.int64())]
+        + [(name, pa.string()) for name in ("split", "task", "run", "group", "rollout", "call")]
+        + [("return", pa.float64())]
     ),
 }
 _META = pa.struct(
