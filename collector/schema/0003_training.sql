@@ -192,7 +192,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.builds (
     BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content)
         COMMENT 'Of this revision: its rows of other tables have the same, so that a reader selects them by one number' CODEC(ZSTD(1)),
     Precedence UInt256 MATERIALIZED bitOr(bitShiftLeft(toUInt256(Revision), 128), bitOr(
-        bitShiftLeft(toUInt256(18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt))), 64), toUInt256(bitNot(Content))))
+        bitShiftLeft(toUInt256(bitNot(toUInt64(toUnixTimestamp64Micro(IngestedAt)))), 64), toUInt256(bitNot(Content))))
         COMMENT 'The greatest counts of a rollout''s: the newest revision, and of two builders that made the same one at once the first' CODEC(ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1

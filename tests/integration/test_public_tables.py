@@ -8,6 +8,7 @@ import pytest
 
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.datasets import builds_sql
 from spangrad.store.names import PUBLIC
 from spangrad.types import call_id
 from tests.support import fakes
@@ -95,6 +96,15 @@ def test_attempts_are_there_before_anything_is_built(store: StoreSettings) -> No
         post(store, spans.otlp())
     asked = "SELECT RolloutId, Attempt, Calls, Final, Failure, TaskId FROM spangrad.attempts WHERE RunId = 'unbuilt'"
     assert rows(store, asked) == [("waiting", 1, 2, True, "", "t")]
+
+
+def test_the_newest_revision_counts_and_of_two_of_the_same_the_first(store: StoreSettings) -> None:
+    with connect(store) as client:
+        for revision, content, minute in ((0, 9, 1), (2, 5, 3), (2, 4, 2), (1, 8, 4)):
+            row = {"RunId": "rev", "RolloutId": "r", "Revision": revision, "Content": content, "IngestedAt": datetime(2026, 1, 1, 0, minute)}
+            client.insert("spangrad_internal.builds", [list(row.values())], column_names=list(row))
+    assert rows(store, "SELECT Revision, Content FROM spangrad.builds WHERE RunId = 'rev'") == [(2, 4)]
+    assert rows(store, f"SELECT Revision, Content FROM {builds_sql()} WHERE RunId = 'rev'") == [(2, 4)]
 
 
 def test_steps_has_a_row_a_trained_version_with_all_metrics(store: StoreSettings, tool: str) -> None:
