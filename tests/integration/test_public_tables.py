@@ -101,7 +101,8 @@ def test_attempts_are_there_before_anything_is_built(store: StoreSettings) -> No
 def test_the_newest_revision_counts_and_of_two_of_the_same_the_first(store: StoreSettings) -> None:
     with connect(store) as client:
         for revision, content, minute in ((0, 9, 1), (2, 5, 3), (2, 4, 2), (1, 8, 4)):
-            row = {"RunId": "rev", "RolloutId": "r", "Revision": revision, "Content": content, "IngestedAt": datetime(2026, 1, 1, 0, minute)}
+            at = datetime(2026, 1, 1, 0, minute, tzinfo=UTC)
+            row = {"RunId": "rev", "RolloutId": "r", "Revision": revision, "Content": content, "IngestedAt": at}
             client.insert("spangrad_internal.builds", [list(row.values())], column_names=list(row))
     assert rows(store, "SELECT Revision, Content FROM spangrad.builds WHERE RunId = 'rev'") == [(2, 4)]
     assert rows(store, f"SELECT Revision, Content FROM {builds_sql()} WHERE RunId = 'rev'") == [(2, 4)]
