@@ -174,14 +174,18 @@ def _tool_calls(
 
 def _times(spans: pl.DataFrame) -> pl.DataFrame:
     """Return TIMES by the runner's spans: roots of attempts, and stages."""
-    of_runner = spans.filter((pl.col("RowKind") == "span") & (pl.col("RolloutKeySource") == "rollout") & pl.col("SpanName").is_in(_TIMED))
+    # Few columns, so that the filter copies little.
+    columns = ["RunId", "Attempt", "Timestamp", "SpanName", "ScopeName", "RowKind", "RolloutKeySource", "Duration", "Attributes"]
+    named = (pl.col("RowKind") == "span") & (pl.col("RolloutKeySource") == "rollout") & pl.col("SpanName").is_in(_TIMED)
+    of_runner = spans.select(*columns, RolloutId="RolloutKey").filter(named)
     if of_runner.is_empty():
         return empty(TIMES)
-    once = of_runner.unique(SPAN, maintain_order=True).with_columns(RolloutId="RolloutKey", Seconds=pl.col("Duration") / 1e9)
-    is_root = pl.col("SpanName") == semconv.ROOT_SPAN_NAME
-    roots = once.filter(is_root & attribute(semconv.ROLLOUT_FINAL).is_not_null()).sort("Attempt", "Timestamp")
-    last = roots.group_by(ROLLOUT).agg(pl.col("Attempt").n_unique().alias("Attempts"), pl.col("Seconds", "Timestamp").last())
-    stages = once.filter(~is_root & (pl.col("ScopeName") == semconv.RUNNER_SCOPE))
+    seconds, is_root = pl.col("Duration") / 1e9, pl.col("SpanName") == semconv.ROOT_SPAN_NAME
+    roots = of_runner.filter(is_root & attribute(semconv.ROLLOUT_FINAL).is_not_null()).sort("Attempt", "Timestamp")
+    last = roots.group_by(ROLLOUT).agg(
+        pl.col("Attempt").n_unique().alias("Attempts"), pl.col("Timestamp").last(), seconds.last().alias("Seconds")
+    )
+    stages = of_runner.filter(~is_root & (pl.col("ScopeName") == semconv.RUNNER_SCOPE)).with_columns(Seconds=seconds)
     sums = stages.group_by(*ROLLOUT, "SpanName").agg(pl.col("Seconds").sum()).sort("SpanName")
     listed = sums.group_by(ROLLOUT).agg(**{"StageSeconds.Name": "SpanName", "StageSeconds.Value": "Seconds"})
     return conform(last.join(listed, on=ROLLOUT, how="left").rename({"Timestamp": "StartedAt"}), TIMES)

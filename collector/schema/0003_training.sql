@@ -192,7 +192,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.builds (
     BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content)
         COMMENT 'Of this revision: its rows of other tables have the same, so that a reader selects them by one number' CODEC(ZSTD(1)),
     Precedence UInt256 MATERIALIZED bitOr(bitShiftLeft(toUInt256(Revision), 128), bitOr(
-        bitShiftLeft(toUInt256(18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt))), 64), toUInt256(bitNot(Content))))
+        bitShiftLeft(toUInt256(bitNot(toUInt64(toUnixTimestamp64Micro(IngestedAt)))), 64), toUInt256(bitNot(Content))))
         COMMENT 'The greatest counts of a rollout''s: the newest revision, and of two builders that made the same one at once the first' CODEC(ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
@@ -271,7 +271,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.trained_calls (
     FinishReason LowCardinality(String) CODEC(ZSTD(1)),
     Reward Float64 COMMENT 'Sum of the raw rewards that the transition carries' CODEC(ZSTD(1)),
     Return Float64 COMMENT 'Of its rollout: the weighted sum of all its rewards' CODEC(ZSTD(1)),
-    Advantage Float32 COMMENT 'Mean over the trained tokens of the advantage that the loss used; all of them have the same, unless the estimator gives each token its own (gae)' CODEC(ZSTD(1)),
+    Advantage Float32 COMMENT 'Mean over the trained tokens of the advantage that the loss used; all of them have the same, unless the estimator gives each token its own' CODEC(ZSTD(1)),
     CallKey UInt64 MATERIALIZED sipHash64(CallId) CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1

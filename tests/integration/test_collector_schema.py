@@ -273,7 +273,7 @@ def log(execute: Execute, trace: str, day: str, rollout: str = "") -> None:
 
 def rollout(execute: Execute, rollout_id: str, trace: str, day: str) -> None:
     """A rollout of three spans, one of which does not know whose it is, two logs, one of them without a trace, and conclusions."""
-    span(execute, trace, "rollout", day, spangrad__rollout__id=rollout_id)
+    span(execute, trace, "rollout", day, spangrad__rollout__id=rollout_id, spangrad__rollout__final="true")
     span(execute, trace, "chat", day, scope="spangrad.gateway", spangrad__rollout__id=rollout_id)
     span(execute, trace, "foreign", day)
     insert(execute, "dropped_attributes", Timestamp=f"toDateTime64('{day}', 9)", TraceId=f"'{trace}'", Attributes="1")
@@ -320,6 +320,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
     assert keys == ["chat", "lasting-1", "trained-1", "young-1"]
     assert after == {
         "rollout_spans": [" 2", "chat 2", "lasting-1 2", "trained-1 4", "trained-2 1", "young-1 4"],
+        "attempts": ["trained-1 1", "young-1 1"],
         "calls": ["trained-1 1", "young-1 1"],
         "otel_traces": spans,
         "otel_logs": [" 2", "trained-1 1", "young-1 1"],
@@ -335,6 +336,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
     }
     assert [one for one in expired if one.table not in {"trace_rollouts", "trace_keys"}] == [
         Expired("rollout_spans", 6),
+        Expired("attempts", 1),
         Expired("calls", 1),
         Expired("otel_traces", 4),
         Expired("otel_logs", 2),
@@ -354,7 +356,7 @@ def test_every_table_that_grows_with_spans_expires() -> None:
     made = [one for migration in read_migrations(SCHEMA) for one in migration.script(Layout())]
     tables = {one.split("(")[0].split(".")[1].strip() for one in made if one.startswith("CREATE TABLE")}
     kept = {"batches", "batch_files", "trained_calls", "datasets", "policy_versions"}
-    assert tables - set(OLD) == {*kept, "direct_answers"}  # the last one holds nothing
+    assert tables - set(OLD) == kept
 
 
 def test_the_embedded_store_expires_by_itself(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_training_tells_what_happened(ask: Ask) -> None:
     assert rows("Return of the batch that made the version") == [
         {"version": version, "mean": 0.5, "p10": 0.0, "p90": 1.0} for version in (1, 2)
     ]
-    assert rows("Advantage of calls") == [{"version": version, "advantage": 1, "flat": 0} for version in (1, 2)]
+    assert rows("Advantage of calls") == [{"version": version, "advantage": 0.707, "flat": 0} for version in (1, 2)]
     assert rows("Staleness of the calls") == [{"version": 1, "mean": 0, "largest": 0}, {"version": 2, "mean": 1, "largest": 1}]
     assert only(rows("Seconds by stage"), "version", "publish") == [(1, 0.25), (2, 0.25)]
     assert rows("Drops in the chosen time") == [{"reason": "call_failed", "drops": 1}, {"reason": "no_reward", "drops": 1}]

@@ -26,6 +26,7 @@ from spangrad.types import Mode, Task
 from tests.support.engines import EngineFront, fetch
 from tests.support.processes import CLIENTS, ROOT, run, stock, with_wheel
 from tests.support.servers import running_store, store_settings
+from transition_builder.dialects.conventions.openinference import OPENAI_SCOPE
 from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm
@@ -104,7 +105,7 @@ def evaluate(road: Road, traces: list[str]) -> None:
     urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=30).close()
 
 
-def test_stock_instrumentation_alone_brings_vllms_ids_to_calls_and_into_transitions(road: Road) -> None:
+def test_stock_instrumentation_alone_brings_vllms_ids_into_transitions(road: Road) -> None:
     """Three variables, no package of ours: the address of the store's gRPC receiver, of vLLM, and a key that nobody asks for."""
     began = time.time_ns()
     variables = {
@@ -119,33 +120,34 @@ def test_stock_instrumentation_alone_brings_vllms_ids_to_calls_and_into_transiti
     said = direct[0]["spangrad"]
     ids = [(answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) for answer in direct]
     logprobs = [[one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]] for answer in direct]
-    calls = road.ask(f"SELECT * FROM spangrad.calls WHERE toUnixTimestamp64Nano(Timestamp) >= {began} ORDER BY Timestamp")
-    facts = (
-        "IdsSource",
-        "Policy",
-        "Versions.Start",
-        "Versions.Version",
-        "TokenizerHash",
-        "Temperature",
-        "FinishReason",
-        "RolloutKeySource",
-    )
     (((_, version),),) = said["versions"]
-    assert [(row["PromptIds"], row["ResponseIds"]) for row in calls] == ids
-    assert [tuple(row[name] for name in facts) for row in calls] == [
-        ("agent", "policy", [0], [version], said["tokenizer_hash"], 0.0, "stop", "trace")
-    ] * 2
-    assert [row["Logprobs"] for row in calls] == [pytest.approx(one, abs=1e-5) for one in logprobs]
+    answered = kept_answers(road, began)
+    assert [(row["PromptIds"], row["ResponseIds"]) for row in answered] == ids
 
     # Each call is a trace, and so a rollout, of its own. What judges them later names them by their traces.
-    evaluate(road, [row["TraceId"] for row in calls])
+    evaluate(road, [row["TraceId"] for row in answered])
     build_once(road.builder())
-    built = road.ask("SELECT * FROM spangrad.transitions WHERE Mode = 'production'")
-    by_call = {row["CallId"]: row for row in built}
-    facts = ("RolloutId", "PromptIds", "ResponseIds", "Logprobs", "Version", "Policy", "TokenizerHash", "Rewards.Value")
-    assert [tuple(by_call[row["CallId"]][name] for name in facts) for row in calls] == [
-        (row["TraceId"], row["PromptIds"], row["ResponseIds"], row["Logprobs"], version, "policy", said["tokenizer_hash"], [0.5])
-        for row in calls
+    built = {row["SpanId"]: row for row in road.ask("SELECT * FROM spangrad.transitions WHERE Mode = 'production'")}
+    facts = ("RolloutId", "PromptIds", "ResponseIds", "Logprobs", "Version", "Policy", "TokenizerHash", "Temperature", "Rewards.Value")
+    assert [tuple(built[row["SpanId"]][name] for name in facts) for row in answered] == [
+        (row["TraceId"], *of_ids, pytest.approx(of_logprobs, abs=1e-5), version, "policy", said["tokenizer_hash"], 0.0, [0.5])
+        for row, of_ids, of_logprobs in zip(answered, ids, logprobs, strict=True)
+    ]
+
+
+def kept_answers(road: Road, since: int) -> list[dict[str, Any]]:
+    """What agents' own spans kept of the engine's answers, in order of time, from a time in nanoseconds on."""
+    rows = road.ask(
+        "SELECT TraceId, SpanId, SpanAttributes['output.value'] AS Answer FROM otel.otel_traces"
+        f" WHERE toUnixTimestamp64Nano(Timestamp) >= {since} AND ScopeName = '{OPENAI_SCOPE}' AND StatusCode != 'Error'"
+        " AND SpanAttributes['openinference.span.kind'] = 'LLM' AND position(SpanAttributes['output.value'], '\"spangrad\"') > 0"
+        " ORDER BY Timestamp"
+    )
+    answers = [(row, json.loads(row["Answer"])) for row in rows]
+    return [
+        {**row, "PromptIds": answer["prompt_token_ids"], "ResponseIds": answer["choices"][0]["token_ids"]}
+        for row, answer in answers
+        if "choices" in answer
     ]
 
 
@@ -166,7 +168,7 @@ def table_row(road: Road, framework: str, step: str) -> str:
     road.front.refused = False
     concluded = roll_out(road, program, variables) if step == "under the runner" else run_alone(road, program, variables, step)
     kept = {tuple(row["PromptIds"]): row for row in concluded if "ResponseIds" in row}
-    calls = road.ask(f"SELECT * FROM spangrad.calls WHERE toUnixTimestamp64Nano(Timestamp) >= {began} ORDER BY Timestamp")
+    calls = kept_answers(road, began)
     answers = {city: road.answer(city) for city in (WHOLE, STREAM, AGAIN)}
     prompts = {city: tuple(answer["prompt_token_ids"]) for city, answer in answers.items()}
     whole = [kept.get(prompts[city], {}) for city in answers]
@@ -200,12 +202,11 @@ def run_alone(road: Road, program: str, variables: dict[str, str], step: str) ->
     }
     done = run(road.stock if step == "stock" else road.ours, CLIENTS / program, ARGUMENTS, {**address, **variables})
     assert done.returncode == 0, done.stderr
-    since = f"toUnixTimestamp64Nano(Timestamp) >= {began}"
-    traces = [row["TraceId"] for row in road.ask(f"SELECT DISTINCT TraceId FROM spangrad.calls WHERE {since}")]
+    traces = {row["TraceId"] for row in kept_answers(road, began)}
     if traces:
-        evaluate(road, traces)
+        evaluate(road, list(traces))
     build_once(road.builder())
-    of_them = f"TraceId IN (SELECT TraceId FROM spangrad.calls WHERE {since})"
+    of_them = f"TraceId IN {tuple(sorted(traces)) or ('none',)}"
     return road.ask(f"SELECT * FROM spangrad.transitions WHERE {of_them}") + road.ask(f"SELECT * FROM spangrad.drops WHERE {of_them}")
 
 
@@ -249,7 +250,7 @@ def left_stream(road: Road, calls: list[dict[str, Any]], concluded: list[dict[st
     read = row["ResponseIds"]
     assert 0 < len(read) < 100
     assert read == long["choices"][0]["token_ids"][: len(read)]
-    (reason,) = [drop["Reason"] for drop in concluded if drop["CallId"] == row["CallId"]]
+    (reason,) = [drop["Reason"] for drop in concluded if drop["SpanId"] == row["SpanId"] and "Reason" in drop]
     return f"what was read; dropped as `{reason}`"
 
 

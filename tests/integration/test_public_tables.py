@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
+from spangrad.store.datasets import builds_sql
 from spangrad.store.names import PUBLIC
+from spangrad.types import call_id
 from tests.support import fakes
 from tests.support.built_rollouts import post, rows, settings_of
 from transition_builder.loop import build_once
@@ -38,6 +42,10 @@ def tool(store: StoreSettings) -> str:
     with connect(store) as client:
         batch = {**VERSION, "Version": 4, "GroupId": "g", "RolloutId": "told", "BuildSpec": settings.builder.spec}
         client.insert("spangrad_internal.batches", [list(batch.values())], column_names=list(batch))
+        for version, advantage in ((3, 2.0), (4, -0.5)):
+            trained = {**VERSION, "Version": version, "RolloutId": "told", "CallId": call_id(spans.trace(f"{RUN}.told.0"), call, 0)}
+            row = {**trained, "Advantage": advantage, "IngestedAt": datetime(2026, 1, version, tzinfo=UTC)}
+            client.insert("spangrad_internal.trained_calls", [list(row.values())], column_names=list(row))
         step = {**VERSION, "Version": 4, "Parent": 3, "Status": "committed", "Metrics": {"mean_return": 0.5, "seconds_train": 2.0}}
         client.insert("spangrad_internal.policy_versions", [list(step.values())], column_names=list(step))
     return tool
@@ -68,6 +76,36 @@ def test_execution_has_calls_and_tool_calls_in_order_of_time_with_input_output_a
         ("tool", "weather", '{"city": "rome"}', "no such city", 0, [], -0.5),
         ("llm", "policy", "", "", 6, [7], None),
     ]
+
+
+def test_transitions_have_the_advantage_that_the_newest_step_used(store: StoreSettings, tool: str) -> None:
+    asked = f"SELECT Turn, Advantage FROM spangrad.transitions WHERE RunId = '{RUN}' ORDER BY Turn"
+    assert rows(store, asked) == [(0, -0.5), (1, None)]
+
+
+def test_call_texts_have_request_and_response_of_a_call_once(store: StoreSettings, tool: str) -> None:
+    asked = f"SELECT Input, Output FROM spangrad.call_texts WHERE SpanId = '{tool}' AND TraceId IN"
+    of_rollout = f"{asked} (SELECT TraceId FROM spangrad.rollout_traces WHERE RolloutId = 'told')"
+    assert rows(store, of_rollout) == [('{"city": "rome"}', "no such city")]
+
+
+def test_attempts_are_there_before_anything_is_built(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="unbuilt")
+    spans.root("waiting", calls=2, attempt=1)
+    for _ in range(2):
+        post(store, spans.otlp())
+    asked = "SELECT RolloutId, Attempt, Calls, Final, Failure, TaskId FROM spangrad.attempts WHERE RunId = 'unbuilt'"
+    assert rows(store, asked) == [("waiting", 1, 2, True, "", "t")]
+
+
+def test_the_newest_revision_counts_and_of_two_of_the_same_the_first(store: StoreSettings) -> None:
+    with connect(store) as client:
+        for revision, content, minute in ((0, 9, 1), (2, 5, 3), (2, 4, 2), (1, 8, 4)):
+            at = datetime(2026, 1, 1, 0, minute, tzinfo=UTC)
+            row = {"RunId": "rev", "RolloutId": "r", "Revision": revision, "Content": content, "IngestedAt": at}
+            client.insert("spangrad_internal.builds", [list(row.values())], column_names=list(row))
+    assert rows(store, "SELECT Revision, Content FROM spangrad.builds WHERE RunId = 'rev'") == [(2, 4)]
+    assert rows(store, f"SELECT Revision, Content FROM {builds_sql()} WHERE RunId = 'rev'") == [(2, 4)]
 
 
 def test_steps_has_a_row_a_trained_version_with_all_metrics(store: StoreSettings, tool: str) -> None:

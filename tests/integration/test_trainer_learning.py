@@ -140,6 +140,7 @@ def test_token_baselines_come_of_a_forward_pass(name: Any, tiny_model: Path):
     found = engine.step(batch)
     assert found["updated"] == 1
     assert found["logprob_gap_max"] < 1e-4
+    assert np.array_equal(engine.token_advantages, seen.advantages), "what the loss used is kept"
 
 
 def test_a_critic_learns_what_comes_and_a_resume_repeats_it(tiny_model: Path, tmp_path: Path):

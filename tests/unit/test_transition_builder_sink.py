@@ -47,11 +47,11 @@ def test_a_rollout_that_nobody_built_is_revision_0() -> None:
         pl.Schema(dict(schema)) for schema in (TRANSITIONS, DROPS, REWARDS, BUILDS)
     ]
     content = dict(contents(built).select("RolloutId", "Content").iter_rows())
-    of_calls = (3, 2, 0, 0, ["runner"], ["policy"], [3], ["reward"], [1.0])
+    of_calls = (2, 1, 1, 1, 3, 2, 0, 0, ["runner"], ["policy"], [3], ["reward"], [1.0], 1)
     begun = written.builds["StartedAt"].to_list()
     assert begun == [frames.spans.filter(RolloutKey=rollout, SpanName="rollout")["Timestamp"].item() for rollout in ("a", "b")]
     assert written.builds.rows() == [
-        ("run", "train", SPEC, "g", 2, "t", rollout, 0, 0, content[rollout], 2, 1, 1, 1, *of_calls, 1, at, 0.0, [], [], "", TIME(5), 7, "me")
+        ("run", "train", SPEC, "g", 2, "t", rollout, 0, 0, content[rollout], *of_calls, at, 0.0, [], [], "", TIME(5), 7, "me")
         for rollout, at in zip(("a", "b"), begun, strict=True)
     ]
     for rows in (written.rows.transitions, written.rows.drops):

@@ -104,14 +104,17 @@ def _describe(calls: pl.DataFrame, sequences: Sequences, lineage: Sequence[int])
     """
     first = calls.select(versions_of_calls().list.first().cast(pl.Int64)).to_series().to_numpy()
     behind = pl.Series(staleness(first, lineage))
+    names = ("BuildSpec", "Revision", "TaskId", "Turn", "TransitionId", "CallId", "TraceId", "SpanId", "AgentName", "Tools", "FinishReason")
     described = calls.select(
-        *KEY, "BuildSpec", "Revision", "TaskId", "Turn", "TransitionId", "CallId", "TraceId", "SpanId", "AgentName", "Tools", "FinishReason", "Return",
+        *KEY,
+        *names,
+        "Return",
         SampledVersions=versions_of_calls(),
         Staleness=pl.when(behind != UNKNOWN).then(behind),
         InputTokens=pl.col("PromptIds").list.len(),
         OutputTokens=pl.col("ResponseIds").list.len(),
         Reward=pl.col("Rewards.Value").list.sum(),
-    )  # fmt: skip
+    )
     return pl.DataFrame({"CallId": sequences.calls.explode()}).join(described, on="CallId", how="left", maintain_order="left")
 
 

@@ -65,8 +65,8 @@ WHERE RunId = %(run)s AND RolloutId IN {rollouts} AND Final AND Failure = '{reas
 
 _TRANSITIONS = """
 SELECT RunId, Mode, BuildSpec, GroupId, TaskId, RolloutId, Attempt, Revision, Content, Turn, CallId, TransitionId, TraceId, SpanId,
-    AgentName, Components, Tools, Policy, Version, `Versions.Start`, `Versions.Version`, Model, TokenizerHash, Temperature, Reshaping, FinishReason,
-    PromptIds, ResponseIds, Logprobs, `Rewards.Name`, `Rewards.Value`, `Rewards.CallId`, `Rewards.Role`, `Rewards.Turn`
+    AgentName, Components, Tools, Policy, Version, `Versions.Start`, `Versions.Version`, Model, TokenizerHash, Temperature, Reshaping,
+    FinishReason, PromptIds, ResponseIds, Logprobs, `Rewards.Name`, `Rewards.Value`, `Rewards.CallId`, `Rewards.Role`, `Rewards.Turn`
 FROM spangrad_internal.transitions FINAL
 WHERE {mine} AND {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt, Turn, CallId

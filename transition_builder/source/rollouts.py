@@ -63,8 +63,6 @@ _TIMES = {
 _ARRIVED = {name: dtype for name, dtype in ARRIVALS.items() if name != "Dropped"}
 _NAMED = "RolloutKeySource = 'rollout'"
 _ANY = "true"
-_RECORDED = "IdsSource != 'agent'"
-"""Condition for calls that the gateway recorded. Those of direct mode are built from the agents' own spans, which name their rollout."""
 _INHERITED = "RolloutKeySource != 'rollout' AND TraceId IN traces"
 _SETTINGS = (
     "max_threads = 1, preferred_block_size_bytes = 16777216,"
@@ -134,7 +132,7 @@ class RolloutReader:
     def _calls(self, keys: pl.Series) -> pl.DataFrame:
         """Return CALLS by their keys."""
         schema = {**CALLS, "IngestedAt": MICROSECONDS}
-        return concat((_first_deliveries(self._read("calls", schema, key_batch, _RECORDED)) for key_batch in batches(keys)), CALLS)
+        return concat((_first_deliveries(self._read("calls", schema, key_batch, _ANY)) for key_batch in batches(keys)), CALLS)
 
     def _read(self, table: str, schema: Schema, keys: Collection[bytes], where: str, constants: Iterable[str] = ()) -> pl.DataFrame:
         """Return rows of a table by their keys that meet a condition over some further constants."""
