@@ -71,7 +71,8 @@ def named(store: StoreSettings, rollouts: range) -> pl.DataFrame:
 
 def read(source: RolloutReader, rollouts: pl.DataFrame) -> Frames:
     arrivals = source.arrivals(rollouts)
-    return source.frames(decide(facts(arrivals), source.now(), BuilderSettings()), arrivals)
+    owners = source.owners(arrivals)
+    return source.frames(decide(facts(arrivals, owners), source.now(), BuilderSettings()), arrivals, owners)
 
 
 def everything(store: StoreSettings, table: str, schema: Schema) -> pl.DataFrame:

@@ -19,16 +19,17 @@ from spangrad.store.clickhouse import constant, microseconds
 from spangrad.store.datasets import rows_sql
 from spangrad.types import Mode
 from transition_builder.completeness.reassigned_traces import CONCLUDED, KEYS
-from transition_builder.completeness.resolve import NAMED
+from transition_builder.completeness.resolve import NAMED, owners_of
 from transition_builder.dialects import MODEL_SPAN_SQL
 from transition_builder.frames import concat, conform, empty
-from transition_builder.schemas import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TRACES, Schema
+from transition_builder.schemas import ACTIVITY, LOOSE, NAMES, OWNERS, ROOTS, TALLY, TRACES, Schema
 from transition_builder.source.queries import StoreReader, batches
 
 OVERLAP = timedelta(seconds=120)
 """Upper bound on the time that an insert takes to become visible after its rows were dated."""
 _USUAL_OVERLAP = timedelta(seconds=10)
 _BETWEEN_SWEEPS = timedelta(seconds=30)
+_NAMING: Schema = {**NAMES, **dict.fromkeys(("Mode", "SessionId", "ConversationId"), pl.String())}
 
 _ROOTS = f"""
 SELECT
@@ -77,20 +78,10 @@ GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
 """
 _UNNAMED = "RolloutKeySource != 'rollout'"
 _EVER_BUILT = f"({_UNNAMED} OR RolloutKey IN (SELECT RolloutId FROM spangrad_internal.builds WHERE BuildSpec = %(spec)s))"
-_OWNERS = """
-SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId,
-    max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
-FROM spangrad_internal.trace_rollouts
-WHERE TraceId IN {keys}
-GROUP BY TraceId
-"""
+_OWNERS = f"SELECT {', '.join(OWNERS)} FROM spangrad_internal.trace_owners WHERE TraceId IN {{keys}}"
 # The final owner of a trace may differ from its owner at that time.
-_OWNERS_THEN = """
-SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(if(RolloutKeySource = 'rollout', RolloutKey, '')) AS RolloutId,
-    max(SessionId) AS SessionId, max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
-FROM spangrad_internal.rollout_spans
-WHERE RowKind = 'span' AND {arrived} AND TraceId IN {keys}
-GROUP BY TraceId
+_NAMES_THEN = f"""
+SELECT DISTINCT {", ".join(_NAMING)} FROM spangrad_internal.rollout_spans WHERE RowKind = 'span' AND {{arrived}} AND TraceId IN {{keys}}
 """
 _ACTIVITY = """
 SELECT RunId, max(Mode) AS Mode, RolloutKey AS RolloutId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArrival
@@ -103,7 +94,8 @@ SELECT TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArr
     uniqExactArray(if(ParentSpanId = '', [SpanId], [SpanId, ParentSpanId])) > uniqExact(SpanId) AS Torn
 FROM spangrad_internal.rollout_spans
 WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN {keys} AND RolloutKey IN (
-    SELECT arrayJoin([TraceId, RolloutId, SessionId, ConversationId]) FROM spangrad_internal.trace_rollouts WHERE TraceId IN {keys})
+    SELECT arrayJoin([TraceId, ifNull(FirstRolloutId, ''), ifNull(LastRolloutId, ''), SessionId, ConversationId])
+    FROM spangrad_internal.trace_rollouts WHERE TraceId IN {keys})
 GROUP BY TraceId
 """
 _TALLY = """
@@ -203,7 +195,7 @@ class Discovery:
 
     def owners(self, traces: pl.Series) -> pl.DataFrame:
         """Return OWNERS of traces."""
-        return self._by_keys(_OWNERS_THEN if self._reader.as_of else _OWNERS, traces, OWNERS)
+        return owners_of(self._by_keys(_NAMES_THEN, traces, _NAMING)) if self._reader.as_of else self._by_keys(_OWNERS, traces, OWNERS)
 
     def activity(self, rollouts: pl.Series) -> pl.DataFrame:
         """Return ACTIVITY of rollouts."""
