@@ -37,7 +37,9 @@ def stored(store: StoreSettings, body: bytes, trace: bytes, columns: str) -> lis
     """The calls of a trace, once its span is committed."""
     assert Poster(f"{store.otlp_endpoint}/v1/traces", {}, None)(body) == 0
     client = connect(store)
-    assert client.query("SELECT count() FROM spangrad.spans WHERE TraceId = {t:String}", {"t": trace.hex()}).result_rows == [(1,)]
+    assert client.query(
+        "SELECT count() FROM spangrad.rollout_spans WHERE RowKind = 'span' AND TraceId = {t:String}", {"t": trace.hex()}
+    ).result_rows == [(1,)]
     asked = f"SELECT {columns} FROM spangrad.calls WHERE TraceId = {{t:String}} ORDER BY Choice"
     return [tuple(row) for row in client.query(asked, {"t": trace.hex()}).result_rows]
 

@@ -112,7 +112,7 @@ def test_the_commands_bring_a_store_up_to_date(tmp_path: Path) -> None:
 
         code, stdout, _ = answer(spangrad(settings, "migrate", "--dry-run", cwd=tmp_path))
         assert code == 0
-        assert stdout.startswith("-- 0004_views.sql\n\nCREATE VIEW IF NOT EXISTS spangrad.spans")
+        assert stdout.startswith("-- 0004_views.sql\n\nCREATE VIEW IF NOT EXISTS spangrad_internal.trace_owners")
         assert execute("EXISTS VIEW spangrad.lineage") == "0\n"
 
         views = len(read_migrations(SCHEMA)[3].script(Layout())) - 1
