@@ -30,7 +30,7 @@ LEFT JOIN spangrad_internal.trace_owners AS t ON s.TraceId = t.TraceId
 COMMENT 'Spans (RowKind span) and evaluations, each once, with the attempt that they belong to: the one that they name, else the only one that their trace names; where it names none, their session, conversation or trace; where it names several, none. Of one rollout, filter by RolloutId and by TraceId IN rollout_traces: both are read by key.';
 
 CREATE VIEW IF NOT EXISTS spangrad.rollout_traces AS
-SELECT DISTINCT RolloutKey AS RolloutId, TraceId FROM spangrad_internal.rollout_spans WHERE TraceId != ''
+SELECT DISTINCT RolloutKey AS RolloutId, TraceId FROM spangrad_internal.rollout_spans
 COMMENT 'Traces with a span that names the rollout, session or conversation itself, or none: all traces that a rollout may have spans in.';
 
 CREATE VIEW IF NOT EXISTS spangrad.calls AS SELECT *, CallId FROM spangrad_internal.calls FINAL
