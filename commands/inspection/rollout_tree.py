@@ -181,7 +181,7 @@ def _reported_tokens(span: Span) -> list[Text]:
 
 
 def _status(span: Span, calls: Sequence[Call]) -> list[Text]:
-    failed = next((call for call in calls if call.error or call.http_status >= 400), None)
+    failed = next((call for call in calls if call.failed), None)
     failure = span.attributes.get(semconv.ROLLOUT_FAILURE, "")
     if span.status == "Error" or failed or failure:
         refused = f"HTTP {failed.http_status}" if failed and failed.http_status >= 400 else ""

@@ -16,7 +16,7 @@ import polars as pl
 
 from spangrad import semconv
 from spangrad.store.clickhouse import constant, microseconds
-from spangrad.store.datasets import rows_sql
+from spangrad.store.datasets import newest_sql, rows_sql
 from spangrad.types import Mode
 from transition_builder.completeness.reassigned_traces import CONCLUDED, KEYS
 from transition_builder.completeness.resolve import NAMED, owners_of
@@ -49,15 +49,15 @@ LIMIT 1 BY RunId, RolloutId, Attempt, TraceId, SpanId
 """
 _SINCE = "rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
 # A rollout is built after its spans have come, so that what was built before need not be looked at.
-_BUILT_SINCE = "FROM spangrad_internal.builds WHERE BuildSpec = %(spec)s AND builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+_BUILDS_SINCE = "BuildSpec = %(spec)s AND b.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+_BUILT_SINCE = f"FROM spangrad_internal.builds AS b WHERE {_BUILDS_SINCE}"
 # All of this is decided before any attributes are read, so that a look reads those of unbuilt rollouts alone.
 _UNBUILT = f"{_SINCE} AND (RunId, RolloutKey) NOT IN (SELECT RunId, RolloutId {_BUILT_SINCE})"
 _OF_BUILT_SINCE = f"""
     SELECT TraceId FROM spangrad_internal.{{table}}
     WHERE BuildSpec = %(spec)s AND {{table}}.IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND CallId != ''
         AND (RunId, RolloutId, Revision, Content) IN (
-            SELECT RunId, RolloutId, max(Revision), argMin(Content, (-toInt64(Revision), builds.IngestedAt)) {_BUILT_SINCE}
-            GROUP BY RunId, RolloutId)"""
+            SELECT RunId, RolloutId, Revision, Content FROM {newest_sql(where=_BUILDS_SINCE)} AS v)"""
 _LOOSE = f"""
 SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS IngestedAt
 FROM spangrad_internal.rollout_spans

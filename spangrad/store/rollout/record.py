@@ -93,6 +93,11 @@ class Call:
     http_status: int
     aborted: bool
 
+    @property
+    def failed(self) -> bool:
+        """True if the call was answered with an error, or not at all."""
+        return bool(self.error) or self.http_status >= 400
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
