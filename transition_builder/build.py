@@ -20,7 +20,7 @@ from spangrad.types import transition_ids
 from transition_builder import dialects, rewards
 from transition_builder.calls import reconcile
 from transition_builder.calls.reconstruct import reconstruct
-from transition_builder.completeness.resolve import owners_at_hand, resolve, shared
+from transition_builder.completeness.resolve import owners_at_hand, resolve
 from transition_builder.dialects.conventions import gateway
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Built, Frames, Verdict, concat, conform, empty
@@ -106,7 +106,7 @@ def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame
 
 def _with_shared(calls: pl.DataFrame, frames: Frames, owners: pl.DataFrame) -> pl.DataFrame:
     """Add the calls that may belong to several attempts: they are part of none, and are dropped from one."""
-    rows = shared(frames.calls, owners, frames.rollouts)
+    rows = resolve(frames.calls, owners, frames.rollouts, shared=True)
     if rows.is_empty():
         return calls
     facts = {"Shared": pl.lit(True), "Order": pl.lit(0), "AgentName": pl.lit(""), "Convention": pl.lit("gateway")}

@@ -86,7 +86,6 @@ FILL = {
             map('mean_return', 0.5, 'logprob_gap_max', 1e-6) AS Metrics, {_TIME} AS IngestedAt
         {_each(1)} WHERE r % {BATCH} = 0""",
     "datasets": "SELECT 'default' AS Name, 1 AS Revision, 'spec' AS BuildSpec",
-    "trace_rollouts": f"SELECT {_TRACE} AS TraceId, {_ROLLOUT} AS RolloutId {_each(1)}",
 }
 
 

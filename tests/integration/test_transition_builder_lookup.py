@@ -39,6 +39,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
         for run in range(RUNS):
             client.command(WORKLOAD.traces_sql(WORKLOAD.steps(run)[0].start, 16))
             client.command(WORKLOAD.logs_sql(WORKLOAD.steps(run)[0].start, 16))
+        client.command("OPTIMIZE TABLE spangrad_internal.trace_rollouts FINAL")  # as merges leave it
         yield settings
         client.close()
 

@@ -78,36 +78,26 @@ def claim(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def resolve(rows: pl.DataFrame, owners: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
+def resolve(rows: pl.DataFrame, owners: pl.DataFrame, rollouts: pl.DataFrame, *, shared: bool = False) -> pl.DataFrame:
     """Return the rows of attempts of some rollouts, with RunId, RolloutId and Attempt filled in.
 
     Args:
         rows: any frame with the columns of NAMES.
         owners: OWNERS of the traces of those that name no rollout.
         rollouts: RunId and RolloutId of the rollouts of interest; rows of others are left out.
+        shared: return instead the rows that belong to no attempt, because their traces name several, with the first of those. Ids begin
+            with their time, so that the first stays the first, whatever comes.
     """
     if rows.select(NAMED.all()).item():
+        rows = rows.clear() if shared else rows
         keys = rows.select("RunId", "Attempt", RolloutId="RolloutKey")
     else:
         keys = _assigned(rows, owners)
-        keys = keys.with_columns(RolloutId=pl.when(pl.col("Attempts") == 1).then("RolloutId"))
+        keys = keys.with_columns(RolloutId=pl.when(pl.col("Attempts") == (_SEVERAL if shared else 1)).then("RolloutId"))
     keys = _of_interest(keys, rollouts)
     resolved = rows.with_columns(keys)
     ours = keys["RolloutId"].is_not_null()
     return resolved if ours.all() else resolved.filter(ours)
-
-
-def shared(rows: pl.DataFrame, owners: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows whose traces name several attempts, with the first ATTEMPT, if it is of interest; arguments as for `resolve`.
-
-    Ids begin with their time, so that the first stays the first, whatever comes.
-    """
-    nameless = rows.filter(~NAMED)
-    if nameless.is_empty():
-        return nameless.with_columns(RolloutId=pl.lit(""))
-    keys = _assigned(nameless, owners)
-    keys = _of_interest(keys.with_columns(RolloutId=pl.when(pl.col("Attempts") == _SEVERAL).then("RolloutId")), rollouts)
-    return nameless.with_columns(keys).filter(keys["RolloutId"].is_not_null())
 
 
 def _assigned(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:

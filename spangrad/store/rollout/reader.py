@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 _NEAREST = 5
 _ROWS = """
-SELECT *, toUnixTimestamp64Nano(Timestamp) AS Started, toUnixTimestamp64Micro(IngestedAt) AS Arrived
+SELECT *, RolloutKeySource = 'rollout' AS Named, toUnixTimestamp64Nano(Timestamp) AS Started, toUnixTimestamp64Micro(IngestedAt) AS Arrived
 FROM spangrad.rollout_spans
 WHERE RolloutId = {id:String} AND TraceId IN (SELECT TraceId FROM spangrad.rollout_traces WHERE RolloutId = {id:String})
 """
+_OF_SPAN = (
+    "RunId", "Mode", "Attempt", "Named", "Started", "TraceId", "SpanId", "ParentSpanId", "ProcessId", "Seq", "SpanName", "ServiceName",
+    "ScopeName", "Duration", "StatusCode", "StatusMessage", "Attributes",
+)  # fmt: skip
+"""Columns of _ROWS, in the order of the fields of `Span`."""
 _CALLS = """
 SELECT TraceId, SpanId, Choice, Policy, `Versions.Version`, length(PromptIds), length(ResponseIds), FinishReason, ErrorType,
     HttpStatus, Aborted
@@ -101,7 +106,8 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
 
     all_rows = list(client.query(_ROWS, parameters={"id": id_}).named_results())
     span_rows = [row for row in all_rows if attempt in {None, row["Attempt"]}]
-    spans = _spans([row for row in span_rows if row["RowKind"] == "span"], describe)
+    sent = [row for row in span_rows if row["RowKind"] == "span"]
+    spans = [Span(*(*(row[name] for name in _OF_SPAN), *known)) for row, known in zip(sent, describe(sent), strict=True)]
     if not spans:
         return Record(id_, [], [], [], [])
     kept = {span.key for span in spans}
@@ -145,34 +151,6 @@ def _evaluation(row: Mapping[str, Any]) -> Reward:
     source = "event" if row["RowKind"] == "evaluation_event" else "log"
     role = attributes.get(semconv.REWARD_ROLE, "")
     return Reward(row["TraceId"], row["SpanId"], name, attributes[semconv.EVALUATION_SCORE], source, role)
-
-
-def _spans(rows: Sequence[Mapping[str, Any]], describe: Describe) -> list[Span]:
-    return [
-        Span(
-            run=row["RunId"],
-            mode=row["Mode"],
-            attempt=row["Attempt"],
-            names_rollout=row["RolloutKeySource"] == "rollout",
-            started=row["Started"],
-            trace=row["TraceId"],
-            span=row["SpanId"],
-            parent=row["ParentSpanId"],
-            process=row["ProcessId"],
-            seq=row["Seq"],
-            name=row["SpanName"],
-            service=row["ServiceName"],
-            scope=row["ScopeName"],
-            duration=row["Duration"],
-            status=row["StatusCode"],
-            message=row["StatusMessage"],
-            attributes=row["Attributes"],
-            kind=kind,
-            agent=agent,
-            tool=tool,
-        )
-        for row, (kind, agent, tool) in zip(rows, describe(rows), strict=True)
-    ]
 
 
 def _builds(rows: Any, attempt: int | None, skipped: SkipLookup | None) -> list[Build]:

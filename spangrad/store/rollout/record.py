@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from spangrad import semconv
@@ -227,18 +227,14 @@ class Record:
         """Return the part of the record that belongs to one run, with the spans that name no run."""
         spans = [span for span in self.spans if span.run in {run, ""}]
         kept = {span.key for span in spans}
-        return Record(
-            self.rollout,
-            spans,
-            [call for call in self.calls if (call.trace, call.span) in kept],
-            [reward for reward in self.rewards if (reward.trace, reward.span) in kept],
-            [build for build in self.builds if build.run in {run, ""}],
-            [batch for batch in self.trained if batch.run == run],
-            self.newest,
-            self.last_arrival,
-            self.now,
-            self.ledger_silent,
-            {name: roles for name, roles in self.roles_by_run.items() if name == run},
+        return replace(
+            self,
+            spans=spans,
+            calls=[call for call in self.calls if (call.trace, call.span) in kept],
+            rewards=[reward for reward in self.rewards if (reward.trace, reward.span) in kept],
+            builds=[build for build in self.builds if build.run in {run, ""}],
+            trained=[batch for batch in self.trained if batch.run == run],
+            roles_by_run={name: roles for name, roles in self.roles_by_run.items() if name == run},
         )
 
 
