@@ -212,7 +212,8 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
     counted = {
         view: execute(f"SELECT {column}, count() FROM spangrad.{view} GROUP BY ALL ORDER BY ALL").split("\n")[:-1]
         for view, column in {
-            "spans": "TraceId, SpanName",
+            "rollout_spans": "TraceId, SpanName",
+            "rollout_traces": "RolloutId",
             "calls": "TraceId",
             "attempts": "RolloutId",
             "rewards": "RolloutId",
@@ -231,9 +232,11 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
     }
     each = [f"rollout-{trace}\t1" for trace in ("t1", "t2", "t3")]
     assert counted == {
-        "spans": [f"{trace}\t{name}\t1" for trace in ("t1", "t2", "t3") for name in ("chat", "rollout")],
+        "rollout_spans": [f"{trace}\t{name}\t1" for trace in ("t1", "t2", "t3") for name in ("chat", "rollout")],
         "calls": ["t1\t1", "t2\t1", "t3\t1"],
-        **dict.fromkeys(("attempts", "rewards", "transitions", "drops", "tool_calls", "rollouts", "builds", "batches"), each),
+        **dict.fromkeys(
+            ("rollout_traces", "attempts", "rewards", "transitions", "drops", "tool_calls", "rollouts", "builds", "batches"), each
+        ),
         "policy_versions": ["1\t1"],
         "steps": ["1\t1"],
         "batch_files": ["1\trows.jsonl\t1"],

@@ -107,7 +107,8 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
     all_rows = list(client.query(_ROWS, parameters={"id": id_}).named_results())
     span_rows = [row for row in all_rows if attempt in {None, row["Attempt"]}]
     sent = [row for row in span_rows if row["RowKind"] == "span"]
-    spans = [Span(*(*(row[name] for name in _OF_SPAN), *known)) for row, known in zip(sent, describe(sent), strict=True)]
+    fields: Iterable[list[Any]] = ([*(row[name] for name in _OF_SPAN), *known] for row, known in zip(sent, describe(sent), strict=True))
+    spans = [Span(*values) for values in fields]
     if not spans:
         return Record(id_, [], [], [], [])
     kept = {span.key for span in spans}
