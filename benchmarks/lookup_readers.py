@@ -85,9 +85,10 @@ class Reader:
     def ours(self, batch: pl.DataFrame) -> tuple[Frames, Cost]:
         """Read what the builder judges and builds a batch by. Judging costs extra, and has no part in this."""
         arrivals, first = self._meter.measure(lambda: self._source.arrivals(batch))
-        rollouts = decide(facts(arrivals), self._source.now(), self._settings.builder)
-        frames, second = self._meter.measure(lambda: self._source.frames(rollouts, arrivals))
-        return frames, Cost(*(one + other for one, other in zip(asdict(first).values(), asdict(second).values(), strict=True)))
+        owners, between = self._meter.measure(lambda: self._source.owners(arrivals))
+        rollouts = decide(facts(arrivals, owners), self._source.now(), self._settings.builder)
+        frames, second = self._meter.measure(lambda: self._source.frames(rollouts, arrivals, owners))
+        return frames, Cost(*map(sum, zip(*(asdict(cost).values() for cost in (first, between, second)), strict=True)))
 
     def stock(self, batch: pl.DataFrame) -> tuple[pl.DataFrame, Cost]:
         """The same question, asked of the exporter's own tables: spans (with their token ids) and log records that name the rollouts."""

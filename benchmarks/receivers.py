@@ -99,7 +99,7 @@ class SpanStore:
         spans, calls = workload.span_ids(len(rollouts)), workload.call_ids(len(rollouts))
         return [
             Stored("otel_traces", self._ids("otel.otel_traces"), spans),
-            Stored("spans", self._ids("spangrad.spans"), spans),
+            Stored("spans", self._ids("spangrad.rollout_spans WHERE RowKind = 'span'"), spans),
             Stored("calls", self._ids("spangrad.calls"), calls),
         ]
 

@@ -95,6 +95,11 @@ class DropReason(StrEnum):
         return _REMEDIES[self]
 
 
+def remedy(reason: str) -> str:
+    """Return what to do about a drop reason, or an empty text for a reason of a newer builder that this version does not know."""
+    return DropReason(reason).remedy if reason in set(DropReason) else ""
+
+
 _REMEDIES: Mapping[DropReason, str] = {
     DropReason.NO_CALLS: "Let the agent call the policy through the gateway, or through an instrumented client.",
     DropReason.INCOMPLETE: "Find the spans that did not arrive (the exporter's log, the gateway's spill), "

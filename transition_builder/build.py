@@ -18,7 +18,7 @@ from spangrad.types import Stage, transition_ids
 from transition_builder import dialects, rewards
 from transition_builder.calls import reconcile
 from transition_builder.calls.reconstruct import reconstruct
-from transition_builder.completeness.resolve import resolve, shared
+from transition_builder.completeness.resolve import owners_at_hand, resolve
 from transition_builder.dialects.conventions import gateway
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Built, Frames, Verdict, concat, conform, empty
@@ -41,19 +41,20 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     Returns:
         Rows for the tables transitions, drops, rewards and tool_calls, and the times for builds.
     """
-    nodes, recorded = read(frames)
+    owners = _owners(frames)
+    nodes, recorded = read(frames, owners)
     placed = reconstruct(nodes, recorded, frames.answers, frames.dropped)
     calls = reconcile.without_arrays(placed.calls)
 
     final = frames.rollouts.select(*ATTEMPT)
     current = calls.join(final, on=ATTEMPT, how="semi")
-    rows = resolve(frames.spans.filter(pl.col("RowKind") != "span"), _named_spans(frames), frames.rollouts)
+    rows = resolve(frames.spans.filter(pl.col("RowKind") != "span"), owners, frames.rollouts)
     rollouts = _without_rewarded_failures(frames.rollouts, rows)
     may_reward = rollouts.filter((pl.col("Verdict") == Verdict.COMPLETE.value) & (pl.col("Failure") == ""))
     evaluations = rows.join(may_reward.select(ATTEMPT), on=ATTEMPT, how="semi")
     given = rewards.gather(frames, evaluations, nodes, current, placed.caused, may_reward, spec)
 
-    calls = _with_shared(calls, frames)
+    calls = _with_shared(calls, frames, owners)
     concluded = reconcile.conclude(calls, rollouts, given.faults, spec)
     known = concluded.join(final, on=ATTEMPT, how="semi").select(*ATTEMPT, "CallId", "Order", "Choice", "Turn", Kept=pl.col("Reason") == "")
     return Built(
@@ -69,11 +70,10 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     )
 
 
-def read(frames: Frames) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return nodes (described spans of the rollouts, the gateway's among them), and the gateway's calls."""
-    witnesses = _named_spans(frames)
-    recorded = gateway.calls(resolve(frames.calls, witnesses, frames.rollouts))
-    spans = resolve(frames.spans.filter(pl.col("RowKind") == "span"), witnesses, frames.rollouts)
+def read(frames: Frames, owners: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return nodes (described spans of the rollouts, the gateway's among them), and the gateway's calls; `owners`: as of `_owners`."""
+    recorded = gateway.calls(resolve(frames.calls, owners, frames.rollouts))
+    spans = resolve(frames.spans.filter(pl.col("RowKind") == "span"), owners, frames.rollouts)
     # A gateway span's row in spangrad_internal.calls may become visible before its row in spangrad_internal.rollout_spans.
     unseen = recorded.select(SPAN).with_row_index("row").unique(SPAN, keep="first", maintain_order=True).join(spans, on=SPAN, how="anti")
     if unseen.height:
@@ -83,6 +83,12 @@ def read(frames: Frames) -> tuple[pl.DataFrame, pl.DataFrame]:
     if not spans.select(SPAN).is_unique().all():
         spans = spans.unique(SPAN, keep="first", maintain_order=True)
     return dialects.describe(spans), recorded
+
+
+def _owners(frames: Frames) -> pl.DataFrame:
+    """Return OWNERS of the traces of rows that name no rollout."""
+    names = [*NAMES, "RowKind"]
+    return owners_at_hand(pl.concat([frames.spans.select(names), frames.calls.select(*NAMES, RowKind=pl.lit("span"))]), frames.owners)
 
 
 def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame) -> pl.DataFrame:
@@ -99,18 +105,14 @@ def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame
     return marked.with_columns(Failure=pl.when("rewarded").then(pl.lit("")).otherwise("Failure")).drop("rewarded")
 
 
-def _with_shared(calls: pl.DataFrame, frames: Frames) -> pl.DataFrame:
+def _with_shared(calls: pl.DataFrame, frames: Frames, owners: pl.DataFrame) -> pl.DataFrame:
     """Add the calls that may belong to several attempts: they are part of none, and are dropped from one."""
-    rows = shared(frames.calls, _named_spans(frames), frames.rollouts)
+    rows = resolve(frames.calls, owners, frames.rollouts, shared=True)
     if rows.is_empty():
         return calls
     facts = {"Shared": pl.lit(True), "Order": pl.lit(0), "AgentName": pl.lit(""), "Convention": pl.lit("gateway")}
     shared_calls = gateway.calls(rows).drop("Mode", "RolloutKey", "RolloutKeySource").with_columns(**facts)
     return pl.concat([calls, reconcile.without_arrays(shared_calls)], how="diagonal_relaxed")
-
-
-def _named_spans(frames: Frames) -> pl.DataFrame:
-    return pl.concat([rows.select(list(NAMES)) for rows in (frames.spans, frames.calls, frames.names)])
 
 
 def _stamp(frame: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from functools import cache
 
 import polars as pl
 
-from transition_builder.schemas import DROPPED, NAMES, RESPONSES, SQL_REWARDS, TIMES, TOOL_CALLS, TOOL_EVENTS, TOOL_LOGS, Schema
+from transition_builder.schemas import DROPPED, OWNERS, RESPONSES, SQL_REWARDS, TIMES, TOOL_CALLS, TOOL_EVENTS, TOOL_LOGS, Schema
 
 
 class Verdict(StrEnum):
@@ -36,6 +36,8 @@ class Facts:
     """PRESENCE."""
     counts: pl.DataFrame
     """COUNTS."""
+    owners: pl.DataFrame = field(default_factory=lambda: empty(OWNERS))
+    """OWNERS of the traces of rows that name no rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ class Frames:
     """RESPONSES, where a rule of the specification asks for them."""
     dropped: pl.DataFrame = field(default_factory=lambda: empty(DROPPED))
     """DROPPED."""
-    names: pl.DataFrame = field(default_factory=lambda: empty(NAMES))
-    """NAMES: the rollouts named by any span in the traces of calls that name none."""
+    owners: pl.DataFrame = field(default_factory=lambda: empty(OWNERS))
+    """OWNERS of the traces of rows that name no rollout, as far as the store knows them."""
     tool_events: pl.DataFrame = field(default_factory=lambda: empty(TOOL_EVENTS))
     """TOOL_EVENTS, where a rule of the specification asks for them."""
     tool_logs: pl.DataFrame = field(default_factory=lambda: empty(TOOL_LOGS))

@@ -27,8 +27,8 @@ from transition_builder.build import build
 from transition_builder.completeness import reassigned_traces
 from transition_builder.completeness.complete import decide, facts
 from transition_builder.completeness.reassigned_traces import CONCLUDED, MOVED
-from transition_builder.completeness.resolve import NAMED
-from transition_builder.completeness.rootless_traces import claim, judge, merge, rollouts_of, stale
+from transition_builder.completeness.resolve import NAMED, claim
+from transition_builder.completeness.rootless_traces import judge, merge, rollouts_of, stale
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import Frames, Verdict, empty
 from transition_builder.rewards import sql
@@ -205,18 +205,19 @@ class Builder:
         due = _due(self._pending, now)
         for batch in due.iter_slices(ROLLOUTS_A_LOOK):
             arrivals = self._source.arrivals(batch)
-            judged = self._judged(batch, arrivals, now)
+            owners = self._source.owners(arrivals)
+            judged = self._judged(batch, arrivals, owners, now)
             # A rollout without a verdict has no final root any more, and waits like one that never had a root.
             self._pending = self._pending.join(batch.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
             for rollouts in self._portions.of(self._claimed(_ended(judged))):
-                frames = self._frames(rollouts, arrivals, now)
+                frames = self._frames(rollouts, arrivals, owners, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
         self._pending = _checked(self._pending, due, ROLLOUT, now)
 
-    def _judged(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> pl.DataFrame:
+    def _judged(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, owners: pl.DataFrame, now: datetime) -> pl.DataFrame:
         """Return ROLLOUTS for the given rollouts that have a final root."""
-        return decide(facts(arrivals), now, self._waits).join(rollouts, on=ROLLOUT, how="semi")
+        return decide(facts(arrivals, owners), now, self._waits).join(rollouts, on=ROLLOUT, how="semi")
 
     def _claimed(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Claim those of the given ROLLOUTS that are still to be built by this builder; forget those that other builders have built."""
@@ -235,14 +236,14 @@ class Builder:
         until = pl.when(lacks).then(pl.lit(late_spans.LONG_AGO).cast(BUILT["Watermark"])).otherwise(pl.max_horizontal("Watermark", "Until"))
         return built.with_columns(Watermark=until, RowsRead=read).drop("Until", "Examined", "Rows")
 
-    def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> Frames:
+    def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, owners: pl.DataFrame, now: datetime) -> Frames:
         """Read the frames of ended rollouts, restricted to spans whose calls are visible as well."""
-        frames = self._source.frames(rollouts, arrivals)
+        frames = self._source.frames(rollouts, arrivals, owners)
         unseen = _unseen(frames)
         if unseen.is_empty():
             return frames
         seen = arrivals.join(unseen, on=SPAN, how="anti")
-        return self._source.frames(_ended(self._judged(rollouts, seen, now)), seen)
+        return self._source.frames(_ended(self._judged(rollouts, seen, owners, now)), seen, owners)
 
     def _claimed_frames(self, rollouts: pl.DataFrame, orphans: pl.DataFrame, now: datetime) -> Frames:
         """Read the frames of silent rollouts, except those with calls not yet visible; `orphans`: rows of their calls, with TraceId."""

@@ -55,7 +55,7 @@ SPANS: Schema = {
 NAMING = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
 """Columns by which a row names its rollout."""
 NAMES: Schema = {name: _IDENTITY[name] for name in (*NAMING, "TraceId")}
-"""Rollouts that rows name, with the traces of those rows."""
+"""Columns that decide which rollout a row belongs to, beside its trace's OWNERS."""
 
 ARRIVALS: Schema = {**SPANS, "IngestedAt": MICROSECONDS, "Dropped": pl.Boolean()}
 """SPANS as they arrived, possibly with duplicates by repeated delivery. Dropped: the sender withheld attributes of the span."""
@@ -142,11 +142,11 @@ OWNERS: Schema = {
     "RunId": _TEXT,
     "Mode": _TEXT,
     "RolloutId": _TEXT,
-    "SessionId": _TEXT,
-    "ConversationId": _TEXT,
     "Attempt": pl.UInt16(),
+    "Attempts": pl.UInt8(),
 }
-"""Rows of spangrad_internal.trace_rollouts: identifiers that any span of a trace gives for the whole trace; empty where none does."""
+"""Rows of spangrad_internal.trace_owners: whose the spans of a trace are that name no rollout. Attempts: how many its spans name (2: or
+more). RolloutId is that of the first of them; of 0 the session, the conversation, or empty."""
 
 ACTIVITY: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "LastArrival": MICROSECONDS}
 """Arrival time of the newest span that names a rollout, a row for each run that such spans name."""

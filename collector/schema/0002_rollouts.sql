@@ -15,7 +15,7 @@ CREATE DATABASE IF NOT EXISTS spangrad_internal;
 -- for a third more bytes.
 --
 -- RolloutKey is the best name that the span itself gives for its rollout: ours, else session, conversation, trace.
--- trace_rollouts resolves the spans of a trace of which only one (the root, say) knew the rollout.
+-- trace_rollouts says which rollout a span belongs to that does not name one.
 
 -- Spans and evaluation results (events or log records) of rollouts, lean: attributes longer than 1 KiB are left out.
 CREATE TABLE IF NOT EXISTS spangrad_internal.rollout_spans (
@@ -293,38 +293,42 @@ FROM otel.otel_traces
 ARRAY JOIN range(1, if(plausible, length(response_lengths), 1) + 1) AS choice_index
 WHERE ScopeName = 'spangrad.gateway';
 
--- Traces, and the rollout that any of their spans named.
+-- Traces, and what their spans name: attempts of rollouts, sessions, conversations. 0004 says what follows for the spans that name no rollout.
+-- Of the attempts the least and the greatest are kept: they differ where a trace names several, however many those are.
 CREATE TABLE IF NOT EXISTS spangrad_internal.trace_rollouts (
     TraceId String CODEC(ZSTD(1)),
-    RolloutId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
+    FirstRolloutId SimpleAggregateFunction(min, Nullable(String)) CODEC(ZSTD(1)),
+    LastRolloutId SimpleAggregateFunction(max, Nullable(String)) CODEC(ZSTD(1)),
+    FirstAttempt SimpleAggregateFunction(min, Nullable(UInt16)) CODEC(ZSTD(1)),
+    LastAttempt SimpleAggregateFunction(max, Nullable(UInt16)) CODEC(ZSTD(1)),
     SessionId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
     ConversationId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
     RunId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
     Mode SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
-    Attempt SimpleAggregateFunction(max, UInt16) CODEC(ZSTD(1)),
     FirstSeen SimpleAggregateFunction(min, DateTime64(9)) CODEC(ZSTD(1)),
     LastSeen SimpleAggregateFunction(max, DateTime64(9)) CODEC(ZSTD(1)),
     IngestedAt SimpleAggregateFunction(max, DateTime64(6)) CODEC(ZSTD(1))
 ) ENGINE = AggregatingMergeTree
 ORDER BY (TraceId)
-SETTINGS index_granularity = 1024;
+SETTINGS index_granularity = 128;
 
+-- From the lean rows, which have these attributes as columns: looking for them in the map of each span would cost more than all the rest.
 CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.trace_rollouts_mv TO spangrad_internal.trace_rollouts AS
--- Half of what `SpanAttributes[name]` would cost here.
-WITH name -> mapValues(SpanAttributes)[indexOf(mapKeys(SpanAttributes), name)] AS attribute
 SELECT
     TraceId,
-    max(attribute('spangrad.rollout.id')) AS RolloutId,
-    max(attribute('session.id')) AS SessionId,
-    max(attribute('gen_ai.conversation.id')) AS ConversationId,
-    max(attribute('spangrad.run.id')) AS RunId,
-    max(attribute('spangrad.rollout.mode')) AS Mode,
-    max(toUInt16OrZero(attribute('spangrad.rollout.attempt'))) AS Attempt,
+    min(if(RolloutKeySource = 'rollout', RolloutKey, NULL)) AS FirstRolloutId,
+    max(if(RolloutKeySource = 'rollout', RolloutKey, NULL)) AS LastRolloutId,
+    min(if(RolloutKeySource = 'rollout', s.Attempt, NULL)) AS FirstAttempt,
+    max(if(RolloutKeySource = 'rollout', s.Attempt, NULL)) AS LastAttempt,
+    max(s.SessionId) AS SessionId,
+    max(s.ConversationId) AS ConversationId,
+    max(s.RunId) AS RunId,
+    max(s.Mode) AS Mode,
     min(Timestamp) AS FirstSeen,
     max(Timestamp) AS LastSeen,
     max(now64(6)) AS IngestedAt
-FROM otel.otel_traces
-WHERE TraceId != ''
+FROM spangrad_internal.rollout_spans AS s
+WHERE RowKind = 'span' AND TraceId != ''
 GROUP BY TraceId;
 
 -- Where in time a trace lies: the Collector's exporter and Grafana's data source ask under this name.

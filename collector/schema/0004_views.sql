@@ -1,32 +1,37 @@
 -- What people and dashboards read: each counts a span, a call, a conclusion once, however often it was delivered.
 
-CREATE VIEW IF NOT EXISTS spangrad.spans AS SELECT * FROM spangrad_internal.rollout_spans FINAL WHERE RowKind = 'span'
-COMMENT 'Spans of rollouts, each once.';
+-- Whose the spans of a trace are that name no rollout themselves (docs/concepts/spans.md). Attempts: how many of them the trace names,
+-- 2 standing for more. One: theirs. Several: nobody's; the first is here, to which their calls are dropped. None: the session's, the
+-- conversation's, or, where RolloutId is empty, the trace's. transition_builder/completeness/resolve.py says the same of spans as of a time.
+CREATE VIEW IF NOT EXISTS spangrad_internal.trace_owners AS
+SELECT TraceId, RunId, Mode,
+    multiIf(first.1 IS NOT NULL, assumeNotNull(first.1), SessionId != '', SessionId, ConversationId) AS RolloutId,
+    ifNull(first.2, 0) AS Attempt,
+    multiIf(first.1 IS NULL, 0, first = last, 1, 2) AS Attempts
+FROM (
+    SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(SessionId) AS SessionId, max(ConversationId) AS ConversationId,
+        (min(FirstRolloutId), min(FirstAttempt)) AS first, (max(LastRolloutId), max(LastAttempt)) AS last
+    FROM spangrad_internal.trace_rollouts
+    GROUP BY TraceId);
 
 CREATE VIEW IF NOT EXISTS spangrad.rollout_spans AS
-SELECT
-    multiIf(
-        s.RolloutKeySource = 'rollout', s.RolloutKey,
-        t.RolloutId != '', t.RolloutId,
-        s.SessionId != '', s.SessionId,
-        t.SessionId != '', t.SessionId,
-        s.ConversationId != '', s.ConversationId,
-        t.ConversationId != '', t.ConversationId,
-        s.TraceId) AS RolloutId,
-    if(s.RunId != '', s.RunId, t.RunId) AS RunId,
-    if(s.Mode != '', s.Mode, t.Mode) AS Mode,
-    if(s.RolloutKeySource = 'rollout', s.Attempt, t.Attempt) AS Attempt,
-    s.Timestamp AS Timestamp, s.TraceId AS TraceId, s.SpanId AS SpanId, s.Choice AS Choice, s.RowKind AS RowKind, s.ParentSpanId AS ParentSpanId,
-    s.ProcessId AS ProcessId, s.Seq AS Seq, s.SpanName AS SpanName, s.SpanKind AS SpanKind, s.ServiceName AS ServiceName, s.ScopeName AS ScopeName,
-    s.Duration AS Duration, s.StatusCode AS StatusCode, s.StatusMessage AS StatusMessage, s.Attributes AS Attributes, s.IngestedAt AS IngestedAt
-FROM spangrad_internal.rollout_spans AS s FINAL
-LEFT JOIN (
-    SELECT TraceId, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId, max(ConversationId) AS ConversationId, max(RunId) AS RunId,
-        max(Mode) AS Mode, max(Attempt) AS Attempt
-    FROM spangrad_internal.trace_rollouts
-    GROUP BY TraceId
-) AS t ON s.TraceId = t.TraceId
-COMMENT 'Every span with the rollout that it belongs to: the one that it names itself, else the one that any span of its trace names, else its session, its conversation, its trace. So an attribute on the root alone is enough.';
+SELECT RolloutKey AS RolloutId, RunId, Mode, Attempt, RolloutKey, RolloutKeySource, Timestamp, TraceId, SpanId, Choice, RowKind, ParentSpanId,
+    ProcessId, Seq, SpanName, SpanKind, ServiceName, ScopeName, Duration, StatusCode, StatusMessage, Attributes, IngestedAt
+FROM spangrad_internal.rollout_spans FINAL
+WHERE RolloutKeySource = 'rollout' AND RunId != ''
+UNION ALL
+SELECT multiIf(s.RolloutKeySource = 'rollout', s.RolloutKey, t.Attempts > 1, '', t.RolloutId != '', t.RolloutId, s.RolloutKey),
+    if(t.RunId != '', t.RunId, s.RunId), if(t.Mode != '', t.Mode, s.Mode),
+    multiIf(s.RolloutKeySource = 'rollout', s.Attempt, t.Attempts = 1, t.Attempt, 0),
+    s.RolloutKey, s.RolloutKeySource, s.Timestamp, s.TraceId, s.SpanId, s.Choice, s.RowKind, s.ParentSpanId, s.ProcessId, s.Seq, s.SpanName,
+    s.SpanKind, s.ServiceName, s.ScopeName, s.Duration, s.StatusCode, s.StatusMessage, s.Attributes, s.IngestedAt
+FROM (SELECT * FROM spangrad_internal.rollout_spans FINAL WHERE RolloutKeySource != 'rollout' OR RunId = '') AS s
+LEFT JOIN spangrad_internal.trace_owners AS t ON s.TraceId = t.TraceId
+COMMENT 'Spans (RowKind span) and evaluations, each once, with the attempt that they belong to: the one that they name, else the only one that their trace names; where it names none, their session, conversation or trace; where it names several, none. Of one rollout, filter by RolloutId and by TraceId IN rollout_traces: both are read by key.';
+
+CREATE VIEW IF NOT EXISTS spangrad.rollout_traces AS
+SELECT DISTINCT RolloutKey AS RolloutId, TraceId FROM spangrad_internal.rollout_spans
+COMMENT 'Traces with a span that names the rollout, session or conversation itself, or none: all traces that a rollout may have spans in.';
 
 CREATE VIEW IF NOT EXISTS spangrad.rollout_traces AS
 SELECT DISTINCT RolloutKey AS RolloutId, TraceId FROM spangrad_internal.rollout_spans WHERE TraceId != ''
@@ -126,19 +131,9 @@ FROM (
         SELECT b.RunId, b.Mode, b.BuildSpec, b.RolloutId, c.CallId, b.Revision, 0, 0, 0, 1
         FROM (
             SELECT if(a.RunId != '', a.RunId, t.RunId) AS RunId, a.CallId AS CallId,
-                multiIf(
-                    a.RolloutKeySource = 'rollout', a.RolloutKey,
-                    t.RolloutId != '', t.RolloutId,
-                    t.SessionId != '', t.SessionId,
-                    t.ConversationId != '', t.ConversationId,
-                    a.RolloutKey) AS RolloutId
+                if(a.RolloutKeySource = 'rollout' OR t.RolloutId = '', a.RolloutKey, t.RolloutId) AS RolloutId
             FROM (SELECT DISTINCT RunId, RolloutKey, RolloutKeySource, TraceId, CallId FROM spangrad_internal.calls WHERE IdsSource != 'agent') AS a
-            LEFT JOIN (
-                SELECT TraceId, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId, max(ConversationId) AS ConversationId,
-                    max(RunId) AS RunId
-                FROM spangrad_internal.trace_rollouts
-                GROUP BY TraceId
-            ) AS t ON a.TraceId = t.TraceId
+            LEFT JOIN spangrad_internal.trace_owners AS t ON a.TraceId = t.TraceId
         ) AS c
         INNER JOIN (
             SELECT RunId, Mode, BuildSpec, RolloutId, Revision,

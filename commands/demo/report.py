@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BUILD_TIMEOUT_SECONDS = 60
 
 COUNTS = {
-    "spans": "SELECT count() FROM spangrad.spans WHERE RunId = {run:String}",
+    "spans": "SELECT count() FROM spangrad.rollout_spans WHERE RowKind = 'span' AND RunId = {run:String}",
     "calls": "SELECT count() FROM spangrad.calls WHERE RunId = {run:String}",
     "transitions": "SELECT count() FROM spangrad.transitions WHERE RunId = {run:String}",
     "rollouts": "SELECT count() FROM spangrad.attempts WHERE RunId = {run:String} AND Final",
@@ -60,8 +60,8 @@ QUESTIONS = {
         " GROUP BY Version ORDER BY Version"
     ),
     "which tools failed, and how often": (
-        "SELECT SpanName, StatusCode, count() AS Spans FROM spangrad.spans"
-        " WHERE Attributes['openinference.span.kind'] = 'TOOL' GROUP BY SpanName, StatusCode ORDER BY SpanName, StatusCode"
+        "SELECT SpanName, StatusCode, count() AS Spans FROM spangrad.rollout_spans"
+        " WHERE RowKind = 'span' AND Attributes['openinference.span.kind'] = 'TOOL' GROUP BY ALL ORDER BY SpanName, StatusCode"
     ),
 }
 

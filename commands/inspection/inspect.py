@@ -24,6 +24,7 @@ from commands.options import ConfigFile, Overrides, resolve
 from spangrad import semconv
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Settings, StoreSettings
+from spangrad.types import remedy
 
 _PAGE = """# What the builder makes of real spans
 
@@ -170,7 +171,6 @@ def _print(rows: Sequence[FileReport], *, reasons: bool) -> None:
     from rich.table import Table
 
     from commands.console import plain_console
-    from commands.training.build_report import remedy
 
     console = plain_console(160)
     table = Table(box=None, pad_edge=False)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
 from spangrad.errors import SettingsError
+from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, VersionLineage, of_span, of_version
 
 
 def lineage(
@@ -35,9 +37,7 @@ def lineage(
         depth: number of versions to show with rollouts and spans: this one and its ancestors.
         json_: print JSON instead of text.
     """
-    from commands.inspection.lineage_text import of_span, of_version
     from commands.stopped_store import answering_store
-    from spangrad.store import lineage
     from spangrad.store.clickhouse import connect, store_errors
 
     if (version is None) == (span is None):
@@ -46,11 +46,11 @@ def lineage(
         client = connect(store)
         with store_errors(store.url):
             if version is not None:
-                answer = lineage.of_version(client, *version_name(version), branch, depth)
-                text = of_version(answer)
+                answer = of_version(client, *version_name(version), branch, depth)
+                text = version_text(answer)
             else:
-                answer = lineage.of_span(client, *span_name(span or ""))
-                text = of_span(answer)
+                answer = of_span(client, *span_name(span or ""))
+                text = span_text(answer)
         client.close()
     print(json.dumps(answer.as_json(), indent=2) if json_ else "\n".join(text), file=sys.stdout)
 
@@ -77,3 +77,63 @@ def span_name(text: str) -> tuple[str, str]:
     if not trace or not span:
         raise SettingsError(f"{text!r} names no span. Write TRACE/SPAN, both in hex as `spangrad rollout show` prints them.")
     return trace, span
+
+
+def version_text(lineage: VersionLineage) -> list[str]:
+    """Return lines on a version, its rollouts and spans, then on its ancestors."""
+    return [line for ancestor in lineage.ancestors for line in _version(lineage.policy, ancestor)]
+
+
+def span_text(lineage: SpanLineage) -> list[str]:
+    """Return lines on the versions that were trained on a span."""
+    where = f"span {lineage.span} of trace {lineage.trace}, rollout {', '.join(lineage.rollouts)}"
+    if not lineage.versions:
+        return [f"{where}: trained no version"]
+    direct = any(version.transition for version in lineage.versions)
+    lines = [where if direct else f"{where}: no trained call itself; its rollout's calls trained"]
+    for version in lineage.versions:
+        since = f", and by descent {_numbers(version.descendants)}" if version.descendants else ""
+        what = f"transition {version.transition}" if version.transition else f"rollout {version.rollout}"
+        place = f"{what} in group {version.group}, batch {version.batch}"
+        lines.append(f"  {version.policy}@{version.version} on branch {version.branch}: {place}{since}")
+    return lines
+
+
+def _version(policy: str, ancestor: Ancestor) -> Iterator[str]:
+    parent = "training began with it" if ancestor.parent is None else f"from {policy}@{ancestor.parent}"
+    if ancestor.parent is not None and ancestor.parent_branch != ancestor.branch:
+        parent += f" on branch {ancestor.parent_branch}"
+    origin = (
+        f"{ancestor.groups} groups, {ancestor.rollouts} rollouts of run {ancestor.run} ({ancestor.mode})"
+        if ancestor.rollouts or not ancestor.files
+        else ""
+    )
+    if ancestor.files:
+        run = ancestor.files[0]
+        origin = f"{run.method} on files, step {run.step} of {run.steps}" + (f", from {origin}" if origin else "")
+    batch = f", batch {ancestor.batch}: {origin}" if ancestor.batch else ""
+    yield f"{policy}@{ancestor.version} on branch {ancestor.branch}, {ancestor.status}, {parent}{batch}"
+    if ancestor.batch_rollouts is not None:
+        yield f"  checksum {ancestor.checksum}, {ancestor.path}"
+        for file in ancestor.files:
+            yield f"  file {file.name}, sha256 {file.sha256}, {file.size} bytes: {file.trained} examples"
+        for rollout in ancestor.batch_rollouts:
+            yield from _rollout(rollout)
+
+
+def _rollout(rollout: BatchRolloutRow) -> Iterator[str]:
+    none = "" if rollout.spans else ": no call of this policy was built"
+    yield f"  rollout {rollout.rollout}, attempt {rollout.attempt}, revision {rollout.revision}, group {rollout.group}{none}"
+    for span in rollout.spans:
+        yield f"    span {span.trace}/{span.span}, call {span.call}"
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Return ascending numbers as text, with runs as ranges: `2-4, 7`."""
+    parts = list[list[int]]()
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

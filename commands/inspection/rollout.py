@@ -15,8 +15,8 @@ from spangrad.errors import LedgerError, StoreError
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
-    from commands.inspection.rollout_reader import SkipLookup
-    from commands.inspection.rollout_record import Record
+    from spangrad.store.rollout.reader import SkipLookup
+    from spangrad.store.rollout.record import Record
     from trainer.ledger.ledger import Ledger
 
 _PIPE_WIDTH = 160
@@ -82,7 +82,7 @@ def _why(id_: Annotated[str, Parameter(name="ID")], /, *, config: ConfigFile = N
     Args:
         id_: id of the rollout; for spans without a runner, id of the session, conversation or trace.
     """
-    from commands.inspection.rollout_why import explain
+    from spangrad.store.rollout.why import explain
 
     settings = resolve(config, set_)
     print("\n".join(explain(_ask(id_, None, settings), settings)))
@@ -94,8 +94,9 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
     Raises:
         StoreError: the store holds no span of it.
     """
-    from commands.inspection.rollout_reader import near, read
+    from commands.inspection.span_kinds import describe
     from spangrad.store.clickhouse import connect, store_errors
+    from spangrad.store.rollout.reader import near, read
 
     ledger, error = _ledger(settings)
     with (
@@ -104,7 +105,7 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
         closing(connect(store)) as client,
         store_errors(store.url),
     ):
-        record = replace(read(client, id_, attempt, _skip_lookup(ledger) if ledger else None), ledger_silent=error)
+        record = replace(read(client, id_, describe, attempt, _skip_lookup(ledger) if ledger else None), ledger_silent=error)
         alike = "" if record.spans else near(client, id_, attempt)
     if not record.spans:
         what = f"rollout {id_!r}" if attempt is None else f"attempt {attempt} of rollout {id_!r}"

@@ -1,19 +1,19 @@
 """A rollout as a tree of spans for a terminal, with durations, tokens, rewards, and the transition or drop of each call.
 
-In: the `Record` of one rollout. Out: a tree of rich. Invariant: every span occurs once below its parent, however often it was delivered;
-spans are ordered by parent links and by the sequence numbers of each process, never by comparing two clocks.
+In: the `Record` of one rollout. Out: a tree of rich. Invariant: every span occurs once, where spangrad/store/rollout/tree.py places it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 from rich.tree import Tree
 
-from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span, attempts, counted, titled
 from spangrad import semconv
+from spangrad.store.rollout.record import Build, Call, Conclusion, Record, Reward, Span, counted, titled
+from spangrad.store.rollout.tree import children
 
 _SEPARATOR = " · "
 _TOKEN_COUNTS = (
@@ -38,17 +38,12 @@ def draw(record: Record) -> Tree:
         for conclusion in build.conclusions:
             concluded[conclusion.trace, conclusion.span].append((build.title if len(record.builds) > 1 else "", conclusion))
 
-    attempt_of = attempts(list(spans.values()))
-    parents = {key: _parent(span, spans, attempt_of) for key, span in spans.items()}
-    below = defaultdict[tuple[str, str] | None, list[Span]](list)
-    for key in spans:
-        below[parents[key] if _keeps_parent(key, parents) else None].append(spans[key])
-
-    tree = Tree(_header(record, list(spans.values()), attempt_of), guide_style="dim")
+    below = children(spans)
+    tree = Tree(_header(record, list(spans.values())), guide_style="dim")
     waiting: list[tuple[Tree, Span | None, tuple[str, str] | None]] = [(tree, None, None)]
     while waiting:
         branch, parent, key = waiting.pop()
-        for child in sorted(below[key], key=lambda span: _order(span, parent, attempt_of)):
+        for child in below.get(key, ()):
             strayed = parent is not None and child.parent != parent.span
             lost = parent is None and bool(child.parent)
             label = _label(child, calls[child.key], rewards[child.key], concluded[child.key], strayed=strayed or lost)
@@ -65,36 +60,7 @@ def draw(record: Record) -> Tree:
     return tree
 
 
-def _parent(span: Span, spans: Mapping[tuple[str, str], Span], attempt_of: Mapping[tuple[str, str], int]) -> tuple[str, str] | None:
-    """Return the span to place this one under: its parent, else the root of its trace or attempt, else none."""
-    if (span.trace, span.parent) in spans:
-        return span.trace, span.parent
-    if span.is_root:
-        return None
-    roots = [root for root in spans.values() if root.is_root and attempt_of[root.key] == attempt_of[span.key]]
-    nearest = min(roots, key=lambda root: (root.trace != span.trace, root.key), default=None)
-    return nearest.key if nearest else None
-
-
-def _keeps_parent(key: tuple[str, str], parents: Mapping[tuple[str, str], tuple[str, str] | None]) -> bool:
-    """Return False for a span that is its own ancestor: it is placed at the top of the tree instead of under its parent."""
-    seen = {key}
-    above = parents[key]
-    while above is not None:
-        if above in seen:
-            return above != key
-        seen.add(above)
-        above = parents[above]
-    return True
-
-
-def _order(span: Span, parent: Span | None, attempt_of: Mapping[tuple[str, str], int]) -> tuple[object, ...]:
-    """Return a sort key: by attempt, spans of the parent's process before others, then in the order of each process."""
-    foreign = parent is None or span.counted_by != parent.counted_by
-    return attempt_of[span.key], not span.is_root, foreign, span.counted_by, span.place, span.key
-
-
-def _header(record: Record, spans: Sequence[Span], attempt_of: Mapping[tuple[str, str], int]) -> Text:
+def _header(record: Record, spans: Sequence[Span]) -> Text:
     roots = sorted((span for span in spans if span.is_root), key=lambda span: span.attempt)
     facts = [_values(spans, "run"), _values(spans, "mode")]
     if roots:
@@ -102,7 +68,7 @@ def _header(record: Record, spans: Sequence[Span], attempt_of: Mapping[tuple[str
         size = last.get(semconv.GROUP_SIZE)
         facts.append(f"task {last[semconv.TASK_ID]}" if semconv.TASK_ID in last else "")
         facts.append(f"group {last[semconv.GROUP_ID]}{f' of {size}' if size else ''}" if semconv.GROUP_ID in last else "")
-    tries = len(set(attempt_of.values()))
+    tries = len({span.attempt for span in spans})
     facts.append(f"{tries} attempts" if tries > 1 else "")
     facts.append(_duration(sum(span.duration for span in roots) or max((span.duration for span in spans), default=0)))
     facts.append(counted(len(spans), "span"))
@@ -215,7 +181,7 @@ def _reported_tokens(span: Span) -> list[Text]:
 
 
 def _status(span: Span, calls: Sequence[Call]) -> list[Text]:
-    failed = next((call for call in calls if call.error or call.http_status >= 400), None)
+    failed = next((call for call in calls if call.failed), None)
     failure = span.attributes.get(semconv.ROLLOUT_FAILURE, "")
     if span.status == "Error" or failed or failure:
         refused = f"HTTP {failed.http_status}" if failed and failed.http_status >= 400 else ""

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.console import plain_console
-from spangrad.types import DropReason
+from spangrad.store.rollout.record import counted
+from spangrad.types import remedy
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,7 +32,7 @@ def show(report: ReconcileReport, console: Console | None = None) -> int:
 
 def render(report: ReconcileReport) -> RenderableType:
     """Return the report's heading, its table, and the sentence on the sum."""
-    head = Text(f"What became of the calls of {_counted(report.rollouts, 'rollout')}", "bold")
+    head = Text(f"What became of the calls of {counted(report.rollouts, 'rollout')}", "bold")
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     table.add_column("calls", justify="right")
@@ -67,12 +68,3 @@ def _named(report: ReconcileReport) -> str:
     names = [f"{rollout.rollout_id} of run {rollout.run_id or '(none)'}" for rollout in report.wrong]
     more = f" and {len(names) - MOST_WRONG} more" if len(names) > MOST_WRONG else ""
     return f"Rollouts: {', '.join(names[:MOST_WRONG])}{more}."
-
-
-def remedy(reason: str) -> str:
-    """Return what to do about a drop reason, or an empty text for a reason of a newer builder that this version does not know."""
-    return DropReason(reason).remedy if reason in set(DropReason) else ""
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"

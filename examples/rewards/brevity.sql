@@ -3,7 +3,7 @@ SELECT s.RunId AS RunId, s.RolloutId AS RolloutId, s.Attempt AS Attempt, -sum(le
 FROM spangrad.calls AS c
 INNER JOIN spangrad.rollout_spans AS s ON c.TraceId = s.TraceId AND c.SpanId = s.SpanId
 WHERE s.RolloutId IN {rollouts:Array(String)} AND s.RowKind = 'span'
-    AND c.TraceId IN (SELECT TraceId FROM spangrad.spans WHERE RolloutKey IN {rollouts:Array(String)})
+    AND c.TraceId IN (SELECT TraceId FROM spangrad.rollout_traces WHERE RolloutId IN {rollouts:Array(String)})
     AND c.Timestamp BETWEEN {since:DateTime64(6)} AND {until:DateTime64(6)}
     AND s.Timestamp BETWEEN {since:DateTime64(6)} AND {until:DateTime64(6)}
 GROUP BY RunId, RolloutId, Attempt

@@ -4,6 +4,6 @@ SELECT RunId, RolloutId, Attempt,
     toFloat64(countIf(StatusCode = 'Error' AND Attributes['openinference.span.kind'] = 'TOOL') = 0) AS Value
 FROM spangrad.rollout_spans
 WHERE RolloutId IN {rollouts:Array(String)} AND RowKind = 'span'
-    AND TraceId IN (SELECT TraceId FROM spangrad.spans WHERE RolloutKey IN {rollouts:Array(String)})
+    AND TraceId IN (SELECT TraceId FROM spangrad.rollout_traces WHERE RolloutId IN {rollouts:Array(String)})
     AND Timestamp BETWEEN {since:DateTime64(6)} AND {until:DateTime64(6)}
 GROUP BY RunId, RolloutId, Attempt

@@ -168,13 +168,28 @@ def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
         where: a condition over KEY, to read less. Over other columns it could select an older revision as the newest.
     """
     facts = ", ".join(f"newest.{place} AS {name}" for place, name in enumerate((*_FACTS, "IngestedAt"), 1))
-    conditions = [condition for condition in (where, until_sql(as_of)) if condition]
-    among = f" WHERE {' AND '.join(f'({one})' for one in conditions)}" if conditions else ""
     return (
         f"(SELECT {', '.join(KEY)}, {facts}, FirstBuiltAt FROM (SELECT {', '.join(KEY)}, min(b.IngestedAt) AS FirstBuiltAt, "
         f"argMax(({', '.join(_FACTS)}, b.IngestedAt), Precedence) AS newest "
-        f"FROM spangrad_internal.builds AS b{among} GROUP BY {', '.join(KEY)}))"
+        f"FROM spangrad_internal.builds AS b{_among(as_of, where)} GROUP BY {', '.join(KEY)}))"
     )
+
+
+def newest_sql(as_of: datetime | None = None, where: str = "") -> str:
+    """Return a subquery with ROWS_OF of each rollout's newest revision; arguments as for `builds_sql`.
+
+    A condition may also ask for rows `b` that arrived since some time: a newer revision is never older than the one before.
+    """
+    return (
+        f"(SELECT {', '.join(KEY)}, newest.1 AS Revision, newest.2 AS Content FROM (SELECT {', '.join(KEY)}, "
+        f"argMax((Revision, Content), Precedence) AS newest "
+        f"FROM spangrad_internal.builds AS b{_among(as_of, where)} GROUP BY {', '.join(KEY)}))"
+    )
+
+
+def _among(as_of: datetime | None, where: str) -> str:
+    conditions = [f"({condition})" for condition in (where, until_sql(as_of)) if condition]
+    return f" WHERE {' AND '.join(conditions)}" if conditions else ""
 
 
 def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
@@ -187,7 +202,7 @@ def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
     """
     columns = ", ".join(ROWS_OF)
     condition = f"({where}) AND " if where else ""
-    newest = f"SELECT {columns} FROM {builds_sql(as_of, where)} AS v"
+    newest = f"SELECT {columns} FROM {newest_sql(as_of, where)} AS v"
     return f"(SELECT * FROM spangrad_internal.{table} FINAL WHERE {condition}({columns}) IN ({newest}))"
 
 

@@ -46,7 +46,10 @@ SELECT Policy, Branch, Version, BatchId, GroupId, RolloutId, Attempt, ''
 FROM spangrad.batches WHERE RolloutId IN {rollouts:Array(String)} AND (RunId IN {runs:Array(String)} OR empty({runs:Array(String)}))
 ORDER BY Policy, Branch, Version, RolloutId, Attempt
 """
-_ROLLOUTS_OF = "SELECT DISTINCT RolloutId, RunId FROM spangrad.rollout_spans WHERE TraceId = {trace:String} AND SpanId = {span:String}"
+_ROLLOUTS_OF = """
+SELECT DISTINCT RolloutId, RunId FROM spangrad.rollout_spans
+WHERE TraceId = {trace:String} AND SpanId = {span:String} AND RolloutId != ''
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def test_a_store_on_a_full_disk(small_disk: Path, tmp_path: Path, chance: Random
             answers.add(post(f"{store.otlp_endpoint}/v1/traces", one.plain))
             with pytest.raises(grpc.RpcError) as caught:
                 exported(store.otlp_grpc_port, one)
-            asked = client.query("SELECT count() > 0 FROM spangrad.spans").result_rows
+            asked = client.query("SELECT count() > 0 FROM spangrad.rollout_spans").result_rows
             ballast.unlink()
             after, began = load.tally.bodies, time.monotonic()
             wait_until(lambda after=after: load.tally.bodies > after + 30, 30, "bodies after there is room", [child])

@@ -54,7 +54,7 @@ _STATEMENTS = (
     b"SELECT arrayMap(x -> x + 1, [1, 2, 3]), map('a', 1), '\\'quoted\\'' /* comment */ -- end\n",
     b"DESCRIBE TABLE otel.otel_traces",
     b"SELECT {n:UInt8} + 1",
-    b"EXPLAIN SELECT * FROM spangrad.spans WHERE RunId = 'x' LIMIT 1 BY TraceId",
+    b"EXPLAIN SELECT * FROM spangrad.rollout_spans WHERE RowKind = 'span' AND RunId = 'x' LIMIT 1 BY TraceId",
 )
 
 

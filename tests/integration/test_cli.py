@@ -158,7 +158,7 @@ def test_demo_settings_survive_their_file(tmp_path: Path) -> None:
 def test_a_question_to_a_stopped_store_needs_no_token_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "spangrad.toml").write_text('[store]\ntoken = "sesame"\nurl = "http://127.0.0.1:9"\n')
     (tmp_path / "data" / "store").mkdir(parents=True)
-    answer = spangrad("sql", "SELECT count() AS spans FROM spangrad.spans", cwd=tmp_path)
+    answer = spangrad("sql", "SELECT count() AS spans FROM spangrad.rollout_spans", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["spans", "0"]
     assert "opening data/store for this question" in answer.stderr

@@ -89,7 +89,7 @@ def body(name: str, spans: int = 2) -> TraceBody:
     return trace_body(request, request.SerializeToString())
 
 
-def stored(handle: Handle, *names: str, table: str = "spangrad.spans") -> list[int]:
+def stored(handle: Handle, *names: str, table: str = "spangrad.rollout_spans") -> list[int]:
     """Spans of each service that a reader finds."""
     counts = [handle.query(f"SELECT count() FROM {table} WHERE ServiceName = '{name}'").body for name in names]
     return [int(count) for count in counts]

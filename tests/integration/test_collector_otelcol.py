@@ -70,7 +70,9 @@ def rows_of(store: StoreSettings, query: str, **parameters: object) -> list[tupl
 
 def stored(store: StoreSettings, ids: set[str]) -> set[str]:
     """Which of the spans the store has; each is counted once."""
-    found = rows_of(store, "SELECT SpanId FROM spangrad.spans WHERE SpanId IN {ids:Array(String)}", ids=sorted(ids))
+    found = rows_of(
+        store, "SELECT SpanId FROM spangrad.rollout_spans WHERE RowKind = 'span' AND SpanId IN {ids:Array(String)}", ids=sorted(ids)
+    )
     assert len(found) == len(set(found))
     return {str(row[0]) for row in found}
 
@@ -156,7 +158,9 @@ async def test_an_unmodified_agent_fills_the_store(store: StoreSettings, tmp_pat
 
         def read() -> list[tuple[object, ...]]:
             return rows_of(
-                store, "SELECT SpanName, ScopeName FROM spangrad.spans WHERE ServiceName = {service:String} ORDER BY ALL", service=service
+                store,
+                "SELECT SpanName, ScopeName FROM spangrad.rollout_spans WHERE ServiceName = {service:String} ORDER BY ALL",
+                service=service,
             )
 
         await asyncio.to_thread(wait_until, lambda: len(read()) == 2, 30, "the agent's spans")
@@ -200,7 +204,7 @@ def test_what_was_accepted_is_stored_whoever_was_away(tmp_path: Path, end: signa
             require_free_port("127.0.0.1", int(str(values[port])), port)
     with running_store(store, tmp_path / "store.log"), running_collector(store, values, tmp_path / "log"):
         wait_stored(store, set[str]().union(*(ids for _, ids in batches)))
-        assert rows_of(store, "SELECT count() FROM spangrad.spans") == [(300,)]
+        assert rows_of(store, "SELECT count() FROM spangrad.rollout_spans") == [(300,)]
 
 
 def _takes(url: str, body: bytes) -> bool:

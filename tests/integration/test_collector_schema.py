@@ -112,7 +112,7 @@ def test_the_commands_bring_a_store_up_to_date(tmp_path: Path) -> None:
 
         code, stdout, _ = answer(spangrad(settings, "migrate", "--dry-run", cwd=tmp_path))
         assert code == 0
-        assert stdout.startswith("-- 0004_views.sql\n\nCREATE VIEW IF NOT EXISTS spangrad.spans")
+        assert stdout.startswith("-- 0004_views.sql\n\nCREATE VIEW IF NOT EXISTS spangrad_internal.trace_owners")
         assert execute("EXISTS VIEW spangrad.lineage") == "0\n"
 
         views = len(read_migrations(SCHEMA)[3].script(Layout())) - 1
@@ -212,7 +212,8 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
     counted = {
         view: execute(f"SELECT {column}, count() FROM spangrad.{view} GROUP BY ALL ORDER BY ALL").split("\n")[:-1]
         for view, column in {
-            "spans": "TraceId, SpanName",
+            "rollout_spans": "TraceId, SpanName",
+            "rollout_traces": "RolloutId",
             "calls": "TraceId",
             "attempts": "RolloutId",
             "rewards": "RolloutId",
@@ -231,9 +232,11 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
     }
     each = [f"rollout-{trace}\t1" for trace in ("t1", "t2", "t3")]
     assert counted == {
-        "spans": [f"{trace}\t{name}\t1" for trace in ("t1", "t2", "t3") for name in ("chat", "rollout")],
+        "rollout_spans": [f"{trace}\t{name}\t1" for trace in ("t1", "t2", "t3") for name in ("chat", "rollout")],
         "calls": ["t1\t1", "t2\t1", "t3\t1"],
-        **dict.fromkeys(("attempts", "rewards", "transitions", "drops", "tool_calls", "rollouts", "builds", "batches"), each),
+        **dict.fromkeys(
+            ("rollout_traces", "attempts", "rewards", "transitions", "drops", "tool_calls", "rollouts", "builds", "batches"), each
+        ),
         "policy_versions": ["1\t1"],
         "steps": ["1\t1"],
         "batch_files": ["1\trows.jsonl\t1"],

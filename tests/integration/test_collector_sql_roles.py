@@ -104,7 +104,7 @@ def test_one_token_for_both_roles_is_refused(tmp_path: Path) -> None:
     [
         "SELECT sum(a) FROM t",
         "WITH 1 AS x SELECT x FROM t",
-        "SELECT count() FROM spangrad.spans",
+        "SELECT count() FROM spangrad.rollout_spans",
         "SELECT * FROM spangrad.calls LIMIT 1",
         "SHOW TABLES FROM otel",
         "SHOW CREATE TABLE otel.otel_traces",

@@ -235,7 +235,7 @@ def test_spans_of_real_frameworks_are_accepted(store: StoreSettings, client: Cli
                     traces.setdefault(span["traceId"], set()).add(span["spanId"])
 
     rows = client.query(
-        "SELECT TraceId, groupUniqArray(SpanId) FROM spangrad.spans WHERE TraceId IN {t:Array(String)} GROUP BY TraceId",
+        "SELECT TraceId, groupUniqArray(SpanId) FROM spangrad.rollout_spans WHERE TraceId IN {t:Array(String)} GROUP BY TraceId",
         parameters={"t": list(traces)},
     )
     assert {trace: set(ids) for trace, ids in rows.result_rows} == traces
@@ -268,7 +268,7 @@ def test_a_span_delivered_twice_counts_once(store: StoreSettings, client: Client
         assert post(f"{store.otlp_endpoint}/v1/traces", request.SerializeToString())[0] == 200
 
     # The gateway's span and the first of the three share an id and a time: one span.
-    assert count_spans(client, trace_id, "spangrad.spans") == 4
+    assert count_spans(client, trace_id, "spangrad.rollout_spans") == 4
     assert count_spans(client, trace_id, "spangrad.calls") == 1
 
 
@@ -423,7 +423,7 @@ def test_a_token_is_asked_on_every_port(tmp_path: Path) -> None:
         assert refused.value.code == 516
 
         client = connect(settings)
-        assert count_spans(client, trace_id, "spangrad.spans") == 1
+        assert count_spans(client, trace_id, "spangrad.rollout_spans") == 1
         client.close()
         assert post(f"{settings.otlp_endpoint}/v1/traces", body, Authorization="Bearer secret")[0] == 200
 
@@ -445,7 +445,7 @@ def test_what_fails_while_it_is_written_is_not_acknowledged(tmp_path: Path) -> N
         assert 503 in statuses
         client.command("ALTER TABLE otel.otel_traces RESET SETTING parts_to_throw_insert, parts_to_delay_insert")
         assert post(url, body)[0] == 200
-        assert count_spans(client, trace_id, "spangrad.spans") == 1
+        assert count_spans(client, trace_id, "spangrad.rollout_spans") == 1
         client.close()
 
 

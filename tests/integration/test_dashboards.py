@@ -171,7 +171,9 @@ def test_training_tells_what_happened(ask: Ask) -> None:
 
 
 def test_rollouts_tell_what_happened_though_spans_came_twice(ask: Ask) -> None:
-    assert ask("SELECT (SELECT count() FROM otel.otel_traces) > (SELECT count() FROM spangrad.spans) AS twice").rows == [[1]]
+    assert ask(
+        "SELECT (SELECT count() FROM otel.otel_traces) > (SELECT count() FROM spangrad.rollout_spans WHERE RowKind = 'span') AS twice"
+    ).rows == [[1]]
     rows = answers("rollouts", ask, mode=["train"])
     assert rows("Attempts") == [{"attempts": 11}]
     assert rows("Failed attempts") == [{"failed": 0.091}]

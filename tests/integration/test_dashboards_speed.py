@@ -106,7 +106,6 @@ FILL = {
                 map('input.value', repeat('x', 400))) AS SpanAttributes
         {_each(SPANS)}""",
     "datasets": "SELECT 'default' AS Name, 1 AS Revision, 'spec' AS BuildSpec",
-    "trace_rollouts": f"SELECT {_TRACE} AS TraceId, {_ROLLOUT} AS RolloutId {_each(1)}",
 }
 
 

@@ -283,7 +283,7 @@ def test_exported_preferences_raise_the_chosens_margin(traces: Traces, tmp_path:
 
 
 def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Path):
-    from commands.inspection.lineage_text import of_version
+    from commands.inspection.lineage import version_text
     from spangrad.store import lineage
 
     file = traces.export("sft-tokens", tmp_path / "best.jsonl", min_return=0.5)
@@ -297,7 +297,7 @@ def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Pa
     assert [(one.rollout, one.group) for one in first.batch_rollouts][:2] == [("good-0", "g0"), ("good-1", "g1")]
     assert {len(one.spans) for one in first.batch_rollouts} == {1}
     assert len(first.batch_rollouts) == 40
-    text = of_version(found)
+    text = version_text(found)
     made = "sft on files, step 5 of 5, from 40 groups, 40 rollouts of run finetune-traces (train)"
     assert text[0] == f"{traces.name}@{version.version} on branch lineage, committed, from {traces.name}@0, batch {first.batch}: {made}"
     assert text[2] == f"  file best.jsonl, sha256 {source.checksum}, {file.stat().st_size} bytes: 40 examples"

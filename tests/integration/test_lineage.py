@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.inspection.lineage import span_name, version_name
-from commands.inspection.lineage_text import of_span as span_text
-from commands.inspection.lineage_text import of_version as version_text
+from commands.inspection.lineage import span_name, span_text, version_name, version_text
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, TrainedSpan, VersionLineage, descendants, of_span, of_version

@@ -196,7 +196,7 @@ def test_a_file_that_is_no_reward_is_refused_before_anything_is_built(world: Wor
 
 def test_two_values_for_one_thing_are_refused(alone: World, tmp_path: Path) -> None:
     (tmp_path / "twice.sql").write_text(
-        "SELECT RolloutKey AS RolloutId, 1 AS Value FROM spangrad.spans WHERE RolloutKey IN {rollouts:Array(String)}"
+        "SELECT RolloutId, 1 AS Value FROM spangrad.rollout_spans WHERE RowKind = 'span' AND RolloutId IN {rollouts:Array(String)}"
     )
     with pytest.raises(BuilderError, match=r"twice.sql gives \d values for RunId .*Give one: aggregate, with GROUP BY."):
         loop.build_once(alone.settings(sql_rewards=("twice",), rewards_directory=tmp_path))

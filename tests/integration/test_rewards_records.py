@@ -196,7 +196,8 @@ def test_a_framework_that_records_exceptions_has_their_types(store: StoreSetting
     build(settings_of(store, run, *rules), run)
     given = f"""
         SELECT r.Name, r.Value, s.SpanName FROM spangrad.rewards AS r
-        INNER JOIN spangrad.spans AS s ON s.TraceId = r.TraceId AND s.SpanId = r.SpanId WHERE r.RunId = '{run}' AND r.Source = 'air'"""
+        INNER JOIN spangrad.rollout_spans AS s ON s.TraceId = r.TraceId AND s.SpanId = r.SpanId AND s.RowKind = 'span'
+        WHERE r.RunId = '{run}' AND r.Source = 'air'"""
     assert rows(store, given) == [("ValueError", -1.0, "broken")]
 
 

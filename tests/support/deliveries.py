@@ -235,7 +235,7 @@ def judge(store: StoreSettings, run: str, held: Held, *, build: bool = True) -> 
     calls = rows(f"SELECT CallId, PromptIds, ResponseIds, Logprobs FROM spangrad.calls WHERE {ours}")
     judged = "if(RowKind = 'evaluation_log', concat('log ', SpanId), SpanId)"
     found: dict[str, tuple[Iterable[str], list[str]]] = {
-        "spans": (held.spans, names(f"SELECT SpanId FROM spangrad.spans WHERE {ours}")),
+        "spans": (held.spans, names(f"SELECT SpanId FROM spangrad.rollout_spans WHERE RowKind = 'span' AND {ours}")),
         "raw spans": (
             held.spans,
             names(f"SELECT DISTINCT SpanId FROM {raw}"),

@@ -23,13 +23,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span
 from gateway.recorder.record import SAMPLING_DEFAULTS
 from spangrad import semconv
 from spangrad.settings import StoreSettings
 from spangrad.store import datasets
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
+from spangrad.store.rollout.record import Build, Call, Conclusion, Record, Reward, Span
 from spangrad.types import call_id, transition_id
 from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS
 
@@ -278,7 +278,7 @@ TOOL = span(
 # Its clock is an hour slow, and it came first: neither matters.
 SECOND_CLIENT = span("ChatCompletion", "b5", "b1", started=-3600 * 10**9, **SECOND, duration=300 * MS)
 SECOND_CALL = span("chat policy", "b6", "b5", duration=200 * MS, seq=8, **GATEWAY)
-ORPHAN = span("lost", "b7", "ffff", names_rollout=False, process="", service="other", **SECOND | {"attempt": 0})
+ORPHAN = span("lost", "b7", "ffff", names_rollout=False, process="", service="other", **SECOND)
 
 WHOLE = Record(
     "rollout-1",

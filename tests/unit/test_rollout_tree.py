@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from commands.inspection.rollout_record import Build, Conclusion, Record
 from commands.inspection.rollout_tree import draw
+from spangrad.store.rollout.record import Build, Conclusion, Record
 from tests.support.rollouts import WHOLE, call, span
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from commands.inspection.rollout_record import Build, Conclusion, Record, Reward, TrainedBatch
-from commands.inspection.rollout_why import explain
 from spangrad.settings import Settings
+from spangrad.store.rollout.record import Build, Conclusion, Record, Reward, TrainedBatch
+from spangrad.store.rollout.why import explain
 from tests.support.rollouts import CLIENT, FAILED, FIRST_CALL, KEPT, SECOND, SECOND_CALL, root, span
 from tests.support.sections import changed
 

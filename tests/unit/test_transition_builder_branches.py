@@ -23,7 +23,7 @@ SHORT = {"Duration": SECOND // 1000}
 
 def place(spans: fakes.SpanFactory | Frames) -> Reconstructed:
     frames = spans.frames() if isinstance(spans, fakes.SpanFactory) else spans
-    nodes, recorded = read(frames)
+    nodes, recorded = read(frames, frames.owners)
     return reconstruct(nodes, recorded, frames.answers, frames.dropped)
 
 

@@ -10,9 +10,9 @@ import pytest
 from spangrad.settings import BuilderSettings
 from tests.support import fakes
 from transition_builder.completeness.complete import decide
-from transition_builder.completeness.resolve import resolve
-from transition_builder.frames import Facts
-from transition_builder.schemas import COUNTS, PRESENCE, ROOTS
+from transition_builder.completeness.resolve import owners_at_hand, resolve
+from transition_builder.frames import Facts, empty
+from transition_builder.schemas import COUNTS, NAMES, OWNERS, PRESENCE, ROOTS
 
 SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
 
@@ -160,5 +160,9 @@ def test_a_trace_that_two_attempts_share_decides_nothing(shared: bool, owner: li
         arrivals.here(0, 0, TraceId="t1")
     foreign = arrivals.calls(9, 1, RunId="", RolloutKeySource="trace", RolloutKey="t1", TraceId="t1").counts
     rollouts = pl.DataFrame({"RunId": ["run"], "RolloutId": ["r"]})
-    found = resolve(pl.DataFrame(foreign, schema=dict(COUNTS)), pl.DataFrame(arrivals.presence, schema=dict(PRESENCE)), rollouts)
+    calls = pl.DataFrame(foreign, schema=dict(COUNTS))
+    rows = pl.concat(
+        [frame.select(*NAMES, RowKind=pl.lit("span")) for frame in (calls, pl.DataFrame(arrivals.presence, schema=dict(PRESENCE)))]
+    )
+    found = resolve(calls, owners_at_hand(rows, empty(OWNERS)), rollouts)
     assert found.select("RunId", "RolloutId", "Attempt").rows() == owner

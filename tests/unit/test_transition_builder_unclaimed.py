@@ -23,8 +23,8 @@ def call(**facts: Any) -> pl.DataFrame:
 
 
 def owner(**facts: Any) -> pl.DataFrame:
-    """What the spans of the call's trace say of all of it."""
-    nothing = {"RunId": "", "Mode": "", "RolloutId": "", "SessionId": "", "ConversationId": "", "Attempt": 0}
+    """Whose the spans of the call's trace are that name no rollout."""
+    nothing = {"RunId": "", "Mode": "", "RolloutId": "", "Attempt": 0, "Attempts": 0}
     return pl.DataFrame([{"TraceId": "t"} | nothing | facts], schema=dict(OWNERS))
 
 
@@ -39,13 +39,13 @@ FOREIGN = {"RunId": "", "Mode": "", "RolloutKey": "t", "RolloutKeySource": "trac
 @pytest.mark.parametrize(
     ("facts", "owned", "rollout"),
     [
-        ({"Attempt": 1}, {"RolloutId": "other", "RunId": "x"}, ("run", "train", "r", 1, True)),
+        ({"Attempt": 1}, {"RolloutId": "other", "RunId": "x", "Attempts": 1}, ("run", "train", "r", 1, True)),
         ({"RunId": "", "Mode": ""}, {"RunId": "run", "Mode": "probe"}, ("run", "probe", "r", 0, True)),
         ({"RunId": "", "Mode": ""}, {}, ("", "", "r", 0, False)),
-        (FOREIGN, {"RolloutId": "r", "RunId": "run", "Mode": "train", "Attempt": 2}, ("run", "train", "r", 2, True)),
-        (FOREIGN, {"SessionId": "s", "ConversationId": "k"}, ("", "", "s", 0, False)),
-        (FOREIGN, {"ConversationId": "k"}, ("", "", "k", 0, False)),
-        (FOREIGN, {"RunId": "run", "Mode": "train", "Attempt": 3}, ("run", "train", "t", 0, False)),
+        (FOREIGN, {"RolloutId": "r", "RunId": "run", "Mode": "train", "Attempt": 2, "Attempts": 1}, ("run", "train", "r", 2, True)),
+        (FOREIGN, {"RolloutId": "first", "RunId": "run", "Mode": "train", "Attempts": 2}, ("run", "train", "first", 0, True)),
+        (FOREIGN, {"RolloutId": "s"}, ("", "", "s", 0, False)),
+        (FOREIGN, {"RunId": "run", "Mode": "train"}, ("run", "train", "t", 0, False)),
     ],
 )
 def test_a_call_is_its_own_witness_then_its_trace_is(

@@ -16,15 +16,15 @@ import polars as pl
 from spangrad import semconv
 from spangrad.settings import BuilderSettings
 from transition_builder.calls.forest import SpanForest
-from transition_builder.completeness.resolve import NAMED, resolve
+from transition_builder.completeness.resolve import NAMED, owners_at_hand, resolve
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.dialects.reading import attribute
-from transition_builder.frames import Facts, Verdict, conform
-from transition_builder.schemas import ATTEMPT, COUNTS, NAMES, NAMING, PRESENCE, ROLLOUT, ROLLOUTS, ROOTS, SPAN
+from transition_builder.frames import Facts, Verdict, conform, empty
+from transition_builder.schemas import ATTEMPT, COUNTS, NAMES, NAMING, OWNERS, PRESENCE, ROLLOUT, ROLLOUTS, ROOTS, SPAN
 
 
-def facts(arrivals: pl.DataFrame) -> Facts:
-    """Extract the facts of completeness from ARRIVALS."""
+def facts(arrivals: pl.DataFrame, owners: pl.DataFrame | None = None) -> Facts:
+    """Extract the facts of completeness from ARRIVALS, and OWNERS of the traces of those that name no rollout."""
     where = list(NAMES)
     evaluation_rows = arrivals.filter(pl.col("RowKind") != "span")
     scored = evaluation_rows.filter(attribute(semconv.EVALUATION_SCORE).is_not_null())
@@ -36,7 +36,8 @@ def facts(arrivals: pl.DataFrame) -> Facts:
         .with_columns(pl.col("Evaluations").fill_null(0))
     )
     counts = _counted(arrivals).group_by(where).agg(pl.col("SpanId").n_unique().alias("Calls"))
-    return Facts(_roots(arrivals), conform(presence, PRESENCE), conform(counts, COUNTS))
+    known = owners_at_hand(arrivals, empty(OWNERS) if owners is None else owners)
+    return Facts(_roots(arrivals), conform(presence, PRESENCE), conform(counts, COUNTS), known)
 
 
 def _counted(arrivals: pl.DataFrame) -> pl.DataFrame:
@@ -87,8 +88,8 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
     final = roots.filter("Final").unique(ROLLOUT, keep="last", maintain_order=True)
     last = final.select(*ROLLOUT, pl.col("Attempt").alias("final_attempt"))
 
-    counts = resolve(facts.counts, facts.presence, final).group_by(ATTEMPT).agg(pl.col("Calls").sum().alias("arrived"))
-    presence = resolve(facts.presence, facts.presence, final).join(last, on=ROLLOUT)
+    counts = resolve(facts.counts, facts.owners, final).group_by(ATTEMPT).agg(pl.col("Calls").sum().alias("arrived"))
+    presence = resolve(facts.presence, facts.owners, final).join(last, on=ROLLOUT)
     seen = presence.group_by(ROLLOUT).agg(
         pl.col("Evaluations").filter(pl.col("Attempt") == pl.col("final_attempt")).sum().alias("evaluations"),
         pl.col("LastArrival").max().alias("last_arrival"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.types import Mode
-from transition_builder.completeness.rootless_traces import claim
+from transition_builder.completeness.resolve import claim
 from transition_builder.frames import Verdict, conform
 from transition_builder.schemas import LOOSE, ROLLOUT, ROLLOUTS
 

@@ -1,9 +1,9 @@
-"""Resolution of the rollout that each row belongs to.
+"""Assignment of rows to rollouts: the one rule for spans, calls and evaluations (docs/concepts/spans.md).
 
-In: rows keyed by the best name that each span itself has for its rollout (RolloutKey, RolloutKeySource).
-Out: the same rows with RunId, RolloutId and Attempt filled in, and only those of the rollouts asked for.
-Invariant: a row that names its rollout is believed; one that does not inherits from its trace, and only when
-all other named rows of that trace name the same attempt of the same rollout.
+In: rows keyed by the best name that each span itself has for its rollout (RolloutKey, RolloutKeySource), and OWNERS of their traces.
+Out: the rollout and attempt of each. Invariants: a row that names its rollout is believed; one that does not belongs to the only attempt
+that spans of its trace name, whichever rollouts are built together; where they name several, it belongs to none of them, and a call is
+dropped to the first. The view `spangrad.rollout_spans` gives the same.
 
 All is decided on a few columns, one join on one key. Wide rows (attributes, token ids) are copied only when some of them are left out.
 """
@@ -12,72 +12,119 @@ from __future__ import annotations
 
 import polars as pl
 
-from transition_builder.schemas import ATTEMPT, ROLLOUT
+from transition_builder.frames import conform
+from transition_builder.schemas import ATTEMPT, NAMES, OWNERS, ROLLOUT
 
 NAMED = pl.col("RolloutKeySource") == "rollout"
-_FACTS = ("RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId")
+_SEVERAL = 2
+"""Value of Attempts that stands for two and more."""
 
 
-def resolve(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Fill in RunId, RolloutId and Attempt.
+def owners_of(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return OWNERS of the traces of spans, as spangrad_internal.trace_owners does for all that have arrived.
 
     Args:
-        rows: any frame with RunId, RolloutKey, RolloutKeySource, Attempt and TraceId.
-        witnesses: a frame with the same columns that names the rollouts of traces; others than the rollouts of interest may be named.
-        rollouts: RunId and RolloutId of the rollouts of interest; rows of others are left out.
+        spans: rows with the columns of NAMES, Mode, SessionId and ConversationId.
     """
-    runs = _runs(rollouts)
-    keys = _named(rows, runs)
-    if not rows.select(NAMED.all()).item():
-        keys = _inherited(rows, keys, _owners(witnesses, runs))
+    name, attempt = (pl.col(column).filter(NAMED) for column in ("RolloutKey", "Attempt"))
+    known = (_text(column).max() for column in ("SessionId", "ConversationId"))
+    return conform(
+        spans.filter(pl.col("TraceId") != "")
+        .group_by("TraceId", maintain_order=True)
+        .agg(
+            pl.col("RunId", "Mode").max(),
+            RolloutId=pl.coalesce(name.min(), *known, pl.lit("")),
+            Attempts=pl.struct(name, attempt).n_unique().clip(upper_bound=_SEVERAL),
+            Attempt=attempt.min().fill_null(0),
+        ),
+        OWNERS,
+    )
+
+
+def owners_at_hand(rows: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
+    """Return OWNERS that take the spans at hand into account: the store may not show all of an insert yet.
+
+    Args:
+        rows: rows with the columns of NAMES, and RowKind.
+        known: OWNERS of the traces of those that name no rollout, as far as the store knows them.
+    """
+    if rows.select(NAMED.all()).item():
+        return known
+    texts = {name: pl.lit("") for name in ("Mode", "SessionId", "ConversationId")}
+    at_hand = owners_of(rows.filter(NAMED & (pl.col("RowKind") == "span")).select(list(NAMES)).with_columns(**texts))
+    both = pl.concat([known, at_hand]).sort("Attempts", descending=True, maintain_order=True)
+    return both.unique("TraceId", keep="first", maintain_order=True)
+
+
+def claim(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
+    """Make every row name its rollout, except for rows that belong to none: those name the one that their calls are dropped to.
+
+    Args:
+        rows: any frame with RunId, Mode, RolloutKey, RolloutKeySource, Attempt and TraceId.
+        owners: OWNERS of their traces.
+
+    Returns:
+        The rows with those columns filled in; and Ours: some span named the rollout as a spangrad rollout.
+    """
+    keys = _assigned(rows, owners)
+    alone = keys["Attempts"] < _SEVERAL
+    return rows.with_columns(
+        keys["RunId"],
+        keys["Mode"],
+        keys["Attempt"],
+        RolloutKey=keys["RolloutId"],
+        RolloutKeySource=pl.when(alone).then(pl.lit("rollout")).otherwise("RolloutKeySource"),
+        Ours=keys["Attempts"] > 0,
+    )
+
+
+def resolve(rows: pl.DataFrame, owners: pl.DataFrame, rollouts: pl.DataFrame, *, shared: bool = False) -> pl.DataFrame:
+    """Return the rows of attempts of some rollouts, with RunId, RolloutId and Attempt filled in.
+
+    Args:
+        rows: any frame with the columns of NAMES.
+        owners: OWNERS of the traces of those that name no rollout.
+        rollouts: RunId and RolloutId of the rollouts of interest; rows of others are left out.
+        shared: return instead the rows that belong to no attempt, because their traces name several, with the first of those. Ids begin
+            with their time, so that the first stays the first, whatever comes.
+    """
+    if rows.select(NAMED.all()).item():
+        rows = rows.clear() if shared else rows
+        keys = rows.select("RunId", "Attempt", RolloutId="RolloutKey")
+    else:
+        keys = _assigned(rows, owners)
+        keys = keys.with_columns(RolloutId=pl.when(pl.col("Attempts") == (_SEVERAL if shared else 1)).then("RolloutId"))
+    keys = _of_interest(keys, rollouts)
     resolved = rows.with_columns(keys)
     ours = keys["RolloutId"].is_not_null()
     return resolved if ours.all() else resolved.filter(ours)
 
 
-def shared(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows that `resolve` leaves out because their traces name several attempts; with the first ATTEMPT, if it is of interest.
-
-    Ids begin with their time, so that the first stays the first, whatever comes.
-    """
-    nameless = rows.filter(~NAMED)
-    if nameless.is_empty():
-        return nameless.with_columns(RolloutId=pl.lit(""))
-    keys = _keys_of_traces(witnesses, _runs(rollouts)).filter(pl.len().over("TraceId") > 1)
-    first = keys.sort("RolloutId", "RunId", "Attempt").unique("TraceId", keep="first", maintain_order=True).filter("ours").drop("ours")
-    return nameless.drop("RunId", "Attempt").join(first, on="TraceId", maintain_order="left")
-
-
-def _runs(rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Return all runs of each rollout of interest."""
-    return rollouts.select(ROLLOUT).group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
-
-
-def _named(rows: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """Return the ATTEMPT of rows that name a rollout of interest, nulls for others; a run that is not named is the rollout's only one."""
-    keyed = rows.select(_FACTS).join(runs, left_on="RolloutKey", right_on="RolloutId", how="left", maintain_order="left")
-    only = pl.when(pl.col("runs").list.len() == 1).then(pl.col("runs").list.first())
-    run = pl.when(pl.col("RunId") == "").then(only).otherwise("RunId")
-    return keyed.select(run.alias("run"), "RolloutKey", "Attempt", ours=NAMED & pl.col("runs").list.contains(run)).select(
-        pl.when("ours").then(name).alias(key) for name, key in zip(("run", "RolloutKey", "Attempt"), ATTEMPT, strict=True)
+def _assigned(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
+    """Return RunId, RolloutId, Attempt and Attempts (1, or of a nameless row those of its trace) of each row; Mode where rows have it."""
+    facts = [name for name in ("RunId", "Mode") if name in rows.columns]
+    of_trace = owners.rename({name: f"trace_{name}" for name in owners.columns if name != "TraceId"})
+    keyed = rows.select(*dict.fromkeys([*NAMES, *facts])).join(of_trace, on="TraceId", how="left", maintain_order="left")
+    return keyed.select(
+        *(
+            pl.when(NAMED & (pl.col(name) != "")).then(name).otherwise(pl.coalesce(_text(f"trace_{name}"), name)).alias(name)
+            for name in facts
+        ),
+        RolloutId=pl.when(NAMED).then("RolloutKey").otherwise(pl.coalesce(_text("trace_RolloutId"), "RolloutKey")),
+        Attempt=pl.when(NAMED).then("Attempt").otherwise(pl.col("trace_Attempt").fill_null(0)),
+        Attempts=pl.when(NAMED).then(1).otherwise(pl.col("trace_Attempts").fill_null(0)),
     )
 
 
-def _owners(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """Return TraceId and ATTEMPT of traces in which all named rows are of one attempt."""
-    return _keys_of_traces(witnesses, runs).filter((pl.len().over("TraceId") == 1) & pl.col("ours")).drop("ours")
+def _of_interest(keys: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
+    """Return the ATTEMPT of rows of rollouts of interest, nulls for others; a run that is not named is the rollout's only one."""
+    runs = rollouts.select(ROLLOUT).group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
+    keyed = keys.join(runs, on="RolloutId", how="left", maintain_order="left")
+    only = pl.when(pl.col("runs").list.len() == 1).then(pl.col("runs").list.first())
+    run = pl.when(pl.col("RunId") == "").then(only).otherwise("RunId")
+    ours = pl.col("runs").list.contains(run)
+    return keyed.select(pl.when(ours).then(run if name == "RunId" else pl.col(name)).alias(name) for name in ATTEMPT)
 
 
-def _keys_of_traces(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """Return each trace's named attempts: TraceId, ATTEMPT, and `ours`: it is a rollout of interest."""
-    keys = _named(witnesses, runs).with_columns(witnesses["TraceId"], ours=pl.lit(True)).filter(pl.col("RolloutId").is_not_null())
-    others = witnesses.filter(NAMED & ~pl.col("RolloutKey").is_in(runs["RolloutId"].implode()))
-    foreign = others.select("RunId", "Attempt", "TraceId", RolloutId="RolloutKey", ours=pl.lit(False))
-    return pl.concat([keys, foreign.select(keys.columns)]).unique()
-
-
-def _inherited(rows: pl.DataFrame, keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
-    """Return the same keys, with those of the trace where a row names no rollout."""
-    of_trace = rows.select("TraceId").join(owners, on="TraceId", how="left", maintain_order="left")
-    named = rows.select(NAMED).to_series()
-    return keys.select(pl.when(named).then(name).otherwise(of_trace[name]).alias(name) for name in ATTEMPT)
+def _text(name: str) -> pl.Expr:
+    return pl.col(name).replace("", None)

@@ -19,7 +19,7 @@ import polars as pl
 
 from spangrad.settings import BuilderSettings
 from spangrad.types import Mode
-from transition_builder.completeness.resolve import NAMED
+from transition_builder.completeness.resolve import claim
 from transition_builder.frames import Verdict, conform
 from transition_builder.schemas import LOOSE, ROLLOUT, ROLLOUTS
 
@@ -39,35 +39,6 @@ def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
     # The silence of a continued trace begins again.
     newest = rows.group_by(_NAMING, maintain_order=True).agg(pl.col("IngestedAt", "CheckedAt").max())
     return newest.select(known.columns)
-
-
-def claim(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
-    """Make every row name its rollout: by itself, else as its trace does: rollout, session, conversation, or the trace itself.
-
-    Args:
-        rows: any frame with RunId, Mode, RolloutKey, RolloutKeySource, Attempt and TraceId.
-        owners: OWNERS of their traces.
-
-    Returns:
-        The rows with those columns filled in, all of them named, and Ours: some span named the rollout as a spangrad rollout.
-    """
-    known = owners.rename({name: f"trace_{name}" for name in owners.columns if name != "TraceId"})
-    joined = rows.join(known, on="TraceId", how="left", maintain_order="left")
-    run, mode, of_trace = (_text(f"trace_{name}") for name in ("RunId", "Mode", "RolloutId"))
-    candidates = (of_trace, _text("trace_SessionId"), _text("trace_ConversationId"), pl.col("RolloutKey"))
-    attempt = pl.when(of_trace.is_not_null()).then("trace_Attempt").otherwise(0)
-    return joined.with_columns(
-        RunId=pl.coalesce(_text("RunId"), run, pl.lit("")),
-        Mode=pl.coalesce(_text("Mode"), mode, pl.lit("")),
-        RolloutKey=pl.when(NAMED).then("RolloutKey").otherwise(pl.coalesce(candidates)),
-        RolloutKeySource=pl.lit("rollout"),
-        Attempt=pl.when(NAMED).then("Attempt").otherwise(attempt).cast(pl.UInt16),
-        Ours=NAMED | of_trace.is_not_null(),
-    ).drop(name for name in known.columns if name != "TraceId")
-
-
-def _text(name: str) -> pl.Expr:
-    return pl.col(name).replace("", None)
 
 
 def rollouts_of(loose: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:

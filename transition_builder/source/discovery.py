@@ -14,19 +14,20 @@ import polars as pl
 
 from spangrad import semconv
 from spangrad.store.clickhouse import constant, microseconds
-from spangrad.store.datasets import rows_sql
+from spangrad.store.datasets import newest_sql, rows_sql
 from spangrad.types import Mode
 from transition_builder.completeness.reassigned_traces import CONCLUDED, KEYS
-from transition_builder.completeness.resolve import NAMED
+from transition_builder.completeness.resolve import NAMED, owners_of
 from transition_builder.dialects import MODEL_SPAN_SQL
 from transition_builder.frames import concat, conform, empty
-from transition_builder.schemas import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TRACES, Schema
+from transition_builder.schemas import ACTIVITY, LOOSE, NAMES, OWNERS, ROOTS, TALLY, TRACES, Schema
 from transition_builder.source.queries import StoreReader, batches
 
 OVERLAP = timedelta(seconds=120)
 """Upper bound on the time that an insert takes to become visible after its rows were dated."""
 _USUAL_OVERLAP = timedelta(seconds=10)
 _BETWEEN_SWEEPS = timedelta(seconds=30)
+_NAMING: Schema = {**NAMES, **dict.fromkeys(("Mode", "SessionId", "ConversationId"), pl.String())}
 
 _ROOTS = f"""
 SELECT
@@ -46,15 +47,15 @@ LIMIT 1 BY RunId, RolloutId, Attempt, TraceId, SpanId
 """
 _SINCE = "rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
 # A rollout is built after its spans have come, so that what was built before need not be looked at.
-_BUILT_SINCE = "FROM spangrad_internal.builds WHERE BuildSpec = %(spec)s AND builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+_BUILDS_SINCE = "BuildSpec = %(spec)s AND b.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+_BUILT_SINCE = f"FROM spangrad_internal.builds AS b WHERE {_BUILDS_SINCE}"
 # All of this is decided before any attributes are read, so that a look reads those of unbuilt rollouts alone.
 _UNBUILT = f"{_SINCE} AND (RunId, RolloutKey) NOT IN (SELECT RunId, RolloutId {_BUILT_SINCE})"
 _OF_BUILT_SINCE = f"""
     SELECT TraceId FROM spangrad_internal.{{table}}
     WHERE BuildSpec = %(spec)s AND {{table}}.IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND CallId != ''
         AND (RunId, RolloutId, Revision, Content) IN (
-            SELECT RunId, RolloutId, max(Revision), argMin(Content, (-toInt64(Revision), builds.IngestedAt)) {_BUILT_SINCE}
-            GROUP BY RunId, RolloutId)"""
+            SELECT RunId, RolloutId, Revision, Content FROM {newest_sql(where=_BUILDS_SINCE)} AS v)"""
 _LOOSE = f"""
 SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS IngestedAt
 FROM spangrad_internal.rollout_spans
@@ -75,20 +76,10 @@ GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
 """
 _UNNAMED = "RolloutKeySource != 'rollout'"
 _EVER_BUILT = f"({_UNNAMED} OR RolloutKey IN (SELECT RolloutId FROM spangrad_internal.builds WHERE BuildSpec = %(spec)s))"
-_OWNERS = """
-SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId,
-    max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
-FROM spangrad_internal.trace_rollouts
-WHERE TraceId IN {keys}
-GROUP BY TraceId
-"""
+_OWNERS = f"SELECT {', '.join(OWNERS)} FROM spangrad_internal.trace_owners WHERE TraceId IN {{keys}}"
 # The final owner of a trace may differ from its owner at that time.
-_OWNERS_THEN = """
-SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(if(RolloutKeySource = 'rollout', RolloutKey, '')) AS RolloutId,
-    max(SessionId) AS SessionId, max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
-FROM spangrad_internal.rollout_spans
-WHERE RowKind = 'span' AND {arrived} AND TraceId IN {keys}
-GROUP BY TraceId
+_NAMES_THEN = f"""
+SELECT DISTINCT {", ".join(_NAMING)} FROM spangrad_internal.rollout_spans WHERE RowKind = 'span' AND {{arrived}} AND TraceId IN {{keys}}
 """
 _ACTIVITY = """
 SELECT RunId, max(Mode) AS Mode, RolloutKey AS RolloutId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArrival
@@ -101,7 +92,8 @@ SELECT TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArr
     uniqExactArray(if(ParentSpanId = '', [SpanId], [SpanId, ParentSpanId])) > uniqExact(SpanId) AS Torn
 FROM spangrad_internal.rollout_spans
 WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN {keys} AND RolloutKey IN (
-    SELECT arrayJoin([TraceId, RolloutId, SessionId, ConversationId]) FROM spangrad_internal.trace_rollouts WHERE TraceId IN {keys})
+    SELECT arrayJoin([TraceId, ifNull(FirstRolloutId, ''), ifNull(LastRolloutId, ''), SessionId, ConversationId])
+    FROM spangrad_internal.trace_rollouts WHERE TraceId IN {keys})
 GROUP BY TraceId
 """
 _TALLY = """
@@ -201,7 +193,7 @@ class Discovery:
 
     def owners(self, traces: pl.Series) -> pl.DataFrame:
         """Return OWNERS of traces."""
-        return self._by_keys(_OWNERS_THEN if self._reader.as_of else _OWNERS, traces, OWNERS)
+        return owners_of(self._by_keys(_NAMES_THEN, traces, _NAMING)) if self._reader.as_of else self._by_keys(_OWNERS, traces, OWNERS)
 
     def activity(self, rollouts: pl.Series) -> pl.DataFrame:
         """Return ACTIVITY of rollouts."""

@@ -16,8 +16,7 @@ from spangrad.settings import Settings
 from spangrad.store.clickhouse import KEYS_A_STATEMENT, constant
 from transition_builder import dialects
 from transition_builder.calls.uncovered import uncovered
-from transition_builder.completeness.resolve import NAMED
-from transition_builder.completeness.rootless_traces import claim
+from transition_builder.completeness.resolve import NAMED, claim
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import Frames, concat, conform
 from transition_builder.rewards import responses, sql, tool_records
@@ -28,7 +27,6 @@ from transition_builder.schemas import (
     CHOICE,
     DROPPED,
     MICROSECONDS,
-    NAMES,
     ROLLOUT,
     ROLLOUTS,
     SPAN,
@@ -51,11 +49,6 @@ SELECT '', '', RolloutKey FROM spangrad_internal.trace_keys PREWHERE TraceId IN 
 SETTINGS max_threads = 1
 """
 """Query by trace: spans with withheld attributes, and the keys of rows that do not name their rollout."""
-_NAMES = f"""
-WITH {{traces}} AS traces
-SELECT DISTINCT {", ".join(NAMES)} FROM spangrad_internal.rollout_spans WHERE RolloutKeySource = 'rollout' AND TraceId IN traces
-    AND {{arrived}}
-"""
 _TIMES = {
     "Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp",
     "IngestedAt": "toUnixTimestamp64Micro(IngestedAt) AS IngestedAt",
@@ -80,7 +73,7 @@ class RolloutReader:
         """Read with `client`; this does not query the store yet."""
         self._settings = settings
         self._reader = StoreReader(client, settings)
-        self._owners = Discovery(self._reader).owners
+        self._owners_of_traces = Discovery(self._reader).owners
 
     def now(self) -> datetime:
         """Return the store's clock, which dates every arrival."""
@@ -90,12 +83,16 @@ class RolloutReader:
         """Return ARRIVALS of the given rollouts (RolloutId, TraceId), a row each delivery."""
         return self._with_inherited(self._by_keys(rollouts["RolloutId"], _NAMED), rollouts["TraceId"])
 
-    def frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame) -> Frames:
-        """Return the frames of the given rollouts (ROLLOUTS), from ARRIVALS that may include others'."""
+    def owners(self, arrivals: pl.DataFrame) -> pl.DataFrame:
+        """Return OWNERS of the traces of ARRIVALS that name no rollout: whose they are depends on spans that may not be among them."""
+        return self._owners_of_traces(arrivals.select(pl.col("TraceId").filter(~NAMED)).to_series())
+
+    def frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, owners: pl.DataFrame) -> Frames:
+        """Return the frames of the given rollouts (ROLLOUTS), from ARRIVALS that may include others', and OWNERS of their traces."""
         matching = arrivals.select(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())).to_series()
         spans = _first_deliveries(arrivals if matching.all() else arrivals.filter(matching))
         inherited = spans.select(pl.col("TraceId").filter(~NAMED & IS_GATEWAY)).to_series()
-        return self._frames(_read_of(rollouts, spans), spans, self._calls(pl.concat([rollouts["RolloutId"], inherited])))
+        return self._frames(_read_of(rollouts, spans), spans, self._calls(pl.concat([rollouts["RolloutId"], inherited])), owners)
 
     def claimed_frames(self, rollouts: pl.DataFrame, traces: pl.Series) -> Frames:
         """Return the frames of rollouts without a root that claims their traces: each row is claimed by its own trace.
@@ -107,9 +104,9 @@ class RolloutReader:
         by_key = self._by_keys(rollouts["RolloutId"], _ANY)
         spans = _first_deliveries(self._with_inherited(by_key, traces))
         calls = self._calls(pl.concat([rollouts["RolloutId"], traces, by_key["TraceId"]]))
-        owners = self._owners(pl.concat([spans["TraceId"], calls["TraceId"]]))
+        owners = self._owners_of_traces(pl.concat([spans["TraceId"], calls["TraceId"]]))
         once = spans.unique([*SPAN, "RowKind", "Choice"], maintain_order=True)
-        return self._frames(_read_of(rollouts, spans), claim(once, owners), conform(claim(calls, owners), CALLS))
+        return self._frames(_read_of(rollouts, spans), claim(once, owners), conform(claim(calls, owners), CALLS), owners)
 
     def _with_inherited(self, by_key: pl.DataFrame, traces: pl.Series) -> pl.DataFrame:
         """Return ARRIVALS: the rows found by their keys, and unnamed rows of the same and of the given traces."""
@@ -141,7 +138,7 @@ class RolloutReader:
         among = f"RolloutKey IN keys AND ({where}) AND {self._reader.arrived(table)}"
         return self._reader.frame(f"WITH {known} SELECT {columns} FROM spangrad_internal.{table} PREWHERE {among} SETTINGS {_SETTINGS}")
 
-    def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, calls: pl.DataFrame) -> Frames:
+    def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, calls: pl.DataFrame, owners: pl.DataFrame) -> Frames:
         dropped = arrivals.select(pl.col(*DROPPED).filter("Dropped")).unique()
         # One chunk makes each step of a build cheaper.
         spans, calls = conform(arrivals, SPANS).rechunk(), calls.rechunk()
@@ -149,16 +146,7 @@ class RolloutReader:
         store = (self._reader.client, self._reader.url, self._settings.builder)
         given, responded = sql.read(*store, rollouts, spans, calls), responses.read(*store, spans, answers)
         records = tool_records.read(self._reader, self._settings.builder, spans)
-        return Frames(rollouts, spans, calls, answers, given, responded, dropped, self._names(spans, answers), *records)
-
-    def _names(self, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
-        """Return NAMES of the traces of calls that name no rollout; they may name other rollouts than the requested ones."""
-        nameless = spans.select(pl.col("TraceId", "SpanId").filter(~NAMED), gateway=IS_GATEWAY.filter(~NAMED))
-        of_calls = pl.concat([nameless.filter("gateway"), nameless.join(answers, on=SPAN, how="semi")])["TraceId"]
-        statements = (
-            _NAMES.format(traces=constant(trace_batch), arrived=self._reader.arrived("rollout_spans")) for trace_batch in batches(of_calls)
-        )
-        return concat(map(self._reader.frame, statements), NAMES)
+        return Frames(rollouts, spans, calls, answers, given, responded, dropped, owners, *records)
 
     def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         """Return the answers in openai-level spans without a gateway call below them; `output.value` is too long for the lean table."""

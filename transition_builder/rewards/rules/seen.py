@@ -12,6 +12,7 @@ from functools import cached_property
 import polars as pl
 
 from spangrad import semconv
+from transition_builder.calls.retries import failed
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import empty
 from transition_builder.rewards.rules.columns import COLUMNS, EVENTS, LOGS
@@ -54,9 +55,8 @@ class Seen:
     @cached_property
     def used(self) -> pl.DataFrame:
         """Return the calls that rules see: a row a choice."""
-        answered = (pl.col("ErrorType") == "") & (pl.col("HttpStatus") < 400)
         in_use = ~pl.col("Retried") & (pl.col("DuplicateOf") == "")
-        return self.placed.filter(answered & in_use).select(
+        return self.placed.filter(~failed() & in_use).select(
             *ATTEMPT, *CHOICE, "CallId", "ParentCallId", "AgentName", "Policy", "Model", "FinishReason", "Temperature", "Order",
             "PromptTokens", "ResponseTokens", Version=pl.col("Versions.Version").list.first(), Seconds=pl.col("Duration") / 1e9,
         )  # fmt: skip

@@ -7,39 +7,39 @@ specification only the newest revision is read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span, TrainedBatch
 from spangrad import semconv
 from spangrad.store.clickhouse import moment
-from spangrad.store.datasets import builds_sql, rows_sql
+from spangrad.store.datasets import rows_sql
+from spangrad.store.rollout.record import Build, Call, Conclusion, Record, Reward, Span, TrainedBatch
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 _NEAREST = 5
 _ROWS = """
-SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, toUnixTimestamp64Nano(Timestamp) AS Timestamp, TraceId, SpanId, ParentSpanId,
-    Choice, RowKind, ProcessId, Seq, SpanName, ServiceName, ScopeName, Duration, StatusCode, StatusMessage, Attributes,
-    toUnixTimestamp64Micro(IngestedAt) AS Arrived
-FROM spangrad_internal.rollout_spans FINAL
-WHERE {where}
+SELECT *, RolloutKeySource = 'rollout' AS Named, toUnixTimestamp64Nano(Timestamp) AS Started, toUnixTimestamp64Micro(IngestedAt) AS Arrived
+FROM spangrad.rollout_spans
+WHERE RolloutId = {id:String} AND TraceId IN (SELECT TraceId FROM spangrad.rollout_traces WHERE RolloutId = {id:String})
 """
-_NAMED = "RolloutKey = {id:String}"
-_INHERITED = """RolloutKeySource != 'rollout' AND RolloutKey != {id:String} AND TraceId IN {traces:Array(String)} AND RolloutKey IN (
-    SELECT arrayJoin([TraceId, SessionId, ConversationId]) FROM spangrad_internal.trace_rollouts WHERE TraceId IN {traces:Array(String)})"""
+_OF_SPAN = (
+    "RunId", "Mode", "Attempt", "Named", "Started", "TraceId", "SpanId", "ParentSpanId", "ProcessId", "Seq", "SpanName", "ServiceName",
+    "ScopeName", "Duration", "StatusCode", "StatusMessage", "Attributes",
+)  # fmt: skip
+"""Columns of _ROWS, in the order of the fields of `Span`."""
 _CALLS = """
 SELECT TraceId, SpanId, Choice, Policy, `Versions.Version`, length(PromptIds), length(ResponseIds), FinishReason, ErrorType,
     HttpStatus, Aborted
-FROM spangrad_internal.calls FINAL
+FROM spangrad.calls
 WHERE RolloutKey IN {keys:Array(String)}
 """
 _OF_ROLLOUT = "RolloutId = {id:String}"
 _BUILDS = f"""
 SELECT RunId, BuildSpec, Mode, GroupId, GroupSize, Revision, Attempt, Calls, toUnixTimestamp64Micro(IngestedAt)
-FROM {builds_sql(where=_OF_ROLLOUT)} AS b
+FROM spangrad.builds
+WHERE {_OF_ROLLOUT}
 ORDER BY BuildSpec, RunId
 """
 _TRANSITIONS = f"""
@@ -54,9 +54,9 @@ SELECT RunId, BuildSpec, Attempt, TraceId, if(CallId = '', '', SpanId), Choice, 
 FROM {rows_sql("drops", where=_OF_ROLLOUT)} AS d
 ORDER BY Attempt, Timestamp, Choice, CallId
 """
-_GROUP = f"""
-SELECT uniqExact(RolloutId) FROM {builds_sql(where="RunId = {run:String} AND BuildSpec = {spec:String}")} AS b
-WHERE GroupId = {{group:String}} AND Mode = {{mode:String}}
+_GROUP = """
+SELECT uniqExact(RolloutId) FROM spangrad.builds
+WHERE RunId = {run:String} AND BuildSpec = {spec:String} AND GroupId = {group:String} AND Mode = {mode:String}
 """
 _GIVEN = f"""
 SELECT DISTINCT TraceId, SpanId, Name, toString(Value), Source, Role
@@ -68,32 +68,35 @@ ORDER BY Name, Role, Source, TraceId, SpanId, Value
 _DATASETS = "SELECT BuildSpec, concat(Name, '@', toString(Revision)) FROM spangrad.datasets ORDER BY Name, Revision"
 _ROLES = """
 SELECT RunId, arraySort(groupUniqArray(Role))
-FROM spangrad_internal.rewards
+FROM spangrad.rewards
 WHERE RunId IN {runs:Array(String)} AND Role != ''
 GROUP BY RunId
 """
 _TRAINED = f"""
 SELECT b.RunId, b.BuildSpec, b.Policy, b.Branch, b.Version, b.BatchId, b.Revision, v.Status
-FROM (SELECT * FROM spangrad_internal.batches FINAL WHERE {_OF_ROLLOUT}) AS b
-LEFT JOIN (SELECT * FROM spangrad_internal.policy_versions FINAL) AS v
-    ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
+FROM (SELECT * FROM spangrad.batches WHERE {_OF_ROLLOUT}) AS b
+LEFT JOIN spangrad.policy_versions AS v ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
 ORDER BY b.Policy, b.Branch, b.Version
 """
 _NEWEST = "SELECT Policy, Branch, max(Version) FROM spangrad.policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch"
-_KEYS = """
-SELECT RolloutKey FROM spangrad_internal.rollout_spans WHERE {where} GROUP BY RolloutKey ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}
+_NEAR = """
+SELECT RolloutId FROM spangrad.rollout_spans WHERE RolloutId != '' AND ({where}) GROUP BY RolloutId ORDER BY max(IngestedAt) DESC
+LIMIT {most:UInt8}
 """
 
+Describe = Callable[[Sequence[Mapping[str, Any]]], Iterable[tuple[str, str, str]]]
+"""Function from rows of spangrad.rollout_spans to the kind, agent and tool of each span, as the builder's dialects recognise them."""
 SkipLookup = Callable[[str, str, str, str], Sequence[tuple[str, str, str, str]]]
 """Function from run, mode, build specification and id of a group to policy, branch, reason and detail of each trainer that skipped it."""
 
 
-def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLookup | None = None) -> Record:
+def read(client: Client, id_: str, describe: Describe, attempt: int | None = None, skipped: SkipLookup | None = None) -> Record:
     """Read a rollout, or one of its attempts. The record has no spans if the store knows no such rollout.
 
     Args:
         client: client of the store.
         id_: id of the rollout; for spans without a runner, id of the session, conversation or trace.
+        describe: recognises what spans are.
         attempt: number of the only attempt to read. None: all attempts.
         skipped: looks up skipped groups in the trainers' ledger, which alone holds the reasons. None: no ledger is available.
     """
@@ -101,26 +104,17 @@ def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLook
     def rows(sql: str, **parameters: Any) -> list[Any]:
         return list(client.query(sql, parameters={"id": id_, **parameters}).result_rows)
 
-    def of_spans(where: str, **parameters: Any) -> list[dict[str, Any]]:
-        return list(client.query(_ROWS.replace("{where}", where), parameters={"id": id_, **parameters}).named_results())
-
-    span_rows = of_spans(_NAMED)
-    traces = sorted({row["TraceId"] for row in span_rows} - {""})
-    span_rows += of_spans(_INHERITED, traces=traces) if traces else []
-    spans = _described([row for row in span_rows if row["RowKind"] == "span"])
-    if attempt is not None:
-        attempt_traces = {span.trace for span in spans if span.names_rollout and span.attempt == attempt}
-        spans = [span for span in spans if (span.attempt == attempt if span.names_rollout else span.trace in attempt_traces)]
+    all_rows = list(client.query(_ROWS, parameters={"id": id_}).named_results())
+    span_rows = [row for row in all_rows if attempt in {None, row["Attempt"]}]
+    sent = [row for row in span_rows if row["RowKind"] == "span"]
+    fields: Iterable[list[Any]] = ([*(row[name] for name in _OF_SPAN), *known] for row, known in zip(sent, describe(sent), strict=True))
+    spans = [Span(*values) for values in fields]
     if not spans:
         return Record(id_, [], [], [], [])
     kept = {span.key for span in spans}
-    rewards = [
-        _evaluation(row)
-        for row in span_rows
-        if row["RowKind"] != "span" and semconv.EVALUATION_SCORE in row["Attributes"] and attempt in {None, row["Attempt"]}
-    ]
+    rewards = [_evaluation(row) for row in span_rows if row["RowKind"] != "span" and semconv.EVALUATION_SCORE in row["Attributes"]]
     rewards += [reward for reward in (Reward(*row) for row in rows(_GIVEN)) if attempt is None or (reward.trace, reward.span) in kept]
-    calls = [Call(*row) for row in rows(_CALLS, keys=[id_, *traces])]
+    calls = [Call(*row) for row in rows(_CALLS, keys=[id_, *sorted({span.trace for span in spans})])]
     ((now,),) = rows("SELECT toUnixTimestamp64Micro(now64(6))")
     return Record(
         id_,
@@ -130,7 +124,7 @@ def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLook
         _builds(rows, attempt, skipped),
         [TrainedBatch(*row) for row in rows(_TRAINED)],
         {(policy, branch): version for policy, branch, version in rows(_NEWEST)},
-        moment(max(row["Arrived"] for row in span_rows)),
+        moment(max(row["Arrived"] for row in all_rows)),
         moment(now),
         roles_by_run=dict(rows(_ROLES, runs=sorted({span.run for span in spans} - {""}))),
     )
@@ -139,15 +133,15 @@ def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLook
 def near(client: Client, id_: str, attempt: int | None) -> str:
     """Return a sentence that suggests ids to use instead of one that the store does not know."""
 
-    def keys(where: str) -> list[str]:
+    def ids(where: str) -> list[str]:
         parameters = {"id": id_, "start": id_[:6], "most": _NEAREST}
-        return [str(row[0]) for row in client.query(_KEYS.replace("{where}", where), parameters=parameters).result_rows]
+        return [str(row[0]) for row in client.query(_NEAR.replace("{where}", where), parameters=parameters).result_rows]
 
-    if attempt is not None and keys(_NAMED):
+    if attempt is not None and ids(_OF_ROLLOUT):
         return "Leave --attempt out to see those that it had."
-    if alike := keys("startsWith(RolloutKey, {start:String}) OR TraceId = {id:String} OR SpanId = {id:String}"):
+    if alike := ids("startsWith(RolloutId, {start:String}) OR TraceId = {id:String} OR SpanId = {id:String}"):
         return f"Did you mean {' or '.join(alike)}?"
-    newest = keys("RolloutKeySource = 'rollout' AND SpanName = 'rollout'") or keys("true")
+    newest = ids("RolloutKeySource = 'rollout' AND SpanName = 'rollout'") or ids("true")
     return f"The newest rollouts are {', '.join(newest)}." if newest else "It holds no rollouts at all: is store.url the right one?"
 
 
@@ -158,62 +152,6 @@ def _evaluation(row: Mapping[str, Any]) -> Reward:
     source = "event" if row["RowKind"] == "evaluation_event" else "log"
     role = attributes.get(semconv.REWARD_ROLE, "")
     return Reward(row["TraceId"], row["SpanId"], name, attributes[semconv.EVALUATION_SCORE], source, role)
-
-
-def _described(rows: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """Return spans, each with the kind, agent and tool that the builder's dialects recognise in it."""
-    import polars as pl
-
-    from transition_builder.dialects import describe
-    from transition_builder.schemas import SPANS
-
-    columns = {name: [row.get(name) for row in rows] for name in SPANS}
-    frame = pl.DataFrame(columns, schema=dict(SPANS), strict=False).with_columns(RolloutId=pl.col("RolloutKey"))
-    descriptions = describe(frame).select(*_KINDS, "AgentName", "ToolName").iter_rows(named=True)
-    spans = [_span(row, description) for row, description in zip(rows, descriptions, strict=True)]
-    # Any request to a model server counts as suspect; in a trace with calls that a dialect reads, it belongs to one of those.
-    read = {span.trace for span in spans if span.kind in _READ}
-    return [replace(span, kind="") if span.kind == _SUSPECT and span.trace in read else span for span in spans]
-
-
-_SUSPECT = "unknown model call"
-_READ = frozenset({"gateway", "llm", "engine"})
-_KINDS = {
-    "IsTool": "tool",
-    "IsClient": "llm",
-    "IsModel": "llm",
-    "IsEngine": "engine",
-    "IsChain": "chain",
-    "IsSuspect": _SUSPECT,
-}
-
-
-def _span(row: Mapping[str, Any], description: Mapping[str, Any]) -> Span:
-    kind = row["Attributes"].get(semconv.OPENINFERENCE_KIND, "").lower()
-    if row["ScopeName"] == semconv.GATEWAY_SCOPE:
-        kind = "gateway"
-    return Span(
-        run=row["RunId"],
-        mode=row["Mode"],
-        attempt=row["Attempt"],
-        names_rollout=row["RolloutKeySource"] == "rollout",
-        started=row["Timestamp"],
-        trace=row["TraceId"],
-        span=row["SpanId"],
-        parent=row["ParentSpanId"],
-        process=row["ProcessId"],
-        seq=row["Seq"],
-        name=row["SpanName"],
-        service=row["ServiceName"],
-        scope=row["ScopeName"],
-        duration=row["Duration"],
-        status=row["StatusCode"],
-        message=row["StatusMessage"],
-        attributes=row["Attributes"],
-        kind=kind or next((kind for name, kind in _KINDS.items() if description[name]), ""),
-        agent=description["AgentName"] or "",
-        tool=(description["ToolName"] or "") if description["IsTool"] else "",
-    )
 
 
 def _builds(rows: Any, attempt: int | None, skipped: SkipLookup | None) -> list[Build]:

@@ -1,17 +1,20 @@
 """Data of one rollout, as plain values: spans, calls, rewards, builds and trained batches.
 
-In: nothing. Out: the types that `rollout_reader` fills in, and that `rollout_tree` and `rollout_why` print. Invariant: values are as the
-store holds them; a span or a call that was delivered several times may occur several times.
+In: nothing. Out: the types that `reader` fills in, that `tree` orders and that `why` explains. Invariant: values are as the store holds
+them; a span or a call that was delivered several times may occur several times.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from spangrad import semconv
+
+UNKNOWN_MODEL_CALL = "unknown model call"
+"""Kind of a request to a model server in a trace without a call that a dialect reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class Span:
     run: str
     mode: str
     attempt: int
+    """Number of the attempt that the span belongs to, by its own name or by its trace; 0 if its trace names none."""
     names_rollout: bool
     """True if the span carries the rollout's id. False: it belongs to the rollout by its trace, session or conversation."""
     started: int
@@ -39,7 +43,7 @@ class Span:
     message: str
     attributes: Mapping[str, str]
     kind: str = ""
-    """Kind that a dialect recognises: gateway, agent, llm, tool, chain, ...; empty if none does."""
+    """Kind that a dialect recognises: gateway, agent, llm, tool, chain, ..., UNKNOWN_MODEL_CALL; empty if none does."""
     agent: str = ""
     tool: str = ""
 
@@ -88,6 +92,11 @@ class Call:
     error: str
     http_status: int
     aborted: bool
+
+    @property
+    def failed(self) -> bool:
+        """True if the call was answered with an error, or not at all."""
+        return bool(self.error) or self.http_status >= 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,18 +227,14 @@ class Record:
         """Return the part of the record that belongs to one run, with the spans that name no run."""
         spans = [span for span in self.spans if span.run in {run, ""}]
         kept = {span.key for span in spans}
-        return Record(
-            self.rollout,
-            spans,
-            [call for call in self.calls if (call.trace, call.span) in kept],
-            [reward for reward in self.rewards if (reward.trace, reward.span) in kept],
-            [build for build in self.builds if build.run in {run, ""}],
-            [batch for batch in self.trained if batch.run == run],
-            self.newest,
-            self.last_arrival,
-            self.now,
-            self.ledger_silent,
-            {name: roles for name, roles in self.roles_by_run.items() if name == run},
+        return replace(
+            self,
+            spans=spans,
+            calls=[call for call in self.calls if (call.trace, call.span) in kept],
+            rewards=[reward for reward in self.rewards if (reward.trace, reward.span) in kept],
+            builds=[build for build in self.builds if build.run in {run, ""}],
+            trained=[batch for batch in self.trained if batch.run == run],
+            roles_by_run={name: roles for name, roles in self.roles_by_run.items() if name == run},
         )
 
 
@@ -241,9 +246,3 @@ def titled(name: str, role: str) -> str:
 def counted(count: int, thing: str) -> str:
     """Return a count and its noun, in the plural unless the count is 1."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
-
-
-def attempts(spans: Sequence[Span]) -> dict[tuple[str, str], int]:
-    """Return the attempt of each span; a span that does not carry the rollout's id has the attempt of its trace."""
-    named = {span.trace: span.attempt for span in spans if span.names_rollout}
-    return {span.key: span.attempt if span.names_rollout else named.get(span.trace, 0) for span in spans}

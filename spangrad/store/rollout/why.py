@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from commands.inspection.rollout_record import Build, Conclusion, Record, Span, attempts, counted, titled
-from commands.training.build_report import remedy
 from spangrad import semconv
 from spangrad.settings import Settings
-from spangrad.types import Mode
+from spangrad.store.rollout.record import UNKNOWN_MODEL_CALL, Build, Conclusion, Record, Span, counted, titled
+from spangrad.types import Mode, remedy
 
 _SHORT = 8
 ALREADY_TRAINED = "already_trained"
@@ -76,14 +75,13 @@ def _attempts(roots: Sequence[Span]) -> Iterable[str]:
 def _arrived(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> str:
     """Return a sentence on the spans and calls that have arrived, and on those that are missing."""
     final = next((root for root in reversed(roots) if root.is_final), None)
-    number = attempts(spans)
     recorded = [span for span in spans if span.scope == semconv.GATEWAY_SCOPE]
     given = [reward for reward in dict.fromkeys(record.rewards) if reward.source in {"event", "log"}]
     rewards = ", ".join(f"{reward.title} = {reward.value} ({reward.source})" for reward in given) or "none arrived"
     there = f"{counted(len(spans), 'span')} arrived"
     if final is None:
         return f"{there}, {counted(len(recorded), 'call')} of the gateway among them. Evaluations: {rewards}."
-    of_final = sum(number[span.key] == final.attempt for span in recorded)
+    of_final = sum(span.attempt == final.attempt for span in recorded)
     answered = final.attributes.get(semconv.ROLLOUT_CALLS)
     if answered is None:
         calls = "; no gateway counted its calls, so that it is complete once it is quiet"
@@ -117,7 +115,7 @@ def _awaited(record: Record, spans: Sequence[Span], roots: Sequence[Span], setti
     if ours:
         wait = f"it waits for its runner's final root span, until it has been silent for {patience}"
         return f"It is not built yet: {wait}; it has been for {silent}."
-    if not any(span.kind in {"gateway", "llm", "engine", "unknown model call"} for span in spans):
+    if not any(span.kind in {"gateway", "llm", "engine", UNKNOWN_MODEL_CALL} for span in spans):
         return "It is not built: nothing in it calls a model, as far as any dialect knows."
     torn = {(span.trace, span.parent) for span in spans if span.parent} - {span.key for span in spans}
     wait = f"{patience}, because the parent of some span has not arrived" if torn else f"builder.quiet_seconds ({spec.quiet_seconds:g} s)"
@@ -125,10 +123,9 @@ def _awaited(record: Record, spans: Sequence[Span], roots: Sequence[Span], setti
 
 
 def _lacks(record: Record, spans: Sequence[Span], roots: Sequence[Span], final: Span, *, awaited: bool) -> list[str]:
-    number = attempts(spans)
     lacks = list[str]()
     for root in roots:
-        there = sum(span.scope == semconv.GATEWAY_SCOPE and number[span.key] == root.attempt for span in spans)
+        there = sum(span.scope == semconv.GATEWAY_SCOPE and span.attempt == root.attempt for span in spans)
         missing = int(root.attributes.get(semconv.ROLLOUT_CALLS) or 0) - there
         if missing > 0:
             lacks.append(f"{counted(missing, 'call')} of attempt {root.attempt}")
