@@ -16,13 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 
 from spangrad.errors import SpangradError
+from spangrad.http.json_http import status_of
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 """Loopback names and addresses of this machine."""
@@ -253,8 +253,4 @@ def wait_until(
 
 def answers(url: str) -> bool:
     """Return whether a GET gets the status 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return response.status == 200
-    except OSError:
-        return False
+    return status_of(url) == 200
