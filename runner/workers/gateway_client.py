@@ -116,7 +116,7 @@ class GatewayClient:
         try:
             return await self._client.ask("GET", path, kind)
         except GatewayError as error:
-            if error.status == 404:
+            if error.http_status == 404:
                 return None
             raise
 

@@ -182,6 +182,6 @@ async def require_store(store: StoreSettings) -> None:
         async with AsyncClient(service, seconds=_CHECK_SECONDS) as client:
             await client.ask("POST", traces_url(""), bytes)
     except StoreError as error:
-        if error.status is None:
+        if error.http_status is None:
             raise
         raise StoreError(f"{error} Check store.otlp_endpoint and store.token.") from None

@@ -57,7 +57,7 @@ class QueueHttp:
         try:
             return ask(self._service, method, whole, body, seconds=_ANSWER_SECONDS)
         except QueueError as error:
-            if error.status == 404 and missing is not None:
+            if error.http_status == 404 and missing is not None:
                 return missing
             raise
 

@@ -96,12 +96,12 @@ class Service:
         return {"Content-Type": "application/json", **bearer, **self.own_headers}
 
     def error_for(self, failure: RequestError, method: str, path: str) -> SpangradError:
-        """Return a failed request as an error for users; its `status` is that of a refusal."""
+        """Return a failed request as an error for users; its `http_status` is that of a refusal."""
         url = self.url.rstrip("/")
         if failure.status is None:
             return self.error(f"{self.name} at {url} does not answer ({failure.reason}). {self.remedy}")
         error = self.error(f"{self.name} at {url} refuses {method} {path} ({failure.status}): {failure.reason}")
-        error.status = failure.status
+        error.http_status = failure.status
         return error
 
 

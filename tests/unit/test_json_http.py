@@ -69,7 +69,7 @@ def test_ask_a_response_that_is_not_whole_reads_as_no_answer(client: Ask, answer
     answers[:] = [answer]
     with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(.+\)\. Start it with `spangrad queue`") as caught:
         client(queue_service(url, None))
-    assert caught.value.status is None
+    assert caught.value.http_status is None
 
 
 @pytest.mark.parametrize("client", [blocking, awaited])
@@ -84,7 +84,7 @@ def test_ask_a_refusal_is_final_and_names_value_place_and_status(client: Ask, an
     answers[:] = [REFUSED, WHOLE]
     with pytest.raises(QueueError, match=rf"the queue at {url} refuses POST /x \(404\): no") as caught:
         client(queue_service(url, None, 20))
-    assert caught.value.status == 404
+    assert caught.value.http_status == 404
     assert answers == [WHOLE]
 
 

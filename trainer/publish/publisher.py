@@ -100,7 +100,7 @@ class Publisher:
         try:
             return ask(self._service, method, path, body, seconds=self._seconds)
         except GatewayError as error:
-            kind = GatewayRefusedError if error.status in _REFUSALS else GatewayError
+            kind = GatewayRefusedError if error.http_status in _REFUSALS else GatewayError
             raise kind(f"{error} {self._remedy}") from error
 
 
