@@ -39,7 +39,7 @@ from gateway.vllm_plugin.middleware import (
 )
 from spangrad.errors import EngineError
 from spangrad.http.json_http import ask
-from spangrad.http.service import Service
+from spangrad.http.service import RemoteService
 from spangrad.processes import answers, die_with_parent, require_free_port, stop_group
 from spangrad.settings import EngineSettings, Settings
 from spangrad.weights.checksums import tokenizer_hash
@@ -278,7 +278,7 @@ def _warm_up(base: str, settings: Settings) -> None:
     messages = [{"role": "user", "content": "warm up"}]
     request = {"model": settings.gateway.policy, "messages": messages, "max_tokens": WARM_UP_TOKENS, "logprobs": True}
     count = settings.engine.warmup_requests
-    vllm = Service("vLLM", base, None, EngineError, "Its log stands above.")
+    vllm = RemoteService("vLLM", base, None, EngineError, "Its log stands above.")
     with ThreadPoolExecutor(max(count, 1)) as pool:
         sent = [pool.submit(ask, vllm, "POST", CHAT_PATH, request, seconds=_WARM_UP_SECONDS) for _ in range(count)]
     for answer in sent:

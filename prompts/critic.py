@@ -16,7 +16,7 @@ from prompts.words import Messages
 from spangrad import semconv
 from spangrad.errors import PromptError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import RequestError, Service
+from spangrad.http.service import RemoteService, RequestError
 from spangrad.settings import Settings
 from spangrad.text_sanitizer import storable
 from spangrad.types import Mode
@@ -39,7 +39,7 @@ class Critic:
         key = chosen.critic_key or (gateway.token if own else None)
         baggage = {semconv.RUN_ID: run_id, semconv.ROLLOUT_ID: f"critic-{run_id}", semconv.ROLLOUT_MODE: Mode.TRIAL.value}
         headers = {"baggage": ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())} if own else {}
-        service = Service("the critic", url, key.get_secret_value() if key else None, PromptError, "", _PATIENCE_SECONDS, headers)
+        service = RemoteService("the critic", url, key.get_secret_value() if key else None, PromptError, "", _PATIENCE_SECONDS, headers)
         self._client = AsyncClient(service, seconds=chosen.critic_seconds)
         self._room = asyncio.Semaphore(_AT_ONCE)
 

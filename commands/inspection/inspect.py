@@ -22,7 +22,7 @@ from commands.options import ConfigFile, Overrides, resolve
 from spangrad import semconv
 from spangrad.errors import SettingsError, StoreError
 from spangrad.http.json_http import ask
-from spangrad.http.service import Service
+from spangrad.http.service import RemoteService
 from spangrad.settings import Settings
 
 _PAGE = """# What the builder makes of real spans
@@ -120,7 +120,7 @@ def examine(files: Sequence[Path], settings: Settings) -> list[FileReport]:
 
     read = {file: _read(file) for file in files}
     with TemporaryDirectory() as directory, own_store(Path(directory) / "store", settings.store) as store:
-        target = Service("the temporary store", store.otlp_endpoint, None, StoreError, "Run the command again.")
+        target = RemoteService("the temporary store", store.otlp_endpoint, None, StoreError, "Run the command again.")
         for spans in read.values():
             for request in spans.requests:
                 ask(target, "POST", "/v1/traces", request, seconds=_POST_SECONDS)

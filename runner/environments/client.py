@@ -21,7 +21,7 @@ import msgspec
 from runner.environments.wire import InstanceHeartbeat, InstanceRequest, Leased, Over
 from spangrad.errors import EnvironmentsError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import RequestError, Service
+from spangrad.http.service import RemoteService, RequestError
 from spangrad.leases import BEATS, beat
 from spangrad.types import AttemptFailure, Stage
 
@@ -73,7 +73,7 @@ class EnvironmentClient:
         """
         self._url = url.rstrip("/")
         remedy = "Start it with `spangrad environments`, or fix --environment."
-        self._client = AsyncClient(Service("the environment service", self._url, token, EnvironmentsError, remedy))
+        self._client = AsyncClient(RemoteService("the environment service", self._url, token, EnvironmentsError, remedy))
         self._held: dict[str, LeasedInstance] = {}
         self._beating: asyncio.Task[None]
         self._changed = asyncio.Event()

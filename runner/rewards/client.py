@@ -15,7 +15,7 @@ from runner.workers.jobs import AttemptOutcome
 from spangrad.agent.reward_values import rewards_from
 from spangrad.errors import SpangradError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import RequestError, Service
+from spangrad.http.service import RemoteService, RequestError
 from spangrad.types import AttemptFailure, Stage
 
 
@@ -31,7 +31,7 @@ class RewardClient:
             connections: largest number of connections.
         """
         self._url = url
-        service = Service("the reward service", url, token, SpangradError, "Start it with `spangrad rewards serve`.")
+        service = RemoteService("the reward service", url, token, SpangradError, "Start it with `spangrad rewards serve`.")
         self._client = AsyncClient(service, connections=connections)
 
     async def __aenter__(self) -> Self:

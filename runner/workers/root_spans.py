@@ -29,7 +29,7 @@ from spangrad.agent.reward_values import Rewards, entries
 from spangrad.agent.telemetry import LosslessSpanProcessor, bearer, provider_through, traces_url
 from spangrad.errors import StoreError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import Service
+from spangrad.http.service import RemoteService
 from spangrad.settings import StoreSettings
 from spangrad.types import Rollout
 
@@ -177,7 +177,7 @@ async def require_store(store: StoreSettings) -> None:
     remedy = "Start it with `spangrad store`, or set store.otlp_endpoint."
     token = store.token.get_secret_value() if store.token else None
     protobuf = {"Content-Type": "application/x-protobuf"}
-    service = Service("the store", store.otlp_endpoint, token, StoreError, remedy, own_headers=protobuf)
+    service = RemoteService("the store", store.otlp_endpoint, token, StoreError, remedy, own_headers=protobuf)
     try:
         async with AsyncClient(service, seconds=_CHECK_SECONDS) as client:
             await client.ask("POST", traces_url(""), bytes)

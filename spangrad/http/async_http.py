@@ -1,6 +1,6 @@
 """Requests to services by aiohttp, for code with an event loop.
 
-In: a `Service`, requests. Out: bodies of responses. Invariant: as `json_http`: one rule of repetition, one mapping of failures.
+In: a `RemoteService`, requests. Out: bodies of responses. Invariant: as `json_http`: one rule of repetition, one mapping of failures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Self, TypeVar, cast
 import aiohttp
 import msgspec
 
-from spangrad.http.service import RequestError, Retries, Service
+from spangrad.http.service import RemoteService, RequestError, Retries
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class AsyncClient:
     """Connections to one service; an async context manager. The first request connects."""
 
-    def __init__(self, service: Service, *, seconds: float | None = None, connections: int = 0) -> None:
+    def __init__(self, service: RemoteService, *, seconds: float | None = None, connections: int = 0) -> None:
         """Store the arguments.
 
         Args:

@@ -1,7 +1,7 @@
 """Blocking requests to services, with the standard library alone: JSON both ways.
 
-In: a `Service`, a method, a path and a JSON body. Out: the JSON of its response. Invariant: every request carries the token, is retried by
-`Retries`, and fails as an error of the service.
+In: a `RemoteService`, a method, a path and a JSON body. Out: the JSON of its response. Invariant: every request carries the token, is retried
+by `Retries`, and fails as an error of the service.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from ssl import SSLError
 from typing import Any
 
-from spangrad.http.service import RequestError, Retries, Service
+from spangrad.http.service import RemoteService, RequestError, Retries
 
 
-def ask(service: Service, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, seconds: float) -> Any:
+def ask(service: RemoteService, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, seconds: float) -> Any:
     """Send a request until it succeeds or the service's patience is over.
 
     Args:

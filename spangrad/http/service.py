@@ -1,7 +1,7 @@
 """A service as its clients see it: address, token, time for retries, and the errors that users read.
 
 In: failed requests. Out: the pause before the next try, or an error with value, place and remedy. Invariant: every client, with or without
-an event loop, retries by `Retries` and words its errors by `Service.error_for`; only the standard library, since agents import it.
+an event loop, retries by `Retries` and words its errors by `RemoteService.error_for`; only the standard library, since agents import it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class RemoteService:
     """A server, and how its clients speak of it."""
 
     name: str
@@ -108,7 +108,7 @@ class Service:
 class Retries:
     """Tries of one request: exponential back-off with jitter, unless the server names the pause."""
 
-    def __init__(self, service: Service, method: str, path: str, patience_seconds: float | None = None) -> None:
+    def __init__(self, service: RemoteService, method: str, path: str, patience_seconds: float | None = None) -> None:
         """Begin the time for retries.
 
         Args:
@@ -138,15 +138,15 @@ class Retries:
         return min(random.uniform(0, min(_FIRST_SECONDS * 2.0**self._failures, _LONGEST_SECONDS)), left)
 
 
-def queue_service(url: str, token: SecretStr | str | None, patience_seconds: float = 0.0) -> Service:
+def queue_service(url: str, token: SecretStr | str | None, patience_seconds: float = 0.0) -> RemoteService:
     """Return the queue of rollouts as a service."""
-    return Service("the queue", url, _plain(token), QueueError, "Start it with `spangrad queue`, or set queue.url.", patience_seconds)
+    return RemoteService("the queue", url, _plain(token), QueueError, "Start it with `spangrad queue`, or set queue.url.", patience_seconds)
 
 
-def gateway_service(url: str, token: SecretStr | str | None, patience_seconds: float = 0.0) -> Service:
+def gateway_service(url: str, token: SecretStr | str | None, patience_seconds: float = 0.0) -> RemoteService:
     """Return the gateway as a service."""
     remedy = "Start it with `spangrad gateway`, or set gateway.url."
-    return Service("the gateway", url, _plain(token), GatewayError, remedy, patience_seconds)
+    return RemoteService("the gateway", url, _plain(token), GatewayError, remedy, patience_seconds)
 
 
 def _plain(token: SecretStr | str | None) -> str | None:

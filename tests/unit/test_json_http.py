@@ -14,20 +14,20 @@ import pytest
 from spangrad.errors import QueueError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.json_http import ask, status_of
-from spangrad.http.service import RequestError, Service, queue_service
+from spangrad.http.service import RemoteService, RequestError, queue_service
 
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}'
 HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"
 BUSY = b"HTTP/1.1 503 Full House\r\nContent-Length: 99\r\n\r\n{"
 REFUSED = b'HTTP/1.1 404 Not Found\r\nContent-Length: 15\r\n\r\n{"error": "no"}'
-Ask = Callable[[Service], Any]
+Ask = Callable[[RemoteService], Any]
 
 
-def blocking(service: Service) -> Any:
+def blocking(service: RemoteService) -> Any:
     return ask(service, "POST", "/x", {"b": 2}, seconds=5)
 
 
-def awaited(service: Service) -> Any:
+def awaited(service: RemoteService) -> Any:
     async def send() -> Any:
         async with AsyncClient(service, seconds=5) as client:
             return await client.ask("POST", "/x", dict)
