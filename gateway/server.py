@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
@@ -67,13 +68,23 @@ def serve(settings: Settings) -> None:
         lambda _: log.info(
             "gateway ready: %s, policy %r, engine %s", settings.gateway.url, settings.gateway.policy, settings.gateway.engine_url
         ),
-        lambda tasks: tasks,
+        lambda gateway: gateway.tasks,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class RunningGateway:
+    """A gateway that listens."""
+
+    url: str
+    """URL for clients of this machine."""
+    tasks: tuple[asyncio.Task[None], ...]
+    """Background tasks, which end only by an error."""
+
+
 @asynccontextmanager
-async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]]:
-    """Run the gateway, listening, while the block runs; yield its background tasks, which end only by an error.
+async def running(settings: Settings) -> AsyncGenerator[RunningGateway]:
+    """Run the gateway, listening, while the block runs.
 
     Raises:
         SpangradError: the clients' tokens, the certificate or the tokenizer cannot be used.
@@ -110,7 +121,7 @@ async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]
         )
         try:
             async with server:
-                yield [watcher, exporter.task]
+                yield RunningGateway(server.url, (watcher, exporter.task))
         finally:
             watcher.cancel()
             lost = await exporter.stop(FLUSH_SECONDS)

@@ -48,7 +48,12 @@ class AsyncClient:
             await self._session.close()
 
     async def ask(
-        self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None, query: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        body: msgspec.Struct | Mapping[str, object] | None = None,
+        query: Mapping[str, str] | None = None,
     ) -> T:
         """Send a request until it succeeds or the service's patience is over; return the decoded body of the response.
 

@@ -1,7 +1,7 @@
 """Blocking requests to services, with the standard library alone: JSON both ways.
 
-In: a `RemoteService`, a method, a path and a JSON body. Out: the JSON of its response. Invariant: every request carries the token, is retried
-by `Retries`, and fails as an error of the service.
+In: a `RemoteService`, a method, a path and a JSON body. Out: the JSON of its response. Invariant: every request carries the token, is
+retried by `Retries`, and fails as an error of the service.
 """
 
 from __future__ import annotations

@@ -230,8 +230,8 @@ class Plain:
 
 @asynccontextmanager
 async def service(settings: EnvironmentServiceSettings, count: int = 1) -> AsyncGenerator[tuple[str, aiohttp.ClientSession]]:
-    async with server.running(settings, Plain, count), aiohttp.ClientSession() as session:
-        yield server.address_of(settings).url, session
+    async with server.running(settings.model_copy(update={"port": 0}), Plain, count) as url, aiohttp.ClientSession() as session:
+        yield url, session
 
 
 async def asked(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> tuple[int, Any]:
