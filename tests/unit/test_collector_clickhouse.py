@@ -7,6 +7,7 @@ import time
 import zlib
 from base64 import b64encode
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import lz4.frame
