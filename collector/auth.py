@@ -6,11 +6,12 @@ In: the credentials of a request. Out: its role, or none. Invariant: tokens are 
 from __future__ import annotations
 
 import binascii
-import hmac
 from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+from spangrad.http.tokens import credential, is_token
 
 
 class TokenRole(StrEnum):
@@ -33,39 +34,25 @@ class Guardian:
 
     def admits_bearer(self, authorization: str) -> bool:
         """Return whether the sender of this Authorization header may write."""
-        return self._role(_credential(authorization, "bearer")) is TokenRole.WRITER
+        return self._role(credential(authorization)) is TokenRole.WRITER
 
     def clickhouse_role(self, headers: Mapping[str, str], parameters: Mapping[str, str]) -> TokenRole | None:
         """Return the role of a request to ClickHouse's interface, which bears a token as key, bearer, basic password or parameter."""
         authorization = headers.get("Authorization", "")
         return self._role(
-            headers.get("X-ClickHouse-Key")
-            or _credential(authorization, "bearer")
-            or _basic_password(authorization)
-            or parameters.get("password")
+            headers.get("X-ClickHouse-Key") or credential(authorization) or _basic_password(authorization) or parameters.get("password")
         )
 
     def _role(self, shown: str | None) -> TokenRole | None:
-        if _same(shown, self.token):
+        if is_token(shown, self.token):
             return TokenRole.WRITER
-        if _same(shown, self.read_token):
+        if is_token(shown, self.read_token):
             return TokenRole.READER
         return TokenRole.WRITER if self.token is None else None
 
 
-def _same(shown: str | None, token: str | None) -> bool:
-    if shown is None or token is None:
-        return False
-    return hmac.compare_digest(shown.encode(errors="surrogateescape"), token.encode())
-
-
-def _credential(authorization: str, scheme: str) -> str | None:
-    name, _, credential = authorization.partition(" ")
-    return credential.strip() if name.lower() == scheme else None
-
-
 def _basic_password(authorization: str) -> str | None:
-    packed = _credential(authorization, "basic")
+    packed = credential(authorization, "basic")
     if packed is None:
         return None
     try:

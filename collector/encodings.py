@@ -10,14 +10,10 @@ import io
 import zlib
 from collections.abc import Callable, Iterator
 
-import brotli
 import lz4.frame
-import zstandard
 from backports import zstd
 
-SUPPORTED = ("br", "gzip", "deflate", "lz4", "zstd")
-_BROTLI_LEVEL = 3
-"""Brotli level that packs better than gzip's first level, at about its cost."""
+SUPPORTED = ("gzip", "deflate", "lz4", "zstd")
 _PIECE = 1 << 20
 """Most bytes that are passed to a stream, or taken from it, at once."""
 _LEAST_SLICE = 1 << 12
@@ -55,7 +51,7 @@ def decompress(body: bytes, encoding: str, limit: int, hold: Callable[[int], Non
             _allow(out.tell(), limit, hold)
     except EOFError:
         raise EncodingError(f"the body ends before its {name} stream does") from None
-    except (zlib.error, brotli.error, zstd.ZstdError, RuntimeError) as error:
+    except (zlib.error, zstd.ZstdError, RuntimeError) as error:
         raise EncodingError(f"the body is not {name}: {error}") from None
     return out.getvalue()
 
@@ -73,8 +69,6 @@ def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
         case "deflate":
             # By the standard zlib's format; some senders leave its header out.
             return _inflated(body, zlib.MAX_WBITS if _has_zlib_header(body) else -zlib.MAX_WBITS)
-        case "br":
-            return _unbrotlied(body)
         case "lz4":
             return _unframed(body, lz4.frame.LZ4FrameDecompressor)
         case "zstd":
@@ -100,15 +94,12 @@ class Packer:
         self.encoding = encoding
         self._begin = b""
         match encoding:
-            case "br":
-                packer = brotli.Compressor(quality=_BROTLI_LEVEL)
-                self._pack, self._finish = packer.process, packer.finish
             case "lz4":
                 packer = lz4.frame.LZ4FrameCompressor()
                 self._begin = packer.begin()
                 self._pack, self._finish = packer.compress, packer.flush
             case "zstd":
-                packer = zstandard.ZstdCompressor(level=1).compressobj()
+                packer = zstd.ZstdCompressor(level=1)
                 self._pack, self._finish = packer.compress, packer.flush
             case _:
                 packer = zlib.compressobj(1, wbits=(16 if encoding == "gzip" else 0) + zlib.MAX_WBITS)
@@ -172,17 +163,6 @@ def _inflated(body: bytes, window: int) -> Iterator[bytes]:
             given = stream.unconsumed_tail
             yield piece
         slices.end(stream.unused_data)
-
-
-def _unbrotlied(body: bytes) -> Iterator[bytes]:
-    slices, stream = _Slices(body), brotli.Decompressor()
-    while not stream.is_finished():
-        ready = stream.can_accept_more_data()
-        given = slices.take() if ready else b""
-        piece = stream.process(given, output_buffer_limit=_PIECE)
-        if ready and not (given or piece or stream.is_finished()):
-            raise EOFError
-        yield piece
 
 
 def _unframed(body: bytes, decompressor: Callable[[], zstd.ZstdDecompressor | lz4.frame.LZ4FrameDecompressor]) -> Iterator[bytes]:

@@ -11,10 +11,8 @@ import asyncio
 import gc
 import logging
 import os
-import signal
-
-import uvloop
-from aiohttp import web
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from collector.auth import Guardian
 from collector.confinement import confine
@@ -32,7 +30,8 @@ from collector.write.ingest import Budget, Ingest, Inserter
 from collector.write.staging import LogStaging
 from collector.write.write_buffer import WriteBuffer
 from spangrad.errors import SettingsError
-from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.http import server as http_server
+from spangrad.http.server import HttpServer, in_url
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import StoreSettings
 
@@ -74,17 +73,22 @@ def serve(store: StoreSettings) -> None:
         migrate(lambda sql: handle.query(sql).body.decode(), Layout())
         tune(handle.query)
         handle.close()
-        uvloop.run(_serve(store, database))
+        http_server.serve(lambda: _running(store, database), lambda _: _log_ready(store))
     finally:
         database.close()
 
 
-async def _serve(store: StoreSettings, database: EmbeddedDatabase) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+def _log_ready(store: StoreSettings) -> None:
+    host = in_url(store.host)
+    logger.info(
+        "store ready: OTLP http://%s:%d and grpc %s:%d, ClickHouse http://%s:%d, data in %s",
+        *(host, store.otlp_http_port, host, store.otlp_grpc_port, host, store.clickhouse_port, store.path),
+    )
 
+
+@asynccontextmanager
+async def _running(store: StoreSettings, database: EmbeddedDatabase) -> AsyncGenerator[None]:
+    """Serve while the block runs."""
     token, read_token = (secret.get_secret_value() if secret else None for secret in (store.token, store.read_token))
     guardian = Guardian(token, read_token)
     traces, logs = (database.handle(schema_files=True), database.handle(schema_files=True)), database.handle()
@@ -97,27 +101,27 @@ async def _serve(store: StoreSettings, database: EmbeddedDatabase) -> None:
     expiry = Expiry(database.handle, store.ttl_days) if store.ttl_days else None
     limits = ReaderLimits(store.reader_max_rows, store.reader_max_seconds)
     interface = ClickHouseInterface(database, spans, guardian, limits, Budget(store.queue_bytes))
-    host = f"[{store.host}]" if ":" in store.host else store.host
-    grpc_server = GRPCReceiver(ingest, guardian).server(f"{host}:{store.otlp_grpc_port}")
+    grpc_server = GRPCReceiver(ingest, guardian).server(f"{in_url(store.host)}:{store.otlp_grpc_port}")
+    # Bodies are unpacked by our own code, with limits, off the event loop. A client that disconnects cancels its request: OTLP's are
+    # committed all the same, statements that only read are cancelled.
     servers = [
-        await _listen(HTTPReceiver(ingest, guardian).application(), store.host, store.otlp_http_port),
-        await _listen(interface.application(), store.host, store.clickhouse_port, cancelling=True),
+        HttpServer(application, store.host, port, cancels=cancels, unpacks=False, drain_seconds=STOP_SECONDS)
+        for application, port, cancels in (
+            (HTTPReceiver(ingest, guardian).application(), store.otlp_http_port, False),
+            (interface.application(), store.clickhouse_port, True),
+        )
     ]
+    for server in servers:
+        await server.start()
     await grpc_server.start()
-    logger.info(
-        "store ready: OTLP http://%s:%d and grpc %s:%d, ClickHouse http://%s:%d, data in %s",
-        *(host, store.otlp_http_port, host, store.otlp_grpc_port, host, store.clickhouse_port, store.path),
-    )
-    await stop.wait()
+    yield
     # First refuse new requests, then answer those in progress: the inserters commit meanwhile.
     ingest.flush_now()
     if expiry:
         expiry.stop()
     cancelling = asyncio.create_task(_cancel_statements(database))
-    await asyncio.gather(grpc_server.stop(STOP_SECONDS), *(runner.cleanup() for runner, _ in servers))
+    await asyncio.gather(grpc_server.stop(STOP_SECONDS), *(server.stop() for server in servers))
     cancelling.cancel()
-    for _, watcher in servers:
-        watcher.cancel()
     await asyncio.to_thread(ingest.close)
     await asyncio.to_thread(interface.close)
     await asyncio.to_thread(spans.close)
@@ -132,24 +136,3 @@ async def _cancel_statements(database: EmbeddedDatabase) -> None:
     """Cancel all statements after half the time, in which they may end by themselves."""
     await asyncio.sleep(STOP_SECONDS / 2)
     await asyncio.to_thread(database.kill_queries)
-
-
-async def _listen(
-    application: web.Application, host: str, port: int, *, cancelling: bool = False
-) -> tuple[web.AppRunner, asyncio.Task[None]]:
-    """Start an HTTP server; return its runner, and the task that closes silent connections."""
-    silent = SilentConnections(application)
-    # Bodies are unpacked by our own code, with limits, off the event loop.
-    # A client that disconnects cancels its request: OTLP's are committed all the same, statements that only read are cancelled.
-    runner = web.AppRunner(
-        application,
-        access_log=None,
-        auto_decompress=False,
-        keepalive_timeout=KEEP_ALIVE_SECONDS,
-        shutdown_timeout=STOP_SECONDS,
-        handler_cancellation=cancelling,
-    )
-    await runner.setup()
-    await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-    assert runner.server
-    return runner, asyncio.create_task(silent.watch(runner.server))

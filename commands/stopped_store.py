@@ -7,8 +7,6 @@ directly; only when nothing listens on this machine is the data of a stopped sto
 from __future__ import annotations
 
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from spangrad.errors import StoreError
+from spangrad.http.json_http import status_of
 from spangrad.processes import LOOPBACK
 from spangrad.settings import StoreSettings
 
@@ -76,10 +75,4 @@ def own_store(path: Path, store: StoreSettings) -> Generator[StoreSettings]:
 
 def _listens(url: str) -> bool:
     """Return whether a server answers at the URL. An HTTP error counts as an answer: the command then shows that error."""
-    try:
-        urllib.request.urlopen(f"{url}/ping", timeout=2).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
+    return bool(status_of(f"{url}/ping"))

@@ -15,10 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +38,8 @@ from gateway.vllm_plugin.middleware import (
     base_name,
 )
 from spangrad.errors import EngineError
+from spangrad.http.json_http import ask
+from spangrad.http.service import RemoteService
 from spangrad.processes import answers, die_with_parent, require_free_port, stop_group
 from spangrad.settings import EngineSettings, Settings
 from spangrad.weights.checksums import tokenizer_hash
@@ -51,6 +51,7 @@ TAIL_LINES = 1000
 STOP_SECONDS = 8
 POLL_SECONDS = 0.1
 WARM_UP_TOKENS = 3
+_WARM_UP_SECONDS = 120.0
 TRANSFER_BACKENDS = {"nccl": "nccl", "http": "spangrad_http"}
 """Value of engine.transfer -> vLLM's name of the weight-transfer backend; the second is registered by our plugin."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -277,20 +278,12 @@ def _warm_up(base: str, settings: Settings) -> None:
     messages = [{"role": "user", "content": "warm up"}]
     request = {"model": settings.gateway.policy, "messages": messages, "max_tokens": WARM_UP_TOKENS, "logprobs": True}
     count = settings.engine.warmup_requests
-    try:
-        with ThreadPoolExecutor(max(count, 1)) as pool:
-            list(pool.map(_post, [f"{base}{CHAT_PATH}"] * count, [request] * count))
-        _post(f"{base}/spangrad/warm", {})
-    except urllib.error.HTTPError as error:
-        raise EngineError(f"vLLM refused a chat request ({error.code}): {error.read(500).decode(errors='replace')}") from None
-    except OSError as error:
-        raise EngineError(f"vLLM failed while it was warmed up ({error}). Its log stands above.") from None
-
-
-def _post(url: str, body: Mapping[str, object]) -> None:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        answer.read()
+    vllm = RemoteService("vLLM", base, None, EngineError, "Its log stands above.")
+    with ThreadPoolExecutor(max(count, 1)) as pool:
+        sent = [pool.submit(ask, vllm, "POST", CHAT_PATH, request, seconds=_WARM_UP_SECONDS) for _ in range(count)]
+    for answer in sent:
+        answer.result()
+    ask(vllm, "POST", "/spangrad/warm", {}, seconds=_WARM_UP_SECONDS)
 
 
 @contextmanager

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import aiohttp
-import uvloop
 from aiohttp import web
 
 from gateway.dialects import DIALECTS
@@ -26,7 +25,6 @@ from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import Upstream
 from gateway.proxy.admin import Admin
 from gateway.proxy.auth import AccessControl, require_safe, tls_context
-from gateway.proxy.auth import log as http_log
 from gateway.proxy.calls import Calls
 from gateway.proxy.counts import Counts
 from gateway.proxy.http import error_response
@@ -34,7 +32,9 @@ from gateway.proxy.redaction import Redactor, read_rules
 from gateway.proxy.retokenize import load
 from gateway.recorder.exporter import SpanExporter
 from spangrad.errors import GatewayError
-from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.http import server as http_server
+from spangrad.http.metrics import metrics_route
+from spangrad.http.server import HttpServer
 from spangrad.processes import require_free_port
 from spangrad.settings import Settings
 
@@ -63,26 +63,28 @@ def serve(settings: Settings) -> None:
     require_free_port(settings.gateway.host, settings.gateway.port, "gateway.port")
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings))
+    http_server.serve(
+        lambda: running(settings),
+        lambda _: log.info(
+            "gateway ready: %s, policy %r, engine %s", settings.gateway.url, settings.gateway.policy, settings.gateway.engine_url
+        ),
+        lambda gateway: gateway.tasks,
+    )
 
 
-async def _serve(settings: Settings) -> None:
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    async with running(settings) as tasks:
-        log.info("gateway ready: %s, policy %r, engine %s", settings.gateway.url, settings.gateway.policy, settings.gateway.engine_url)
-        waiting = asyncio.create_task(stopping.wait())
-        done, _ = await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        for task in done - {waiting}:
-            task.result()  # the watcher and the exporter end only by an error
+@dataclass(frozen=True, slots=True)
+class RunningGateway:
+    """A gateway that listens."""
+
+    url: str
+    """URL for clients of this machine."""
+    tasks: tuple[asyncio.Task[None], ...]
+    """Background tasks, which end only by an error."""
 
 
 @asynccontextmanager
-async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]]:
-    """Run the gateway, listening, while the block runs; yield its background tasks, which end only by an error.
+async def running(settings: Settings) -> AsyncGenerator[RunningGateway]:
+    """Run the gateway, listening, while the block runs.
 
     Raises:
         SpangradError: the clients' tokens, the certificate or the tokenizer cannot be used.
@@ -109,25 +111,18 @@ async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]
         metrics.calls_waiting = lambda: pool.waiting
         metrics.spans = lambda: SpanState(exporter.delivered, exporter.refused, exporter.waiting_bytes, exporter.memory_bytes)
         app = application(settings, session, pool, exporter, process_id, access, metrics, redactor)
-        silent = SilentConnections(app)
-        runner = web.AppRunner(
+        server = HttpServer(
             app,
-            handler_cancellation=True,
-            access_log=None,
-            logger=http_log,
-            keepalive_timeout=KEEP_ALIVE_SECONDS,
-            shutdown_timeout=DRAIN_SECONDS,
+            settings.gateway.host,
+            settings.gateway.port,
+            drain_seconds=DRAIN_SECONDS,
+            tls=tls,
         )
-        await runner.setup()
-        assert runner.server
-        sweeper = asyncio.create_task(silent.watch(runner.server), name="silent connections")
-        await web.TCPSite(runner, settings.gateway.host, settings.gateway.port, backlog=BACKLOG, ssl_context=tls).start()
         try:
-            yield [watcher, exporter.task, sweeper]
+            async with server:
+                yield RunningGateway(server.url, (watcher, exporter.task))
         finally:
             watcher.cancel()
-            sweeper.cancel()
-            await runner.cleanup()
             lost = await exporter.stop(FLUSH_SECONDS)
             if lost:
                 raise GatewayError(
@@ -150,9 +145,7 @@ def application(
     counts = Counts()
     calls = Calls(settings, session, pool, exporter, counts, process_id, metrics, redactor)
     app = web.Application(middlewares=[access.check], client_max_size=settings.gateway.max_request_bytes)
-    app.add_routes(
-        [web.get("/metrics", metrics.handle), *Admin(pool, counts).routes(), *PoolAdmin(pool, metrics).routes(), *calls.routes()]
-    )
+    app.add_routes([metrics_route(metrics), *Admin(pool, counts).routes(), *PoolAdmin(pool, metrics).routes(), *calls.routes()])
     app.router.add_route("*", "/{rest:(?s:.*)}", _unknown)
     return app
 

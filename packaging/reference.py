@@ -207,20 +207,24 @@ def metrics_page() -> Iterator[str]:
         writer=SimpleNamespace(tally=SimpleNamespace(transactions=0, requests=0, seconds=0.0)),
     )
     pool: Any = SimpleNamespace(standings=list, waiting=0, counts=Counter[str]())
+    gateway = GatewayMetrics()  # labels show with the first event
+    gateway.ended("policy", "dialect", "200", "", tokens_in=1, tokens_out=1, first_byte_seconds=1.0, seconds=1.0)
+    gateway.published("policy", "ok", 1.0)
     yield "# Metrics"
     yield (
         "What Prometheus scrapes at `/metrics` of each service. The metrics of a training step are in "
         "[Training](../guides/training.md#metrics)."
     )
     for title, collector in (
-        ("Gateway", GatewayMetrics()),
+        ("Gateway", gateway),
         ("Queue", QueueMetrics(service)),
         ("Environments", EnvironmentMetrics(pool)),
     ):
         yield f"## {title}"
         rows: list[tuple[str, ...]] = []
         for metric in collector.collect():
-            labels = ", ".join(f"`{label}`" for label in getattr(metric, "_labelnames", ()))
+            shown = getattr(metric, "_labelnames", None) or (label for label in metric.samples[0].labels if label != "le")
+            labels = ", ".join(f"`{label}`" for label in shown)
             name = f"{metric.name}_total" if metric.type == "counter" else metric.name
             rows.append((f"`{name}`", metric.type, labels, metric.documentation))
         yield table(("metric", "type", "labels", "meaning"), rows)

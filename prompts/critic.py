@@ -7,15 +7,16 @@ that they are spans of mode `trial` and never of production, and nothing is trai
 from __future__ import annotations
 
 import asyncio
+import json
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
-import aiohttp
-
 from prompts.words import Messages
 from spangrad import semconv
 from spangrad.errors import PromptError
+from spangrad.http.async_http import AsyncClient
+from spangrad.http.service import RemoteService, RequestError
 from spangrad.settings import Settings
 from spangrad.text_sanitizer import storable
 from spangrad.types import Mode
@@ -23,9 +24,8 @@ from spangrad.types import Mode
 _AT_ONCE = 8
 _RESPONSE_SECONDS = 300
 """Time limit of one response of the critic model, in seconds."""
-_TRIES = 4
-_PAUSE_SECONDS = 0.5
-"""Pause before the second try, in seconds; each further pause is twice as long."""
+_PATIENCE_SECONDS = 10.0
+"""Time for which a request is retried while the model's server is busy or away, in seconds."""
 
 
 class Critic:
@@ -34,26 +34,24 @@ class Critic:
     def __init__(self, settings: Settings, run_id: str) -> None:
         """Configure the model of prompts.critic_url and prompts.model, for a search whose trials belong to a run."""
         chosen, gateway = settings.prompts, settings.gateway
-        self._url = (chosen.critic_url or f"{gateway.url.rstrip('/')}/v1").rstrip("/")
+        url = (chosen.critic_url or f"{gateway.url.rstrip('/')}/v1").rstrip("/")
         self._model = chosen.model or gateway.policy
         self._temperature = chosen.temperature
         own = chosen.critic_url is None
         key = chosen.critic_key or (gateway.token if own else None)
-        self._headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}
-        if own:
-            baggage = {semconv.RUN_ID: run_id, semconv.ROLLOUT_ID: f"critic-{run_id}", semconv.ROLLOUT_MODE: Mode.TRIAL.value}
-            self._headers["baggage"] = ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())
+        baggage = {semconv.RUN_ID: run_id, semconv.ROLLOUT_ID: f"critic-{run_id}", semconv.ROLLOUT_MODE: Mode.TRIAL.value}
+        headers = {"baggage": ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())} if own else {}
+        service = RemoteService("the critic", url, key.get_secret_value() if key else None, PromptError, "", _PATIENCE_SECONDS, headers)
+        self._client = AsyncClient(service, seconds=_RESPONSE_SECONDS)
         self._room = asyncio.Semaphore(_AT_ONCE)
-        self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        """Open the session."""
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=_RESPONSE_SECONDS))
+        """Return the critic; the first request connects."""
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the session."""
-        await self._session.close()
+        """Close the connections."""
+        await self._client.close()
 
     async def say(self, messages: Messages) -> str:
         """Return the model's reply.
@@ -64,30 +62,15 @@ class Critic:
         body: dict[str, Any] = {"model": self._model, "messages": messages}
         if self._temperature is not None:
             body["temperature"] = self._temperature
-        problem = ""
         async with self._room:
-            for tried in range(_TRIES):
-                if tried:
-                    await asyncio.sleep(_PAUSE_SECONDS * 2 ** (tried - 1))
-                problem, again = await self._ask(body)
-                if isinstance(again, str):
-                    return again
-                if not again:
-                    break
+            try:
+                completion = await self._client.send("POST", "/chat/completions", json.dumps(body).encode(), dict)
+                return storable(str(completion["choices"][0]["message"]["content"] or ""))
+            except RequestError as failure:
+                problem = str(failure)
+            except (LookupError, TypeError) as error:
+                problem = f"its answer is no chat completion: {error!r}"
         raise PromptError(
-            f"the critic at {self._url} gives no answer as model {self._model!r} ({problem}). Set prompts.critic_url and prompts.model to "
-            "a chat model that does; what the search has found so far is kept."
+            f"the critic at {self._client.service.url} gives no answer as model {self._model!r} ({problem}). Set prompts.critic_url and "
+            "prompts.model to a chat model that does; what the search has found so far is kept."
         )
-
-    async def _ask(self, body: dict[str, Any]) -> tuple[str, bool | str]:
-        """Send one request; return the error and whether to retry, or an empty error and the reply."""
-        try:
-            async with self._session.post(f"{self._url}/chat/completions", json=body) as answer:
-                if answer.status != 200:
-                    return f"HTTP {answer.status} {(await answer.text())[:300]}", answer.status == 429 or answer.status >= 500
-                completion = await answer.json(content_type=None)
-                return "", storable(str(completion["choices"][0]["message"]["content"] or ""))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return str(error) or type(error).__name__, True
-        except (ValueError, LookupError, TypeError) as error:
-            return f"its answer is no chat completion: {error!r}", False

@@ -12,6 +12,8 @@ class SpangradError(Exception):
     """Base of all errors that a user can fix; the command line prints the sentence and exits with `exit_code`."""
 
     exit_code = 1
+    http_status: int | None = None
+    """HTTP status by which a service refused a request. None: the error is no such refusal."""
 
 
 class SettingsError(SpangradError):

@@ -81,8 +81,12 @@ class Watch(Generic[Name]):
 
 
 def this_process() -> str:
-    """Return HOST PID START TABLE, which shows users where this process runs, and identifies it and its process table to `is_dead`."""
-    pid = os.getpid()
+    """Return this process as a holder."""
+    return holder_of(os.getpid())
+
+
+def holder_of(pid: int) -> str:
+    """Return HOST PID START TABLE, which shows users where a process runs, and identifies it and its process table to `is_dead`."""
     return f"{socket.gethostname()} {pid} {_started(pid)} {_process_table()}"
 
 

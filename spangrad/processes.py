@@ -6,23 +6,20 @@ In: a command. Out: a `Child`. Invariant: when this process ends, for whatever r
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 
 from spangrad.errors import SpangradError
+from spangrad.http.json_http import status_of
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 """Loopback names and addresses of this machine."""
@@ -145,35 +142,12 @@ def _server_ports() -> Iterator[int]:
     return cycle(random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)))
 
 
-@cache
-def _reservations() -> int | None:
-    """Open the file in which a byte is locked for each port that a process of this user reserved; None: it cannot be created."""
-    try:
-        path = Path(tempfile.gettempdir()) / f"spangrad-ports-{os.getuid()}"
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return None
-
-
-def _reserve(port: int) -> bool:
-    """Reserve a port against this user's other processes until this one ends; False: one of them has it."""
-    file = _reservations()
-    if file is None:
-        return True
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
-    except OSError as error:
-        # Where files cannot be locked, no process has reserved it.
-        return error.errno not in {errno.EACCES, errno.EAGAIN}
-    return True
-
-
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Return ports that no process listens on, all different.
 
     They lie below those that the kernel assigns to outgoing connections, one of which could take them before their server does; and no
-    port is returned twice before all others were, so that ports of separate calls differ, too. A port that one process got is given to
-    no other one: the servers may start much later.
+    port is returned twice before all others were, so that ports of separate calls differ, too. They are for servers in processes of
+    their own; one in this process binds port 0, and tells its port.
 
     Raises:
         SpangradError: there are not so many.
@@ -185,8 +159,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
                 probe.bind((host, port))
             except OSError:
                 continue
-            if _reserve(port):
-                ports.append(port)
+            ports.append(port)
         if len(ports) == count:
             return ports
     raise SpangradError(f"there are no {count} free ports on {host} between {_SERVER_PORTS.start} and {_SERVER_PORTS.stop}.")
@@ -253,8 +226,4 @@ def wait_until(
 
 def answers(url: str) -> bool:
     """Return whether a GET gets the status 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return response.status == 200
-    except OSError:
-        return False
+    return status_of(url) == 200

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +21,9 @@ from cyclopts import Parameter
 from commands.options import ConfigFile, Overrides, resolve
 from spangrad import semconv
 from spangrad.errors import SettingsError, StoreError
-from spangrad.settings import Settings, StoreSettings
+from spangrad.http.json_http import ask
+from spangrad.http.service import RemoteService
+from spangrad.settings import Settings
 from spangrad.types import remedy
 
 _PAGE = """# What the builder makes of real spans
@@ -43,6 +43,7 @@ of `langchain_linked`), makes two calls of the four.
 """
 _HEADINGS = ("file", "spans", "calls", "transitions", "drops", "unaccounted")
 _ENDINGS = ("/chat/completions", "/completions", "/responses", "/messages")
+_POST_SECONDS = 60.0
 _OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
 
 
@@ -120,9 +121,10 @@ def examine(files: Sequence[Path], settings: Settings) -> list[FileReport]:
 
     read = {file: _read(file) for file in files}
     with TemporaryDirectory() as directory, own_store(Path(directory) / "store", settings.store) as store:
+        target = RemoteService("the temporary store", store.otlp_endpoint, None, StoreError, "Run the command again.")
         for spans in read.values():
             for request in spans.requests:
-                _post(store, request)
+                ask(target, "POST", "/v1/traces", request, seconds=_POST_SECONDS)
         # All spans have arrived, so the builder need not wait.
         builder = settings.builder.model_copy(update={"quiet_seconds": 0.0, "incomplete_after_seconds": 0.0})
         loop.build_once(settings.model_copy(update={"store": store, "builder": builder}))
@@ -214,14 +216,6 @@ def _read(file: Path) -> _Spans:
             raise SettingsError(f"line {number} of {file} is no OTLP/JSON request with spans ({error!r}).") from None
         spans.requests.append(line)
     return spans
-
-
-def _post(store: StoreSettings, body: bytes) -> None:
-    request = urllib.request.Request(f"{store.otlp_endpoint}/v1/traces", body, {"Content-Type": "application/json"}, method="POST")
-    try:
-        urllib.request.urlopen(request, timeout=60).close()
-    except urllib.error.HTTPError as error:
-        raise StoreError(f"the store refused a request: {error.read().decode(errors='replace')[:500]}") from None
 
 
 _CONCLUDED = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import urllib.error
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
@@ -12,8 +11,9 @@ from urllib.parse import quote
 from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
-from spangrad.errors import GatewayError, SettingsError
-from spangrad.http.json_http import ask, refusal
+from spangrad.errors import SettingsError
+from spangrad.http.json_http import ask
+from spangrad.http.service import gateway_service
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -166,12 +166,4 @@ def _ask(
     Raises:
         GatewayError: the gateway does not answer, or refuses the request.
     """
-    try:
-        return ask(gateway.url, gateway.token, method, path, body, seconds)
-    except urllib.error.HTTPError as error:
-        raise GatewayError(f"the gateway at {gateway.url} refuses ({error.code}): {refusal(error)}") from None
-    except (OSError, ValueError) as error:  # URLError, timeouts, answers of something else
-        reason = getattr(error, "reason", error)
-        raise GatewayError(
-            f"no gateway answers at {gateway.url} ({reason}). Start it with `spangrad gateway`, or set gateway.url."
-        ) from None
+    return ask(gateway_service(gateway.url, gateway.token), method, path, body, seconds=seconds)

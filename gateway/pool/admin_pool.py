@@ -21,10 +21,11 @@ from gateway.pool.policy import Policy
 from gateway.pool.pool import BackendPool, BackendRefusedError
 from gateway.pool.sleeping import send_to_sleep, wake_up
 from gateway.pool.upstream import BackendStatus, Upstream
-from gateway.proxy.http import error_response, json_response
+from gateway.proxy.http import error_response
 from gateway.weights.publication import CallsInFlight, InFlight, PublicationError
 from gateway.weights.release import Order, Publication, PublicationRequest, promote, publish, roll_back
 from spangrad.errors import EngineError
+from spangrad.http.server import json_response
 from spangrad.settings import BackendSettings
 
 _T = TypeVar("_T")

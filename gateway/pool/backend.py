@@ -18,6 +18,8 @@ from gateway.dialects.answer import EngineAnswer
 from gateway.pool.upstream import BackendStatus, Upstream, unreachable
 from gateway.vllm_plugin.middleware import ADAPTER_PATH
 from spangrad.errors import EngineError
+from spangrad.http.async_http import AsyncClient
+from spangrad.http.service import RemoteService
 from spangrad.settings import BackendSettings
 
 log = logging.getLogger(__name__)
@@ -181,20 +183,9 @@ class Backend(Upstream):
         Raises:
             EngineError: it does not answer, or refuses.
         """
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
-        try:
-            timeout = aiohttp.ClientTimeout(total=self.seconds)
-            async with self._session.post(url + path, data=msgspec.json.encode(body), headers=headers, timeout=timeout) as answer:
-                text = await answer.read()
-                if answer.status != 200:
-                    raise EngineError(f"the trainer at {url} refuses to send: {text[:500].decode(errors='replace')}")
-                return msgspec.json.decode(text, type=kind)
-        except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            raise EngineError(
-                f"the trainer at {url} does not answer ({error or type(error).__name__}). Set trainer.weight_sync.transfer_host to an "
-                f"address that "
-                "gateway and engines reach, or trainer.weight_sync.method = disk."
-            ) from error
+        remedy = "Set trainer.weight_sync.transfer_host to an address that gateway and engines reach, or trainer.weight_sync.method = disk."
+        async with AsyncClient(RemoteService("the trainer", url, token, EngineError, remedy), seconds=self.seconds) as client:
+            return await client.ask("POST", path, kind, body)
 
     def _decode(self, path: str, body: bytes, kind: type[_T]) -> _T:
         try:

@@ -12,7 +12,8 @@ from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendStatus
 from gateway.proxy.context import Announcement, parse_traceparent
 from gateway.proxy.counts import Counts
-from gateway.proxy.http import error_response, json_response, url_attempt
+from gateway.proxy.http import error_response, url_attempt
+from spangrad.http.server import json_response
 
 COUNT_WAIT_SECONDS = 10
 """Longest time that a count waits for calls in flight."""

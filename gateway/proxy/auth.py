@@ -7,7 +7,6 @@ In: requests as they come, settings `gateway.token`, `gateway.clients` and `gate
 from __future__ import annotations
 
 import hashlib
-import logging
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from fnmatch import fnmatchcase
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from gateway.proxy.context import attempt_of, parse_baggage
 from gateway.proxy.http import error_response, url_attempt
 from gateway.proxy.limits import RequestLimits
 from spangrad.errors import GatewayError, SettingsError
+from spangrad.http.tokens import credential
 from spangrad.processes import require_safe_bind
 from spangrad.settings import ClientSettings, GatewaySettings
 
@@ -32,10 +31,6 @@ _ANY_ROLLOUT = "*"
 _ASKS_FOR_TOKEN = (
     "this gateway asks for a token. Send gateway.token, or that of one of gateway.clients, as `Authorization: Bearer` or `x-api-key`."
 )
-
-
-log = logging.getLogger("gateway.http")
-"""Log of the HTTP server; see `without_headers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +90,7 @@ class AccessControl:
         """Return the caller whose token a request bears; full access where the settings name no token. None: an unknown token, or none."""
         if not self._callers:
             return FULL_ACCESS
-        scheme, _, bearer = headers.get("Authorization", "").partition(" ")
-        shown = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        shown = (credential(headers.get("Authorization", "")), headers.get("x-api-key"))
         # By their hashes, so that the time of a look-up reveals nothing of a token.
         return next((caller for token in shown if token and (caller := self._callers.get(_digest(token)))), None)
 
@@ -151,16 +145,6 @@ def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
             "Name a PEM certificate and its own PEM key, not encrypted."
         ) from None
     return context
-
-
-def without_headers(record: logging.LogRecord) -> bool:
-    """Drop the details of malformed requests from a record of the HTTP server's log: they quote headers, keys included."""
-    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
-        record.exc_info = None
-    return True
-
-
-log.addFilter(without_headers)
 
 
 def _callers(settings: GatewaySettings) -> dict[bytes, Caller]:

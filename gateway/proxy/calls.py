@@ -30,13 +30,14 @@ from gateway.pool.upstream import BackendDownError, Scrubber, unreachable
 from gateway.proxy.context import AttemptKey, attempt_of, call_context, parse_baggage
 from gateway.proxy.counts import Counts
 from gateway.proxy.headers import forwarded, returned
-from gateway.proxy.http import json_response, url_attempt
+from gateway.proxy.http import url_attempt
 from gateway.proxy.passthrough import pass_through
 from gateway.proxy.redaction import Redactor
 from gateway.proxy.relax import relax
 from gateway.recorder.exporter import SpanExporter
 from gateway.recorder.record import GATEWAY_ERROR, CallFacts, bare_span, build_span
 from spangrad.agent.failures import names_context_overflow
+from spangrad.http.server import json_response
 from spangrad.settings import Settings
 from spangrad.types import Mode
 

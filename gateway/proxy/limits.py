@@ -6,15 +6,11 @@ form. Invariant: a body is read whole, in bounded time and bytes, before anythin
 
 from __future__ import annotations
 
-import asyncio
-
 from aiohttp import web
 
 from gateway.proxy.http import error_response
-from spangrad.http.client_timeouts import TooSlowError, arriving
+from spangrad.http.client_timeouts import TooSlowError, read_in_time
 from spangrad.settings import GatewaySettings
-
-_LOOK_SECONDS = 1.0
 
 
 class RequestLimits:
@@ -31,10 +27,7 @@ class RequestLimits:
         if (request.content_length or 0) > self._max_bytes:
             return self._too_large()
         try:
-            if request.content.is_eof():
-                await request.read()
-            else:
-                await self._arrive(request)
+            await read_in_time(request, self._body_seconds)
         except web.HTTPRequestEntityTooLarge:
             return self._too_large()
         except TooSlowError as error:
@@ -46,19 +39,3 @@ class RequestLimits:
     def _too_large(self) -> web.Response:
         sentence = f"the request's body has more than gateway.max_request_bytes = {self._max_bytes} bytes. Send a smaller one."
         return error_response(413, sentence, "request_too_large")
-
-    async def _arrive(self, request: web.Request) -> None:
-        loop = asyncio.get_running_loop()
-        async with arriving(self._body_seconds) as arrived:
-
-            def look() -> None:
-                nonlocal looking
-                arrived(request.content.total_bytes)
-                looking = loop.call_later(pause, look)
-
-            pause = min(_LOOK_SECONDS, self._body_seconds / 4)
-            looking = loop.call_later(pause, look)
-            try:
-                await request.read()
-            finally:
-                looking.cancel()

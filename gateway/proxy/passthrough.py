@@ -19,7 +19,8 @@ from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendDownError, Upstream, unreachable
 from gateway.proxy.context import AttemptKey
 from gateway.proxy.headers import forwarded, forwarded_query, returned
-from gateway.proxy.http import error_response, json_response
+from gateway.proxy.http import error_response
+from spangrad.http.server import json_response
 
 REFUSED = {
     "load_lora_adapter": "only a publication changes what the engine serves",

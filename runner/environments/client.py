@@ -16,13 +16,12 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 
 from runner.environments.wire import InstanceHeartbeat, InstanceRequest, Leased, Over
 from spangrad.errors import EnvironmentsError
-from spangrad.http.async_retries import AgainError, TimeUpError, again, away, request_once
-from spangrad.http.bearer import bearer
+from spangrad.http.async_http import AsyncClient
+from spangrad.http.service import RemoteService, RequestError
 from spangrad.leases import BEATS, beat
 from spangrad.types import AttemptFailure, Stage
 
@@ -31,6 +30,8 @@ _LINE_SECONDS = 20.0
 _RELEASE_SECONDS = 5.0
 """Time for which a release is retried while the service is away, in seconds; after it, the lease expires by itself."""
 _REQUEST_SECONDS = 10.0
+_UNUSABLE = {None, 401, 403}
+"""Statuses by which a service that is asked whether it is ready cannot be used; another one may only mean that it has no instance yet."""
 _SILENT_MOST = 1 - 1.25 / BEATS
 """Share of a lease's time without a successful heartbeat after which the lease would expire before the next one."""
 _logger = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ class EnvironmentClient:
             token: bearer token. None: the service asks for none.
         """
         self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json", **bearer(token)}
-        self._session: aiohttp.ClientSession
+        remedy = "Start it with `spangrad environments`, or fix --environment."
+        self._client = AsyncClient(RemoteService("the environment service", self._url, token, EnvironmentsError, remedy))
         self._held: dict[str, LeasedInstance] = {}
         self._beating: asyncio.Task[None]
         self._changed = asyncio.Event()
@@ -84,21 +85,12 @@ class EnvironmentClient:
         Raises:
             EnvironmentsError: the service does not answer, or refuses the token.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_REQUEST_SECONDS)
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         try:
-            async with asyncio.timeout(_REQUEST_SECONDS), self._session.get(f"{self._url}/readyz") as answer:
-                if answer.status in {401, 403}:
-                    raise EnvironmentsError(f"the environments at {self._url} want another token. Check environments.token.")
-        except (aiohttp.ClientError, OSError) as error:
-            await self._session.close()
-            reason = str(error) or type(error).__name__
-            raise EnvironmentsError(
-                f"no environments are served at {self._url} ({reason}). Start them with `spangrad environments`, or fix --environment."
-            ) from None
-        except EnvironmentsError:
-            await self._session.close()
-            raise
+            await self._client.send("GET", "/readyz", within_seconds=_REQUEST_SECONDS, patience_seconds=0)
+        except RequestError as failure:
+            if failure.status in _UNUSABLE:
+                await self._client.close()
+                raise self._client.service.error_for(failure, "GET", "/readyz") from failure
         self._beating = asyncio.create_task(
             beat(lambda: [one.lease_seconds for one in self._held.values()], self._changed, self._renew), name="environments heartbeat"
         )
@@ -110,7 +102,7 @@ class EnvironmentClient:
         for instance in list(self._held.values()):
             self.release(instance)
         await asyncio.gather(self._beating, *self._releases, return_exceptions=True)
-        await self._session.close()
+        await self._client.close()
 
     async def lease(self, rollout_id: str, attempt: int, given: object, seconds: float) -> LeasedInstance:
         """Wait for an instance, for at most `seconds`.
@@ -123,12 +115,12 @@ class EnvironmentClient:
             lease=lease, rollout_id=rollout_id, attempt=attempt, input=given, wait_seconds=min(_LINE_SECONDS, seconds / 2)
         )
         try:
-            instance = await again(lambda: self._ask(ask), seconds)
-        except TimeUpError as error:
+            instance = await self._ask(ask, seconds)
+        except RequestError as failure:
             self._release(lease)
-            raise NoInstanceError(
-                AttemptFailure.ENVIRONMENT, f"{Stage.INIT}: no environment after {seconds:g} s; {self._url} says: {error}"
-            ) from None
+            late = f"{Stage.INIT}: no environment after {seconds:g} s; {self._url} says: {failure}"
+            detail = late if failure.may_pass else f"{self._url} gives none ({failure})"
+            raise NoInstanceError(AttemptFailure.ENVIRONMENT, detail) from None
         except BaseException:
             self._release(lease)  # it is unknown whether the service received the request
             raise
@@ -141,16 +133,9 @@ class EnvironmentClient:
         if self._held.pop(instance.lease, None) is not None:
             self._release(instance.lease)
 
-    async def _ask(self, ask: InstanceRequest) -> LeasedInstance:
+    async def _ask(self, ask: InstanceRequest, seconds: float) -> LeasedInstance:
         began = time.monotonic()
-        status, content = await request_once(self._session, "POST", f"{self._url}/v1/leases", msgspec.json.encode(ask))
-        if status != 200:
-            detail = content.decode(errors="replace")[:500]
-            raise NoInstanceError(AttemptFailure.ENVIRONMENT, f"{self._url} gives none (HTTP {status}): {detail}")
-        try:
-            leased = msgspec.json.decode(content, type=Leased)
-        except msgspec.DecodeError as error:
-            raise NoInstanceError(AttemptFailure.ENVIRONMENT, f"{self._url} answers what is no lease: {error}") from None
+        leased = await self._client.send("POST", "/v1/leases", msgspec.json.encode(ask), Leased, within_seconds=seconds)
         # The lease holds from the hand-out, at an unknown time after the request began: the first heartbeat is due at once.
         heard = max(began, time.monotonic() - leased.lease_seconds / BEATS)
         return LeasedInstance(ask.lease, leased.instance, leased.environment, leased.lease_seconds, heard)
@@ -162,39 +147,28 @@ class EnvironmentClient:
 
     async def _send_release(self, lease: str) -> None:
         try:
-            url = f"{self._url}/v1/leases/{quote(lease, safe='')}"
-            await again(lambda: request_once(self._session, "DELETE", url), _RELEASE_SECONDS)
-        except TimeUpError as error:
-            _logger.warning("an environment could not be given back to %s (%s): its lease runs out by itself", self._url, error)
+            await self._client.send("DELETE", f"/v1/leases/{quote(lease, safe='')}", within_seconds=_RELEASE_SECONDS)
+        except RequestError as failure:
+            _logger.warning("an environment could not be given back to %s (%s): its lease runs out by itself", self._url, failure)
 
     async def _renew(self) -> None:
         held, began = list(self._held.values()), time.monotonic()
         try:
             seconds = min(instance.lease_seconds for instance in held) / BEATS
-            over = await asyncio.wait_for(self._send_heartbeat([instance.lease for instance in held]), seconds)
-        except (AgainError, TimeoutError) as error:
-            _logger.warning("the environments at %s do not take heartbeats (%s)", self._url, str(error) or type(error).__name__)
+            body = msgspec.json.encode(InstanceHeartbeat(leases=[instance.lease for instance in held]))
+            answer = await self._client.send("POST", "/v1/leases/heartbeat", body, Over, patience_seconds=0, within_seconds=seconds)
+        except RequestError as failure:
+            _logger.warning("the environments at %s do not take heartbeats (%s)", self._url, failure)
             for instance in held:
                 silent = time.monotonic() - instance.heard
                 if silent > instance.lease_seconds * _SILENT_MOST:
                     self._lose(instance, f"the environments at {self._url} were not heard of for {silent:.3g} s")
             return
         for instance in held:
-            if instance.lease in over:
+            if instance.lease in answer.over:
                 self._lose(instance, f"instance {instance.name} of {self._url} is not leased to this attempt any more")
             else:
                 instance.heard = began
-
-    async def _send_heartbeat(self, leases: list[str]) -> set[str]:
-        """Renew leases; return those that the service does not hold any more."""
-        body = msgspec.json.encode(InstanceHeartbeat(leases=leases))
-        status, content = await request_once(self._session, "POST", f"{self._url}/v1/leases/heartbeat", body)
-        if status != 200:
-            raise AgainError(f"HTTP {status}: {content.decode(errors='replace')[:300]}")
-        try:
-            return set(msgspec.json.decode(content, type=Over).over)
-        except msgspec.DecodeError as error:
-            raise away(error) from None
 
     def _lose(self, instance: LeasedInstance, reason: str) -> None:
         """Mark an instance as lost; the lease is released all the same, though the service may not know it any more."""

@@ -7,22 +7,24 @@ beyond loopback each request needs the token.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from runner.environments.instance import Factory
 from runner.environments.pool import BeginError, FullError, InstancePool
 from runner.environments.wire import InstanceHeartbeat, InstanceRequest, InstanceState, Over, Released, Standings
 from spangrad.http import server as http_server
-from spangrad.http.server import Address, BusyError
+from spangrad.http.metrics import metrics_route
+from spangrad.http.server import Address, BusyError, body, json_response, json_server
 from spangrad.settings import EnvironmentServiceSettings
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "spangrad_environments_"
 _LEASES = ("leased", "released", "reclaimed", "refused", "unbegun")
@@ -40,12 +42,13 @@ def serve(settings: EnvironmentServiceSettings, factory: Factory, count: int) ->
     Raises:
         SpangradError: the address may not be bound, or is in use; or the first instance cannot be created.
     """
-    http_server.serve(address_of(settings), lambda: running(settings, factory, count))
+    address_of(settings).require_usable()
+    http_server.serve(lambda: running(settings, factory, count), lambda url: log.info("environments ready: %s, %d instances", url, count))
 
 
 @asynccontextmanager
 async def running(settings: EnvironmentServiceSettings, factory: Factory, count: int) -> AsyncGenerator[str]:
-    """Serve for as long as the block; yield a summary for the log.
+    """Serve for as long as the block; yield its URL.
 
     Raises:
         EnvironmentsError: the first instance cannot be created.
@@ -58,15 +61,15 @@ async def running(settings: EnvironmentServiceSettings, factory: Factory, count:
         web.delete("/v1/leases/{lease}", answers.release),
         web.get("/v1/instances", answers.instances),
         web.get("/readyz", answers.ready),
-        web.get("/metrics", EnvironmentMetrics(pool).handle),
+        metrics_route(EnvironmentMetrics(pool)),
     ]
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
         await pool.start()
         watching = asyncio.create_task(pool.watch())
         stack.callback(watching.cancel)
-        await stack.enter_async_context(http_server.listening(address_of(settings), routes))
-        yield f"{count} instances"
+        server = await stack.enter_async_context(json_server(address_of(settings), routes))
+        yield server.url
 
 
 class EnvironmentRoutes:
@@ -78,26 +81,26 @@ class EnvironmentRoutes:
 
     async def lease(self, request: web.Request) -> web.Response:
         """Lease an instance."""
-        ask = msgspec.json.decode(await http_server.body(request), type=InstanceRequest)
+        ask = msgspec.json.decode(await body(request), type=InstanceRequest)
         try:
-            return http_server.answer(await self._pool.lease(ask))
+            return json_response(await self._pool.lease(ask))
         except FullError as error:
             raise BusyError(str(error)) from None
         except BeginError as error:
-            return http_server.answer({"error": str(error)}, 500)
+            return json_response({"error": str(error)}, 500)
 
     async def beat(self, request: web.Request) -> web.Response:
         """Renew leases."""
-        asked = msgspec.json.decode(await http_server.body(request), type=InstanceHeartbeat)
-        return http_server.answer(Over(over=self._pool.beat(asked.leases)))
+        asked = msgspec.json.decode(await body(request), type=InstanceHeartbeat)
+        return json_response(Over(over=self._pool.beat(asked.leases)))
 
     async def release(self, request: web.Request) -> web.Response:
         """Release a lease."""
-        return http_server.answer(Released(released=self._pool.release(request.match_info["lease"])))
+        return json_response(Released(released=self._pool.release(request.match_info["lease"])))
 
     async def instances(self, request: web.Request) -> web.Response:
         """List the state of each instance."""
-        return http_server.answer(Standings(instances=self._pool.standings(), waiting=self._pool.waiting))
+        return json_response(Standings(instances=self._pool.standings(), waiting=self._pool.waiting))
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200 once an instance exists, in use or free."""
@@ -112,12 +115,6 @@ class EnvironmentMetrics(Collector):
     def __init__(self, pool: InstancePool) -> None:
         """Report one pool."""
         self._pool = pool
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-
-    async def handle(self, request: web.Request) -> web.Response:
-        """Answer `/metrics`."""
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by prometheus_client."""

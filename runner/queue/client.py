@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 
 from runner.ids import ordered_ids
@@ -41,7 +39,6 @@ from runner.queue.wire import (
     Purge,
     Purged,
     QueuedRollout,
-    QueueRefusal,
     Retried,
     RolloutLease,
     Rollouts,
@@ -51,7 +48,8 @@ from runner.queue.wire import (
     Runs,
 )
 from spangrad.errors import QueueError
-from spangrad.http.retries import RETRIED_STATUSES
+from spangrad.http.async_http import AsyncClient
+from spangrad.http.service import queue_service
 from spangrad.leases import BEATS, beat
 from spangrad.settings import QueueSettings
 from spangrad.text_sanitizer import storable
@@ -61,8 +59,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0
 """Time for which requests are retried while the queue is away, in seconds: enough to restart it."""
-_PAUSES = (0.05, 0.2, 0.5, 1.0)
-"""Pauses before a request is sent again, in seconds; the last one repeats."""
 _ANSWER_SECONDS = 120.0
 ENQUEUE_MOST = 5000
 """Largest number of rollouts in one request."""
@@ -80,9 +76,7 @@ class QueueClient:
             patience_seconds: time for which requests are retried while the queue does not answer.
         """
         self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._patience = patience_seconds
-        self._session: aiohttp.ClientSession | None = None
+        self._client = AsyncClient(queue_service(self.url, token, patience_seconds), seconds=_ANSWER_SECONDS)
         self._ids = ordered_ids()
 
     @classmethod
@@ -101,8 +95,7 @@ class QueueClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._client.close()
 
     async def enqueue(self, run_id: str, rollouts: Iterable[NewRollout]) -> list[str]:
         """Add rollouts; those without an id get one.
@@ -166,7 +159,7 @@ class QueueClient:
 
     async def rollout(self, rollout_id: str) -> QueuedRollout:
         """Return one rollout, with its attempts."""
-        return await self._ask("GET", f"/v1/rollouts/{quote(rollout_id, safe='')}", QueuedRollout)
+        return await self._client.ask("GET", f"/v1/rollouts/{quote(rollout_id, safe='')}", QueuedRollout)
 
     async def rollouts(
         self, *, run_id: str | None = None, state: RolloutState | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
@@ -174,61 +167,32 @@ class QueueClient:
         """Return rollouts in order of arrival."""
         asked = {"run": run_id, "state": state, "group": group_id}
         query = {name: value for name, value in asked.items() if value is not None}
-        return await self._ask("GET", "/v1/rollouts", Rollouts, query={**query, "after": str(after), "limit": str(limit)})
+        return await self._client.ask("GET", "/v1/rollouts", Rollouts, query={**query, "after": str(after), "limit": str(limit)})
 
     async def ended(self, run_id: str, *, after: int = 0, limit: int = 100, wait_seconds: float = 0) -> Rollouts:
         """Return a run's rollouts in the order in which they ended."""
         query = {"after": str(after), "limit": str(limit), "wait": str(wait_seconds)}
-        return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}/ended", Rollouts, query=query)
+        return await self._client.ask("GET", f"/v1/runs/{quote(run_id, safe='')}/ended", Rollouts, query=query)
 
     async def runs(self) -> list[RunCounts]:
         """Return the number of rollouts of each run, by state."""
-        return (await self._ask("GET", "/v1/runs", Runs)).runs
+        return (await self._client.ask("GET", "/v1/runs", Runs)).runs
 
     async def run(self, run_id: str) -> RunCounts:
         """Return the number of rollouts of one run, by state."""
-        return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}", RunCounts)
+        return await self._client.ask("GET", f"/v1/runs/{quote(run_id, safe='')}", RunCounts)
 
     async def demand(self, run_id: str) -> DemandState:
         """Return the trainers' demand for a run."""
-        return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState)
+        return await self._client.ask("GET", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState)
 
     async def want(self, run_id: str, branch_demand: DemandRequest) -> DemandState:
         """Set the demand of a branch; return the demand for the run."""
-        return await self._ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState, branch_demand)
+        return await self._client.ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState, branch_demand)
 
     async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
         """Send a request that consists of a body alone."""
-        return await self._ask("POST", path, kind, body)
-
-    async def _ask(
-        self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None, query: Mapping[str, str] | None = None
-    ) -> T:
-        if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
-            self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
-        data = None if body is None else msgspec.json.encode(body)
-        end = time.monotonic() + self._patience
-        tries = 0
-        while True:
-            try:
-                async with self._session.request(method, self.url + path, data=data, params=query) as answer:
-                    content = await answer.read()
-                    if answer.status == 200:
-                        return msgspec.json.decode(content, type=kind)
-                    problem = QueueError(f"the queue at {self.url} refuses {method} {path} ({answer.status}): {_reason(content)}")
-                    if answer.status not in RETRIED_STATUSES:
-                        raise problem
-            except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-                reason = str(error) or type(error).__name__
-                problem = QueueError(f"no queue answers at {self.url} ({reason}). Start it with `spangrad queue`, or set queue.url.")
-            left = end - time.monotonic()
-            if left < 0:
-                raise problem
-            if tries == len(_PAUSES):  # a short outage is a restart, and is not logged
-                logger.warning("%s Trying again for %.0f s.", problem, left)
-            await asyncio.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
-            tries += 1
+        return await self._client.ask("POST", path, kind, body)
 
 
 class Beating:
@@ -338,10 +302,3 @@ def new_rollout(task_id: str, task_input: object, group_id: str, **facts: Any) -
 
 def _held(leases: Sequence[RolloutLease | Held]) -> list[Held]:
     return [one if isinstance(one, Held) else Held(rollout_id=one.rollout_id, attempt=one.attempt) for one in leases]
-
-
-def _reason(content: bytes) -> str:
-    try:
-        return msgspec.json.decode(content, type=QueueRefusal).error
-    except msgspec.DecodeError:
-        return content.decode(errors="replace")[:300]

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from aiohttp import web
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from runner.queue.service import Service
@@ -26,16 +23,13 @@ class QueueMetrics(Collector):
     def __init__(self, service: Service) -> None:
         self._service = service
         self._states: Counter[RolloutState] = Counter()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
-    async def handle(self, request: web.Request) -> web.Response:
-        """Answer `/metrics`."""
+    async def count(self) -> None:
+        """Count the rollouts by state, before a scrape."""
         counted: Counter[RolloutState] = Counter()
         for run in await self._service.counts():
             counted.update(run.states)
         self._states = counted
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by prometheus_client."""

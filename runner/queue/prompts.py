@@ -14,7 +14,7 @@ from runner.queue.prompt_rows import PromptName, PromptRow, Put
 from runner.queue.service import Service
 from spangrad import semconv
 from spangrad.agent.propagation import baggage_of
-from spangrad.http.server import answer, body, refusal
+from spangrad.http.server import body, json_response, refusal
 
 
 class PromptAnswers:
@@ -36,12 +36,12 @@ class PromptAnswers:
 
     async def listed(self, request: web.Request) -> web.Response:
         """List each prompt in its published version, or in its newest if none is published."""
-        return answer(await self._service.read(prompt_rows.newest))
+        return json_response(await self._service.read(prompt_rows.newest))
 
     async def get(self, request: web.Request) -> web.Response:
         """Return one version of a prompt."""
         prompt = await self._find(request)
-        return answer(prompt) if isinstance(prompt, PromptRow) else prompt
+        return json_response(prompt) if isinstance(prompt, PromptRow) else prompt
 
     async def text(self, request: web.Request) -> web.Response:
         """Return the text of one version of a prompt."""
@@ -53,19 +53,19 @@ class PromptAnswers:
     async def versions(self, request: web.Request) -> web.Response:
         """Return every version of a prompt."""
         name = request.match_info["name"]
-        return answer(await self._service.read(lambda connection: prompt_rows.versions(connection, name)))
+        return json_response(await self._service.read(lambda connection: prompt_rows.versions(connection, name)))
 
     async def edits(self, request: web.Request) -> web.Response:
         """Return the edits that searches have made of a prompt."""
         name, search = request.match_info["name"], request.query.get("search")
-        return answer(await self._service.read(lambda connection: prompt_rows.edits(connection, name, search)))
+        return json_response(await self._service.read(lambda connection: prompt_rows.edits(connection, name, search)))
 
     async def put(self, request: web.Request) -> web.Response:
         """Store a text as a version."""
         name = msgspec.convert(request.match_info["name"], PromptName)
         asked = msgspec.json.decode(await body(request), type=Put)
         database = self._service.database
-        return answer(await self._service.writer.do(lambda transaction: prompt_rows.put(transaction, database, name, asked)))
+        return json_response(await self._service.writer.do(lambda transaction: prompt_rows.put(transaction, database, name, asked)))
 
     async def _find(self, request: web.Request) -> PromptRow | web.Response:
         name = request.match_info["name"]

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-import uvloop
 from aiohttp import web
-from pydantic import SecretStr
 
 from runner.queue.client import default_url
 from runner.queue.metrics import QueueMetrics
@@ -34,10 +31,10 @@ from runner.queue.wire import (
     Runs,
 )
 from spangrad.errors import QueueError
-from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
-from spangrad.http.server import BODY_BYTES, DRAIN_SECONDS, Handler, answer, body, guard, refusal
-from spangrad.processes import require_free_port, require_safe_bind
-from spangrad.settings import Settings
+from spangrad.http import server as http_server
+from spangrad.http.metrics import metrics_route
+from spangrad.http.server import Address, Handler, body, json_response, json_server, refusal
+from spangrad.settings import QueueSettings, Settings
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +54,17 @@ def serve(settings: Settings) -> None:
         SpangradError: the address may not be bound, or is in use.
         QueueError: the database is invalid, does not answer, or has another server.
     """
-    require_safe_bind(settings.queue.host, settings.queue.token, "queue")
-    require_free_port(settings.queue.host, settings.queue.port, "queue.port")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings))
+    address_of(settings.queue).require_usable()
 
-
-async def _serve(settings: Settings) -> None:
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    async with running(settings) as service:
+    def ready(service: Service) -> None:
         log.info("queue ready: %s, database %s, %d in flight", default_url(settings.queue), service.database.shown, service.in_flight)
-        stop_requested = asyncio.create_task(stopping.wait())
-        await asyncio.wait([stop_requested, service.taken], return_when=asyncio.FIRST_COMPLETED)
-        stop_requested.cancel()
-        if service.taken.done():
-            raise service.taken.result()
+
+    http_server.serve(lambda: running(settings), ready, lambda service: [service.taken])
+
+
+def address_of(settings: QueueSettings) -> Address:
+    """Return the address at which the queue listens."""
+    return Address("queue", "docs/guides/queue.md", settings.host, settings.port, settings.token, "queue")
 
 
 @asynccontextmanager
@@ -85,52 +76,44 @@ async def running(settings: Settings) -> AsyncGenerator[Service]:
     """
     defaults = Defaults(settings.runner.timeout_seconds, settings.runner.max_attempts, settings.queue.lease_seconds)
     service = Service(QueueDatabase(settings.queue.db.get_secret_value()), defaults)
-    app = application(service, settings.queue.token)
-    silent = SilentConnections(app)
-    runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=DRAIN_SECONDS)
-    await runner.setup()
-    assert runner.server
-    tasks = [asyncio.create_task(silent.watch(runner.server)), asyncio.create_task(service.watch())]
+    server = json_server(
+        address_of(settings.queue), routes(service), cancels=False, smaller="Send fewer rollouts at once.", busy=QueueError
+    )
+    tasks = [asyncio.create_task(service.watch())]
     if settings.queue.keep_days is not None:
         tasks.append(asyncio.create_task(keep_tidy(service.purge, settings.queue.keep_days * DAY_SECONDS)))
     try:
-        await web.TCPSite(runner, settings.queue.host, settings.queue.port, backlog=BACKLOG).start()
+        await server.start()
         yield service
     finally:
         for task in tasks:
             task.cancel()
         service.stop_waiting()
-        await runner.cleanup()
+        await server.stop()
         await service.close()
 
 
-def application(service: Service, token: SecretStr | None) -> web.Application:
-    """Build the application with all routes."""
-    guarding = guard("queue", "docs/guides/queue.md", token, noun="queue", smaller="Send fewer rollouts at once.", busy=QueueError)
-    app = web.Application(middlewares=[guarding], client_max_size=BODY_BYTES)
+def routes(service: Service) -> list[web.RouteDef]:
+    """Return the routes of the queue."""
     metrics = QueueMetrics(service)
     answers = QueueRoutes(service)
-    app.add_routes(
-        [
-            *[web.post(path, _change(kind, work)) for path, (kind, work) in service.changes.items()],
-            web.get("/v1/rollouts", answers.rollouts),
-            web.get("/v1/rollouts/{rollout}", answers.rollout),
-            web.get("/v1/runs", answers.runs),
-            web.get("/v1/runs/{run}", answers.run),
-            web.get("/v1/runs/{run}/ended", answers.ended),
-            web.get("/v1/runs/{run}/demand", answers.demand),
-            web.put("/v1/runs/{run}/demand", answers.want),
-            web.post("/v1/tasks", _change(UploadPart, answers.task_data.keep)),
-            web.get("/v1/tasks/{digest}", answers.tasks),
-            web.get("/v1/runs/{run}/tasks/{name}", answers.named_tasks),
-            web.put("/v1/runs/{run}/tasks/{name}", answers.name_tasks),
-            *PromptAnswers(service).routes(),
-            web.get("/healthz", answers.health),
-            web.get("/readyz", answers.ready),
-            web.get("/metrics", metrics.handle),
-        ]
-    )
-    return app
+    return [
+        *[web.post(path, _change(kind, work)) for path, (kind, work) in service.changes.items()],
+        web.get("/v1/rollouts", answers.rollouts),
+        web.get("/v1/rollouts/{rollout}", answers.rollout),
+        web.get("/v1/runs", answers.runs),
+        web.get("/v1/runs/{run}", answers.run),
+        web.get("/v1/runs/{run}/ended", answers.ended),
+        web.get("/v1/runs/{run}/demand", answers.demand),
+        web.put("/v1/runs/{run}/demand", answers.want),
+        web.post("/v1/tasks", _change(UploadPart, answers.task_data.keep)),
+        web.get("/v1/tasks/{digest}", answers.tasks),
+        web.get("/v1/runs/{run}/tasks/{name}", answers.named_tasks),
+        web.put("/v1/runs/{run}/tasks/{name}", answers.name_tasks),
+        *PromptAnswers(service).routes(),
+        web.get("/readyz", answers.ready),
+        metrics_route(metrics, metrics.count),
+    ]
 
 
 class QueueRoutes:
@@ -148,46 +131,46 @@ class QueueRoutes:
         page = await self._service.listed(
             run_id=query.get("run"), state=state, group_id=query.get("group"), after=_whole(query, "after", 0), limit=_limit(request)
         )
-        return answer(page)
+        return json_response(page)
 
     async def rollout(self, request: web.Request) -> web.Response:
         """Return one rollout, with its attempts."""
         name = request.match_info["rollout"]
         rollout = await self._service.rollout(name)
-        return answer(rollout) if rollout else refusal(404, f"the queue has no rollout {name}.")
+        return json_response(rollout) if rollout else refusal(404, f"the queue has no rollout {name}.")
 
     async def runs(self, request: web.Request) -> web.Response:
         """Count the rollouts of each run, by state."""
-        return answer(Runs(runs=await self._service.counts()))
+        return json_response(Runs(runs=await self._service.counts()))
 
     async def run(self, request: web.Request) -> web.Response:
         """Count the rollouts of one run, by state."""
-        return answer(await self._service.run(request.match_info["run"]))
+        return json_response(await self._service.run(request.match_info["run"]))
 
     async def ended(self, request: web.Request) -> web.Response:
         """List a run's rollouts in the order in which they ended."""
         wait = min(float(request.query.get("wait", "0")), WAIT_MOST)
         after = _whole(request.query, "after", 0)
-        return answer(await self._service.ends(request.match_info["run"], after=after, limit=_limit(request), wait_seconds=wait))
+        return json_response(await self._service.ends(request.match_info["run"], after=after, limit=_limit(request), wait_seconds=wait))
 
     async def demand(self, request: web.Request) -> web.Response:
         """Return the demand for a run."""
-        return answer(await self._service.demand(request.match_info["run"]))
+        return json_response(await self._service.demand(request.match_info["run"]))
 
     async def want(self, request: web.Request) -> web.Response:
         """Set the demand of a branch."""
         branch_demand = msgspec.json.decode(await body(request), type=DemandRequest)
-        return answer(await self._service.want(request.match_info["run"], branch_demand))
+        return json_response(await self._service.want(request.match_info["run"], branch_demand))
 
     async def tasks(self, request: web.Request) -> web.Response:
         """List stored tasks in their order."""
-        return answer(await self.task_data.page(request.match_info["digest"], _whole(request.query, "first", 0), _limit(request)))
+        return json_response(await self.task_data.page(request.match_info["digest"], _whole(request.query, "first", 0), _limit(request)))
 
     async def named_tasks(self, request: web.Request) -> web.Response:
         """Return the tasks that a name of a run refers to."""
         run, name = request.match_info["run"], request.match_info["name"]
         kept = await self.task_data.named(run, name)
-        return answer(kept) if kept else refusal(404, f"run {run} has no tasks of the name {name}.")
+        return json_response(kept) if kept else refusal(404, f"run {run} has no tasks of the name {name}.")
 
     async def name_tasks(self, request: web.Request) -> web.Response:
         """Set the tasks that a name of a run refers to."""
@@ -195,11 +178,7 @@ class QueueRoutes:
         there = await self.task_data.name(request.match_info["run"], request.match_info["name"], kept)
         if there != kept.tasks:
             return refusal(409, f"of {kept.tasks} tasks {there} are there. Upload them all before they are given a name.")
-        return answer(kept)
-
-    async def health(self, request: web.Request) -> web.Response:
-        """Answer that the process runs."""
-        return web.Response(text="ok\n")
+        return json_response(kept)
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer that the database responds as well."""
@@ -215,7 +194,7 @@ def _change(kind: type[Any], work: Callable[..., Coroutine[Any, Any, msgspec.Str
         asked = decoder.decode(await body(request))
         if isinstance(asked, RolloutSelector) and (problem := _unclear(asked)):
             return refusal(400, problem)
-        return answer(await (work(asked, lambda: request.transport is None) if kind is LeaseRequest else work(asked)))
+        return json_response(await (work(asked, lambda: request.transport is None) if kind is LeaseRequest else work(asked)))
 
     return handle
 

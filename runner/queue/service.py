@@ -89,8 +89,8 @@ class Service:
         self._ends = Notifier()
         """Notified when a rollout ends."""
         self._stopping = False
-        self.taken: asyncio.Future[ServedElsewhereError] = asyncio.get_running_loop().create_future()
-        """Done when another server serves from the database: this one must end."""
+        self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails when another server serves from the database: this one must end."""
         self.looks = 0
         """Number of checks so far."""
         with database.reading() as connection:
@@ -343,7 +343,7 @@ class Service:
             await asyncio.to_thread(self.database.keep)
         except ServedElsewhereError as error:
             if not self.taken.done():
-                self.taken.set_result(error)
+                self.taken.set_exception(error)
             raise
 
     async def _rebuild_when_possible(self) -> None:

@@ -353,9 +353,3 @@ class DemandState(Struct, frozen=True, kw_only=True):
     cancelled: int
     """Groups of mode train with a cancelled rollout."""
     branches: list[DemandRequest]
-
-
-class QueueRefusal(Struct, frozen=True, kw_only=True):
-    """Response with any status but 200."""
-
-    error: str

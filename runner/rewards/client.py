@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
-
 from runner.workers.jobs import AttemptOutcome
 from spangrad.agent.reward_values import rewards_from
-from spangrad.http.async_retries import TimeUpError, again, request_once
-from spangrad.http.bearer import bearer
+from spangrad.errors import SpangradError
+from spangrad.http.async_http import AsyncClient
+from spangrad.http.service import RemoteService, RequestError
 from spangrad.types import AttemptFailure, Stage
 
 
@@ -32,20 +31,16 @@ class RewardClient:
             connections: largest number of connections.
         """
         self._url = url
-        self._headers = {"Content-Type": "application/json", **bearer(token)}
-        self._connections = connections
-        self._session: aiohttp.ClientSession
+        service = RemoteService("the reward service", url, token, SpangradError, "Start it with `spangrad rewards serve`.")
+        self._client = AsyncClient(service, connections=connections)
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool."""
-        connector = aiohttp.TCPConnector(limit=self._connections)
-        timeout = aiohttp.ClientTimeout(total=None)
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
+        """Return the client."""
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the connections."""
-        await self._session.close()
+        await self._client.close()
 
     async def judge(self, body: Mapping[str, object], seconds: float) -> AttemptOutcome:
         """Return the rewards of an attempt, or its failure; retry for at most `seconds`.
@@ -54,15 +49,13 @@ class RewardClient:
             body: rollout_id, attempt, task_id, input, output, environment.
             seconds: time limit of all tries together.
         """
-        sent = json.dumps(body).encode()
         try:
-            status, content = await again(lambda: request_once(self._session, "POST", self._url, sent), seconds)
-        except TimeUpError as error:
-            detail = f"{Stage.EVALUATE}: not done after {seconds:g} s; {self._url} says: {error}"
+            content = await self._client.send("POST", "", json.dumps(body).encode(), within_seconds=seconds)
+        except RequestError as failure:
+            late = f"{Stage.EVALUATE}: not done after {seconds:g} s; {self._url} says: {failure}"
+            detail = late if failure.may_pass else f"{self._url} answers {failure}"
             return AttemptOutcome(None, AttemptFailure.EVALUATION, detail)
         text = content.decode(errors="replace")
-        if status != 200:
-            return AttemptOutcome(None, AttemptFailure.EVALUATION, f"{self._url} answers HTTP {status}: {text[:500]}")
         try:
             value: Any = json.loads(text)
         except ValueError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,8 +20,10 @@ from aiohttp import web
 
 from spangrad.agent.reward_values import rewards_from
 from spangrad.http import server as http_server
-from spangrad.http.server import Address, BusyError
+from spangrad.http.server import Address, BusyError, body, json_response, json_server
 from spangrad.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,15 +49,17 @@ def serve(settings: Settings, evaluator: Callable[..., Any]) -> None:
     Raises:
         SpangradError: the address may not be bound, or is in use.
     """
-    http_server.serve(address_of(settings), lambda: running(settings, evaluator))
+    address_of(settings).require_usable()
+    most = settings.runner.evaluations
+    http_server.serve(lambda: running(settings, evaluator), lambda url: log.info("rewards ready: %s, %d evaluators at once", url, most))
 
 
 @asynccontextmanager
 async def running(settings: Settings, evaluator: Callable[..., Any]) -> AsyncGenerator[str]:
-    """Serve for as long as the block; yield a summary for the log."""
+    """Serve for as long as the block; yield its URL."""
     judge = Judge(evaluator, settings.runner.evaluations)
-    async with http_server.listening(address_of(settings), [web.post("/", judge.answer)]):
-        yield f"{settings.runner.evaluations} evaluators at once"
+    async with json_server(address_of(settings), [web.post("/", judge.answer)]) as server:
+        yield server.url
 
 
 class Judge:
@@ -70,7 +75,7 @@ class Judge:
 
     async def answer(self, request: web.Request) -> web.Response:
         """Answer the reward of one attempt."""
-        judged = msgspec.json.decode(await http_server.body(request), type=Judged)
+        judged = msgspec.json.decode(await body(request), type=Judged)
         if self._running >= self._most:
             raise BusyError(f"{self._most} evaluators are at work")
         self._running += 1
@@ -80,8 +85,8 @@ class Judge:
             task.add_done_callback(self._ended)
             value = rewards_from(await asyncio.shield(task))
         except Exception as error:  # the user's code
-            return http_server.answer({"error": f"{type(error).__name__}: {error}"[:1000]}, 500)
-        return http_server.answer(value)
+            return json_response({"error": f"{type(error).__name__}: {error}"[:1000]}, 500)
+        return json_response(value)
 
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._running -= 1

@@ -14,7 +14,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-import aiohttp
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan
@@ -28,11 +27,14 @@ from spangrad import semconv
 from spangrad.agent.propagation import carrier_of, with_baggage
 from spangrad.agent.reward_values import Rewards, entries
 from spangrad.errors import StoreError
+from spangrad.http.async_http import AsyncClient
 from spangrad.http.bearer import bearer
+from spangrad.http.service import RemoteService
 from spangrad.settings import StoreSettings
 from spangrad.types import Rollout
 
 _SERVICE = "spangrad-runner"
+_CHECK_SECONDS = 10.0
 _FLUSH_MILLISECONDS = 5_000
 _CLAIMS_KEPT = 100_000
 
@@ -172,19 +174,14 @@ async def require_store(store: StoreSettings) -> None:
     Raises:
         StoreError: it does not.
     """
-    endpoint = store.otlp_endpoint
-    headers = {"content-type": "application/x-protobuf", **bearer(store.token.get_secret_value() if store.token else None)}
+    remedy = "Start it with `spangrad store`, or set store.otlp_endpoint."
+    token = store.token.get_secret_value() if store.token else None
+    protobuf = {"Content-Type": "application/x-protobuf"}
+    service = RemoteService("the store", store.otlp_endpoint, token, StoreError, remedy, own_headers=protobuf)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session,
-            session.post(traces_url(endpoint), data=b"", headers=headers) as answer,
-        ):
-            if answer.status >= 300:
-                text = (await answer.text())[:300]
-                raise StoreError(
-                    f"the store at {endpoint} refuses spans: HTTP {answer.status} {text}. Check store.otlp_endpoint and store.token."
-                )
-    except (aiohttp.ClientError, OSError) as error:
-        raise StoreError(
-            f"the store at {endpoint} does not answer ({error}). Start it with `spangrad store`, or set store.otlp_endpoint."
-        ) from None
+        async with AsyncClient(service, seconds=_CHECK_SECONDS) as client:
+            await client.ask("POST", traces_url(""), bytes)
+    except StoreError as error:
+        if error.http_status is None:
+            raise
+        raise StoreError(f"{error} Check store.otlp_endpoint and store.token.") from None

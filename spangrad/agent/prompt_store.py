@@ -6,27 +6,20 @@ time, which is safe: the same text is the same version, and an edit is written o
 
 from __future__ import annotations
 
-import http.client
-import json
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from spangrad.errors import PromptError
-from spangrad.http.json_http import refusal
-from spangrad.http.retries import RETRIED_STATUSES
+from spangrad.http.json_http import ask
+from spangrad.http.service import queue_service
 
 TEXT_MOST = 256 * 1024
 """Largest number of characters of a prompt."""
 PATIENCE_SECONDS = 30.0
 """Time for which requests are retried while the server is unreachable, in seconds."""
 _ANSWER_SECONDS = 30.0
-_PAUSES = (0.1, 0.5, 1.0)
-"""Pauses before a request is retried, in seconds; the last one repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +58,7 @@ class PromptStore:
 
     def __init__(self, url: str, token: str | None = None, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
         """Use the server at `url` (queue.url) with `token` (queue.token; None: none), and retry for `patience_seconds`."""
-        self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._patience = patience_seconds
+        self._service = replace(queue_service(url, token, patience_seconds), error=PromptError)
 
     def get(self, name: str, version: int | None = None) -> PromptText:
         """Return a version of a prompt; None: the published one.
@@ -124,27 +115,7 @@ class PromptStore:
         return self._ask("PUT", f"/v1/prompts/{quote(name, safe='')}", body)
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None = None, query: Mapping[str, object] | None = None) -> Any:
-        url = f"{self.url}{path}{'?' + urlencode(query) if query else ''}"
-        data = None if body is None else json.dumps(body).encode()
-        end = time.monotonic() + self._patience
-        tries = 0
-        while True:
-            try:
-                request = urllib.request.Request(url, data, self._headers, method=method)
-                with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as error:
-                problem = PromptError(f"prompts at {self.url}: {refusal(error)}")
-                if error.code not in RETRIED_STATUSES:
-                    raise problem from None
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                problem = PromptError(
-                    f"no server of prompts answers at {self.url} ({error}). Start `spangrad queue`, or set queue.url to its URL."
-                )
-            if time.monotonic() > end:
-                raise problem
-            time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
-            tries += 1
+        return ask(self._service, method, f"{path}?{urlencode(query)}" if query else path, body, seconds=_ANSWER_SECONDS)
 
 
 def _text(answer: Mapping[str, Any]) -> PromptText:

@@ -6,13 +6,13 @@ after a crash, it requests nothing twice, and the queue keeps the largest.
 
 from __future__ import annotations
 
-import urllib.error
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from spangrad.errors import QueueError
-from spangrad.http.json_http import ask, refusal
+from spangrad.http.json_http import ask
+from spangrad.http.service import queue_service
 
 if TYPE_CHECKING:
     from spangrad.settings import QueueSettings
@@ -64,14 +64,10 @@ def _ask(queue: QueueSettings, method: str, run_id: str, seconds: float, body: d
     if queue.url is None:
         raise QueueError("queue.url is not set: there is no queue to ask.")
     path = f"/v1/runs/{quote(run_id, safe='')}/demand"
-    url = queue.url.rstrip("/") + path
+    response = ask(queue_service(queue.url, queue.token), method, path, body, seconds=seconds)
     try:
-        response = ask(queue.url, queue.token, method, path, body, seconds)
         return Stated(int(response["groups"]), int(response["enqueued"]))
-    except urllib.error.HTTPError as error:
-        raise QueueError(f"the queue refuses {method} {url} ({error.code}): {refusal(error)}") from error
-    except OSError as error:  # URLError, timeouts, part of a response
-        reason = getattr(error, "reason", error)
-        raise QueueError(f"the queue at {queue.url} does not answer ({reason}). Start it, or set queue.url.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise QueueError(f"{url} answers {method} with something else than a demand ({error!r}). Is it the queue's?") from error
+        raise QueueError(
+            f"{queue.url} answers {method} {path} with something else than a demand ({error!r}). Is it the queue's?"
+        ) from error

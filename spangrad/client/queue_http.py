@@ -5,15 +5,13 @@ Invariant: a request without a response is retried for a bounded time; every req
 
 from __future__ import annotations
 
-import time
-import urllib.error
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from spangrad.errors import QueueError
-from spangrad.http.json_http import ask, refusal
-from spangrad.http.retries import RETRIED_STATUSES
+from spangrad.http.json_http import ask
+from spangrad.http.service import queue_service
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 PATIENCE_SECONDS = 60.0
 """Time for which requests are retried while the queue is unreachable, in seconds: long enough for a restart."""
 _ANSWER_SECONDS = 120.0
-_PAUSE_SECONDS = 0.5
 _AT_ONCE = 2000
 """Largest number of rollouts in one request."""
 _PAGE = 1000
@@ -41,8 +38,7 @@ class QueueHttp:
         """
         self.url = url.rstrip("/")
         self.run_id = run_id
-        self._token = token
-        self._patience = patience_seconds
+        self._service = queue_service(url, token, patience_seconds)
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | None = None, *, missing: Any = None) -> Any:
         """Send a request below the run's own path (`/...`) or anywhere (`/v1/...`).
@@ -57,22 +53,12 @@ class QueueHttp:
             QueueError: the queue refuses, or stays unreachable.
         """
         whole = path if path.startswith("/v1/") else f"/v1/runs/{quote(self.run_id, safe='')}{path}"
-        end = time.monotonic() + self._patience
-        while True:
-            try:
-                return ask(self.url, self._token, method, whole, body, _ANSWER_SECONDS)
-            except urllib.error.HTTPError as error:
-                if error.code == 404 and missing is not None:
-                    return missing
-                problem = QueueError(f"the queue at {self.url} refuses {method} {whole} ({error.code}): {refusal(error)}")
-                if error.code not in RETRIED_STATUSES:
-                    raise problem from None
-            except (OSError, ValueError) as error:  # URLError, timeouts, part of a response, and no JSON
-                reason = getattr(error, "reason", error)
-                problem = QueueError(f"no queue answers at {self.url} ({reason}). Start it with `spangrad queue`, or name its address.")
-            if time.monotonic() > end:
-                raise problem
-            time.sleep(_PAUSE_SECONDS)
+        try:
+            return ask(self._service, method, whole, body, seconds=_ANSWER_SECONDS)
+        except QueueError as error:
+            if error.http_status == 404 and missing is not None:
+                return missing
+            raise
 
     def enqueue(self, rollouts: Sequence[Mapping[str, object]]) -> int:
         """Add rollouts that have ids, and return how many of them were known before."""

@@ -14,15 +14,12 @@ from aiohttp import web
 
 FIRST_HEAD_SECONDS = 30.0
 """Time limit from the opening of a connection to its first whole request head, in seconds."""
-KEEP_ALIVE_SECONDS = 75.0
-"""Time limit from a response to the next whole request head, in seconds."""
 BODY_SECONDS = 30.0
 """Time limit of a body, however small, in seconds."""
 BODY_BYTES_A_SECOND = 1 << 16
 """Number of received bytes that extend a body's time limit by one second."""
-BACKLOG = 1024
-"""Largest number of connections that the kernel holds until they are accepted."""
 _LOOK_SECONDS = 5.0
+_BODY_LOOK_SECONDS = 1.0
 
 
 class TooSlowError(TimeoutError):
@@ -56,6 +53,31 @@ async def arriving(seconds: float = BODY_SECONDS) -> AsyncGenerator[Callable[[in
             raise
         bound = f"{seconds:g} s, and a second more for each {BODY_BYTES_A_SECOND} bytes"
         raise TooSlowError(f"only {came} bytes of the body came in time; it may take {bound}") from None
+
+
+async def read_in_time(request: web.Request, seconds: float = BODY_SECONDS) -> bytes:
+    """Read the body of a request; aiohttp keeps it.
+
+    Raises:
+        TooSlowError: the body did not arrive within its time limit.
+        HTTPRequestEntityTooLarge: it has more bytes than the application takes.
+    """
+    if request.content.is_eof():
+        return await request.read()
+    loop = asyncio.get_running_loop()
+    async with arriving(seconds) as arrived:
+
+        def look() -> None:
+            nonlocal looking
+            arrived(request.content.total_bytes)
+            looking = loop.call_later(pause, look)
+
+        pause = min(_BODY_LOOK_SECONDS, seconds / 4)
+        looking = loop.call_later(pause, look)
+        try:
+            return await request.read()
+        finally:
+            looking.cancel()
 
 
 class SilentConnections:

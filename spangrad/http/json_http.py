@@ -1,50 +1,80 @@
-"""Blocking JSON requests to spangrad's own servers: the gateway's administration, the queue's demand.
+"""Blocking requests to services, with the standard library alone: JSON both ways.
 
-In: a server's URL, its token, a method, a path and a JSON body. Out: the JSON of its response. Invariant: every request carries the token;
-the caller words the errors.
+In: a `RemoteService`, a method, a path and a JSON body. Out: the JSON of its response. Invariant: every request carries the token, is
+retried by `Retries`, and fails as an error of the service.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from ssl import SSLError
+from typing import Any
 
-if TYPE_CHECKING:
-    from pydantic import SecretStr
+from spangrad.http.service import RemoteService, RequestError, Retries
 
 
-def ask(url: str, token: SecretStr | None, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Any:
-    """Send a request, and wait for the response at most `seconds`.
+def ask(service: RemoteService, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, seconds: float) -> Any:
+    """Send a request until it succeeds or the service's patience is over.
+
+    Args:
+        service: server of the request.
+        method: HTTP method.
+        path: path below the service's URL, with its query.
+        body: body, as an object or encoded. None: there is none.
+        seconds: time limit of one try, in seconds.
 
     Raises:
-        HTTPError: the server refuses; `refusal` returns its message.
-        OSError: there is no response, or it is cut off.
-        ValueError: the response is not JSON.
+        SpangradError: of the service's class: it refuses, or does not answer.
     """
-    headers = {"Content-Type": "application/json"}
-    if token:
-        headers["Authorization"] = f"Bearer {token.get_secret_value()}"
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url.rstrip("/") + path, data, headers, method=method)
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(service.address(path), data, service.headers, method=method)
+    retries = Retries(service, method, path)
+    try:
+        while True:
+            try:
+                return _send(request, seconds)
+            except RequestError as failure:
+                time.sleep(retries.pause(failure))
+    except RequestError as failure:
+        raise service.error_for(failure, method, path) from failure
+
+
+def status_of(url: str, seconds: float = 2.0) -> int | None:
+    """Return the status of a GET, 0 where TLS fails. None: there is no whole response."""
+    try:
+        with urllib.request.urlopen(url, timeout=seconds) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return 0 if isinstance(getattr(error, "reason", None), SSLError) else None
+
+
+def _send(request: urllib.request.Request, seconds: float) -> Any:
+    """Send a request once.
+
+    Raises:
+        RequestError: the server refuses, or sends no whole JSON.
+    """
     try:
         with urllib.request.urlopen(request, timeout=seconds) as response:
             return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise RequestError.of_response(error.code, _body(error), error.headers.get("Retry-After"), str(error.reason)) from error
     except http.client.HTTPException as error:
-        raise ConnectionError(repr(error)) from error
+        raise RequestError(repr(error)) from error
+    except (OSError, ValueError) as error:
+        raise RequestError.of_connection(error) from error
 
 
-def refusal(error: urllib.error.HTTPError) -> str:
-    """Return a server's message in a refusal: {"error": sentence}, or in OpenAI's form {"error": {"message": sentence}}."""
+def _body(error: urllib.error.HTTPError) -> bytes:
+    """Return the body of a refusal; empty where it breaks off."""
     try:
-        text = error.read().decode(errors="replace")
+        return error.read()
     except (OSError, http.client.HTTPException):
-        return str(error.reason)
-    try:
-        message = json.loads(text)["error"]
-        return str(message["message"] if isinstance(message, dict) else message)
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:500] or str(error.reason)
+        return b""

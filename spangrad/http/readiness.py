@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ssl import SSLError
 
 from spangrad.errors import SpangradError
+from spangrad.http.json_http import status_of
 from spangrad.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -65,7 +63,7 @@ def await_services(services: Iterable[NeededService], timeout_seconds: float) ->
     end = time.monotonic() + timeout_seconds
     for service in services:
         reminder = 0.0
-        while not _answers(service.url):
+        while status_of(service.url) in {None, _NOT_READY}:
             now = time.monotonic()
             remedy = f"Start it with `spangrad {service.command}`, or everything with `spangrad up`, or set {service.setting}."
             if now > end:
@@ -74,15 +72,3 @@ def await_services(services: Iterable[NeededService], timeout_seconds: float) ->
                 logger.warning("waiting for %s, which does not answer at %s. %s", service.name, service.url, remedy)
                 reminder = now + _REMINDER_SECONDS
             time.sleep(_POLL_SECONDS)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2):
-            return True
-    except urllib.error.HTTPError as error:
-        return error.code != _NOT_READY
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, SSLError)
-    except (OSError, ValueError):
-        return False

@@ -1,40 +1,154 @@
-"""HTTP server of the services for runners: environments, rewards, and the queue's middleware.
+"""HTTP servers: of the gateway, the store, the queue, environments and rewards.
 
-In: routes, an address, a token. Out: a server that runs until it is stopped. Invariant: beyond loopback each request needs the token; a
-handler whose client has left is cancelled.
+In: an aiohttp application, an address. Out: a server that runs until it is stopped. Invariant: a client that sends no whole request holds
+no connection; beyond loopback each request to a JSON service needs the token, which is checked before the body is read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import msgspec
+import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import SecretStr
 
-from spangrad.http.client_timeouts import BACKLOG, BODY_SECONDS, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.http.client_timeouts import FIRST_HEAD_SECONDS, SilentConnections, read_in_time
+from spangrad.http.tokens import credential, is_token
 from spangrad.processes import require_free_port, require_safe_bind
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_BYTES = 64 * 2**20
-"""Largest body of a request, in bytes."""
+"""Largest body of a request to a JSON service, in bytes."""
 DRAIN_SECONDS = 5.0
 """Time that requests have to end when the server stops, in seconds."""
+KEEP_ALIVE_SECONDS = 75.0
+"""Time limit from a response to the next whole request head, in seconds."""
+BACKLOG = 1024
+"""Largest number of connections that the kernel holds until they are accepted."""
 _OPEN = frozenset({"/healthz"})
 """Paths that reveal nothing and need no token."""
 log = logging.getLogger(__name__)
 
 
+class HttpServer:
+    """A listening HTTP server; an async context manager, or `start` and `stop`."""
+
+    def __init__(
+        self,
+        application: web.Application,
+        host: str,
+        port: int,
+        *,
+        cancels: bool = True,
+        unpacks: bool = True,
+        drain_seconds: float = DRAIN_SECONDS,
+        first_head_seconds: float = FIRST_HEAD_SECONDS,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Prepare to serve an application; `start` listens.
+
+        Args:
+            application: routes and middlewares.
+            host: address to bind.
+            port: port to bind. 0: a free one, which `port` and `url` tell once the server listens.
+            cancels: whether a handler is cancelled when its client has left.
+            unpacks: whether bodies with a Content-Encoding are decompressed before handlers read them.
+            drain_seconds: time that requests have to end at `stop`, in seconds.
+            first_head_seconds: time limit from the opening of a connection to its first whole request head, in seconds.
+            tls: certificate. None: plain HTTP.
+        """
+        self._silent = SilentConnections(application, first_head_seconds)
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            logger=log,
+            auto_decompress=unpacks,
+            handler_cancellation=cancels,
+            keepalive_timeout=KEEP_ALIVE_SECONDS,
+            shutdown_timeout=drain_seconds,
+        )
+        self.host, self.port = host, port
+        self._tls = tls
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL of the server for clients of this machine."""
+        return f"{'https' if self._tls else 'http'}://{in_url(self.host)}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the address is in use, or not one of this machine.
+        """
+        await self._runner.setup()
+        assert self._runner.server
+        self._watcher = asyncio.create_task(self._silent.watch(self._runner.server), name="silent connections")
+        await web.TCPSite(self._runner, self.host, self.port, backlog=BACKLOG, ssl_context=self._tls).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Listen no more, and give requests in progress the time to end."""
+        if self._watcher:
+            self._watcher.cancel()
+        await self._runner.cleanup()
+
+    async def __aenter__(self) -> Self:
+        """Listen; return the server."""
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop."""
+        await self.stop()
+
+
+def serve(
+    service: Callable[[], AbstractAsyncContextManager[T]],
+    ready: Callable[[T], None],
+    ends: Callable[[T], Iterable[asyncio.Future[None]]] = lambda _: (),
+) -> None:
+    """Run a service until SIGTERM or SIGINT.
+
+    Args:
+        service: returns a context manager in which the service runs.
+        ready: called with the context manager's value once it runs.
+        ends: returns tasks that end only by an error, which ends the service, too.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_until_signal(service, ready, ends))
+
+
+async def _until_signal(
+    service: Callable[[], AbstractAsyncContextManager[T]], ready: Callable[[T], None], ends: Callable[[T], Iterable[asyncio.Future[None]]]
+) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with service() as running:
+        ready(running)
+        waiting = asyncio.create_task(stopping.wait())
+        done, _ = await asyncio.wait({waiting, *ends(running)}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        for end in done - {waiting}:
+            end.result()
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a service, and the token that it asks for."""
+    """Address of a JSON service, and the token that it asks for."""
 
     service: str
     """Name of the service, and of its section of the settings."""
@@ -44,103 +158,86 @@ class Address:
     port: int
     token: SecretStr | None
     """None: the service asks for no token, and only loopback may be bound."""
+    noun: str = "service"
+    """Name of the service in sentences."""
 
     @property
     def url(self) -> str:
         """URL of the service for its clients."""
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return f"http://{in_url(self.host)}:{self.port}"
+
+    def require_usable(self) -> None:
+        """Refuse an address that may not be bound, or is in use.
+
+        Raises:
+            SpangradError: with the setting to change.
+        """
+        require_safe_bind(self.host, self.token, self.service)
+        require_free_port(self.host, self.port, f"{self.service}.port")
 
 
 class BusyError(Exception):
     """The service is busy; the client may retry in a moment."""
 
 
-def serve(address: Address, running: Callable[[], AbstractAsyncContextManager[str]]) -> None:
-    """Serve until SIGTERM or SIGINT.
+def json_server(
+    address: Address,
+    routes: Iterable[web.RouteDef],
+    *,
+    cancels: bool = True,
+    smaller: str = "Send less.",
+    busy: type[Exception] = BusyError,
+) -> HttpServer:
+    """Return a server of these routes and /healthz that checks the token, and refuses in JSON.
 
     Args:
-        address: address to bind.
-        running: context manager that runs the service, and yields a summary for the log.
-
-    Raises:
-        SpangradError: the address may not be bound, or is in use.
+        address: address and token.
+        routes: routes of the service.
+        cancels: whether a handler is cancelled when its client has left.
+        smaller: remedy for a body that is too large.
+        busy: exception of handlers that the client may retry in a moment.
     """
-    require_safe_bind(address.host, address.token, address.service)
-    require_free_port(address.host, address.port, f"{address.service}.port")
-    asyncio.run(_serve(address, running))
-
-
-async def _serve(address: Address, running: Callable[[], AbstractAsyncContextManager[str]]) -> None:
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    async with running() as summary:
-        log.info("%s ready: %s, %s", address.service, address.url, summary)
-        await stopping.wait()
-
-
-@asynccontextmanager
-async def listening(address: Address, routes: list[web.RouteDef]) -> AsyncGenerator[None]:
-    """Serve these routes and /healthz for as long as the block."""
-    app = web.Application(middlewares=[guard(address.service, address.page, address.token)], client_max_size=BODY_BYTES)
-    app.add_routes([*routes, web.get("/healthz", _healthy)])
-    silent = SilentConnections(app)
-    runner = web.AppRunner(
-        app, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=DRAIN_SECONDS, handler_cancellation=True
-    )
-    await runner.setup()
-    assert runner.server
-    watching = asyncio.create_task(silent.watch(runner.server))
-    try:
-        await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG).start()
-        yield
-    finally:
-        watching.cancel()
-        await runner.cleanup()
+    application = web.Application(middlewares=[_guard(address, smaller, busy)], client_max_size=BODY_BYTES)
+    application.add_routes([*routes, web.get("/healthz", _healthy)])
+    return HttpServer(application, address.host, address.port, cancels=cancels)
 
 
 async def body(request: web.Request) -> bytes:
     """Return the body of a request, read in bounded time."""
-    async with asyncio.timeout(BODY_SECONDS):
-        return await request.read()
+    return await read_in_time(request)
 
 
-def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """Build a JSON response."""
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Build a response with a JSON body."""
     return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json", headers=headers)
+
+
+def refusal(status: int, sentence: str) -> web.Response:
+    """Build an error response with a sentence that says what is wrong."""
+    return json_response({"error": sentence}, status)
+
+
+def in_url(host: str) -> str:
+    """Return a host as it stands in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 async def _healthy(request: web.Request) -> web.Response:
     return web.Response(text="ok\n")
 
 
-def guard(
-    service: str,
-    page: str,
-    token: SecretStr | None,
-    *,
-    noun: str = "service",
-    smaller: str = "Send less.",
-    busy: type[Exception] = BusyError,
-) -> Any:
-    """Build a middleware that checks the token, and turns errors into JSON responses that explain them.
-
-    Args:
-        service: name of the service in the settings.
-        page: its documentation page.
-        token: token to ask for. None: none.
-        noun: name of the service in sentences.
-        smaller: remedy for a body that is too large.
-        busy: exception of handlers that the client may retry in a moment.
-    """
-    expected = token.get_secret_value() if token else None
+def _guard(address: Address, smaller: str, busy: type[Exception]) -> Any:
+    """Build the middleware that checks the token, and turns errors into responses that explain them."""
+    expected = address.token.get_secret_value() if address.token else None
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if expected is not None and request.path not in _OPEN:
-            scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), expected.encode()):
-                return refusal(401, f"this {noun} asks for its token: send `Authorization: Bearer` with {service}.token.")
+        if (
+            expected is not None
+            and request.path not in _OPEN
+            and not is_token(credential(request.headers.get("Authorization", "")), expected)
+        ):
+            return refusal(401, f"this {address.noun} asks for its token: send `Authorization: Bearer` with {address.service}.token.")
         if "%00" in request.raw_path:
             return refusal(400, f"{request.method} {request.raw_path} holds a null character, which no name has.")
         try:
@@ -148,17 +245,22 @@ def guard(
         except web.HTTPRequestEntityTooLarge:
             return refusal(413, f"a body may have {BODY_BYTES} bytes. {smaller}")
         except web.HTTPException as error:
-            return refusal(error.status, f"{request.method} {request.path} is not answered here. {page} lists what is.")
-        except TimeoutError:
-            return refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s. Send it faster.")
+            return refusal(error.status, f"{request.method} {request.path} is not answered here. {address.page} lists what is.")
+        except TimeoutError as error:
+            return refusal(408, f"{error}. Send it faster.")
         except (msgspec.DecodeError, ValueError) as error:
             return refusal(400, f"{request.method} {request.path}: {error}")
         except busy as error:
-            return answer({"error": str(error)}, 503, {"Retry-After": "1"})
+            return json_response({"error": str(error)}, 503, {"Retry-After": "1"})
 
     return guarded
 
 
-def refusal(status: int, sentence: str) -> web.Response:
-    """Build an error response with a sentence that says what is wrong."""
-    return answer({"error": sentence}, status)
+def _without_headers(record: logging.LogRecord) -> bool:
+    """Drop the details of malformed requests from a record of an HTTP server's log: they quote headers, keys included."""
+    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+        record.exc_info = None
+    return True
+
+
+log.addFilter(_without_headers)

@@ -1,24 +1,32 @@
 """Directory of a supervisor's run: one owner at a time, and a status that other processes read.
 
-Invariant: the lock is the kernel's, so that it ends with its owner, however that ends; a status counts only while its owner lives.
+Invariant: the lock is the kernel's, so that it ends with its owner, however that ends; a status counts only while its owner lives;
+services of an owner that was killed have ended before the next one begins.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from spangrad.errors import SpangradError
+from spangrad.leases import is_dead, shown
 
 LOCK = ".spangrad-run"
 """Name of the file that marks a directory as a run's; its owner holds a lock on it and has written its process id into it."""
 STATUS = "status.json"
+PREDECESSOR_SECONDS = 30.0
+"""Time that services of an owner that was killed have to end, in seconds."""
+_POLL_SECONDS = 0.05
+logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -51,12 +59,36 @@ class RunDirectory:
         lock.write(str(os.getpid()))
         lock.flush()
         self._lock = lock
+        self._await_predecessors()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._lock:
             (self.path / STATUS).unlink(missing_ok=True)
             self._lock.close()
+
+    def _await_predecessors(self) -> None:
+        """Wait until the services of an owner that was killed have ended, as the kernel told them to; until then they hold their ports.
+
+        Raises:
+            SpangradError: one has not ended in time.
+        """
+        running = {service["holder"]: service["name"] for service in _status(self.path).get("services", ()) if service.get("holder")}
+        (self.path / STATUS).unlink(missing_ok=True)
+        end = time.monotonic() + PREDECESSOR_SECONDS
+        logged = False
+        while running := {holder: name for holder, name in running.items() if not is_dead(holder)}:
+            names = ", ".join(f"{name} ({shown(holder)})" for holder, name in running.items())
+            if not logged:
+                logger.warning("waiting for services of an earlier run in %s, which was killed: %s", self.path, names)
+                logged = True
+            if time.monotonic() > end:
+                self.__exit__(None, None, None)
+                raise SpangradError(
+                    f"services of an earlier run in {self.path}, which was killed, have not ended after {PREDECESSOR_SECONDS:g} s: {names}."
+                    " Stop these processes with `kill`, or name another directory."
+                )
+            time.sleep(_POLL_SECONDS)
 
     def clear(self) -> None:
         """Delete everything in the directory but the lock."""
@@ -100,8 +132,10 @@ def owner_of(path: Path) -> int | None:
 
 def status_of(path: Path) -> dict[str, Any] | None:
     """Return the status that the owner of a run's directory published last. None: no process owns it."""
-    if owner_of(path) is None:
-        return None
+    return None if owner_of(path) is None else _status(path)
+
+
+def _status(path: Path) -> dict[str, Any]:
     try:
         return json.loads((path / STATUS).read_text())
     except FileNotFoundError:

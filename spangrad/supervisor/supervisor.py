@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from spangrad.errors import SpangradError
+from spangrad.leases import holder_of
 from spangrad.processes import Child, answers
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, ServiceState, cause_of, start_order
 
@@ -43,6 +44,8 @@ class _Supervised:
     """Size of the log when the process was started, in bytes."""
     cause: str = ""
     """Cause of its last failure."""
+    holder: str = ""
+    """Process that was started last, as `spangrad.leases.is_dead` knows it; empty: none was."""
 
     @property
     def serves(self) -> bool:
@@ -100,13 +103,14 @@ class Supervisor:
         return all(supervised.serves for supervised in self._all.values())
 
     def status(self) -> list[dict[str, Any]]:
-        """Return name, state, process id, seconds in the state, restarts, cause of the last failure and log file of each service."""
+        """Return name, state, process, seconds in the state, restarts, cause of the last failure and log file of each service."""
         now = time.monotonic()
         return [
             {
                 "name": name,
                 "state": supervised.state.value,
                 "pid": supervised.child.process.pid if supervised.child and supervised.child.running else None,
+                "holder": supervised.holder,
                 "seconds": round(now - supervised.since, 1),
                 "restarts": supervised.restarts,
                 "waits_for": self._missing(supervised) if supervised.state is ServiceState.WAITING else [],
@@ -188,6 +192,7 @@ class Supervisor:
         self._on_event(f"starting {service.name}")
         self._enter(supervised, ServiceState.STARTING)
         supervised.child = Child(service.name, service.command, service.log, service.env, inherit_settings=self._inherit_settings)
+        supervised.holder = holder_of(supervised.child.process.pid)
 
     def _check_health(self, supervised: _Supervised) -> None:
         now = time.monotonic()

@@ -21,7 +21,7 @@ from spangrad.store.clickhouse import connect
 from spangrad.store.names import DATABASES, stored
 from tests.support.servers import binary, running_store, store_settings
 
-COMPRESSIONS = ["none", "lz4", "zstd", "gzip", "deflate", "br"]
+COMPRESSIONS = ["none", "lz4", "zstd", "gzip", "deflate"]
 _BUILD = "'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 5 AS Content"
 MATCHING = [
     (

@@ -21,7 +21,7 @@ from clickhouse_connect.driver.external import ExternalData
 
 from spangrad.settings import StoreSettings
 
-COMPRESSIONS = [False, "lz4", "zstd", "br", "gzip"]
+COMPRESSIONS = [False, "lz4", "zstd", "gzip"]
 COLUMNS: dict[str, tuple[str, list[Any]]] = {
     "id": ("UInt32", [1, 2]),
     "wide": ("UInt256", [2**200, 0]),

@@ -115,14 +115,18 @@ async def test_what_cannot_be_done_is_one_sentence(tmp_path: Path) -> None:
         at = gateway_url(stage)
         with_token = ["--set", "gateway.token=root"]
         for code, sentence, arguments in (
-            (1, f"spangrad: no gateway answers at {url} (", [url, "list"]),
-            (1, f"spangrad: the gateway at {at} refuses (401): this gateway asks for a token.", [at, "list"]),
+            (1, f"spangrad: the gateway at {url} does not answer (", [url, "list"]),
+            (1, f"spangrad: the gateway at {at} refuses GET /admin/policies (401): this gateway asks for a token.", [at, "list"]),
             (
                 1,
-                f"spangrad: the gateway at {at} refuses (404): there is no backend 'x'. There are: policy-0.",
+                f"spangrad: the gateway at {at} refuses DELETE /admin/backends/x?now=false (404): there is no backend 'x'. There are: ",
                 [at, "drain", "x", *with_token],
             ),
-            (1, f"spangrad: the gateway at {at} refuses (400): the backend's url cannot be right", [at, "add", "nonsense", *with_token]),
+            (
+                1,
+                f"spangrad: the gateway at {at} refuses POST /admin/backends (400): the backend's url cannot be right",
+                [at, "add", "nonsense", *with_token],
+            ),
             (2, "spangrad: --key-variable NO_KEY: the environment has no such variable", [at, "add", url, "--key-variable", "NO_KEY"]),
         ):
             got, out, err = await run(*arguments, cwd=tmp_path)

@@ -364,5 +364,5 @@ def test_beyond_loopback_there_must_be_a_token(tmp_path: Path) -> None:
 async def test_a_queue_that_is_away_is_named(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with QueueClient.of(settings.queue, patience_seconds=0) as client:
-        with pytest.raises(QueueError, match=rf"no queue answers at {client.url} .* Start it with `spangrad queue`"):
+        with pytest.raises(QueueError, match=rf"the queue at {client.url} does not answer .* Start it with `spangrad queue`"):
             await client.runs()

@@ -417,7 +417,9 @@ async def test_what_is_not_there_is_said_before_anything_runs(tmp_path: Path) ->
         with pytest.raises(AgentError, match=r"'mine:busy' cannot be loaded from .*: ModuleNotFoundError"):
             await Runner(settings, agent).__aenter__()
         sink.refusals = [(401, {})]
-        with pytest.raises(StoreError, match=re.escape("refuses spans: HTTP 401 not now. Check store.otlp_endpoint and store.token.")):
+        with pytest.raises(
+            StoreError, match=re.escape("refuses POST /v1/traces (401): not now Check store.otlp_endpoint and store.token.")
+        ):
             await Runner(settings, agent).__aenter__()
         assert sink.spans == []
     assert _children() == []

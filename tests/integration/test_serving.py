@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from commands.training import worker
-from runner.queue import client
 from runner.workers import serving as runner_serving
 from runner.workers.agents import CallableAgent
 from spangrad.errors import GatewayError, StoreError
+from spangrad.http import service
 from spangrad.settings import QueueSettings, RunnerSettings, Settings
 from tests.support.runners import queue_settings, runner_services, serving, some, until_ended, with_mood
 
@@ -59,7 +59,7 @@ async def test_a_worker_without_a_queue_says_so_and_ends_when_told(tmp_path: Pat
         return await queue()
 
     monkeypatch.setattr(runner_serving, "open_attempts", open_attempts)
-    monkeypatch.setattr(client.logger, "warning", warning)
+    monkeypatch.setattr(service.logger, "warning", warning)
     settings = Settings(queue=QueueSettings(url="http://127.0.0.1:9"), runner=RunnerSettings(directory=tmp_path))
     serving_it = asyncio.create_task(runner_serving.serve(settings, CallableAgent("mine:agent"), ending, lambda: None))
     async with asyncio.timeout(20):
@@ -67,7 +67,7 @@ async def test_a_worker_without_a_queue_says_so_and_ends_when_told(tmp_path: Pat
         ending.set()
         await serving_it
     (sentence,) = sentences
-    assert sentence.startswith("no queue answers at http://127.0.0.1:9 (")
+    assert sentence.startswith("the queue at http://127.0.0.1:9 does not answer (")
     assert "Start it with `spangrad queue`, or set queue.url. Trying again for 5" in sentence
 
 

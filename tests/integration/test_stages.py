@@ -337,7 +337,7 @@ async def test_a_reward_service_judges_programs_and_their_environments(tmp_path:
                 "text": (None, AttemptFailure.EVALUATION, f"{url}: the reward is 'good', not a finite number"),
                 "none": (None, AttemptFailure.NO_REWARD, f"{url} gave no reward"),
                 "garbage": (None, AttemptFailure.EVALUATION, f"{url} answers what is not JSON: '<html>'"),
-                "broken": (None, AttemptFailure.EVALUATION, f'{url} answers HTTP 500: {{"error": "ouch"}}'),
+                "broken": (None, AttemptFailure.EVALUATION, f"{url} answers HTTP 500: ouch"),
                 "busy": (None, AttemptFailure.EVALUATION, f"evaluate: not done after 2 s; {url} says: HTTP 503: busy"),
             }
             assert len(here.roots()) == len(answers)

@@ -15,6 +15,7 @@ import pytest
 
 from spangrad.errors import SpangradError
 from spangrad.processes import free_ports, own_command, wait_until
+from spangrad.supervisor import run_directory
 from spangrad.supervisor.run_directory import RunDirectory, fresh_directory, owner_of, status_of
 from spangrad.supervisor.service import RestartPolicy, ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
@@ -124,6 +125,7 @@ def test_nothing_goes_on_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     script = f"""
 import sys, time
 from pathlib import Path
+from spangrad.supervisor import run_directory
 from spangrad.supervisor.run_directory import RunDirectory
 from spangrad.supervisor.service import ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
@@ -148,6 +150,62 @@ with RunDirectory(Path({str(tmp_path)!r})) as run:
     wait_until(lambda: not any(alive(pid) for pid in running), 10, "the end of the services")
     assert owner_of(tmp_path) is None
     assert status_of(tmp_path) is None
+
+
+SLOW_END = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit())); time.sleep(600)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def killed_run(directory: Path, service: str) -> int:
+    """Have a supervisor run a service, and kill the supervisor alone; return the service's process."""
+    script = f"""
+import sys, time
+from pathlib import Path
+from spangrad.supervisor import run_directory
+from spangrad.supervisor.run_directory import RunDirectory
+from spangrad.supervisor.service import ServiceSpec
+from spangrad.supervisor.supervisor import Supervisor
+directory = Path({str(directory)!r})
+command = (sys.executable, "-c", {service!r})
+with RunDirectory(directory) as run, Supervisor([ServiceSpec("gateway", command, directory / "log")], print) as supervisor:
+    supervisor.start(30)
+    time.sleep(0.5)  # until the service has its signal handler
+    run.publish({{"services": supervisor.status(), "ready": True}})
+    time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_until(lambda: bool((status_of(directory) or {}).get("ready")), 30, "the service")
+        status = status_of(directory)
+        assert status
+    finally:
+        process.kill()
+        process.wait()
+    return int(status["services"][0]["pid"])
+
+
+def test_the_next_run_waits_for_the_services_of_one_that_was_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    service = killed_run(tmp_path, SLOW_END)
+    assert alive(service)
+    with RunDirectory(tmp_path):
+        assert not alive(service)
+        assert status_of(tmp_path) == {"services": []}, "the earlier run's status is not this one's"
+    assert f"waiting for services of an earlier run in {tmp_path}, which was killed: gateway (process {service} on " in caplog.text
+    caplog.clear()
+    with RunDirectory(tmp_path):
+        pass
+    assert not caplog.records
+
+
+def test_the_next_run_names_a_service_of_a_killed_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = killed_run(tmp_path, STUBBORN)
+    monkeypatch.setattr(run_directory, "PREDECESSOR_SECONDS", 0.2)
+    try:
+        with pytest.raises(SpangradError, match=rf"have not ended after 0\.2 s: gateway \(process {service} on .*Stop these processes"):
+            RunDirectory(tmp_path).__enter__()
+        assert owner_of(tmp_path) is None
+    finally:
+        os.kill(service, signal.SIGKILL)
 
 
 def test_a_directory_has_one_owner_and_keeps_what_is_not_ours(tmp_path: Path) -> None:

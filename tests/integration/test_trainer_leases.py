@@ -20,9 +20,9 @@ from spangrad.leases import Watch, is_dead, shown, this_process
 from spangrad.types import VersionStatus
 from tests.support.trainers import Place
 from trainer.data.source import BatchRollout, Group
-from trainer.step import beating
 from trainer.ledger.ledger import Ledger, ancestry
 from trainer.ledger.tables import LedgerDatabase
+from trainer.step import beating
 
 ELSEWHERE = "other-host 7 123 other-boot/pid:[1]"
 FACTS: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}

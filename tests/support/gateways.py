@@ -24,7 +24,6 @@ from benchmarks.gateway_upstream import CHAT_PATH, Answers
 from gateway.recorder import exporter
 from gateway.server import running
 from spangrad import semconv
-from spangrad.processes import free_ports
 from spangrad.settings.sources import load_settings
 from spangrad.weights.checksums import checksum_directory
 from tests.support.fake_engine import FakeEngine, float32s, uint32s
@@ -85,11 +84,10 @@ class FullDisk:
 async def staged(engine: FakeEngine | None = None, **flags: object) -> AsyncGenerator[Stage]:
     """A gateway in this process between fakes; `flags` are settings of section gateway."""
     engine = engine or FakeEngine()
-    (port,) = free_ports(1)
     with OtlpSink() as store, TemporaryDirectory() as spill:
         settings = load_settings(
             {
-                "gateway.port": port,
+                "gateway.port": 0,
                 "gateway.engine_url": f"http://127.0.0.1:{engine.port}",
                 "gateway.spill_path": spill,
                 "store.otlp_endpoint": store.url,
@@ -100,7 +98,7 @@ async def staged(engine: FakeEngine | None = None, **flags: object) -> AsyncGene
         token = {"Authorization": f"Bearer {flags['token']}"} if "token" in flags else {}
         async with AsyncExitStack() as engine_runs:
             await engine_runs.enter_async_context(engine.running())
-            async with running(settings), aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers=token) as client:
+            async with running(settings) as gateway, aiohttp.ClientSession(gateway.url, headers=token) as client:
                 yield Stage(engine, engine_runs.aclose, store, client)
 
 

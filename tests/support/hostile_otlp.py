@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from random import Random
 
-import brotli
 import clickhouse_cityhash.cityhash as cityhash
 import lz4.block
 import lz4.frame
-import zstandard
+from backports import zstd
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue, KeyValueList
@@ -303,7 +302,7 @@ class Mutator:
 
 # Bodies that are not what they say: small ones that unpack to a gigabyte, cut ones, ones packed otherwise than their headers tell.
 
-ENCODINGS = ("gzip", "deflate", "zstd", "br", "lz4")
+ENCODINGS = ("gzip", "deflate", "zstd", "lz4")
 BOMB_BYTES = 1 << 30
 _PIECE = bytes(1 << 20)
 _PIECES = BOMB_BYTES // len(_PIECE)
@@ -321,11 +320,8 @@ def bomb(encoding: str) -> bytes:
         case "gzip members":
             return packed("gzip", _PIECE) * _PIECES
         case "zstd":
-            stream = zstandard.ZstdCompressor(level=3).compressobj(size=BOMB_BYTES)
+            stream = zstd.ZstdCompressor(level=3)
             return b"".join(stream.compress(_PIECE) for _ in range(_PIECES)) + stream.flush()
-        case "br":
-            brotli_stream = brotli.Compressor(quality=3)
-            return b"".join(brotli_stream.process(_PIECE) for _ in range(_PIECES)) + brotli_stream.finish()
         case "lz4":
             frame = lz4.frame.LZ4FrameCompressor()
             return frame.begin() + b"".join(frame.compress(_PIECE) for _ in range(_PIECES)) + frame.flush()
@@ -342,9 +338,7 @@ def packed(encoding: str, body: bytes) -> bytes:
         case "deflate":
             return zlib.compress(body)
         case "zstd":
-            return zstandard.ZstdCompressor(write_checksum=True).compress(body)
-        case "br":
-            return brotli.compress(body, quality=3)
+            return zstd.compress(body, options={zstd.CompressionParameter.checksum_flag: 1})
         case "lz4":
             return lz4.frame.compress(body, content_checksum=True)
         case _:
@@ -360,7 +354,7 @@ def frame(method: int, payload: bytes, *, size: int, packed_size: int | None = N
 
 def frame_bomb(method: int) -> bytes:
     """Honest frames that unpack to BOMB_BYTES of zeros."""
-    payload = lz4.block.compress(_PIECE, store_size=False) if method == LZ4 else zstandard.ZstdCompressor().compress(_PIECE)
+    payload = lz4.block.compress(_PIECE, store_size=False) if method == LZ4 else zstd.compress(_PIECE)
     return frame(method, payload, size=len(_PIECE)) * _PIECES
 
 

@@ -7,12 +7,12 @@ import time
 import zlib
 from base64 import b64encode
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
-import brotli
 import lz4.frame
 import pytest
-import zstandard
+from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -167,8 +167,7 @@ def test_encodings_unpack_within_a_limit(encoding: str) -> None:
         decompress(packed, encoding, len(body) - 1)
     with pytest.raises(EncodingError):
         decompress(b"\x01" + packed, encoding, len(body))
-    if encoding != "br":
-        assert decompress(packed + packed, encoding, 2 * len(body)) == 2 * body
+    assert decompress(packed + packed, encoding, 2 * len(body)) == 2 * body
 
 
 def test_raw_deflate_and_no_encoding_are_read() -> None:
@@ -181,10 +180,10 @@ def test_raw_deflate_and_no_encoding_are_read() -> None:
 @pytest.mark.parametrize(
     ("encoding", "pack"),
     [
-        ("gzip", lambda body: gzip.compress(body, 0)),
-        ("deflate", lambda body: zlib.compress(body, 0)),
+        ("gzip", partial(gzip.compress, compresslevel=0)),
+        ("deflate", partial(zlib.compress, level=0)),
         ("lz4", lz4.frame.compress),
-        ("zstd", zstandard.compress),
+        ("zstd", zstd.compress),
     ],
 )
 def test_many_small_streams_are_unpacked_in_linear_time(encoding: str, pack: Callable[[bytes], bytes]) -> None:
@@ -199,7 +198,7 @@ def test_many_small_streams_are_unpacked_in_linear_time(encoding: str, pack: Cal
 
 @pytest.mark.parametrize(
     ("accepted", "name"),
-    [("br, gzip", "br"), ("snappy,ZSTD;q=1", "zstd"), ("gzip;q=0, lz4", "lz4"), ("*", None), ("", None), ("gzip; q=0.0", None)],
+    [("br, gzip", "gzip"), ("snappy,ZSTD;q=1", "zstd"), ("gzip;q=0, lz4", "lz4"), ("*", None), ("", None), ("gzip; q=0.0", None)],
 )
 def test_the_first_encoding_that_is_known_is_taken(accepted: str, name: str | None) -> None:
     assert accepted_encoding(accepted) == name
@@ -210,9 +209,7 @@ def test_a_cut_or_unknown_body_is_refused() -> None:
         decompress(gzip.compress(b"body")[:-1], "gzip", 10)
     with pytest.raises(EncodingError, match="ends before its lz4 stream does"):
         decompress(lz4.frame.compress(b"body")[:-1], "lz4", 10)
-    with pytest.raises(EncodingError, match="ends before its br stream does"):
-        decompress(brotli.compress(b"body" * 100)[:-1], "br", 1000)
-    with pytest.raises(EncodingError, match="Content-Encoding 'snappy' is not supported; use one of br, gzip, deflate, lz4, zstd"):
+    with pytest.raises(EncodingError, match="Content-Encoding 'snappy' is not supported; use one of gzip, deflate, lz4, zstd"):
         decompress(b"body", "snappy", 10)
 
 
@@ -226,7 +223,7 @@ def test_text_has_a_bound_and_rows_have_none(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_bomb_stays_small() -> None:
-    for encoding, bomb in (("zstd", zstandard.compress(bytes(1 << 28))), ("br", brotli.compress(bytes(1 << 26)))):
+    for encoding, bomb in (("zstd", zstd.compress(bytes(1 << 28))), ("gzip", gzip.compress(bytes(1 << 26)))):
         with pytest.raises(TooLargeError):
             decompress(bomb, encoding, 1 << 16)
 

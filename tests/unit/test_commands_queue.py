@@ -108,5 +108,5 @@ async def test_what_agents_say_is_printed_as_it_is(tmp_path: Path, capsys: pytes
 def test_a_queue_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_CONNECT_SECONDS", 0)
     (port,) = free_ports(1)
-    with pytest.raises(QueueError, match=rf"no queue answers at http://127.0.0.1:{port} .* Start it with `spangrad queue`"):
+    with pytest.raises(QueueError, match=rf"the queue at http://127.0.0.1:{port} does not answer .* Start it with `spangrad queue`"):
         command._list(set_=[f"queue.port={port}"])

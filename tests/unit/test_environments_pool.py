@@ -230,8 +230,8 @@ class Plain:
 
 @asynccontextmanager
 async def service(settings: EnvironmentServiceSettings, count: int = 1) -> AsyncGenerator[tuple[str, aiohttp.ClientSession]]:
-    async with server.running(settings, Plain, count), aiohttp.ClientSession() as session:
-        yield server.address_of(settings).url, session
+    async with server.running(settings.model_copy(update={"port": 0}), Plain, count) as url, aiohttp.ClientSession() as session:
+        yield url, session
 
 
 async def asked(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> tuple[int, Any]:
@@ -306,7 +306,7 @@ async def test_beyond_loopback_a_token_is_asked_for_and_shown() -> None:
         server.serve(environment_service_settings(host="0.0.0.0"), Plain, 1)
     async with service(environment_service_settings(token=SecretStr("secret"))) as (url, http):
         assert (await asked(http, "GET", f"{url}/v1/instances"))[0] == 401
-        with pytest.raises(EnvironmentsError, match="want another token"):
+        with pytest.raises(EnvironmentsError, match=r"refuses GET /readyz \(401\): this service asks for its token"):
             await EnvironmentClient(url, "wrong").__aenter__()
         async with EnvironmentClient(url, "secret") as client:
             instance = await client.lease("r", 0, "x", 10)
@@ -336,7 +336,7 @@ async def test_a_client_gives_back_what_it_holds_and_learns_what_it_has_lost() -
             with pytest.raises(NoInstanceError, match=r"HTTP 500.*no such task") as bad:
                 await client.lease("r", 0, "bad", 10)
             assert bad.value.failure is AttemptFailure.ENVIRONMENT
-    with pytest.raises(EnvironmentsError, match="Start them with `spangrad environments`"):
+    with pytest.raises(EnvironmentsError, match="Start it with `spangrad environments`"):
         await EnvironmentClient(url, None).__aenter__()
 
 

@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 import gateway.server
 from gateway.proxy.auth import AccessControl, require_safe, tls_context
 from spangrad.errors import GatewayError, SettingsError, SpangradError
-from spangrad.http.client_timeouts import SilentConnections
+from spangrad.http.server import HttpServer
 from spangrad.settings import GatewaySettings
 from spangrad.settings.sources import load_settings
 from tests.support.fake_engine import FakeEngine
@@ -240,7 +240,7 @@ async def test_a_large_body_that_gets_on_is_waited_for() -> None:
 
 async def test_a_connection_that_sends_no_whole_head_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spangrad.http.client_timeouts._LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(gateway.server, "SilentConnections", partial(SilentConnections, first_head_seconds=0.1))
+    monkeypatch.setattr(gateway.server, "HttpServer", partial(HttpServer, first_head_seconds=0.1))
     async with staged() as stage:
         assert await said_to(stage, b"POST /v1/chat") == b""
 

@@ -1,40 +1,125 @@
-"""Questions to our servers whose answers are none, or break off: an error that callers expect."""
+"""Requests to services, with and without an event loop: what is tried again, and how failures read."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import threading
-import urllib.error
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 
-from spangrad.http.json_http import ask, refusal
+from spangrad.errors import QueueError
+from spangrad.http.async_http import AsyncClient
+from spangrad.http.json_http import ask, status_of
+from spangrad.http.service import RemoteService, RequestError, queue_service
+
+WHOLE = b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}'
+HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"
+BUSY = b"HTTP/1.1 503 Full House\r\nContent-Length: 99\r\n\r\n{"
+REFUSED = b'HTTP/1.1 404 Not Found\r\nContent-Length: 15\r\n\r\n{"error": "no"}'
+Ask = Callable[[RemoteService], Any]
 
 
-def answered_once(answer: bytes) -> str:
-    """The URL of a server that sends these bytes to whoever asks first, and ends."""
-    listening = socket.create_server(("127.0.0.1", 0))
+def blocking(service: RemoteService) -> Any:
+    return ask(service, "POST", "/x", {"b": 2}, seconds=5)
+
+
+def awaited(service: RemoteService) -> Any:
+    async def send() -> Any:
+        async with AsyncClient(service, seconds=5) as client:
+            return await client.ask("POST", "/x", dict)
+
+    return asyncio.run(send())
+
+
+@pytest.fixture
+def answers() -> list[bytes]:
+    """What is answered next; the last one again and again."""
+    return [WHOLE]
+
+
+@pytest.fixture
+def url(answers: list[bytes]) -> Iterator[str]:
+    """The URL of a server that sends raw bytes to whoever asks, and closes the connection."""
 
     def serve() -> None:
-        with listening, listening.accept()[0] as connection:
-            connection.recv(65536)
-            connection.sendall(answer)
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return  # the test is over
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answers.pop(0) if len(answers) > 1 else answers[0])
 
-    threading.Thread(target=serve, daemon=True).start()
-    return f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b"SSH-2.0-OpenSSH_9.6\r\n", b""])
-def test_an_answer_that_is_none_is_nobody_answering(answer: bytes) -> None:
-    with pytest.raises(OSError, match=r"IncompleteRead|BadStatusLine|closed connection"):
-        ask(answered_once(answer), None, "GET", "/", None, 10)
-
-
-def test_a_refusal_that_breaks_off_is_told_by_its_status() -> None:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        ask(answered_once(b"HTTP/1.1 503 Full House\r\nContent-Length: 99\r\n\r\n{"), None, "GET", "/", None, 10)
-    assert refusal(caught.value) == "Full House"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
-def test_an_answer_is_read_as_json() -> None:
-    assert ask(answered_once(b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}'), None, "POST", "/", {"b": 2}, 10) == {"a": 1}
+@pytest.mark.parametrize("client", [blocking, awaited])
+@pytest.mark.parametrize("answer", [HALF, b"SSH-2.0-OpenSSH_9.6\r\n\r\n", b""])
+def test_ask_a_response_that_is_not_whole_reads_as_no_answer(client: Ask, answer: bytes, answers: list[bytes], url: str) -> None:
+    answers[:] = [answer]
+    with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(.+\)\. Start it with `spangrad queue`") as caught:
+        client(queue_service(url, None))
+    assert caught.value.http_status is None
+
+
+@pytest.mark.parametrize("client", [blocking, awaited])
+@pytest.mark.parametrize("failure", [HALF, b"", BUSY, b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"])
+def test_ask_a_failure_that_may_pass_is_retried(client: Ask, failure: bytes, answers: list[bytes], url: str) -> None:
+    answers[:] = [failure, failure, WHOLE]
+    assert client(queue_service(url, None, 20)) == {"a": 1}
+
+
+@pytest.mark.parametrize("client", [blocking, awaited])
+def test_ask_a_refusal_is_final_and_names_value_place_and_status(client: Ask, answers: list[bytes], url: str) -> None:
+    answers[:] = [REFUSED, WHOLE]
+    with pytest.raises(QueueError, match=rf"the queue at {url} refuses POST /x \(404\): no") as caught:
+        client(queue_service(url, None, 20))
+    assert caught.value.http_status == 404
+    assert answers == [WHOLE]
+
+
+def test_ask_a_refusal_whose_body_breaks_off_is_told_by_its_phrase(answers: list[bytes], url: str) -> None:
+    answers[:] = [BUSY]
+    with pytest.raises(QueueError, match=r"\(503\): Full House"):
+        blocking(queue_service(url, None))
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [({"error": "no"}, "no"), ({"error": {"message": "no"}}, "no"), ([], "[]"), ("", '""')],
+)
+def test_of_response_reads_the_message_of_each_form(body: object, reason: str) -> None:
+    assert RequestError.of_response(400, json.dumps(body).encode(), None, "Bad Request").reason == reason
+    assert RequestError.of_response(400, b" ", None, "Bad Request").reason == "Bad Request"
+
+
+async def _hangs(url: str) -> Awaitable[bytes]:
+    async with AsyncClient(queue_service(url, None)) as client:
+        return await client.send("GET", "/", within_seconds=0.2)  # type: ignore[return-value]
+
+
+def test_send_a_server_that_says_nothing_ends_within_the_time_limit() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RequestError, match="no response in time"):
+        asyncio.run(_hangs(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+
+
+def test_a_token_is_sent_and_never_shown() -> None:
+    service = queue_service("http://127.0.0.1:1", "secret")
+    assert service.headers["Authorization"] == "Bearer secret"
+    assert "secret" not in repr(service)
+
+
+def test_status_of_returns_the_status_or_none(answers: list[bytes], url: str) -> None:
+    answers[:] = [REFUSED, WHOLE]
+    assert [status_of(url), status_of(url)] == [404, 200]
+    assert status_of("http://127.0.0.1:9") is None

@@ -8,13 +8,13 @@ version that is served already changes nothing.
 from __future__ import annotations
 
 import contextlib
-import urllib.error
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
 from spangrad.errors import GatewayError
-from spangrad.http.json_http import ask, refusal
+from spangrad.http.json_http import ask
+from spangrad.http.service import gateway_service
 from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
 from trainer.publish.sender import Weights, WeightsSender
@@ -53,7 +53,8 @@ class Publisher:
             sender: sends weights to engines. None: they read files.
             calls: the publication's `in_flight` and `drain_seconds`. None: the gateway's defaults.
         """
-        self._gateway = gateway
+        self._service = gateway_service(gateway.url, gateway.token)
+        self._seconds = gateway.request_timeout_seconds
         self._remedy = remedy
         self._sender = sender
         self._calls = calls or {}
@@ -97,16 +98,10 @@ class Publisher:
 
     def _ask(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
         try:
-            return ask(self._gateway.url, self._gateway.token, method, path, body, self._gateway.request_timeout_seconds)
-        except urllib.error.HTTPError as error:
-            kind = GatewayRefusedError if error.code in _REFUSALS else GatewayError
-            raise kind(f"the gateway refused {method} {error.url} ({error.code}): {refusal(error)} {self._remedy}") from error
-        except (OSError, ValueError) as error:  # URLError, timeouts, and something else than JSON
-            reason = getattr(error, "reason", error)
-            raise GatewayError(
-                f"the gateway at {self._gateway.url} does not answer ({reason}). Start it with `spangrad gateway`, or set "
-                f"gateway.url. {self._remedy}"
-            ) from error
+            return ask(self._service, method, path, body, seconds=self._seconds)
+        except GatewayError as error:
+            kind = GatewayRefusedError if error.http_status in _REFUSALS else GatewayError
+            raise kind(f"{error} {self._remedy}") from error
 
 
 def publisher_of(settings: Settings) -> Publisher | None:

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.errors import SettingsError, SpangradError, TrainerError
+from spangrad.http.tokens import credential, is_token
 from spangrad.settings import TrainerSettings
 from spangrad.weights.checksums import checksum_arrays, nbytes, words_of
 
@@ -186,7 +187,7 @@ def _handler(sender: WeightsSender) -> type[BaseHTTPRequestHandler]:
         timeout = _SILENT_SECONDS
 
         def do_POST(self) -> None:
-            if not secrets.compare_digest(self.headers.get("authorization", "").encode(), f"Bearer {sender.token}".encode()):
+            if not is_token(credential(self.headers.get("authorization", "")), sender.token):
                 self._refuse(401, b"another token is needed.")
                 return
             length = self.headers.get("content-length", "")
