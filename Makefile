@@ -20,6 +20,8 @@ ARGS ?=
 WORKERS ?= $(if $(ARGS),0,3)
 
 export TORCH_INDEX
+# Hundreds of processes of the tests import our modules: they keep the bytecode, even where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The real Collector that `make otelcol` built. Another is found by SPANGRAD_OTELCOL or in PATH, and so is clickhouse-go's client (SPANGRAD_CHGO).
 OTELCOL_VERSION := v0.161.0

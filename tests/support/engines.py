@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +22,7 @@ from gateway.engine import command, environment
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.sources import load_settings
+from tests.support import fork_server
 
 # A real vLLM and a real gateway, each in a process of its own, for tests.
 
@@ -38,11 +43,29 @@ except SpangradError as error:
 """
 
 
+@cache
+def forking_python() -> Path:
+    """Return an interpreter of vLLM whose servers are forked from a process that has imported vLLM; it starts with the first call.
+
+    The demo's tests start vLLM as users do.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="spangrad-vllm-"))
+    wrapper, address = directory / "python", directory / "socket"
+    settings = load_settings({"engine.python": str(VLLM_PYTHON), "engine.cache_dir": str(directory / "cache")}, env={})
+    command = [str(VLLM_PYTHON), "-P", fork_server.__file__, str(address)]
+    child = Child("vLLM's fork server", command, directory / "log", environment(settings, directory), inherit_settings=False)
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(child.stop)
+    wait_until(address.exists, 180, child.name, [child])
+    fork_server.write_wrapper(wrapper, VLLM_PYTHON, address)
+    return wrapper
+
+
 def engine_settings(model: Path, cache: Path, **changes: object) -> Settings:
     """Settings of a small vLLM on a free port, where a gateway finds it; `changes` are of section engine."""
     (port,) = free_ports(1)
     flags = {
-        "engine.python": str(VLLM_PYTHON),
+        "engine.python": str(forking_python()),
         "engine.model": str(model),
         "engine.port": port,
         "engine.dtype": "float32",

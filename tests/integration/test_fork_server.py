@@ -1,0 +1,87 @@
+"""The program that stands for vLLM's interpreter in tests: what starts it sees a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spangrad.processes import Child, wait_until
+from tests.support import fork_server
+
+PROGRAM = """
+import os, signal, sys
+print(os.getpid(), os.environ["WORD"], os.getcwd(), sys.argv[1:], flush=True)
+if sys.argv[1] == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    signal.pause()
+os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "die" else sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def wrapper(tmp_path: Path) -> Iterator[Path]:
+    """Return a program whose forks run PROGRAM, under vLLM's module's name."""
+    module = tmp_path / "modules" / Path(*fork_server.MODULE.split(".")).with_suffix(".py")
+    module.parent.mkdir(parents=True)
+    module.write_text(PROGRAM)
+    for package in (module.parent, module.parents[1]):
+        (package / "__init__.py").touch()
+    program, address = tmp_path / "python", tmp_path / "socket"
+    code = "import sys; from tests.support.fork_server import serve; serve(sys.argv[1])"
+    server = Child("fork server", [sys.executable, "-c", code, str(address)], tmp_path / "log", {"PYTHONPATH": str(fork_server.ROOT)})
+    try:
+        wait_until(address.exists, 30, server.name, [server], poll_seconds=0.02)
+        fork_server.write_wrapper(program, Path(sys.executable), address)
+        yield program
+    finally:
+        server.stop()
+
+
+def started(wrapper: Path, word: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "WORD": "word", "PYTHONPATH": str(wrapper.parent / "modules")}
+    command = [str(wrapper), "-m", fork_server.MODULE, word]
+    return subprocess.Popen(command, env=environment, cwd=wrapper.parent, stdout=subprocess.PIPE, text=True)
+
+
+def ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_a_fork_has_its_starters_arguments_environment_directory_output_and_exit_code(wrapper: Path) -> None:
+    for code in (0, 3):
+        process = started(wrapper, str(code))
+        output, _ = process.communicate(timeout=30)
+        assert output.split(" ", 1)[1] == f"word {wrapper.parent} ['{code}']\n"
+        assert process.returncode == code
+
+
+def test_a_signal_reaches_the_fork_and_its_end_is_its_starters(wrapper: Path) -> None:
+    process = started(wrapper, "wait")
+    assert process.stdout
+    process.stdout.readline()
+    time.sleep(0.1)  # until it waits
+    process.terminate()
+    assert process.wait(30) == 7
+    process = started(wrapper, "die")
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_a_fork_ends_with_what_started_it(wrapper: Path) -> None:
+    process = started(wrapper, "wait")
+    assert process.stdout
+    pid = int(process.stdout.readline().split()[0])
+    assert not ended(pid)
+    process.kill()
+    wait_until(lambda: ended(pid), 10, "the fork's end", poll_seconds=0.02)
+
+
+def test_what_is_not_vllms_server_is_run_by_the_interpreter_itself(wrapper: Path) -> None:
+    done = subprocess.run([wrapper, "-c", "import sys; print(sys.argv[1:])", "a"], capture_output=True, text=True, check=True)
+    assert done.stdout == "['a']\n"
