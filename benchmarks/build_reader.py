@@ -86,7 +86,7 @@ def _round(store: StoreSettings, number: int, store_process: int, sink: _Keep) -
         builder = loop.Builder(settings)
         builder._sink = sink  # type: ignore[assignment]  # the loop as it is, but for what it writes
         machine, wall, store_cpu, own_cpu = machine_cpu(), time.perf_counter(), time.clock_gettime(clock), time.process_time()
-        builder.look()
+        builder.build_ready()
         own_cpu, store_cpu = time.process_time() - own_cpu, time.clock_gettime(clock) - store_cpu
         cost.wall, cost.read, cost.store = time.perf_counter() - wall, own_cpu - cost.build, store_cpu
         cost.others = max(0.0, machine_cpu() - machine - own_cpu - store_cpu)

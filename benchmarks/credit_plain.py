@@ -59,11 +59,11 @@ def run(task: Inbox, credit: str, seed: int, steps: int, directory: Path) -> Res
     """Train like `credit_run.run`, with GRPO's advantages and PPO's loss written out."""
     write_model(directory / "model", task, seed)
     result = Result(task.name, credit, seed, task.group, steps)
-    sampler, dice = Sampler(directory / "model", seed + 77), random.Random(seed + 1000)
+    sampler, rng = Sampler(directory / "model", seed + 77), random.Random(seed + 1000)
     model = sampler.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(steps):
-        rollouts = sampler.rollouts(task, task.goals(dice, GROUPS))
+        rollouts = sampler.rollouts(task, task.goals(rng, GROUPS))
         result.success.append(success(task, rollouts))
         calls = [call for one in rollouts for call in one.calls]
         # Calls that are alike are computed once: the same loss and gradient.

@@ -121,13 +121,13 @@ class _Loop:
     result: Result
 
     def run(self, seed: int, steps: int, on_step: Callable[[Result], None]) -> None:
-        dice = random.Random(seed + 1000)
+        rng = random.Random(seed + 1000)
         author = Author(self.settings.trainer.run_id, self.arm.task, seed)
         poster = Poster(f"{self.settings.store.otlp_endpoint}/v1/traces", {}, None)
         clock = self.result.seconds
         for step in range(steps):
             with clocked(clock, "sample"):
-                rollouts = self.sampler.rollouts(self.arm.task, self.arm.task.goals(dice, GROUPS))
+                rollouts = self.sampler.rollouts(self.arm.task, self.arm.task.goals(rng, GROUPS))
             with clocked(clock, "send"):
                 send(poster, author.bodies(rollouts, step, {AGENT: self._served()}))
             with clocked(clock, "build"):

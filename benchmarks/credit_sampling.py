@@ -65,10 +65,10 @@ class Sampled:
 def write_model(directory: Path, task: Task, seed: int) -> None:
     """A model that knows the form of the task's replies and nothing of their meaning."""
     transformers_logging.disable_progress_bar()
-    dice = random.Random(seed)
+    rng = random.Random(seed)
 
     def demonstrate() -> tuple[list[int], list[int]]:
-        prompt, reply = task.demonstration(dice)
+        prompt, reply = task.demonstration(rng)
         return _ids(prompt), _ids(reply)
 
     write_warm_model(directory, word_tokenizer(WORDS), seed, demonstrate)

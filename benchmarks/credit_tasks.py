@@ -69,7 +69,7 @@ class Task(Protocol):
     entropy: float
     """Weight of the entropy that the loss rewards."""
 
-    def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
+    def goals(self, rng: random.Random, count: int) -> list[tuple[str, ...]]:
         """Return the goals of `count` groups, or of the next multiple of the number of goals."""
         ...
 
@@ -85,7 +85,7 @@ class Task(Protocol):
         """Return the share of a rollout's task that was done, from 0 to 1."""
         ...
 
-    def demonstration(self, dice: random.Random) -> tuple[list[str], list[str]]:
+    def demonstration(self, rng: random.Random) -> tuple[list[str], list[str]]:
         """Return a prompt of a random state, and a well-formed reply that is independent of it."""
         ...
 
@@ -104,7 +104,7 @@ class Flow:
     respelled: bool = False
     """True if the model may write a tool's name with either of two tokens."""
 
-    def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
+    def goals(self, rng: random.Random, count: int) -> list[tuple[str, ...]]:
         """Return each of the four goals equally often."""
         return [(goal,) for goal in GOALS] * -(-count // len(GOALS))
 
@@ -125,11 +125,11 @@ class Flow:
         """Return 1 if the last page is done, else 0."""
         return float(turns[-1].state.page == len(PAGES))
 
-    def demonstration(self, dice: random.Random) -> tuple[list[str], list[str]]:
+    def demonstration(self, rng: random.Random) -> tuple[list[str], list[str]]:
         """Return a prompt of a random page and status, with a random tool."""
-        prompt = self.prompt([dice.choice(GOALS)], State(dice.randrange(len(PAGES)), dice.choice((OK, ERROR))))
-        tool = dice.choice(TOOLS if not self.look else (*TOOLS, LOOK))
-        return prompt, [RESPELLED + tool if self.respelled and dice.random() < 0.5 else tool, WORDS[2]]
+        prompt = self.prompt([rng.choice(GOALS)], State(rng.randrange(len(PAGES)), rng.choice((OK, ERROR))))
+        tool = rng.choice(TOOLS if not self.look else (*TOOLS, LOOK))
+        return prompt, [RESPELLED + tool if self.respelled and rng.random() < 0.5 else tool, WORDS[2]]
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ class Inbox:
     """trainer.loss.entropy_coef, of every arm: with none, a tool that is given up early comes back late or never, in a seed of twenty or
     so."""
 
-    def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
+    def goals(self, rng: random.Random, count: int) -> list[tuple[str, ...]]:
         """Return a queue of tickets for each group."""
-        return [tuple(dice.choices(KINDS[: self.kinds], k=self.limit)) for _ in range(count)]
+        return [tuple(rng.choices(KINDS[: self.kinds], k=self.limit)) for _ in range(count)]
 
     def prompt(self, goal: Sequence[str], state: State) -> list[str]:
         """Return the prompt with the ticket's kind."""
@@ -167,9 +167,9 @@ class Inbox:
         """Return the share of tickets that were done with the right tool."""
         return sum(turn.grade or 0.0 for turn in turns) / len(goal)
 
-    def demonstration(self, dice: random.Random) -> tuple[list[str], list[str]]:
+    def demonstration(self, rng: random.Random) -> tuple[list[str], list[str]]:
         """Return a prompt of a random kind, with a random tool."""
-        return self.prompt([dice.choice(KINDS[: self.kinds])], State(0)), [dice.choice(self.tools), WORDS[2]]
+        return self.prompt([rng.choice(KINDS[: self.kinds])], State(0)), [rng.choice(self.tools), WORDS[2]]
 
 
 def spoken(word: str) -> str:

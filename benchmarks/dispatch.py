@@ -33,7 +33,7 @@ from benchmarks.measure import ROOT
 from benchmarks.meter import machine_cpu, tree
 from benchmarks.peers import agent_lightning_dispatch
 from benchmarks.peers.agent_lightning import OFFLINE
-from runner.queue.client import PlainQueue, QueueClient
+from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.wire import RolloutState
 from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
 
@@ -175,7 +175,7 @@ def ours(directory: Path, count: int, waiting: int, workers: int, *, batch: int,
         many = ("--batch", batch, "--streams", streams)
         starting = [process("work", "--count", quota, "--name", f"worker {i}", *many) for i, quota in enumerate(quotas)]
         figures, enqueued, handled, refused = measure(process("enqueue", "--count", count), starting, [child.process.pid], count)
-        with PlainQueue(QueueClient(url)) as queue:
+        with SyncQueueClient(QueueClient(url)) as queue:
             succeeded: list[str] = []
             cursor = 0
             while (page := queue.wait(queue.client.ended(RUN, after=cursor, limit=1000))).rollouts:

@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.gateway_bodies import Bodies, text_of
 from benchmarks.gateway_client import Order, Part
-from benchmarks.gateway_roads import Kind, Road, ours
+from benchmarks.gateway_roads import Kind, Setup, ours
 from benchmarks.measure import ROOT
 from benchmarks.meter import machine_cpu, tree
 from benchmarks.peers import agent_lightning_proxy
@@ -41,7 +41,7 @@ RECORD_SECONDS = 120
 QUIET_SECONDS = 0.3
 """Seconds to wait after a record is complete, for the work that its writer still does."""
 
-Open = Callable[[Path, str], AbstractContextManager[Mapping[str, Road]]]
+Open = Callable[[Path, str], AbstractContextManager[Mapping[str, Setup]]]
 PEERS: Mapping[str, Open] = {"agent_lightning": agent_lightning_proxy.running}
 
 ROWS = {
@@ -122,16 +122,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gateway-") as scratch, ExitStack() as stack:
         directory = Path(scratch)
         upstream = stack.enter_context(_Upstream(directory, arguments.seed))
-        roads = dict(stack.enter_context(ours(directory / "ours", upstream.url)))
+        setups = dict(stack.enter_context(ours(directory / "ours", upstream.url)))
         if arguments.peer:
-            roads |= stack.enter_context(PEERS[arguments.peer](directory / "peer", upstream.url))
+            setups |= stack.enter_context(PEERS[arguments.peer](directory / "peer", upstream.url))
         client = stack.enter_context(_Client(arguments.seed))
-        tallies = {name: Tally() for name in roads}
+        tallies = {name: Tally() for name in setups}
         for turn in range(-1, arguments.rounds):
-            for name, road in roads.items():
-                _turn(road, tallies[name], client, upstream.url, full if name == "ours" else share, first=turn < 0)
+            for name, setup in setups.items():
+                _turn(setup, tallies[name], client, upstream.url, full if name == "ours" else share, first=turn < 0)
                 print(f"turn {turn + 1} of {arguments.rounds}: {name}", file=sys.stderr, flush=True)
-        recorded = {name: dict(road.check(tallies[name].ids, bodies)) for name, road in roads.items()}
+        recorded = {name: dict(setup.check(tallies[name].ids, bodies)) for name, setup in setups.items()}
         others = max(0.0, machine_cpu() - machine - (_own_cpu() - own)) / (time.monotonic() - began)
     result = report(tallies, recorded, bodies)
     result["ours"]["other_cores"] = round(others, 2)
@@ -167,27 +167,27 @@ def report(tallies: Mapping[str, Tally], recorded: Mapping[str, Mapping[str, int
     return {**figures, "ratio": ratio, "checked": checked}
 
 
-def _turn(road: Road, tally: Tally, client: _Client, upstream: str, sizes: Sizes, *, first: bool) -> None:
+def _turn(setup: Setup, tally: Tally, client: _Client, upstream: str, sizes: Sizes, *, first: bool) -> None:
     """Send one turn of load over one road; a first turn only warms it up."""
     for kind in Kind:
-        if kind not in road.kinds:
+        if kind not in setup.kinds:
             continue
         if first:
-            tally.keep(kind, client.ask(kind, CONNECTIONS, WARM_UP, road.url)[0])
-            _wait_recorded(road, tally)
+            tally.keep(kind, client.ask(kind, CONNECTIONS, WARM_UP, setup.url)[0])
+            _wait_recorded(setup, tally)
             continue
         count = sizes.calls if kind == Kind.WHOLE else sizes.streams
         tally.straight[kind] += client.ask(kind, CONNECTIONS, count, upstream)
-        before = _cpu(road)
-        tally.loaded[kind].append(tally.keep(kind, client.ask(kind, CONNECTIONS, count, road.url)[0]))
-        _wait_recorded(road, tally)
-        spent = _cpu(road) - before
+        before = _cpu(setup)
+        tally.loaded[kind].append(tally.keep(kind, client.ask(kind, CONNECTIONS, count, setup.url)[0]))
+        _wait_recorded(setup, tally)
+        spent = _cpu(setup) - before
         tally.cpu[kind] = tally.cpu.get(kind, 0.0) + spent
         if kind == Kind.WHOLE:
             tally.turns.append(round(spent / count * 1e6, 1))
-            straight, by_road = client.ask(kind, 1, 2 * sizes.alone, upstream, road.url)
-            tally.alone.append((straight, tally.keep(kind, by_road)))
-    tally.rss = max(tally.rss, sum(process.memory_info().rss for process in _processes(road)))
+            straight, through_proxy = client.ask(kind, 1, 2 * sizes.alone, upstream, setup.url)
+            tally.alone.append((straight, tally.keep(kind, through_proxy)))
+    tally.rss = max(tally.rss, sum(process.memory_info().rss for process in _processes(setup)))
 
 
 def _figures(tally: Tally) -> dict[str, Any]:
@@ -226,8 +226,8 @@ def _percentile(parts: Sequence[Part], percent: int, *, first: bool = False) -> 
     return round(float(np.percentile(times or [0.0], percent)), 3)
 
 
-def _added(by_road: Sequence[Part], straight: Sequence[Part], percent: int, *, first: bool = False) -> float:
-    return round(_percentile(by_road, percent, first=first) - _percentile(straight, percent, first=first), 3)
+def _added(through_proxy: Sequence[Part], straight: Sequence[Part], percent: int, *, first: bool = False) -> float:
+    return round(_percentile(through_proxy, percent, first=first) - _percentile(straight, percent, first=first), 3)
 
 
 def _wrong_texts(tally: Tally, bodies: Bodies) -> int:
@@ -252,17 +252,17 @@ def _events(stream: bytes) -> list[dict[str, Any]]:
     return [json.loads(event[6:]) for event in stream.split(b"\n\n") if event.startswith(b"data: {")]
 
 
-def _wait_recorded(road: Road, tally: Tally) -> None:
-    wait_until(lambda: road.recorded() >= len(tally.ids), RECORD_SECONDS, "the record", road.children, poll_seconds=0.2)
+def _wait_recorded(setup: Setup, tally: Tally) -> None:
+    wait_until(lambda: setup.recorded() >= len(tally.ids), RECORD_SECONDS, "the record", setup.children, poll_seconds=0.2)
     time.sleep(QUIET_SECONDS)
 
 
-def _processes(road: Road) -> list[psutil.Process]:
-    return tree([psutil.Process(child.process.pid) for child in road.children])
+def _processes(setup: Setup) -> list[psutil.Process]:
+    return tree([psutil.Process(child.process.pid) for child in setup.children])
 
 
-def _cpu(road: Road) -> float:
-    return sum(sum(process.cpu_times()[:4]) for process in _processes(road))
+def _cpu(setup: Setup) -> float:
+    return sum(sum(process.cpu_times()[:4]) for process in _processes(setup))
 
 
 def _own_cpu() -> float:

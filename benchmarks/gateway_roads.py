@@ -1,6 +1,6 @@
 """Roads from an agent to the engine, each with its record: our gateway with our store, and the interface of a peer's.
 
-In: an empty directory, the upstream's address. Out: a `Road` that answers. Invariant: its processes end with the `with` block; only the
+In: an empty directory, the upstream's address. Out: a `Setup` that answers. Invariant: its processes end with the `with` block; only the
 processes that carry the answers count as its cost, not those that keep the record.
 """
 
@@ -32,7 +32,7 @@ class Kind(StrEnum):
     """A stream of one event a token."""
 
 
-class Road(Protocol):
+class Setup(Protocol):
     """Interface of a road that is measured: a proxy between agent and engine, with its record of calls."""
 
     url: str
@@ -83,7 +83,7 @@ class Gateway:
 
 
 @contextmanager
-def ours(directory: Path, upstream: str) -> Generator[Mapping[str, Road]]:
+def ours(directory: Path, upstream: str) -> Generator[Mapping[str, Setup]]:
     """Run store and gateway, each in a process of its own."""
     with embedded(directory) as store:
         gateway, port = _gateway(directory, upstream, store)

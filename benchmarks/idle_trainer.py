@@ -237,7 +237,7 @@ class World:
             nonlocal left
             left -= 1
             trainer.demand.figures()
-            trainer._looked = float("-inf")  # pyright: ignore[reportPrivateUsage]
+            trainer._checked_at = float("-inf")  # pyright: ignore[reportPrivateUsage]
             if not left:
                 raise _EnoughError
 

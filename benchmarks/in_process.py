@@ -114,7 +114,7 @@ def build(builder: Builder, rollouts: int) -> None:
     """
     built = 0
     for _ in range(_LOOKS):
-        built += builder.look().rollouts
+        built += builder.build_ready().rollouts
         if built == rollouts:
             return
         time.sleep(0.05)

@@ -25,7 +25,7 @@ from benchmarks.rollout_spans import Ids, Mix
 from benchmarks.workload import Workload
 
 Open = Callable[[Path], AbstractContextManager[Receiver]]
-ROADS: Mapping[str, Open] = {"embedded": embedded, "otelcol": through_otelcol}
+PATHS: Mapping[str, Open] = {"embedded": embedded, "otelcol": through_otelcol}
 PEERS: Mapping[str, Open] = {"agent_lightning": agent_lightning.running}
 
 ROWS = {
@@ -60,7 +60,7 @@ def main() -> int:
         default=Mix.LLM,
         help="LLM calls as any tracer writes them, as our gateway does, or whole rollouts",
     )
-    parser.add_argument("--road", choices=ROADS, default="embedded", help="to the store itself, or through the real collector")
+    parser.add_argument("--road", choices=PATHS, default="embedded", help="to the store itself, or through the real collector")
     parser.add_argument("--peer", choices=PEERS, help="measured in the same run")
     parser.add_argument("--peer-spans", type=int, default=10_000, help="that the peer takes in; it keeps 2 GB of 100000 in memory")
     parser.add_argument("--seed", type=int, default=0)
@@ -68,7 +68,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     same = Workload(arguments.seed, arguments.mix)
-    ours = _measured(ROADS[arguments.road], same, arguments.spans)
+    ours = _measured(PATHS[arguments.road], same, arguments.spans)
     peers: dict[str, Measured] = {}
     if arguments.peer:
         peer_workload = Workload(arguments.seed, arguments.mix, Ids.ARRAYS)

@@ -104,11 +104,11 @@ def _steps(
     on_step: Callable[[Result], None],
 ) -> None:
     settings, clock = trainers[AGENTS[0]].settings, result.seconds
-    dice, author = random.Random(seed + 1000), Author(settings.trainer.run_id, desk, seed)
+    rng, author = random.Random(seed + 1000), Author(settings.trainer.run_id, desk, seed)
     poster = Poster(f"{settings.store.otlp_endpoint}/v1/traces", {}, None)
     for step in range(result.steps):
         with clocked(clock, "sample"):
-            rollouts = work(desk, desk.goals(dice, GROUPS), samplers)
+            rollouts = work(desk, desk.goals(rng, GROUPS), samplers)
         with clocked(clock, "send"):
             send(poster, author.bodies(rollouts, step, {agent: _served(one) for agent, one in trainers.items()}))
         with clocked(clock, "build"):

@@ -47,9 +47,9 @@ class Desk:
     final: bool = False
     """True if a rollout has a reward at its end."""
 
-    def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
+    def goals(self, rng: random.Random, count: int) -> list[tuple[str, ...]]:
         """Return `count` queues of tickets; a ticket is two words."""
-        return [tuple(dice.choice(words) for _ in range(self.tickets) for words in (TROUBLES, ITEMS)) for _ in range(count)]
+        return [tuple(rng.choice(words) for _ in range(self.tickets) for words in (TROUBLES, ITEMS)) for _ in range(count)]
 
     def prompt(self, goal: Sequence[str], state: State) -> list[str]:
         """Return the prompt of the agent whose turn it is; its length is the same in every state of an agent."""
@@ -77,11 +77,11 @@ class Desk:
         """Return the share of tickets in which one agent was right; a ticket that it never saw counts as wrong."""
         return sum(turn.grade or 0.0 for turn in turns[AGENTS.index(agent) :: len(AGENTS)]) / self.tickets
 
-    def demonstration(self, agent: str, dice: random.Random) -> tuple[list[str], list[str]]:
+    def demonstration(self, agent: str, rng: random.Random) -> tuple[list[str], list[str]]:
         """Return a prompt of a random ticket, and a well-formed reply that is independent of it."""
         if agent == PLANNER:
-            return _chat(PLANNER, dice.choice(TROUBLES)), [dice.choice(TOOLS), _END]
-        return _chat(WRITER, dice.choice(TOOLS), dice.choice(ITEMS)), [dice.choice(ARGUMENTS), _END]
+            return _chat(PLANNER, rng.choice(TROUBLES)), [rng.choice(TOOLS), _END]
+        return _chat(WRITER, rng.choice(TOOLS), rng.choice(ITEMS)), [rng.choice(ARGUMENTS), _END]
 
 
 def agent_of(state: State) -> str:
@@ -92,10 +92,10 @@ def agent_of(state: State) -> str:
 def write_agent_model(directory: Path, desk: Desk, agent: str, seed: int) -> None:
     """A model that knows the form of an agent's replies and nothing of their meaning."""
     transformers_logging.disable_progress_bar()
-    dice = random.Random(f"{agent} {seed}")
+    rng = random.Random(f"{agent} {seed}")
 
     def demonstrate() -> tuple[list[int], list[int]]:
-        prompt, reply = desk.demonstration(agent, dice)
+        prompt, reply = desk.demonstration(agent, rng)
         return _ids(prompt), _ids(reply)
 
     write_model(directory, word_tokenizer(WORDS), 2 * seed + AGENTS.index(agent), demonstrate)

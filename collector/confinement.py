@@ -56,7 +56,7 @@ def confine(directory: Path) -> bool:
     if version < min(_SINCE):
         logger.warning(
             "this kernel has no Landlock (Linux 5.19 and later, where it is not switched off): that statements read no files of this "
-            "machine rests on what they say alone. Give the read token to nobody who must not read what this process can."
+            "machine rests on what they say alone. Give the read token only to users who may read what this process can."
         )
         return False
     handled = _SINCE[min(version, max(_SINCE))]
@@ -91,8 +91,8 @@ def _forget_secrets() -> None:
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     for name, value in os.environb.items():
-        if _SECRET.search(name.decode(errors="replace")) and (place := libc.getenv(name)):
-            ctypes.memset(place, 0, len(value))
+        if _SECRET.search(name.decode(errors="replace")) and (address := libc.getenv(name)):
+            ctypes.memset(address, 0, len(value))
 
 
 def _checked(result: int) -> int:

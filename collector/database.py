@@ -170,8 +170,8 @@ class EmbeddedDatabase:
         self._config = self.path / "config.xml"
         self._config.write_text((CONFIG / "config.xml").read_text().replace("@USERS@", str(CONFIG / "users.xml")))
         self._numbers = itertools.count(1)
-        self._keeper = self.handle()
-        version, self.timezone = self._keeper.query("SELECT version(), timezone()").body.decode().split()
+        self._open_handle = self.handle()
+        version, self.timezone = self._open_handle.query("SELECT version(), timezone()").body.decode().split()
         self.version = version
 
     def handle(self, *, schema_files: bool = False) -> Handle:
@@ -213,8 +213,8 @@ class EmbeddedDatabase:
         return query_id.decode().strip()
 
     def close(self) -> None:
-        """Close the database, after all other handles were closed, and give up the directory."""
-        self._keeper.close()
+        """Close the database, after all other handles were closed, and release the directory."""
+        self._open_handle.close()
         os.close(self._lock)
 
 

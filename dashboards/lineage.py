@@ -31,7 +31,7 @@ def build() -> dashboard.Dashboard:
     page = page.with_row(dashboard.Row("Versions of $policy on $branch")).with_panel(_versions())
     page = page.with_row(dashboard.Row("Version $version: its batch")).with_panel(_batch()).with_panel(_rollouts())
     page = page.with_row(dashboard.Row("Rollout $rollout")).with_panel(_transitions()).with_panel(_trained())
-    return page.with_panel(_fate()).with_panel(_trace()).with_panel(_spans())
+    return page.with_panel(_conclusions()).with_panel(_trace()).with_panel(_spans())
 
 
 def _version() -> dashboard.QueryVariable:
@@ -153,7 +153,7 @@ def _trained() -> Panel:
     )
 
 
-def _fate() -> Panel:
+def _conclusions() -> Panel:
     sql = f"""
         SELECT * FROM (
             SELECT Attempt AS attempt, Timestamp AS began, AgentName AS agent, 'transition' AS became,

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from grafana_foundation_sdk.builders import barchart, common, dashboard, stat, table, timeseries, trend
 from grafana_foundation_sdk.cog import builder, variants
-from grafana_foundation_sdk.models import common as looks
+from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.dashboard import (
     DataSourceRef,
@@ -80,18 +80,20 @@ _Curve = TypeVar("_Curve", trend.Panel, timeseries.Panel)
 
 def _curve(panel: _Curve, alarm: float | None) -> _Curve:
     """Set the style that curves over versions and curves over time share, and an optional alarm line; return the panel."""
-    panel.draw_style(looks.GraphDrawStyle.LINE).line_width(2).fill_opacity(8).show_points(looks.VisibilityMode.AUTO).point_size(5)
-    panel.tooltip(common.VizTooltipOptions().mode(looks.TooltipDisplayMode.MULTI).sort(looks.SortOrder.DESCENDING))
+    panel.draw_style(common_models.GraphDrawStyle.LINE).line_width(2).fill_opacity(8).show_points(
+        common_models.VisibilityMode.AUTO
+    ).point_size(5)
+    panel.tooltip(common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI).sort(common_models.SortOrder.DESCENDING))
     panel.legend(
         common.VizLegendOptions()
-        .display_mode(looks.LegendDisplayMode.TABLE)
-        .placement(looks.LegendPlacement.BOTTOM)
+        .display_mode(common_models.LegendDisplayMode.TABLE)
+        .placement(common_models.LegendPlacement.BOTTOM)
         .show_legend(True)
         .calcs(["lastNotNull", "min", "max"])
     )
     if alarm is not None:
         panel.thresholds(steps("transparent", red=alarm))
-        panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(looks.GraphTresholdsStyleMode.LINE_AND_AREA))
+        panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(common_models.GraphTresholdsStyleMode.LINE_AND_AREA))
     return panel
 
 
@@ -111,10 +113,10 @@ def over_versions(
     if at_most is not None:
         panel.min(0).max(at_most)
     if logarithmic:
-        panel.scale_distribution(common.ScaleDistributionConfig().type(looks.ScaleDistribution.LOG).log(10))
+        panel.scale_distribution(common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LOG).log(10))
     if stacked:
-        panel.draw_style(looks.GraphDrawStyle.BARS).fill_opacity(70).line_width(0)
-        panel.stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL).group("A"))
+        panel.draw_style(common_models.GraphDrawStyle.BARS).fill_opacity(70).line_width(0)
+        panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
     return panel.span(12).height(8).with_target(Query(sql, ResultFormat.TABLE))
 
 
@@ -128,8 +130,8 @@ def over_time(
     if at_most is not None:
         panel.max(at_most)
     if stacked:
-        panel.draw_style(looks.GraphDrawStyle.BARS).fill_opacity(70).line_width(0)
-        panel.stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL).group("A"))
+        panel.draw_style(common_models.GraphDrawStyle.BARS).fill_opacity(70).line_width(0)
+        panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
     return panel.span(12).height(8).with_target(Query(sql, ResultFormat.TIME_SERIES))
 
 
@@ -139,14 +141,16 @@ def figure(
     """Return a panel that shows one number."""
     panel = stat.Panel().title(title).unit(unit).description(description).datasource(SOURCE)
     panel.thresholds(thresholds or steps("blue")).color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
-    panel.color_mode(looks.BigValueColorMode.VALUE).graph_mode(looks.BigValueGraphMode.NONE).text_mode(looks.BigValueTextMode.VALUE)
+    panel.color_mode(common_models.BigValueColorMode.VALUE).graph_mode(common_models.BigValueGraphMode.NONE).text_mode(
+        common_models.BigValueTextMode.VALUE
+    )
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     if decimals is not None:
         panel.decimals(decimals)
     return panel.height(4).with_target(Query(sql, ResultFormat.TABLE))
 
 
-def beside(figures: Sequence[stat.Panel]) -> list[stat.Panel]:
+def in_one_row(figures: Sequence[stat.Panel]) -> list[stat.Panel]:
     """Return panels of single numbers with equal widths, which fill one row of the grid."""
     return [panel.span(WIDTH // len(figures)) for panel in figures]
 
@@ -154,8 +158,8 @@ def beside(figures: Sequence[stat.Panel]) -> list[stat.Panel]:
 def bars(title: str, sql: str, unit: str, description: str, *, name: str) -> barchart.Panel:
     """Return a bar chart with a bar for each row: the column `name` holds the labels, the others are numbers."""
     panel = barchart.Panel().title(title).unit(unit).description(description).datasource(SOURCE).x_field(name).min(0)
-    panel.orientation(looks.VizOrientation.HORIZONTAL).show_value(looks.VisibilityMode.AUTO).bar_width(0.8).fill_opacity(70)
-    panel.legend(common.VizLegendOptions().show_legend(False).display_mode(looks.LegendDisplayMode.HIDDEN))
+    panel.orientation(common_models.VizOrientation.HORIZONTAL).show_value(common_models.VisibilityMode.AUTO).bar_width(0.8).fill_opacity(70)
+    panel.legend(common.VizLegendOptions().show_legend(False).display_mode(common_models.LegendDisplayMode.HIDDEN))
     return panel.span(12).height(8).with_target(Query(sql, ResultFormat.TABLE))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard, stat
 
 from dashboards import links, variables
-from dashboards.panels import Panel, beside, figure, over_time, rows, steps
+from dashboards.panels import Panel, figure, in_one_row, over_time, rows, steps
 from dashboards.queries import ATTEMPTS, CALLS, CHOSEN, TOOL_CALLS
 from dashboards.variables import chosen
 
@@ -25,7 +25,7 @@ def build() -> dashboard.Dashboard:
         .with_variable(_policies())
         .with_variable(variables.dataset())
     )
-    for panel in beside(_figures()):
+    for panel in in_one_row(_figures()):
         page = page.with_panel(panel)
     page = page.with_row(dashboard.Row("Rollouts"))
     for panel in (_outcomes(), _durations()):

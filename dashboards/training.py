@@ -8,7 +8,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard, stat
 
 from dashboards import links, variables
-from dashboards.panels import Panel, bars, beside, figure, over_time, over_versions, rows, steps
+from dashboards.panels import Panel, bars, figure, in_one_row, over_time, over_versions, rows, steps
 from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, TRAINED, metric
 from dashboards.variables import is_
 from spangrad.types import POLICY_FAILURES
@@ -31,7 +31,7 @@ def build() -> dashboard.Dashboard:
         .with_variable(variables.reward())
         .with_variable(variables.success())
     )
-    for panel in beside(_figures()):
+    for panel in in_one_row(_figures()):
         page = page.with_panel(panel)
     page = page.with_row(dashboard.Row("Learning"))
     for panel in (_success(), _returns(), _advantage(), _staleness(), _failed()):
@@ -89,7 +89,7 @@ def _figures() -> list[stat.Panel]:
             "Rewards gamed",
             f"SELECT countIf(Metrics['gaming_alarm'] > 0) AS versions FROM {STEPS}",
             "none",
-            "Versions at which the trainer's alarm said that the return rises while success does not.",
+            "Versions at which the trainer's alarm reported that the return rises while success does not.",
             thresholds=steps("green", red=1),
         ),
     ]

@@ -52,8 +52,8 @@ def number(name: str, label: str, description: str, value: str) -> dashboard.Tex
 
 def _query(name: str, label: str, description: str, sql: str) -> dashboard.QueryVariable:
     variable = dashboard.QueryVariable(name).label(label).description(description).datasource(SOURCE).query(inspect.cleandoc(sql))
-    timely = VariableRefresh.ON_TIME_RANGE_CHANGED if "$__time" in sql else VariableRefresh.ON_DASHBOARD_LOAD
-    return variable.refresh(timely).sort(VariableSort.DISABLED)
+    refresh = VariableRefresh.ON_TIME_RANGE_CHANGED if "$__time" in sql else VariableRefresh.ON_DASHBOARD_LOAD
+    return variable.refresh(refresh).sort(VariableSort.DISABLED)
 
 
 def policy() -> dashboard.QueryVariable:

@@ -23,20 +23,20 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from gateway.bare_adapter import bare_adapter, write_bare_adapter
 from gateway.engine_arguments import require_one_server
 from gateway.engine_failure import failure
-from gateway.engine_fit import fitted, vllm_python
-from gateway.vllm_plugin.asking import CHAT_PATH
+from gateway.engine_fit import fit_to_memory, vllm_python
 from gateway.vllm_plugin.middleware import (
-    BARE_VARIABLE,
     MODEL_VARIABLE,
     POLICY_VARIABLE,
     RANK_VARIABLE,
     TRANSFER_VARIABLE,
     VERSION_VARIABLE,
+    ZERO_ADAPTER_VARIABLE,
     base_name,
 )
+from gateway.vllm_plugin.request_fields import CHAT_PATH
+from gateway.zero_adapter import write_zero_adapter, zero_adapter
 from spangrad.errors import EngineError
 from spangrad.http.json_http import ask
 from spangrad.http.service import RemoteService
@@ -57,8 +57,8 @@ TRANSFER_BACKENDS = {"nccl": "nccl", "http": "spangrad_http"}
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for --max-lora-rank, in ascending order."""
 _PLUGIN = "gateway.vllm_plugin"
-_SEES_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-_INHERITED_TROUBLE = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+_DETECTS_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+_INHERITED_ERRORS = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 """Environment variables that are not passed on, since they would mislead vLLM; the first overrides --kv-cache-memory-bytes."""
 
 
@@ -113,7 +113,7 @@ def command(settings: Settings, model: Path) -> list[str]:
         options["--kv-cache-memory-bytes"] = str(engine.kv_cache_bytes)
     if engine.lora_rank:
         rank = next(rank for rank in _LORA_RANKS if rank >= engine.lora_rank)
-        options |= {"--max-lora-rank": str(rank), "--max-loras": "1", "--lora-modules": f"{policy}={bare_adapter(engine)}"}
+        options |= {"--max-lora-rank": str(rank), "--max-loras": "1", "--lora-modules": f"{policy}={zero_adapter(engine)}"}
     if engine.transfer:
         options["--weight-transfer-config"] = json.dumps({"backend": TRANSFER_BACKENDS[engine.transfer]})
     flags = [*(["--enforce-eager"] if engine.enforce_eager else []), *(["--enable-lora"] if engine.lora_rank else [])]
@@ -125,11 +125,11 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
     """Return the environment of vLLM: this process's, without what misleads vLLM, and with what the plugin needs."""
     engine = settings.engine
     cache = engine.cache_dir.absolute()
-    inherited = {name: value for name, value in os.environ.items() if name not in _INHERITED_TROUBLE and not name.startswith("SPANGRAD_")}
+    inherited = {name: value for name, value in os.environ.items() if name not in _INHERITED_ERRORS and not name.startswith("SPANGRAD_")}
     adapters = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         RANK_VARIABLE: str(engine.lora_rank),
-        BARE_VARIABLE: str(bare_adapter(engine)),
+        ZERO_ADAPTER_VARIABLE: str(zero_adapter(engine)),
     }
     return {
         **inherited,
@@ -166,7 +166,7 @@ def _checked(settings: Settings) -> tuple[Settings, Path]:
     """Return the settings, fitted to the model and this machine, and the model's directory, or refuse what cannot work."""
     engine = settings.engine
     model = _model_of(engine)
-    engine = fitted(engine, model)
+    engine = fit_to_memory(engine, model)
     _check(engine, model)
     return settings.model_copy(update={"engine": engine}), model
 
@@ -195,7 +195,7 @@ def _check(engine: EngineSettings, model: Path) -> None:
             f"engine.python = {str(python)!r} is no interpreter. Make vLLM's environment with `make setup`, "
             "or set engine.python to the Python of an environment that holds vLLM."
         )
-    if engine.transfer == "nccl" and subprocess.run([python, "-c", _SEES_GPU], check=False).returncode:
+    if engine.transfer == "nccl" and subprocess.run([python, "-c", _DETECTS_GPU], check=False).returncode:
         raise EngineError(
             f"engine.transfer = 'nccl', and the PyTorch of engine.python = {str(python)!r} sees no GPU. Set engine.transfer = "
             "http, or start the engine where there is one."
@@ -207,7 +207,7 @@ def _check(engine: EngineSettings, model: Path) -> None:
         )
     require_free_port(engine.host, engine.port, "engine.port")
     if engine.lora_rank:
-        write_bare_adapter(engine, model)
+        write_zero_adapter(engine, model)
 
 
 class _Vllm:

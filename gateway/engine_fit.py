@@ -18,7 +18,7 @@ from spangrad.settings import EngineSettings
 log = logging.getLogger(__name__)
 
 
-def fitted(engine: EngineSettings, model: Path) -> EngineSettings:
+def fit_to_memory(engine: EngineSettings, model: Path) -> EngineSettings:
     """Return the settings with which vLLM serves a model on this machine.
 
     Args:

@@ -118,7 +118,7 @@ def environments(torch_index: str) -> dict[str, Environment]:
 
 
 def make(environment: Environment, lock: threading.Lock) -> str | None:
-    """Make or mend one environment; the error's text, or None."""
+    """Create or repair one environment; return the error's text, or None."""
 
     def say(text: str) -> None:
         with lock:
@@ -128,7 +128,7 @@ def make(environment: Environment, lock: threading.Lock) -> str | None:
     if fault is None:
         say("is up to date")
         return None
-    say(f"{fault}: making it")
+    say(f"{fault}: creating it")
     started = time.monotonic()
     if environment.directory.exists() and (fault != OTHER_PINS or not environment.runs()):
         shutil.rmtree(environment.directory)

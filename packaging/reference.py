@@ -151,7 +151,7 @@ def attributes_page() -> Iterator[str]:
     body = ast.parse(path.read_text()).body
     rows: list[tuple[str, ...]] = []
     title = ""
-    for place, node in enumerate(body):
+    for index, node in enumerate(body):
         comment = lines[node.lineno - 2] if node.lineno > 1 else ""
         if comment.startswith("# "):
             if rows:
@@ -162,7 +162,7 @@ def attributes_page() -> Iterator[str]:
             continue
         value = node.value.value
         if isinstance(value, str) and value.startswith("spangrad.") and not str(getattr(node.target, "id", "")).endswith("_SCOPE"):
-            after = body[place + 1] if place + 1 < len(body) else None
+            after = body[index + 1] if index + 1 < len(body) else None
             rows.append((f"`{value}`", docstring_of(after)))
     if rows:
         yield f"## {title}"
@@ -179,7 +179,7 @@ def reasons_page() -> Iterator[str]:
     yield "# Drop reasons"
     yield (
         "Every policy call of a complete rollout is a transition or a drop; a drop has one reason "
-        "([which, where several hold](../concepts/completeness.md#which-reason-where-several-hold)). "
+        "([which, where several hold](../concepts/completeness.md#precedence-of-reasons)). "
         "`spangrad rollout why ID` prints reason and remedy of each call of a rollout."
     )
     rows = [(f"`{reason}`", drops[reason.name], reason.remedy) for reason in DropReason]
@@ -206,7 +206,7 @@ def metrics_page() -> Iterator[str]:
         in_flight=0,
         writer=SimpleNamespace(tally=SimpleNamespace(transactions=0, requests=0, seconds=0.0)),
     )
-    pool: Any = SimpleNamespace(standings=list, waiting=0, counts=Counter[str]())
+    pool: Any = SimpleNamespace(statuses=list, waiting=0, counts=Counter[str]())
     gateway = GatewayMetrics()  # labels show with the first event
     gateway.ended("policy", "dialect", "200", "", tokens_in=1, tokens_out=1, first_byte_seconds=1.0, seconds=1.0)
     gateway.published("policy", "ok", 1.0)

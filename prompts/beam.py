@@ -86,9 +86,9 @@ def next_step(start: int, shape: Shape, edits: Mapping[EditPosition, int | None]
     for number in range(shape.rounds + 1):
         if number:
             places = [EditPosition(number, parent, edit) for parent in rounds[-1].beam for edit in range(shape.branch)]
-            if missing := tuple(place for place in places if place not in edits):
+            if missing := tuple(position for position in places if position not in edits):
                 return Expand(missing)
-            edited = (edits[place] for place in places)
+            edited = (edits[position] for position in places)
             entered = list(dict.fromkeys([*entered, *(version for version in edited if version is not None)]))
         if unmeasured := tuple(version for version in entered if version not in scores):
             return MeasureVersions(number, unmeasured)

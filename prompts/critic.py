@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
-from prompts.words import Messages
+from prompts.prompt_texts import Messages
 from spangrad import semconv
 from spangrad.errors import PromptError
 from spangrad.http.async_http import AsyncClient
@@ -24,7 +24,7 @@ from spangrad.types import Mode
 _AT_ONCE = 8
 _RESPONSE_SECONDS = 300
 """Time limit of one response of the critic model, in seconds."""
-_PATIENCE_SECONDS = 10.0
+_RETRY_SECONDS = 10.0
 """Time for which a request is retried while the model's server is busy or away, in seconds."""
 
 
@@ -37,11 +37,11 @@ class Critic:
         url = (chosen.critic_url or f"{gateway.url.rstrip('/')}/v1").rstrip("/")
         self._model = chosen.model or gateway.policy
         self._temperature = chosen.temperature
-        own = chosen.critic_url is None
-        key = chosen.critic_key or (gateway.token if own else None)
+        is_gateway = chosen.critic_url is None
+        key = chosen.critic_key or (gateway.token if is_gateway else None)
         baggage = {semconv.RUN_ID: run_id, semconv.ROLLOUT_ID: f"critic-{run_id}", semconv.ROLLOUT_MODE: Mode.TRIAL.value}
-        headers = {"baggage": ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())} if own else {}
-        service = RemoteService("the critic", url, key.get_secret_value() if key else None, PromptError, "", _PATIENCE_SECONDS, headers)
+        headers = {"baggage": ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())} if is_gateway else {}
+        service = RemoteService("the critic", url, key.get_secret_value() if key else None, PromptError, "", _RETRY_SECONDS, headers)
         self._client = AsyncClient(service, seconds=_RESPONSE_SECONDS)
         self._room = asyncio.Semaphore(_AT_ONCE)
 
@@ -53,7 +53,7 @@ class Critic:
         """Close the connections."""
         await self._client.close()
 
-    async def say(self, messages: Messages) -> str:
+    async def complete(self, messages: Messages) -> str:
         """Return the model's reply.
 
         Raises:

@@ -19,8 +19,8 @@ from typing import Protocol
 
 from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, Shape, next_step
 from prompts.compare import Gain, gain
+from prompts.prompt_texts import Messages, ask_for_critique, ask_for_edit, choose, read_edit
 from prompts.trials import Trial
-from prompts.words import Messages, ask_for_critique, ask_for_edit, choose, read_edit
 from spangrad.agent.prompt_store import Edit, PromptStore, PromptText
 from spangrad.errors import PromptError
 from spangrad.settings import PromptSettings, Settings
@@ -35,7 +35,7 @@ Run = Callable[[Sequence[Task]], Awaitable[Sequence[str]]]
 their root spans."""
 
 
-class Reads(Protocol):
+class TrialReader(Protocol):
     """Reader of the trials: `trials.Trials`, or a test double."""
 
     def read(self, ids: Sequence[str] | None = None) -> list[Trial]:
@@ -47,10 +47,10 @@ class Reads(Protocol):
         ...
 
 
-class Speaks(Protocol):
+class ChatModel(Protocol):
     """Model that criticises: `critic.Critic`, or a test double."""
 
-    async def say(self, messages: Messages) -> str:
+    async def complete(self, messages: Messages) -> str:
         """Return the model's reply."""
         ...
 
@@ -134,9 +134,9 @@ class Search:
     question: Question
     settings: PromptSettings
     prompts: PromptStore
-    trials: Reads
+    trials: TrialReader
     run: Run
-    critic: Speaks
+    critic: ChatModel
     progress: Progress = field(default_factory=Progress)
     _known: dict[str, Trial] = field(default_factory=dict[str, Trial])
     _texts: dict[int, str] = field(default_factory=dict[int, str])
@@ -161,7 +161,7 @@ class Search:
             if scores.get(start.version, 0.0) is None:
                 raise self._unmeasured(measured[start.version])
             self.progress.best = max((score for score in scores.values() if score is not None), default=None)
-            match next_step(start.version, shape, {place: edit.version for place, edit in self._edits.items()}, scores):
+            match next_step(start.version, shape, {position: edit.version for position, edit in self._edits.items()}, scores):
                 case Expand(places):
                     await self._expand(places)
                 case MeasureVersions(number, versions):
@@ -175,7 +175,7 @@ class Search:
     async def _expand(self, places: Sequence[EditPosition]) -> None:
         """Make edits; each is recorded as soon as it exists."""
         self.progress.round = places[0].round
-        parents = list(dict.fromkeys(place.parent for place in places))
+        parents = list(dict.fromkeys(position.parent for position in places))
         batch = {parent: self._minibatch(places[0].round, parent) for parent in parents}
         await self._try([(parent, task) for parent in parents for task in batch[parent]], 1, "rolling out")
         await self._read_texts(parents)
@@ -186,30 +186,30 @@ class Search:
         self.progress.now("editing", 0, len(places))
         try:
             async with asyncio.TaskGroup() as group:
-                for place in places:
-                    group.create_task(self._edit(place, of[place.parent]))
+                for position in places:
+                    group.create_task(self._edit(position, of[position.parent]))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    async def _edit(self, place: EditPosition, trials: Sequence[Trial]) -> None:
-        text, chosen = self._texts[place.parent], self.settings
-        rng = random.Random(f"{chosen.seed} {place}")
+    async def _edit(self, position: EditPosition, trials: Sequence[Trial]) -> None:
+        text, chosen = self._texts[position.parent], self.settings
+        rng = random.Random(f"{chosen.seed} {position}")
         shown = choose(trials, chosen.shown, rng)
-        critique = await self.critic.say(ask_for_critique(text, shown))
-        edited = read_edit(await self.critic.say(ask_for_edit(text, critique)))
-        edit = Edit(self.question.id, place.round, place.parent, place.number, critique, None)
+        critique = await self.critic.complete(ask_for_critique(text, shown))
+        edited = read_edit(await self.critic.complete(ask_for_edit(text, critique)))
+        edit = Edit(self.question.id, position.round, position.parent, position.number, critique, None)
         version = await asyncio.to_thread(self.prompts.edit, self.question.start.name, edited, edit)
-        self._edits[place] = Edit(edit.search, edit.round, edit.parent, edit.number, critique, version)
+        self._edits[position] = Edit(edit.search, edit.round, edit.parent, edit.number, critique, version)
         self.progress.now("editing", self.progress.done + 1, self.progress.of)
 
     async def _try(self, pairs: Sequence[tuple[int, Task]], times: int, doing: str) -> None:
         """Run the missing rollouts, so that each version and task has `times` of them."""
-        there = Counter((one.version, one.task_id) for one in self._known.values())
+        measured = Counter((one.version, one.task_id) for one in self._known.values())
         name = self.question.start.name
         missing = [
             Task(task.task_id, task.input, PromptVersion(name, version))
             for version, task in pairs
-            for _ in range(times - there[version, task.task_id])
+            for _ in range(times - measured[version, task.task_id])
         ]
         if not missing:
             return
@@ -223,7 +223,7 @@ class Search:
             if left and time.monotonic() > end:
                 raise PromptError(
                     f"{len(left)} of {len(ids)} trials are not in the store {_ARRIVAL_SECONDS:g} s after they ended, rollout {left[0]} for "
-                    "one. See what became of them with `spangrad rollout why`, then begin the search again: it goes on where it stands."
+                    "one. See what became of them with `spangrad rollout why`, then run the search again: it resumes."
                 )
             await asyncio.sleep(_LOOK_SECONDS if left else 0)
 
@@ -236,13 +236,13 @@ class Search:
                     trial.attempt,
                     trial.version,
                     trial.task_id,
-                    self._worth(trial),
+                    self._reward_deviation(trial),
                     trial.failure,
                     trial.detail,
                     inputs[trial.task_id],
                 )
 
-    def _worth(self, trial: Trial) -> float | None:
+    def _reward_deviation(self, trial: Trial) -> float | None:
         return self.settings.failed_score if trial.score is None else trial.score
 
     def _minibatch(self, round: int, parent: int) -> list[Task]:
@@ -256,10 +256,10 @@ class Search:
 
     def _whole(self) -> list[int]:
         """Return the versions that have all their rollouts on the held-out tasks."""
-        there = Counter((one.version, one.task_id) for one in self._known.values())
+        measured = Counter((one.version, one.task_id) for one in self._known.values())
         tasks = [task.task_id for task in self.question.held_out]
-        versions = sorted({version for version, _ in there})
-        return [version for version in versions if all(there[version, task] >= self.settings.evaluations for task in tasks)]
+        versions = sorted({version for version, _ in measured})
+        return [version for version in versions if all(measured[version, task] >= self.settings.evaluations for task in tasks)]
 
     def _candidate(self, version: int) -> Candidate:
         given: defaultdict[str, list[float]] = defaultdict(list)
@@ -269,12 +269,12 @@ class Search:
             if trial.score is not None:
                 given[trial.task_id].append(trial.score)
         by_task = {task: sum(given[task]) / len(given[task]) for task in tasks if task in given}
-        whole = len(by_task) == len(tasks)
+        is_measured = len(by_task) == len(tasks)
         edit = next((edit for _, edit in sorted(self._edits.items()) if edit.version == version), None)
         return Candidate(
             version=version,
             text=self._texts.get(version, ""),
-            score=sum(by_task.values()) / len(by_task) if whole else None,
+            score=sum(by_task.values()) / len(by_task) if is_measured else None,
             by_task=by_task,
             failed=sum(bool(trial.failure) for trial in trials),
             edit=None if version == self.question.start.version else edit,

@@ -1,6 +1,6 @@
 """Task source of a run: enqueues groups until the trainers' demand is met, and cancels groups that are stale or no longer needed.
 
-In: tasks, and the demand that the queue holds. Out: groups in the queue. Invariant: the demand is a level, and each look reads from the
+In: tasks, and the demand that the queue holds. Out: groups in the queue. Invariant: the demand is a level, and each update reads from the
 queue what is enqueued, so a source that is killed and started again enqueues nothing twice and omits nothing. One source per run.
 
 A group that the trainer skips raises the level, and a cancelled group lowers what counts as enqueued; in both cases the next task takes its
@@ -18,8 +18,7 @@ from functools import lru_cache
 
 from runner.groups import rollouts_of
 from runner.queue.client import QueueClient
-from runner.queue.wire import DemandState, NewRollout, RolloutSelector, RolloutState
-from runner.queue.wire import QueuedRollout as Standing
+from runner.queue.wire import DemandState, NewRollout, QueuedRollout, RolloutSelector, RolloutState
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.settings import Settings
 from spangrad.types import Mode, Rollout, Task
@@ -35,9 +34,9 @@ Served = Callable[[str], Awaitable[int | None]]
 """Function that gives the newest version of a policy that is served, or None: no version is served, or the version is unknown."""
 
 
-def task_at(tasks: Sequence[Task], place: int, seed: int) -> Task:
-    """Return the task of the run's group number `place` (from 0): all tasks in a shuffled order, then all of them in another order."""
-    epoch, index = divmod(place, len(tasks))
+def task_at(tasks: Sequence[Task], number: int, seed: int) -> Task:
+    """Return the task of the run's group number `number` (from 0): all tasks in a shuffled order, then all of them in another order."""
+    epoch, index = divmod(number, len(tasks))
     return tasks[_order(len(tasks), seed, epoch)[index]]
 
 
@@ -49,15 +48,15 @@ def _order(count: int, seed: int, epoch: int) -> Sequence[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """Result of one look at the demand, in groups."""
+class DemandUpdate:
+    """Result of one update, in groups."""
 
     demanded: int
     """Groups that the trainers demand, since the run's beginning."""
     enqueued: int
     """Groups enqueued and not cancelled, since the run's beginning."""
     cancelled: int
-    """Groups that this look cancelled: they were stale, or no longer needed."""
+    """Groups that this update cancelled: they were stale, or no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Difference:
 
 
 def difference(demand: DemandState, extra: int) -> Difference:
-    """Compute what to do about a demand; repeated looks come to rest, since cancelled groups are replaced only when the demand rises.
+    """Compute what to do about a demand; repeated updates converge, since cancelled groups are replaced only when the demand rises.
 
     Args:
         demand: with the number of groups enqueued.
@@ -87,7 +86,7 @@ class DemandSource:
     """Task source of one run."""
 
     def __init__(self, settings: Settings, queue: QueueClient, tasks: Sequence[Task], *, seed: int, queued: Queued, served: Served) -> None:
-        """Store the arguments; the first request is sent by `look`.
+        """Store the arguments; the first request is sent by `update`.
 
         Args:
             settings: name the run and the group size.
@@ -107,7 +106,7 @@ class DemandSource:
         self._begun: dict[tuple[str, int], dict[str, int]] = {}
         """Attempts that run, each with the versions of all policies that were served when it was first seen."""
 
-    async def look(self) -> Answered:
+    async def update(self) -> DemandUpdate:
         """Compare demand and queue once; enqueue or cancel groups accordingly.
 
         Raises:
@@ -121,7 +120,7 @@ class DemandSource:
         todo = difference(demand, self._settings.runner.extra_groups)
         if todo.cancel:
             stragglers = await self._cancel_stragglers(todo.cancel)
-            return Answered(demand.groups, demand.enqueued - stragglers, cancelled + stragglers)
+            return DemandUpdate(demand.groups, demand.enqueued - stragglers, cancelled + stragglers)
         position, enqueued = demand.enqueued + demand.cancelled, 0
         while enqueued < todo.enqueue:
             count = min(todo.enqueue - enqueued, _GROUPS_AT_ONCE)
@@ -130,22 +129,22 @@ class DemandSource:
             await self._queue.enqueue(run, [self._queued(one, self._settings) for one in rollouts])
             enqueued += count
             _logger.info("enqueued %d groups: %d by now, %d are wanted", count, demand.enqueued + enqueued, demand.groups)
-        return Answered(demand.groups, demand.enqueued + enqueued, cancelled)
+        return DemandUpdate(demand.groups, demand.enqueued + enqueued, cancelled)
 
-    async def _cancel_stragglers(self, most: int) -> int:
-        """Cancel at most `most` groups that have not ended, queued before running, newest first; return how many."""
+    async def _cancel_stragglers(self, limit: int) -> int:
+        """Cancel at most `limit` groups that have not ended, queued before running, newest first; return how many."""
         opened: dict[str, None] = {}
         for state in (RolloutState.RUNNING, RolloutState.QUEUED):
             async for rollout in self._rollouts(state):
                 opened[rollout.group_id] = None
-        stragglers = list(opened)[-most:]
+        stragglers = list(opened)[-limit:]
         for group in stragglers:
             await self._queue.cancel(RolloutSelector(run_id=self._settings.runner.run_id, group_id=group))
         if stragglers:
-            _logger.info("cancelled %d groups that were still at work when the trainer had what it wants", len(stragglers))
+            _logger.info("cancelled %d groups that still ran when the trainer's demand was met", len(stragglers))
         return len(stragglers)
 
-    async def _rollouts(self, state: RolloutState) -> AsyncGenerator[Standing]:
+    async def _rollouts(self, state: RolloutState) -> AsyncGenerator[QueuedRollout]:
         """Yield the run's rollouts in a state that count for the demand: those of mode train and greedy."""
         after = 0
         while (page := await self._queue.rollouts(run_id=self._settings.runner.run_id, state=state, after=after, limit=_PAGE)).rollouts:
@@ -164,16 +163,16 @@ class DemandSource:
             return 0
         serving = {policy: version for policy in oldest if (version := await self._served(policy)) is not None}
         begun: dict[tuple[str, int], dict[str, int]] = {}
-        stale: set[str] = set()
+        stale_groups: set[str] = set()
         async for rollout in self._rollouts(RolloutState.RUNNING):
             key = (rollout.rollout_id, rollout.attempts[-1].attempt)
             versions = begun[key] = self._begun.get(key, serving)
             # Where several policies are trained, a group is stale when it is too old for each of them.
             if all(policy in versions and versions[policy] < oldest[policy] for policy in oldest):
-                stale.add(rollout.group_id)
+                stale_groups.add(rollout.group_id)
         self._begun = begun
-        for group in stale:
+        for group in stale_groups:
             await self._queue.cancel(RolloutSelector(run_id=self._settings.runner.run_id, group_id=group))
-        if stale:
-            _logger.info("cancelled %d groups that began before the oldest version that can be trained: %s", len(stale), oldest)
-        return len(stale)
+        if stale_groups:
+            _logger.info("cancelled %d groups that began before the oldest version that can be trained: %s", len(stale_groups), oldest)
+        return len(stale_groups)

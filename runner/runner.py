@@ -20,13 +20,12 @@ from runner.embedded import EmbeddedQueue
 from runner.environments.client import EnvironmentClient
 from runner.groups import rollouts_of
 from runner.queue.client import QueueClient, new_rollout
-from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
-from runner.queue.wire import QueuedRollout as Standing
+from runner.queue.wire import NewRollout, QueuedRollout, RolloutSelector, RolloutState
 from runner.rewards.client import RewardClient
 from runner.workers.agent_processes import HostPool
 from runner.workers.agents import AgentSpec, agent_environment, is_service
 from runner.workers.attempt_files import AttemptFiles
-from runner.workers.attempts import Attempts, AttemptServices, Why
+from runner.workers.attempts import Attempts, AttemptServices, StopReason
 from runner.workers.containers import remove_of_dead
 from runner.workers.gateway_client import GatewayClient
 from runner.workers.root_spans import RootSpans, require_store
@@ -40,14 +39,14 @@ from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, Rollout
 
 _logger = logging.getLogger(__name__)
 
-_STORE_PATIENCE_SECONDS = 30.0
-_NEWS_SECONDS = 10.0
+_STORE_RETRY_SECONDS = 30.0
+_LONG_POLL_SECONDS = 10.0
 _NEWS_MOST = 1000
 _DEMAND_SECONDS = 0.5
-"""Pause between two looks at the demand, in seconds."""
+"""Pause between two requests for the demand, in seconds."""
 _WORDS = 1000
 """Rollouts in one cancellation request."""
-_STOPPED = Why(AttemptFailure.CANCELLED, "the runner was stopped", final=True, reported=True)
+_STOPPED = StopReason(AttemptFailure.CANCELLED, "the runner was stopped", final=True, reported=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class Runner:
             attempts = await open_attempts(self._settings, self._agent, stack, self._open_queue)
             self._attempts, self.queue = attempts, attempts.queue
             self._cursor = (await self.queue.run(settings.run_id)).cursor
-            worker = Worker(self.queue, settings.run_id, attempts, attempts.entry, store_patience_seconds=_STORE_PATIENCE_SECONDS)
+            worker = Worker(self.queue, settings.run_id, attempts, attempts.entry, store_retry_seconds=_STORE_RETRY_SECONDS)
             self._worker = await stack.enter_async_context(worker)
             self._stack = stack.pop_all()
         return self
@@ -188,7 +187,7 @@ class Runner:
         try:
             while not stopping.done():
                 await self._look_up_prompt()
-                await source.look()
+                await source.update()
                 waits: set[asyncio.Future[Any]] = {stopping, self._worker.failed}
                 await asyncio.wait(waits, timeout=_DEMAND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if self._worker.failed.done():
@@ -226,27 +225,27 @@ class Runner:
         left = set(ids)
         outcomes: dict[str, Outcome] = {}
         while left:
-            news = asyncio.create_task(
-                self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_NEWS_MOST, wait_seconds=_NEWS_SECONDS)
+            ended_page = asyncio.create_task(
+                self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_NEWS_MOST, wait_seconds=_LONG_POLL_SECONDS)
             )
             try:
-                await asyncio.wait([news, self._worker.failed], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([ended_page, self._worker.failed], return_when=asyncio.FIRST_COMPLETED)
                 if self._worker.failed.done():
                     raise self._worker.failed.result()
             finally:
-                news.cancel()
-            page = news.result()
+                ended_page.cancel()
+            page = ended_page.result()
             cursor = page.cursor
             self._cursor = max(cursor, self._cursor)
             for rollout in page.rollouts:
-                await self._attempts.mourn(rollout)
+                await self._attempts.close_lost_attempts(rollout)
                 if rollout.rollout_id in left:
                     left.discard(rollout.rollout_id)
                     outcome = outcomes[rollout.rollout_id] = outcome_of(rollout)
                     if progress is not None:
                         progress(outcome)
         await self._worker.without(ids)
-        await self._attempts.roots.acknowledged(_STORE_PATIENCE_SECONDS)
+        await self._attempts.roots.acknowledged(_STORE_RETRY_SECONDS)
         return [outcomes[name] for name in ids]
 
     async def _abandon(self, ids: Sequence[str], cursor: int) -> None:
@@ -261,10 +260,10 @@ class Runner:
             if not page.rollouts:
                 break  # the missing rollouts were not enqueued
             for rollout in page.rollouts:
-                await self._attempts.mourn(rollout)
+                await self._attempts.close_lost_attempts(rollout)
             left -= {rollout.rollout_id for rollout in page.rollouts}
         await self._worker.without(ids)
-        await self._attempts.roots.acknowledged(_STORE_PATIENCE_SECONDS)
+        await self._attempts.roots.acknowledged(_STORE_RETRY_SECONDS)
 
     async def _open_queue(self) -> QueueClient:
         settings = self._settings.runner
@@ -275,7 +274,7 @@ class Runner:
         for queue, count in left:
             await queue.close()
             _logger.warning(
-                "%d rollouts of run %s were left by a process that died; --resume goes on with them (%s)",
+                "%d rollouts of run %s were left by a process that ended; --resume continues them (%s)",
                 count, settings.run_id, queue.file,
             )  # fmt: skip
         if self._resume and chosen is None:
@@ -346,17 +345,17 @@ def queued(rollout: Rollout, settings: Settings) -> NewRollout:
     )
 
 
-def outcome_of(standing: Standing) -> Outcome:
+def outcome_of(queued_rollout: QueuedRollout) -> Outcome:
     """Return the outcome of a rollout that has ended."""
-    last = standing.attempts[-1] if standing.attempts else None
-    succeeded = standing.state is RolloutState.SUCCEEDED
+    last = queued_rollout.attempts[-1] if queued_rollout.attempts else None
+    succeeded = queued_rollout.state is RolloutState.SUCCEEDED
     failure = None if succeeded else (last and last.reason) or AttemptFailure.CANCELLED
     return Outcome(
-        RolloutKey(standing.run_id, standing.rollout_id, last.attempt if last else 0),
-        standing.task_id,
-        standing.mode,
+        RolloutKey(queued_rollout.run_id, queued_rollout.rollout_id, last.attempt if last else 0),
+        queued_rollout.task_id,
+        queued_rollout.mode,
         ((last and last.rewards) or {}) if succeeded else last and last.rewards,
-        AttemptFailure.CANCELLED if standing.state is RolloutState.CANCELLED else failure,
+        AttemptFailure.CANCELLED if queued_rollout.state is RolloutState.CANCELLED else failure,
         last.detail if last else "cancelled before it began",
         (last and last.seconds) or 0.0,
         last.calls if last else 0,

@@ -75,8 +75,8 @@ class SpangradConfigurator(_OTelSDKConfigurator):
 
 def pre_instrument() -> None:
     """Add our processors to the provider that a distribution has made, before the instrumentors see it."""
-    ours = _EXPORTER not in os.environ and not os.environ.get(_CONFIG_FILE) and bool(_endpoint_set(os.environ))
-    _equip(export=ours)
+    exports_here = _EXPORTER not in os.environ and not os.environ.get(_CONFIG_FILE) and bool(_endpoint_set(os.environ))
+    _equip(export=exports_here)
 
 
 def post_instrument() -> None:
@@ -101,11 +101,11 @@ def otlp_url(environ: Mapping[str, str]) -> str:
     parts = urlsplit(url)
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or ""
     if parts.port == _GRPC_PORT:
-        moved = parts._replace(
+        transformed = parts._replace(
             netloc=parts.netloc[: -len(str(_GRPC_PORT))] + str(_HTTP_PORT), path=parts.path.rstrip("/") or "/v1/traces"
         ).geturl()
-        _logger.warning("port %d takes OTLP/gRPC; spans are sent by OTLP/HTTP to %s instead of %s", _GRPC_PORT, moved, url)
-        return moved
+        _logger.warning("port %d takes OTLP/gRPC; spans are sent by OTLP/HTTP to %s instead of %s", _GRPC_PORT, transformed, url)
+        return transformed
     if protocol == "grpc":
         _logger.warning("OTEL_EXPORTER_OTLP_PROTOCOL=grpc is not used here: spans are sent by OTLP/HTTP to %s", url)
     return url

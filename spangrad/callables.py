@@ -32,8 +32,8 @@ def load(reference: str) -> Callable[..., Any]:
     Raises:
         AgentError: there is no such module or attribute, importing it failed, or it is not callable.
     """
-    place, path = split(reference)
-    if not (place and path):
+    module_name, path = split(reference)
+    if not (module_name and path):
         raise AgentError(f"{reference!r} does not name a callable: give it as module:function.")
     function = _imported(reference, lambda module: _named(module, path))
     if not callable(function):
@@ -49,16 +49,16 @@ def load_agent(reference: str) -> tuple[Callable[..., Any], Callable[..., Any] |
     Raises:
         AgentError: as `load`; or nothing is decorated, or several functions are.
     """
-    place, path = split(reference)
-    agent = load(reference) if path is not None or not place else _only_marked(reference, _imported(reference, _marked))
+    module_name, path = split(reference)
+    agent = load(reference) if path is not None or not module_name else _only_marked(reference, _imported(reference, _marked))
     mark = mark_of(agent)
     return agent, None if mark is None else mark.evaluator
 
 
 def split(reference: str) -> tuple[str, str | None]:
     """Return a reference's module or file, and its function. None: it names no function; `""`: it names an empty one."""
-    place, colon, path = reference.rpartition(":")
-    return (place, path) if colon and "/" not in path else (reference, None)
+    module_name, colon, path = reference.rpartition(":")
+    return (module_name, path) if colon and "/" not in path else (reference, None)
 
 
 def source_file(reference: str) -> Path:
@@ -67,19 +67,19 @@ def source_file(reference: str) -> Path:
     Raises:
         AgentError: there is no such file, or the module has no Python source.
     """
-    place, _ = split(reference)
-    if place.endswith(".py"):
-        file = Path(place)
+    module_name, _ = split(reference)
+    if module_name.endswith(".py"):
+        file = Path(module_name)
     else:
         try:
-            spec = _find_spec(place)
+            spec = _find_spec(module_name)
         except Exception as error:  # looking for `package.module` may run the package
-            raise AgentError(f"{place!r} cannot be looked for: {type(error).__name__}: {error}. Fix the package.") from error
+            raise AgentError(f"{module_name!r} cannot be looked for: {type(error).__name__}: {error}. Fix the package.") from error
         if spec is None:
-            raise AgentError(f"there is no module {place!r} in {Path.cwd()} or on Python's path. Write it, or fix the name.")
+            raise AgentError(f"there is no module {module_name!r} in {Path.cwd()} or on Python's path. Write it, or fix the name.")
         file = Path(spec.origin or "")
     if file.suffix != ".py" or not file.is_file():
-        raise AgentError(f"{place!r} has no source file in Python ({file}). Name a module that is a .py file.")
+        raise AgentError(f"{module_name!r} has no source file in Python ({file}). Name a module that is a .py file.")
     return file.resolve()
 
 
@@ -125,10 +125,10 @@ def reference_of(function: Callable[..., Any], what: str) -> tuple[str, Path]:
             "level of its file."
         )
     try:
-        there = _attribute(module, name)
+        attribute = _attribute(module, name)
     except AttributeError:
-        there = None
-    if there is not function:
+        attribute = None
+    if attribute is not function:
         raise AgentError(
             f"{what} {name!r} is not what {module.__name__} has under that name, so the worker processes would run something else. "
             "Give the function that stands there."
@@ -160,10 +160,10 @@ def _imported(reference: str, read: Callable[[ModuleType], T]) -> T:
         raise AgentError(f"{reference!r} cannot be loaded from {sys.path[0]}: {type(error).__name__}: {error}") from error
 
 
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    file = Path(place).resolve()
+def _module(module_name: str) -> ModuleType:
+    if not module_name.endswith(".py"):
+        return importlib.import_module(module_name)
+    file = Path(module_name).resolve()
     for module in list(sys.modules.values()):
         # This process's __main__ is the agent host's, or a program's that has only begun: not the file as a module.
         if module.__name__ != "__main__" and getattr(module, "__file__", None) == str(file):

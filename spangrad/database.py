@@ -33,7 +33,7 @@ class Owner:
     setting: str
     """Setting that names the database."""
     error: type[SpangradError]
-    promise: str
+    guarantee: str
     """End of a sentence: what still holds when the database fails."""
     lock: int
     """Key of the PostgreSQL advisory lock that each of its transactions holds: any number, the same for all processes."""
@@ -52,7 +52,7 @@ class Database:
         self.engine = sa.create_engine(url, pool_pre_ping=True)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._owner = owner
-        self.opening: Callable[[Callable[[], sa.Connection]], sa.Connection] = lambda work: work()
+        self.connect_with: Callable[[Callable[[], sa.Connection]], sa.Connection] = lambda work: work()
         """Function that begins transactions; it may retry one that could not begin."""
         if self.is_sqlite:
             event.listen(self.engine, "connect", _configure_sqlite)
@@ -68,7 +68,7 @@ class Database:
         Raises:
             SpangradError: the owner's: the database failed. The commit may have happened: check before repeating it.
         """
-        with self.translated(), self.opening(lambda: self._open(self.engine)) as connection, _ended(connection):
+        with self.translated(), self.connect_with(lambda: self._open(self.engine)) as connection, _ended(connection):
             yield connection
 
     @contextmanager
@@ -79,7 +79,7 @@ class Database:
             SpangradError: the owner's: the database failed.
         """
         reader = self.engine.execution_options(**_READING)
-        with self.translated(), self.opening(lambda: self._open(reader)) as connection, _ended(connection):
+        with self.translated(), self.connect_with(lambda: self._open(reader)) as connection, _ended(connection):
             yield connection
 
     def insert_new(self, transaction: sa.Connection, table: sa.Table, rows: Iterable[dict[str, object]]) -> None:
@@ -121,7 +121,7 @@ class Database:
             reason = str(error.orig).strip().splitlines()
             raise self._owner.error(
                 f"{self._owner.name} {self.shown} failed ({reason[0] if reason else type(error.orig).__name__}). See that the database "
-                f"runs, that its disk has room, then start again: {self._owner.promise}"
+                f"runs, that its disk has room, then start again: {self._owner.guarantee}"
             ) from error
 
 

@@ -3,7 +3,7 @@
 Invariant: no time of one clock is compared with that of another, nor with the time of day, so that a clock that is moved neither frees a
 lease nor freezes one.
 
-A row holds the duration of its lease without renewal, and the number of its renewals. An observer (`Watch`) measures by its own monotonic
+A row holds the duration of its lease without renewal, and the number of renewals. An observer (`LeaseClock`) counts by its own monotonic
 clock, from the moment when it first saw the last renewal. So no lease is revoked before its time, and a new observer waits for the whole
 duration once. An observer does not wait for a process that it can see to be dead.
 """
@@ -25,18 +25,18 @@ BEATS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Sighting:
+class _LastRenewal:
     beat: int
     until: float
     """Expiry in seconds, by the observer's clock."""
 
 
-class Watch(Generic[Name]):
+class LeaseClock(Generic[Name]):
     """Leases that one observer watches. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[Name, _Sighting] = {}
+        self._seen: dict[Name, _LastRenewal] = {}
 
     def __contains__(self, lease: object) -> bool:
         return lease in self._seen
@@ -44,7 +44,7 @@ class Watch(Generic[Name]):
     def __len__(self) -> int:
         return len(self._seen)
 
-    def see(self, lease: Name, beat: int, seconds: float) -> bool:
+    def observe(self, lease: Name, beat: int, seconds: float) -> bool:
         """Observe a lease; its duration begins when a renewal is seen first.
 
         Args:
@@ -56,25 +56,25 @@ class Watch(Generic[Name]):
             True if it has expired.
         """
         now = self._clock()
-        sighting = self._seen.get(lease)
-        if sighting is None or sighting.beat != beat:
-            sighting = self._seen[lease] = _Sighting(beat, now + seconds)
-        return sighting.until <= now
+        renewal = self._seen.get(lease)
+        if renewal is None or renewal.beat != beat:
+            renewal = self._seen[lease] = _LastRenewal(beat, now + seconds)
+        return renewal.until <= now
 
     def renew(self, lease: Name, seconds: float) -> None:
         """Restart a lease's duration: for an observer that receives all renewals itself."""
-        sighting = self._seen.get(lease)
-        self._seen[lease] = _Sighting(sighting.beat + 1 if sighting else 0, self._clock() + seconds)
+        renewal = self._seen.get(lease)
+        self._seen[lease] = _LastRenewal(renewal.beat + 1 if renewal else 0, self._clock() + seconds)
 
     def prolong(self, seconds: float) -> None:
         """Prolong all leases: the observer itself was delayed, and may not have seen renewals that had arrived."""
-        self._seen = {lease: _Sighting(seen.beat, seen.until + seconds) for lease, seen in self._seen.items()}
+        self._seen = {lease: _LastRenewal(seen.beat, seen.until + seconds) for lease, seen in self._seen.items()}
 
     def forget(self, lease: Name) -> None:
         """Stop watching a lease that has ended."""
         self._seen.pop(lease, None)
 
-    def over(self) -> list[Name]:
+    def expired(self) -> list[Name]:
         """Return the leases that have expired."""
         now = self._clock()
         return [lease for lease, seen in self._seen.items() if seen.until <= now]
@@ -95,7 +95,7 @@ def is_dead(holder: str) -> bool:
 
     A process that /proc hides (mounted with hidepid) is probed by signal 0: it has not ended while its number is in use. Clones of a
     running virtual machine share the boot and the process table, so the host's name must be this one's, too: give clones names of their
-    own. Where two share even that, a live holder may look dead; the ledger then refuses the later commit.
+    own. Where two share even that, a live holder may seem dead; the ledger then refuses the later commit.
     """
     match holder.split(" "):
         case [host, pid, started, table]:

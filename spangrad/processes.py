@@ -43,7 +43,7 @@ class Child:
             env: added to our environment.
             inherit_settings: False removes our SPANGRAD_ variables from its environment, because its settings are resolved already.
         """
-        ours = {key: value for key, value in os.environ.items() if inherit_settings or not key.startswith("SPANGRAD_")}
+        inherited = {key: value for key, value in os.environ.items() if inherit_settings or not key.startswith("SPANGRAD_")}
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**ours, **(env or {})},
+                env={**inherited, **(env or {})},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )

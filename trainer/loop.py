@@ -36,20 +36,20 @@ from trainer.ledger.demand import DemandReporter
 from trainer.ledger.file_batches import has_trainers_state
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.patient_store import make_patient, patient_client
 from trainer.ledger.recovery import earlier_checkpoints, newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
+from trainer.ledger.store_retries import retry_transactions, retrying_client
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor import alarms
-from trainer.monitor.batch_metrics import measures
+from trainer.monitor.batch_metrics import batch_metrics
 from trainer.monitor.evaluate import Evaluation, best, describe_best
 from trainer.monitor.view import LogLines
 from trainer.monitor.watchers import watchers_of
 from trainer.monitor.watching import Clock, CommittedStep, Watchers
-from trainer.outages import Outage
 from trainer.publish import checkpoint
 from trainer.publish.lora import adapter_of, model_of
 from trainer.publish.publisher import Publisher, publisher_of
 from trainer.publish.publishing import HeadPublisher
+from trainer.retries import Outage
 from trainer.shutdown import Shutdown, Stopped
 from trainer.step import StepTransaction, beating
 
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SHARE = 0.05
 _LONGEST_LOOK_SECONDS = 2.0
-"""Longest pause of an idle trainer between two looks, in seconds; shorter ones are `_LOOK_SHARE` of the time that it has waited."""
+"""Longest pause of an idle trainer between two polls, in seconds; shorter ones are `_LOOK_SHARE` of the time that it has waited."""
 _LOOK_SECONDS = 1.0
 """Interval at which an idle trainer checks the served version, in seconds."""
 
@@ -93,7 +93,7 @@ class Trainer:
     watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
     clock: Clock = field(default_factory=Clock)
     store_outage: Outage = field(default_factory=lambda: Outage("the span store"))
-    _looked: float = 0.0
+    _checked_at: float = 0.0
     _head: LedgerVersion | None = None
     """Version that the last batch is to train. None: no batch was taken."""
     _awaited: str | None = None
@@ -114,12 +114,12 @@ class Trainer:
     def _publish_again(self) -> None:
         """Publish the newest version to engines that were restarted, as they serve the weights that they started with."""
         if self.publishing:
-            self.publishing.look(self.loaded, self._weights)
+            self.publishing.collect_or_retry(self.loaded, self._weights)
 
     def _idle(self) -> None:
         """Pause while there is nothing to train; at intervals undo leases of dead processes, evaluate, and check the served version."""
-        if time.monotonic() - self._looked > _LOOK_SECONDS:
-            self._looked = time.monotonic()
+        if time.monotonic() - self._checked_at > _LOOK_SECONDS:
+            self._checked_at = time.monotonic()
             undo_leases(self.ledger, self.settings)
             self.evaluate()
             self._publish_again()
@@ -165,14 +165,14 @@ class Trainer:
             self._idle()
 
     def evaluate(self) -> None:
-        """Measure versions on the held-out rollouts that were built since the last look."""
+        """Measure versions on the held-out rollouts that were built since the last poll."""
         measured = self.evaluation.measure(self.ledger) if self.evaluation else []
         for version in measured:
             self.mirror.write(version)
             self.watchers.evaluated(version, newest_version(self.ledger).version)
-        champion = best(self.ledger.versions(), self.settings.trainer) if measured else None
-        if champion:
-            logger.info("%s", describe_best(champion, self.settings.trainer))
+        best_version = best(self.ledger.versions(), self.settings.trainer) if measured else None
+        if best_version:
+            logger.info("%s", describe_best(best_version, self.settings.trainer))
 
     def take(self) -> Loaded | None:
         """Return the oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
@@ -229,7 +229,7 @@ class Trainer:
             batch, facts, calls = assemble(
                 loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash
             )
-            facts |= measures(loaded, settings, lineage) | self.demand.figures() | self._retries() | self.batches.figures()
+            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures() | self._retries() | self.batches.figures()
             history = [version.metrics for version in self.ledger.versions() if version.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], settings.alarms)
         try:
@@ -341,9 +341,9 @@ def train(settings: Settings, *, follow: bool) -> None:
 def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
     store, outage = connect(settings.store, consistent=True), Outage("the span store")
-    client = patient_client(store, settings.store.url, outage, shutdown)
+    client = retrying_client(store, settings.store.url, outage, shutdown)
     ledger = open_ledger(settings)
-    make_patient(ledger, Outage("the ledger's database"), shutdown)
+    retry_transactions(ledger, Outage("the ledger's database"), shutdown)
     watchers, trainer = Watchers([]), None
     try:
         newest = prepare(ledger, settings)
@@ -387,7 +387,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         trainer.start()
         trainer.run(follow=follow)
         if newest_version(ledger).version == newest.version and not follow:
-            logger.info("%s", plan_of(settings, client, ledger).sentence)
+            logger.info("%s", plan_of(settings, client, ledger).summary)
     finally:
         if trainer:
             trainer.close()

@@ -26,7 +26,7 @@ class Shutdown:
     def __init__(self) -> None:
         self.requested: str | None = None
         """Name of the signal that arrived. None: none did."""
-        self._shields = 0
+        self._shield_depth = 0
         self._ended = False
 
     @property
@@ -50,11 +50,11 @@ class Shutdown:
     @contextmanager
     def shielded(self) -> Generator[None]:
         """Hold signals back until the block ends."""
-        self._shields += 1
+        self._shield_depth += 1
         try:
             yield
         finally:
-            self._shields -= 1
+            self._shield_depth -= 1
         self.check()
 
     def check(self) -> None:
@@ -63,12 +63,12 @@ class Shutdown:
         Raises:
             Stopped: a signal arrived, and nothing is shielded.
         """
-        if self.requested and not self._shields:
+        if self.requested and not self._shield_depth:
             raise Stopped
 
     def end(self) -> None:
         """Raise nothing from here on: the process is ending, and cleans up."""
-        self._shields += 1
+        self._shield_depth += 1
         self._ended = True
 
     def sleep(self, seconds: float) -> None:

@@ -21,7 +21,7 @@ _SIZE = pl.col("Calls").cast(pl.Int64).fill_null(16) + 1
 """Size of a rollout, in calls: the calls that its root counted, else a guess, plus one for the rollout itself."""
 
 
-class Portions:
+class BuildBatches:
     """Splits rollouts into portions by the measured memory per call."""
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class Portions:
         """Yield ROLLOUTS in as few portions as the bounds allow, of similar size, oldest first."""
         if rollouts.is_empty():
             return
-        most = max(1, min(CALLS_A_BUILD, BYTES_A_BUILD // self._bytes_a_call))
+        max_calls = max(1, min(CALLS_A_BUILD, BYTES_A_BUILD // self._bytes_a_call))
         total = int(rollouts.select(_SIZE.sum()).item())
         before = _SIZE.cum_sum() - _SIZE
-        numbered = rollouts.sort("IngestedAt", "RunId", "RolloutId").with_columns(portion=before * -(-total // most) // total)
-        yield from (portion.drop("portion") for portion in numbered.partition_by("portion", maintain_order=True))
+        numbered = rollouts.sort("IngestedAt", "RunId", "RolloutId").with_columns(portion=before * -(-total // max_calls) // total)
+        yield from (batch.drop("portion") for batch in numbered.partition_by("portion", maintain_order=True))
 
-    def weigh(self, frames: Frames) -> None:
+    def record(self, frames: Frames) -> None:
         """Update the estimated memory per call from the frames read for a portion."""
         weight = sum(frame.estimated_size() for frame in (frames.spans, frames.calls, frames.answers))
         self._bytes_a_call = int(weight) // int(frames.rollouts.select(_SIZE.sum()).item()) + 1

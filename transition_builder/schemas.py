@@ -131,7 +131,7 @@ PRESENCE: Schema = {**NAMES, "Evaluations": pl.UInt64(), "LastArrival": MICROSEC
 COUNTS: Schema = {**NAMES, "Calls": pl.UInt64()}
 """Number of arrived calls that a gateway counts, a row a trace."""
 
-LOOSE: Schema = {
+ROOTLESS: Schema = {
     **{name: dtype for name, dtype in _IDENTITY.items() if name not in {"Timestamp", "SpanId", "Choice"}},
     "IngestedAt": MICROSECONDS,
 }
@@ -151,8 +151,8 @@ more). RolloutId is that of the first of them; of 0 the session, the conversatio
 ACTIVITY: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "LastArrival": MICROSECONDS}
 """Arrival time of the newest span that names a rollout, a row for each run that such spans name."""
 
-TRACES: Schema = {"TraceId": _TEXT, "LastArrival": MICROSECONDS, "Torn": pl.Boolean()}
-"""Arrival time of a trace's newest span; Torn: the parent of some span has not arrived."""
+TRACES: Schema = {"TraceId": _TEXT, "LastArrival": MICROSECONDS, "HasOpenSpan": pl.Boolean()}
+"""Arrival time of a trace's newest span; HasOpenSpan: the parent of some span has not arrived."""
 
 BUILT: Schema = {
     "RunId": _TEXT,

@@ -12,7 +12,7 @@ from transition_builder.source.sink import Written
 
 @dataclass(slots=True)
 class Summary:
-    """Counts of what one look at the store built."""
+    """Counts of one pass of the builder."""
 
     rollouts: int = 0
     """Rollouts that got a revision."""

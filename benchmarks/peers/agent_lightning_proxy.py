@@ -1,6 +1,6 @@
 """Agent Lightning 0.3.0's own gateway, its `LLMProxy` (LiteLLM's proxy with its callbacks), recording into its own store, `agl store`.
 
-In: an empty directory, the upstream's address. Out: `Road`s. Invariant: each proxy is a process tree of its own, and all record into one
+In: an empty directory, the upstream's address. Out: `Setup`s. Invariant: each proxy is a process tree of its own, and all record into one
 store; what is compared with ours is asked for logprobs too, which its callback `logprobs` does.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gateway_bodies import POLICY, Bodies
-from benchmarks.gateway_roads import Kind, Road
+from benchmarks.gateway_roads import Kind, Setup
 from benchmarks.peers import agent_lightning
 from benchmarks.peers.environment import peer_environment
 from spangrad.processes import Child, answers, free_ports, wait_until
@@ -78,7 +78,7 @@ class Proxy:
 
 
 @contextmanager
-def running(directory: Path, upstream: str) -> Generator[Mapping[str, Road]]:
+def running(directory: Path, upstream: str) -> Generator[Mapping[str, Setup]]:
     """Run the peer's store and all variants of its proxy."""
     with ExitStack() as stack:
         store = stack.enter_context(agent_lightning.running(directory))

@@ -75,18 +75,18 @@ def protobuf_list(bodies: Sequence[TraceBody], first: int = 0) -> Iterator[bytes
 
     They come in pieces: as one, they would need newly allocated memory.
     """
-    placed = [(body, place) for body in bodies for place in body.wire or ()]
-    behind = [b"".join((_NUMBER, varint(number), place.texts)) for number, (_, place) in enumerate(placed, first)]
-    heads = [b"\x0a" + varint(place.length + len(ours)) for (_, place), ours in zip(placed, behind, strict=True)]
-    lengths = sum(place.length for _, place in placed) + sum(map(len, heads)) + sum(map(len, behind))
+    positioned = [(body, position) for body in bodies for position in body.wire or ()]
+    behind = [b"".join((_NUMBER, varint(number), position.texts)) for number, (_, position) in enumerate(positioned, first)]
+    heads = [b"\x0a" + varint(position.length + len(suffix)) for (_, position), suffix in zip(positioned, behind, strict=True)]
+    lengths = sum(position.length for _, position in positioned) + sum(map(len, heads)) + sum(map(len, behind))
     piece: list[bytes | memoryview] = [varint(lengths)]
     size = 0
     loaded, wire = None, memoryview(b"")
-    for (body, place), head, ours in zip(placed, heads, behind, strict=True):
+    for (body, position), head, suffix in zip(positioned, heads, behind, strict=True):
         if body is not loaded:
             loaded, wire = body, memoryview(body.load())
-        piece += (head, wire[place.start : place.start + place.length], ours)
-        size += place.length
+        piece += (head, wire[position.start : position.start + position.length], suffix)
+        size += position.length
         if size >= _PIECE:
             yield b"".join(piece)
             piece, size = [], 0
@@ -95,7 +95,7 @@ def protobuf_list(bodies: Sequence[TraceBody], first: int = 0) -> Iterator[bytes
 
 def resources(bodies: Sequence[TraceBody]) -> list[tuple[int, int]]:
     """Return the index of the body and the index within it for each number of `protobuf_list`, from its first."""
-    return [(place, index) for place, body in enumerate(bodies) for index in range(len(body.wire or ()))]
+    return [(position, index) for position, body in enumerate(bodies) for index in range(len(body.wire or ()))]
 
 
 def _has_empty_list(wire: bytes) -> bool:

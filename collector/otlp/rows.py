@@ -89,7 +89,7 @@ def encode_traces(request: ExportTraceServiceRequest, selection: Mapping[tuple[i
         for scope_place, scope_spans in enumerate(resource_spans.scope_spans):
             spans: Iterable[Span] = scope_spans.spans
             if selection is not None:
-                spans = [scope_spans.spans[place] for place in selection.get((resource_place, scope_place), ())]
+                spans = [scope_spans.spans[index] for index in selection.get((resource_place, scope_place), ())]
             scope_name = _name(scope_spans.scope.name)
             scope = scope_name + _name(scope_spans.scope.version)
             for span in spans:

@@ -8,7 +8,7 @@ CREATE DATABASE IF NOT EXISTS spangrad_internal;
 -- ordered by rollout so that reading a batch of rollouts never scans.
 --
 -- A span delivered twice has the same sorting key twice: ReplacingMergeTree keeps the row with the highest
--- Earliness, that is the first delivery, so that reading the past (IngestedAt <= T) never changes its answer.
+-- DedupRank, that is the first delivery, so that reading the past (IngestedAt <= T) never changes its answer.
 -- Read with FINAL, or through the views of 0004.
 --
 -- Both are compressed as the server compresses by default, with LZ4: reading a batch costs 15 to 30 % less CPU than with ZSTD,
@@ -43,10 +43,10 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.rollout_spans (
     StatusMessage String,
     Attributes Map(LowCardinality(String), String),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), Default),
-    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)),
+    DedupRank UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_trace_id TraceId TYPE bloom_filter(0.001) GRANULARITY 1
-) ENGINE = ReplacingMergeTree(Earliness)
+) ENGINE = ReplacingMergeTree(DedupRank)
 PARTITION BY toYYYYMM(Timestamp)
 ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
@@ -143,8 +143,8 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.attempts (
     StatusCode LowCardinality(String),
     StatusMessage String,
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), Default),
-    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt))
-) ENGINE = ReplacingMergeTree(Earliness)
+    DedupRank UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt))
+) ENGINE = ReplacingMergeTree(DedupRank)
 ORDER BY (RunId, RolloutId, Attempt, Timestamp, TraceId, SpanId)
 SETTINGS index_granularity = 1024;
 
@@ -219,10 +219,10 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.calls (
     Aborted Bool,
     Redacted Bool,
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), Default),
-    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)),
+    DedupRank UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_trace_id TraceId TYPE bloom_filter(0.001) GRANULARITY 1
-) ENGINE = ReplacingMergeTree(Earliness)
+) ENGINE = ReplacingMergeTree(DedupRank)
 PARTITION BY toYYYYMM(Timestamp)
 ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;

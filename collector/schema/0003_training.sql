@@ -188,7 +188,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.builds (
     RowsRead UInt64 COMMENT 'Of spangrad_internal.rollout_spans: a row that is dated before the watermark may be seen after it' CODEC(ZSTD(1)),
     Builder LowCardinality(String) CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
-    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1)),
+    DedupRank UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1)),
     BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content)
         COMMENT 'Of this revision: its rows of other tables have the same, so that a reader selects them by one number' CODEC(ZSTD(1)),
     Precedence UInt256 MATERIALIZED bitOr(bitShiftLeft(toUInt256(Revision), 128), bitOr(
@@ -196,7 +196,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.builds (
         COMMENT 'The greatest counts of a rollout''s: the newest revision, and of two builders that made the same one at once the first' CODEC(ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
-) ENGINE = ReplacingMergeTree(Earliness)
+) ENGINE = ReplacingMergeTree(DedupRank)
 ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Revision, Content)
 SETTINGS index_granularity = 1024;
 
@@ -220,8 +220,8 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.datasets (
     Settings String COMMENT 'What decides a build''s result, as JSON' CODEC(ZSTD(1)),
     Reason String COMMENT 'Why there is a new revision' CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
-    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1))
-) ENGINE = ReplacingMergeTree(Earliness)
+    DedupRank UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1))
+) ENGINE = ReplacingMergeTree(DedupRank)
 ORDER BY (Name, Revision);
 
 -- Versions: parent and the parent's branch, batch, checksum, path, and the metrics of the step.

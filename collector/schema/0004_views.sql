@@ -150,7 +150,7 @@ CREATE VIEW IF NOT EXISTS spangrad.datasets AS SELECT * FROM spangrad_internal.d
 COMMENT 'Names of build specifications and their revisions.';
 
 CREATE VIEW IF NOT EXISTS spangrad.attempts AS
-SELECT * EXCEPT (Earliness) FROM spangrad_internal.attempts FINAL
+SELECT * EXCEPT (DedupRank) FROM spangrad_internal.attempts FINAL
 COMMENT 'Attempts of rollouts by their root spans, built or not: outcome and duration; the last one where Final is true.';
 
 CREATE VIEW IF NOT EXISTS spangrad.rollouts AS

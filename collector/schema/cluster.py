@@ -125,12 +125,14 @@ class Layout:
         shared = name == _EVERYWHERE
         local = name if shared else self.local(name)
         # Names, not UUIDs: a server that joins later and runs the same statements finds its peers.
-        place = f"'/clickhouse/tables/{database}/{local}', '{{shard}}-{{replica}}'" if shared else (
+        replica_path = f"'/clickhouse/tables/{database}/{local}', '{{shard}}-{{replica}}'" if shared else (
             f"'/clickhouse/tables/{{shard}}/{database}/{local}', '{{replica}}'"
         )  # fmt: skip
 
         def replicated(text: str) -> str:
-            return _ENGINE.sub(lambda engine: f"ENGINE = Replicated{engine[1]}({place}{', ' + engine[2] if engine[2] else ''})", text)
+            return _ENGINE.sub(
+                lambda engine: f"ENGINE = Replicated{engine[1]}({replica_path}{', ' + engine[2] if engine[2] else ''})", text
+            )
 
         created = [f"CREATE TABLE IF NOT EXISTS {database}.{local}{self.on_cluster}{_outside_literals(body, replicated)}"]
         if self.sharded and not shared:

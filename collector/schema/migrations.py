@@ -26,7 +26,7 @@ Execute = Callable[[str], str]
 SCHEMA = Path(__file__).parent
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _PIECE = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|;|[^'`\"\-/;]+|.", re.DOTALL)
-_THERE = f"SELECT concat(database, '.', name) FROM system.tables WHERE database IN {DATABASES}"
+_EXISTING = f"SELECT concat(database, '.', name) FROM system.tables WHERE database IN {DATABASES}"
 _OLDER = "EXISTS TABLE otel.schema_migrations"
 _RECORD = """CREATE TABLE IF NOT EXISTS spangrad_internal.schema_migrations (
     Number UInt32, Name String, Sha256 String, Layout String, AppliedAt DateTime64(6) DEFAULT now64(6)
@@ -123,7 +123,7 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
     """
     entries = status(execute, layout, directory)
     new = _pending(entries, directory, _TO_APPLY)
-    gone = {entry.number: entry.lacks for entry in entries}
+    missing_objects = {entry.number: entry.lacks for entry in entries}
     for statement in preamble(layout):
         execute(statement)
     for migration in new:
@@ -133,8 +133,12 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
                 execute(statement)
             except StoreError as error:
                 raise StoreError(f"{migration.name} stopped at {first_line(statement)!r}: {error}") from error
-        again = f": {', '.join(lacks)} was gone, and is made anew, without its rows" if (lacks := gone[migration.number]) else ""
-        report(f"applied {migration.name} ({len(script) - 1} statements){again}")
+        recreated = (
+            f": {', '.join(lacks)} was missing, and is created again, without its rows"
+            if (lacks := missing_objects[migration.number])
+            else ""
+        )
+        report(f"applied {migration.name} ({len(script) - 1} statements){recreated}")
     return new
 
 
@@ -187,7 +191,7 @@ def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[E
                 f"the store's tables were made for {other.layout}, and the settings name {layout}. Set store.cluster and store.sharded"
                 " as they were, or copy the data into a new store."
             )
-    there = frozenset(execute(_THERE).splitlines())
+    existing = frozenset(execute(_EXISTING).splitlines())
 
     def entry(number: int) -> Entry:
         migration, record = known.get(number), applied.get(number)
@@ -197,7 +201,7 @@ def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[E
             return Entry(number, migration.name, MigrationState.NEW, "")
         if migration.sha256 != record.sha256:
             return Entry(number, migration.name, MigrationState.CHANGED, record.at)
-        lacks = tuple(name for name in migration.makes(layout) if name not in there)
+        lacks = tuple(name for name in migration.makes(layout) if name not in existing)
         return Entry(number, migration.name, MigrationState.INCOMPLETE if lacks else MigrationState.APPLIED, record.at, lacks)
 
     return [entry(number) for number in sorted({*known, *applied})]

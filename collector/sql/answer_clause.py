@@ -44,7 +44,7 @@ def find_answer_clause(sql: str) -> AnswerClause:
     return AnswerClause(sql[: match.start()], sql[match.start() : match.start("end")], match["format"])
 
 
-def _is_comment(sql: str, place: int) -> bool:
-    line = sql[sql.rfind("\n", 0, place) + 1 : place]
+def _is_comment(sql: str, offset: int) -> bool:
+    line = sql[sql.rfind("\n", 0, offset) + 1 : offset]
     # Rarely: then the whole statement must be searched.
-    return bool(_COMMENT.search(line)) and any(match.start() < place < match.end() for match in _COVERED.finditer(sql))
+    return bool(_COMMENT.search(line)) and any(match.start() < offset < match.end() for match in _COVERED.finditer(sql))

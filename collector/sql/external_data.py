@@ -86,4 +86,4 @@ def _structure(types: str) -> str:
             parts.append("")
         else:
             parts[-1] += character
-    return ", ".join(f"_{place} {part.strip()}" for place, part in enumerate(parts, 1)) if types.strip() else ""
+    return ", ".join(f"_{index} {part.strip()}" for index, part in enumerate(parts, 1)) if types.strip() else ""

@@ -73,7 +73,7 @@ class ClickHouseInterface:
             try:
                 return await send_answer(request, run, form)
             finally:
-                self._runner.leave(run)
+                self._runner.abandon(run)
         except REFUSALS as error:
             return send_refusal(error, form)
 

@@ -26,8 +26,8 @@ class Pipe:
         os.set_blocking(self._reading, False)
         self._open = True
         self._lock = threading.Lock()
-        """Guards reads, so that bytes are either in the pipe or recorded in `_came`."""
-        self._came = False
+        """Guards reads, so that bytes are either in the pipe or recorded in `_has_data`."""
+        self._has_data = False
         try:
             # A buffer for most answers, whole: each switch between the two threads costs more than a copy.
             fcntl.fcntl(self._reading, _F_SETPIPE_SZ, PIECE)
@@ -41,7 +41,7 @@ class Pipe:
             try:
                 with self._lock:
                     piece = os.read(self._reading, PIECE)
-                    self._came = self._came or bool(piece)
+                    self._has_data = self._has_data or bool(piece)
                 return piece
             except BlockingIOError:
                 await self._readable()
@@ -53,7 +53,7 @@ class Pipe:
     def is_untouched(self) -> bool:
         """Return whether nothing was ever written; to be called by the writer."""
         with self._lock:
-            return not self._came and not _waiting(self.descriptor)
+            return not self._has_data and not _waiting(self.descriptor)
 
     def close_writing(self) -> None:
         """Close the writing end. To be called once, by the thread that ran the statement or by the task that cancelled it."""

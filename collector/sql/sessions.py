@@ -135,9 +135,9 @@ class SessionPool:
 
     def _matching(self, role: TokenRole, database: str, settings: Mapping[str, str]) -> _ConfiguredHandle | None:
         with self._lock:
-            for place, configured in enumerate(self._idle):
+            for index, configured in enumerate(self._idle):
                 if (configured.role, configured.database, configured.settings) == (role, database, settings):
-                    return self._idle.pop(place)
+                    return self._idle.pop(index)
         return None
 
     def _writing(self, statement: Statement) -> _ConfiguredHandle:
@@ -153,13 +153,13 @@ class SessionPool:
                 used.handle.close()
             else:
                 return used
-        fresh = _ConfiguredHandle(self._open(), TokenRole.WRITER)
+        new_handle = _ConfiguredHandle(self._open(), TokenRole.WRITER)
         try:
-            fresh.configure(database, settings)
+            new_handle.configure(database, settings)
         except EngineRefusedError:
-            fresh.handle.close()
+            new_handle.handle.close()
             raise
-        return fresh
+        return new_handle
 
     def _used(self) -> _ConfiguredHandle | None:
         """Return a writer's idle handle, with any settings; None while more of them may be opened."""
@@ -171,14 +171,14 @@ class SessionPool:
             return writers[0]
 
     def _put(self, configured: _ConfiguredHandle, keep: bool) -> None:
-        leaving = None if keep else configured
+        evicted = None if keep else configured
         if keep:
             with self._lock:
                 self._idle.append(configured)
                 if len(self._idle) > MAX_IDLE:
-                    leaving = self._idle.pop(0)
-        if leaving:
-            leaving.handle.close()
+                    evicted = self._idle.pop(0)
+        if evicted:
+            evicted.handle.close()
 
     def _session(self, name: str, must_exist: bool) -> _ConfiguredHandle:
         now = time.monotonic()

@@ -111,7 +111,7 @@ class StatementRunner:
         assert run.request, "a run starts before its client leaves"
         self._workers[run.request.role].submit(self._work, run)
 
-    def leave(self, run: RunningStatement) -> None:
+    def abandon(self, run: RunningStatement) -> None:
         """Cancel a run whose client has its answer or has disconnected, unless it changes something. Returns at once."""
         run.pipe.close_reading()
         if run.done.cancel():

@@ -47,7 +47,7 @@ class Charge:
         self._budget = budget
         self._size = 0
         self._queued = False
-        self._over = False
+        self._closing = False
 
     def __enter__(self) -> Charge:
         return self
@@ -60,12 +60,12 @@ class Charge:
         """Hold at least `size` bytes. A request alone may exceed the budget, or a large one could never get in.
 
         Raises:
-            QueueFullError: others hold too much, or the request is over.
+            QueueFullError: other requests hold too much, or the request has ended.
         """
         with self._budget.lock:
             more = max(0, size - self._size)
             others = self._budget.held - self._size
-            if self._over or (others and self._budget.held + more > self._budget.limit):
+            if self._closing or (others and self._budget.held + more > self._budget.limit):
                 raise QueueFullError
             self._budget.held += more
             self._size += more
@@ -79,7 +79,7 @@ class Charge:
         with self._budget.lock:
             self._budget.held -= self._size
             self._size = 0
-            self._over = True
+            self._closing = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,10 @@ class Inserter(Generic[B]):
             while not self._closing and self._queued_bytes < MAX_INSERT:
                 quiet = max(self._queue[-1].since, self._free_since) + self._linger
                 latest = max(self._queue[0].since, self._free_since) + MAX_LINGERS * self._linger
-                left = min(quiet, latest) - time.monotonic()
-                if left <= 0:
+                remaining = min(quiet, latest) - time.monotonic()
+                if remaining <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(remaining)
             batch = [self._queue.popleft()]
             size = batch[0].body.size
             while self._queue and size + self._queue[0].body.size <= MAX_INSERT:

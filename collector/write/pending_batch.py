@@ -65,7 +65,7 @@ class PendingBatch:
         self._tries = 0
         """Number of failed tries to store the batch."""
         self._pause = RETRY_SECONDS
-        self._again = 0.0
+        self._retry_at = 0.0
         """Time (monotonic) before which the batch is not tried again."""
 
     @property
@@ -114,7 +114,7 @@ class PendingBatch:
         """
         if not self.size:
             return
-        if self._failed and time.monotonic() < self._again:
+        if self._failed and time.monotonic() < self._retry_at:
             raise EngineRefusedError(str(self._failed), self._failed.code)
         try:
             self._try_to_store()
@@ -122,7 +122,7 @@ class PendingBatch:
             logger.error("%d bytes of acknowledged spans wait in %s: %s", self.size, self._journal.path, error)
             # Each try may leave rows in the first of its tables: back off.
             self._pause = min(2 * self._pause, MAX_RETRY_SECONDS) if self._failed else RETRY_SECONDS
-            self._failed, self._again = error, time.monotonic() + self._pause
+            self._failed, self._retry_at = error, time.monotonic() + self._pause
             self._tries += 1
             raise
         self._failed, self._tries, self.since = None, 0, 0.0
@@ -138,7 +138,7 @@ class PendingBatch:
 
     def retry_soon(self) -> None:
         """Let the next store try again at once, since the cause of the failure may be fixed."""
-        self._again = 0.0
+        self._retry_at = 0.0
 
     def close(self) -> None:
         """Close the journal; waiting bodies stay in it."""
@@ -177,7 +177,7 @@ class PendingBatch:
             raise failing[0][1]
         for body, error in failing:
             file = _write_dead_letter(self._journal.path.parent / DEAD_LETTERS, body.load())
-            logger.error("a request with %d acknowledged spans is in no table, and put aside as %s: %s", body.spans, file, error)
+            logger.error("a request with %d acknowledged spans is in no table, and kept as the dead letter %s: %s", body.spans, file, error)
 
     def _store_in_parts(self, bodies: Sequence[TraceBody]) -> list[tuple[TraceBody, EngineRefusedError]]:
         """Store bodies, except those that can't be stored alone; return these, with their errors.

@@ -137,14 +137,14 @@ class SpanStaging:
         if sum(body.spans for body in decodable) < self._decode_from:
             return [None] * len(batch)
         try:
-            odd = iter(self._decode_in_database(decodable, first))
+            decoded_by_database = iter(self._decode_in_database(decodable, first))
         # Protobuf's own parser accepted all of this, so that the database's is stricter: Python decodes the batch.
         except EngineRefusedError as error:
             logger.warning("the database did not decode a batch of %d bodies, Python does: %s", len(decodable), error)
             # Earlier batches stay staged: rows come into a table in memory all at once, or not at all.
             self._handle.query("TRUNCATE TABLE parsed")
             return [None] * len(batch)
-        return [None if body.wire is None else next(odd) for body in batch]
+        return [None if body.wire is None else next(decoded_by_database) for body in batch]
 
     def _decode_in_database(self, bodies: Sequence[TraceBody], first: int) -> list[Places]:
         """Stage the spans that the database decodes, ResourceSpans numbered from `first`; return those left to Python for each body."""
@@ -154,12 +154,12 @@ class SpanStaging:
         self._handle.query(_DECODE)
         self._handle.query("TRUNCATE TABLE parsed")
         query = f"SELECT Resource - {first}, Scope - 1, Place - 1 FROM staged WHERE Odd AND Resource >= {first} {_ALL}"
-        odd: list[dict[tuple[int, int], list[int]]] = [defaultdict(list) for _ in bodies]
+        decoded_by_database: list[dict[tuple[int, int], list[int]]] = [defaultdict(list) for _ in bodies]
         for line in self._handle.query(query).body.splitlines():
-            number, scope, place = map(int, line.split(b"\t"))
+            number, scope, span_index = map(int, line.split(b"\t"))
             body, resource = places[number]
-            odd[body][resource, scope].append(place)
-        return [*odd]
+            decoded_by_database[body][resource, scope].append(span_index)
+        return [*decoded_by_database]
 
     def _prepare(self) -> None:
         if not self._ready:

@@ -73,11 +73,11 @@ class WriteBuffer:
         """
         with self._take_lock:
             self._check_tables()
-            deferring = self._unchanged and self._wait > 0
-            if not deferring:
+            deferred = self._unchanged and self._wait > 0
+            if not deferred:
                 with self._store_lock:
                     _store_before(self._storing, self._taking)
-            if not deferring or _are_large(bodies):
+            if not deferred or _are_large(bodies):
                 self._taking.insert(bodies)
             else:
                 self._make_room()

@@ -140,9 +140,9 @@ def parse_time(text: str, now: datetime) -> datetime:
     Raises:
         SettingsError: the text is neither.
     """
-    ago = _SPAN_OF_TIME.fullmatch(text)
-    if ago:
-        return now - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
+    age = _SPAN_OF_TIME.fullmatch(text)
+    if age:
+        return now - timedelta(**{_UNITS[age[2]]: int(age[1])})
     try:
         time = datetime.fromisoformat(text)
     except ValueError:

@@ -28,7 +28,7 @@ def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     log_to_stderr()
     with executing(store) as execute:
         entries = status(execute, Layout.of(store))
-    states = [f"{entry.state}: {', '.join(entry.lacks)} is gone" if entry.lacks else entry.state for entry in entries]
+    states = [f"{entry.state}: {', '.join(entry.lacks)} is missing" if entry.lacks else entry.state for entry in entries]
     rows = ((f"{entry.number:04d}", entry.name, entry.applied_at, state) for entry, state in zip(entries, states, strict=True))
     print_table(("number", "name", "applied at (UTC)", "state"), rows, 10_000)
     if any(entry.state is not MigrationState.APPLIED for entry in entries):

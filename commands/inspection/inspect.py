@@ -31,13 +31,13 @@ _PAGE = """# What the builder makes of real spans
 Made by `spangrad inspect {paths} --page {page}`; a test makes it again and compares.
 
 Each file of `tests/fixtures/spans` holds spans of one set-up: a framework, its instrumentation, with or without a recording gateway.
-They were captured from small agents that nobody rewarded, and their gateway predates the contract between the parts. So most calls drop,
+They were captured from small agents without rewards, and their gateway predates the contract between the parts. So most calls drop,
 each with a reason that [drops.md](drops.md) explains. What matters here is the last column: every span that looks like a call of a model
 is part of a call that the builder concluded.
 
 Nobody names a rollout in these files, so each trace is one. `langchain*` have three: LangChain's own, and one for each request of its
 OpenAI client, whose spans lie in traces of their own. Nothing is joined across rollouts, so that each of the two calls is there twice: as
-LangChain tells of it, without ids, and as its client does. A rollout id on all of them, as the span processors put it there (or the link
+LangChain reports it, without ids, and as its client does. A rollout id on all of them, as the span processors put it there (or the link
 of `langchain_linked`), makes two calls of the four.
 
 """

@@ -94,8 +94,8 @@ def span_text(lineage: SpanLineage) -> list[str]:
     for version in lineage.versions:
         since = f", and by descent {_numbers(version.descendants)}" if version.descendants else ""
         what = f"transition {version.transition}" if version.transition else f"rollout {version.rollout}"
-        place = f"{what} in group {version.group}, batch {version.batch}"
-        lines.append(f"  {version.policy}@{version.version} on branch {version.branch}: {place}{since}")
+        origin = f"{what} in group {version.group}, batch {version.batch}"
+        lines.append(f"  {version.policy}@{version.version} on branch {version.branch}: {origin}{since}")
     return lines
 
 

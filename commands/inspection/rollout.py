@@ -96,7 +96,7 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
     """
     from commands.inspection.span_kinds import describe
     from spangrad.store.clickhouse import connect, store_errors
-    from spangrad.store.rollout.reader import near, read
+    from spangrad.store.rollout.reader import read, similar_ids
 
     ledger, error = _ledger(settings)
     with (
@@ -106,10 +106,10 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
         store_errors(store.url),
     ):
         record = replace(read(client, id_, describe, attempt, _skip_lookup(ledger) if ledger else None), ledger_silent=error)
-        alike = "" if record.spans else near(client, id_, attempt)
+        similar = "" if record.spans else similar_ids(client, id_, attempt)
     if not record.spans:
         what = f"rollout {id_!r}" if attempt is None else f"attempt {attempt} of rollout {id_!r}"
-        raise StoreError(f"the store at {store.url} holds no span of {what}. {alike}")
+        raise StoreError(f"the store at {store.url} holds no span of {what}. {similar}")
     return record
 
 

@@ -44,9 +44,9 @@ def draw(record: Record) -> Tree:
     while waiting:
         branch, parent, key = waiting.pop()
         for child in below.get(key, ()):
-            strayed = parent is not None and child.parent != parent.span
+            is_detached = parent is not None and child.parent != parent.span
             lost = parent is None and bool(child.parent)
-            label = _label(child, calls[child.key], rewards[child.key], concluded[child.key], strayed=strayed or lost)
+            label = _label(child, calls[child.key], rewards[child.key], concluded[child.key], is_detached=is_detached or lost)
             waiting.append((branch.add(label), child, child.key))
     for where, those in (
         ("of the whole rollout", [("", "")]),
@@ -56,7 +56,7 @@ def draw(record: Record) -> Tree:
             tree.add(_joined([Text(where, "dim"), *map(_reward, elsewhere)]))
     unseen = [pair for key, pairs in concluded.items() if key[1] and key not in spans for pair in pairs]
     for title, conclusion in unseen:
-        tree.add(_joined([Text(f"span {conclusion.span} is not here", "dim"), *_became([(title, conclusion)])]))
+        tree.add(_joined([Text(f"span {conclusion.span} is not here", "dim"), *_conclusions([(title, conclusion)])]))
     return tree
 
 
@@ -77,8 +77,8 @@ def _header(record: Record, spans: Sequence[Span]) -> Text:
         prompts = {(call.trace, call.span): call.prompt_tokens for call in calls}
         facts.append(f"{counted(len(prompts), 'call')} {_tokens(sum(prompts.values()), sum(call.response_tokens for call in calls))}")
     header = Text.assemble(("rollout ", "bold"), (record.rollout, "bold"), "\n", _SEPARATOR.join(fact for fact in facts if fact))
-    if who := _SEPARATOR.join(part for part in (_agents(record), _tools(spans)) if part):
-        header.append(f"\n{who}")
+    if participants := _SEPARATOR.join(part for part in (_agents(record), _tools(spans)) if part):
+        header.append(f"\n{participants}")
     for build in record.builds:
         header.append("\n")
         header.append_text(_built(build, len(record.builds) > 1))
@@ -122,21 +122,21 @@ def _built(build: Build, several: bool) -> Text:
 
 
 def _label(
-    span: Span, calls: Sequence[Call], rewards: Sequence[Reward], concluded: Sequence[tuple[str, Conclusion]], *, strayed: bool
+    span: Span, calls: Sequence[Call], rewards: Sequence[Reward], concluded: Sequence[tuple[str, Conclusion]], *, is_detached: bool
 ) -> Text:
     parts = [Text(span.name or "(no name)", "bold" if span.is_root else "")]
-    parts += [Text(fact, "dim") for fact in _what(span)]
+    parts += [Text(fact, "dim") for fact in _span_facts(span)]
     parts.append(Text(_duration(span.duration)))
     parts += _of_calls(calls) or _reported_tokens(span)
     parts += _status(span, calls)
     parts += [_reward(reward) for reward in rewards]
-    parts += _became(concluded)
-    if strayed:
+    parts += _conclusions(concluded)
+    if is_detached:
         parts.append(Text("parent span is not here", "yellow"))
     return _joined(parts)
 
 
-def _became(concluded: Sequence[tuple[str, Conclusion]]) -> list[Text]:
+def _conclusions(concluded: Sequence[tuple[str, Conclusion]]) -> list[Text]:
     """Return the results of builds for a call: equal results of several choices as one text with their number."""
     texts = Counter[tuple[str, str]]()
     for title, conclusion in concluded:
@@ -150,7 +150,7 @@ def _became(concluded: Sequence[tuple[str, Conclusion]]) -> list[Text]:
     return [Text(f"→ {text}{f' x{count}' if count > 1 else ''}", style) for (text, style), count in texts.items()]
 
 
-def _what(span: Span) -> list[str]:
+def _span_facts(span: Span) -> list[str]:
     """Return the attempt of a root span; the kind, agent and tool of any other span."""
     if span.is_root:
         return [f"attempt {span.attempt}", "final" if span.is_final else "tried again"]
@@ -186,14 +186,14 @@ def _status(span: Span, calls: Sequence[Call]) -> list[Text]:
     if span.status == "Error" or failed or failure:
         refused = f"HTTP {failed.http_status}" if failed and failed.http_status >= 400 else ""
         kind = failed.error if failed and failed.error != str(failed.http_status) else ""
-        message = ": ".join(part for part in (failure, refused, kind, _sentence(span.message)) if part)
+        message = ": ".join(part for part in (failure, refused, kind, _shortened_message(span.message)) if part)
         return [Text(f"error{f': {message}' if message else ''}", "bold red")]
     if any(call.aborted for call in calls):
         return [Text("aborted", "bold red")]
     return [Text("ok", "green")] if span.status == "Ok" else []
 
 
-def _sentence(message: str) -> str:
+def _shortened_message(message: str) -> str:
     """Return an error message without the traceback that OpenInference appends, shortened to _MESSAGE_LENGTH characters."""
     words = " ".join(message.partition("Traceback (")[0].split())
     return words if len(words) <= _MESSAGE_LENGTH else words[:_MESSAGE_LENGTH] + "…"

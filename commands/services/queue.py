@@ -156,15 +156,15 @@ def _purge(*, older_than_days: float | None = None, run: RunId = None, config: C
         raise SettingsError("name --older-than-days DAYS: queue.keep_days is not set.")
     if days < 0:
         raise SettingsError(f"--older-than-days {days:g} is less than 0. Name how many days ago rollouts must have ended: 0 for all.")
-    print(f"forgotten: {_ask(config, set_, lambda client: client.purge(days * 86400, run))}")
+    print(f"deleted: {_ask(config, set_, lambda client: client.purge(days * 86400, run))}")
 
 
 def _ask(config: Path | None, set_: list[str] | None, request: Callable[[QueueClient], Coroutine[Any, Any, T]]) -> T:
     """Connect to the queue, run a request on it, and return its response."""
-    from runner.queue.client import PlainQueue, QueueClient
+    from runner.queue.client import QueueClient, SyncQueueClient
 
     settings = resolve(config, set_)
-    with PlainQueue(QueueClient.of(settings.queue, patience_seconds=_CONNECT_SECONDS)) as plain:
+    with SyncQueueClient(QueueClient.of(settings.queue, retry_seconds=_CONNECT_SECONDS)) as plain:
         return plain.wait(request(plain.client))
 
 

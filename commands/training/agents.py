@@ -68,13 +68,13 @@ def _located(reference: str, directory: Path) -> str:
     Raises:
         AgentError: the file does not exist.
     """
-    place, function = split(reference)
+    module, function = split(reference)
     if not is_file(reference):
         return reference
-    for file in (directory / place, Path(place)):
+    for file in (directory / module, Path(module)):
         if file.is_file():
             return str(file.resolve()) + (f":{function}" if function is not None else "")
-    raise AgentError(f"{place} is no file{'' if directory == Path() else f', neither here nor in {directory}'}. Name the agent's file.")
+    raise AgentError(f"{module} is no file{'' if directory == Path() else f', neither here nor in {directory}'}. Name the agent's file.")
 
 
 def on_signals(act: Callable[[], object]) -> None:

@@ -30,7 +30,7 @@ def build(
         as_of: build from the spans that had arrived by this time (ISO 8601), as a separate revision of the dataset (builder.as_of).
     """
     if follow and (everything or as_of):
-        raise SettingsError("--follow waits for what comes; --all and --as-of look at what is there. Leave one out.")
+        raise SettingsError("--follow waits for new spans; --all and --as-of build what has arrived. Leave one out.")
     settings = resolve(config, set_, {"builder.as_of": as_of.isoformat() if as_of else None})
     log_to_stderr()
     # The builder's frames are small, so threads cost more CPU time than they save.

@@ -57,7 +57,7 @@ def _verdict(report: ReconcileReport) -> Text:
     if report.wrong:
         text.append(f"\n{_named(report)}")
         text.append(
-            "\nCalls that arrived while this was built are taken up by the next build; a sum that stays wrong is a fault of the builder."
+            "\nCalls that arrived while this was built are taken up by the next build; a sum that stays wrong is a bug of the builder."
         )
     return text
 

@@ -156,11 +156,11 @@ def _planned(plan: FileTrainPlan) -> str:
     lengths = len(plan.steps)
     return (
         f"{plan.method} of {plan.base.policy_version.policy}@{plan.base.version} on {len(examples.trained)} {unit} "
-        f"({len(examples.held_out)} held out): {where}to step {lengths}; {_how(plan)}"
+        f"({len(examples.held_out)} held out): {where}to step {lengths}; {_training_text(plan)}"
     )
 
 
-def _how(plan: FileTrainPlan) -> str:
+def _training_text(plan: FileTrainPlan) -> str:
     """Return a text on the source of the token ids, and on the tokens with a loss."""
     examples = plan.examples
     parts = [f"{examples.with_ids} with the token ids that the engine sampled"] if examples.with_ids else []
@@ -196,7 +196,7 @@ def _show(done: FileRun) -> None:
         ("rows in all", examples.rows),
     ]
     print_table(("", "count"), rows, _PIPE_WIDTH, right=[1])
-    print(_how(plan))
+    print(_training_text(plan))
     if examples.unread:
         print(f"columns that were not read: {', '.join(sorted(examples.unread))}")
     policy = plan.base.policy_version.policy

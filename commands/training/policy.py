@@ -48,17 +48,17 @@ def _list(
     counts: dict[tuple[str, str], int] = {}
     hidden = 0
     for version in reversed(overview.versions):
-        facts, place = version.policy_version, (version.policy_version.policy, version.branch)
+        facts, branch_key = version.policy_version, (version.policy_version.policy, version.branch)
         if name not in {None, facts.policy}:
             continue
         notes = _notes(overview, version)
-        counts[place] = counts.get(place, 0) + 1
-        if counts[place] > _SHOWN and not notes and not all_:
+        counts[branch_key] = counts.get(branch_key, 0) + 1
+        if counts[branch_key] > _SHOWN and not notes and not all_:
             hidden += 1
             continue
         returns = f"{version.metrics['mean_return']:+.2f}" if "mean_return" in version.metrics else "-"
         kept = "yes" if _kept(version) else "no"
-        rows.append((*place, version.version, _status(version), _parent(version), returns, kept, ", ".join(notes)))
+        rows.append((*branch_key, version.version, _status(version), _parent(version), returns, kept, ", ".join(notes)))
     if name is not None and not counts:
         known = ", ".join(sorted({policy for policy, _ in overview.heads})) or "none"
         raise LedgerError(f"the ledger knows no policy {name!r}. It knows {known}.")
@@ -126,12 +126,14 @@ def _rollback(
     _, target, ledger = _version(version, settings.trainer.branch, settings)
     _verified(target)
     holder = ledger.holder()
-    back = ledger.rollback(target.version)
+    rolled_back = ledger.rollback(target.version)
     if holder:
-        print(f"the step under way ({holder}) is given up")
-    print(f"branch {back.branch} of {back.policy_version.policy} is at version {back.version}: the next step trains it")
+        print(f"the running step ({holder}) is cancelled")
+    print(
+        f"branch {rolled_back.branch} of {rolled_back.policy_version.policy} is at version {rolled_back.version}: the next step trains it"
+    )
     if settings.trainer.weight_sync.publish:
-        _serve(back, settings)
+        _serve(rolled_back, settings)
 
 
 @policy.command(name="pin")
@@ -192,8 +194,8 @@ def _version(text: str, branch: str | None, settings: Settings) -> tuple[Overvie
     if version is None:
         where = "" if branch is None else f" on branch {branch}"
         raise LedgerError(f"the ledger knows no version {text}{where}. `spangrad policy list` shows those it knows.")
-    own = settings.trainer.model_copy(update={"policy": name, "branch": version.branch})
-    return overview, version, open_ledger(settings.model_copy(update={"trainer": own}))
+    branch_settings = settings.trainer.model_copy(update={"policy": name, "branch": version.branch})
+    return overview, version, open_ledger(settings.model_copy(update={"trainer": branch_settings}))
 
 
 def _verified(version: LedgerVersion) -> LedgerVersion:
@@ -242,10 +244,10 @@ def _parent(version: LedgerVersion) -> str:
 
 def _notes(overview: Overview, version: LedgerVersion) -> list[str]:
     """Return labels of a version: head of its branch, pinned, or the process whose training step it is."""
-    place = version.policy_version.policy, version.branch
-    holder = overview.holders.get(place, "") if version.status is None else ""
-    head = "head" if overview.heads.get(place) == version.version else ""
-    return [note for note in (head, "pinned" if (place[0], version.version) in overview.pinned else "", holder) if note]
+    branch_key = version.policy_version.policy, version.branch
+    holder = overview.holders.get(branch_key, "") if version.status is None else ""
+    head = "head" if overview.heads.get(branch_key) == version.version else ""
+    return [note for note in (head, "pinned" if (branch_key[0], version.version) in overview.pinned else "", holder) if note]
 
 
 def _kept(version: LedgerVersion) -> bool:

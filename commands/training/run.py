@@ -76,7 +76,7 @@ def run(
             "give --tasks FILE, or --resume: what a process that was killed has left is finished before anything new is begun."
         )
     if follow_demand and (tasks is None or settings.queue.url is None):
-        raise AgentError("--follow-demand needs --tasks FILE, and queue.url: the queue that trainers tell what they want.")
+        raise AgentError("--follow-demand needs --tasks FILE, and queue.url: the queue to which trainers report their demand.")
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
     # A file that cannot be read ends the command at once; tasks that the queue holds are read when it answers.
     stored = TaskStore.of(settings) if tasks is not None and tasks.startswith(STORED) else None
@@ -138,10 +138,10 @@ def _show(outcomes: Sequence[Outcome]) -> None:
     greedy = ["greedy"] if any(outcome.mode is Mode.GREEDY for outcome in outcomes) else []
     rows: list[tuple[object, ...]] = []
     for task_id in dict.fromkeys(outcome.task_id for outcome in outcomes):
-        own = [outcome for outcome in outcomes if outcome.task_id == task_id]
-        means = [_mean([outcome for outcome in own if (outcome.mode is Mode.GREEDY) is greedily]) for greedily in (False, True)]
-        failed, calls = sum(outcome.failure is not None for outcome in own), sum(outcome.calls or 0 for outcome in own)
-        rows.append((task_id, len(own), *means[: 1 + len(greedy)], failed, calls))
+        of_task = [outcome for outcome in outcomes if outcome.task_id == task_id]
+        means = [_mean([outcome for outcome in of_task if (outcome.mode is Mode.GREEDY) is greedily]) for greedily in (False, True)]
+        failed, calls = sum(outcome.failure is not None for outcome in of_task), sum(outcome.calls or 0 for outcome in of_task)
+        rows.append((task_id, len(of_task), *means[: 1 + len(greedy)], failed, calls))
     print_table(("task", "rollouts", "mean reward", *greedy, "failed", "calls"), rows)
 
 
@@ -151,7 +151,7 @@ def _explain(outcomes: Sequence[Outcome], runner: RunnerSettings) -> None:
     for reason, count in Counter(outcome.failure for outcome in failed).most_common():
         example = next(outcome for outcome in failed if outcome.failure is reason)
         rollout_id = example.key.rollout_id
-        print(f"{count} failed, {reason}: {_what_happened(example, runner)}; `spangrad rollout show {rollout_id}` tells more")
+        print(f"{count} failed, {reason}: {_what_happened(example, runner)}; see `spangrad rollout show {rollout_id}`")
     if len(failed) < len(outcomes) and all(outcome.calls == 0 for outcome in outcomes):
         print("no rollout called the policy: agents find the gateway in OPENAI_BASE_URL, or in their argument `endpoint`")
 

@@ -21,7 +21,7 @@ _WORDS = {
     "waiting": "waits for its rollouts",
     "no_group": "rollouts without a group",
     "other_mode": "of a mode that is not trained",
-    "under_way": "in a step under way",
+    "under_way": "in a running step",
 }
 
 
@@ -34,22 +34,24 @@ def show(plan: TrainPlan) -> None:
     console = plain_console()
     table = Table("batch", "group", "mode", "rollouts", "what becomes of it", box=None, pad_edge=False)
     for group in plan.groups:
-        if group.fate != "trained":
+        if group.outcome != "trained":
             rollouts = f"{group.rollouts} of {group.size}" if group.size else str(group.rollouts)
-            words = f"{_WORDS[group.fate]}: {group.reason}" if group.reason else _WORDS[group.fate]
+            words = f"{_WORDS[group.outcome]}: {group.reason}" if group.reason else _WORDS[group.outcome]
             table.add_row(str(group.batch or "-"), group.group_id or "-", group.mode, rollouts, words)
-    champion = f" ({plan.best})" if plan.best else ""
-    console.print(f"{plan.policy}/{plan.branch}, run {plan.run_id}, from version {plan.version}{champion}", highlight=False, soft_wrap=True)
+    best_version = f" ({plan.best})" if plan.best else ""
+    console.print(
+        f"{plan.policy}/{plan.branch}, run {plan.run_id}, from version {plan.version}{best_version}", highlight=False, soft_wrap=True
+    )
     if table.row_count:
         console.print(table)
-    console.print(plan.sentence[0].upper() + plan.sentence[1:], highlight=False, soft_wrap=True)
+    console.print(plan.summary[0].upper() + plan.summary[1:], highlight=False, soft_wrap=True)
     if plan.demand:
         console.print(plan.demand, highlight=False, soft_wrap=True)
 
 
 def as_json(plan: TrainPlan) -> str:
-    """Return the plan as JSON: its fields, `batches`, `sentence`, `wanted` (groups), `counts` by fate. Trained groups are only counted."""
+    """Return the plan as JSON: its fields, `batches`, `summary`, `wanted` (groups), `counts` by fate. Trained groups are only counted."""
     facts = asdict(plan)
-    facts["groups"] = [asdict(group) for group in plan.groups if group.fate != "trained"]
-    counts = Counter(str(group.fate) for group in plan.groups)
-    return json.dumps({**facts, "batches": plan.batches, "sentence": plan.sentence, "wanted": plan.missing_groups, "counts": counts})
+    facts["groups"] = [asdict(group) for group in plan.groups if group.outcome != "trained"]
+    counts = Counter(str(group.outcome) for group in plan.groups)
+    return json.dumps({**facts, "batches": plan.batches, "sentence": plan.summary, "wanted": plan.missing_groups, "counts": counts})

@@ -39,8 +39,8 @@ def skipped(*, reason: Reason = None, json: bool = False, config: ConfigFile = N
         print(dumps([_facts(row) for row in rows]))
         return
     if not rows:
-        place = f"{settings.trainer.policy}/{settings.trainer.branch}"
-        print(f"{place} has skipped no group{f' as {reason}' if reason else ''}.")
+        branch_name = f"{settings.trainer.policy}/{settings.trainer.branch}"
+        print(f"{branch_name} has skipped no group{f' as {reason}' if reason else ''}.")
         return
     from commands.console import print_table
 
@@ -81,9 +81,9 @@ def restore(
         chosen = _reason(reason)
         unknown = set(group or ()) - {row.group.group_id for row in ledger.skips.read(chosen)}
         if unknown:
-            names, place = ", ".join(sorted(unknown)), f"{settings.trainer.policy}/{settings.trainer.branch}"
+            names, branch_name = ", ".join(sorted(unknown)), f"{settings.trainer.policy}/{settings.trainer.branch}"
             raise SettingsError(
-                f"{place} has not skipped {names}{f' as {reason}' if reason else ''}. `spangrad train skipped` lists groups."
+                f"{branch_name} has not skipped {names}{f' as {reason}' if reason else ''}. `spangrad train skipped` lists groups."
             )
         restored = ledger.skips.restore(group or (), chosen)
     for row in restored:

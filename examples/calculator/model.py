@@ -26,22 +26,22 @@ def _held_out() -> frozenset[str]:
     return frozenset(one["text"] for one in held_out_questions())
 
 
-def transcript(dice: random.Random) -> Transcript:
+def transcript(rng: random.Random) -> Transcript:
     """Draw a conversation that ends with an answer, right or wrong."""
-    while (asked := question(dice))["text"] in _held_out():
+    while (asked := question(rng))["text"] in _held_out():
         pass
     messages = [{"role": "user", "content": asked["text"]}]
     numbers = [word for word in asked["text"].split() if word.isdigit()]
     current, steps = str(asked["start"]), asked["steps"]
     for turn in range(CALLS + 1):
-        stop = turn >= len(steps) if dice.random() < RIGHT_STOP else turn > 0 and dice.random() < 0.5
+        stop = turn >= len(steps) if rng.random() < RIGHT_STOP else turn > 0 and rng.random() < 0.5
         if stop or turn == CALLS:
-            said = current if dice.random() < RIGHT_NUMBER else dice.choice(numbers)
+            said = current if rng.random() < RIGHT_NUMBER else rng.choice(numbers)
             return [*messages, {"role": "assistant", "content": f"answer {said}"}]
         right_operator, right_b = steps[min(turn, len(steps) - 1)]
-        a = current if dice.random() < RIGHT_NUMBER else dice.choice(numbers)
-        b = str(right_b) if dice.random() < RIGHT_NUMBER else dice.choice(numbers)
-        operator = right_operator if dice.random() < RIGHT_OPERATOR else dice.choice(OPERATORS)
+        a = current if rng.random() < RIGHT_NUMBER else rng.choice(numbers)
+        b = str(right_b) if rng.random() < RIGHT_NUMBER else rng.choice(numbers)
+        operator = right_operator if rng.random() < RIGHT_OPERATOR else rng.choice(OPERATORS)
         try:
             result = str(calculate(int(a), operator, int(b)))
         except ValueError:

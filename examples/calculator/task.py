@@ -21,22 +21,22 @@ HELD_OUT_SEED = 99
 MALFORMED = -0.2
 
 
-def question(dice: random.Random) -> Question:
+def question(rng: random.Random) -> Question:
     """Draw a problem: its text, its steps as (operator, operand) and its answer."""
     while True:
-        start = value = dice.randint(2, 60)
+        start = value = rng.randint(2, 60)
         steps: list[tuple[str, int]] = []
-        for _ in range(dice.choice((1, 2))):
-            operator = dice.choice(OPERATORS)
+        for _ in range(rng.choice((1, 2))):
+            operator = rng.choice(OPERATORS)
             fitting = [b for b in (range(2, 10) if operator in "*/" else range(2, 41)) if _exists(value, operator, b)]
             if not fitting:
                 break
-            operand = dice.choice(fitting)
+            operand = rng.choice(fitting)
             steps.append((operator, operand))
             value = calculate(value, operator, operand)
         else:
-            who, what = dice.choice(PEOPLE), dice.choice(THINGS)
-            told = [f"{who} has {start} {what} .", *(f"{who} {dice.choice(VERBS[operator])} {b} ." for operator, b in steps)]
+            who, what = rng.choice(PEOPLE), rng.choice(THINGS)
+            told = [f"{who} has {start} {what} .", *(f"{who} {rng.choice(VERBS[operator])} {b} ." for operator, b in steps)]
             return {"text": f"{' '.join(told)} how many {what} ?", "start": start, "steps": steps, "answer": value}
 
 
@@ -50,21 +50,21 @@ def _exists(a: int, operator: str, b: int) -> bool:
 
 def held_out_questions() -> list[Question]:
     """The held-out questions, the same for every seed."""
-    dice = random.Random(HELD_OUT_SEED)
+    rng = random.Random(HELD_OUT_SEED)
     drawn: dict[str, Question] = {}
     while len(drawn) < HELD_OUT:
-        one = question(dice)
+        one = question(rng)
         drawn[one["text"]] = one
     return list(drawn.values())
 
 
 def questions(seed: int, count: int) -> Questions:
     """The questions of a run; `count` of them to train on."""
-    held_out, dice = held_out_questions(), random.Random(seed + 5)
+    held_out, rng = held_out_questions(), random.Random(seed + 5)
     known = {one["text"] for one in held_out}
     train: list[Question] = []
     while len(train) < count:
-        one = question(dice)
+        one = question(rng)
         if one["text"] not in known:
             train.append(one)
     return Questions(train, held_out)

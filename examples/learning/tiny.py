@@ -56,8 +56,8 @@ def make_model(
     torch.manual_seed(seed)
     tokenizer = word_tokenizer(tuple(dict.fromkeys((*SPECIAL, *words))))
     tokenizer.chat_template = CHAT_TEMPLATE
-    model, dice = random_llama(tokenizer, hidden=96, spread=0.12, tied=True), random.Random(seed + 1000)
-    _warm_up(model, steps, lambda: [encoded(tokenizer, transcript(dice)) for _ in range(rows)])
+    model, rng = random_llama(tokenizer, hidden=96, spread=0.12, tied=True), random.Random(seed + 1000)
+    _warm_up(model, steps, lambda: [encoded(tokenizer, transcript(rng)) for _ in range(rows)])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)

@@ -13,8 +13,8 @@ _ISO = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 def tasks(seed: int, count: int) -> list[dict[str, Any]]:
     """So many tasks, each of another day."""
-    dice = random.Random(seed)
-    days = dice.sample(range(10_000), count)
+    rng = random.Random(seed)
+    days = rng.sample(range(10_000), count)
     return [_task(number, date(2000, 1, 1) + timedelta(days=day)) for number, day in enumerate(days)]
 
 

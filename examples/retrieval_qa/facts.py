@@ -27,11 +27,11 @@ SEARCHES = 3
 
 def _names(count: int, ending: str, seed: int) -> tuple[str, ...]:
     """Different names of two syllables and an ending."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
 
     def drawn() -> Iterator[str]:
         while True:
-            yield "".join(dice.choice("bdfgklmnprstvz") + dice.choice("aeiou") for _ in range(2)) + ending
+            yield "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(2)) + ending
 
     found: dict[str, None] = {}
     for name in drawn():
@@ -53,17 +53,17 @@ KINDS = (COUNTRIES, CITIES, RIVERS, DISHES, FIRST_NAMES, LAST_NAMES)
 @cache
 def facts() -> dict[tuple[str, str], str]:
     """(relation, entity) -> what it is."""
-    dice = random.Random(0)
+    rng = random.Random(0)
 
     def person() -> str:
-        return f"{dice.choice(FIRST_NAMES)} {dice.choice(LAST_NAMES)}"
+        return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
 
     found: dict[tuple[str, str], str] = {}
-    capitals = dice.sample(CITIES, SIZE)
+    capitals = rng.sample(CITIES, SIZE)
     for country, capital in zip(COUNTRIES, capitals, strict=True):
-        found |= {("capital", country): capital, ("leader", country): person(), ("river", country): dice.choice(RIVERS)}
+        found |= {("capital", country): capital, ("leader", country): person(), ("river", country): rng.choice(RIVERS)}
     for city in CITIES:
-        found |= {("mayor", city): person(), ("dish", city): dice.choice(DISHES), ("founder", city): person()}
+        found |= {("mayor", city): person(), ("dish", city): rng.choice(DISHES), ("founder", city): person()}
     return found
 
 

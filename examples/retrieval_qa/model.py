@@ -20,26 +20,26 @@ ROWS = 32
 _ENTITIES = frozenset((*COUNTRIES, *CITIES))
 
 
-def transcript(dice: random.Random) -> Transcript:
+def transcript(rng: random.Random) -> Transcript:
     """Draw a conversation that ends with an answer, right or wrong, all names changed."""
-    asked = question(dice, held_out=False)
+    asked = question(rng, held_out=False)
     hops, answer = asked["hops"], asked["answer"]
     messages = [{"role": "user", "content": asked["text"]}]
     seen: list[str] = []
     for turn in range(SEARCHES + 1):
-        stop = turn >= len(hops) if dice.random() < RIGHT else turn > 0 and dice.random() < 0.5
+        stop = turn >= len(hops) if rng.random() < RIGHT else turn > 0 and rng.random() < 0.5
         if (stop or turn == SEARCHES) and seen:
             right = [sentence for sentence in seen if answer in sentence]
-            source = dice.choice(right) if right and dice.random() < RIGHT else dice.choice(seen)
+            source = rng.choice(right) if right and rng.random() < RIGHT else rng.choice(seen)
             said = source.split(" is ")[1].removesuffix(" .")
-            return _renamed([*messages, {"role": "assistant", "content": f"answer {said}"}], dice)
+            return _renamed([*messages, {"role": "assistant", "content": f"answer {said}"}], rng)
         relation, entity = hops[min(turn, len(hops) - 1)]
         words = " ".join([asked["text"], *seen]).split()
         known = [word for word in words if word in _ENTITIES]
-        if dice.random() >= RIGHT:
-            relation = dice.choice((*COUNTRIES_HAVE, *CITIES_HAVE))
-        if entity not in words or dice.random() >= RIGHT:
-            entity = dice.choice(known)
+        if rng.random() >= RIGHT:
+            relation = rng.choice((*COUNTRIES_HAVE, *CITIES_HAVE))
+        if entity not in words or rng.random() >= RIGHT:
+            entity = rng.choice(known)
         found = search([relation, entity])
         seen += found
         messages += [
@@ -49,8 +49,8 @@ def transcript(dice: random.Random) -> Transcript:
     raise AssertionError("unreachable: the last turn answers")
 
 
-def _renamed(messages: Transcript, dice: random.Random) -> Transcript:
-    others = {name: other for names in KINDS for name, other in zip(names, dice.sample(names, len(names)), strict=True)}
+def _renamed(messages: Transcript, rng: random.Random) -> Transcript:
+    others = {name: other for names in KINDS for name, other in zip(names, rng.sample(names, len(names)), strict=True)}
     return [
         {"role": message["role"], "content": " ".join(others.get(word, word) for word in message["content"].split())}
         for message in messages

@@ -35,24 +35,24 @@ def is_held_out(hops: list[tuple[str, str]]) -> bool:
     return random.Random(repr(([relation for relation, _ in hops], hops[0][1]))).random() < HELD_OUT_SHARE
 
 
-def question(dice: random.Random, *, held_out: bool) -> Question:
+def question(rng: random.Random, *, held_out: bool) -> Question:
     """Draw a question: its text, its hops as (relation, entity) and its answer."""
     while True:
-        if dice.choice((1, 2)) == 1:
-            relation = dice.choice((*COUNTRIES_HAVE, *CITIES_HAVE))
-            entity = dice.choice(COUNTRIES if relation in COUNTRIES_HAVE else CITIES)
+        if rng.choice((1, 2)) == 1:
+            relation = rng.choice((*COUNTRIES_HAVE, *CITIES_HAVE))
+            entity = rng.choice(COUNTRIES if relation in COUNTRIES_HAVE else CITIES)
             hops, asked = [(relation, entity)], entity
         else:
-            relation, country = dice.choice(CITIES_HAVE), dice.choice(COUNTRIES)
-            hops, asked = [("capital", country), (relation, facts()["capital", country])], f"the {dice.choice(CAPITAL)} of {country}"
+            relation, country = rng.choice(CITIES_HAVE), rng.choice(COUNTRIES)
+            hops, asked = [("capital", country), (relation, facts()["capital", country])], f"the {rng.choice(CAPITAL)} of {country}"
         if is_held_out(hops) == held_out:
-            return {"text": f"{dice.choice(ASKED[relation])} {asked} ?", "hops": hops, "answer": facts()[hops[-1]]}
+            return {"text": f"{rng.choice(ASKED[relation])} {asked} ?", "hops": hops, "answer": facts()[hops[-1]]}
 
 
 def questions(seed: int, count: int) -> Questions:
     """The questions of a run; `count` of them to train on."""
-    dice, same = random.Random(seed + 5), random.Random(HELD_OUT_SEED)
-    train = [question(dice, held_out=False) for _ in range(count)]
+    rng, same = random.Random(seed + 5), random.Random(HELD_OUT_SEED)
+    train = [question(rng, held_out=False) for _ in range(count)]
     return Questions(train, [question(same, held_out=True) for _ in range(HELD_OUT)])
 
 

@@ -86,11 +86,11 @@ def _after(query: str, written: int) -> str:
 
 
 def _oracle(given: Mapping[str, Any], query: str) -> str:
-    dice = random.Random(f"{given['text']} {query}")
+    rng = random.Random(f"{given['text']} {query}")
     said = verdict(query, given["parts"])
-    if dice.random() >= ORACLE_ERRS:
+    if rng.random() >= ORACLE_ERRS:
         return said
-    return dice.choice(VERDICTS[1:4] if said == "ok" else VERDICTS[:4])
+    return rng.choice(VERDICTS[1:4] if said == "ok" else VERDICTS[:4])
 
 
 @cache

@@ -27,16 +27,16 @@ Rows = tuple[tuple[object, ...], ...]
 
 @cache
 def _database() -> sqlite3.Connection:
-    dice = random.Random(0)
+    rng = random.Random(0)
     made = sqlite3.connect(":memory:", check_same_thread=False)
     made.executescript(
         "create table singer(sid integer primary key, name text, country text, age int);"
         "create table album(aid integer primary key, sid int, title text, genre text, price int);"
         "create table concert(cid integer primary key, sid int, city text, year int);"
     )
-    singers = [(number, f"s{number}", dice.choice(COUNTRIES), dice.randint(18, 70)) for number in range(SINGERS)]
-    albums = [(number, dice.randrange(SINGERS), f"t{number}", dice.choice(GENRES), dice.randint(5, 60)) for number in range(OTHERS)]
-    concerts = [(number, dice.randrange(SINGERS), dice.choice(CITIES), dice.randint(1980, 2020)) for number in range(OTHERS)]
+    singers = [(number, f"s{number}", rng.choice(COUNTRIES), rng.randint(18, 70)) for number in range(SINGERS)]
+    albums = [(number, rng.randrange(SINGERS), f"t{number}", rng.choice(GENRES), rng.randint(5, 60)) for number in range(OTHERS)]
+    concerts = [(number, rng.randrange(SINGERS), rng.choice(CITIES), rng.randint(1980, 2020)) for number in range(OTHERS)]
     made.executemany("insert into singer values(?, ?, ?, ?)", singers)
     made.executemany("insert into album values(?, ?, ?, ?, ?)", albums)
     made.executemany("insert into concert values(?, ?, ?, ?)", concerts)

@@ -35,9 +35,9 @@ class Condition:
     values: tuple[str, ...] = ()
     """Empty: numbers of the column's range."""
 
-    def value(self, dice: random.Random) -> str:
+    def value(self, rng: random.Random) -> str:
         """Draw one."""
-        return dice.choice(self.values) if self.values else str(dice.randint(*RANGES[self.column]))
+        return rng.choice(self.values) if self.values else str(rng.randint(*RANGES[self.column]))
 
 
 def _quoted(words: Sequence[str]) -> tuple[str, ...]:

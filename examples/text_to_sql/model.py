@@ -32,38 +32,38 @@ A wrong value is not among them: a model of this size does not learn to compare 
 _ROLES = {"system": "system", "human": "user"}
 
 
-def spoiled(dice: random.Random, parts: list[str], right: float, blind: set[int]) -> list[str]:
+def spoiled(rng: random.Random, parts: list[str], right: float, blind: set[int]) -> list[str]:
     """The parts, each kept with a probability, or drawn from the grammar; those of `blind` always drawn."""
-    other, found = dice.choice(PATTERNS), list(parts)
-    drawn = other.parts(other.condition.value(dice))
+    other, found = rng.choice(PATTERNS), list(parts)
+    drawn = other.parts(other.condition.value(rng))
     for part in range(4):
         kept = (right + 1) / 2 if part == 3 else right
-        if part in blind or dice.random() >= kept:
+        if part in blind or rng.random() >= kept:
             found[part] = drawn[part]
     return found
 
 
-def policy_transcript(dice: random.Random) -> Transcript:
+def policy_transcript(rng: random.Random) -> Transcript:
     """A first query, or one that mends another."""
-    asked = question(dice, TRAINED)
+    asked = question(rng, TRAINED)
     text, parts = asked["text"], list(asked["parts"])
     blind = {part for word, part in NEVER_SHOWN.items() if word in text.split()}
-    said = query(spoiled(dice, parts, RIGHT, blind))
-    if dice.random() < 0.5:
+    said = query(spoiled(rng, parts, RIGHT, blind))
+    if rng.random() < 0.5:
         return _said(writing(text), said)
-    before = query(spoiled(dice, parts, RIGHT, set()))
-    told = verdict(before, parts) if dice.random() >= TOLD_ERRS else dice.choice(VERDICTS[:4])
+    before = query(spoiled(rng, parts, RIGHT, set()))
+    told = verdict(before, parts) if rng.random() >= TOLD_ERRS else rng.choice(VERDICTS[:4])
     return _said(rewriting(text, before, told), said)
 
 
-def checker_transcript(dice: random.Random) -> Transcript:
+def checker_transcript(rng: random.Random) -> Transcript:
     """A query and the verdict on it: right, or wrong in one part, or in several, or torn."""
-    pattern = dice.choice(TRAINED)
-    value = pattern.condition.value(dice)
+    pattern = rng.choice(TRAINED)
+    value = pattern.condition.value(rng)
     parts = list(pattern.parts(value))
-    fault = dice.choices(list(FAULTS), list(FAULTS.values()))[0]
-    said = spoiled(dice, parts, RIGHT, set()) if fault == "several" else list(parts)
-    other = dice.choice(PATTERNS).parts(value)
+    fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+    said = spoiled(rng, parts, RIGHT, set()) if fault == "several" else list(parts)
+    other = rng.choice(PATTERNS).parts(value)
     match fault:
         case "select":
             said[0] = other[0]
@@ -72,12 +72,12 @@ def checker_transcript(dice: random.Random) -> Transcript:
         case "column":
             said[2] = other[2]
         case "operator":
-            said[2] = f"{pattern.condition.column} {dice.choice('=<>')}"
+            said[2] = f"{pattern.condition.column} {rng.choice('=<>')}"
         case _:
             pass
     words = query(said).split()
     if fault == "torn":
-        del words[dice.randrange(len(words))]
+        del words[rng.randrange(len(words))]
     return _said(checking(pattern.text(value), " ".join(words)), verdict(" ".join(words), parts))
 
 

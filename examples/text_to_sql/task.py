@@ -19,17 +19,17 @@ ASKED = 256
 HELD_OUT_SEED = 99
 
 
-def question(dice: random.Random, patterns: Sequence[Pattern]) -> Question:
+def question(rng: random.Random, patterns: Sequence[Pattern]) -> Question:
     """Draw a question of one of the patterns."""
-    pattern = dice.choice(patterns)
-    value = pattern.condition.value(dice)
+    pattern = rng.choice(patterns)
+    value = pattern.condition.value(rng)
     return {"text": pattern.text(value), "parts": pattern.parts(value)}
 
 
 def questions(seed: int, count: int, *, oracle: bool) -> Questions:
     """The questions of a run; `count` of them to train on, for agents whose checker is the oracle or a model."""
-    dice, same = random.Random(seed + 5), random.Random(HELD_OUT_SEED)
-    train = [{**question(dice, TRAINED), "oracle": oracle} for _ in range(count)]
+    rng, same = random.Random(seed + 5), random.Random(HELD_OUT_SEED)
+    train = [{**question(rng, TRAINED), "oracle": oracle} for _ in range(count)]
     return Questions(train, [{**question(same, HELD_OUT), "oracle": oracle} for _ in range(ASKED)])
 
 

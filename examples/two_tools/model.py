@@ -35,8 +35,8 @@ Demonstration = tuple[list[int], list[int]]
 
 def build_model(directory: Path, seed: int) -> None:
     """Make the model and write it to `directory`; the same seed gives the same weights on the same machine."""
-    tokenizer, dice = word_tokenizer(WORDS), random.Random(seed)
-    write_model(directory, tokenizer, seed, lambda: _demonstration(tokenizer, dice))
+    tokenizer, rng = word_tokenizer(WORDS), random.Random(seed)
+    write_model(directory, tokenizer, seed, lambda: _demonstration(tokenizer, rng))
 
 
 def write_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int, demonstrate: Callable[[], Demonstration]) -> None:
@@ -121,17 +121,17 @@ def _warm_up(model: LlamaForCausalLM, demonstrate: Callable[[], Demonstration]) 
         optimizer.step()
 
 
-def _demonstration(tokenizer: PreTrainedTokenizerFast, dice: random.Random) -> Demonstration:
+def _demonstration(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Demonstration:
     """A dialogue with up to two failed turns: tool and city are drawn blindly, so that only the form is taught."""
-    messages = [{"role": "user", "content": f"say {dice.choice(CITIES)}"}]
-    for _ in range(dice.randrange(MAX_TURNS)):
-        messages += [{"role": "assistant", "content": _reply(dice)}, {"role": "tool", "content": "error"}]
+    messages = [{"role": "user", "content": f"say {rng.choice(CITIES)}"}]
+    for _ in range(rng.randrange(MAX_TURNS)):
+        messages += [{"role": "assistant", "content": _reply(rng)}, {"role": "tool", "content": "error"}]
     prompt = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    return tokenizer.encode(prompt), tokenizer.encode(f"{_reply(dice)} <|im_end|>")
+    return tokenizer.encode(prompt), tokenizer.encode(f"{_reply(rng)} <|im_end|>")
 
 
-def _reply(dice: random.Random) -> str:
-    return f"{dice.choice(TOOLS)} {dice.choice(CITIES)}"
+def _reply(rng: random.Random) -> str:
+    return f"{rng.choice(TOOLS)} {rng.choice(CITIES)}"
 
 
 if __name__ == "__main__":

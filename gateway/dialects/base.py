@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.dialects.answer import EngineAnswer
-from gateway.vllm_plugin.asking import ask, asks_ids, asks_logprobs, is_left_alone
+from gateway.vllm_plugin.request_fields import is_passed_unchanged, requests_ids, requests_logprobs, with_ids
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 _DATA = re.compile(rb"(?:\A|\n)data: ?([^\r\n]*)")
@@ -50,12 +50,12 @@ class ClientRequest:
     @property
     def wants_ids(self) -> bool:
         """Return whether the client gets token ids that the engine sends: it asked for them, or the gateway did not."""
-        return asks_ids(self.fields) or is_left_alone(self.engine_path, self.fields)
+        return requests_ids(self.fields) or is_passed_unchanged(self.engine_path, self.fields)
 
     @property
     def wants_logprobs(self) -> bool:
         """Return whether the client gets logprobs that the engine sends: it asked for them, or the gateway did not."""
-        return asks_logprobs(self.engine_path, self.fields) or is_left_alone(self.engine_path, self.fields)
+        return requests_logprobs(self.engine_path, self.fields) or is_passed_unchanged(self.engine_path, self.fields)
 
     def greedy(self) -> ClientRequest:
         """Return the same request at temperature 0, whatever it asked for."""
@@ -64,8 +64,8 @@ class ClientRequest:
 
     def for_engine(self) -> bytes:
         """Return the request that the engine gets."""
-        asked = ask(self.engine_path, self.fields)
-        return self.raw if asked is self.fields else msgspec.json.encode(asked)
+        engine_request = with_ids(self.engine_path, self.fields)
+        return self.raw if engine_request is self.fields else msgspec.json.encode(engine_request)
 
 
 class StreamReader(ABC):

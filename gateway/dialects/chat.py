@@ -13,7 +13,7 @@ import msgspec
 from gateway.dialects.answer import Choice, EngineAnswer, Index, Logprob, TokenId
 from gateway.dialects.base import NULL, ClientRequest, Fields
 from gateway.dialects.choices import ChoicesDialect
-from gateway.vllm_plugin.asking import CHAT_PATH
+from gateway.vllm_plugin.request_fields import CHAT_PATH
 
 _TEXTS = frozenset({"role", "content", "refusal", "reasoning", "reasoning_content"})
 
@@ -88,7 +88,7 @@ def _merge(message: dict[str, Any], delta: dict[str, Any]) -> None:
     """
     parts = msgspec.convert(delta.get("tool_calls") or [], list[_ToolCall])
     calls: list[dict[str, Any]] = message.get("tool_calls") or []
-    if any(not 0 <= part.index <= len(calls) + place for place, part in enumerate(parts)):
+    if any(not 0 <= part.index <= len(calls) + index for index, part in enumerate(parts)):
         raise ValueError("a tool call stands beyond the next place")
     for name in _TEXTS & delta.keys():
         if not isinstance(delta[name], str | None):

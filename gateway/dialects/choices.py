@@ -61,9 +61,9 @@ class ChoicesDialect(ABC):
 
     def read_top(self, answer: EngineAnswer, top: Fields) -> None:
         """Read the top-level fields of an answer or chunk, and remove our own field."""
-        own = top.pop(ANSWER_FIELD, None)
-        if own is not None:
-            answer.engine = msgspec.json.decode(own, type=EngineFacts)
+        engine_field = top.pop(ANSWER_FIELD, None)
+        if engine_field is not None:
+            answer.engine = msgspec.json.decode(engine_field, type=EngineFacts)
         if "id" in top and answer.id is None:
             answer.id = msgspec.json.decode(top["id"], type=str)
             answer.model = msgspec.json.decode(top.get("model", NULL), type=str | None)
@@ -99,7 +99,7 @@ class ChoicesStream(StreamReader):
         try:
             shown = self._chunk(data)
         except (ValueError, LookupError):
-            # Not a chunk of an answer: the client shall see it, and the call counts as failed.
+            # Not a chunk of an answer: it is passed to the client, and the call counts as failed.
             self.answer.failed = True
             return event
         return before + shown + after if shown else None

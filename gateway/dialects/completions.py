@@ -14,7 +14,7 @@ import msgspec
 from gateway.dialects.answer import Choice, EngineAnswer, Index, Logprob, TokenId
 from gateway.dialects.base import NULL, ClientRequest, Fields
 from gateway.dialects.choices import ChoicesDialect
-from gateway.vllm_plugin.asking import COMPLETIONS_PATH
+from gateway.vllm_plugin.request_fields import COMPLETIONS_PATH
 
 CHOICES_FORESEEN = 1024
 """Largest number of choices for which a stream's answer is prepared before it begins; a call may ask for more than the store can number."""
@@ -55,9 +55,9 @@ class CompletionsDialect(ChoicesDialect):
             choice.token_ids += token_ids or []
             choice.logprobs += [value for value in (logprobs.token_logprobs if logprobs else None) or [] if value is not None]
             if prompt_ids:
-                place = index // _choices_each(request)
-                answer.prompts += [[] for _ in range(place + 1 - len(answer.prompts))]
-                answer.prompts[place] = prompt_ids
+                prompt_index = index // _choices_each(request)
+                answer.prompts += [[] for _ in range(prompt_index + 1 - len(answer.prompts))]
+                answer.prompts[prompt_index] = prompt_ids
         return True
 
     def whole(self, answer: EngineAnswer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.dialects.base import ClientRequest, Fields
 from gateway.dialects.tapped import MiddlewareFieldDialect, MiddlewareFieldStream
-from gateway.vllm_plugin.asking import MESSAGES_PATH
+from gateway.vllm_plugin.request_fields import MESSAGES_PATH
 
 _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature", "input_json_delta": "partial_json"}
 """Type of a delta -> the field to which it appends."""

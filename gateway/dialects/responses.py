@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.dialects.base import ClientRequest, Fields, openai_error
 from gateway.dialects.tapped import MiddlewareFieldDialect, MiddlewareFieldStream
-from gateway.vllm_plugin.asking import RESPONSES_PATH
+from gateway.vllm_plugin.request_fields import RESPONSES_PATH
 
 _DELTAS = {
     "response.output_text.delta": "text",

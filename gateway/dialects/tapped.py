@@ -99,7 +99,7 @@ class MiddlewareFieldStream(StreamReader):
                 data = msgspec.json.encode(top)
             self.take(msgspec.json.decode(data, type=dict[str, Any]), top)
         except (ValueError, LookupError, TypeError):
-            # Not an event of an answer: the client shall see it, and the call counts as failed.
+            # Not an event of an answer: it is passed to the client, and the call counts as failed.
             self.answer.failed = True
         return before + data + after
 
@@ -118,16 +118,16 @@ class MiddlewareFieldStream(StreamReader):
 
 def pop_engine_field(answer: EngineAnswer, top: Fields) -> bool:
     """Remove the field that our middleware added, and read it into the answer; return whether it was there."""
-    own = top.pop(ANSWER_FIELD, None)
-    if own is None:
+    engine_field = top.pop(ANSWER_FIELD, None)
+    if engine_field is None:
         return False
-    field = msgspec.json.decode(own, type=_Field)
+    field = msgspec.json.decode(engine_field, type=_Field)
     answer.engine = EngineFacts(field.policy, field.tokenizer_hash, field.versions, field.sampling)
-    for place, generation in enumerate(field.generations):
-        if place == len(answer.prompts):
+    for index, generation in enumerate(field.generations):
+        if index == len(answer.prompts):
             answer.prompts.append([])
-        answer.prompts[place] += generation.prompt_token_ids
-        choice = answer.choices.setdefault(place, Choice())
+        answer.prompts[index] += generation.prompt_token_ids
+        choice = answer.choices.setdefault(index, Choice())
         choice.token_ids += generation.token_ids
         choice.logprobs += generation.logprobs
         choice.finish_reason = generation.finish_reason or choice.finish_reason

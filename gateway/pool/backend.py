@@ -43,7 +43,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Directory of the weights that it was started with, while it serves them; empty: it serves others, or does not report them."""
     lora_rank: int = 0
     """Largest rank of the adapters that it takes. 0: it takes whole models."""
-    bare: str = ""
+    zero_adapter: str = ""
     """Directory of the adapter that changes nothing; empty: it takes none."""
     transfer: str = ""
     """Transport by which it takes weights from a trainer; empty: it takes none."""
@@ -84,41 +84,43 @@ class Backend(Upstream):
         self._session = session
 
     @property
-    def worth_a_try(self) -> bool:
+    def may_be_tried(self) -> bool:
         """Return whether a call may try the engine while it is down: it may be up by now, and if not, the call's error says so."""
         return self.status is BackendStatus.DOWN and not self.broken
 
     def serve(self, info: EngineInfo, checksum: str) -> None:
         """Admit the backend."""
         self.info, self.checksum, self.broken = info, checksum, False
-        self.become(BackendStatus.SERVING)
+        self.set_status(BackendStatus.SERVING)
 
     def take_down(self, reason: str, *, broken: bool) -> None:
         """Withdraw the backend; a broken one is sent no calls until it is published to or restarted."""
         log.error("backend %s is down: %s", self.name, reason)
         self.group = ""
         self.broken = broken
-        self.become(BackendStatus.DOWN, reason)
+        self.set_status(BackendStatus.DOWN, reason)
 
     def could_not_connect(self, error: Exception) -> None:
         """Take the engine down after a failed connection; its watcher admits it again."""
         if self.status is BackendStatus.SERVING:
             self.take_down(unreachable(self, error), broken=False)
 
-    async def drained(self, most: float | None = None) -> None:
+    async def wait_drained(self, max_seconds: float | None = None) -> None:
         """Wait until no call is in flight.
 
         Args:
-            most: seconds after which the calls that are left are waited for no more. None: they have the time of a call.
+            max_seconds: seconds after which the calls that are left are waited for no more. None: they have the time of a call.
 
         Raises:
             EngineError: some are still in flight after the time of a call.
         """
         try:
-            await asyncio.wait_for(self.idle.wait(), self.seconds if most is None else most)
+            await asyncio.wait_for(self.idle.wait(), self.seconds if max_seconds is None else max_seconds)
         except TimeoutError:
-            if most is not None:
-                log.info("%d calls are still in flight at %s after %g s: they go on with the new weights", self.in_flight, self.url, most)
+            if max_seconds is not None:
+                log.info(
+                    "%d calls are still in flight at %s after %g s: they go on with the new weights", self.in_flight, self.url, max_seconds
+                )
                 return
             raise EngineError(f"{self.in_flight} calls are still in flight at {self.url} after {self.seconds:g} s.") from None
 

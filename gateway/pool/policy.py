@@ -125,7 +125,7 @@ class Policy:
         """Handle a change of the backends: start the waiting calls that can start, and refuse those that no backend can serve."""
         while self._queue.take(self._grant) is not None:
             pass
-        for waiter in [waiter for waiter in self._queue if not self.worth_waiting(waiter.attempt, waiter.avoid)]:
+        for waiter in [waiter for waiter in self._queue if not self.may_become_free(waiter.attempt, waiter.avoid)]:
             self._queue.discard(waiter.attempt, waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(BackendDownError(self.why_down()))
@@ -145,7 +145,7 @@ class Policy:
         backend = self._choose(attempt, avoid)
         if backend is not None:
             return self._begin(backend, attempt)
-        if not self.worth_waiting(attempt, avoid):
+        if not self.may_become_free(attempt, avoid):
             raise BackendDownError(self.why_down())
         if len(self._queue) >= self._queue_limit:
             raise PoolFullError(
@@ -199,7 +199,7 @@ class Policy:
         if not free:
             if any(backend.status in _WAITED_FOR for backend in group):
                 return None
-            free = [backend for backend in group if backend.worth_a_try and backend.has_room and not self.release]
+            free = [backend for backend in group if backend.may_be_tried and backend.has_room and not self.release]
             if not free:
                 return None
         # Among equals the one that was given the fewest calls in all, so that sequential calls rotate.
@@ -209,10 +209,10 @@ class Policy:
             return holder
         return least
 
-    def worth_waiting(self, attempt: AttemptKey | None, avoid: Set[str]) -> bool:
+    def may_become_free(self, attempt: AttemptKey | None, avoid: Set[str]) -> bool:
         """Return whether there is a backend that may take a call, now or soon."""
         group = self._group(attempt, avoid)
-        return any(backend.status in _WAITED_FOR or (backend.worth_a_try and not self.release) for backend in group)
+        return any(backend.status in _WAITED_FOR or (backend.may_be_tried and not self.release) for backend in group)
 
     def _group(self, attempt: AttemptKey | None, avoid: Set[str]) -> list[Upstream]:
         """Return the backends that may answer an attempt's calls: the canary for its share of the rollouts, the others for the rest."""

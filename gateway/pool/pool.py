@@ -45,7 +45,7 @@ class BackendLease:
         """Report that no connection was made, and nothing sent; return the backends to avoid next. None: there is no other to try."""
         self.backend.could_not_connect(error)
         avoid = self._avoid | {self.backend.name}
-        return avoid if self._policy.worth_waiting(self._attempt, avoid) else None
+        return avoid if self._policy.may_become_free(self._attempt, avoid) else None
 
 
 class BackendPool:
@@ -148,7 +148,7 @@ class BackendPool:
         watcher = self._watchers.pop(backend.name, None)
         if watcher is not None:
             watcher.cancel()
-        backend.become(BackendStatus.DRAINING)
+        backend.set_status(BackendStatus.DRAINING)
         if not now:
             await backend.idle.wait()
         policy = self.policies[backend.policy]

@@ -31,11 +31,11 @@ async def send_to_sleep(backend: Backend, level: int) -> None:
     async with backend.lock:
         if backend.status is not BackendStatus.SERVING:
             raise PublicationError(409, f"backend {backend.name} is {backend.status}: only one that serves is sent to sleep.")
-        backend.become(BackendStatus.ASLEEP)
+        backend.set_status(BackendStatus.ASLEEP)
         try:
-            await backend.drained()
+            await backend.wait_drained()
         except EngineError:
-            backend.become(BackendStatus.SERVING)
+            backend.set_status(BackendStatus.SERVING)
             raise
         try:
             await backend.order(f"/sleep?level={level}", seconds=backend.seconds)
@@ -59,14 +59,14 @@ async def wake_up(backend: Backend, policy: Policy) -> None:
         release = policy.release_for(backend)
         try:
             await backend.order("/wake_up", seconds=backend.seconds)
-            backend.become(BackendStatus.PUBLISHING)
+            backend.set_status(BackendStatus.PUBLISHING)
             if await backend.read_checksum() == backend.checksum and not policy.missed(backend, info.version):
                 await backend.probe(info.version)
                 backend.serve(info, backend.checksum)
             elif release:
                 await put(backend, release, await Expected(release).by(backend))
             else:
-                raise EngineError("it has other weights than it fell asleep with, and nobody has published any.")
+                raise EngineError("its weights changed while it slept, without a publication.")
         except (EngineError, PublicationError) as error:
             if not backend.broken:
                 backend.take_down(f"it could not be woken: {error} Publish again, or restart the engine.", broken=True)

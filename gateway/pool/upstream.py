@@ -11,15 +11,15 @@ import logging
 from collections.abc import Callable, MutableMapping
 from enum import StrEnum
 
-from gateway.vllm_plugin.asking import MESSAGES_PATH
+from gateway.vllm_plugin.request_fields import MESSAGES_PATH
 from spangrad.errors import GatewayError
 from spangrad.settings import BackendSettings
 
 log = logging.getLogger(__name__)
 
-FIRST_REST_SECONDS = 1.0
-LONGEST_REST_SECONDS = 60.0
-"""Longest back-off from a frozen upstream that cannot be reached; it begins at FIRST_REST_SECONDS and doubles each time."""
+FIRST_BACKOFF_SECONDS = 1.0
+LONGEST_BACKOFF_SECONDS = 60.0
+"""Longest back-off from a frozen upstream that cannot be reached; it begins at FIRST_BACKOFF_SECONDS and doubles each time."""
 ANTHROPIC_VERSION = "2023-06-01"
 
 
@@ -103,7 +103,7 @@ class Upstream:
         return self.limit is None or self.in_flight < self.limit
 
     @property
-    def worth_a_try(self) -> bool:
+    def may_be_tried(self) -> bool:
         """Return whether a call may try this backend while it is down and no other serves."""
         return False
 
@@ -127,7 +127,7 @@ class Upstream:
         if not self.in_flight:
             self.idle.set()
 
-    def become(self, status: BackendStatus, reason: str = "") -> None:
+    def set_status(self, status: BackendStatus, reason: str = "") -> None:
         """Change the status, unless the backend is draining: the end of an earlier publication or back-off does not revive it."""
         if self.status is not BackendStatus.DRAINING:
             self.status, self.reason = status, reason
@@ -169,22 +169,22 @@ class FrozenUpstream(Upstream):
     def __init__(self, name: str, settings: BackendSettings) -> None:
         super().__init__(name, settings)
         self.status = BackendStatus.SERVING
-        self._rest = FIRST_REST_SECONDS
+        self._rest = FIRST_BACKOFF_SECONDS
         self._waking: asyncio.TimerHandle | None = None
 
     def end(self) -> None:
         """Count a call that has ended; if the upstream was reached, reset the back-off."""
         super().end()
         if self.status is BackendStatus.SERVING:
-            self._rest = FIRST_REST_SECONDS
+            self._rest = FIRST_BACKOFF_SECONDS
 
     def could_not_connect(self, error: Exception) -> None:
         """Back off from the upstream for a while, then let the next call try."""
         if self.status is BackendStatus.SERVING:
-            self.become(BackendStatus.DOWN, f"{unreachable(self, error)} It is tried again within {self._rest:g} s.")
+            self.set_status(BackendStatus.DOWN, f"{unreachable(self, error)} It is tried again within {self._rest:g} s.")
             log.error("backend %s is down: %s", self.name, self.reason)
-            self._waking = asyncio.get_running_loop().call_later(self._rest, self.become, BackendStatus.SERVING)
-            self._rest = min(2 * self._rest, LONGEST_REST_SECONDS)
+            self._waking = asyncio.get_running_loop().call_later(self._rest, self.set_status, BackendStatus.SERVING)
+            self._rest = min(2 * self._rest, LONGEST_BACKOFF_SECONDS)
 
     def close(self) -> None:
         """Cancel the next try."""

@@ -35,16 +35,16 @@ async def watch(backend: Backend, policy: Policy, start_seconds: float) -> None:
         start_seconds: longest time that an engine may take to start before an error is logged.
     """
     loop = asyncio.get_running_loop()
-    overdue = loop.time() + start_seconds
+    deadline = loop.time() + start_seconds
     restarts = 0
     while True:
         try:
             absent = await _look(backend, policy)
             if absent is None:
-                overdue = float("inf")
-            elif loop.time() > overdue:
+                deadline = float("inf")
+            elif loop.time() > deadline:
                 log.error("no engine within engine.start_timeout_seconds = %g: %s", start_seconds, absent)
-                overdue = float("inf")
+                deadline = float("inf")
             if backend.status is BackendStatus.SERVING:
                 restarts = 0
             elif backend.broken and backend.restart_command and restarts < RESTARTS:
@@ -85,7 +85,7 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
     if info.api_servers > 1 or info.data_parallel_size > 1:
         backend.take_down(
             f"the engine at {backend.url} runs {info.api_servers} API servers and {info.data_parallel_size} data-parallel ranks: "
-            "orders reach one of them, and the others would answer with weights that nobody has compared. "
+            "orders reach one of them, and the others would answer with weights that have not been compared. "
             "Start one `spangrad engine` for each replica.",
             broken=True,
         )

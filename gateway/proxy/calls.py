@@ -105,7 +105,7 @@ class Calls:
     async def call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Forward and record one policy call."""
         try:
-            asked = dialect.parse(await request.read())
+            client_request = dialect.parse(await request.read())
         except ValueError as error:
             message = f"the request is not a JSON object: {error}"
             return json_response(dialect.error(400, message, "invalid_request_error"), 400)
@@ -113,7 +113,7 @@ class Calls:
         baggage = parse_baggage(request.headers.get("baggage"))
         attempt = attempt_of(_url_attempt(request), baggage)
         context = call_context(attempt, self._counts.announced(attempt), baggage, request.headers.get("traceparent"))
-        facts = CallFacts(context, asked, next(self._seq), time.time_ns())
+        facts = CallFacts(context, client_request, next(self._seq), time.time_ns())
         exchange = _Exchange(request, facts)
         self._counts.begin(attempt)
         self._metrics.began()

@@ -38,16 +38,16 @@ async def pass_through(
     request: web.Request, session: aiohttp.ClientSession, pool: BackendPool, attempt: AttemptKey | None
 ) -> web.StreamResponse:
     """Forward a request to a backend of the policy that its model names."""
-    rest = request.match_info["rest"]
-    refusal = _refusal(request.method, rest)
+    path = request.match_info["rest"]
+    refusal = _refusal(request.method, path)
     if refusal:
-        return error_response(403, f"/v1/{rest} does not pass: {refusal}.", "permission_error")
+        return error_response(403, f"/v1/{path} does not pass: {refusal}.", "permission_error")
     body = await request.read()
     try:
         model = msgspec.json.decode(body, type=_Asked).model
     except (msgspec.DecodeError, RecursionError):
         model = None
-    if request.method == "GET" and rest == "models" and len(pool.names) > 1:
+    if request.method == "GET" and path == "models" and len(pool.names) > 1:
         return json_response({"object": "list", "data": [_model(name) for name in pool.names]})
     try:
         async with pool.lease(model, attempt) as lease:
@@ -64,12 +64,12 @@ def _model(name: str) -> dict[str, object]:
 async def _let_answer(request: web.Request, body: bytes, session: aiohttp.ClientSession, backend: Upstream) -> web.StreamResponse:
     headers = forwarded(request.headers)
     backend.add_headers(headers)
-    rest = request.match_info["rest"]
+    path = request.match_info["rest"]
     response = None
     try:
         async with session.request(
             request.method,
-            URL(f"{backend.url}/v1/{quote(rest)}?{forwarded_query(request.rel_url.raw_query_string)}", encoded=True),
+            URL(f"{backend.url}/v1/{quote(path)}?{forwarded_query(request.rel_url.raw_query_string)}", encoded=True),
             data=body,
             headers=headers,
             allow_redirects=False,
@@ -90,10 +90,10 @@ async def _let_answer(request: web.Request, body: bytes, session: aiohttp.Client
         return response
 
 
-def _refusal(method: str, rest: str) -> str:
+def _refusal(method: str, path: str) -> str:
     """Return the reason why a path below /v1, percent-decoded, does not pass; empty: it does."""
-    parts = rest.strip("/")
-    if any(part in (".", "..") for part in rest.split("/")):
+    parts = path.strip("/")
+    if any(part in (".", "..") for part in path.split("/")):
         return "it leads elsewhere"
     # However it is spelt (%2F, an extra slash), it would reach the engine as a call that is not recorded.
     if method == "POST" and f"/v1/{parts}" in DIALECTS:

@@ -184,15 +184,15 @@ class _Redaction:
             places = list(cast("dict[str, Any]", value)) if step == "*" else [step]
         elif isinstance(value, list):
             places = list(range(len(cast("list[Any]", value)))) if step == "*" else [step]
-        for place in places:
+        for key in places:
             try:
-                item = value[place]
+                item = value[key]
             except (LookupError, TypeError):
                 continue
             if rest:
                 self._withhold(item, tuple(rest))
             elif item is not None and item not in ("", [], {}):
-                value[place] = MARK
+                value[key] = MARK
                 self.matched = self.matched_by_path = True
 
 
@@ -247,8 +247,8 @@ def _path(rule: str) -> _Path:
     steps: list[str | int] = []
     at = 0
     while match := _STEP.match(rule, at):
-        place = match[2]
-        steps.append(match[1] if place is None else int(place) if place != "*" else "*")
+        key = match[2]
+        steps.append(match[1] if key is None else int(key) if key != "*" else "*")
         at = match.end()
     if at < len(rule) or not steps or rule.startswith("."):
         raise SettingsError(

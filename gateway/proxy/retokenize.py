@@ -18,7 +18,7 @@ import msgspec
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH
+from gateway.vllm_plugin.request_fields import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH
 from spangrad import semconv
 from spangrad.errors import CheckpointError, GatewayError
 from spangrad.weights.checksums import tokenizer_hash

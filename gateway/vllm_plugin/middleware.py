@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, TAPPED_PATHS, ask
+from gateway.vllm_plugin.request_fields import CHAT_PATH, COMPLETIONS_PATH, TAPPED_PATHS, with_ids
 from gateway.vllm_plugin.sender import AnswerSender, FieldSender
 from gateway.vllm_plugin.tap import Labels, Tap, open_tap
 from spangrad.sampling import is_constrained
@@ -28,7 +28,7 @@ POLICY_VARIABLE = "SPANGRAD_GATEWAY__POLICY"
 VERSION_VARIABLE = "SPANGRAD_ENGINE__VERSION"
 MODEL_VARIABLE = "SPANGRAD_ENGINE__MODEL"
 RANK_VARIABLE = "SPANGRAD_ENGINE__LORA_RANK"
-BARE_VARIABLE = "SPANGRAD_BARE_ADAPTER"
+ZERO_ADAPTER_VARIABLE = "SPANGRAD_ZERO_ADAPTER"
 TRANSFER_VARIABLE = "SPANGRAD_ENGINE__TRANSFER"
 """Environment variables of the settings that the middleware reads, set by `spangrad engine`; of the last three, those
 that it needs."""
@@ -66,14 +66,14 @@ class SpangradMiddleware:
         self.tokenizer_hash = tokenizer_hash(Path(self.model))
         self.lora_rank = int(os.environ.get(RANK_VARIABLE, "0"))
         """Largest rank of the adapters that it takes. 0: it takes none."""
-        self.bare = os.environ.get(BARE_VARIABLE, "")
+        self.zero_adapter = os.environ.get(ZERO_ADAPTER_VARIABLE, "")
         """Directory of the adapter that changes nothing; empty where it takes none. Calls always have an adapter then."""
         self.transfer = os.environ.get(TRANSFER_VARIABLE, "")
         """Transport by which it takes weights from a trainer; empty: it takes none."""
         self.warm = False
-        self._moving = asyncio.Event()
+        self._publishing = asyncio.Event()
         """Cleared in a pause that keeps calls: those that arrive wait for its end."""
-        self._moving.set()
+        self._publishing.set()
         self._refusing = False
         """True after a pause that aborted all calls: those that arrive are refused until vLLM is resumed."""
 
@@ -107,7 +107,7 @@ class SpangradMiddleware:
             "warm": self.warm,
             "model": self.model,
             "lora_rank": self.lora_rank,
-            "bare": self.bare,
+            "bare": self.zero_adapter,
             "transfer": self.transfer,
             "api_servers": parallel._api_process_count,
             "data_parallel_size": parallel.data_parallel_size,
@@ -152,16 +152,16 @@ class SpangradMiddleware:
         aborts = path == "/pause" and parse_qs(scope["query_string"].decode()).get("mode", ["abort"]) == ["abort"]
         if path == "/pause" and not aborts:
             # Calls that arrive from now on wait here, so that the version they start with is read after the reload.
-            self._moving.clear()
+            self._publishing.clear()
 
         async def watch(message: Message) -> None:
             if message["type"] == "http.response.start":
-                obeyed = message["status"] == 200
-                if path == "/update_weight_version" and obeyed:
+                succeeded = message["status"] == 200
+                if path == "/update_weight_version" and succeeded:
                     self.version, self.model = version, ""
-                elif (path == "/resume" and obeyed) or (path == "/pause" and (aborts or not obeyed)):
-                    self._refusing = aborts and obeyed
-                    self._moving.set()
+                elif (path == "/resume" and succeeded) or (path == "/pause" and (aborts or not succeeded)):
+                    self._refusing = aborts and succeeded
+                    self._publishing.set()
             await send(message)
 
         await self.app(scope, _replay(body, receive), watch)
@@ -183,7 +183,7 @@ class SpangradMiddleware:
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _read(receive)
-        await self._moving.wait()
+        await self._publishing.wait()
         if self._refusing:
             await _respond(send, 503, PAUSED)
             return
@@ -191,9 +191,9 @@ class SpangradMiddleware:
             request = json.loads(body)
         except ValueError:
             request = None
-        asked = ask(scope["path"], self._named(request)) if isinstance(request, dict) else request
-        if asked is not request:
-            body = json.dumps(asked).encode()
+        engine_request = with_ids(scope["path"], self._named(request)) if isinstance(request, dict) else request
+        if engine_request is not request:
+            body = json.dumps(engine_request).encode()
             headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
             scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
         tap = None

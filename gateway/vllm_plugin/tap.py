@@ -63,11 +63,11 @@ class Tap:
         self.sampling["constrained"] = masked
         return len(self.generations) - 1
 
-    def end(self, place: int, completion: Any) -> None:
+    def end(self, prompt_index: int, completion: Any) -> None:
         """Record the weights that sampled a choice that has ended."""
         spans = completion.weight_versions or []
         # A stop string may have cut off the tokens of a span.
-        self._labels[place][completion.index] = [(span.start, span.version) for span in spans if span.start < span.end]
+        self._labels[prompt_index][completion.index] = [(span.start, span.version) for span in spans if span.start < span.end]
 
     @property
     def labels(self) -> list[Labels]:
@@ -117,17 +117,17 @@ def _install(engine_client: Any) -> None:
     setattr(engine_client, _INSTALLED, True)
 
 
-async def _read(outputs: AsyncGenerator[Any, None], tap: Tap, place: int) -> AsyncGenerator[Any, None]:
+async def _read(outputs: AsyncGenerator[Any, None], tap: Tap, prompt_index: int) -> AsyncGenerator[Any, None]:
     prompt_taken = False
     async with aclosing(outputs):
         async for output in outputs:
-            generation = tap.generations[place]
+            generation = tap.generations[prompt_index]
             if tap.reads_ids and output.prompt_token_ids and not prompt_taken:
                 generation.prompt_token_ids += output.prompt_token_ids
                 prompt_taken = True
             for completion in output.outputs:
                 if completion.finish_reason is not None:
-                    tap.end(place, completion)
+                    tap.end(prompt_index, completion)
                 if tap.reads_ids:
                     _take_ids(completion, generation)
             yield output

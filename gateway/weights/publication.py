@@ -139,7 +139,7 @@ async def put(
         backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
         return
     before = backend.status
-    backend.become(BackendStatus.PUBLISHING)
+    backend.set_status(BackendStatus.PUBLISHING)
     try:
         await _replace_weights(backend, release, expected, calls, before, sync_method)
         backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
@@ -218,7 +218,7 @@ async def _replace_weights(
         await sync_method.check(backend)
         if before is not BackendStatus.ASLEEP and calls.in_flight is InFlight.DRAIN:
             steps.to("drain")
-            await backend.drained(calls.drain_seconds)
+            await backend.wait_drained(calls.drain_seconds)
         steps.to("pause")
         # Calls in flight are kept unless they are to end, and their KV cache with the prefix cache is recomputed with the new weights.
         await backend.order(f"/pause?mode={'abort' if calls.in_flight is InFlight.ABORT else 'keep'}")
@@ -266,7 +266,7 @@ async def _resume_old(backend: Backend, reason: str) -> None:
     except EngineError as error:
         backend.take_down(f"{reason} It could not be resumed: {error}", broken=False)
     else:
-        backend.become(BackendStatus.SERVING)
+        backend.set_status(BackendStatus.SERVING)
 
 
 async def _give_up(backend: Backend, reason: str) -> None:

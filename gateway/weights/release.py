@@ -80,7 +80,7 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
     began = time.monotonic()
     release = WeightsRelease(request.version, request.path, request.checksum)
     async with policy.lock:
-        engines = _reached(policy)
+        engines = _publishable(policy)
         if policy.canary:
             raise PublicationError(
                 409,
@@ -100,7 +100,7 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
         else:
             await _put_into(policy, todo, release, expected, request.order, request.calls)
             policy.served(release)
-            _withdraw_laggards(policy)
+            _withdraw_outdated(policy)
         took = [policy.canary.backend] if policy.canary else todo
         return _publication(policy, release, time.monotonic() - began, took)
 
@@ -117,7 +117,7 @@ async def promote(policy: Policy, order: Order, calls: CallsInFlight) -> Publica
         if canary is None:
             raise PublicationError(409, f"policy {policy.name!r} has no canary.")
         expected = Expected(canary.release)
-        todo = [engine for engine in _reached(policy) if not _serves(engine, canary.release, await expected.by(engine))]
+        todo = [engine for engine in _publishable(policy) if not _serves(engine, canary.release, await expected.by(engine))]
         if canary.backend in todo:
             raise PublicationError(409, f"the canary does not serve version {canary.release.version}: {canary.backend.reason}")
         policy.canary = None
@@ -127,7 +127,7 @@ async def promote(policy: Policy, order: Order, calls: CallsInFlight) -> Publica
                 await _put_into(policy, todo, canary.release, expected, order, calls)
         except EngineError as error:
             log.warning("only the canary serves version %d: %s", canary.release.version, error)
-        _withdraw_laggards(policy)
+        _withdraw_outdated(policy)
         return _publication(policy, canary.release, time.monotonic() - began)
 
 
@@ -135,20 +135,20 @@ async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publi
     """Serve what was served before: before the canary, before a publication that left no engine up, else before the newest version.
 
     Raises:
-        PublicationError: what was served before is not known, or its files are gone; nothing changed.
+        PublicationError: the previous version is unknown, or its files are missing; nothing changed.
         EngineError: no engine serves it; the message says what state that left.
     """
     began = time.monotonic()
     async with policy.lock:
-        engines = _reached(policy)
+        engines = _publishable(policy)
         up = any(engine.status is not BackendStatus.DOWN for engine in engines)
         newest = policy.canary is None and up
-        former = policy.releases[:-1] if newest else policy.releases
-        if not former:
+        earlier_releases = policy.releases[:-1] if newest else policy.releases
+        if not earlier_releases:
             raise PublicationError(
                 409, f"no version is known that policy {policy.name!r} served before: this gateway has published none. Publish one."
             )
-        release = former[-1]
+        release = earlier_releases[-1]
         expected = Expected(release)
         todo = [engine for engine in engines if not _serves(engine, release, await expected.by(engine))]
         withdrawn = [policy.canary.release.version] if policy.canary else [past.version for past in policy.releases[-1:] if newest]
@@ -160,14 +160,14 @@ async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publi
                 raise
             log.warning("version %d is served by those that had it: %s", release.version, error)
         policy.canary = None
-        policy.releases = former
+        policy.releases = earlier_releases
         policy.rolled_back = (policy.rolled_back | set(withdrawn)) - {release.version}
         policy.replaced.discard(release.version)
-        _withdraw_laggards(policy)
+        _withdraw_outdated(policy)
         return _publication(policy, release, time.monotonic() - began)
 
 
-def _reached(policy: Policy) -> list[Backend]:
+def _publishable(policy: Policy) -> list[Backend]:
     """Return the engines that can be published to.
 
     Raises:
@@ -176,10 +176,10 @@ def _reached(policy: Policy) -> list[Backend]:
     engines = policy.engines
     if not engines:
         raise PublicationError(409, f"policy {policy.name!r} has no engine to publish to: its backends are frozen, or there are none.")
-    reached = [engine for engine in engines if engine.info]
-    if not reached:
+    publishable = [engine for engine in engines if engine.info]
+    if not publishable:
         raise PublicationError(503, f"{policy.why_down()}. Publish again once /readyz answers 200.")
-    return reached
+    return publishable
 
 
 def _serves(backend: Backend, release: WeightsRelease, expected: str) -> bool:
@@ -191,8 +191,8 @@ def _require_newer(policy: Policy, release: WeightsRelease, todo: Sequence[Backe
     """Raise unless the version is newer than those served: a version's weights never change, and old ones return by rollback or `again`."""
     for engine in policy.engines:
         if engine.info and (release.version == engine.info.version or (release.version < engine.info.version and not again)):
-            repairs = release.version == engine.info.version and (engine.status is BackendStatus.DOWN or engine not in todo)
-            if not repairs:
+            reinstates = release.version == engine.info.version and (engine.status is BackendStatus.DOWN or engine not in todo)
+            if not reinstates:
                 raise PublicationError(409, f"version {release.version} is not newer than version {engine.info.version}, which is served.")
 
 
@@ -257,7 +257,7 @@ async def _send_canary(
         policy.changed()
 
 
-def _withdraw_laggards(policy: Policy) -> None:
+def _withdraw_outdated(policy: Policy) -> None:
     """Take down engines that still serve another version, as one that could not be paused does; their watchers bring them up to date."""
     release = policy.release
     for engine in policy.engines:

@@ -151,5 +151,5 @@ def sync_method_of(backend: Backend, path: Path, sender: SenderAddress | None) -
     adapter = adapter_facts(path)
     if info.lora_rank:
         facts = adapter or AdapterFacts(path, 1, 1.0)
-        return Adapter(str(path) if adapter else info.bare, facts.base, dtype)
+        return Adapter(str(path) if adapter else info.zero_adapter, facts.base, dtype)
     return Reload(str(path))

@@ -18,21 +18,21 @@ from urllib.parse import quote
 
 import msgspec
 
-from runner.environments.wire import InstanceHeartbeat, InstanceRequest, Leased, Over
+from runner.environments.wire import ExpiredLeases, InstanceHeartbeat, InstanceRequest, Leased
 from spangrad.errors import EnvironmentsError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RemoteService, RequestError
 from spangrad.leases import BEATS, beat
 from spangrad.types import AttemptFailure, Stage
 
-_LINE_SECONDS = 20.0
+_WAIT_SECONDS = 20.0
 """Time that one request waits in the service's line, in seconds."""
 _RELEASE_SECONDS = 5.0
 """Time for which a release is retried while the service is away, in seconds; after it, the lease expires by itself."""
 _REQUEST_SECONDS = 10.0
 _UNUSABLE = {None, 401, 403}
 """Statuses by which a service that is asked whether it is ready cannot be used; another one may only mean that it has no instance yet."""
-_SILENT_MOST = 1 - 1.25 / BEATS
+_EXPIRY_SHARE = 1 - 1.25 / BEATS
 """Share of a lease's time without a successful heartbeat after which the lease would expire before the next one."""
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class LeasedInstance:
     environment: Any
     """Value that is passed to the agent."""
     lease_seconds: float
-    heard: float
+    answered_at: float
     """Start of the last request that the service answered, in seconds of the local monotonic clock."""
     lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done, with a sentence, when the lease is lost."""
@@ -75,7 +75,7 @@ class EnvironmentClient:
         remedy = "Start it with `spangrad environments`, or fix --environment."
         self._client = AsyncClient(RemoteService("the environment service", self._url, token, EnvironmentsError, remedy))
         self._held: dict[str, LeasedInstance] = {}
-        self._beating: asyncio.Task[None]
+        self._heartbeat_task: asyncio.Task[None]
         self._changed = asyncio.Event()
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -86,22 +86,22 @@ class EnvironmentClient:
             EnvironmentsError: the service does not answer, or refuses the token.
         """
         try:
-            await self._client.send("GET", "/readyz", within_seconds=_REQUEST_SECONDS, patience_seconds=0)
+            await self._client.send("GET", "/readyz", within_seconds=_REQUEST_SECONDS, retry_seconds=0)
         except RequestError as failure:
             if failure.status in _UNUSABLE:
                 await self._client.close()
                 raise self._client.service.error_for(failure, "GET", "/readyz") from failure
-        self._beating = asyncio.create_task(
+        self._heartbeat_task = asyncio.create_task(
             beat(lambda: [one.lease_seconds for one in self._held.values()], self._changed, self._renew), name="environments heartbeat"
         )
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Release all leases, in bounded time."""
-        self._beating.cancel()
+        self._heartbeat_task.cancel()
         for instance in list(self._held.values()):
             self.release(instance)
-        await asyncio.gather(self._beating, *self._releases, return_exceptions=True)
+        await asyncio.gather(self._heartbeat_task, *self._releases, return_exceptions=True)
         await self._client.close()
 
     async def lease(self, rollout_id: str, attempt: int, given: object, seconds: float) -> LeasedInstance:
@@ -111,11 +111,11 @@ class EnvironmentClient:
             NoInstanceError: this attempt gets no instance.
         """
         lease = uuid.uuid4().hex
-        ask = InstanceRequest(
-            lease=lease, rollout_id=rollout_id, attempt=attempt, input=given, wait_seconds=min(_LINE_SECONDS, seconds / 2)
+        message = InstanceRequest(
+            lease=lease, rollout_id=rollout_id, attempt=attempt, input=given, wait_seconds=min(_WAIT_SECONDS, seconds / 2)
         )
         try:
-            instance = await self._ask(ask, seconds)
+            instance = await self._ask(message, seconds)
         except RequestError as failure:
             self._release(lease)
             late = f"{Stage.INIT}: no environment after {seconds:g} s; {self._url} says: {failure}"
@@ -133,12 +133,12 @@ class EnvironmentClient:
         if self._held.pop(instance.lease, None) is not None:
             self._release(instance.lease)
 
-    async def _ask(self, ask: InstanceRequest, seconds: float) -> LeasedInstance:
+    async def _ask(self, message: InstanceRequest, seconds: float) -> LeasedInstance:
         began = time.monotonic()
-        leased = await self._client.send("POST", "/v1/leases", msgspec.json.encode(ask), Leased, within_seconds=seconds)
+        leased = await self._client.send("POST", "/v1/leases", msgspec.json.encode(message), Leased, within_seconds=seconds)
         # The lease holds from the hand-out, at an unknown time after the request began: the first heartbeat is due at once.
-        heard = max(began, time.monotonic() - leased.lease_seconds / BEATS)
-        return LeasedInstance(ask.lease, leased.instance, leased.environment, leased.lease_seconds, heard)
+        answered_at = max(began, time.monotonic() - leased.lease_seconds / BEATS)
+        return LeasedInstance(message.lease, leased.instance, leased.environment, leased.lease_seconds, answered_at)
 
     def _release(self, lease: str) -> None:
         task = asyncio.create_task(self._send_release(lease))
@@ -149,26 +149,26 @@ class EnvironmentClient:
         try:
             await self._client.send("DELETE", f"/v1/leases/{quote(lease, safe='')}", within_seconds=_RELEASE_SECONDS)
         except RequestError as failure:
-            _logger.warning("an environment could not be given back to %s (%s): its lease runs out by itself", self._url, failure)
+            _logger.warning("an environment could not be released at %s (%s): its lease expires", self._url, failure)
 
     async def _renew(self) -> None:
         held, began = list(self._held.values()), time.monotonic()
         try:
             seconds = min(instance.lease_seconds for instance in held) / BEATS
             body = msgspec.json.encode(InstanceHeartbeat(leases=[instance.lease for instance in held]))
-            answer = await self._client.send("POST", "/v1/leases/heartbeat", body, Over, patience_seconds=0, within_seconds=seconds)
+            answer = await self._client.send("POST", "/v1/leases/heartbeat", body, ExpiredLeases, retry_seconds=0, within_seconds=seconds)
         except RequestError as failure:
-            _logger.warning("the environments at %s do not take heartbeats (%s)", self._url, failure)
+            _logger.warning("the environments at %s refuse heartbeats (%s)", self._url, failure)
             for instance in held:
-                silent = time.monotonic() - instance.heard
-                if silent > instance.lease_seconds * _SILENT_MOST:
-                    self._lose(instance, f"the environments at {self._url} were not heard of for {silent:.3g} s")
+                silence = time.monotonic() - instance.answered_at
+                if silence > instance.lease_seconds * _EXPIRY_SHARE:
+                    self._lose(instance, f"the environments at {self._url} have not answered for {silence:.3g} s")
             return
         for instance in held:
             if instance.lease in answer.over:
                 self._lose(instance, f"instance {instance.name} of {self._url} is not leased to this attempt any more")
             else:
-                instance.heard = began
+                instance.answered_at = began
 
     def _lose(self, instance: LeasedInstance, reason: str) -> None:
         """Mark an instance as lost; the lease is released all the same, though the service may not know it any more."""

@@ -22,7 +22,7 @@ from spangrad.errors import EnvironmentsError
 Factory = Callable[[], Any]
 
 
-class IllError(Exception):
+class UnhealthyError(Exception):
     """The instance is not fit for another attempt."""
 
 
@@ -60,39 +60,39 @@ class Instance:
         json.dumps(environment, allow_nan=False)
         return environment
 
-    async def clean(self) -> None:
+    async def reset(self) -> None:
         """Reset the object for the next attempt, and check its health.
 
         Raises:
-            IllError: it cannot be reset, or is unhealthy; no attempt may use it again.
+            UnhealthyError: it cannot be reset, or is unhealthy; no attempt may use it again.
         """
         if not hasattr(self._object, "reset"):
-            raise IllError("it has no method reset()")
+            raise UnhealthyError("it has no method reset()")
         try:
             await self._call(self._object.reset)
         except Exception as error:  # the user's code
-            raise IllError(f"reset: {_message(error)}") from error
-        await self.look()
+            raise UnhealthyError(f"reset: {_message(error)}") from error
+        await self.check_health()
 
-    async def look(self) -> None:
+    async def check_health(self) -> None:
         """Check the object's health.
 
         Raises:
-            IllError: it is unhealthy.
+            UnhealthyError: it is unhealthy.
         """
         if not hasattr(self._object, "health"):
             return
         try:
             healthy = await self._call(self._object.health)
         except Exception as error:
-            raise IllError(f"health: {_message(error)}") from error
+            raise UnhealthyError(f"health: {_message(error)}") from error
         if healthy is False:
-            raise IllError("health: it says that it is ill")
+            raise UnhealthyError("health: it reports that it is unhealthy")
 
     async def close(self) -> str | None:
         """Close the object and end the thread; return why closing failed. None: it succeeded."""
         if self._busy:
-            return "its thread hangs, and is left behind"
+            return "its thread hangs, and is abandoned"
         try:
             if hasattr(self._object, "close"):
                 await self._call(self._object.close)

@@ -16,34 +16,34 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from runner.environments.instance import Factory, IllError, Instance
-from runner.environments.wire import InstanceRequest, InstanceState, Leased, Standing
+from runner.environments.instance import Factory, Instance, UnhealthyError
+from runner.environments.wire import InstanceRequest, InstanceState, InstanceStatus, Leased
 from spangrad.errors import EnvironmentsError
-from spangrad.leases import Watch
+from spangrad.leases import LeaseClock
 
-_LOOK_SECONDS = 0.2
+_SWEEP_SECONDS = 0.2
 """Pause between two checks for expired leases, in seconds."""
 _HEALTH_SECONDS = 10.0
 """Pause between two health checks of a free instance, in seconds."""
-_AGAIN_SECONDS = (1.0, 5.0, 30.0)
+_RETRY_SECONDS = (1.0, 5.0, 30.0)
 """Pauses before another try to create an instance, in seconds; the last one repeats."""
 log = logging.getLogger(__name__)
 
 
-class FullError(Exception):
+class NoFreeInstanceError(Exception):
     """No instance became free in time."""
 
 
-class BeginError(Exception):
+class PreparationError(Exception):
     """An instance could not be prepared for a task."""
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    ask: InstanceRequest
+    message: InstanceRequest
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     answer: asyncio.Future[Leased] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    given_back: asyncio.Event = field(default_factory=asyncio.Event)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(eq=False, slots=True)
@@ -74,10 +74,10 @@ class InstancePool:
         self._lease_seconds = lease_seconds
         self._seconds = seconds
         self._slots = [_Slot(number) for number in range(count)]
-        self._line: asyncio.Queue[_Request] = asyncio.Queue()
+        self._queue: asyncio.Queue[_Request] = asyncio.Queue()
         self._requests: dict[str, _Request] = {}
         """Requests that wait or have a lease, by the lease's name."""
-        self._watch = Watch[str](clock)
+        self._watch = LeaseClock[str](clock)
         self._tasks: list[asyncio.Task[None]] = []
         self.counts: Counter[str] = Counter()
         """Events of leases and instances, counted since the start: leased, released, reclaimed, refused, unbegun, made, discarded."""
@@ -89,13 +89,13 @@ class InstancePool:
             EnvironmentsError: the first instance cannot be created.
         """
         try:
-            first = await self._make(self._slots[0])
+            first = await self._create(self._slots[0])
         except EnvironmentsError:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise EnvironmentsError(f"no environment can be made: {reason}. Fix the factory.") from error
-        self._tasks = [asyncio.create_task(self._live(slot, first if slot.number == 0 else None)) for slot in self._slots]
+        self._tasks = [asyncio.create_task(self._run_slot(slot, first if slot.number == 0 else None)) for slot in self._slots]
 
     async def close(self) -> None:
         """End all leases, and close all instances, each in bounded time."""
@@ -103,58 +103,58 @@ class InstancePool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def lease(self, ask: InstanceRequest) -> Leased:
+    async def lease(self, message: InstanceRequest) -> Leased:
         """Lease an instance; a request repeated under the same name returns the same lease.
 
         Raises:
-            FullError: no instance became free in time.
-            BeginError: the instance could not be prepared for this task.
+            NoFreeInstanceError: no instance became free in time.
+            PreparationError: the instance could not be prepared for this task.
         """
-        if (known := self._requests.get(ask.lease)) is not None:
+        if (known := self._requests.get(message.lease)) is not None:
             if not known.answer.done():
-                raise FullError("this lease is being asked for already")
-            self._watch.renew(ask.lease, self._lease_seconds)
+                raise NoFreeInstanceError("this lease is being asked for already")
+            self._watch.renew(message.lease, self._lease_seconds)
             return known.answer.result()
-        request = self._requests[ask.lease] = _Request(ask)
-        self._line.put_nowait(request)
+        request = self._requests[message.lease] = _Request(message)
+        self._queue.put_nowait(request)
         try:
             try:
-                async with asyncio.timeout(ask.wait_seconds):
+                async with asyncio.timeout(message.wait_seconds):
                     await request.taken.wait()
             except TimeoutError:
                 if not request.taken.is_set():
                     self.counts["refused"] += 1
-                    raise FullError(f"all {len(self._slots)} instances are taken") from None
+                    raise NoFreeInstanceError(f"all {len(self._slots)} instances are taken") from None
             return await asyncio.shield(request.answer)
         except BaseException:
             # A slot that has taken the request meanwhile sees that its client does not wait any more.
-            request.given_back.set()
-            self._requests.pop(ask.lease, None)
-            self._watch.forget(ask.lease)
+            request.released.set()
+            self._requests.pop(message.lease, None)
+            self._watch.forget(message.lease)
             raise
 
     def beat(self, leases: Iterable[str]) -> list[str]:
         """Renew leases; return those that are not held any more."""
-        over: list[str] = []
+        expired: list[str] = []
         for name in leases:
             if name in self._watch:
                 self._watch.renew(name, self._lease_seconds)
             else:
-                over.append(name)
-        return over
+                expired.append(name)
+        return expired
 
     def release(self, lease: str) -> bool:
         """End a lease, or withdraw a waiting request; return whether there was one."""
         return self._end(lease, "released")
 
-    def standings(self) -> list[Standing]:
+    def statuses(self) -> list[InstanceStatus]:
         """Return the state of each instance."""
         return [
-            Standing(
+            InstanceStatus(
                 instance=str(slot.number),
                 state=slot.state,
                 users=slot.users,
-                rollout_id=slot.request.ask.rollout_id if slot.request is not None else None,
+                rollout_id=slot.request.message.rollout_id if slot.request is not None else None,
             )
             for slot in self._slots
         ]
@@ -166,8 +166,8 @@ class InstancePool:
 
     def sweep(self) -> None:
         """End the leases that were not renewed in time."""
-        for name in self._watch.over():
-            log.warning("lease %s was not renewed for %g s, and is taken back", name, self._lease_seconds)
+        for name in self._watch.expired():
+            log.warning("lease %s was not renewed for %g s, and is reclaimed", name, self._lease_seconds)
             self._end(name, "reclaimed")
 
     def _end(self, lease: str, how: str) -> bool:
@@ -175,9 +175,9 @@ class InstancePool:
         if request is None:
             return False
         self._watch.forget(lease)
-        request.given_back.set()
+        request.released.set()
         if not request.answer.done():
-            request.answer.set_exception(FullError("it was given back before it was had"))
+            request.answer.set_exception(NoFreeInstanceError("it was released before it was granted"))
             request.taken.set()
         self.counts[how] += 1
         return True
@@ -186,47 +186,47 @@ class InstancePool:
         """End expired leases, until cancelled."""
         before = time.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            late, before = time.monotonic() - before - _LOOK_SECONDS, time.monotonic()
-            if late > _LOOK_SECONDS:  # this process was stopped, or starved: heartbeats that came meanwhile are still to be read
-                self._watch.prolong(late)
+            await asyncio.sleep(_SWEEP_SECONDS)
+            delay, before = time.monotonic() - before - _SWEEP_SECONDS, time.monotonic()
+            if delay > _SWEEP_SECONDS:  # this process was stopped, or starved: heartbeats that came meanwhile are still to be read
+                self._watch.prolong(delay)
             self.sweep()
 
-    async def _live(self, slot: _Slot, instance: Instance | None) -> None:
+    async def _run_slot(self, slot: _Slot, instance: Instance | None) -> None:
         """Run the life cycle of a slot's instances, one after the other."""
         while True:
             slot.state = InstanceState.MAKING
-            instance = instance or await self._made(slot)
+            instance = instance or await self._create_with_retries(slot)
             try:
                 while True:
                     slot.state = InstanceState.FREE
-                    await self._use(slot, instance, await self._next(instance))
-            except IllError as error:
+                    await self._serve_lease(slot, instance, await self._next(instance))
+            except UnhealthyError as error:
                 self.counts["discarded"] += 1
-                log.warning("environment %s is discarded, and another one is made: %s", instance.name, error)
+                log.warning("environment %s is discarded, and another one is created: %s", instance.name, error)
             finally:
                 if (problem := await instance.close()) is not None:
                     log.warning("environment %s: %s", instance.name, problem)
             instance = None
 
-    async def _made(self, slot: _Slot) -> Instance:
+    async def _create_with_retries(self, slot: _Slot) -> Instance:
         """Create an instance; retry until it succeeds."""
-        tries = 0
+        failures = 0
         while True:
             try:
-                return await self._make(slot)
+                return await self._create(slot)
             except Exception as error:  # the user's code
-                pause = _AGAIN_SECONDS[min(tries, len(_AGAIN_SECONDS) - 1)]
-                log.warning("no environment can be made (%s: %s); again in %g s", type(error).__name__, error, pause)
+                pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)]
+                log.warning("no environment can be created (%s: %s); retry in %g s", type(error).__name__, error, pause)
                 await asyncio.sleep(pause)
-                tries += 1
+                failures += 1
 
-    async def _make(self, slot: _Slot) -> Instance:
+    async def _create(self, slot: _Slot) -> Instance:
         instance = Instance(f"{slot.number}.{slot.created}", self._seconds)
         slot.created += 1
         try:
             await instance.make(self._factory)
-            await instance.look()
+            await instance.check_health()
         except BaseException:
             await instance.close()
             raise
@@ -238,32 +238,34 @@ class InstancePool:
         while True:
             try:
                 async with asyncio.timeout(_HEALTH_SECONDS):
-                    request = await self._line.get()
+                    request = await self._queue.get()
             except TimeoutError:
-                await instance.look()
+                await instance.check_health()
                 continue
-            if not request.given_back.is_set():
+            if not request.released.is_set():
                 return request
 
-    async def _use(self, slot: _Slot, instance: Instance, request: _Request) -> None:
+    async def _serve_lease(self, slot: _Slot, instance: Instance, request: _Request) -> None:
         """Lease the instance to one attempt, until it is reset again."""
         slot.state, slot.request = InstanceState.LEASED, request
         slot.users += 1
         request.taken.set()
-        name = request.ask.lease
+        name = request.message.lease
         try:
-            environment = await instance.begin(request.ask.input)
+            environment = await instance.begin(request.message.input)
         except Exception as error:  # the user's code
             self.counts["unbegun"] += 1
             self._requests.pop(name, None)
             if not request.answer.done():
-                request.answer.set_exception(BeginError(f"instance {instance.name}: {type(error).__name__}: {error}".rstrip(": ")[:1000]))
+                request.answer.set_exception(
+                    PreparationError(f"instance {instance.name}: {type(error).__name__}: {error}".rstrip(": ")[:1000])
+                )
         else:
-            if not request.given_back.is_set():
+            if not request.released.is_set():
                 self.counts["leased"] += 1
                 self._watch.renew(name, self._lease_seconds)
                 held = Leased(lease=name, instance=instance.name, environment=environment, lease_seconds=self._lease_seconds)
                 request.answer.set_result(held)
-                await request.given_back.wait()
+                await request.released.wait()
         slot.state, slot.request = InstanceState.RESETTING, None
-        await instance.clean()
+        await instance.reset()

@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from runner.environments.instance import Factory
-from runner.environments.pool import BeginError, FullError, InstancePool
-from runner.environments.wire import InstanceHeartbeat, InstanceRequest, InstanceState, Over, Released, Standings
+from runner.environments.pool import InstancePool, NoFreeInstanceError, PreparationError
+from runner.environments.wire import ExpiredLeases, InstanceHeartbeat, InstanceRequest, InstanceState, InstanceStatuses, Released
 from spangrad.http import server as http_server
 from spangrad.http.metrics import metrics_route
 from spangrad.http.server import Address, BusyError, body, json_response, json_server
@@ -84,15 +84,15 @@ class EnvironmentRoutes:
         ask = msgspec.json.decode(await body(request), type=InstanceRequest)
         try:
             return json_response(await self._pool.lease(ask))
-        except FullError as error:
+        except NoFreeInstanceError as error:
             raise BusyError(str(error)) from None
-        except BeginError as error:
+        except PreparationError as error:
             return json_response({"error": str(error)}, 500)
 
     async def beat(self, request: web.Request) -> web.Response:
         """Renew leases."""
-        asked = msgspec.json.decode(await body(request), type=InstanceHeartbeat)
-        return json_response(Over(over=self._pool.beat(asked.leases)))
+        heartbeat = msgspec.json.decode(await body(request), type=InstanceHeartbeat)
+        return json_response(ExpiredLeases(over=self._pool.beat(heartbeat.leases)))
 
     async def release(self, request: web.Request) -> web.Response:
         """Release a lease."""
@@ -100,11 +100,11 @@ class EnvironmentRoutes:
 
     async def instances(self, request: web.Request) -> web.Response:
         """List the state of each instance."""
-        return json_response(Standings(instances=self._pool.standings(), waiting=self._pool.waiting))
+        return json_response(InstanceStatuses(instances=self._pool.statuses(), waiting=self._pool.waiting))
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200 once an instance exists, in use or free."""
-        if all(one.state is InstanceState.MAKING for one in self._pool.standings()):
+        if all(one.state is InstanceState.MAKING for one in self._pool.statuses()):
             raise BusyError("no instance is made yet")
         return web.Response(text="ok\n")
 
@@ -118,10 +118,10 @@ class EnvironmentMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by prometheus_client."""
-        standings = self._pool.standings()
+        statuses = self._pool.statuses()
         instances = GaugeMetricFamily(_PREFIX + "instances", "Instances, by state.", labels=["state"])
         for state in InstanceState:
-            instances.add_metric([state.value], sum(one.state is state for one in standings))
+            instances.add_metric([state.value], sum(one.state is state for one in statuses))
         yield instances
         yield GaugeMetricFamily(_PREFIX + "waiting", "Requests in line.", value=self._pool.waiting)
         for name, what, labels in (

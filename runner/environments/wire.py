@@ -61,7 +61,7 @@ class InstanceHeartbeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     leases: list[Name]
 
 
-class Over(msgspec.Struct, frozen=True, kw_only=True):
+class ExpiredLeases(msgspec.Struct, frozen=True, kw_only=True):
     """Response to a heartbeat: those of its leases that are not held any more."""
 
     over: list[str]
@@ -74,7 +74,7 @@ class Released(msgspec.Struct, frozen=True, kw_only=True):
     """False: the lease was not held, or is not held any more."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of one instance, for people."""
 
     instance: str
@@ -85,9 +85,9 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout that it is leased to. None: it is not leased."""
 
 
-class Standings(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceStatuses(msgspec.Struct, frozen=True, kw_only=True):
     """Response to GET /v1/instances."""
 
-    instances: list[Standing]
+    instances: list[InstanceStatus]
     waiting: int
     """Number of requests in line."""

@@ -57,7 +57,7 @@ from spangrad.text_sanitizer import storable
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PATIENCE_SECONDS = 60.0
+RETRY_SECONDS = 60.0
 """Time for which requests are retried while the queue is away, in seconds: enough to restart it."""
 _ANSWER_SECONDS = 120.0
 ENQUEUE_MOST = 5000
@@ -67,23 +67,23 @@ ENQUEUE_MOST = 5000
 class QueueClient:
     """Connection to the queue; an async context manager."""
 
-    def __init__(self, url: str, token: str | None = None, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, url: str, token: str | None = None, *, retry_seconds: float = RETRY_SECONDS) -> None:
         """Store the arguments; the first request connects.
 
         Args:
             url: address of the queue; queue.url.
             token: bearer token; queue.token. None: the queue asks for none.
-            patience_seconds: time for which requests are retried while the queue does not answer.
+            retry_seconds: time for which requests are retried while the queue does not answer.
         """
         self.url = url.rstrip("/")
-        self._client = AsyncClient(queue_service(self.url, token, patience_seconds), seconds=_ANSWER_SECONDS)
+        self._client = AsyncClient(queue_service(self.url, token, retry_seconds), seconds=_ANSWER_SECONDS)
         self._ids = ordered_ids()
 
     @classmethod
-    def of(cls, settings: QueueSettings, *, patience_seconds: float = PATIENCE_SECONDS) -> Self:
+    def of(cls, settings: QueueSettings, *, retry_seconds: float = RETRY_SECONDS) -> Self:
         """Create a client of the queue that the settings name, by queue.url or else by host and port of the server."""
         token = settings.token.get_secret_value() if settings.token else None
-        return cls(settings.url or default_url(settings), token, patience_seconds=patience_seconds)
+        return cls(settings.url or default_url(settings), token, retry_seconds=retry_seconds)
 
     async def __aenter__(self) -> Self:
         """Return the client."""
@@ -116,7 +116,7 @@ class QueueClient:
     async def lease(
         self, run_id: str, worker: str, count: int = 1, *, wait_seconds: float = 0, lease_seconds: float | None = None
     ) -> list[RolloutLease]:
-        """Lease at most `count` rollouts of a run, fewer if fewer are queued. `Beating` renews the leases."""
+        """Lease at most `count` rollouts of a run, fewer if fewer are queued. `LeaseHeartbeats` renews the leases."""
         ask = LeaseRequest(run_id=run_id, worker=worker, count=count, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
         return (await self._change("/v1/leases", Leases, ask)).leases
 
@@ -151,11 +151,11 @@ class QueueClient:
 
     async def purge(self, older_than_seconds: float, run_id: str | None = None) -> int:
         """Delete rollouts that ended more than so many seconds ago; return how many."""
-        gone, more = 0, True
+        deleted, more = 0, True
         while more:
             done = await self._change("/v1/purge", Purged, Purge(older_than_seconds=older_than_seconds, run_id=run_id))
-            gone, more = gone + done.rollouts, done.more
-        return gone
+            deleted, more = deleted + done.rollouts, done.more
+        return deleted
 
     async def rollout(self, rollout_id: str) -> QueuedRollout:
         """Return one rollout, with its attempts."""
@@ -195,7 +195,7 @@ class QueueClient:
         return await self._client.ask("POST", path, kind, body)
 
 
-class Beating:
+class LeaseHeartbeats:
     """Renews leases by heartbeats from a background task; an async context manager."""
 
     def __init__(
@@ -259,7 +259,7 @@ class Beating:
                 self._ended(lease, result)
 
 
-class PlainQueue:
+class SyncQueueClient:
     """The queue for code without an event loop; a context manager."""
 
     def __init__(self, client: QueueClient) -> None:

@@ -46,7 +46,7 @@ class Ending:
         detail = storable(report.detail)
         return Ending(report.rollout_id, report.attempt, report.reason, detail, report.rewards, report.calls, report.seconds, report.retry)
 
-    def same(self, row: sa.RowMapping) -> bool:
+    def is_recorded_in(self, row: sa.RowMapping) -> bool:
         """Return whether a row of ATTEMPTS records this very ending."""
         if self.reason in {AttemptFailure.LOST, AttemptFailure.RELEASED}:
             return row["reason"] == self.reason
@@ -75,9 +75,9 @@ class Endings:
         new: list[dict[str, object]] = []
         results: list[AttemptReceipt] = []
         for ending in endings:
-            row, before = rows.get(ending.rollout_id), recorded.get((ending.rollout_id, ending.attempt))
+            row, recorded_row = rows.get(ending.rollout_id), recorded.get((ending.rollout_id, ending.attempt))
             if row is None or not _under_way(row, ending.attempt):
-                results.append(_answer(ending, row, before))
+                results.append(_answer(ending, row, recorded_row))
                 continue
             row["state"], row["attempts_left"] = self._next_state(ending, row)
             row["ended"], row["ended_at"] = (self._number(), wall) if row["state"] not in OPEN else (None, None)
@@ -107,10 +107,10 @@ class Endings:
             groups = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.group_id).where(*matches)
             transaction.execute(GROUPS.update().where(sa.tuple_(GROUPS.c.run_id, GROUPS.c.group_id).in_(groups)).values(cancelled=True))
             transaction.execute(ATTEMPTS.insert().from_select(_COPIED, _copies(condition, wall)))
-            gone: dict[str, Any] = {
+            cancelled: dict[str, Any] = {
                 "state": RolloutState.CANCELLED.value, "worker": None, "ended": self._next + ROLLOUTS.c.seq, "ended_at": wall,
             }  # fmt: skip
-            queued += transaction.execute(ROLLOUTS.update().where(*matches).values(gone)).rowcount
+            queued += transaction.execute(ROLLOUTS.update().where(*matches).values(cancelled)).rowcount
         self._next += highest + 1
         return Cancelled(queued=queued - len(held), running=len(held)), held
 
@@ -142,7 +142,7 @@ class Endings:
 def _rollouts(transaction: sa.Connection, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
     rollouts: dict[str, dict[str, Any]] = {}
     for part in chunks(ids):
-        rollouts.update((row["rollout_id"], dict(row)) for row in transaction.execute(_STANDING, {"ids": part}).mappings())
+        rollouts.update((row["rollout_id"], dict(row)) for row in transaction.execute(_SELECT_STATES, {"ids": part}).mappings())
     return rollouts
 
 
@@ -159,7 +159,7 @@ def _under_way(row: Mapping[str, Any] | None, attempt: int) -> bool:
     return row is not None and row["state"] == RolloutState.RUNNING and row["attempt"] == attempt
 
 
-def _answer(ending: Ending, row: Mapping[str, Any] | None, before: sa.RowMapping | None) -> AttemptReceipt:
+def _answer(ending: Ending, row: Mapping[str, Any] | None, recorded_row: sa.RowMapping | None) -> AttemptReceipt:
     """Build the result for an attempt that is not running."""
     name = f"attempt {ending.attempt} of rollout {ending.rollout_id}"
     receipt = AttemptReceipt(
@@ -167,25 +167,25 @@ def _answer(ending: Ending, row: Mapping[str, Any] | None, before: sa.RowMapping
     )
     if row is None:
         return replace(receipt, refused=f"the queue has no rollout {ending.rollout_id}. Lease one before you end it.")
-    if before is None:
+    if recorded_row is None:
         refused = f"{name} has not been handed out: the newest is {row['attempt']}. Lease one before you end it."
         return replace(receipt, refused=refused)
-    if ending.same(before):
-        return replace(receipt, state=RolloutState(before["state"]))
-    how = f"failed ({before['reason']}: {before['detail']})" if before["reason"] else "succeeded"
+    if ending.is_recorded_in(recorded_row):
+        return replace(receipt, state=RolloutState(recorded_row["state"]))
+    outcome = f"failed ({recorded_row['reason']}: {recorded_row['detail']})" if recorded_row["reason"] else "succeeded"
     newest = f"; attempt {row['attempt']} is {row['state']}" if row["attempt"] != ending.attempt else ""
     return replace(
         receipt,
-        refused=f"{name} is over: it {how}{newest}. What is told of it now counts for nothing.",
-        ended=AttemptFailure(before["reason"]) if before["reason"] else None,
+        refused=f"{name} has ended: it {outcome}{newest}. Later reports of it are ignored.",
+        ended=AttemptFailure(recorded_row["reason"]) if recorded_row["reason"] else None,
     )
 
 
-def over(connection: sa.Connection, attempts: Sequence[tuple[str, int]]) -> list[AttemptReceipt]:
+def not_running(connection: sa.Connection, attempts: Sequence[tuple[str, int]]) -> list[AttemptReceipt]:
     """Return a result for each of these attempts that is not running, though its worker holds it to be; none for those that run."""
-    asked = [Ending(name, attempt, None, seconds=-1) for name, attempt in attempts]  # equal to no recorded ending
-    rows, recorded = _rollouts(connection, [name for name, _ in attempts]), _ended(connection, asked)
-    lost = [one for one in asked if not _under_way(rows.get(one.rollout_id), one.attempt)]
+    endings = [Ending(name, attempt, None, seconds=-1) for name, attempt in attempts]  # equal to no recorded ending
+    rows, recorded = _rollouts(connection, [name for name, _ in attempts]), _ended(connection, endings)
+    lost = [one for one in endings if not _under_way(rows.get(one.rollout_id), one.attempt)]
     return [_answer(one, rows.get(one.rollout_id), recorded.get((one.rollout_id, one.attempt))) for one in lost]
 
 
@@ -230,7 +230,7 @@ def _copies(which: sa.ColumnElement[bool], wall: float) -> sa.Select[Any]:
     ).where(which, ROLLOUTS.c.state == RolloutState.RUNNING.value)
 
 
-_STANDING = sa.select(
+_SELECT_STATES = sa.select(
     *[ROLLOUTS.c[name] for name in ("seq", "rollout_id", "attempt", "attempts_left", "state", "worker", "began_at", "ended")]
 ).where(ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
 _UPDATE = (

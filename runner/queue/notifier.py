@@ -15,31 +15,31 @@ class Notifier:
 
     def __init__(self) -> None:
         """Start without waiting tasks."""
-        self._awaited: dict[str, asyncio.Event] = {}
+        self._events: dict[str, asyncio.Event] = {}
 
     @property
     def awaited(self) -> Sequence[str]:
         """Runs whose next event is awaited."""
-        return list(self._awaited)
+        return list(self._events)
 
     def of(self, run_id: str) -> asyncio.Event:
         """Return what is set at the next event of a run."""
-        return self._awaited.setdefault(run_id, asyncio.Event())
+        return self._events.setdefault(run_id, asyncio.Event())
 
-    def tell(self, run_id: str | None = None) -> None:
+    def notify(self, run_id: str | None = None) -> None:
         """Notify those who wait for a run; None: for any run."""
         for run in self.awaited if run_id is None else [run_id]:
-            if event := self._awaited.pop(run, None):
+            if event := self._events.pop(run, None):
                 event.set()
 
 
-async def within(news: asyncio.Event, end: float) -> bool:
+async def wait_for_event(event: asyncio.Event, end: float) -> bool:
     """Wait for an event until a time of the monotonic clock; return whether it happened."""
     left = end - time.monotonic()
     if left <= 0:
         return False
     try:
-        await asyncio.wait_for(news.wait(), left)
+        await asyncio.wait_for(event.wait(), left)
     except TimeoutError:
         return False
     return True

@@ -115,18 +115,20 @@ class PromptPut(Struct, frozen=True, kw_only=True):
     """True if the text was not stored before."""
 
 
-def put(transaction: sa.Connection, database: Database, name: str, asked: Put) -> PromptPut:
+def put(transaction: sa.Connection, database: Database, name: str, request_body: Put) -> PromptPut:
     """Store a text as a version, publish it, record the edit that it came from: each of these only if the request asks for it."""
-    step = asked.edit
-    place = {"name": name, "search": step.search, "round": step.round, "parent": step.parent, "number": step.number} if step else None
-    if place is not None:
-        recorded = transaction.execute(sa.select(EDITS.c.version).where(*[EDITS.c[key] == value for key, value in place.items()])).first()
+    step = request_body.edit
+    edit_key = {"name": name, "search": step.search, "round": step.round, "parent": step.parent, "number": step.number} if step else None
+    if edit_key is not None:
+        recorded = transaction.execute(
+            sa.select(EDITS.c.version).where(*[EDITS.c[key] == value for key, value in edit_key.items()])
+        ).first()
         if recorded is not None:
             return PromptPut(name=name, version=recorded.version, new=False)
-    version, new = _keep(transaction, name, asked.text) if asked.text is not None else (None, False)
-    if place is not None and step is not None:
-        transaction.execute(EDITS.insert().values(**place, version=version, critique=step.critique))
-    if asked.publish and version is not None:
+    version, new = _keep(transaction, name, request_body.text) if request_body.text is not None else (None, False)
+    if edit_key is not None and step is not None:
+        transaction.execute(EDITS.insert().values(**edit_key, version=version, critique=step.critique))
+    if request_body.publish and version is not None:
         database.insert_new(transaction, HEADS, [{"name": name, "version": version}])
         transaction.execute(HEADS.update().where(HEADS.c.name == name).values(version=version))
     return PromptPut(name=name, version=version, new=new)

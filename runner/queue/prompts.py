@@ -63,9 +63,9 @@ class PromptAnswers:
     async def put(self, request: web.Request) -> web.Response:
         """Store a text as a version."""
         name = msgspec.convert(request.match_info["name"], PromptName)
-        asked = msgspec.json.decode(await body(request), type=Put)
+        request_body = msgspec.json.decode(await body(request), type=Put)
         database = self._service.database
-        return json_response(await self._service.writer.do(lambda transaction: prompt_rows.put(transaction, database, name, asked)))
+        return json_response(await self._service.writer.do(lambda transaction: prompt_rows.put(transaction, database, name, request_body)))
 
     async def _find(self, request: web.Request) -> PromptRow | web.Response:
         name = request.match_info["name"]

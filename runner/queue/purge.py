@@ -24,11 +24,11 @@ from spangrad.errors import QueueError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AT_ONCE = 500
+ROLLOUTS_PER_TRANSACTION = 500
 """Rollouts in one transaction."""
-_TIMES = 20
+_TRANSACTIONS_PER_REQUEST = 20
 """Transactions per request."""
-_EVERY_SECONDS = 60.0
+_PURGE_SECONDS = 60.0
 """Pause between two purges by age, in seconds."""
 
 
@@ -40,49 +40,49 @@ class Access(Protocol):
         ...
 
 
-async def purge(read: Access, write: Access, asked: Purge) -> Purged:
+async def purge(read: Access, write: Access, request: Purge) -> Purged:
     """Delete rollouts that are old enough, up to a fixed number per request."""
-    before = time.time() - asked.older_than_seconds
-    gone = 0
-    for _ in range(_TIMES):
-        places = await read(lambda connection: _old(connection, before, asked.run_id))
-        if not places:
-            return Purged(rollouts=gone, more=False)
-        gone += await write(lambda transaction, places=places: _forget(transaction, places, before))
-    return Purged(rollouts=gone, more=True)
+    before = time.time() - request.older_than_seconds
+    deleted = 0
+    for _ in range(_TRANSACTIONS_PER_REQUEST):
+        sequence_numbers = await read(lambda connection: _expired(connection, before, request.run_id))
+        if not sequence_numbers:
+            return Purged(rollouts=deleted, more=False)
+        deleted += await write(lambda transaction, sequence_numbers=sequence_numbers: _delete(transaction, sequence_numbers, before))
+    return Purged(rollouts=deleted, more=True)
 
 
-async def keep_tidy(work: Callable[[Purge], Awaitable[Purged]], keep_seconds: float) -> None:
+async def purge_periodically(work: Callable[[Purge], Awaitable[Purged]], keep_seconds: float) -> None:
     """Delete rollouts that are old enough at regular intervals, until cancelled."""
     while True:
         try:
-            gone = 0
+            deleted = 0
             while (done := await work(Purge(older_than_seconds=keep_seconds))).more:
-                gone += done.rollouts
-            if gone := gone + done.rollouts:
-                logger.info("%d rollouts that ended more than %g days ago are forgotten (queue.keep_days)", gone, keep_seconds / 86400)
+                deleted += done.rollouts
+            if deleted := deleted + done.rollouts:
+                logger.info("%d rollouts that ended more than %g days ago are deleted (queue.keep_days)", deleted, keep_seconds / 86400)
         except QueueError as error:
             logger.warning("%s", error)
-        await asyncio.sleep(_EVERY_SECONDS)
+        await asyncio.sleep(_PURGE_SECONDS)
 
 
-def _old(connection: sa.Connection, before: float, run_id: str | None) -> list[int]:
+def _expired(connection: sa.Connection, before: float, run_id: str | None) -> list[int]:
     """Return the places of rollouts that may be deleted: of each run the first that ended, up to the first that is too new."""
     newest = connection.execute(sa.select(sa.func.max(ROLLOUTS.c.seq))).scalar()
-    places: list[int] = []
+    sequence_numbers: list[int] = []
     run = run_id if run_id is not None else connection.execute(_NEXT_RUN, {"after": ""}).scalar()
-    while run is not None and len(places) < AT_ONCE:
+    while run is not None and len(sequence_numbers) < ROLLOUTS_PER_TRANSACTION:
         last = connection.execute(_LAST, {"run": run}).scalar()
-        rows = connection.execute(_FIRST, {"run": run, "count": AT_ONCE - len(places)})
-        places += [row.seq for row in rows if row.ended != last and row.seq != newest and row.ended_at < before]
+        rows = connection.execute(_FIRST, {"run": run, "count": ROLLOUTS_PER_TRANSACTION - len(sequence_numbers)})
+        sequence_numbers += [row.seq for row in rows if row.ended != last and row.seq != newest and row.ended_at < before]
         run = connection.execute(_NEXT_RUN, {"after": run}).scalar() if run_id is None else None
-    return places
+    return sequence_numbers
 
 
-def _forget(transaction: sa.Connection, places: Sequence[int], before: float) -> int:
+def _delete(transaction: sa.Connection, sequence_numbers: Sequence[int], before: float) -> int:
     # A dead rollout may have been queued again since it was selected.
-    gone = ROLLOUTS.delete().where(ROLLOUTS.c.seq.in_(places), ROLLOUTS.c.ended_at < before).returning(ROLLOUTS.c.rollout_id)
-    names = list(transaction.execute(gone).scalars())
+    deleted = ROLLOUTS.delete().where(ROLLOUTS.c.seq.in_(sequence_numbers), ROLLOUTS.c.ended_at < before).returning(ROLLOUTS.c.rollout_id)
+    names = list(transaction.execute(deleted).scalars())
     transaction.execute(ATTEMPTS.delete().where(ATTEMPTS.c.rollout_id.in_(names)))
     return len(names)
 

@@ -18,7 +18,7 @@ from aiohttp import web
 from runner.queue.client import default_url
 from runner.queue.metrics import QueueMetrics
 from runner.queue.prompts import PromptAnswers
-from runner.queue.purge import keep_tidy
+from runner.queue.purge import purge_periodically
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
@@ -81,7 +81,7 @@ async def running(settings: Settings) -> AsyncGenerator[Service]:
     )
     tasks = [asyncio.create_task(service.watch())]
     if settings.queue.keep_days is not None:
-        tasks.append(asyncio.create_task(keep_tidy(service.purge, settings.queue.keep_days * DAY_SECONDS)))
+        tasks.append(asyncio.create_task(purge_periodically(service.purge, settings.queue.keep_days * DAY_SECONDS)))
     try:
         await server.start()
         yield service

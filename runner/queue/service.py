@@ -19,8 +19,8 @@ import sqlalchemy as sa
 
 from runner.ids import ordered_ids
 from runner.queue import rows
-from runner.queue.endings import Ending, Endings, over
-from runner.queue.notifier import Notifier, within
+from runner.queue.endings import Ending, Endings, not_running
+from runner.queue.notifier import Notifier, wait_for_event
 from runner.queue.purge import purge
 from runner.queue.rows import Defaults, Moment, Running
 from runner.queue.tables import QueueDatabase, ServedElsewhereError
@@ -50,19 +50,19 @@ from runner.queue.wire import (
 )
 from runner.queue.writer import Writer
 from spangrad.errors import QueueError
-from spangrad.leases import Watch, is_dead, this_boot
+from spangrad.leases import LeaseClock, is_dead, this_boot
 from spangrad.text_sanitizer import storable
 from spangrad.types import AttemptFailure
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOOK_SECONDS = 0.25
+SWEEP_SECONDS = 0.25
 """Pause between two checks for expired leases and time limits, in seconds."""
-_AGAIN_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 """Pause after a failure of the database, in seconds."""
-_SELDOM = 8
-"""Every so many checks, look for dead workers of this machine, and renew the lock of the database."""
+_SWEEPS_PER_RENEWAL = 8
+"""Number of sweeps between two checks for dead workers of this machine, with a renewal of the database's lock."""
 
 Key = tuple[str, int]
 """Rollout id and attempt number."""
@@ -79,9 +79,9 @@ class Service:
         self._defaults = defaults
         self._boot = this_boot()
         self._ids = ordered_ids()
-        self._held = Watch[Key]()
+        self._leases = LeaseClock[Key]()
         """Time until each lease expires."""
-        self._run = Watch[Key]()
+        self._time_limits = LeaseClock[Key]()
         """Time until each attempt exceeds its time limit."""
         self._running: dict[Key, Running] = {}
         self._arrivals = Notifier()
@@ -91,11 +91,11 @@ class Service:
         self._stopping = False
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when another server serves from the database: this one must end."""
-        self.looks = 0
+        self.sweeps = 0
         """Number of checks so far."""
         with database.reading() as connection:
             self._endings = Endings(connection)
-            self._take(rows.running(connection), fresh=False)
+            self._track(rows.running(connection), is_new=False)
         self.writer = Writer(database)
         self.ended: dict[str, int] = {}
         """Attempts by how they ended, since this process started."""
@@ -139,15 +139,17 @@ class Service:
     def stop_waiting(self) -> None:
         """End all waits for events."""
         self._stopping = True
-        self._arrivals.tell()
-        self._ends.tell()
+        self._arrivals.notify()
+        self._ends.notify()
 
-    async def enqueue(self, asked: Enqueue) -> Enqueued:
+    async def enqueue(self, request: Enqueue) -> Enqueued:
         """Add rollouts."""
-        ids = [one.rollout_id or next(self._ids) for one in asked.rollouts]
-        work = partial(rows.enqueue, database=self.database, run_id=asked.run_id, rollouts=asked.rollouts, ids=ids, defaults=self._defaults)
+        ids = [one.rollout_id or next(self._ids) for one in request.rollouts]
+        work = partial(
+            rows.enqueue, database=self.database, run_id=request.run_id, rollouts=request.rollouts, ids=ids, defaults=self._defaults
+        )
         known = await self._write(work)
-        self._arrivals.tell(asked.run_id)
+        self._arrivals.notify(request.run_id)
         return Enqueued(rollout_ids=ids, known=known)
 
     async def lease(self, ask: LeaseRequest, is_gone: Callable[[], bool] = lambda: False) -> Leases:
@@ -160,74 +162,74 @@ class Service:
         seconds = ask.lease_seconds or self._defaults.lease_seconds
         end = time.monotonic() + ask.wait_seconds
         while True:
-            news = self._arrivals.of(ask.run_id)
+            event = self._arrivals.of(ask.run_id)
             leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._now()))
             began = self._now().monotonic
-            self._take((_running(one, ask.worker, self._boot, began) for one in leases), fresh=True)
+            self._track((_running(one, ask.worker, self._boot, began) for one in leases), is_new=True)
             # A worker that left or died while it waited gets no lease: that would count as an attempt.
-            if leases or self._stopping or not await within(news, end) or is_gone() or is_dead(ask.worker):
+            if leases or self._stopping or not await wait_for_event(event, end) or is_gone() or is_dead(ask.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Heartbeat) -> AttemptReceipts:
-        """Renew leases; return results for those that are over."""
+        """Renew leases; return results for those that have ended."""
         lost: list[Key] = []
         for held in beat.leases:
             key = (held.rollout_id, held.attempt)
             if running := self._running.get(key):
-                self._held.renew(key, running.lease_seconds)
+                self._leases.renew(key, running.lease_seconds)
                 if held.ran is not None:
-                    self._run.renew(key, running.timeout_seconds + running.lease_seconds - held.ran)
+                    self._time_limits.renew(key, running.timeout_seconds + running.lease_seconds - held.ran)
             else:
                 lost.append(key)
         if not lost:
             return AttemptReceipts(results=[])
-        results = await self.read(lambda connection: over(connection, lost))
+        results = await self.read(lambda connection: not_running(connection, lost))
         if len(results) < len(lost):  # handed out in a transaction whose commit failed
             await self._rebuild()
         return AttemptReceipts(results=results)
 
-    async def extend(self, asked: Extend) -> AttemptReceipts:
-        """Set the time for which leases hold from now on; return results for those that are over."""
-        keys = [(one.rollout_id, one.attempt) for one in asked.leases]
+    async def extend(self, request: Extend) -> AttemptReceipts:
+        """Set the time for which leases hold from now on; return results for those that have ended."""
+        keys = [(one.rollout_id, one.attempt) for one in request.leases]
         held = [key for key in keys if key in self._running]
-        await self._write(lambda transaction: rows.extend(transaction, held, asked.seconds))
+        await self._write(lambda transaction: rows.extend(transaction, held, request.seconds))
         for key in held:
             if running := self._running.get(key):
-                self._take([replace(running, lease_seconds=asked.seconds)], fresh=True)
+                self._track([replace(running, lease_seconds=request.seconds)], is_new=True)
         lost = [key for key in keys if key not in self._running]
-        return AttemptReceipts(results=await self.read(lambda connection: over(connection, lost)) if lost else [])
+        return AttemptReceipts(results=await self.read(lambda connection: not_running(connection, lost)) if lost else [])
 
-    async def complete(self, asked: Complete) -> AttemptReceipts:
+    async def complete(self, request: Complete) -> AttemptReceipts:
         """End attempts that succeeded."""
-        return await self._end([Ending.of(one) for one in asked.completions])
+        return await self._end([Ending.of(one) for one in request.completions])
 
-    async def fail(self, asked: Fail) -> AttemptReceipts:
+    async def fail(self, request: Fail) -> AttemptReceipts:
         """End attempts that failed."""
-        return await self._end([Ending.of(one) for one in asked.failures])
+        return await self._end([Ending.of(one) for one in request.failures])
 
-    async def release(self, asked: LeaseRelease) -> AttemptReceipts:
+    async def release(self, request: LeaseRelease) -> AttemptReceipts:
         """Take leases back; their attempts do not count."""
-        detail = storable(asked.detail)
-        return await self._end([Ending(one.rollout_id, one.attempt, AttemptFailure.RELEASED, detail) for one in asked.leases])
+        detail = storable(request.detail)
+        return await self._end([Ending(one.rollout_id, one.attempt, AttemptFailure.RELEASED, detail) for one in request.leases])
 
     async def cancel(self, which: RolloutSelector) -> Cancelled:
         """Cancel rollouts, queued or running."""
         cancelled, held = await self._write(lambda transaction: self._endings.cancel(transaction, which, time.time()))
         for key in held:
-            self._drop(key)
+            self._untrack(key)
         self._count(AttemptFailure.CANCELLED, len(held))
-        self._ends.tell()
+        self._ends.notify()
         return cancelled
 
     async def retry(self, which: RolloutSelector) -> Retried:
         """Queue dead letters again."""
         queued = await self._write(lambda transaction: self._endings.retry(transaction, which))
-        self._arrivals.tell()
+        self._arrivals.notify()
         return Retried(queued=queued)
 
-    async def purge(self, asked: Purge) -> Purged:
+    async def purge(self, request: Purge) -> Purged:
         """Delete rollouts that ended long ago."""
-        return await purge(self.read, self._write, asked)
+        return await purge(self.read, self._write, request)
 
     async def want(self, run_id: str, branch_demand: DemandRequest) -> DemandState:
         """Set the demand of a branch; return the demand for the run."""
@@ -260,9 +262,9 @@ class Service:
         """Return a run's rollouts in the order in which they ended; if there is none, wait for one as long as requested."""
         end = time.monotonic() + wait_seconds
         while True:
-            news = self._ends.of(run_id)
+            event = self._ends.of(run_id)
             rollouts, cursor = await self.read(lambda connection: rows.ended(connection, run_id, after, limit))
-            if rollouts or self._stopping or not await within(news, end):
+            if rollouts or self._stopping or not await wait_for_event(event, end):
                 return Rollouts(rollouts=rollouts, cursor=cursor)
 
     async def watch(self) -> None:
@@ -272,48 +274,46 @@ class Service:
         """
         before = time.monotonic()
         while not self.taken.done():
-            await asyncio.sleep(LOOK_SECONDS)
-            late, before = time.monotonic() - before - LOOK_SECONDS, time.monotonic()
-            if late > LOOK_SECONDS:  # this process was stopped, or starved: heartbeats that came meanwhile are still to be read
-                self._held.prolong(late)
+            await asyncio.sleep(SWEEP_SECONDS)
+            delay, before = time.monotonic() - before - SWEEP_SECONDS, time.monotonic()
+            if delay > SWEEP_SECONDS:  # this process was stopped, or starved: heartbeats that came meanwhile are still to be read
+                self._leases.prolong(delay)
             try:
-                if seldom := self.looks % _SELDOM == 0:
-                    await self._keep()
-                await self._sweep(with_dead=seldom)
+                if renewal_due := self.sweeps % _SWEEPS_PER_RENEWAL == 0:
+                    await self._renew_lock()
+                await self._sweep(check_workers=renewal_due)
             except QueueError as error:
                 logger.warning("%s", error)
-                await asyncio.sleep(_AGAIN_SECONDS)
-            self.looks += 1
+                await asyncio.sleep(_RETRY_SECONDS)
+            self.sweeps += 1
 
-    async def _sweep(self, *, with_dead: bool) -> None:
+    async def _sweep(self, *, check_workers: bool) -> None:
         endings: dict[Key, Ending] = {}
-        for key in self._run.over():
+        for key in self._time_limits.expired():
             if running := self._running.get(key):
                 detail = f"it ran for more than {running.timeout_seconds:g} s, and its worker did not end it"
                 endings[key] = Ending(*key, AttemptFailure.LOST, detail)
-        for key in self._held.over():
+        for key in self._leases.expired():
             if running := self._running.get(key):
-                detail = f"nothing was heard of {running.worker} for {running.lease_seconds:g} s"
+                detail = f"no heartbeat of {running.worker} for {running.lease_seconds:g} s"
                 endings[key] = Ending(*key, AttemptFailure.LOST, detail)
-        if with_dead:
+        if check_workers:
             dead = {worker for worker in {one.worker for one in self._running.values()} if is_dead(worker)}
             for key, running in self._running.items():
                 if running.worker in dead:
                     endings[key] = Ending(*key, AttemptFailure.LOST, f"its worker's process has ended: {running.worker}")
         if endings:
             results = (await self._end(list(endings.values()))).results
-            logger.info(
-                "%d attempts are over by time: %s", len(results), ", ".join(f"{one.rollout_id}/{one.attempt}" for one in results[:8])
-            )
+            logger.info("%d attempts have expired: %s", len(results), ", ".join(f"{one.rollout_id}/{one.attempt}" for one in results[:8]))
 
     async def _end(self, endings: Sequence[Ending]) -> AttemptReceipts:
         results = await self._write(lambda transaction: self._endings.end(transaction, endings, time.time()))
         for ending, result in zip(endings, results, strict=True):
-            if self._drop((ending.rollout_id, ending.attempt)) and result.refused is None:
+            if self._untrack((ending.rollout_id, ending.attempt)) and result.refused is None:
                 self._count(ending.reason)
-        self._ends.tell()
+        self._ends.notify()
         if any(result.state is RolloutState.QUEUED for result in results):
-            self._arrivals.tell()
+            self._arrivals.notify()
         return AttemptReceipts(results=results)
 
     async def _write(self, work: Callable[[sa.Connection], T]) -> T:
@@ -333,7 +333,7 @@ class Service:
 
         return await asyncio.to_thread(read)
 
-    async def _keep(self) -> None:
+    async def _renew_lock(self) -> None:
         """Renew the database's lock, also when PostgreSQL has ended the session that held it.
 
         Raises:
@@ -348,7 +348,7 @@ class Service:
 
     async def _rebuild_when_possible(self) -> None:
         while not self._stopping:
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
             try:
                 await self._rebuild()
                 return
@@ -357,31 +357,31 @@ class Service:
 
     async def _rebuild(self) -> None:
         """Replace the tracked attempts by those that the database says are running."""
-        await self._keep()
+        await self._renew_lock()
         # Through the writer: nothing is handed out or ended between the read and the update of the tracked attempts.
         attempts = {(one.rollout_id, one.attempt): one for one in await self.writer.do(rows.running)}
         for key in [key for key in self._running if key not in attempts]:
-            self._drop(key)
-        self._take((one for key, one in attempts.items() if key not in self._running), fresh=False)
+            self._untrack(key)
+        self._track((one for key, one in attempts.items() if key not in self._running), is_new=False)
 
-    def _take(self, attempts: Iterable[Running], *, fresh: bool) -> None:
+    def _track(self, attempts: Iterable[Running], *, is_new: bool) -> None:
         """Track attempts from now on; for those that are not fresh, count the time that they have run already as well."""
         now = self._now()
         for attempt in attempts:
             key = (attempt.rollout_id, attempt.attempt)
             if key in self._running:
-                self._held.renew(key, attempt.lease_seconds)
+                self._leases.renew(key, attempt.lease_seconds)
                 self._running[key] = attempt
                 continue
-            ran = now.monotonic - attempt.began if not fresh and attempt.boot == self._boot else 0.0
+            ran = now.monotonic - attempt.began if not is_new and attempt.boot == self._boot else 0.0
             self._running[key] = attempt
-            self._held.renew(key, attempt.lease_seconds)
+            self._leases.renew(key, attempt.lease_seconds)
             # A worker has a lease's time more to end an attempt by itself: it knows better how it ended, and how long the agent ran.
-            self._run.renew(key, attempt.lease_seconds + max(attempt.timeout_seconds - ran, 0.0))
+            self._time_limits.renew(key, attempt.lease_seconds + max(attempt.timeout_seconds - ran, 0.0))
 
-    def _drop(self, key: Key) -> bool:
-        self._held.forget(key)
-        self._run.forget(key)
+    def _untrack(self, key: Key) -> bool:
+        self._leases.forget(key)
+        self._time_limits.forget(key)
         return self._running.pop(key, None) is not None
 
     def _count(self, reason: AttemptFailure | None, count: int = 1) -> None:

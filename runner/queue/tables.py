@@ -22,7 +22,7 @@ METADATA = sa.MetaData()
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _SERVER_LOCK = 0x71756575
 """Key of the PostgreSQL advisory lock that a server holds while it runs."""
-_FAREWELL_SECONDS = 2.0
+_UNLOCK_SECONDS = 2.0
 """Time that PostgreSQL may need to notice that a server was killed, in seconds."""
 
 ROLLOUTS = sa.Table(
@@ -95,7 +95,7 @@ DEMANDS = sa.Table(
 ENDED = sa.Table(
     "ended",
     METADATA,
-    sa.Column("highest", _BIG, nullable=False, comment="number of an ending that may have been taken back; one row, or none so far"),
+    sa.Column("highest", _BIG, nullable=False, comment="number of an ending that may have been revoked; one row, or none so far"),
 )
 
 _OWNER = Owner("the queue's database", "queue.db", QueueError, "nothing that was acknowledged is lost.", lock=_SERVER_LOCK + 1)
@@ -108,16 +108,16 @@ class ServedElsewhereError(QueueError):
 class QueueDatabase(Database):
     """The queue's database, from which this process alone serves until it is closed."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, location: str) -> None:
         """Open the database, and create missing tables.
 
         Args:
-            place: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; queue.db.
+            location: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; queue.db.
 
         Raises:
             QueueError: there is no such database, or another server serves from it.
         """
-        url = database_url(place, _OWNER)
+        url = database_url(location, _OWNER)
         self._file: IO[str] | None = None
         if url.get_backend_name() == "sqlite":
             self._file = _only_server(url)
@@ -127,7 +127,7 @@ class QueueDatabase(Database):
             self._unlock()
             raise
         self._session: sa.Connection | None = None
-        self._keeping = threading.Lock()
+        self._keep_lock = threading.Lock()
         try:
             self.keep()
         except BaseException:
@@ -143,38 +143,38 @@ class QueueDatabase(Database):
         """
         if self.is_sqlite:
             return
-        with self._keeping, self.translated():
+        with self._keep_lock, self.translated():
             if self._session is not None:
                 try:
                     self._session.execute(sa.select(1))
                     return
                 except DBAPIError:
-                    self._leave()
+                    self._close_session()
             # A session of its own, for as long as this process lives; schemas of one database may have a server each.
             self._session = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT", spangrad_reading=True)
             try:
                 self._lock(self._session)
             except BaseException:
-                self._leave()
+                self._close_session()
                 raise
 
     def _lock(self, session: sa.Connection) -> None:
         lock = sa.func.pg_try_advisory_lock(_SERVER_LOCK, sa.func.hashtext(sa.func.current_schema()))
-        end = time.monotonic() + _FAREWELL_SECONDS
+        end = time.monotonic() + _UNLOCK_SECONDS
         while not session.execute(sa.select(lock)).scalar_one():
             if time.monotonic() > end:
-                raise _served_already(self.shown)
+                raise _other_server_error(self.shown)
             time.sleep(0.05)
 
-    def _leave(self) -> None:
+    def _close_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             session.close()
 
     def close(self) -> None:
         """Close the connections, and release the lock."""
-        with self._keeping:
-            self._leave()
+        with self._keep_lock:
+            self._close_session()
         super().close()
         self._unlock()
 
@@ -195,9 +195,9 @@ def _only_server(url: sa.URL) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise _served_already(url.render_as_string(hide_password=True)) from None
+        raise _other_server_error(url.render_as_string(hide_password=True)) from None
     return file
 
 
-def _served_already(shown: str) -> ServedElsewhereError:
+def _other_server_error(shown: str) -> ServedElsewhereError:
     return ServedElsewhereError(f"another `spangrad queue` serves from queue.db = {shown}. Ask that one, or name another database.")

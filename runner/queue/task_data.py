@@ -78,8 +78,8 @@ class TaskData:
     async def keep(self, part: UploadPart) -> NamedTasks:
         """Store a part of an upload; rows that exist stay as they are."""
         rows: list[dict[str, object]] = [
-            {"digest": part.digest, "place": place, "task_id": task.task_id, "input": bytes(task.input).decode()}
-            for place, task in enumerate(part.tasks, part.first)
+            {"digest": part.digest, "place": index, "task_id": task.task_id, "input": bytes(task.input).decode()}
+            for index, task in enumerate(part.tasks, part.first)
         ]
         await self._writer.do(lambda transaction: self._database.insert_new(transaction, TASKS, rows))
         return NamedTasks(digest=part.digest, tasks=len(rows))

@@ -221,7 +221,7 @@ class AttemptReceipt(Struct, frozen=True, kw_only=True):
 
 
 class AttemptReceipts(Struct, frozen=True, kw_only=True):
-    """Response: results in the order of the request; to a heartbeat and an extension, only for attempts that are over."""
+    """Response: results in the order of the request; to a heartbeat and an extension, only for attempts that have ended."""
 
     results: list[AttemptReceipt]
 

@@ -42,7 +42,7 @@ class RewardClient:
         """Close the connections."""
         await self._client.close()
 
-    async def judge(self, body: Mapping[str, object], seconds: float) -> AttemptOutcome:
+    async def evaluate(self, body: Mapping[str, object], seconds: float) -> AttemptOutcome:
         """Return the rewards of an attempt, or its failure; retry for at most `seconds`.
 
         Args:

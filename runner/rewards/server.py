@@ -26,7 +26,7 @@ from spangrad.settings import Settings
 log = logging.getLogger(__name__)
 
 
-class Judged(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Body of a request; unknown fields are ignored."""
 
     rollout_id: str
@@ -50,34 +50,36 @@ def serve(settings: Settings, evaluator: Callable[..., Any]) -> None:
         SpangradError: the address may not be bound, or is in use.
     """
     address_of(settings).require_usable()
-    most = settings.runner.evaluations
-    http_server.serve(lambda: running(settings, evaluator), lambda url: log.info("rewards ready: %s, %d evaluators at once", url, most))
+    concurrency = settings.runner.evaluations
+    http_server.serve(
+        lambda: running(settings, evaluator), lambda url: log.info("rewards ready: %s, %d evaluators at once", url, concurrency)
+    )
 
 
 @asynccontextmanager
 async def running(settings: Settings, evaluator: Callable[..., Any]) -> AsyncGenerator[str]:
     """Serve for as long as the block; yield its URL."""
-    judge = Judge(evaluator, settings.runner.evaluations)
-    async with json_server(address_of(settings), [web.post("/", judge.answer)]) as server:
+    routes = EvaluatorRoutes(evaluator, settings.runner.evaluations)
+    async with json_server(address_of(settings), [web.post("/", routes.answer)]) as server:
         yield server.url
 
 
-class Judge:
+class EvaluatorRoutes:
     """Runs an evaluator, a bounded number of times at once."""
 
-    def __init__(self, evaluator: Callable[..., Any], most: int) -> None:
-        """Allow at most `most` evaluations at once."""
+    def __init__(self, evaluator: Callable[..., Any], concurrency: int) -> None:
+        """Allow at most `concurrency` evaluations at once."""
         self._evaluator = evaluator
-        self._most = most
+        self._most = concurrency
         self._running = 0
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix="evaluator")
-        self._wants = inspect.signature(evaluator).parameters.keys() & {"environment"}
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="evaluator")
+        self._takes_environment = inspect.signature(evaluator).parameters.keys() & {"environment"}
 
     async def answer(self, request: web.Request) -> web.Response:
         """Answer the reward of one attempt."""
-        judged = msgspec.json.decode(await body(request), type=Judged)
+        judged = msgspec.json.decode(await body(request), type=EvaluationRequest)
         if self._running >= self._most:
-            raise BusyError(f"{self._most} evaluators are at work")
+            raise BusyError(f"{self._most} evaluations are running")
         self._running += 1
         try:
             task = asyncio.ensure_future(self._judge(judged))
@@ -93,8 +95,8 @@ class Judge:
         if not task.cancelled():
             task.exception()  # mark as retrieved
 
-    async def _judge(self, judged: Judged) -> Any:
-        work = partial(self._evaluator, judged.input, judged.output, **dict.fromkeys(self._wants, judged.environment))
+    async def _judge(self, judged: EvaluationRequest) -> Any:
+        work = partial(self._evaluator, judged.input, judged.output, **dict.fromkeys(self._takes_environment, judged.environment))
         if inspect.iscoroutinefunction(self._evaluator):
             return await work()
         result = await asyncio.get_running_loop().run_in_executor(self._threads, work)

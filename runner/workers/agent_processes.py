@@ -43,7 +43,7 @@ class HostSlots:
     def __init__(self, settings: RunnerSettings) -> None:
         self.initialising = Slots(settings.initialisations)
         self.running = Slots(settings.concurrency)
-        self.judging = Slots(settings.evaluations)
+        self.evaluating = Slots(settings.evaluations)
 
 
 class _KilledLoadingError(AgentError):
@@ -62,7 +62,7 @@ class AgentHost:
         log: _Log,
         mark: str,
         spec: AgentSpec,
-        places: HostSlots,
+        stage_slots: HostSlots,
     ) -> None:
         self._process = process
         self._jobs = jobs
@@ -72,12 +72,12 @@ class AgentHost:
         self._mark = mark
         self._spec = spec
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self.moves: dict[str, Callable[[str], None]] = {}
+        self.stage_callbacks: dict[str, Callable[[str], None]] = {}
         """Callbacks by job id: called with the name of the next stage when a stage of the attempt is over."""
-        self.places = places
+        self.stage_slots = stage_slots
         self._groups: set[int] = set()
         """Process groups of the programs that it runs, by leader."""
-        self._life = asyncio.create_task(self._live())
+        self._process_task = asyncio.create_task(self._deliver_answers())
         self.retired = False
         """True if it gets no further jobs."""
 
@@ -135,19 +135,19 @@ class AgentHost:
     @property
     def ended(self) -> bool:
         """Return whether the process has ended, and its jobs are answered."""
-        return self._life.done()
+        return self._process_task.done()
 
     @property
     def attempts(self) -> int:
         """Number of attempts that run in it."""
-        return len(self.moves)
+        return len(self.stage_callbacks)
 
     def expect(self, id: str) -> asyncio.Future[dict[str, Any]]:
         """Return a future of the next answer to this id."""
         self._waiting[id] = asyncio.get_running_loop().create_future()
         return self._waiting[id]
 
-    async def _live(self) -> None:
+    async def _deliver_answers(self) -> None:
         """Deliver answers until the process ends; then answer the remaining jobs with `crash`."""
         reading = asyncio.create_task(self._read())
         code = await self._process.wait()
@@ -175,8 +175,8 @@ class AgentHost:
                 (self._groups.discard if message["ended"] else self._groups.add)(message["program"])
                 continue
             if "stage" in message:
-                if (moved := self.moves.get(message["id"])) is not None:
-                    moved(message["stage"])
+                if (on_stage_end := self.stage_callbacks.get(message["id"])) is not None:
+                    on_stage_end(message["stage"])
                 continue
             answered = self._waiting.pop(message.get("id", _LOADED), None)
             if answered is not None and not answered.done():
@@ -185,11 +185,11 @@ class AgentHost:
     def forget(self, id: str) -> None:
         """Drop the callbacks of a job, which no caller waits for any more."""
         self._waiting.pop(id, None)
-        self.moves.pop(id, None)
+        self.stage_callbacks.pop(id, None)
 
-    async def over(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait for the end of the process."""
-        await asyncio.shield(self._life)
+        await asyncio.shield(self._process_task)
 
     def send(self, message: Mapping[str, object]) -> None:
         """Send a message, if the process can still read it."""
@@ -202,12 +202,12 @@ class AgentHost:
         try:
             if not self.retired:  # what hangs will not end by itself
                 async with asyncio.timeout(_END_SECONDS):
-                    await self.over()
+                    await self.wait_ended()
         except TimeoutError:
             _logger.warning("an agent's process did not end in %g s and is killed", _END_SECONDS)
         finally:
             kill_group(self._process.pid)
-            await self.over()
+            await self.wait_ended()
 
 
 class _Log:
@@ -241,10 +241,10 @@ class HostPool:
         self._environment = environment
         self.initialises = initialises(spec)
         """True if hosts create environments."""
-        self._each = settings.initialised_ahead if self.initialises else settings.concurrency
+        self._slots_per_host = settings.initialised_ahead if self.initialises else settings.concurrency
         """Slots of each host."""
         self._slots: asyncio.Queue[AgentHost | AgentError] = asyncio.Queue()
-        self._serving: dict[AgentHost, int] = {}
+        self._active_hosts: dict[AgentHost, int] = {}
         """Hosts that get jobs, with their numbers."""
         self._busy: dict[AgentHost, int] = {}
         """Number of taken slots of each host that is not stopped."""
@@ -257,7 +257,7 @@ class HostPool:
             AgentError: the agent cannot be loaded.
         """
         hosts = await asyncio.gather(*(self._start(number) for number in range(self._settings.workers)))
-        for _ in range(self._each):
+        for _ in range(self._slots_per_host):
             for host in hosts:
                 self._slots.put_nowait(host)
 
@@ -273,18 +273,18 @@ class HostPool:
                     raise
                 _logger.warning("%s\nIt is started again in %g s.", error, pause)
                 await asyncio.sleep(pause)
-        self._serving[host] = number
+        self._active_hosts[host] = number
         self._busy[host] = 0
         self._in_background(self._watch(host))
         return host
 
     async def _watch(self, host: AgentHost) -> None:
-        await host.over()
+        await host.wait_ended()
         self._replace(host)
 
     def _replace(self, host: AgentHost) -> None:
         """Start another host in place of one that died or hangs, once."""
-        number = self._serving.pop(host, None)
+        number = self._active_hosts.pop(host, None)
         if number is not None:
             self._in_background(self._start_again(number))
 
@@ -294,7 +294,7 @@ class HostPool:
         except AgentError as error:
             self._slots.put_nowait(error)
             return
-        for _ in range(self._each):
+        for _ in range(self._slots_per_host):
             self._slots.put_nowait(host)
 
     async def _end(self, host: AgentHost) -> None:
@@ -340,7 +340,7 @@ class HostPool:
 
     async def close(self) -> None:
         """Stop all processes, including replaced ones."""
-        self._serving.clear()
+        self._active_hosts.clear()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

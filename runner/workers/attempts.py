@@ -1,6 +1,6 @@
 """Runs one attempt of a rollout, stage by stage: environment, agent, evaluator; with root span, announcement, and count of calls.
 
-Invariant: every lease ends in one `Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason, and a
+Invariant: every lease ends in one `EndedAttempt` and one root span, whatever happens to the agent; a failed attempt carries a reason, and a
 reward where the policy caused the failure. Each stage has slots of its own, and an attempt holds one while it is in that stage; a leased
 environment is released, however the attempt ends.
 
@@ -20,8 +20,7 @@ from opentelemetry.trace import Span
 
 from runner.environments.client import EnvironmentClient, LeasedInstance, NoInstanceError
 from runner.queue.client import QueueClient
-from runner.queue.wire import AttemptRecord, RolloutLease, RolloutState
-from runner.queue.wire import QueuedRollout as Standing
+from runner.queue.wire import AttemptRecord, QueuedRollout, RolloutLease, RolloutState
 from runner.rewards.client import RewardClient
 from runner.workers.agent_processes import AgentHost, HostPool
 from runner.workers.attempt_files import AttemptFiles
@@ -35,11 +34,11 @@ from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Stage, Task
 
 T = TypeVar("T")
-_BETWEEN = AttemptOutcome(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
+_CANCELLED_BETWEEN_ATTEMPTS = AttemptOutcome(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
+class StopReason:
     """Reason to stop an attempt, and its consequence for the rollout."""
 
     failure: AttemptFailure
@@ -58,12 +57,12 @@ class Stop:
     """Stop signal of one attempt; the first reason counts."""
 
     def __init__(self) -> None:
-        self.asked: asyncio.Future[Why] = asyncio.get_running_loop().create_future()
+        self.requested: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
 
-    def now(self, why: Why) -> None:
+    def now(self, reason: StopReason) -> None:
         """Stop the attempt."""
-        if not self.asked.done():
-            self.asked.set_result(why)
+        if not self.requested.done():
+            self.requested.set_result(reason)
 
     async def first(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work, or for the stop signal.
@@ -73,7 +72,7 @@ class Stop:
         """
         task = asyncio.create_task(work)
         try:
-            await asyncio.wait([task, self.asked], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, self.requested], return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not task.done():
                 task.cancel()
@@ -84,7 +83,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedAttempt:
     """Result of an attempt, to be reported to the queue."""
 
     lease: RolloutLease
@@ -105,7 +104,7 @@ class Ended:
 
 
 @dataclass(slots=True)
-class _Making:
+class _AttemptState:
     """State of a running attempt."""
 
     rollout: Rollout
@@ -119,7 +118,7 @@ class _Making:
     """Root span. None: the attempt has not begun."""
     calls: int | None = 0
     """Number of policy calls. None: the attempt has begun, and they are not counted yet."""
-    carried: Mapping[str, str] = field(default_factory=dict[str, str])
+    propagation: Mapping[str, str] = field(default_factory=dict[str, str])
     """Propagation headers: `traceparent` and `baggage`."""
 
 
@@ -156,8 +155,8 @@ class Attempts:
         self._settings = settings
         self._services = services
         self._ahead = Slots(settings.workers * settings.initialised_ahead)
-        self._asking = Slots(settings.workers * settings.initialisations)
-        self._judging = Slots(settings.workers * settings.evaluations)
+        self._lease_slots = Slots(settings.workers * settings.initialisations)
+        self._evaluation_slots = Slots(settings.workers * settings.evaluations)
         running = settings.workers * settings.concurrency
         before = settings.workers * settings.initialised_ahead if pool.initialises or services.environments else 0
         self.entry = before or running
@@ -167,7 +166,7 @@ class Attempts:
 
     async def make(
         self, lease: RolloutLease, stop: Stop, clock: StageClock, entered: Callable[[], None], broken: Callable[[SpangradError], None]
-    ) -> Ended:
+    ) -> EndedAttempt:
         """Run an attempt.
 
         Args:
@@ -177,37 +176,37 @@ class Attempts:
             entered: called once, when another attempt can begin in its place.
             broken: called when it cannot go on for a reason outside of the attempt; it then waits to be stopped.
         """
-        making = _Making(rollout_of(lease), lease.timeout_seconds, stop, clock, Slot(entered))
+        state = _AttemptState(rollout_of(lease), lease.timeout_seconds, stop, clock, Slot(entered))
         self.roots.claim(lease.rollout_id, lease.attempt)
         answer = AttemptOutcome(None, AttemptFailure.CANCELLED, "it had not begun")
         try:
-            with making.entry:
-                answer = await self._through(making)
+            with state.entry:
+                answer = await self._run_stages(state)
             if answer.failure is AttemptFailure.NO_REWARD and self._services.by_rules:
                 answer = replace(answer, rewards={}, failure=None, detail="")
-            answer = self._with_reward(await self._counted(making, answer))
+            answer = self._with_reward(await self._counted(state, answer))
             if lease.attempt:
                 await self._write_lost(await self.queue.rollout(lease.rollout_id), None)
         except StoppedError:
             pass
         except SpangradError as error:
             broken(error)
-            await asyncio.wait([stop.asked])
-        why = stop.asked.result() if stop.asked.done() else None
-        if why is not None:
-            answer = AttemptOutcome(None, why.failure, why.detail)
+            await asyncio.wait([stop.requested])
+        reason = stop.requested.result() if stop.requested.done() else None
+        if reason is not None:
+            answer = AttemptOutcome(None, reason.failure, reason.detail)
         answer = answer.storable()
-        final = why.final if why is not None else answer.failure is None or answer.rewards is not None or lease.last
-        self.roots.close(making.span or self.roots.open(making.rollout), answer, making.calls, clock.times, final=final)
-        return Ended(lease, answer, making.calls, clock.taken(), final=final, reported=why is not None and why.reported)
+        final = reason.final if reason is not None else answer.failure is None or answer.rewards is not None or lease.last
+        self.roots.close(state.span or self.roots.open(state.rollout), answer, state.calls, clock.times, final=final)
+        return EndedAttempt(lease, answer, state.calls, clock.taken(), final=final, reported=reason is not None and reason.reported)
 
-    async def _through(self, making: _Making) -> AttemptOutcome:
+    async def _run_stages(self, state: _AttemptState) -> AttemptOutcome:
         """Run all stages, with or without a leased environment."""
         if self._services.environments is None:
-            return await self._judged(making, await self._hosted(making, None), None)
+            return await self._evaluated(state, await self._hosted(state, None), None)
         try:
-            async with self._leased(making, self._services.environments) as instance:
-                answer = await self._judged(making, await self._hosted(making, instance), instance)
+            async with self._leased(state, self._services.environments) as instance:
+                answer = await self._evaluated(state, await self._hosted(state, instance), instance)
                 if instance.lost.done():
                     return AttemptOutcome(None, AttemptFailure.ENVIRONMENT, instance.lost.result())
                 return answer
@@ -215,62 +214,62 @@ class Attempts:
             return AttemptOutcome(None, error.failure, str(error))
 
     @asynccontextmanager
-    async def _leased(self, making: _Making, environments: EnvironmentClient) -> AsyncGenerator[LeasedInstance]:
+    async def _leased(self, state: _AttemptState, environments: EnvironmentClient) -> AsyncGenerator[LeasedInstance]:
         """Lease an environment of a service, for as long as the block."""
-        stop, key = making.stop, making.rollout.key
+        stop, key = state.stop, state.rollout.key
         with await stop.first(self._ahead.take()) as ahead:
-            with await stop.first(self._asking.take()):
-                await self._begin(making)
-                with making.clock.counting(Stage.INIT):
-                    asked = environments.lease(key.rollout_id, key.attempt, making.rollout.task.input, self._settings.init_timeout_seconds)
+            with await stop.first(self._lease_slots.take()):
+                await self._begin(state)
+                with state.clock.counting(Stage.INIT):
+                    asked = environments.lease(key.rollout_id, key.attempt, state.rollout.task.input, self._settings.init_timeout_seconds)
                     instance = await stop.first(asked)
-            entry = making.entry
-            making.entry = Slot(lambda: (ahead.free(), entry.free()))
+            entry = state.entry
+            state.entry = Slot(lambda: (ahead.free(), entry.free()))
             try:
                 yield instance
             finally:
                 environments.release(instance)
 
-    async def _hosted(self, making: _Making, instance: LeasedInstance | None) -> AttemptOutcome:
+    async def _hosted(self, state: _AttemptState, instance: LeasedInstance | None) -> AttemptOutcome:
         """Run the stages in an agent host."""
-        host = await making.stop.first(self._pool.take())
+        host = await state.stop.first(self._pool.take())
         slot = Slot(lambda: self._pool.free(host))
         try:
             if instance is None:
-                await self._begin(making)
+                await self._begin(state)
             else:
-                making.entry.free()
-            ends: Ends = [making.stop.asked] if instance is None else [making.stop.asked, instance.lost]
-            async with Hosted(host, self._job(making, instance)) as hosted:
-                return await self._staged(making, hosted, host, slot, ends)
+                state.entry.free()
+            ends: Ends = [state.stop.requested] if instance is None else [state.stop.requested, instance.lost]
+            async with Hosted(host, self._job(state, instance)) as hosted:
+                return await self._staged(state, hosted, host, slot, ends)
         finally:
             self._pool.give(host, freed=slot.freed)
 
-    async def _staged(self, making: _Making, hosted: Hosted, host: AgentHost, slot: Slot, ends: Ends) -> AttemptOutcome:
-        stop, clock, settings = making.stop, making.clock, self._settings
+    async def _staged(self, state: _AttemptState, hosted: Hosted, host: AgentHost, slot: Slot, ends: Ends) -> AttemptOutcome:
+        stop, clock, settings = state.stop, state.clock, self._settings
         running = slot
         if self._pool.initialises:
-            with await stop.first(host.places.initialising.take()), clock.counting(Stage.INIT):
+            with await stop.first(host.stage_slots.initialising.take()), clock.counting(Stage.INIT):
                 more = await hosted.go(Stage.INIT, settings.init_timeout_seconds, ends)
             if not more:
                 return await hosted.finish(ends)
-            running = await stop.first(host.places.running.take())
+            running = await stop.first(host.stage_slots.running.take())
             slot.free()
-            making.entry.free()
+            state.entry.free()
         with running, clock.counting(Stage.RUN):
-            more = await hosted.go(Stage.RUN, making.timeout_seconds, ends)
-        making.entry.free()
+            more = await hosted.go(Stage.RUN, state.timeout_seconds, ends)
+        state.entry.free()
         if more:
-            with await stop.first(host.places.judging.take()), clock.counting(Stage.EVALUATE):
+            with await stop.first(host.stage_slots.evaluating.take()), clock.counting(Stage.EVALUATE):
                 await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)
         return await hosted.finish(ends)
 
-    async def _judged(self, making: _Making, answer: AttemptOutcome, instance: LeasedInstance | None) -> AttemptOutcome:
+    async def _evaluated(self, state: _AttemptState, answer: AttemptOutcome, instance: LeasedInstance | None) -> AttemptOutcome:
         """Return the answer with the rewards of the reward service, if there is one."""
         rewards = self._services.rewards
         if rewards is None or answer.failure is not None:
             return answer
-        key, task = making.rollout.key, making.rollout.task
+        key, task = state.rollout.key, state.rollout.task
         body = {
             "rollout_id": key.rollout_id,
             "attempt": key.attempt,
@@ -279,23 +278,23 @@ class Attempts:
             "output": answer.output,
             "environment": instance.environment if instance is not None else None,
         }
-        with await making.stop.first(self._judging.take()), making.clock.counting(Stage.EVALUATE):
-            return await making.stop.first(rewards.judge(body, self._settings.evaluation_timeout_seconds))
+        with await state.stop.first(self._evaluation_slots.take()), state.clock.counting(Stage.EVALUATE):
+            return await state.stop.first(rewards.evaluate(body, self._settings.evaluation_timeout_seconds))
 
-    async def _begin(self, making: _Making) -> None:
+    async def _begin(self, state: _AttemptState) -> None:
         """Open the root span, and announce the attempt to the gateway."""
-        making.calls = None
-        making.span = self.roots.open(making.rollout)
-        making.carried = carrier(making.rollout, making.span)
+        state.calls = None
+        state.span = self.roots.open(state.rollout)
+        state.propagation = carrier(state.rollout, state.span)
         if self.gateway is not None:
-            await self.gateway.announce(making.rollout.key, making.rollout.mode, making.carried["traceparent"])
+            await self.gateway.announce(state.rollout.key, state.rollout.mode, state.propagation["traceparent"])
 
-    async def _counted(self, making: _Making, answer: AttemptOutcome) -> AttemptOutcome:
+    async def _counted(self, state: _AttemptState, answer: AttemptOutcome) -> AttemptOutcome:
         """Return the answer after the gateway has counted the calls; it is a failure if the count is needed and unknown."""
-        if self.gateway is None or making.stop.asked.done():
+        if self.gateway is None or state.stop.requested.done():
             return answer
-        counted = await self.gateway.calls(making.rollout.key)
-        making.calls = counted and counted.calls
+        counted = await self.gateway.calls(state.rollout.key)
+        state.calls = counted and counted.calls
         counts = answer.failure is None or self._settings.failure_rewards.of(answer.failure) is not None
         if counted is None and counts:
             return AttemptOutcome(None, AttemptFailure.UNCOUNTED, f"the gateway does not know this attempt any more{_after(answer)}")
@@ -308,45 +307,45 @@ class Attempts:
         reward = self._settings.failure_rewards.of(answer.failure)
         return answer if reward is None else replace(answer, rewards=reward)
 
-    async def mourn(self, standing: Standing) -> None:
+    async def close_lost_attempts(self, queued: QueuedRollout) -> None:
         """Write the missing root spans of a rollout that was cancelled, or whose last worker died."""
-        if not standing.attempts or standing.state not in {RolloutState.DEAD, RolloutState.CANCELLED}:
+        if not queued.attempts or queued.state not in {RolloutState.DEAD, RolloutState.CANCELLED}:
             return
-        last = standing.attempts[-1]
-        between = standing.state is RolloutState.CANCELLED and last.reason is not AttemptFailure.CANCELLED
+        last = queued.attempts[-1]
+        between = queued.state is RolloutState.CANCELLED and last.reason is not AttemptFailure.CANCELLED
         if not between and not _ended_by_queue(last):
             return
-        whole = await self.queue.rollout(standing.rollout_id) if last.attempt else standing
-        await self._write_lost(whole, None if between else last.attempt)
+        full_rollout = await self.queue.rollout(queued.rollout_id) if last.attempt else queued
+        await self._write_lost(full_rollout, None if between else last.attempt)
         if between:
-            # No attempt was running, and no root span has the final mark: one must say that no other attempt follows.
-            self._write(_rollout(standing, last.attempt + 1), _BETWEEN, 0, final=True)
+            # No attempt was running, and no root span has the final mark: another one must mark the end of the rollout.
+            self._write(_rollout(queued, last.attempt + 1), _CANCELLED_BETWEEN_ATTEMPTS, 0, final=True)
 
     def end_cancelled(self, lease: RolloutLease) -> None:
         """Write the final root span of a rollout that was cancelled before the queue learned of an attempt that is not final."""
         rollout = rollout_of(lease)
-        self._write(replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1)), _BETWEEN, 0, final=True)
+        self._write(replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1)), _CANCELLED_BETWEEN_ATTEMPTS, 0, final=True)
 
-    async def _write_lost(self, whole: Standing, final: int | None) -> None:
+    async def _write_lost(self, full_rollout: QueuedRollout, final: int | None) -> None:
         """Write the root spans of attempts whose workers are gone: until they exist, the builder waits for them."""
-        for attempt in whole.attempts:
+        for attempt in full_rollout.attempts:
             if _ended_by_queue(attempt):
-                key = RolloutKey(whole.run_id, whole.rollout_id, attempt.attempt)
+                key = RolloutKey(full_rollout.run_id, full_rollout.rollout_id, attempt.attempt)
                 counted = await self.gateway.calls(key) if self.gateway is not None else None
                 answer = AttemptOutcome(None, attempt.reason, attempt.detail)
-                self._write(_rollout(whole, attempt.attempt), answer, counted and counted.calls, final=attempt.attempt == final)
+                self._write(_rollout(full_rollout, attempt.attempt), answer, counted and counted.calls, final=attempt.attempt == final)
 
     def _write(self, rollout: Rollout, answer: AttemptOutcome, calls: int | None, *, final: bool) -> None:
         if self.roots.claim(rollout.key.rollout_id, rollout.key.attempt):
             self.roots.close(self.roots.open(rollout), answer, calls, final=final)
 
-    def _job(self, making: _Making, instance: LeasedInstance | None) -> Job:
-        key = making.rollout.key
+    def _job(self, state: _AttemptState, instance: LeasedInstance | None) -> Job:
+        key = state.rollout.key
         return Job(
             id=f"{key.rollout_id}/{key.attempt}",
-            input=making.rollout.task.input,
-            traceparent=making.carried["traceparent"],
-            baggage=making.carried["baggage"],
+            input=state.rollout.task.input,
+            traceparent=state.propagation["traceparent"],
+            baggage=state.propagation["baggage"],
             endpoint=self.gateway.endpoint(key) if self.gateway is not None else None,
             log=self.files.directory(key.rollout_id, key.attempt),
             environment=instance.environment if instance is not None else None,
@@ -359,9 +358,9 @@ def rollout_of(lease: RolloutLease) -> Rollout:
     return Rollout(key, Task(lease.task_id, lease.task_input(), lease.prompt), lease.mode, lease.group_id, lease.group_size)
 
 
-def _rollout(standing: Standing, attempt: int) -> Rollout:
-    key = RolloutKey(standing.run_id, standing.rollout_id, attempt)
-    return Rollout(key, Task(standing.task_id, None, standing.prompt), Mode(standing.mode), standing.group_id, standing.group_size)
+def _rollout(queued: QueuedRollout, attempt: int) -> Rollout:
+    key = RolloutKey(queued.run_id, queued.rollout_id, attempt)
+    return Rollout(key, Task(queued.task_id, None, queued.prompt), Mode(queued.mode), queued.group_id, queued.group_size)
 
 
 def _after(answer: AttemptOutcome) -> str:

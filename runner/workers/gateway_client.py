@@ -65,11 +65,11 @@ class GatewayClient:
         """
         try:
             try:
-                await self._client.send("GET", "/readyz", patience_seconds=0)
+                await self._client.send("GET", "/readyz", retry_seconds=0)
             except RequestError as failure:
                 if failure.status != _NO_ENGINE:
                     raise
-                await self._client.send("GET", "/readyz", patience_seconds=_READY_SECONDS)
+                await self._client.send("GET", "/readyz", retry_seconds=_READY_SECONDS)
         except RequestError as failure:
             if failure.status == _NO_ENGINE:
                 raise GatewayError(

@@ -27,7 +27,7 @@ _FLUSH_SECONDS = 30.0
 _CLOSE_SECONDS = 30.0
 """Time that a host has after the last stage to close the environment and to send the spans, in seconds."""
 _STOPPED = AttemptOutcome(None, AttemptFailure.CANCELLED, "stopped")
-_LATE = {
+_TIMEOUT_FAILURES = {
     Stage.INIT: AttemptFailure.ENVIRONMENT,
     Stage.RUN: AttemptFailure.TIMEOUT,
     Stage.EVALUATE: AttemptFailure.EVALUATION,
@@ -49,13 +49,13 @@ class Hosted:
         self._host = host
         self._job = job
         self._begun = False
-        self._moved: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._stage_ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answer: AttemptOutcome | None = None
         self._answered: asyncio.Future[dict[str, Any]]
 
     async def __aenter__(self) -> Self:
         self._answered = self._host.expect(self._job.id)
-        self._host.moves[self._job.id] = self._hear
+        self._host.stage_callbacks[self._job.id] = self._on_stage_end
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -82,47 +82,47 @@ class Hosted:
             self._answer = _STOPPED
         if self._answer is not None or self._answered.done():
             return False
-        self._moved = asyncio.get_running_loop().create_future()
+        self._stage_ended = asyncio.get_running_loop().create_future()
         self._host.send({"go": self._job.id} if self._begun else asdict(self._job))
         self._begun = True
-        await asyncio.wait([self._answered, self._moved, *ends], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([self._answered, self._stage_ended, *ends], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if self._answered.done():
             return False
-        if not self._moved.done() or any(one.done() for one in ends):
-            self._answer = await self._over(ends, _LATE[stage], f"{stage}: not done after {seconds:g} s")
+        if not self._stage_ended.done() or any(one.done() for one in ends):
+            self._answer = await self._cancelled(ends, _TIMEOUT_FAILURES[stage], f"{stage}: not done after {seconds:g} s")
             return False
-        return self._moved.result() != END_STAGE
+        return self._stage_ended.result() != END_STAGE
 
     async def finish(self, ends: Ends) -> AttemptOutcome:
         """Wait until the attempt has ended, and return its answer."""
         if self._answer is None and not self._answered.done():
             await asyncio.wait([self._answered, *ends], timeout=_CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not self._answered.done():
-                late = f"{END_STAGE}: its environment is not closed after {_CLOSE_SECONDS:g} s"
-                self._answer = await self._over(ends, AttemptFailure.ENVIRONMENT, late)
+                detail = f"{END_STAGE}: its environment is not closed after {_CLOSE_SECONDS:g} s"
+                self._answer = await self._cancelled(ends, AttemptFailure.ENVIRONMENT, detail)
         if self._answer is None:
             self._answer = await self._read(self._answered.result())
         elif self._answer.failure is AttemptFailure.TIMEOUT and self._answered.done() and not await self._flush():
             self._answer = _UNFLUSHED
         return self._answer
 
-    def _hear(self, stage: str) -> None:
-        if not self._moved.done():
-            self._moved.set_result(stage)
+    def _on_stage_end(self, stage: str) -> None:
+        if not self._stage_ended.done():
+            self._stage_ended.set_result(stage)
 
-    async def _over(self, ends: Ends, failure: AttemptFailure, late: str) -> AttemptOutcome:
-        """Cancel an attempt that was stopped or exceeded a time limit; the latter fails with `failure` and the detail `late`."""
+    async def _cancelled(self, ends: Ends, failure: AttemptFailure, detail: str) -> AttemptOutcome:
+        """Cancel an attempt that was stopped or exceeded a time limit; the latter fails with `failure` and the detail `detail`."""
         done = await self._cancel()
         if any(one.done() for one in ends):
             return _STOPPED
         if done and self._answered.result()["failure"] != AttemptFailure.TIMEOUT:
             return await self._read(self._answered.result())  # it ended in time; only its spans are late
         if not done and failure is AttemptFailure.TIMEOUT and self._host.attempts > 1:
-            # It is unknown which attempt blocks the process, so no policy is blamed.
+            # It is unknown which attempt blocks the process, so the failure counts for no policy.
             return AttemptOutcome(
-                None, AttemptFailure.CRASH, f"{late}; the agent's process hangs with {self._host.attempts} attempts in it"
+                None, AttemptFailure.CRASH, f"{detail}; the agent's process hangs with {self._host.attempts} attempts in it"
             )
-        return AttemptOutcome(None, failure, late)
+        return AttemptOutcome(None, failure, detail)
 
     async def _cancel(self) -> bool:
         """Cancel the attempt; return whether the host has answered."""

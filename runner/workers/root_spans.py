@@ -102,29 +102,29 @@ class RootSpans:
         if not isinstance(root, ReadableSpan) or not stages:
             return
         carried = {key: value for key in semconv.CONTEXT_KEYS if (value := (root.attributes or {}).get(key)) is not None}
-        for place, stage in enumerate(stages):
-            self._ids.key = f"{root.get_span_context().span_id:x}\0{stage.stage}\0{place}"
+        for index, stage in enumerate(stages):
+            self._ids.key = f"{root.get_span_context().span_id:x}\0{stage.stage}\0{index}"
             child = self._tracer.start_span(
                 stage.stage, trace.set_span_in_context(root, Context()), attributes=carried, start_time=stage.started_at
             )
             child.end(stage.started_at + round(stage.seconds * 1e9))
 
-    async def acknowledged(self, patience_seconds: float) -> None:
+    async def acknowledged(self, retry_seconds: float) -> None:
         """Wait until the store has accepted the root spans that were closed before.
 
         Raises:
             StoreError: the time limit has passed, or a span was given up, before or now.
         """
-        end = asyncio.get_running_loop().time() + patience_seconds
+        end = asyncio.get_running_loop().time() + retry_seconds
         while not await asyncio.to_thread(self._provider.force_flush, _FLUSH_MILLISECONDS):
             if asyncio.get_running_loop().time() > end:
                 endpoint = self._store.otlp_endpoint
-                seconds = f"{patience_seconds:g} s"
+                seconds = f"{retry_seconds:g} s"
                 raise StoreError(f"the store at {endpoint} has not taken root spans for {seconds}. Start it with `spangrad store`.")
         if self._sending.lost:  # it stays set: each of the concurrent callers must raise
             raise StoreError(
                 f"root spans did not get into the store at {self._store.otlp_endpoint} ({self._sending.lost_because}), and the queue is "
-                "not told of attempts that have none there. See what the store has against them; then the rollouts are run again."
+                "not informed of attempts without them. Check why the store refuses them; then the rollouts are run again."
             )
 
     async def shut(self) -> None:

@@ -24,11 +24,11 @@ from spangrad.settings import Settings
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_PATIENCE_SECONDS = 600.0
+_QUEUE_RETRY_SECONDS = 600.0
 """Time for which requests are retried while the queue is away, in seconds: leases expire meanwhile, and late reports are refused."""
-_STORE_PATIENCE_SECONDS = 300.0
-_NEWS_SECONDS = 20.0
-_AGAIN_SECONDS = 2.0
+_STORE_RETRY_SECONDS = 300.0
+_LONG_POLL_SECONDS = 20.0
+_RETRY_SECONDS = 2.0
 """Pause before the root spans of lost attempts are tried again, in seconds, when the gateway or the queue was away."""
 _PAGE = 1000
 
@@ -47,19 +47,19 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
     """
 
     async def queue() -> QueueClient:
-        client = QueueClient.of(settings.queue, patience_seconds=_PATIENCE_SECONDS)
+        client = QueueClient.of(settings.queue, retry_seconds=_QUEUE_RETRY_SECONDS)
         await client.run(settings.runner.run_id)
         return client
 
     async with AsyncExitStack() as stack:
         stopping = asyncio.create_task(ending.wait())
         stack.callback(stopping.cancel)
-        attempts = await _unless(stopping, open_attempts(settings, agent, stack, queue))
+        attempts = await _run_unless_stopped(stopping, open_attempts(settings, agent, stack, queue))
         if attempts is None:
             return
-        starting = Worker(attempts.queue, settings.runner.run_id, attempts, attempts.entry, store_patience_seconds=_STORE_PATIENCE_SECONDS)
+        starting = Worker(attempts.queue, settings.runner.run_id, attempts, attempts.entry, store_retry_seconds=_STORE_RETRY_SECONDS)
         worker = await stack.enter_async_context(starting)
-        mourning = asyncio.create_task(_mourn(attempts, settings.runner.run_id))
+        closing = asyncio.create_task(_close_lost_attempts(attempts, settings.runner.run_id))
         ready()
         try:
             await asyncio.wait([stopping, worker.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -72,29 +72,29 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
             if error is not None:
                 raise error
         finally:
-            mourning.cancel()
-            await asyncio.gather(mourning, return_exceptions=True)
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
 
 
-async def _unless(stopping: asyncio.Task[Any], work: Coroutine[Any, Any, T]) -> T | None:
+async def _run_unless_stopped(stopping: asyncio.Task[Any], work: Coroutine[Any, Any, T]) -> T | None:
     """Return the value of `work`, or None: `stopping` was done first, and `work` is cancelled."""
-    doing = asyncio.create_task(work)
+    task = asyncio.create_task(work)
     try:
-        await asyncio.wait([stopping, doing], return_when=asyncio.FIRST_COMPLETED)
-        return doing.result() if doing.done() else None
+        await asyncio.wait([stopping, task], return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
-        doing.cancel()
-        await asyncio.gather(doing, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-async def _mourn(attempts: Attempts, run_id: str) -> None:
+async def _close_lost_attempts(attempts: Attempts, run_id: str) -> None:
     """Write the root spans of rollouts that ended without a living worker: first of those in the queue, then of each new one."""
-    cursor = await _until_done(partial(_mourn_old, attempts, run_id))
+    cursor = await _until_done(partial(_close_earlier_lost, attempts, run_id))
     while True:
-        cursor = await _until_done(partial(_mourn_new, attempts, run_id, cursor))
+        cursor = await _until_done(partial(_close_next_lost, attempts, run_id, cursor))
 
 
-async def _mourn_old(attempts: Attempts, run_id: str) -> int:
+async def _close_earlier_lost(attempts: Attempts, run_id: str) -> int:
     """Write those of rollouts that have ended; return the number of the ending up to which all are done."""
     cursor = (await attempts.queue.run(run_id)).cursor
     for state in (RolloutState.DEAD, RolloutState.CANCELLED):
@@ -102,15 +102,15 @@ async def _mourn_old(attempts: Attempts, run_id: str) -> int:
         while (page := await attempts.queue.rollouts(run_id=run_id, state=state, after=after, limit=_PAGE)).rollouts:
             after = page.cursor
             for rollout in page.rollouts:
-                await attempts.mourn(rollout)
+                await attempts.close_lost_attempts(rollout)
     return cursor
 
 
-async def _mourn_new(attempts: Attempts, run_id: str, cursor: int) -> int:
+async def _close_next_lost(attempts: Attempts, run_id: str, cursor: int) -> int:
     """Write those of rollouts that end from now on; return the next such number."""
-    page = await attempts.queue.ended(run_id, after=cursor, limit=_PAGE, wait_seconds=_NEWS_SECONDS)
+    page = await attempts.queue.ended(run_id, after=cursor, limit=_PAGE, wait_seconds=_LONG_POLL_SECONDS)
     for rollout in page.rollouts:
-        await attempts.mourn(rollout)
+        await attempts.close_lost_attempts(rollout)
     return page.cursor
 
 
@@ -120,5 +120,5 @@ async def _until_done(work: Callable[[], Awaitable[T]]) -> T:
         try:
             return await work()
         except SpangradError as error:
-            _logger.warning("%s Roots of attempts whose workers are gone wait for it.", error)
-            await asyncio.sleep(_AGAIN_SECONDS)
+            _logger.warning("%s Root spans of attempts whose workers are lost wait for it.", error)
+            await asyncio.sleep(_RETRY_SECONDS)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from runner.queue.client import Beating, QueueClient
+from runner.queue.client import LeaseHeartbeats, QueueClient
 from runner.queue.wire import AttemptReceipt, Completion, Failure, RolloutLease, RolloutState
-from runner.workers.attempts import Attempts, Ended, Stop, Why
+from runner.workers.attempts import Attempts, EndedAttempt, Stop, StopReason
 from runner.workers.root_spans import by_name
 from runner.workers.slots import StageClock
 from spangrad.agent.reward_values import Rewards
@@ -26,25 +26,25 @@ _logger = logging.getLogger(__name__)
 _ASK_SECONDS = 2.0
 """Longest time that the queue may hold a request for leases, in seconds: a drain waits for its response."""
 _GATHER_SECONDS = 0.005
-_RELEASED = Why(AttemptFailure.RELEASED, "its worker was told to end", final=False, reported=False)
+_RELEASED = StopReason(AttemptFailure.RELEASED, "its worker was stopped", final=False, reported=False)
 
 
 class Worker:
     """Runs attempts of one run's rollouts; an async context manager."""
 
-    def __init__(self, queue: QueueClient, run_id: str, attempts: Attempts, slots: int, *, store_patience_seconds: float) -> None:
+    def __init__(self, queue: QueueClient, run_id: str, attempts: Attempts, slots: int, *, store_retry_seconds: float) -> None:
         self._queue = queue
         self._run_id = run_id
         self._attempts = attempts
         self._free = slots
-        self._patience = store_patience_seconds
+        self._retry_seconds = store_retry_seconds
         self._room = asyncio.Event()
         self._held: dict[tuple[str, int], Stop] = {}
         self._clocks: dict[tuple[str, int], StageClock] = {}
-        self._making: set[asyncio.Task[None]] = set()
-        self._ended: asyncio.Queue[Ended] = asyncio.Queue()
+        self._attempt_tasks: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Queue[EndedAttempt] = asyncio.Queue()
         self._changes = asyncio.Condition()
-        self._beating = Beating(queue, self._lost, self._ran)
+        self._beating = LeaseHeartbeats(queue, self._lost, self._ran)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self.name = this_process()
@@ -58,9 +58,9 @@ class Worker:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop at once: leases of attempts that are not reported expire."""
-        for task in [*self._tasks, *self._making]:
+        for task in [*self._tasks, *self._attempt_tasks]:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._making, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._attempt_tasks, return_exceptions=True)
         await self._beating.__aexit__(kind, error, trace)
 
     async def drain(self, seconds: float) -> None:
@@ -80,11 +80,11 @@ class Worker:
             self.stop(None, _RELEASED)
             await self._until(lambda: not self._held)
 
-    def stop(self, rollouts: Collection[str] | None, why: Why) -> None:
+    def stop(self, rollouts: Collection[str] | None, reason: StopReason) -> None:
         """Stop attempts of these rollouts, or all; they end soon after."""
         for (rollout_id, _), stop in self._held.items():
             if rollouts is None or rollout_id in rollouts:
-                stop.now(why)
+                stop.now(reason)
 
     async def without(self, rollouts: Collection[str]) -> None:
         """Wait until the worker holds none of these rollouts."""
@@ -132,8 +132,8 @@ class Worker:
         self._free -= 1
         self._beating.keep([lease])
         task = asyncio.create_task(self._make(lease, stop))
-        self._making.add(task)
-        task.add_done_callback(self._making.discard)
+        self._attempt_tasks.add(task)
+        task.add_done_callback(self._attempt_tasks.discard)
 
     async def _make(self, lease: RolloutLease, stop: Stop) -> None:
         try:
@@ -154,12 +154,12 @@ class Worker:
 
     def _lost(self, lease: RolloutLease, result: AttemptReceipt) -> None:
         """Stop an attempt whose lease the queue has ended."""
-        _logger.info("attempt %d of rollout %s is over: %s", lease.attempt, lease.rollout_id, result.refused)
+        _logger.info("attempt %d of rollout %s has ended: %s", lease.attempt, lease.rollout_id, result.refused)
         stop = self._held.get((lease.rollout_id, lease.attempt))
         if stop is not None:
-            why = result.ended or AttemptFailure.LOST
+            reason = result.ended or AttemptFailure.LOST
             final = result.state in {RolloutState.CANCELLED, RolloutState.DEAD}
-            stop.now(Why(why, result.refused or "the queue ended it", final=final, reported=True))
+            stop.now(StopReason(reason, result.refused or "the queue ended it", final=final, reported=True))
 
     async def _report_endings(self) -> None:
         """Report endings, in batches of those that arrived while the previous batch was reported."""
@@ -167,7 +167,7 @@ class Worker:
             ended = [await self._ended.get()]
             while not self._ended.empty():
                 ended.append(self._ended.get_nowait())
-            await self._attempts.roots.acknowledged(self._patience)
+            await self._attempts.roots.acknowledged(self._retry_seconds)
             await asyncio.to_thread(self._keep, ended)
             await self._report([attempt for attempt in ended if not attempt.reported])
             for attempt in ended:
@@ -177,7 +177,7 @@ class Worker:
             self._room.set()
             await self._changed()
 
-    async def _report(self, ended: Sequence[Ended]) -> None:
+    async def _report(self, ended: Sequence[EndedAttempt]) -> None:
         released = [one.lease for one in ended if one.answer.failure is AttemptFailure.RELEASED]
         completions = [_completion(one) for one in ended if one.answer.failure is None]
         failures = [_failure(one) for one in ended if one.answer.failure not in {None, AttemptFailure.RELEASED}]
@@ -196,9 +196,9 @@ class Worker:
             if lease is not None and result.state is RolloutState.CANCELLED:
                 self._attempts.end_cancelled(lease)
         if refused:
-            await self._attempts.roots.acknowledged(self._patience)
+            await self._attempts.roots.acknowledged(self._retry_seconds)
 
-    def _keep(self, ended: Sequence[Ended]) -> None:
+    def _keep(self, ended: Sequence[EndedAttempt]) -> None:
         for attempt in ended:
             answer = attempt.answer
             facts = {
@@ -211,7 +211,7 @@ class Worker:
             self._attempts.files.end(attempt.lease.rollout_id, attempt.lease.attempt, facts)
 
 
-def _completion(ended: Ended) -> Completion:
+def _completion(ended: EndedAttempt) -> Completion:
     rewards = by_name(ended.answer.rewards)
     return Completion(
         rollout_id=ended.lease.rollout_id,
@@ -222,7 +222,7 @@ def _completion(ended: Ended) -> Completion:
     )
 
 
-def _failure(ended: Ended) -> Failure:
+def _failure(ended: EndedAttempt) -> Failure:
     assert ended.answer.failure is not None
     rewards = by_name(ended.answer.rewards)
     return Failure(

@@ -28,7 +28,7 @@ class AttemptLog:
     def __init__(self, directory: str | None) -> None:
         """`directory` is created by the first write. None: there is no log, and all output goes to the process's own outputs."""
         self._path = Path(directory) / FILE if directory else None
-        self._left = _LIMIT_BYTES
+        self._remaining_bytes = _LIMIT_BYTES
         self._file: IO[bytes] | None = None
 
     def write(self, text: str) -> bool:
@@ -67,22 +67,22 @@ class AttemptLog:
             os.write(stderr, output)
             return
         size = stderr.seek(0, os.SEEK_END)
-        stderr.seek(max(0, size - max(self._left - len(output), 0)))
+        stderr.seek(max(0, size - max(self._remaining_bytes - len(output), 0)))
         self._add(stderr.read() + output)
         Path(stderr.name).unlink(missing_ok=True)
 
     def _add(self, text: bytes) -> bool:
         if self._path is None:
             return False
-        if self._left <= 0:
+        if self._remaining_bytes <= 0:
             return True
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
-            self._file.write(text[: self._left])
-            self._left -= len(text)
-            if self._left <= 0:
+            self._file.write(text[: self._remaining_bytes])
+            self._remaining_bytes -= len(text)
+            if self._remaining_bytes <= 0:
                 self._file.write(_CUT.encode())
         except (OSError, ValueError):
             return False  # a full disk, or a thread that outlived its attempt

@@ -119,11 +119,11 @@ class Host:
                 task.add_done_callback(flushes.discard)
             else:
                 running[message["id"]] = asyncio.create_task(attempt(message))
-        left = list(running.values())
-        for task in left:
+        unfinished = list(running.values())
+        for task in unfinished:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=_END_SECONDS)
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=_END_SECONDS)
         return not self._threads and not self._left_open
 
     async def _attempt(self, job: Mapping[str, Any]) -> AttemptReply:
@@ -186,16 +186,20 @@ class Host:
         return self._rewarded(name, output, note)
 
     def _rewarded(self, name: str, value: object, note: AttemptNote) -> AttemptReply:
-        alone = self._stages.evaluator is None
+        no_evaluator = self._stages.evaluator is None
         try:
             reward = rewards_from(value)
         except ValueError as error:
             # The policy is responsible for its agent's value, not for the evaluator's.
-            return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT if alone else AttemptFailure.EVALUATION, detail=str(error))
-        if reward is None and alone and note.rewarded:
+            return AttemptReply(
+                name, failure=AttemptFailure.INVALID_OUTPUT if no_evaluator else AttemptFailure.EVALUATION, detail=str(error)
+            )
+        if reward is None and no_evaluator and note.rewarded:
             return AttemptReply(name, {})
         if reward is None:
-            return AttemptReply(name, failure=AttemptFailure.NO_REWARD, detail=f"the {'agent' if alone else 'evaluator'} gave no reward")
+            return AttemptReply(
+                name, failure=AttemptFailure.NO_REWARD, detail=f"the {'agent' if no_evaluator else 'evaluator'} gave no reward"
+            )
         return AttemptReply(name, reward)
 
     def _keywords(self, offered: Mapping[str, object], role: str) -> dict[str, object]:

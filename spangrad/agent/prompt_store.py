@@ -56,9 +56,9 @@ class Edit:
 class PromptStore:
     """Stateless client of the server of prompts: one connection for each request."""
 
-    def __init__(self, url: str, token: str | None = None, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Use the server at `url` (queue.url) with `token` (queue.token; None: none), and retry for `patience_seconds`."""
-        self._service = replace(queue_service(url, token, patience_seconds), error=PromptError)
+    def __init__(self, url: str, token: str | None = None, *, retry_seconds: float = PATIENCE_SECONDS) -> None:
+        """Use the server at `url` (queue.url) with `token` (queue.token; None: none), and retry for `retry_seconds`."""
+        self._service = replace(queue_service(url, token, retry_seconds), error=PromptError)
 
     def get(self, name: str, version: int | None = None) -> PromptText:
         """Return a version of a prompt; None: the published one.

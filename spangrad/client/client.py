@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from spangrad.callables import is_file, reference_of
 from spangrad.client.queue_http import QueueHttp
-from spangrad.client.result import RolloutSummary, RolloutTally, Show, TrainResult, Validation
+from spangrad.client.result import ProgressLine, RolloutSummary, RolloutTally, TrainResult, Validation
 from spangrad.client.task_files import read_tasks, tasks_of
 from spangrad.client.task_store import StoredTasks, TaskStore
 from spangrad.client.workers import Work, WorkerProcesses
@@ -48,8 +48,8 @@ class _TrainRun:
 
     work: Work
     workers: WorkerProcesses
-    show: Show
-    shown: RolloutTally
+    progress_line: ProgressLine
+    progress_total: RolloutTally
     """Tally that the progress shows."""
     train: RolloutTally = field(default_factory=RolloutTally)
     waits: dict[str, RolloutTally | None] = field(default_factory=dict[str, RolloutTally | None])
@@ -142,9 +142,9 @@ class Client:
         counted = [rollout for rollout in rollouts if rollout["mode"] == Mode.TRAIN]
         validations: list[Validation] = []
         work = replace(work, follow=TRAIN if follow else None)
-        with Show("training", None if follow else len(counted)) as show, self._workers(work, n_workers) as workers:
+        with ProgressLine("training", None if follow else len(counted)) as show, self._workers(work, n_workers) as workers:
             train = RolloutTally()
-            run = _TrainRun(work, workers, show, shown=train, train=train, cursor=self._queue.cursor())
+            run = _TrainRun(work, workers, show, progress_total=train, train=train, cursor=self._queue.cursor())
             if rollouts and self._queue.enqueue(rollouts):
                 run.cursor = 0  # some of them may have ended before
             run.waits = {rollout["rollout_id"]: run.train if rollout["mode"] == Mode.TRAIN else None for rollout in rollouts}
@@ -176,9 +176,9 @@ class Client:
         """
         work = self._work(agent, evaluator, environment)
         self._required_data(TEST)
-        with Show("test data", len(self._data[TEST][1])) as show, self._workers(work, n_workers) as workers:
+        with ProgressLine("test data", len(self._data[TEST][1])) as show, self._workers(work, n_workers) as workers:
             tally = RolloutTally()
-            run = _TrainRun(work, workers, show, shown=tally, cursor=self._queue.cursor())
+            run = _TrainRun(work, workers, show, progress_total=tally, cursor=self._queue.cursor())
             return self._validation(run, tally).measure
 
     def _validation(self, run: _TrainRun, tally: RolloutTally) -> Validation:
@@ -191,7 +191,7 @@ class Client:
         self._queue.enqueue(rollouts)
         while not waited.isdisjoint(run.waits):
             self._count_ended(run, count_all=run.work.follow is not None)
-        run.show.say(f"test data after {after} groups: {tally.measure}")
+        run.progress_line.print_line(f"test data after {after} groups: {tally.measure}")
         return Validation(after, tally.measure)
 
     def _count_ended(self, run: _TrainRun, *, count_all: bool) -> int:
@@ -209,7 +209,7 @@ class Client:
                 tally = run.train
             if tally is not None:
                 tally.add(rollout)
-        run.show.progress(run.shown.measure)
+        run.progress_line.progress(run.progress_total.measure)
         return len(ended)
 
     def _continues(self, run: _TrainRun, groups: int | None, quiet: float, idle_seconds: float) -> bool:
@@ -242,8 +242,8 @@ class Client:
         size = runner.group_size if mode is Mode.TRAIN else 1
         modes = ([Mode.GREEDY] if wants_greedy(self.settings, mode) else []) + [mode] * size
         rollouts: list[dict[str, Any]] = []
-        for place, task in enumerate(tasks, first):
-            group = _name(self.run_id, stored.digest, mode, which, place)
+        for index, task in enumerate(tasks, first):
+            group = _name(self.run_id, stored.digest, mode, which, index)
             rollouts += [
                 {
                     "rollout_id": _name(group, number),
@@ -300,10 +300,10 @@ def _stage_reference(name: str, function: Callable[..., Any], directory: Path) -
     Raises:
         AgentError: other processes cannot find it, or not in that directory.
     """
-    reference, place = reference_of(function, f"the {name}")
-    if place != directory and not is_file(reference):
+    reference, index = reference_of(function, f"the {name}")
+    if index != directory and not is_file(reference):
         raise AgentError(
-            f"the {name} {reference} lies below {place}, the agent's modules below {directory}: workers look in one place. Import it in "
+            f"the {name} {reference} lies below {index}, the agent's modules below {directory}: workers look in one place. Import it in "
             "the agent's file and wrap it in a function there, or name it as a text that the agent's environment can import."
         )
     return reference

@@ -16,7 +16,7 @@ from spangrad.http.service import queue_service
 if TYPE_CHECKING:
     from pydantic import SecretStr
 
-PATIENCE_SECONDS = 60.0
+RETRY_SECONDS = 60.0
 """Time for which requests are retried while the queue is unreachable, in seconds: long enough for a restart."""
 _ANSWER_SECONDS = 120.0
 _AT_ONCE = 2000
@@ -27,18 +27,18 @@ _PAGE = 1000
 class QueueHttp:
     """Client of one run of one queue."""
 
-    def __init__(self, url: str, token: SecretStr | None, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, url: str, token: SecretStr | None, run_id: str, *, retry_seconds: float = RETRY_SECONDS) -> None:
         """Store the arguments; no request is sent yet.
 
         Args:
             url: URL of the queue.
             token: token that the queue requires. None: it requires none.
             run_id: run of all requests.
-            patience_seconds: time for which requests are retried while the queue does not answer, in seconds.
+            retry_seconds: time for which requests are retried while the queue does not answer, in seconds.
         """
         self.url = url.rstrip("/")
         self.run_id = run_id
-        self._service = queue_service(url, token, patience_seconds)
+        self._service = queue_service(url, token, retry_seconds)
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | None = None, *, missing: Any = None) -> Any:
         """Send a request below the run's own path (`/...`) or anywhere (`/v1/...`).

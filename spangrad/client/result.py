@@ -74,7 +74,7 @@ class RolloutTally:
     def __init__(self) -> None:
         self._outcomes = Counter[str]()
         self._returns: list[float] = []
-        self._left = Counter[str]()
+        self._remaining = Counter[str]()
         self.groups = 0
         """Number of groups of which every rollout has ended."""
 
@@ -86,8 +86,8 @@ class RolloutTally:
         if rollout["state"] in _REWARDED and last.get("rewards"):
             self._returns.append(total(last["rewards"]))
         group = rollout["group_id"]
-        self._left[group] += 1
-        if self._left[group] == rollout["group_size"]:
+        self._remaining[group] += 1
+        if self._remaining[group] == rollout["group_size"]:
             self.groups += 1
 
     @property
@@ -97,7 +97,7 @@ class RolloutTally:
         return RolloutSummary(dict(self._outcomes.most_common()), mean)
 
 
-class Show:
+class ProgressLine:
     """Display of progress; a context manager."""
 
     def __init__(self, what: str, total: int | None, stream: TextIO | None = None) -> None:
@@ -137,9 +137,9 @@ class Show:
         elif last or time.monotonic() - self._line_at >= _LINE_SECONDS:
             self._line_at = time.monotonic()
             of = "" if self._total is None else f" of {self._total}"
-            self.say(f"{self._what}: {measure.rollouts}{of}; {measure}")
+            self.print_line(f"{self._what}: {measure.rollouts}{of}; {measure}")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line of its own."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)

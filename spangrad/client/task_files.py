@@ -34,7 +34,7 @@ def read_tasks(source: Path | str) -> list[Task]:
         AgentError: the source does not exist or cannot be read, or a row is not a task.
     """
     name, rows = _rows(str(source))
-    tasks = [_task(row, f"{source}, {place}", f"{name}:{number}") for number, place, row in rows]
+    tasks = [_task(row, f"{source}, {position}", f"{name}:{number}") for number, position, row in rows]
     if not tasks:
         raise AgentError(f"{source} holds no task. {_FORMS}")
     return tasks
@@ -46,7 +46,9 @@ def tasks_of(rows: Iterable[Task | Mapping[str, object]], name: str) -> list[Tas
     Raises:
         AgentError: a row is not a task, or there is none.
     """
-    tasks = [row if isinstance(row, Task) else _task(row, f"{name}, {place}", f"{name}:{number}") for number, place, row in _numbered(rows)]
+    tasks = [
+        row if isinstance(row, Task) else _task(row, f"{name}, {position}", f"{name}:{number}") for number, position, row in _numbered(rows)
+    ]
     if not tasks:
         raise AgentError(f"{name} data holds no task. {_FORMS}")
     return tasks
@@ -62,13 +64,13 @@ def _rows(source: str) -> tuple[str, Iterator[tuple[int, str, object]]]:
         return path.stem, _numbered(_of_parquet(path))
     if path.is_file():
         return path.stem, _of_lines(path)
-    directory, split = (path, "") if path.is_dir() else _divided(source)
+    directory, split = (path, "") if path.is_dir() else _split_name(source)
     if directory is not None and directory.is_dir():
         return directory.name, _numbered(_of_directory(source, directory, split))
     raise AgentError(f"{source} is neither a file nor a directory. {_FORMS}")
 
 
-def _divided(source: str) -> tuple[Path | None, str]:
+def _split_name(source: str) -> tuple[Path | None, str]:
     name, colon, split = source.rpartition(":")
     return (Path(name), split) if colon and name and split else (None, "")
 
@@ -157,8 +159,8 @@ def _task(row: object, where: str, name: str) -> Task:
     named = fields.keys() & {"task_id", "input"}
     if len(named) == 1:
         (there,) = named
-        lacks = "input" if there == "task_id" else "task_id"
-        raise AgentError(f"{where} has {there!r} and no {lacks!r}: give both; or neither, and the whole row is the input.")
+        missing_key = "input" if there == "task_id" else "task_id"
+        raise AgentError(f"{where} has {there!r} and no {missing_key!r}: give both; or neither, and the whole row is the input.")
     if not named:
         return Task(name, _json(fields, fields, where))
     task_id = fields["task_id"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
-from spangrad.client.queue_http import PATIENCE_SECONDS, QueueHttp
+from spangrad.client.queue_http import RETRY_SECONDS, QueueHttp
 from spangrad.errors import QueueError
 from spangrad.types import Task
 
@@ -53,7 +53,7 @@ class TaskStore:
         queue = settings.queue
         if queue.url is None:
             raise QueueError(f"{STORED}NAME is asked of the queue: set queue.url.")
-        return cls(QueueHttp(queue.url, queue.token, settings.runner.run_id, patience_seconds=PATIENCE_SECONDS))
+        return cls(QueueHttp(queue.url, queue.token, settings.runner.run_id, retry_seconds=RETRY_SECONDS))
 
     def upload(self, name: str, tasks: Sequence[Task]) -> StoredTasks:
         """Store tasks under a name, in place of its former ones.
@@ -104,10 +104,10 @@ def _parts(tasks: Sequence[Task]) -> list[tuple[int, list[Task]]]:
     """Divide the tasks into requests of bounded size, each with the index of its first one."""
     parts: list[tuple[int, list[Task]]] = []
     size = _CHARACTERS
-    for place, task in enumerate(tasks):
+    for index, task in enumerate(tasks):
         length = len(json.dumps(task.input)) + len(task.task_id)
         if size + length > _CHARACTERS:
-            parts.append((place, []))
+            parts.append((index, []))
             size = 0
         parts[-1][1].append(task)
         size += length

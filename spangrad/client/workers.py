@@ -97,10 +97,10 @@ class WorkerProcesses:
         for number, (child, began) in list(self._children.items()):
             if child.running:
                 continue
-            lived = time.monotonic() - began
-            if lived < _START_SECONDS:
+            uptime = time.monotonic() - began
+            if uptime < _START_SECONDS:
                 raise AgentError(f"{child.name} ended with exit code {child.process.returncode}. The end of {child.log}:\n{child.tail()}")
-            print(f"spangrad: {child.name} died after {lived:.0f} s and is started again ({child.log})", file=sys.stderr, flush=True)
+            print(f"spangrad: {child.name} died after {uptime:.0f} s and is started again ({child.log})", file=sys.stderr, flush=True)
             self._start(number)
 
     def kill(self) -> None:

@@ -55,7 +55,7 @@ class AsyncClient:
         body: msgspec.Struct | Mapping[str, object] | None = None,
         query: Mapping[str, str] | None = None,
     ) -> T:
-        """Send a request until it succeeds or the service's patience is over; return the decoded body of the response.
+        """Send a request until it succeeds or the service's time for retries is over; return the decoded body of the response.
 
         Raises:
             SpangradError: of the service's class: it refuses, or does not answer.
@@ -73,7 +73,7 @@ class AsyncClient:
         kind: type[T] = bytes,
         *,
         query: Mapping[str, str] | None = None,
-        patience_seconds: float | None = None,
+        retry_seconds: float | None = None,
         within_seconds: float | None = None,
     ) -> T:
         """Send a request until it succeeds, and return the body of its response.
@@ -84,13 +84,13 @@ class AsyncClient:
             body: encoded body. None: there is none.
             kind: type that the response's JSON is decoded to; `bytes` for the body as it is.
             query: parameters of the URL.
-            patience_seconds: time for retries, in seconds. None: `within_seconds`, else the service's.
-            within_seconds: time limit of all tries together, in seconds. None: there is none, and the patience ends between tries.
+            retry_seconds: time for retries, in seconds. None: `within_seconds`, else the service's.
+            within_seconds: time limit of all tries together, in seconds. None: there is none, and the time for retries ends between tries.
 
         Raises:
             RequestError: that of the last try.
         """
-        retries = Retries(self.service, method, path, within_seconds if patience_seconds is None else patience_seconds)
+        retries = Retries(self.service, method, path, within_seconds if retry_seconds is None else retry_seconds)
         last = RequestError("no response in time")
         try:
             async with asyncio.timeout(within_seconds):

@@ -36,13 +36,13 @@ async def arriving(seconds: float = BODY_SECONDS) -> AsyncGenerator[Callable[[in
     Raises:
         TooSlowError: the body did not arrive within its time limit.
     """
-    came = 0
+    received = 0
     timeout = asyncio.timeout(seconds)
     began = asyncio.get_running_loop().time()
 
     def arrived(size: int) -> None:
-        nonlocal came
-        came = size
+        nonlocal received
+        received = size
         timeout.reschedule(began + seconds + size / BODY_BYTES_A_SECOND)
 
     try:
@@ -52,7 +52,7 @@ async def arriving(seconds: float = BODY_SECONDS) -> AsyncGenerator[Callable[[in
         if not timeout.expired():
             raise
         bound = f"{seconds:g} s, and a second more for each {BODY_BYTES_A_SECOND} bytes"
-        raise TooSlowError(f"only {came} bytes of the body came in time; it may take {bound}") from None
+        raise TooSlowError(f"only {received} bytes of the body came in time; it may take {bound}") from None
 
 
 async def read_in_time(request: web.Request, seconds: float = BODY_SECONDS) -> bytes:

@@ -19,7 +19,7 @@ from spangrad.http.service import RemoteService, RequestError, Retries
 
 
 def ask(service: RemoteService, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, seconds: float) -> Any:
-    """Send a request until it succeeds or the service's patience is over.
+    """Send a request until it succeeds or the service's time for retries is over.
 
     Args:
         service: server of the request.

@@ -80,7 +80,7 @@ class RemoteService:
     """Class of the errors that users read."""
     remedy: str
     """Sentence that says what to do while it does not answer."""
-    patience_seconds: float = 0.0
+    retry_seconds: float = 0.0
     """Time for which requests are retried, in seconds. 0: none is."""
     own_headers: Mapping[str, str] = field(default_factory=dict[str, str])
     """Headers of each request, beside or instead of those of `headers`."""
@@ -108,17 +108,17 @@ class RemoteService:
 class Retries:
     """Tries of one request: exponential back-off with jitter, unless the server names the pause."""
 
-    def __init__(self, service: RemoteService, method: str, path: str, patience_seconds: float | None = None) -> None:
+    def __init__(self, service: RemoteService, method: str, path: str, retry_seconds: float | None = None) -> None:
         """Begin the time for retries.
 
         Args:
             service: server of the request.
             method: HTTP method.
             path: path of the request.
-            patience_seconds: time for retries, in seconds. None: the service's.
+            retry_seconds: time for retries, in seconds. None: the service's.
         """
         self._service, self._method, self._path = service, method, path
-        self._end = time.monotonic() + (service.patience_seconds if patience_seconds is None else patience_seconds)
+        self._end = time.monotonic() + (service.retry_seconds if retry_seconds is None else retry_seconds)
         self._failures = 0
 
     def pause(self, failure: RequestError) -> float:
@@ -138,15 +138,15 @@ class Retries:
         return min(random.uniform(0, min(_FIRST_SECONDS * 2.0**self._failures, _LONGEST_SECONDS)), left)
 
 
-def queue_service(url: str, token: SecretStr | str | None, patience_seconds: float = 0.0) -> RemoteService:
+def queue_service(url: str, token: SecretStr | str | None, retry_seconds: float = 0.0) -> RemoteService:
     """Return the queue of rollouts as a service."""
-    return RemoteService("the queue", url, _plain(token), QueueError, "Start it with `spangrad queue`, or set queue.url.", patience_seconds)
+    return RemoteService("the queue", url, _plain(token), QueueError, "Start it with `spangrad queue`, or set queue.url.", retry_seconds)
 
 
-def gateway_service(url: str, token: SecretStr | str | None, patience_seconds: float = 0.0) -> RemoteService:
+def gateway_service(url: str, token: SecretStr | str | None, retry_seconds: float = 0.0) -> RemoteService:
     """Return the gateway as a service."""
     remedy = "Start it with `spangrad gateway`, or set gateway.url."
-    return RemoteService("the gateway", url, _plain(token), GatewayError, remedy, patience_seconds)
+    return RemoteService("the gateway", url, _plain(token), GatewayError, remedy, retry_seconds)
 
 
 def _plain(token: SecretStr | str | None) -> str | None:

@@ -47,8 +47,8 @@ def read_machine(project: Path) -> MachineFacts:
 
 def find_vllm_python(*starts: Path) -> Path | None:
     """Return the Python of the nearest `.venv-vllm`: in a directory, above it, or in spangrad's checkout. None: there is none."""
-    places = [place for start in starts for place in (start.absolute(), *start.absolute().parents)]
-    return next((place / VLLM_PYTHON for place in (*places, CHECKOUT) if os.access(place / VLLM_PYTHON, os.X_OK)), None)
+    directories = [directory for start in starts for directory in (start.absolute(), *start.absolute().parents)]
+    return next((directory / VLLM_PYTHON for directory in (*directories, CHECKOUT) if os.access(directory / VLLM_PYTHON, os.X_OK)), None)
 
 
 def has_gpu() -> bool:

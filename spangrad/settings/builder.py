@@ -96,13 +96,13 @@ class AirRule(Section):
                 "a policy learns to call whatever pays without advancing (docs/guides/rewards.md)."
             )
         if self.kind not in TOOL_KINDS and self.tools:
-            raise ValueError(f"{subject} looks at calls, not at tools. Leave out tools; agents chooses whose calls count.")
+            raise ValueError(f"{subject} applies to calls, not to tools. Leave out tools; agents selects the calls.")
         for name in ("seconds", "form", "types", "where"):
             given, needed = getattr(self, name) is not None, _NEEDS.get(self.kind) == name
             if given != needed:
-                raise ValueError(f"{subject} needs {name}. Give it." if needed else f"{subject} does not look at {name}. Leave it out.")
+                raise ValueError(f"{subject} needs {name}. Give it." if needed else f"{subject} does not use {name}. Leave it out.")
         if self.columns is not None and self.kind != "python":
-            raise ValueError(f"{subject} does not look at columns. Leave it out.")
+            raise ValueError(f"{subject} does not use columns. Leave it out.")
         if self.reward == 0:
             raise ValueError(f"{subject} gives nothing: its reward is 0. Give reward = -0.1, say, or drop the rule.")
         return self

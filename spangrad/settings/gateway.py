@@ -66,7 +66,7 @@ class GatewaySettings(Section):
     clients: tuple[ClientSettings, ...] = ()
     """Clients with tokens of their own, and the permissions of each."""
     tls_cert: Path | None = None
-    """File (PEM) of the certificate that clients see, followed by its chain. None: they speak plain HTTP."""
+    """File (PEM) of the certificate that clients see, followed by its chain. None: plain HTTP."""
     tls_key: Path | None = None
     """File (PEM) of the certificate's key, not encrypted."""
     max_request_bytes: int = Field(default=32 * 2**20, ge=1)

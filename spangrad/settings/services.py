@@ -38,7 +38,7 @@ class EnvironmentServiceSettings(Section):
     token: SecretStr | None = Field(default=None, min_length=1)
     """Token that the environment service requires, and that agents' runners send it. None: no token is required."""
     lease_seconds: float = Field(default=30.0, gt=0)
-    """Time without a heartbeat of its lease after which an environment instance is taken back, in seconds."""
+    """Time without a heartbeat of its lease after which an environment instance is reclaimed, in seconds."""
     operation_seconds: float = Field(default=60.0, gt=0)
     """Time limit of each operation of an environment instance (make, begin, reset, observe, close), in seconds; an instance that exceeds
     it is replaced."""

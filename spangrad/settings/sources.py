@@ -23,9 +23,9 @@ from spangrad.errors import SettingsError
 from spangrad.settings import ENV_NESTING, ENV_PREFIX, Settings
 
 _FILES = {"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"}
-_FOR_AGENTS = {"SPANGRAD_ENVIRONMENT", "SPANGRAD_HOST"}
+_AGENT_VARIABLES = {"SPANGRAD_ENVIRONMENT", "SPANGRAD_HOST"}
 _OF_PROMPTS = {f"SPANGRAD_PROMPT{suffix}" for suffix in ("", "_NAME", "_TOKEN", "_URL", "_VARIABLE", "_VERSION")}
-ENV_NOT_SETTINGS = frozenset(_FILES | _FOR_AGENTS | _OF_PROMPTS)
+ENV_NOT_SETTINGS = frozenset(_FILES | _AGENT_VARIABLES | _OF_PROMPTS)
 """Variables with our prefix that name files, or that describe an attempt to its agent; they are read where they are used."""
 DEFAULT_FILE = "spangrad.toml"
 _PYTHON = "engine.python"
@@ -67,7 +67,7 @@ def explain_settings(
 def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
     path, from_file = _read_file(file, env)
     layers: list[tuple[str, dict[str, object]]] = [
-        (f"file {path}", _beside(path, _as_written(_leaves(from_file)))),
+        (f"file {path}", _relative_to_file(path, _as_written(_leaves(from_file)))),
         ("environment", _read_env(env)),
         ("flag", dict(leaf for key, value in flags.items() for leaf in _of_key(key, value))),
     ]
@@ -87,11 +87,11 @@ def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, s
         return Settings.model_validate(merged), sources
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        source = next((source for key, source in sources.items() if f"{place}.".startswith(f"{key}.")), "default")
+        key_path = ".".join(str(part) for part in first["loc"])
+        source = next((source for key, source in sources.items() if f"{key_path}.".startswith(f"{key}.")), "default")
         # A table may hold a token.
         value = "{...}" if isinstance(first["input"], Mapping) else repr(first["input"])
-        raise SettingsError(f"setting {place} = {value} ({source}): {first['msg']}") from None
+        raise SettingsError(f"setting {key_path} = {value} ({source}): {first['msg']}") from None
 
 
 def _read_file(file: Path | None, env: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
@@ -131,7 +131,7 @@ def _as_written(leaves: Iterable[tuple[str, object]]) -> dict[str, object]:
     return {key: None if value == _NULL else value for key, value in leaves}
 
 
-def _beside(file: Path, values: dict[str, object]) -> dict[str, object]:
+def _relative_to_file(file: Path, values: dict[str, object]) -> dict[str, object]:
     """Return a file's values with the path of vLLM's interpreter relative to the file, not to the working directory."""
     python = values.get(_PYTHON)
     return values if not isinstance(python, str) else {**values, _PYTHON: str(file.parent / python)}

@@ -75,7 +75,7 @@ class CollectorSettings(Section):
     token: SecretStr | None = Field(default=None, min_length=1)
     """Bearer token required of senders. None: `store.token`, which spangrad's own processes send; without that, no token is required."""
     tls_certificate: Path | None = None
-    """File (PEM) of the certificate that senders see. None: they speak plain HTTP and gRPC."""
+    """File (PEM) of the certificate that senders see. None: plain HTTP and gRPC."""
     tls_key: Path | None = None
     """File (PEM) of the certificate's key."""
     configs: tuple[Path, ...] = ()

@@ -91,7 +91,7 @@ class AlarmSettings(Section):
     failed_share: float = Field(default=0.5, ge=0, le=1)
     """Share of a batch's rollouts that may have failed before the trainer warns. 1: it never warns."""
     gaming_reward: str = "reward"
-    """Name of the reward that stands for success: where the return rises and it does not, a reward is gamed (docs/concepts/credit.md)."""
+    """Name of the reward that measures success: where the return rises and it does not, a reward is gamed (docs/concepts/credit.md)."""
     gaming_versions: int = Field(default=20, ge=0)
     """Number of versions over which the gaming alarm measures the rise. 0: no alarm."""
     gaming_rise: float = Field(default=0.2, ge=0)

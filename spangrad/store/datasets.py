@@ -167,7 +167,7 @@ def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
         as_of: time at which a revision was the newest, UTC where it names no zone. None: now.
         where: a condition over KEY, to read less. Over other columns it could select an older revision as the newest.
     """
-    facts = ", ".join(f"newest.{place} AS {name}" for place, name in enumerate((*_FACTS, "IngestedAt"), 1))
+    facts = ", ".join(f"newest.{index} AS {name}" for index, name in enumerate((*_FACTS, "IngestedAt"), 1))
     return (
         f"(SELECT {', '.join(KEY)}, {facts}, FirstBuiltAt FROM (SELECT {', '.join(KEY)}, min(b.IngestedAt) AS FirstBuiltAt, "
         f"argMax(({', '.join(_FACTS)}, b.IngestedAt), Precedence) AS newest "

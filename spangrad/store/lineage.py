@@ -236,12 +236,14 @@ def ancestors(versions: Mapping[tuple[str, int], Ancestor], first: Ancestor) -> 
 def descendants(versions: Iterable[Ancestor], branch: str, number: int) -> list[int]:
     """Return the numbers of the committed versions that were trained from a version, on any branch."""
     committed = [version for version in versions if version.status == "committed"]
-    reached, grown = {(branch, number)}, True
-    while grown:
-        more = {(child.branch, child.version) for child in committed if (child.parent_branch, child.parent) in reached} - reached
-        reached |= more
-        grown = bool(more)
-    return sorted({version for _, version in reached} - {number})
+    descendants_found, changed = {(branch, number)}, True
+    while changed:
+        more = {
+            (child.branch, child.version) for child in committed if (child.parent_branch, child.parent) in descendants_found
+        } - descendants_found
+        descendants_found |= more
+        changed = bool(more)
+    return sorted({version for _, version in descendants_found} - {number})
 
 
 def _versions(client: Client, policy: str) -> dict[tuple[str, int], Ancestor]:

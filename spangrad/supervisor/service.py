@@ -99,7 +99,7 @@ def cause_of(log: str, lines: int = 12) -> str:
     It is the sentence of one of our own errors, else the last exception of a traceback, else the last line.
     """
     text = [line.rstrip() for line in log.splitlines() if line.strip()]
-    ours = [number for number, line in enumerate(text) if line.startswith("spangrad: ")]
-    if ours:
-        return "\n".join([text[ours[-1]].removeprefix("spangrad: "), *text[ours[-1] + 1 : ours[-1] + lines]])
+    error_lines = [number for number, line in enumerate(text) if line.startswith("spangrad: ")]
+    if error_lines:
+        return "\n".join([text[error_lines[-1]].removeprefix("spangrad: "), *text[error_lines[-1] + 1 : error_lines[-1] + lines]])
     return text[-1] if text else "its log is empty"

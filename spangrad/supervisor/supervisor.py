@@ -132,8 +132,8 @@ class Supervisor:
             if self.are_ready:
                 return
             if time.monotonic() > end:
-                late = [supervised for supervised in self._all.values() if not supervised.serves]
-                names = ", ".join(f"{supervised.service.name} ({supervised.service.log})" for supervised in late)
+                not_ready = [supervised for supervised in self._all.values() if not supervised.serves]
+                names = ", ".join(f"{supervised.service.name} ({supervised.service.log})" for supervised in not_ready)
                 raise SpangradError(f"not ready after {timeout_seconds:g} s: {names}. Look into the log, or raise the time limit.")
             time.sleep(poll_seconds)
 

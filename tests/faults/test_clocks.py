@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.queue.client import Beating, QueueClient
+from runner.queue.client import LeaseHeartbeats, QueueClient
 from runner.queue.wire import RolloutState
 from spangrad.processes import wait_until
 from spangrad.types import AttemptFailure
@@ -48,7 +48,7 @@ async def test_leases_of_a_queue_whose_clock_is_moved(queue_db: str, tmp_path: P
         async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", some(3))
             held, silent = await client.lease("run", "worker", 2)
-            async with Beating(client, lambda *_: None) as beating:
+            async with LeaseHeartbeats(client, lambda *_: None) as beating:
                 beating.keep([held])
                 clock.move(moved)
                 began = time.monotonic()

@@ -81,7 +81,7 @@ async def survive(settings: Settings, directory: Path, kills: int, seed: int) ->
             await asyncio.sleep(chance.random() * 0.05)
 
     try:
-        async with QueueClient.of(settings.queue, patience_seconds=120) as client:
+        async with QueueClient.of(settings.queue, retry_seconds=120) as client:
             enqueuing = asyncio.create_task(enqueue(client))
             for _ in range(kills):
                 await asyncio.sleep(chance.random() * 0.6)

@@ -82,7 +82,7 @@ def test_kills_at_random_points(
                 seen = len(trainers.log.read_text())
                 child = trainers.start(killed)
                 if fell.total() < kills and done <= steps:
-                    aim(killed, trainers, seen, chance, seconds * (steps + 1 - done) / steps)
+                    resolve_targets(killed, trainers, seen, chance, seconds * (steps + 1 - done) / steps)
                     try:
                         os.kill(child, signal.SIGKILL)
                     except ProcessLookupError:
@@ -99,7 +99,7 @@ def test_kills_at_random_points(
     tell(f"{fell.total()} kills in {runs} runs of {steps} steps ({seconds:.1f} s undisturbed): {dict(sorted(fell.items()))}")
 
 
-def aim(settings: Settings, trainers: Nursery, seen: int, chance: Random, seconds: float) -> None:
+def resolve_targets(settings: Settings, trainers: Nursery, seen: int, chance: Random, seconds: float) -> None:
     """Wait for the moment of a kill: a random one of the start or of all steps, or of the milliseconds around checkpoint and commit."""
     stage = chance.choice(["start", "steps", "checkpoint", "commit"])
     here = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)

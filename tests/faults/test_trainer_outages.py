@@ -22,9 +22,9 @@ from tests.support.servers import running_postgres, start_store, store_answers, 
 from tests.support.trainers import Cutting, FakeSource, committed, settings, wired, write_base
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.patient_store import make_patient, patient_client
+from trainer.ledger.store_retries import retry_transactions, retrying_client
 from trainer.loop import newest_version
-from trainer.outages import Outage
+from trainer.retries import Outage
 from trainer.shutdown import Shutdown
 
 AWAY_SECONDS = 1.5
@@ -71,7 +71,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_pa
         for name in "abcd":
             world.group(name, [1.0, 0.0])
         trainer = trainer_over(world, chosen, Cutting(cut))
-        client = patient_client(world.client, store.url, trainer.store_outage, trainer.shutdown)
+        client = retrying_client(world.client, store.url, trainer.store_outage, trainer.shutdown)
         trainer.source, trainer.mirror = GroupReader(client, chosen), Mirror(client, store.url, trainer.ledger)
         trainer.run(follow=False)
         assert trainer.ledger.committed_versions() == [0, 1, 2, 3, 4]
@@ -89,7 +89,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_pa
 
 def test_a_store_that_refuses_for_good_is_not_asked_again(store: StoreSettings) -> None:
     outage, shutdown = Outage("the span store"), Shutdown()
-    client = patient_client(connect(store), store.url, outage, shutdown)
+    client = retrying_client(connect(store), store.url, outage, shutdown)
     with pytest.raises(StoreError, match="refused"):
         client.query("SELECT Nothing FROM spangrad_internal.builds")
     assert outage.take_retries() == 0
@@ -107,7 +107,7 @@ def test_a_ledger_whose_database_is_away_for_a_while_is_waited_for(tmp_path: Pat
             come_back()
 
         trainer = wired(chosen, FakeSource([*"abc"]), Cutting(cut))
-        make_patient(trainer.ledger, Outage("the ledger's database"), trainer.shutdown)
+        retry_transactions(trainer.ledger, Outage("the ledger's database"), trainer.shutdown)
         trainer.run(follow=False)
         assert committed(trainer) == {0: [], 1: ["a-0", "a-1"], 2: ["b-0", "b-1"], 3: ["c-0", "c-1"]}
         assert (Path(newest_version(trainer.ledger).policy_version.path) / "optimizer.pt").read_text() == "3.0"

@@ -113,7 +113,7 @@ async def test_fifty_kills_lose_nothing_and_leave_nothing(queue_db: str, tmp_pat
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=3) as here:
         victims = Victims(here, settings, chance)
         try:
-            async with QueueClient.of(settings.queue, patience_seconds=300) as client:
+            async with QueueClient.of(settings.queue, retry_seconds=300) as client:
                 rollouts = with_mood("slow", some(ROLLOUTS))
                 await client.enqueue("run", rollouts)
                 for _ in range(WORKERS):

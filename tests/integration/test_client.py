@@ -40,7 +40,7 @@ class Place:
 
     def queue(self, run_id: str) -> QueueHttp:
         """To look at."""
-        return QueueHttp(self.url, None, run_id, patience_seconds=5)
+        return QueueHttp(self.url, None, run_id, retry_seconds=5)
 
     def start(self, script: Path, *words: str) -> subprocess.Popen[str]:
         """The script, as a user runs it."""

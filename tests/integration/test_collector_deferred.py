@@ -195,7 +195,7 @@ def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
 
     (file,) = (tmp_path / "journals" / pending_batch.DEAD_LETTERS).iterdir()
     assert file.read_bytes() == bad.load()
-    assert f"a request with 2 acknowledged spans is in no table, and put aside as {file}: Code: 241. no memory" in caplog.text
+    assert f"a request with 2 acknowledged spans is in no table, and kept as the dead letter {file}: Code: 241. no memory" in caplog.text
     later = names(1)[0]
     store.spans.commit([body(later)])
     assert store.spans.settle()

@@ -134,7 +134,7 @@ def test_a_table_that_somebody_dropped_is_told_and_made_anew(tmp_path: Path) -> 
         assert stdout.splitlines()[2].endswith("incomplete: spangrad_internal.calls is gone")
     with running_store(settings, tmp_path / "again.log"), executing(settings) as execute:
         assert "0002_rollouts.sql" in (again := (tmp_path / "again.log").read_text())
-        assert "spangrad_internal.calls was gone, and is made anew, without its rows" in again
+        assert "spangrad_internal.calls was missing, and is created again, without its rows" in again
         assert execute("SELECT count() FROM spangrad_internal.calls") == "0\n"
         assert answer(spangrad(settings, "status", cwd=tmp_path))[0] == 0
 

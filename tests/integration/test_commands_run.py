@@ -30,7 +30,7 @@ AGENT = """
     def score(given, output):
         return "good"
 """
-MORE = "`spangrad rollout show ROLLOUT` tells more"
+MORE = "see `spangrad rollout show ROLLOUT`"
 
 
 @pytest.fixture(autouse=True)

@@ -297,10 +297,12 @@ def test_verl_trains_the_replies(store: StoreSettings, tmp_path: Path, tiny_mode
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     sft_dataset = verl_module("verl.utils.dataset.multiturn_sft_dataset")
     world = StoredRollouts(store, "ex-verl-sft")
-    opening = [user("say rome")]
-    world.call("r0", *chat(opening, "clock rome"))
+    connect_with = [user("say rome")]
+    world.call("r0", *chat(connect_with, "clock rome"))
     world.call(
-        "r0", *chat([*opening, said("clock rome"), {"role": "tool", "content": "error", "tool_call_id": "c"}], "weather rome"), reward=1.0
+        "r0",
+        *chat([*connect_with, said("clock rome"), {"role": "tool", "content": "error", "tool_call_id": "c"}], "weather rome"),
+        reward=1.0,
     )
     world.call("r1", *chat([user("say"), said("oslo"), user("say")], "lima"), reward=1.0)
     world.call("r2", *chat([user([{"type": "image_url", "image_url": {"url": "x"}}])], "lima"), reward=1.0)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from tests.support.trainers import (
 )
 from tests.support.trainers import finetune_settings as settings
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.demand import spent
+from trainer.ledger.demand import consumed_groups
 from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of, last_of, trained_attempts
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
@@ -227,9 +227,9 @@ def test_what_reinforcement_trained_is_left_out_and_the_other_way_round(tmp_path
     assert ledger.finished_groups("run", "spec") == tuned_groups, "whatever rollouts else they have"
     assert ledger.finished_groups("run", "spec", finetuned=False) == set()
     assert ledger.finished_groups("another run", "spec") == set()
-    assert [spent(ledger, trainer_settings(run_id="run", retrain_finetuned=asked), "spec").trained for asked in (False, True)] == [4, 0], (
-        "what is left out is asked for again"
-    )
+    assert [
+        consumed_groups(ledger, trainer_settings(run_id="run", retrain_finetuned=asked), "spec").trained for asked in (False, True)
+    ] == [4, 0], "what is left out is asked for again"
     lease = ledger.begin([BatchRollout(Group("run", "train", "spec", "g3"), name, 0, 0) for name in ("r3", "r4")])
     assert lease, "asked for (trainer.sampling.retrain_finetuned), they are trained: files claim no rollout"
     facts = {"checksum": ledger.version(1).policy_version.checksum, "path": ledger.version(1).policy_version.path}

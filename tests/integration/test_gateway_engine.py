@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gateway.bare_adapter import write_bare_adapter
 from gateway.engine import command, environment, serve
 from gateway.engine_arguments import require_one_server
+from gateway.zero_adapter import write_zero_adapter
 from spangrad.errors import CheckpointError, EngineError, SpangradError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import Settings
@@ -94,8 +94,8 @@ def test_an_engine_that_takes_adapters_always_answers_with_one(model: Path, tmp_
     assert "--enable-lora" in words
     found = environment(wanted, model)
     assert (found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], found["SPANGRAD_ENGINE__LORA_RANK"]) == ("1", "9")
-    assert found["SPANGRAD_BARE_ADAPTER"] == str(bare)
-    write_bare_adapter(wanted.engine, model)
+    assert found["SPANGRAD_ZERO_ADAPTER"] == str(bare)
+    write_zero_adapter(wanted.engine, model)
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
     zeros = load_file(bare / "adapter_model.safetensors")
     assert {name: one.shape for name, one in zeros.items()} == {f"{layer}.lora_A.weight": (1, 4), f"{layer}.lora_B.weight": (6, 1)}

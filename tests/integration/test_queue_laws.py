@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import event
 
 from runner.queue import rows
-from runner.queue.endings import Ending, Endings, over
+from runner.queue.endings import Ending, Endings, not_running
 from runner.queue.rows import Defaults, Moment
 from runner.queue.tables import ATTEMPTS, METADATA, ROLLOUTS, QueueDatabase
 from runner.queue.wire import LeaseRequest, RolloutSelector, RolloutState
@@ -77,7 +77,7 @@ class Story(RuleBasedStateMachine):
         with self.database.transaction() as transaction:
             before = {row.rollout_id: row for row in self.rows(transaction)}[key[0]]
             results = self.endings.end(transaction, [ending] * times, NOW.wall)
-            told = [over(transaction, [key])]
+            told = [not_running(transaction, [key])]
         accepted = before.state == RolloutState.RUNNING and before.attempt == key[1]
         if accepted:
             first = self.taken[key] = ending

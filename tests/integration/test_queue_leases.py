@@ -10,7 +10,7 @@ from pathlib import Path
 
 from inline_snapshot import snapshot
 
-from runner.queue.client import Beating, QueueClient
+from runner.queue.client import LeaseHeartbeats, QueueClient
 from runner.queue.wire import AttemptReceipt, Cancelled, Held, RolloutSelector, RolloutState
 from spangrad.types import AttemptFailure
 from tests.support.runners import done, is_state, is_true, queue_settings, serving, some, state, until
@@ -27,8 +27,8 @@ async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:
                 rollout_id="r0",
                 attempt=0,
                 state=RolloutState.QUEUED,
-                refused="attempt 0 of rollout r0 is over: it failed (lost: nothing was heard of slow for 0.3 s). "
-                "What is told of it now counts for nothing.",
+                refused="attempt 0 of rollout r0 has ended: it failed (lost: no heartbeat of slow for 0.3 s). "
+                "Later reports of it are ignored.",
                 ended=AttemptFailure.LOST,
             )
         )
@@ -36,11 +36,11 @@ async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:
         assert (await client.complete([done(quick, rewards={"reward": 0.5})]))[0].refused is None
         (late,) = await client.complete([done(slow)])
         assert late.refused == snapshot(
-            "attempt 0 of rollout r0 is over: it failed (lost: nothing was heard of slow for 0.3 s); attempt 1 is succeeded. "
-            "What is told of it now counts for nothing."
+            "attempt 0 of rollout r0 has ended: it failed (lost: no heartbeat of slow for 0.3 s); attempt 1 is succeeded. "
+            "Later reports of it are ignored."
         )
         (other,) = await client.complete([done(quick, rewards={"reward": 0.25})])
-        assert other.refused == snapshot("attempt 1 of rollout r0 is over: it succeeded. What is told of it now counts for nothing.")
+        assert other.refused == snapshot("attempt 1 of rollout r0 has ended: it succeeded. Later reports of it are ignored.")
         assert [one.rewards for one in (await client.rollout("r0")).attempts] == [None, {"reward": 0.5}]
         (unknown, early) = await client.complete([done(Held(rollout_id="x", attempt=0)), done(Held(rollout_id="r0", attempt=7))])
         assert (unknown.refused, early.refused) == snapshot(
@@ -56,7 +56,7 @@ async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: 
         await client.enqueue("run", some(3))
         leases = await client.lease("run", "worker", 3)
         over: dict[str, AttemptReceipt] = {}
-        async with Beating(client, lambda lease, result: over.update({lease.rollout_id: result})) as beating:
+        async with LeaseHeartbeats(client, lambda lease, result: over.update({lease.rollout_id: result})) as beating:
             beating.keep(leases)
             end = time.monotonic() + 2.2
             while time.monotonic() < end:  # more than twice as long as a lease
@@ -97,7 +97,7 @@ async def test_a_connection_that_falls_silent_costs_no_lease(tmp_path: Path) -> 
     async with serving(settings) as (direct, _), await asyncio.start_server(between, "127.0.0.1", 0) as road:
         await direct.enqueue("run", some(1))
         url = f"http://127.0.0.1:{road.sockets[0].getsockname()[1]}"
-        async with QueueClient(url) as client, Beating(client, lambda lease, result: None) as beating:
+        async with QueueClient(url) as client, LeaseHeartbeats(client, lambda lease, result: None) as beating:
             (lease,) = await client.lease("run", "worker")
             connections[0].set()
             beating.keep([lease])
@@ -146,7 +146,7 @@ async def test_a_restart_gives_every_lease_its_whole_time_and_counts_on_what_att
     await asyncio.sleep(0.8)  # longer than a lease: nobody could renew it
     async with serving(settings) as (client, service):
         assert service.in_flight == 2
-        async with Beating(client, lambda lease, result: None) as beating:
+        async with LeaseHeartbeats(client, lambda lease, result: None) as beating:
             beating.keep(leases)
             await until(lambda: is_state(client, "short0", RolloutState.QUEUED))
             ran = time.monotonic() - began
@@ -161,8 +161,8 @@ async def test_a_server_that_was_held_up_itself_blames_no_worker(tmp_path: Path)
         await client.enqueue("run", some(1))
         (lease,) = await client.lease("run", "worker")
         time.sleep(1.5)  # noqa: ASYNC251 nothing of this process runs meanwhile, as under SIGSTOP
-        looks = service.looks
-        await until(lambda: is_true(service.looks > looks))
+        sweeps = service.sweeps
+        await until(lambda: is_true(service.sweeps > sweeps))
         assert await client.beat([lease]) == []
         await until(lambda: is_state(client, "r0", RolloutState.QUEUED))
 

@@ -38,7 +38,7 @@ def facts(one: Any) -> tuple[object, ...]:
 
 async def test_versions_are_kept_published_and_never_twice(queue_db: str) -> None:
     chosen = queue_settings(queue_db)
-    store = PromptStore(str(chosen.queue.url), patience_seconds=0)
+    store = PromptStore(str(chosen.queue.url), retry_seconds=0)
 
     def use() -> None:
         with pytest.raises(PromptError, match=r"no prompt greeting is published\. `spangrad prompt list`"):

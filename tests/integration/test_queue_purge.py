@@ -15,8 +15,8 @@ from tests.support.runners import done, failed, queue_settings, serving, some, u
 
 
 async def test_only_what_has_ended_is_forgotten_and_no_number_is_given_twice(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purge, "AT_ONCE", 3)
-    monkeypatch.setattr(purge, "_TIMES", 2)
+    monkeypatch.setattr(purge, "ROLLOUTS_PER_TRANSACTION", 3)
+    monkeypatch.setattr(purge, "_TRANSACTIONS_PER_REQUEST", 2)
     settings = queue_settings(queue_db, max_attempts=1, queue__keep_days=None)
     async with serving(settings) as (client, service):
         await client.enqueue("run", some(20, group_size=2))
@@ -56,7 +56,7 @@ async def test_only_what_has_ended_is_forgotten_and_no_number_is_given_twice(que
 
 
 async def test_the_server_forgets_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purge, "_EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(purge, "_PURGE_SECONDS", 0.02)
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__keep_days=0.1 / 86400)
     async with serving(settings) as (client, _):
         await client.enqueue("run", some(6))

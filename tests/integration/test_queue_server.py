@@ -14,7 +14,7 @@ import pytest
 from inline_snapshot import snapshot
 from pydantic import SecretStr
 
-from runner.queue.client import PlainQueue, QueueClient
+from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.server import serve
 from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, RolloutSelector, RolloutState
 from spangrad.database import Database
@@ -217,7 +217,7 @@ async def test_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
 
 
 async def test_a_queue_without_its_database_says_so_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db"), patience_seconds=0) as (client, service):
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db"), retry_seconds=0) as (client, service):
         await client.enqueue("run", some(2))
         (lease,) = await client.lease("run", "worker")
 
@@ -244,7 +244,7 @@ async def test_an_id_of_another_run_is_refused(queue_db: str) -> None:
 async def test_a_postgresql_that_falls_and_comes_back_loses_nothing() -> None:
     with running_postgres() as postgres:
         settings = queue_settings(postgres.schema("queue"))
-        async with serving(settings, patience_seconds=0) as (client, service):
+        async with serving(settings, retry_seconds=0) as (client, service):
             await client.enqueue("run", some(4))
             first, second = await client.lease("run", "worker", 2)
             await client.complete([done(first)])
@@ -346,7 +346,7 @@ def test_plain_code_needs_no_event_loop(tmp_path: Path) -> None:
     thread.start()
     try:
         assert ready.wait(30)
-        with PlainQueue(QueueClient.of(settings.queue)) as queue:
+        with SyncQueueClient(QueueClient.of(settings.queue)) as queue:
             queue.wait(queue.client.enqueue("run", some(1)))
             (lease,) = queue.wait(queue.client.lease("run", "worker"))
             assert queue.wait(queue.client.complete([done(lease)]))[0].state == RolloutState.SUCCEEDED
@@ -363,6 +363,6 @@ def test_beyond_loopback_there_must_be_a_token(tmp_path: Path) -> None:
 
 async def test_a_queue_that_is_away_is_named(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
-    async with QueueClient.of(settings.queue, patience_seconds=0) as client:
+    async with QueueClient.of(settings.queue, retry_seconds=0) as client:
         with pytest.raises(QueueError, match=rf"the queue at {client.url} does not answer .* Start it with `spangrad queue`"):
             await client.runs()

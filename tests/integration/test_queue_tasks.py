@@ -31,7 +31,7 @@ async def test_tasks_are_kept_once_and_read_whole(queue_db: str, monkeypatch: py
                 return connection.execute(sa.select(sa.func.count()).select_from(TASKS)).scalar_one()
 
         def work() -> None:
-            queue = QueueHttp(settings.queue.url or "", None, "run/1", patience_seconds=5)
+            queue = QueueHttp(settings.queue.url or "", None, "run/1", retry_seconds=5)
             store = TaskStore.of(settings)
             with pytest.raises(QueueError, match="keeps no tasks 'train' of run run/1"):
                 store.read("train")
@@ -62,4 +62,4 @@ async def test_without_a_queue_there_is_nothing_to_ask(tmp_path: Path) -> None:
     with pytest.raises(QueueError, match="is asked of the queue"):
         TaskStore.of(settings.model_copy(update={"queue": QueueSettings()}))
     with pytest.raises(QueueError, match=r"the queue at http.* does not answer"):
-        QueueHttp(settings.queue.url or "", None, "run", patience_seconds=0).demand()
+        QueueHttp(settings.queue.url or "", None, "run", retry_seconds=0).demand()

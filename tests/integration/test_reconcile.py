@@ -223,4 +223,4 @@ def test_build_all_as_a_process_ends_with_the_sum(own: StoreSettings) -> None:
 
     refused = build_all(own, "--follow")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "spangrad: --follow waits for what comes; --all and --as-of look at what is there. Leave one out.\n"
+    assert refused.stderr == "spangrad: --follow waits for new spans; --all and --as-of build what has arrived. Leave one out.\n"

@@ -31,7 +31,7 @@ def build(settings: Settings, run: str) -> loop.Builder:
     """Build the rollouts of a run, whatever else the store holds."""
     builder = loop.Builder(settings, run=run)
     builder.register(settings.builder.dataset)
-    builder.look()
+    builder.build_ready()
     return builder
 
 
@@ -115,17 +115,17 @@ def test_a_function_sees_the_attributes_of_events_and_logs(
     import own_rules  # type: ignore[import-not-found]  # the module that the builder imported
 
     (calls,) = own_rules.SEEN
-    failed, retried, quiet = calls
+    failed, call_with_retries, quiet = calls
     assert failed["ToolExceptionTypes"] == ["TimeoutError"]
     (exception,) = failed["ToolEvents"]
     attributes = {pair["Key"]: pair["Value"] for pair in exception["Attributes"]}
     assert (exception["Tool"], exception["Name"], attributes["exception.message"]) == ("fetch", "exception", "no answer")
     (log,) = failed["ToolLogs"]
     assert (log["Tool"], log["Severity"], log["Body"]) == ("fetch", 17, "no answer from weather.example")
-    assert [(event["Name"], event["Attributes"]) for event in retried["ToolEvents"]] == [
+    assert [(event["Name"], event["Attributes"]) for event in call_with_retries["ToolEvents"]] == [
         ("retry", [{"Key": "attempt", "Value": "2"}, {"Key": "reason", "Value": "rate limit"}])
     ]
-    assert [log["Body"] for log in retried["ToolLogs"]] == ["searching", "rate limit: retrying"]
+    assert [log["Body"] for log in call_with_retries["ToolLogs"]] == ["searching", "rate limit: retrying"]
     assert quiet == {"ToolEvents": [], "ToolLogs": [], "ToolExceptionTypes": []}
 
 
@@ -213,11 +213,11 @@ def test_a_rule_that_fails_writes_nothing_and_loses_nothing(
     builder = loop.Builder(settings_of(store, run, AirRule(name="own", kind="python", reward=1, where="flaky_rules:rule")), run=run)
     for _ in range(2):
         with pytest.raises(RuleError, match="raised AssertionError: the judge is away"):
-            builder.look()
+            builder.build_ready()
     for table in ("transitions", "rewards", "drops", "builds"):
         assert rows(store, f"SELECT count() FROM {stored(table)} WHERE RunId = '{run}'") == [(0,)]
     flag.touch()
-    assert builder.look().rollouts == 1
+    assert builder.build_ready().rollouts == 1
     assert rewards(store, run) == [(turn, "own", turn + 1.0) for turn in range(3)]
 
 
@@ -231,6 +231,6 @@ def test_a_builder_whose_rule_was_edited_refuses_to_go_on(
     (tmp_path / "edited_rules.py").write_text("def rule(calls):\n    return calls['Place'] * 2\n")
     agent(store, run)
     with pytest.raises(BuilderError, match=r"was changed since the builder began.*Start the builder again"):
-        builder.look()
+        builder.build_ready()
     build(settings, run)
     assert [value for *_, value in rewards(store, run)] == [0.0, 2.0, 4.0]

@@ -17,7 +17,7 @@ from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, settings_of
 from transition_builder.completeness.resolve import claim, owners_at_hand, resolve
 from transition_builder.loop import build_once
-from transition_builder.schemas import LOOSE
+from transition_builder.schemas import ROOTLESS
 from transition_builder.source.discovery import Discovery
 from transition_builder.source.queries import StoreReader
 from transition_builder.source.rollouts import RolloutReader
@@ -107,7 +107,7 @@ def test_rollout_spans_of_random_traces_agrees_with_the_builder_row_by_row(
     assert view.select(_ROW).is_unique().all(), "a row delivered twice counts once"
     own = "RunId, Mode, RolloutKey, RolloutKeySource, Attempt, toUnixTimestamp64Micro(IngestedAt) AS IngestedAt"
     raw = frame(f"SELECT {', '.join(_ROW)}, {own} FROM spangrad_internal.rollout_spans FINAL WHERE {traces}")
-    raw = raw.with_columns(pl.col(name).cast(dtype) for name, dtype in LOOSE.items())
+    raw = raw.with_columns(pl.col(name).cast(dtype) for name, dtype in ROOTLESS.items())
 
     reader = StoreReader(client, Settings(store=store))
     owners = Discovery(reader).owners(raw["TraceId"])

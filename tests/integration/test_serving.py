@@ -72,7 +72,7 @@ async def test_a_worker_without_a_queue_says_so_and_ends_when_told(tmp_path: Pat
 
 
 async def test_who_died_is_mourned_once_a_gateway_that_was_away_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_serving, "_AGAIN_SECONDS", 0)
+    monkeypatch.setattr(runner_serving, "_RETRY_SECONDS", 0)
     failing = {"old", "new 1"}
     mourned: list[str] = []
     all_done = asyncio.Event()
@@ -91,16 +91,18 @@ async def test_who_died_is_mourned_once_a_gateway_that_was_away_is_there_again(m
                 await asyncio.Event().wait()
             return SimpleNamespace(rollouts=[f"new {after - 4}"], cursor=after + 1)
 
-    async def mourn(name: str) -> None:
+    async def close_lost_attempts(name: str) -> None:
         if name in failing:
             failing.discard(name)
             raise GatewayError("the gateway is away.")
         mourned.append(name)
 
-    mourning = asyncio.create_task(runner_serving._mourn(SimpleNamespace(queue=Queue(), mourn=mourn), "run"))  # type: ignore[arg-type]
-    await asyncio.wait([mourning, waiting := asyncio.create_task(all_done.wait())], timeout=20, return_when=asyncio.FIRST_COMPLETED)
-    assert (waiting.done(), mourning.done(), mourned) == (True, False, ["old", "new 0", "new 1"])
-    mourning.cancel()
+    closing = asyncio.create_task(
+        runner_serving._close_lost_attempts(SimpleNamespace(queue=Queue(), close_lost_attempts=close_lost_attempts), "run")
+    )  # type: ignore[arg-type]
+    await asyncio.wait([closing, waiting := asyncio.create_task(all_done.wait())], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    assert (waiting.done(), closing.done(), mourned) == (True, False, ["old", "new 0", "new 1"])
+    closing.cancel()
 
 
 async def test_a_rollout_has_its_own_time_whatever_the_workers_setting_says(tmp_path: Path) -> None:

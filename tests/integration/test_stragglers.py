@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runner.demand_source import DemandSource, task_at
-from runner.queue.client import PlainQueue, QueueClient
+from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.wire import RolloutState
 from runner.runner import queued
 from spangrad import semconv
@@ -34,7 +34,7 @@ class Whole(FakeSource):
         self.facts: dict[str, object] = {}
 
     def ready(self) -> list[Group]:
-        with PlainQueue(QueueClient.of(self.queue)) as plain:
+        with SyncQueueClient(QueueClient.of(self.queue)) as plain:
             found = plain.wait(plain.client.rollouts(run_id="run", limit=1000)).rollouts
         states: defaultdict[str, set[RolloutState]] = defaultdict(set)
         for one in found:
@@ -59,7 +59,7 @@ async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path:
 
             async def follow() -> None:
                 while True:
-                    await source.look()
+                    await source.update()
                     await asyncio.sleep(0.05)
 
             whole = Whole(services.queue)

@@ -24,7 +24,7 @@ from tests.support.sections import trainer_settings
 from tests.support.trainers import SPEC, FakeSource, Place, committed, group, settings, wired, write_base
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
-from trainer.ledger.demand import Spent, demand, groups_wanted, in_flight, spent
+from trainer.ledger.demand import ConsumedGroups, consumed_groups, demand, groups_wanted, in_flight
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 
@@ -110,20 +110,20 @@ def test_what_is_spent_is_what_was_trained_and_what_was_skipped(place: Place):
     ledger.skip([group("j")], SkipReason.STALE)
     ledger.skip([replace(group("k"), build_spec="spec"), replace(group("l"), mode="production")], SkipReason.STALE)
     ledger.begin(rollouts("m", "n"))
-    assert spent(ledger, TWO, SPEC) == Spent(3, 2, {SkipReason.EQUAL: 3, SkipReason.STALE: 1})
+    assert consumed_groups(ledger, TWO, SPEC) == ConsumedGroups(3, 2, {SkipReason.EQUAL: 3, SkipReason.STALE: 1})
     # Of another specification: what this one skipped may be trained there, and one group is skipped that the other has trained.
-    assert spent(ledger, TWO, "spec") == Spent(3, 2, {SkipReason.STALE: 1})
-    assert spent(ledger, TWO.model_copy(update={"branch": "other"}), SPEC) == Spent(0, 0, {})
+    assert consumed_groups(ledger, TWO, "spec") == ConsumedGroups(3, 2, {SkipReason.STALE: 1})
+    assert consumed_groups(ledger, TWO.model_copy(update={"branch": "other"}), SPEC) == ConsumedGroups(0, 0, {})
 
 
 @pytest.mark.parametrize(("steps", "most", "flying"), [(0, 0, 4), (9, 0, 4), (0, 3, 4), (1, 3, 4), (2, 3, 2), (3, 3, 0), (4, 3, 0)])
 def test_in_flight_are_batches_within_the_staleness_bound_and_no_more_than_steps_are_left(steps: int, most: int, flying: int):
     chosen = TWO.model_copy(update={"max_steps": most})
     assert in_flight(chosen, steps) == flying
-    gone = Spent(steps, 2 * steps, {SkipReason.EQUAL: 5})
+    gone = ConsumedGroups(steps, 2 * steps, {SkipReason.EQUAL: 5})
     assert demand(gone, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1, 2 * steps + 5)
     assert demand(gone, chosen, [0], ready=3).filled == gone.groups + min(3, flying), "of those that are wanted"
-    cancelled = Spent(steps, 2 * steps, {SkipReason.EQUAL: 5, SkipReason.CANCELLED: 7})
+    cancelled = ConsumedGroups(steps, 2 * steps, {SkipReason.EQUAL: 5, SkipReason.CANCELLED: 7})
     assert groups_wanted(cancelled, chosen) == groups_wanted(gone, chosen), "what was cancelled is not counted as enqueued, either"
     assert demand(gone, chosen, [7]).oldest_version == 7
 
@@ -145,7 +145,7 @@ def test_the_level_never_falls_and_the_queue_ends_with_the_newest(events: list[s
             queue.put("", {"policy": "policy", "branch": "main", "groups": level}, None)
 
         def look() -> None:
-            gone = spent(ledger, chosen, SPEC)
+            gone = consumed_groups(ledger, chosen, SPEC)
             stated.append(groups_wanted(gone, chosen))
             assert stated[-1] - gone.groups == in_flight(chosen, gone.steps), "as many as the steps to come can use"
 
@@ -245,7 +245,7 @@ def test_a_queue_that_is_away_is_told_of_once_and_holds_up_nothing(
     chosen = with_queue(settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=0), queue)
     trainer = wired(chosen, FakeSource(["a", "b"]))
     queue.answer = (503, b'{"error": "the database is away"}')
-    monkeypatch.setattr(demand_module, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(demand_module, "REQUEST_SECONDS", 0.0)
     trainer.run(follow=False)
     assert len(committed(trainer)) == 2
     assert len(queue.asked) > 1
@@ -256,7 +256,7 @@ def test_a_queue_that_is_away_is_told_of_once_and_holds_up_nothing(
     asked = len(queue.asked)
     trainer.demand.call()
     assert len(queue.asked) == asked, "nothing has changed"
-    monkeypatch.setattr(demand_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(demand_module, "REPEAT_SECONDS", 0.0)
     trainer.ledger.skip([group("x")], SkipReason.EQUAL)
     trainer.demand.call()
     queue.levels.clear()

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import LedgerError
-from spangrad.leases import Watch, is_dead, shown, this_process
+from spangrad.leases import LeaseClock, is_dead, shown, this_process
 from spangrad.types import VersionStatus
 from tests.support.trainers import Place
 from trainer.data.source import BatchRollout, Group
@@ -150,14 +150,14 @@ def test_of_other_process_tables_nothing_is_known():
 def test_a_lease_is_over_when_it_was_not_renewed_for_its_time(story: list[tuple[float, bool]], seconds: float):
     """Whatever its past, an observer lets a lease go exactly when no new beat was seen for so long, by the observer's own clock."""
     now, beat, since = 0.0, 0, 0.0
-    watch = Watch(lambda: now)
-    assert not watch.see("lease", beat, seconds)
+    watch = LeaseClock(lambda: now)
+    assert not watch.observe("lease", beat, seconds)
     for passed, renewed in story:
         now += passed
         if renewed:
             beat, since = beat + 1, now
-        assert watch.see("lease", beat, seconds) == (since + seconds <= now)
-        assert watch.over() == (["lease"] if since + seconds <= now else [])
+        assert watch.observe("lease", beat, seconds) == (since + seconds <= now)
+        assert watch.expired() == (["lease"] if since + seconds <= now else [])
 
 
 @given(st.data())

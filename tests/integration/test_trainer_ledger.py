@@ -168,7 +168,7 @@ def test_a_branch_begins_as_the_version_whose_weights_it_takes(place: Place):
     assert first.policy_version == PolicyVersion("policy", 2, 2, None, "float32:02", "/a copy of v2")
     assert (first.branch, first.parent_branch, first.modes, first.metrics) == ("brevity", "main", "", {})
     assert (brevity.lineage(), brevity.committed_versions()) == ([0, 1, 2], [2]), "3 came after the fork"
-    assert (main.lent(), brevity.lent()) == ({2}, set())
+    assert (main.parents_of_other_branches(), brevity.parents_of_other_branches()) == ({2}, set())
 
     lease = brevity.begin(rollouts("r1", "r2"))
     assert (lease.version, lease.parent) == (4, 2), "3 is main's; what main trained on may be trained here"
@@ -177,7 +177,7 @@ def test_a_branch_begins_as_the_version_whose_weights_it_takes(place: Place):
         (2, 2, "main"), (4, 2, "brevity"),
     ]  # fmt: skip
     assert brevity.lineage() == [0, 1, 2, 4]
-    assert main.lent() == set(), "brevity has files of its own"
+    assert main.parents_of_other_branches() == set(), "brevity has files of its own"
     assert (main.begin(rollouts("r5")).version, main.lineage()) == (5, [0, 1, 2, 3])
 
     again = Ledger(place(), "policy", "a branch of a branch")
@@ -195,14 +195,14 @@ def test_a_version_is_lent_to_every_branch_that_still_stands_at_it(place: Place)
             first.commit(first.begin(rollouts("a")), **{**FACTS, "checksum": "float32:02", "path": "/v2"})
     assert second.versions()[0].parent_branch == "a sibling", "whose beginning it is, too; but the files are main's"
     main.commit(main.begin(rollouts("b")), **{**FACTS, "checksum": "float32:03", "path": "/v3"})
-    assert main.lent() == {1}
+    assert main.parents_of_other_branches() == {1}
     second.commit(second.begin(rollouts("a")), **{**FACTS, "checksum": "float32:04", "path": "/v4"})
-    assert main.lent() == set(), "both have files of their own"
+    assert main.parents_of_other_branches() == set(), "both have files of their own"
     first.rollback(1)
-    assert main.lent() == {1}, "one of them stands at it again"
+    assert main.parents_of_other_branches() == {1}, "one of them stands at it again"
     elsewhere = Ledger(place(), "another policy", "second")
     elsewhere.register_initial(**BASE)
-    assert main.lent() == {1}, "another policy's 0 is another version"
+    assert main.parents_of_other_branches() == {1}, "another policy's 0 is another version"
 
 
 def test_weights_that_nobody_committed_begin_a_past_of_their_own(place: Place):

@@ -79,21 +79,21 @@ def test_look_leaves_out_what_is_trained_leased_or_skipped_and_has_it_again_when
     ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
     source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
     source.all = [group(name) for name in "abcdef"]
-    assert names(ready.look(source)) == [*"abcdef"]
+    assert names(ready.poll(source)) == [*"abcdef"]
     train(other, "a")
-    assert names(ready.look(source)) == [*"bcdef"]
+    assert names(ready.poll(source)) == [*"bcdef"]
     assert names(source.released) == ["a"]
     lease = other.begin(rollouts("b", "c"))
     assert lease
-    assert (names(ready.look(source)), names(source.released)) == ([*"def"], ["a"]), "what may be undone is not forgotten"
+    assert (names(ready.poll(source)), names(source.released)) == ([*"def"], ["a"]), "what may be undone is not forgotten"
     other.recover()
-    assert names(ready.look(source)) == [*"bcdef"]
+    assert names(ready.poll(source)) == [*"bcdef"]
     other.skip([group("d")], SkipReason.EQUAL)
-    assert names(ready.look(source)) == [*"bcef"]
+    assert names(ready.poll(source)) == [*"bcef"]
     other.skips.restore()
-    assert names(ready.look(source)) == [*"bcdef"]
+    assert names(ready.poll(source)) == [*"bcdef"]
     source.released.discard(group("a"))  # a late span made a new revision of it
-    assert names(ready.look(source)) == [*"bcdef"]
+    assert names(ready.poll(source)) == [*"bcdef"]
     for one in (ledger, other):
         one.close()
 
@@ -104,14 +104,14 @@ def test_look_of_an_unchanged_ledger_asks_it_one_thing(place: Place) -> None:
     source.all = [group(name) for name in "abc"]
     train(ledger, "a")
     for _ in range(2):
-        ready.look(source)
+        ready.poll(source)
     statements: list[str] = []
 
     def note(_: object, __: object, statement: str, *___: object) -> None:
         statements.append(statement)
 
     event.listen(ledger.database.engine, "before_cursor_execute", note)
-    assert names(ready.look(source)) == [*"bc"]
+    assert names(ready.poll(source)) == [*"bc"]
     assert [statement for statement in statements if not statement.startswith("BEGIN")] == [
         "SELECT changes.number, changes.restored \nFROM changes"
     ]
@@ -123,10 +123,10 @@ def test_many_groups_are_looked_up_at_once(tmp_path: Path) -> None:
     source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
     source.all = [group(f"{number:05}") for number in range(5000)]
     train(ledger, *(f"{number:05}" for number in range(0, 5000, 2)))
-    assert len(ready.look(source)) == 2500
+    assert len(ready.poll(source)) == 2500
     source.all += [group(f"{number:05}") for number in range(5000, 10_000)]
     train(ledger, *(f"{number:05}" for number in range(5000, 10_000, 2)))
-    assert len(ready.look(source)) == 5000
+    assert len(ready.poll(source)) == 5000
     ledger.close()
 
 
@@ -182,8 +182,8 @@ def test_look_agrees_with_a_look_at_everything(events: list[str], random) -> Non
             elif name == "restart":
                 source.released, ready = set(), ReadyGroups(ledger, SETTINGS)
             elif name == "look":
-                assert names(ready.look(source)) == free()
-        assert names(ready.look(source)) == free()
+                assert names(ready.poll(source)) == free()
+        assert names(ready.poll(source)) == free()
         for one in (ledger, branch, other):
             one.close()
 

@@ -28,7 +28,7 @@ from spangrad.types import Mode
 from tests.support.built_rollouts import RUN, send
 from tests.support.sections import changed, trainer_settings
 from tests.support.servers import running_store, store_settings
-from trainer.data.plan import Fate
+from trainer.data.plan import GroupOutcome
 from trainer.data.planning import make_plan
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import Ledger
@@ -97,7 +97,7 @@ class Service:
         return tuple(self.rows(f"SELECT count() FROM spangrad.{view}")[0][0] for view in ("builds", "transitions", "drops"))
 
     def fates(self) -> dict[str, str]:
-        return {one.group_id: one.fate.value for one in make_plan(self.settings).groups}
+        return {one.group_id: one.outcome.value for one in make_plan(self.settings).groups}
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +119,13 @@ def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service,
     """The tests below look at what this one leaves."""
     store, settings = service.settings.store, service.settings
     assert not settings.trainer.directory.exists()
-    assert make_plan(settings).sentence.startswith("there is nothing to train: nothing is built of run 'service' by specification ")
+    assert make_plan(settings).summary.startswith("there is nothing to train: nothing is built of run 'service' by specification ")
     assert not settings.trainer.directory.exists(), "a plan leaves nothing behind"
 
     send(store, tiny_model, ["a", "b", "c"])
     send(store, tiny_model, ["part"], size=3)
     send(store, tiny_model, ["kept"], mode=Mode.VALIDATE, version=1)
-    assert make_plan(settings).sentence == "there is nothing to train: 8 rollouts ended and not built (`spangrad build`)."
+    assert make_plan(settings).summary == "there is nothing to train: 8 rollouts ended and not built (`spangrad build`)."
     loop.build_once(settings)
     assert service.fates() == {"a": "batch", "b": "batch", "c": "left", "part": "waiting", "kept": "other_mode"}
     _, first, heavy = service.run("--once")
@@ -171,12 +171,12 @@ def test_a_plan_is_made_beside_a_trainer_and_changes_nothing(service: Service) -
     finally:
         ledger.close()
     assert (plan.batches, plan.version) == (1, 2)
-    assert [(one.group_id, one.batch, one.rollouts, one.size) for one in plan.having(Fate.BATCH)] == [("e", 1, 2, 2)]
-    assert (during.batches, [one.group_id for one in during.having(Fate.UNDER_WAY)]) == (0, ["e"])
+    assert [(one.group_id, one.batch, one.rollouts, one.size) for one in plan.with_outcome(GroupOutcome.BATCH)] == [("e", 1, 2, 2)]
+    assert (during.batches, [one.group_id for one in during.with_outcome(GroupOutcome.UNDER_WAY)]) == (0, ["e"])
     assert after == plan
     fresh = service.settings.model_copy(update={"trainer": changed(trainer, {"groups_per_batch": 1, "max_staleness": 1})})
     stale = make_plan(fresh)
-    assert [(one.group_id, str(one.reason)) for one in stale.having(Fate.SKIPPED)] == [("e", "stale")]
+    assert [(one.group_id, str(one.reason)) for one in stale.with_outcome(GroupOutcome.SKIPPED)] == [("e", "stale")]
 
 
 def test_the_pipelines_own_spans_link_to_what_they_consumed_and_are_nobodys_rollout(service: Service) -> None:
@@ -244,5 +244,5 @@ def test_a_plan_is_a_table_and_as_json_says_the_same(service: Service, capsys: p
     assert (json.loads(printed), heavy) == (json.loads(as_json(plan)), set())
     told = json.loads(printed)
     assert told["counts"] == {"trained": 4, "left": 1, "waiting": 1, "other_mode": 1}
-    assert (told["batches"], told["version"], told["sentence"]) == (0, 2, plan.sentence)
+    assert (told["batches"], told["version"], told["sentence"]) == (0, 2, plan.summary)
     assert [one["group_id"] for one in told["groups"]] == ["e", "part", "kept"]

@@ -30,7 +30,7 @@ from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import Skip, SkipReason
 from trainer.loop import train
-from trainer.monitor.batch_metrics import measures
+from trainer.monitor.batch_metrics import batch_metrics
 from trainer.monitor.evaluate import Evaluation
 
 SPEC = BuilderSettings().spec
@@ -274,7 +274,7 @@ def test_a_lost_rollout_counts_as_lost_whatever_else_it_was_paid(settings: Setti
         "validate_reward_tool_ok": 1.0,
     }  # fmt: skip
     batch = source(settings, world).load([Group(run, "validate", SPEC, "v")])
-    assert measures(batch, settings.trainer, [0])["success"] == 0.25
+    assert batch_metrics(batch, settings.trainer, [0])["success"] == 0.25
 
 
 def test_once_end_to_end(settings: Settings, world: BuiltRollouts, tiny_model: Path, run: str, caplog: pytest.LogCaptureFixture):

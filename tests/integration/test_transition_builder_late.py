@@ -34,7 +34,7 @@ class Slow:
         """Its rows can be seen."""
         facts = {"RunId": run, "Mode": "train" if run else "", "RolloutKey": key, "RolloutKeySource": source, "TraceId": trace}
         columns = [f"'{value}' AS {name}" for name, value in (facts | {"ParentSpanId": parent}).items()]
-        columns += [f"fromUnixTimestamp64Micro({self._began}) AS IngestedAt", f"{2**64 - 1 - self._began} AS Earliness"]
+        columns += [f"fromUnixTimestamp64Micro({self._began}) AS IngestedAt", f"{2**64 - 1 - self._began} AS DedupRank"]
         for table in ("calls", "rollout_spans"):
             connect(self._store).command(
                 f"INSERT INTO {stored(table)} SELECT * REPLACE ({', '.join(columns)}) FROM "
@@ -76,17 +76,17 @@ def test_a_call_that_is_seen_late_makes_a_new_revision(store: StoreSettings, res
     settings = settings_of(store, run)
     builder = Builder(settings)
 
-    def look() -> tuple[list[tuple[Any, ...]], int]:
+    def build_ready() -> tuple[list[tuple[Any, ...]], int]:
         """A look of the builder; the revisions, and how often the rollout was built by now."""
-        build_once(settings) if restarted else builder.look()
+        build_once(settings) if restarted else builder.build_ready()
         return revisions(store, run), built.count(run)
 
     first, second = ("r", 0, 1, 1, 0), ("r", 1, 2, 2, 0)
-    assert look() == ([first], 1)
-    assert look() == ([first], 1)  # nothing has come
+    assert build_ready() == ([first], 1)
+    assert build_ready() == ([first], 1)  # nothing has come
 
     slow.lands(run, "r", "rollout", trace, root)
-    assert look() == ([first, second], 2)
+    assert build_ready() == ([first, second], 2)
     both = [("r", 0, counted, 0, [1, 2, 3], [4, 5], 3, []), ("r", 0, slow.span, 1, [1, 2, 3], [4, 5], 3, [1.0])]
     assert sorted(row[2] for row in outcome(store, run)[0]) == sorted(row[2] for row in both)
     assert rows(store, f"SELECT Revision, RowsRead FROM spangrad_internal.builds FINAL WHERE RunId = '{run}' ORDER BY Revision") == [
@@ -96,8 +96,8 @@ def test_a_call_that_is_seen_late_makes_a_new_revision(store: StoreSettings, res
 
     # A span from which nothing follows is read once, and makes no revision. Another builder's claim on it lasts a while.
     note.lands(run, trace, "trace", trace, root)
-    assert look() == ([first, second], 3)
-    assert look() == ([first, second], 3)
+    assert build_ready() == ([first, second], 3)
+    assert build_ready() == ([first, second], 3)
 
 
 @pytest.mark.usefixtures("sweeping")
@@ -116,11 +116,11 @@ def test_a_call_of_a_trace_without_a_runner_that_is_seen_late(store: StoreSettin
         "SELECT Revision, Calls, RowsRead FROM spangrad_internal.builds FINAL"
         f" WHERE RolloutId = '{trace}' AND BuildSpec = '{settings.builder.spec}'"
     )
-    builder.look()
+    builder.build_ready()
     assert rows(store, of_trace) == [(0, 1, 1)]
     slow.lands("", trace, "trace", trace, "")
-    builder.look()
-    builder.look()
+    builder.build_ready()
+    builder.build_ready()
     assert rows(store, f"{of_trace} ORDER BY Revision") == [(0, 1, 1), (1, 2, 2)]
 
 

@@ -156,11 +156,11 @@ def test_a_call_that_shows_in_one_table_only_has_not_arrived(store: StoreSetting
     client = connect(store)
     client.command(f"DELETE FROM spangrad_internal.calls WHERE RunId = 'torn' AND SpanId = '{calls[1]}'")
     builder = Builder(Settings(store=store, builder=BuilderSettings(selection=Selection(agents=".*|torn"))))
-    builder.look()
+    builder.build_ready()
     built = "SELECT SpanId, Turn FROM spangrad_internal.transitions WHERE RunId = 'torn' ORDER BY Turn"
     assert client.query(built).result_rows == []
     post(calls[1])
-    builder.look()
+    builder.build_ready()
     assert [tuple(row) for row in client.query(built).result_rows] == [(calls[0], 0), (calls[1], 1)]
     client.close()
 
@@ -177,10 +177,10 @@ def test_a_call_without_a_root_that_shows_in_one_table_only_has_not_arrived(stor
     settings = settings_of(store, "torn-alone", quiet_seconds=0)
     builder = Builder(settings)
     built = f"SELECT SpanId, Reason FROM spangrad.drops WHERE BuildSpec = '{settings.builder.spec}' AND TraceId = '{trace}'"
-    builder.look()
+    builder.build_ready()
     assert client.query(built).result_rows == []
     post(store, spans.otlp(call))
-    wait_until(lambda: builder.look().rollouts > 0, 20, "the build", poll_seconds=0.02)
+    wait_until(lambda: builder.build_ready().rollouts > 0, 20, "the build", poll_seconds=0.02)
     assert [tuple(row) for row in client.query(built).result_rows] == [(call, "no_reward")]
     client.close()
 

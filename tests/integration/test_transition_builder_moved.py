@@ -55,15 +55,15 @@ def test_a_trace_that_learns_its_session_later_counts_there_alone(store: StoreSe
     settings = settings_of(store, run, quiet_seconds=0, incomplete_after_seconds=0)
     builder = Builder(settings)
 
-    def look() -> list[tuple[Any, ...]]:
-        (Builder(settings) if restarted else builder).look()
+    def build_ready() -> list[tuple[Any, ...]]:
+        (Builder(settings) if restarted else builder).build_ready()
         return where(store, settings, chat.trace)
 
     post(store, chat.spans.otlp(*chat.inside))
-    assert look() == [(chat.call, "", chat.trace, "[1]")]
+    assert build_ready() == [(chat.call, "", chat.trace, "[1]")]
     post(store, chat.spans.otlp(chat.top))
-    assert look() == [(chat.call, "", chat.session, "[1]")]
-    assert look() == [(chat.call, "", chat.session, "[1]")]
+    assert build_ready() == [(chat.call, "", chat.session, "[1]")]
+    assert build_ready() == [(chat.call, "", chat.session, "[1]")]
     sums = "SELECT RolloutId, Revision, Calls, Transitions, Drops, Unaccounted, Missing FROM spangrad.reconcile"
     of_both = f"BuildSpec = '{settings.builder.spec}' AND RolloutId IN ('{chat.session}', '{chat.trace}')"
     assert sorted(rows(store, f"{sums} WHERE {of_both}")) == sorted([(chat.session, 0, 1, 1, 0, 0, 0), (chat.trace, 1, 0, 0, 0, 0, 0)])
@@ -75,11 +75,11 @@ def test_what_a_killed_builder_took_back_is_built_by_the_next_one(store: StoreSe
     at_once: dict[str, Any] = {"quiet_seconds": 0, "incomplete_after_seconds": 0}
     settings = settings_of(store, run, **at_once)
     post(store, chat.spans.otlp(*chat.inside))
-    Builder(settings).look()
+    Builder(settings).build_ready()
     post(store, chat.spans.otlp(chat.top))
-    Builder(settings_of(store, run)).look()  # it waits for the session, and looks no more
+    Builder(settings_of(store, run)).build_ready()  # it waits for the session, and looks no more
     assert where(store, settings, chat.trace) == []
-    Builder(settings).look()
+    Builder(settings).build_ready()
     assert where(store, settings, chat.trace) == [(chat.call, "", chat.session, "[1]")]
 
 
@@ -90,12 +90,12 @@ def test_a_trace_that_leaves_a_session_leaves_the_others_there(store: StoreSetti
     settings = settings_of(store, run, quiet_seconds=0, incomplete_after_seconds=0)
     builder = Builder(settings)
     post(store, chat.spans.otlp(chat.top, *chat.inside, *chat.second))
-    builder.look()
+    builder.build_ready()
     assert {row[2] for row in where(store, settings, *chat.traces)} == {chat.session}
     root = chat.spans.root("named", calls=0, trace=f"{run} one")
     post(store, chat.spans.otlp(root))
     for _ in range(2):
-        builder.look()
+        builder.build_ready()
         assert where(store, settings, *chat.traces) == [
             (chat.call, run, "named", "[1]"),
             (chat.other, "", chat.session, "no_reward"),
@@ -130,7 +130,7 @@ def test_a_rollout_without_a_root_is_concluded_beside_one_of_its_name_in_another
     post(store, cut.otlp(call))
     builder = Builder(settings_of(store, "namesake", incomplete_after_seconds=0))
     for _ in range(2):
-        builder.look()
+        builder.build_ready()
     build_all(settings_of(store, "namesake", incomplete_after_seconds=0))  # which finds the other one built
     assert [row[:3] for row in outcome(store, "namesake-whole")[0]] == [("namesake", 0, str(whole.calls[0]["SpanId"]))]
     assert outcome(store, "namesake-cut") == ([], [("namesake", 0, call, "incomplete", "no final root arrived")])
@@ -143,12 +143,12 @@ def test_a_rollout_that_is_cancelled_after_its_worker_died_is_built(store: Store
     call = spans.call(root)
     post(store, spans.otlp())
     builder = Builder(settings_of(store, "mourned"))
-    builder.look()
+    builder.build_ready()
     assert outcome(store, "mourned") == ([], [])
     said = {"spangrad.rollout.final": "true", "spangrad.rollout.failure": "cancelled"}
     spans.spans[0] |= {"Attributes": {**spans.spans[0]["Attributes"], **said}, "Timestamp": spans.time(60)}  # type: ignore[dict-item]
     post(store, spans.otlp(root))
-    builder.look()
+    builder.build_ready()
     assert outcome(store, "mourned") == ([], [("r", 0, call, "attempt_failed", "cancelled")])
     assert revisions(store, "mourned") == [("r", 0, 1, 0, 1)]
 
@@ -159,7 +159,7 @@ def test_a_root_that_is_gone_is_not_waited_for(store: StoreSettings) -> None:
     spans.call(root)
     post(store, spans.otlp())
     builder = Builder(settings_of(store, "gone"))
-    assert builder.look().waiting > 0
-    waited = builder.look().waiting
+    assert builder.build_ready().waiting > 0
+    waited = builder.build_ready().waiting
     connect(store).command("DELETE FROM spangrad_internal.rollout_spans WHERE RunId = 'gone' AND SpanName = 'rollout'")
-    assert builder.look().waiting < waited
+    assert builder.build_ready().waiting < waited

@@ -46,12 +46,12 @@ def test_nothing_is_built_before_the_last_gateway_span_is_there(store: StoreSett
     builder = Builder(settings_of(store, "pieces"))
 
     post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] not in late)))  # type: ignore[misc]
-    builder.look()
+    builder.build_ready()
     assert outcome(store, "pieces") == ([], [])
 
     for _ in range(3):  # delivered again and again, the one that came is still one
         post(store, spans.otlp(second))
-        builder.look()
+        builder.build_ready()
     assert outcome(store, "pieces") == ([], [])
 
     post(store, spans.otlp(first))
@@ -72,7 +72,7 @@ def test_nothing_is_built_before_the_last_gateway_span_is_there(store: StoreSett
 
 def built_until(builder: Builder, store: StoreSettings, run: str) -> None:
     def done() -> bool:
-        builder.look()
+        builder.build_ready()
         return outcome(store, run) != ([], [])
 
     wait_until(done, 20, f"the build of run {run}", poll_seconds=0.02)
@@ -90,7 +90,7 @@ def test_a_restart_builds_nothing_twice(store: StoreSettings) -> None:
     before = outcome(store, "restart")
     assert [len(part) for part in before] == [1, 1]
     build_once(settings)
-    Builder(settings).look()
+    Builder(settings).build_ready()
     assert outcome(store, "restart") == before
     counts = (
         "SELECT (SELECT count() FROM spangrad_internal.transitions WHERE RunId = 'restart'),"
@@ -198,7 +198,7 @@ def test_calls_of_earlier_attempts_drop_by_name(store: StoreSettings) -> None:
     _, new = linked_call(spans, root, attempt=1)
     post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] != old)))  # type: ignore[misc]
     builder = Builder(settings_of(store, "attempts"))
-    builder.look()
+    builder.build_ready()
     assert outcome(store, "attempts") == ([], [])
     post(store, spans.otlp(old))
     built_until(builder, store, "attempts")
@@ -299,13 +299,13 @@ def test_a_call_of_the_direct_mode_that_comes_late_makes_a_new_revision(store: S
     )
     post(store, spans.otlp(root, in_time))
     builder = Builder(settings_of(store, "tardy", quiet_seconds=0))
-    builder.look()
+    builder.build_ready()
     kept = [("tardy-1", 0, in_time, 0, [1, 2], [4], 7, [1.0])]
     assert outcome(store, "tardy") == (kept, [])
 
     post(store, spans.otlp(late))
-    builder.look()
-    builder.look()
+    builder.build_ready()
+    builder.build_ready()
     both = [("tardy-1", 0, in_time, 0, [1, 2], [4], 7, []), ("tardy-1", 0, late, 1, [1, 2], [4], 7, [1.0])]
     assert outcome(store, "tardy") == (both, [])
     assert revisions(store, "tardy") == [("tardy-1", 0, 1, 1, 0), ("tardy-1", 1, 2, 2, 0)]
@@ -345,7 +345,7 @@ def test_a_rollout_whose_runner_was_killed_drops_when_it_has_been_silent(store: 
     between = spans.root("between", calls=1, final=False, failure="exception")
     _, half = linked_call(spans, between, rollout="between")
     post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] != root)))  # type: ignore[misc]
-    Builder(settings_of(store, "sigkill", quiet_seconds=0)).look()
+    Builder(settings_of(store, "sigkill", quiet_seconds=0)).build_ready()
     assert outcome(store, "sigkill") == ([], [])
 
     settings = settings_of(store, "sigkill", incomplete_after_seconds=0)
@@ -389,11 +389,11 @@ def test_a_trace_without_a_runner_is_built_when_it_is_quiet(store: StoreSettings
     assert of_rollout(store, trace) + of_rollout(store, mute) == []
 
     builder = Builder(settings_of(store, "self", quiet_seconds=0))
-    builder.look()
+    builder.build_ready()
     kept = [("", "production", 0, calls[0], "0", []), ("", "production", 0, calls[1], "1", [0.5])]
     assert of_rollout(store, trace) == kept
     assert of_rollout(store, mute) == [("", "production", 0, alone, "no_reward", [])]
-    builder.look()
+    builder.build_ready()
     build_once(settings_of(store, "self", quiet_seconds=0))
     assert of_rollout(store, trace) == kept
 
@@ -407,9 +407,9 @@ def test_a_trace_of_which_no_gateway_knows_is_found_by_its_model_spans(store: St
     trace = spans.trace("stranger")
     post(store, foreign(spans).otlp())
     builder = Builder(settings_of(store, "stranger", quiet_seconds=0))
-    builder.look()
+    builder.build_ready()
     assert of_rollout(store, trace) == [("", "production", 0, call, "no_token_ids", [])]
-    builder.look()
+    builder.build_ready()
     assert rows(store, f"SELECT Revision, Calls, Drops FROM spangrad.builds WHERE RolloutId = '{trace}'") == [(0, 1, 1)]
 
 
@@ -424,10 +424,10 @@ def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited
     foreign(spans)
     builder = Builder(settings_of(store, "chat", quiet_seconds=0))
     post(store, spans.otlp(two))
-    builder.look()
+    builder.build_ready()
     assert of_rollout(store, spans.trace("chat two")) == []
     post(store, spans.otlp())
-    wait_until(lambda: builder.look().transitions > 0, 20, "the session's build", poll_seconds=0.02)
+    wait_until(lambda: builder.build_ready().transitions > 0, 20, "the session's build", poll_seconds=0.02)
     assert of_rollout(store, "chat-session") == [("", "production", 0, one, "0", []), ("", "production", 0, two, "1", [1.0])]
 
 
@@ -468,7 +468,7 @@ def test_rewards_of_an_earlier_revision_count_no_longer(store: StoreSettings) ->
 
     spans.evaluation(root, 0.75, "quality")  # the runner is believed before everybody else
     post(store, spans.otlp())
-    builder.look()
+    builder.build_ready()
     assert rows(store, given.format("spangrad.rewards")) == [(1, "runner", 0.75)]
     assert rows(store, given.format("spangrad_internal.rewards FINAL")) == [(0, "evaluation_event", 0.25), (1, "runner", 0.75)], (
         "what was is still there"
@@ -488,14 +488,14 @@ def test_a_call_that_comes_after_its_rollout_was_built_makes_a_new_revision(stor
 
     then = as_it_is(store)
     post(store, spans.otlp(counted))  # delivered again: no news
-    builder.look()
+    builder.build_ready()
     assert revisions(store, "straggler") == [("r", 0, 1, 1, 0)]
 
     post(store, spans.otlp(late))
-    builder.look()
+    builder.build_ready()
     both = [("r", 0, counted, 0, [1, 2, 3], [4, 5], 3, []), ("r", 0, late, 1, [1, 2, 3], [4, 5], 3, [1.0])]
     assert outcome(store, "straggler") == (both, [])
-    builder.look()
+    builder.build_ready()
     build_once(settings_of(store, "straggler"))
     assert outcome(store, "straggler") == (both, [])
     assert revisions(store, "straggler") == [("r", 0, 1, 1, 0), ("r", 1, 2, 2, 0)]
@@ -572,7 +572,7 @@ def test_two_builders_at_once_build_every_rollout_once(store: StoreSettings) -> 
 
     def work(builder: Builder) -> None:
         start.wait()
-        summaries.append(builder.look())
+        summaries.append(builder.build_ready())
 
     threads = [threading.Thread(target=work, args=(builder,)) for builder in builders]
     for thread in threads:
@@ -590,7 +590,7 @@ def test_two_builders_at_once_build_every_rollout_once(store: StoreSettings) -> 
     )
     assert (revisions(store, "shared"), rows(store, written)) == (once, [(60,), (60,)])  # nobody wrote what another did
     for builder in builders:
-        builder.look()  # rollouts of other tests may have ended meanwhile
+        builder.build_ready()  # rollouts of other tests may have ended meanwhile
     assert (revisions(store, "shared"), rows(store, written)) == (once, [(60,), (60,)])
 
 

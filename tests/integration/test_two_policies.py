@@ -57,8 +57,8 @@ def test_each_call_is_graded_and_agents_take_turns(replies, grades, tools, share
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_demonstrations_teach_the_form_alone(agent: str) -> None:
-    desk, dice = Desk(), random.Random(0)
-    found = [desk.demonstration(agent, dice) for _ in range(400)]
+    desk, rng = Desk(), random.Random(0)
+    found = [desk.demonstration(agent, rng) for _ in range(400)]
     assert len({len(prompt) for prompt, _ in found}) == 1
     assert {prompt[2] for prompt, _ in found} == {agent}
     assert {reply[0] for _, reply in found} == set(TOOLS if agent == PLANNER else ARGUMENTS)

@@ -159,12 +159,12 @@ def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:
 
 def told(name: str, tokens: int) -> dict[str, np.ndarray]:
     """What a forward pass might say of the tokens of the fixed batch, in their order."""
-    dice = np.random.default_rng(11)
+    rng = np.random.default_rng(11)
     if name == "gae":
-        return {"values": dice.normal(0, 0.5, tokens).astype(np.float32)}
+        return {"values": rng.normal(0, 0.5, tokens).astype(np.float32)}
     return {
-        "old_log_probs": np.log(dice.uniform(0.2, 0.9, tokens)).astype(np.float32),
-        "sum_pi_squared": dice.uniform(0.2, 0.9, tokens).astype(np.float32),
+        "old_log_probs": np.log(rng.uniform(0.2, 0.9, tokens)).astype(np.float32),
+        "sum_pi_squared": rng.uniform(0.2, 0.9, tokens).astype(np.float32),
     }
 
 

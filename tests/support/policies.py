@@ -59,12 +59,12 @@ def sample(model: Path, prompt: list[int], length: int, temperature: float, *, s
     """A response of `length` tokens, and the logprob of each."""
     import torch
 
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     response: list[int] = []
     logprobs: list[float] = []
     for _ in range(length):
         after = distribution(model, [*prompt, *response], temperature)
-        token = int(torch.multinomial(after.exp(), 1, generator=dice))
+        token = int(torch.multinomial(after.exp(), 1, generator=rng))
         response.append(token)
         logprobs.append(float(after[token]))
     return response, logprobs
@@ -100,14 +100,14 @@ def _load(model: Path) -> Any:
 
 def random_adapter(base: Path, directory: Path, *, seed: int, rank: int = 4, alpha: float = 6, scale: float = 0.05) -> Path:
     """An adapter of all linear layers but the head, with A and B drawn from a normal distribution."""
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     tensors = dict[str, np.ndarray]()
     for name, weight in load_file(base / "model.safetensors").items():
         if name.endswith("_proj.weight"):
             rows, columns = weight.shape
             layer = PREFIX + name.removesuffix(".weight")
-            tensors[layer + A] = (scale * dice.standard_normal((rank, columns))).astype(np.float32)
-            tensors[layer + B] = (scale * dice.standard_normal((rows, rank))).astype(np.float32)
+            tensors[layer + A] = (scale * rng.standard_normal((rank, columns))).astype(np.float32)
+            tensors[layer + B] = (scale * rng.standard_normal((rows, rank))).astype(np.float32)
     directory.mkdir(parents=True)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     write_config(directory, AdapterFacts(base, rank, alpha), tensors)

@@ -45,9 +45,9 @@ def queue_settings(db: str, **changes: object) -> Settings:
 
 
 @asynccontextmanager
-async def serving(settings: Settings, patience_seconds: float = 5) -> AsyncGenerator[tuple[QueueClient, Service]]:
+async def serving(settings: Settings, retry_seconds: float = 5) -> AsyncGenerator[tuple[QueueClient, Service]]:
     """A queue in this process, and a client of it."""
-    async with server.running(settings) as service, QueueClient.of(settings.queue, patience_seconds=patience_seconds) as client:
+    async with server.running(settings) as service, QueueClient.of(settings.queue, retry_seconds=retry_seconds) as client:
         yield client, service
 
 

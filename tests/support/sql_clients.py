@@ -157,17 +157,17 @@ _MACROS = {
 }
 
 
-def _arguments(sql: str, opening: int) -> tuple[int, list[str]]:
+def _arguments(sql: str, connect_with: int) -> tuple[int, list[str]]:
     """Where the parentheses that open there end, and what commas part between them."""
-    depth, begin, found = 0, opening + 1, list[str]()
-    for at in range(opening, len(sql)):
+    depth, begin, found = 0, connect_with + 1, list[str]()
+    for at in range(connect_with, len(sql)):
         depth += {"(": 1, ")": -1}.get(sql[at], 0)
         if depth == 0 or (depth == 1 and sql[at] == ","):
             found.append(sql[begin:at])
             begin = at + 1
         if depth == 0:
             return at + 1, found
-    raise ValueError(f"parentheses do not close: {sql[opening - 20 :]}")
+    raise ValueError(f"parentheses do not close: {sql[connect_with - 20 :]}")
 
 
 def expand(sql: str, choices: Choices, window: Window) -> str:
@@ -300,8 +300,8 @@ def _table(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[st
     """Flat values; what a link speaks of is a column."""
     found = [f"{columns[at][0]} is {columns[at][1]}: a table shows flat values" for at in by_kind["json"]]
     text = str(panel.model["fieldConfig"]["overrides"])
-    spoken = set(re.findall(r"__data\.fields\.(\w+)", text))
-    return found + [f"a link speaks of {name}, which is no column" for name in sorted(spoken - {name for name, _ in columns})]
+    rollout_texts = set(re.findall(r"__data\.fields\.(\w+)", text))
+    return found + [f"a link speaks of {name}, which is no column" for name in sorted(rollout_texts - {name for name, _ in columns})]
 
 
 def _trace(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[str, list[int]], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -65,13 +65,13 @@ def test_in_inbox_each_ticket_is_graded() -> None:
 
 @pytest.mark.parametrize("task", [Flow(), Flow(look=True), Flow(respelled=True), Inbox()], ids=repr)
 def test_prompts_are_as_long_in_every_state_and_demonstrations_well_formed(task: Task) -> None:
-    dice = random.Random(0)
+    rng = random.Random(0)
     lengths = set[int]()
     for _ in range(200):
-        prompt, reply = task.demonstration(dice)
+        prompt, reply = task.demonstration(rng)
         lengths.add(len(prompt))
         assert set(prompt) <= set(WORDS)
-        assert task.step(task.goals(dice, 1)[0], State(0), reply).tool is not None
+        assert task.step(task.goals(rng, 1)[0], State(0), reply).tool is not None
     assert len(lengths) == 1
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from spangrad.client.client import Client
-from spangrad.client.result import RolloutTally, Show
+from spangrad.client.result import ProgressLine, RolloutTally
 from spangrad.settings.sources import load_settings
 
 
@@ -32,9 +32,9 @@ def test_workers_have_the_clients_settings_also_those_that_take_something_back(m
 
 def test_what_a_script_prints_below_the_bar_is_printed_as_it_is() -> None:
     out = Terminal()
-    with Show("training", 4, out) as show:
+    with ProgressLine("training", 4, out) as show:
         print("[INST] :key: [/INST]", end="", flush=True)
-        show.say("test data [/s]")
+        show.print_line("test data [/s]")
     uncoloured = re.sub(r"\x1b\[[\d;?]*\w", "", out.getvalue())
     assert "[INST] :key: [/INST]" in uncoloured
     assert "test data [/s]" in uncoloured

@@ -87,19 +87,19 @@ async def test_a_statement_whose_client_left_keeps_no_body_and_no_files(engine: 
     left = [run(body, 100 + number) for number in range(10)]
     for one in left:
         runner.start(one)
-        runner.leave(one)
+        runner.abandon(one)
 
     assert all(one.done.cancelled() for one in left)
     assert (sys.getrefcount(body), open_files(os.getpid())) == before
     engine.gate.set()
     await until(lambda: all(one.done.done() for one in crowd))
     for one in crowd:
-        runner.leave(one)
+        runner.abandon(one)
     # Those whose turn came after they were gone did nothing, and closed nothing a second time.
     last = run(b"SELECT 1", 1000)
     runner.start(last)
     assert await last.result() == QueryAnswer(b"")
-    runner.leave(last)
+    runner.abandon(last)
     assert open_files(os.getpid()) == before[1] - 2 * len(crowd)
     runner.close()
 

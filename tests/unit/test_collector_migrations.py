@@ -119,7 +119,7 @@ def test_a_file_is_applied_again_when_what_it_made_is_gone(schema: Path) -> None
     assert pending(store, Layout(), schema, incomplete=False) == []
     lines: list[str] = []
     assert [migration.number for migration in migrate(store, Layout(), schema, report=lines.append)] == [2]
-    assert lines == ["applied 0002_second.sql (2 statements): otel.c was gone, and is made anew, without its rows"]
+    assert lines == ["applied 0002_second.sql (2 statements): otel.c was missing, and is created again, without its rows"]
 
 
 def test_the_sharded_layout_has_a_table_for_its_own_rows_and_one_over_all() -> None:

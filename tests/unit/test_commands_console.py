@@ -21,7 +21,7 @@ from runner.runner import Outcome
 from spangrad.agent.prompt_store import Edit, PromptText
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, RolloutKey, Task
-from trainer.data.plan import Fate, PlannedGroup, TrainPlan
+from trainer.data.plan import GroupOutcome, PlannedGroup, TrainPlan
 
 ODD = "[INST] :key: [bold]be[/bold] list[int] [/INST]"
 """Markup, the name of an emoji, and a tag that closes nothing."""
@@ -53,7 +53,7 @@ def test_no_command_has_a_console_of_its_own() -> None:
 def test_rollouts_tasks_and_groups_are_named_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     run._show([Outcome(RolloutKey("run", "r0", 0), ODD, Mode.TRAIN, None, AttemptFailure.EXIT_CODE, ODD, 0.0, None)])
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{ODD}  1 ")
-    groups = (PlannedGroup("train", ODD, 1, 2, Fate.WAITING),)
+    groups = (PlannedGroup("train", ODD, 1, 2, GroupOutcome.WAITING),)
     train_plan.show(TrainPlan(ODD, "main", ODD, "spec", 1, 1, 1, groups, 0, (), best=ODD))
     first, _, row, *_ = capsys.readouterr().out.splitlines()
     assert first == f"{ODD}/main, run {ODD}, from version 1 ({ODD})"

@@ -169,7 +169,7 @@ def test_a_trainer_has_the_head_served_that_a_rollback_did_not_publish(
 def test_a_rollback_gives_up_the_step_under_way(ask, trainer: Trainer) -> None:
     assert trainer.ledger.begin(trainer.source.load(trainer.source.ready()).rollouts)  # type: ignore[arg-type]
     holder = trainer.ledger.holder()
-    assert ask("rollback", "policy@1", "--no-publish")[0] == f"the step under way ({holder}) is given up"
+    assert ask("rollback", "policy@1", "--no-publish")[0] == f"the running step ({holder}) is cancelled"
     assert trainer.ledger.version(3).status is VersionStatus.ORPHANED
     with pytest.raises(LedgerError, match="version 3 of policy is orphaned: it has no weights"):
         ask("rollback", "policy@3")

@@ -63,8 +63,8 @@ async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: p
         )
         assert await told(command._cancel, run="run", group="r group 1") == snapshot("cancelled: 1 that were queued, 1 that were running\n")
         assert await told(command._retry, "r1") == snapshot("queued again: 1\n")
-        assert await told(command._purge, older_than_days=1.0) == snapshot("forgotten: 0\n")
-        assert await told(command._purge, older_than_days=0.0, run="run") == snapshot("forgotten: 2\n")
+        assert await told(command._purge, older_than_days=1.0) == snapshot("deleted: 0\n")
+        assert await told(command._purge, older_than_days=0.0, run="run") == snapshot("deleted: 2\n")
         with pytest.raises(SettingsError, match=r"^--older-than-days -1 is less than 0\. Name how many days ago rollouts must have ended"):
             await told(command._purge, older_than_days=-1.0)
         with pytest.raises(SettingsError, match=r"^name --older-than-days DAYS: queue\.keep_days is not set\.$"):

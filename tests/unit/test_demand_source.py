@@ -10,7 +10,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.demand_source import Answered, DemandSource, Difference, difference, task_at
+from runner.demand_source import DemandSource, DemandUpdate, Difference, difference, task_at
 from runner.queue.wire import DemandRequest, DemandState, RolloutSelector, RolloutState
 from runner.runner import queued
 from spangrad.types import Mode, Task
@@ -46,7 +46,7 @@ class Flow:
         enqueued = len(self.running | self.whole | self.spent)
         return DemandState(groups=groups, enqueued=enqueued, cancelled=self.cancelled, branches=[branch])
 
-    def look(self, extra: int) -> Difference:
+    def update(self, extra: int) -> Difference:
         """What the source does: enqueue, or cancel the newest that run."""
         demand = self.demand
         found = difference(demand, extra)
@@ -85,15 +85,15 @@ def test_stragglers_are_cancelled_once_and_nothing_is_wanted_that_is_not_there(
                 pass
         if event == "look":
             before = flow.demand
-            done = flow.look(extra)
+            done = flow.update(extra)
             now = flow.demand
             assert now.enqueued >= now.groups, "what is wanted is there"
             assert done.enqueue == 0 or now.enqueued <= now.groups + extra
             assert done.cancel == 0 or (extra and before.branches[0].filled == before.groups)
-            assert flow.look(extra) == Difference(0, 0), "looked at again, nothing is done"
+            assert flow.update(extra) == Difference(0, 0), "looked at again, nothing is done"
     # A trainer that finds whole groups goes on for ever: no level is stuck.
     for _ in range(5):
-        flow.look(extra)
+        flow.update(extra)
         steps = len(flow.spent)
         flow.whole |= flow.running
         flow.running.clear()
@@ -116,24 +116,24 @@ async def test_the_level_is_met_and_places_of_late_groups_are_filled(tmp_path: P
             return DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version)
 
         first = source()
-        assert await first.look() == Answered(0, 0, 0)
+        assert await first.update() == DemandUpdate(0, 0, 0)
         want = DemandRequest(policy="policy", branch="main", groups=4, oldest_version=0)
         await client.want("run", want)
-        assert await first.look() == Answered(4, 4, 0)
+        assert await first.update() == DemandUpdate(4, 4, 0)
         # Another source goes on where the queue stands.
-        assert await source().look() == Answered(4, 4, 0)
+        assert await source().update() == DemandUpdate(4, 4, 0)
         rollouts = (await client.rollouts(run_id="run")).rollouts
         assert Counter(one.mode for one in rollouts) == {Mode.TRAIN: 8, Mode.GREEDY: 4}
         assert {one.task_id for one in rollouts[:9]} == {"t0", "t1", "t2"}
         assert len({one.group_id for one in rollouts}) == 4
 
         (held,) = await client.lease("run", "worker 1", 1)
-        await first.look()  # sees it begin, under version 0
+        await first.update()  # sees it begin, under version 0
         served["policy"] = 2
         (later,) = [one for one in await client.lease("run", "worker 1", 3) if one.group_id != held.group_id]
-        await first.look()
+        await first.update()
         await client.want("run", DemandRequest(policy="policy", branch="main", groups=5, oldest_version=1))
-        assert await first.look() == Answered(5, 5, 1)
+        assert await first.update() == DemandUpdate(5, 5, 1)
         states = {one.group_id: one.state for one in (await client.rollouts(run_id="run", group_id=held.group_id)).rollouts}
         assert states == {held.group_id: RolloutState.CANCELLED}
         assert {one.state for one in (await client.rollouts(run_id="run", group_id=later.group_id)).rollouts} <= {
@@ -143,5 +143,5 @@ async def test_the_level_is_met_and_places_of_late_groups_are_filled(tmp_path: P
         assert len({one.group_id for one in (await client.rollouts(run_id="run")).rollouts}) == 6
 
         await client.cancel(RolloutSelector(run_id="run", group_id=later.group_id))
-        assert await first.look() == Answered(5, 5, 0)
+        assert await first.update() == DemandUpdate(5, 5, 0)
         assert len({one.group_id for one in (await client.rollouts(run_id="run")).rollouts}) == 7

@@ -10,7 +10,7 @@ import pytest
 
 from gateway import engine_fit
 from gateway.engine_failure import failure, root_cause
-from gateway.engine_fit import fitted
+from gateway.engine_fit import fit_to_memory
 from spangrad.errors import EngineError
 from spangrad.settings import EngineSettings
 from spangrad.settings.sources import load_settings
@@ -31,21 +31,21 @@ def settings(**values: object) -> EngineSettings:
 
 
 def test_what_is_not_set_comes_from_the_models_own_files(model: Path) -> None:
-    fit = fitted(settings(), model)
+    fit = fit_to_memory(settings(), model)
     assert (fit.max_model_len, fit.kv_cache_bytes) == (256, 64 * 2**20)
-    longer = fitted(settings(dtype="float32", max_model_len=200), model)
+    longer = fit_to_memory(settings(dtype="float32", max_model_len=200), model)
     assert (longer.max_model_len, longer.kv_cache_bytes) == (200, 64 * 2**20)
 
 
 def test_a_context_beyond_the_models_is_lowered_and_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert fitted(settings(max_model_len=4096, kv_cache_bytes=7), model).max_model_len == 256
+        assert fit_to_memory(settings(max_model_len=4096, kv_cache_bytes=7), model).max_model_len == 256
     assert "engine.max_model_len = 4096 is lowered to 256" in caplog.text
 
 
 def test_on_a_gpu_vllm_decides_on_its_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_fit, "has_gpu", lambda: True)
-    assert fitted(settings(), model).kv_cache_bytes is None
+    assert fit_to_memory(settings(), model).kv_cache_bytes is None
 
 
 def test_the_interpreter_is_found_above_the_working_directory_or_named(
@@ -56,14 +56,14 @@ def test_the_interpreter_is_found_above_the_working_directory_or_named(
     python.touch(mode=0o755)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "runs" / "mine")
-    assert fitted(settings(python=None), model).python == python
+    assert fit_to_memory(settings(python=None), model).python == python
 
     def nowhere(*starts: Path) -> None:
         assert starts
 
     monkeypatch.setattr(engine_fit, "find_vllm_python", nowhere)
     with pytest.raises(EngineError, match=r"set engine.python to the Python of an environment that holds vLLM"):
-        fitted(settings(python=None), model)
+        fit_to_memory(settings(python=None), model)
 
 
 def test_an_interpreter_in_a_file_is_relative_to_the_file(tmp_path: Path) -> None:

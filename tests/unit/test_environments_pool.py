@@ -197,7 +197,7 @@ class Story(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         assert self.world.wrong == []
-        states = [one.state for one in self.pool.standings()]
+        states = [one.state for one in self.pool.statuses()]
         assert len(states) == self.count
         assert states.count(InstanceState.LEASED) == len(self.held), "each lease has one instance, each instance one lease"
         users = sorted(str(env.user) for env in self.world.made if env.user is not None and not env.discarded)
@@ -349,7 +349,7 @@ async def test_a_lease_whose_service_is_gone_is_lost_before_it_runs_out() -> Non
     gone = asyncio.get_running_loop().time()
     try:
         said = await asyncio.wait_for(held.lost, 20)
-        assert said.startswith(f"the environments at {url} were not heard of for ")
+        assert said.startswith(f"the environments at {url} have not answered for ")
         assert asyncio.get_running_loop().time() - gone < 8
     finally:
         await client.__aexit__(None, None, None)

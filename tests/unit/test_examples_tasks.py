@@ -64,8 +64,8 @@ def test_a_pattern_or_a_chain_that_is_held_out_is_not_trained_in_other_words() -
     ],
 )
 def test_the_warm_start_shows_known_words_and_nothing_held_out(draw: Callable[..., list[dict[str, str]]], words, held_out) -> None:
-    dice = random.Random(1)
-    shown = [draw(dice) for _ in range(300)]
+    rng = random.Random(1)
+    shown = [draw(rng) for _ in range(300)]
     assert {word for messages in shown for message in messages for word in message["content"].split()} <= set(words)
     assert all(messages[-1]["role"] == "assistant" for messages in shown)
     texts = {message["content"] for messages in shown for message in messages if message["role"] == "user"}
@@ -74,10 +74,10 @@ def test_the_warm_start_shows_known_words_and_nothing_held_out(draw: Callable[..
 
 def test_the_policy_of_sql_is_never_shown_what_it_must_find_out() -> None:
     """With "average", the right function is said no more often than its place in the grammar."""
-    dice = random.Random(0)
+    rng = random.Random(0)
     said = Counter(
         messages[-1]["content"].split()[1]
-        for messages in (sql_model.policy_transcript(dice) for _ in range(4000))
+        for messages in (sql_model.policy_transcript(rng) for _ in range(4000))
         if any("average" in message["content"].split() for message in messages[:-1])
     )
     assert 0.15 < said["avg"] / said.total() < 0.35

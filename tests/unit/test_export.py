@@ -374,7 +374,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_the_sum_is_checked() -> None:
     tally = ExportTally(calls=3)
     tally.write(1, rows=1)
-    tally.leave(LeftOut.TIE, 2)
+    tally.count_left_out(LeftOut.TIE, 2)
     tally.check()
     tally.calls = 4
     with pytest.raises(BuilderError, match="of 4 calls 1 were written and 2 left out: 1 are not accounted for"):

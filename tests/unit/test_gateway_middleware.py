@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, ask
 from gateway.vllm_plugin.middleware import PAUSED, SpangradMiddleware
+from gateway.vllm_plugin.request_fields import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, with_ids
 from spangrad.weights.checksums import tokenizer_hash
 from tests.support.fake_engine import SAMPLING, FakeEngine, event
 
@@ -201,7 +201,7 @@ async def test_calls_have_the_adapter_whatever_they_name_the_policy(
     vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPANGRAD_ENGINE__LORA_RANK", "8")
-    monkeypatch.setenv("SPANGRAD_BARE_ADAPTER", "/bare")
+    monkeypatch.setenv("SPANGRAD_ZERO_ADAPTER", "/bare")
     middleware = SpangradMiddleware(vllm)
     info = json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0])
     assert (info["lora_rank"], info["bare"], info["transfer"]) == (8, "/bare", "")
@@ -310,4 +310,4 @@ async def test_a_pause_that_vllm_refuses_holds_nobody(vllm: Vllm, middleware: Sp
     ],
 )
 def test_what_is_asked_beyond_the_client(path: str, asked: dict[str, Any], added: dict[str, Any]) -> None:
-    assert ask(path, asked) == {**asked, **added}
+    assert with_ids(path, asked) == {**asked, **added}

@@ -68,7 +68,7 @@ async def test_a_rollout_stays_with_the_backend_that_holds_its_prefix_until_that
 async def test_a_rollout_leaves_a_backend_that_takes_no_calls(status: BackendStatus) -> None:
     policy, (first, second) = policy_of(None, None)
     assert await policy.acquire(A) is first
-    first.become(status)
+    first.set_status(status)
     assert await policy.acquire(A) is second
 
 
@@ -115,10 +115,10 @@ async def test_those_who_wait_are_refused_once_no_backend_is_left() -> None:
     await policy.acquire(A)
     await policy.acquire(A)
     waiting = await begun(policy, B)
-    first.become(BackendStatus.DOWN, "first fell.")
+    first.set_status(BackendStatus.DOWN, "first fell.")
     await asyncio.sleep(0)
     assert not waiting.done()
-    second.become(BackendStatus.DOWN, "second fell.")
+    second.set_status(BackendStatus.DOWN, "second fell.")
     with pytest.raises(BackendDownError, match=r"^first fell. second fell.$"):
         await waiting
     with pytest.raises(BackendDownError):
@@ -130,13 +130,13 @@ async def test_those_who_wait_are_refused_once_no_backend_is_left() -> None:
 async def test_calls_wait_while_every_backend_takes_new_weights_and_then_spread_over_all() -> None:
     policy, (first, second) = policy_of(None, None)
     policy.all_at_once = True
-    first.become(BackendStatus.PUBLISHING)
-    second.become(BackendStatus.PUBLISHING)
+    first.set_status(BackendStatus.PUBLISHING)
+    second.set_status(BackendStatus.PUBLISHING)
     waiting = [await begun(policy, AttemptKey(str(number), 0)) for number in range(10)]
-    first.become(BackendStatus.SERVING)
+    first.set_status(BackendStatus.SERVING)
     # Half of them, and the one that may come next.
     assert first.in_flight == 6
-    second.become(BackendStatus.SERVING)
+    second.set_status(BackendStatus.SERVING)
     policy.all_at_once = False
     policy.changed()
     assert sorted(backend.name for backend in await asyncio.gather(*waiting)) == [first.name] * 6 + [second.name] * 4
@@ -145,9 +145,9 @@ async def test_calls_wait_while_every_backend_takes_new_weights_and_then_spread_
 async def test_one_backend_that_takes_new_weights_alone_serves_all_who_wait() -> None:
     policy, (backend,) = policy_of(None)
     policy.all_at_once = True
-    backend.become(BackendStatus.PUBLISHING)
+    backend.set_status(BackendStatus.PUBLISHING)
     waiting = [await begun(policy, A) for _ in range(3)]
-    backend.become(BackendStatus.SERVING)
+    backend.set_status(BackendStatus.SERVING)
     assert await asyncio.gather(*waiting, policy.acquire(B)) == [backend] * 4
 
 
@@ -157,7 +157,7 @@ async def test_a_canary_gets_its_share_of_the_rollouts_and_no_other_call() -> No
     policy.backends += [canary, stable]
     for backend in (canary, stable):
         backend.changed = policy.changed
-        backend.become(BackendStatus.SERVING)
+        backend.set_status(BackendStatus.SERVING)
     policy.canary = Canary(canary, WeightsRelease(2, "/v2", "float32:2"), 0.25)
     attempts = [AttemptKey(f"r{number}", 0) for number in range(400)]
     chosen = {attempt: await policy.acquire(attempt) for attempt in attempts}
@@ -166,15 +166,15 @@ async def test_a_canary_gets_its_share_of_the_rollouts_and_no_other_call() -> No
     again = {attempt: await policy.acquire(AttemptKey(attempt.rollout_id, 1)) for attempt in attempts}
     assert again == chosen
     assert await policy.acquire(None) is stable
-    stable.become(BackendStatus.DOWN, "stable fell.")
+    stable.set_status(BackendStatus.DOWN, "stable fell.")
     own = next(one for one, backend in chosen.items() if backend is canary)
     other = next(one for one, backend in chosen.items() if backend is stable)
     assert await policy.acquire(own) is canary
     policy.releases = [WeightsRelease(1, "/v1", "float32:1")]
     with pytest.raises(BackendDownError):
         await policy.acquire(other)
-    stable.become(BackendStatus.SERVING)
-    canary.become(BackendStatus.DOWN, "canary fell.")
+    stable.set_status(BackendStatus.SERVING)
+    canary.set_status(BackendStatus.DOWN, "canary fell.")
     assert await policy.acquire(own) is stable
 
 
@@ -191,8 +191,8 @@ async def test_an_engine_is_tried_before_it_was_reached_unless_it_would_hold_oth
 async def test_a_call_is_not_sent_where_it_could_not_connect() -> None:
     policy, (first, second) = policy_of(None, None)
     assert await policy.acquire(A, {first.name}) is second
-    assert policy.worth_waiting(A, {first.name})
-    assert not policy.worth_waiting(A, {first.name, second.name})
+    assert policy.may_become_free(A, {first.name})
+    assert not policy.may_become_free(A, {first.name, second.name})
 
 
 async def test_a_frozen_upstream_is_left_alone_longer_each_time_it_cannot_be_reached() -> None:
@@ -223,10 +223,10 @@ async def test_a_frozen_upstream_is_left_alone_longer_each_time_it_cannot_be_rea
 
 
 async def test_an_upstream_that_leaves_while_it_rests_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "FIRST_REST_SECONDS", 0.0)
+    monkeypatch.setattr(upstream, "FIRST_BACKOFF_SECONDS", 0.0)
     policy, (backend, other) = policy_of(None, None)
     backend.could_not_connect(OSError("refused"))
-    backend.become(BackendStatus.DRAINING)
+    backend.set_status(BackendStatus.DRAINING)
     await asyncio.sleep(0.01)
     assert backend.status is BackendStatus.DRAINING
     assert [await policy.acquire(attempt) for attempt in (A, B)] == [other, other]
@@ -347,7 +347,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1), status=st.sampled_from([BackendStatus.SERVING, BackendStatus.PUBLISHING, BackendStatus.DOWN]))
     def change(self, number: int, status: BackendStatus) -> None:
-        self.backends[number].become(status)
+        self.backends[number].set_status(status)
         self.passed.clear()
         self.settle()
 

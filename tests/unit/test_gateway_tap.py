@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gateway.vllm_plugin.asking import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from gateway.vllm_plugin.middleware import SpangradMiddleware
+from gateway.vllm_plugin.request_fields import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from gateway.vllm_plugin.tap import SAMPLING_PARAMETERS, Tap, open_tap
 
 ASKED = b'{ "model": "policy", "input": "say rome" }'

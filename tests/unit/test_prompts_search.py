@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from prompts.exchanges import Exchange, read_exchange
+from prompts.prompt_texts import Messages, ask_for_critique, choose, read_edit, shown
 from prompts.search import Question, Search, SearchResult, search_id
 from prompts.trials import Trial
-from prompts.words import Messages, ask_for_critique, choose, read_edit, shown
 from spangrad.agent.prompt_store import Edit, PromptStore, PromptText
 from spangrad.errors import PromptError
 from spangrad.settings import PromptSettings, Settings
@@ -81,7 +81,7 @@ class World(PromptStore):
             )
         return ids
 
-    async def say(self, messages: Messages) -> str:
+    async def complete(self, messages: Messages) -> str:
         """Edits a number upwards or downwards, and sometimes gives none."""
         self.alive()
         if "Find out" in messages[0]["content"]:

@@ -51,6 +51,6 @@ def test_an_answer_that_breaks_off_is_asked_for_again(url: str, answers: list[by
 def test_answers_that_always_break_off_are_said(url: str) -> None:
     said = rf"the queue at {url} does not answer \(IncompleteRead"
     with pytest.raises(QueueError, match=said):
-        QueueHttp(url, None, "run", patience_seconds=0).ended(0, 1)
+        QueueHttp(url, None, "run", retry_seconds=0).ended(0, 1)
     with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(IncompleteRead"):
         demand.read(QueueSettings(url=url), "run")

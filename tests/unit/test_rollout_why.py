@@ -63,7 +63,7 @@ It is built (dataset default@1, specification {BUILD.spec}, revision 1) at 2026-
 2 calls: 1 transition, 1 drop.
 - Attempt 1, span b3 (chat policy) by researcher: transition, turn 0, sampled by policy policy version 3; \
 reward = 1 (evaluation_event), tool = -0.1 (air).
-- Attempt 1, span b6 (chat policy, choice 1): dropped as mixed_versions (versions 3, 4), told by gateway.
+- Attempt 1, span b6 (chat policy, choice 1): dropped as mixed_versions (versions 3, 4), reported by gateway.
 mixed_versions: Set builder.mixed_versions = keep: each token is then trained as sampled by its own version.
 It is not trained: its group g7 has 7 of 8 rollouts built so far.
 """
@@ -133,7 +133,7 @@ def test_what_nobody_announced_is_production_s() -> None:
 
 WHOLE_GROUP = replace(BUILD, group_built=8)
 LEDGER = SETTINGS.trainer.directory / "ledger.db"
-LOOK = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({LEDGER})."
+LOOK = f"If `spangrad train` has skipped it, the reason is in its log and its ledger ({LEDGER})."
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ LOOK = f"If `spangrad train` has passed it by, the reason stands in its log and 
             f"what that depends on; `spangrad train restore {WHOLE_GROUP.group}` brings the group back.",
         ),
         (replace(WHOLE_GROUP, conclusions=[CUT]), {}, "it left no transitions."),
-        (replace(BUILD, group_size=0), {}, "nobody said how many rollouts its group has, so that the group is never whole."),
+        (replace(BUILD, group_size=0), {}, "the size of its group is unknown, so that the group is never complete."),
         (
             replace(WHOLE_GROUP, spec="another"),
             {},

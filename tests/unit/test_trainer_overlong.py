@@ -19,7 +19,7 @@ from trainer.credit.overlong import punishment, with_overlong
 from trainer.data.assemble import assemble
 from trainer.data.masks import masks
 from trainer.data.source import BatchRollout, Group, Loaded
-from trainer.monitor.batch_metrics import measures
+from trainer.monitor.batch_metrics import batch_metrics
 
 SCHEMA = {
     "Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String), "Rewards.CallId": pl.List(pl.String),
@@ -93,7 +93,7 @@ def test_masked_truncated_calls_stay_in_the_baseline(truncated: Any, trained: in
     assert metrics["masked_truncated"] == 4 - trained
     assert metrics["return_std"] == pytest.approx((1 / 6) ** 0.5)
     assert batch.advantages[-2:, 0].tolist() == [0.5, 0.0]
-    told = measures(loaded, settings, [0])
+    told = batch_metrics(loaded, settings, [0])
     assert (told["truncated_share"], told["response_tokens_mean"], told["response_tokens_p95"]) == (0.25, 2.25, 3.0)
 
 

@@ -15,8 +15,8 @@ from tests.support.fakes import transition_row
 from tests.support.sections import trainer_settings
 from tests.support.trainers import SPEC, FakeSource, group, settings, wired, write_base
 from trainer import loop
-from trainer.data.plan import Fate, LedgerHistory, TrainPlan, planned
-from trainer.data.planning import past_of
+from trainer.data.plan import GroupOutcome, LedgerHistory, TrainPlan, planned
+from trainer.data.planning import history_of
 from trainer.data.source import Group, GroupState
 from trainer.ledger.skips import SkipReason
 
@@ -37,7 +37,7 @@ def plan(of: Sequence[GroupState], past: LedgerHistory = FRESH, chosen: TrainerS
 
 
 def fates(made: TrainPlan) -> dict[str, tuple[str, int | None, str | None]]:
-    return {one.group_id: (one.fate.value, one.batch, one.reason) for one in made.groups}
+    return {one.group_id: (one.outcome.value, one.batch, one.reason) for one in made.groups}
 
 
 def test_later_batches_age_with_the_versions_that_earlier_ones_make():
@@ -47,8 +47,8 @@ def test_later_batches_age_with_the_versions_that_earlier_ones_make():
     first, second = ("batch", 1, None), ("batch", 2, None)
     assert fates(made) == {"a": first, "b": first, "c": second, "d": second, "e": stale, "f": stale, "g": stale}
     assert made.batches == 2
-    assert made.sentence == "2 batches of 2 groups would be trained: 3 groups are skipped (3 stale)."
-    assert made.demand == "4 more groups are wanted: 4 shall be in flight, 0 are there; 3 groups are skipped (3 stale)."
+    assert made.summary == "2 batches of 2 groups would be trained: 3 groups are skipped (3 stale)."
+    assert made.demand == "4 more groups are needed: 4 are to be in flight, 0 are there; 3 groups are skipped (3 stale)."
 
 
 def test_every_reason_not_to_train_is_told():
@@ -63,14 +63,14 @@ def test_every_reason_not_to_train_is_told():
         "left": ("left", None, None), "gone": ("skipped", None, SkipReason.GREEDY), "whole": ("waiting", None, None),
         "": ("no_group", None, None), "held": ("other_mode", None, None), "busy": ("under_way", None, None), "old": ("trained", None, None),
     }  # fmt: skip
-    assert made.sentence == (
+    assert made.summary == (
         "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.sampling.groups_per_batch); 1 group waits for 3 "
         "rollouts to be "
         "built; 1 rollout ended and not built (`spangrad build`); 1 group is skipped (1 greedy); 5 rollouts without a group "
-        "(docs/guides/training.md); 1 group is of mode validate; 1 group is in a step under way; 1 group trained before."
+        "(docs/guides/training.md); 1 group is of mode validate; 1 group is in a running step; 1 group trained before."
     )
     assert made.missing_groups == 1
-    assert made.demand == "1 more group is wanted: 4 shall be in flight, 3 are there; 1 group is skipped (1 greedy)."
+    assert made.demand == "1 more group is needed: 4 are to be in flight, 3 are there; 1 group is skipped (1 greedy)."
     assert plan(of, past, in_flight=3).demand == ""
 
 
@@ -83,7 +83,7 @@ def test_a_branch_that_begins_at_anothers_version_is_planned_from_there(tmp_path
         files = Path(old.ledger.version(begun).policy_version.path)
         fork = settings(files, tmp_path / "policies", branch=f"fork-{begun}")
         ledger = loop.open_ledger(fork)
-        planned_from = past_of(fork, ledger, SPEC)
+        planned_from = history_of(fork, ledger, SPEC)
         loop.prepare(ledger, fork)
         assert list(planned_from.lineage) == ledger.lineage() == lineage
         assert planned_from.tokenizer_hash == loop.newest_version(ledger).tokenizer_hash
@@ -92,13 +92,13 @@ def test_a_branch_that_begins_at_anothers_version_is_planned_from_there(tmp_path
     save_file({"weight": np.ones(1, np.float32) * 7}, other / "model.safetensors")
     fork = settings(other, tmp_path / "policies", branch="new")
     ledger = loop.open_ledger(fork)
-    assert past_of(fork, ledger, SPEC).lineage == (3,)
-    assert past_of(fork, None, SPEC).lineage == (0,)
+    assert history_of(fork, ledger, SPEC).lineage == (3,)
+    assert history_of(fork, None, SPEC).lineage == (0,)
 
 
 def test_an_empty_store_names_what_else_it_holds():
-    assert plan([]).sentence == "there is nothing to train: nothing is built of run 'run' by specification spec."
-    told = plan([], elsewhere=("3 rollouts of run 'default'",)).sentence
+    assert plan([]).summary == "there is nothing to train: nothing is built of run 'run' by specification spec."
+    told = plan([], elsewhere=("3 rollouts of run 'default'",)).summary
     assert (
         told == "there is nothing to train: nothing is built of run 'run' by specification spec; the store has 3 rollouts of run 'default'."
     )
@@ -120,7 +120,7 @@ def test_the_plan_is_what_a_run_then_does(tmp_path: Path, staleness: int, skip: 
     assert batches == {
         number: sorted(one.group_id for one in made if one.batch == number) for number in {one.batch for one in made if one.batch}
     }
-    skips = {group(one.group_id): one.reason for one in made if one.fate is Fate.SKIPPED}
+    skips = {group(one.group_id): one.reason for one in made if one.outcome is GroupOutcome.SKIPPED}
     ran = trainer.ledger.skipped()
     assert {one: skips[one] for one in ran} == ran, "a run skips only what was planned"
     # What is left over at the end is looked at by the plan alone: a run waits for others first.

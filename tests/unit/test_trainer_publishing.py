@@ -20,8 +20,8 @@ from spangrad.types import PolicyVersion
 from tests.support.fakes import HttpServer
 from tests.support.trainers import FakeOptimizer, FakePublisher, FakeSource, committed, settings, wired, write_base
 from trainer.loop import Trainer, newest_version
-from trainer.outages import Outage
 from trainer.publish.publisher import GatewayRefusedError, Publisher
+from trainer.retries import Outage
 from trainer.shutdown import Shutdown, Stopped
 
 

@@ -17,7 +17,7 @@ from trainer.credit.estimators import estimator, group_relative
 from trainer.credit.roles import cancelling_roles, count_roles, missing_roles, role_metrics
 from trainer.data.assemble import assemble
 from trainer.data.source import BatchRollout, Group, Loaded
-from trainer.monitor.batch_metrics import measures
+from trainer.monitor.batch_metrics import batch_metrics
 from transition_builder.build import build
 
 LISTS = {f"Rewards.{name}": pl.List(pl.String) for name in ("Name", "Role", "CallId")}
@@ -136,6 +136,6 @@ def test_reward_roles_give_each_policy_of_a_game_its_own_return_and_advantage_fr
         assert values == pytest.approx([value for value in expected for _ in range(2)], rel=1e-5)
         _, metrics, _ = assemble(loaded, settings, estimator(settings), lineage=[3], divisor=1)
         assert (metrics["mean_return"], metrics["transitions"]) == (-0.5 if policy == "black" else 0.5, 8)
-        assert measures(loaded, settings, [3])["success"] == (0.25 if policy == "black" else 0.75)
+        assert batch_metrics(loaded, settings, [3])["success"] == (0.25 if policy == "black" else 0.75)
     both = Loaded(batch_rollouts, transitions)
     assert set(advantages(transitions, both.own("white", TrainerSettings().selection), normalise=group_relative)) == {0.0}

@@ -80,7 +80,7 @@ def test_a_watcher_that_fails_stops_neither_training_nor_the_others(tmp_path: Pa
     trainer.watchers.close()
     stages = ["load", "credit", "train", "checkpoint", "publish"]
     assert kept.told == [(1, 1, stages, 4), (2, 2, stages, 4), "closed"]
-    assert caplog.text.count("Broken failed, and training goes on: ConnectionError: no route") == 3
+    assert caplog.text.count("Broken failed, and training continues: ConnectionError: no route") == 3
     seconds = trainer.ledger.versions()[-1].metrics
     assert all(seconds[f"seconds_{name}"] >= 0 for name in ("idle", *stages))
 

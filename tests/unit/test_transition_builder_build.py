@@ -276,14 +276,14 @@ def test_a_rollout_without_calls_leaves_one_drop_of_its_own() -> None:
     failed = spans.root("failed", calls=0, failure="exit_code")
     late = spans.root("late", calls=2, Verdict="incomplete", Detail="0 of 2")
     linked_call(spans, spans.root("retried", attempt=0, calls=1, final=False, failure="crash"), rollout="retried", attempt=0)
-    retried = spans.root("retried", attempt=1, calls=0, failure="timeout")
+    call_with_retries = spans.root("retried", attempt=1, calls=0, failure="timeout")
     built = build(spans.frames(), SPEC)
     alone = built.drops.filter(pl.col("CallId") == "")
     assert alone.select("RolloutId", "Attempt", "SpanId", "Reason", "Detail").rows() == [
         ("failed", 0, failed, "attempt_failed", "exit_code"),
         ("late", 0, late, "incomplete", "0 of 2"),
         ("quiet", 0, quiet, "no_calls", ""),
-        ("retried", 1, retried, "attempt_failed", "timeout"),
+        ("retried", 1, call_with_retries, "attempt_failed", "timeout"),
         ("slow", 0, slow, "no_calls", ""),
     ]
     assert built.drops.height == 6

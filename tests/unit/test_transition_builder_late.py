@@ -64,10 +64,10 @@ def test_only_what_was_built_lately_and_soon_after_it_came_is_in_doubt() -> None
         built("fresh", watermark=1990, at=2000),
         built("a little before", watermark=1900, at=1901),
     ]
-    assert late_spans.doubtful(pl.DataFrame(rows, schema=dict(BUILT)))["RolloutId"].to_list() == ["fresh", "a little before"]
+    assert late_spans.maybe_incomplete(pl.DataFrame(rows, schema=dict(BUILT)))["RolloutId"].to_list() == ["fresh", "a little before"]
 
 
 def test_more_rows_than_were_read_and_never_fewer() -> None:
     rows = pl.DataFrame([built(name, watermark=0, at=1, read=3) for name in ("same", "more", "expired", "gone")], schema=dict(BUILT))
     there = pl.DataFrame({"RunId": ["run"] * 3, "RolloutId": ["same", "more", "expired"], "Rows": [3, 4, 2]})
-    assert late_spans.more(rows, there).rows() == [("run", "more", 4)]
+    assert late_spans.with_new_rows(rows, there).rows() == [("run", "more", 4)]

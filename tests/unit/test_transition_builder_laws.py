@@ -222,14 +222,14 @@ def test_every_call_of_every_forest_leaves_once(forest: Forest) -> None:
     # Nothing that tells of a call is passed over in silence: its attempt has a conclusion, by this span's or by another's word.
     attempts = ["RunId", "RolloutId", "Attempt"]
     rows = pl.concat([built.transitions.select(*attempts, "TraceId", "SpanId"), concluded.select(*attempts, "TraceId", "SpanId")])
-    spoken = {(rollout, attempt) for _, rollout, attempt, _, _ in rows.rows()}
+    rollout_texts = {(rollout, attempt) for _, rollout, attempt, _, _ in rows.rows()}
     named = frames.spans.filter((pl.col("RolloutKeySource") == "rollout") & pl.col("SpanId").is_in(list(forest.calling)))
-    assert {(row["RolloutKey"], row["Attempt"]) for row in named.iter_rows(named=True)} <= spoken
+    assert {(row["RolloutKey"], row["Attempt"]) for row in named.iter_rows(named=True)} <= rollout_texts
 
     # A rollout whose final attempt has no call says so itself.
     final = {(row["RolloutId"], row["Attempt"]) for row in frames.rollouts.iter_rows(named=True)}
     silent = built.drops.filter(pl.col("CallId") == "").select("RolloutId", "Attempt").rows()
-    assert sorted(silent) == sorted(final - spoken)
+    assert sorted(silent) == sorted(final - rollout_texts)
 
 
 @SLOWLY

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support import fakes
 from transition_builder import batch_sizes
-from transition_builder.batch_sizes import Portions
+from transition_builder.batch_sizes import BuildBatches
 from transition_builder.frames import empty
 from transition_builder.schemas import ROLLOUTS
 
@@ -29,7 +29,7 @@ def rollouts(calls: list[int | None]) -> pl.DataFrame:
 
 @given(st.lists(st.none() | st.integers(0, 9000), max_size=30))
 def test_every_rollout_is_in_one_portion_oldest_first(calls: list[int | None]) -> None:
-    cut = list(Portions().of(rollouts(calls)))
+    cut = list(BuildBatches().of(rollouts(calls)))
     assert [name for portion in cut for name in portion["RolloutId"]] == [f"r{place}" for place in reversed(range(len(calls)))]
     first = batch_sizes.BYTES_A_BUILD // (20 * 2**10)
     for portion in cut:
@@ -41,10 +41,10 @@ def test_what_calls_weigh_decides_how_many_come_next(monkeypatch: pytest.MonkeyP
     spans = fakes.SpanFactory()
     spans.call(spans.root("r", calls=1), rollout="r", PromptIds=[1] * 10_000)
     frames = spans.frames()
-    cut = Portions()
+    cut = BuildBatches()
     many = rollouts([9] * 100)
     assert [portion.height for portion in cut.of(many)] == [100]
     monkeypatch.setattr(batch_sizes, "BYTES_A_BUILD", 10 * 40_000)
-    cut.weigh(frames)
+    cut.record(frames)
     heights = [portion.height for portion in cut.of(many)]
     assert (sum(heights), max(heights) <= 3, len(heights) > 30) == (100, True, True)

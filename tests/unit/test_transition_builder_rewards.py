@@ -188,8 +188,8 @@ def test_of_judges_in_several_processes_none_is_believed_for_its_clock(ahead: in
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.call(root)
-    spoken = [("a", 1, 0.0), ("a", 2, 0.5), ("b", 1, 1.0)]
-    for at, (judge, seq, value) in enumerate(spoken):
+    rollout_texts = [("a", 1, 0.0), ("a", 2, 0.5), ("b", 1, 1.0)]
+    for at, (judge, seq, value) in enumerate(rollout_texts):
         own: dict[str, Any] = {"ProcessId": judge, "Seq": seq, "Timestamp": spans.time(100 - at + (ahead if judge == "b" else 0))}
         spans.evaluation(root, value, kind="evaluation_log", **own)
     assert said(build(spans.frames(), BuilderSettings())) == [("", "reward", 0.5, "evaluation_log", root)]
@@ -203,7 +203,7 @@ def test_an_evaluation_on_a_calls_own_span_is_the_calls() -> None:
     root = spans.root()
     client = spans.client(root)
     spans.call(client, HttpStatus=500)
-    retried = spans.call(client, choices=2)
+    call_with_retries = spans.call(client, choices=2)
     plain = spans.client(root)
     spans.answer(plain)
     last = spans.call(root)
@@ -214,7 +214,7 @@ def test_an_evaluation_on_a_calls_own_span_is_the_calls() -> None:
     spans.evaluation(root, 16, name="named", kind="evaluation_log")
     spans.spans[-1]["Attributes"]["gen_ai.response.id"] = f"id-{plain}"  # type: ignore[index]
     built = build(spans.frames(), BuilderSettings())
-    assert built.transitions.select("SpanId", "Choice").rows() == [(retried, 0), (retried, 1), (plain, 0), (last, 0)]
+    assert built.transitions.select("SpanId", "Choice").rows() == [(call_with_retries, 0), (call_with_retries, 1), (plain, 0), (last, 0)]
     assert given(built) == [
         [("reward", 1.0, "evaluation_event")],
         [],

@@ -133,10 +133,10 @@ def test_records_are_the_calls_that_caused_the_tools_in_order() -> None:
     [
         ({"kind": "tool_exception", "reward": -1, "tools": ["*"]}, "needs types. Give it."),
         ({"kind": "tool_exception", "reward": -1, "types": ".*"}, "names no tools"),
-        ({"kind": "tool_error", "reward": -1, "tools": ["*"], "types": ".*"}, "does not look at types. Leave it out."),
+        ({"kind": "tool_error", "reward": -1, "tools": ["*"], "types": ".*"}, "does not use types. Leave it out."),
         ({"kind": "python", "reward": -1}, "needs where. Give it."),
         ({"kind": "python", "where": "m:f"}, "its reward is 0"),
-        ({"kind": "expression", "reward": -1, "where": "Seconds", "columns": ["Seconds"]}, "does not look at columns. Leave it out."),
+        ({"kind": "expression", "reward": -1, "where": "Seconds", "columns": ["Seconds"]}, "does not use columns. Leave it out."),
     ],
 )
 def test_a_rule_about_records_or_in_python_that_cannot_be_meant_is_refused(rule: dict[str, object], message: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from spangrad.settings import BuilderSettings
 from tests.support import fakes
-from transition_builder.completeness.rootless_traces import judge, merge, rollouts_of, stale
-from transition_builder.schemas import ACTIVITY, BUILT, LOOSE, OWNERS, ROOTS, TRACES
+from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts
+from transition_builder.schemas import ACTIVITY, BUILT, OWNERS, ROOTLESS, ROOTS, TRACES
 
 SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
 TIME = fakes.SpanFactory.time
@@ -19,7 +19,7 @@ TIME = fakes.SpanFactory.time
 def call(**facts: Any) -> pl.DataFrame:
     """A call of a runner's rollout that arrived at second 0."""
     named = {"RunId": "run", "Mode": "train", "RolloutKey": "r", "RolloutKeySource": "rollout", "Attempt": 0, "TraceId": "t"}
-    return pl.DataFrame([named | {"IngestedAt": TIME(0)} | facts], schema=dict(LOOSE))
+    return pl.DataFrame([named | {"IngestedAt": TIME(0)} | facts], schema=dict(ROOTLESS))
 
 
 def owner(**facts: Any) -> pl.DataFrame:
@@ -74,11 +74,11 @@ def verdict(
 ) -> list[tuple[Any, ...]]:
     """What becomes of one call: `spans` and `rollout` say when the newest span of its trace and of its rollout came."""
     known = active({"RolloutId": (facts or {}).get("RolloutKey", "r"), "LastArrival": TIME(rollout)})
-    traces = pl.DataFrame([{"TraceId": "t", "LastArrival": TIME(spans), "Torn": torn}], schema=dict(TRACES))
+    traces = pl.DataFrame([{"TraceId": "t", "LastArrival": TIME(spans), "HasOpenSpan": torn}], schema=dict(TRACES))
     said = {"RunId": "run", "RolloutId": "r", "Attempt": 0, "GroupId": "g", "GroupSize": 4, "TaskId": "task", "Final": root}
     roots = pl.DataFrame([] if root is None else [said], schema=dict(ROOTS))
     calls = rollouts_of(call(**facts or {}), owner(), known.clear())
-    judged = judge(calls, roots, known, traces, TIME(at), SPEC, force=force)
+    judged = silent_rollouts(calls, roots, known, traces, TIME(at), SPEC, force=force)
     assert judged["LastArrival"].to_list() == [TIME(max(spans, rollout))] * judged.height
     return judged.select("RunId", "Mode", "RolloutId", "GroupId", "Verdict", "Detail").rows()
 
@@ -114,7 +114,7 @@ def built(run: str, at: float) -> dict[str, Any]:
 
 def arrived(*rows: tuple[str, float]) -> pl.DataFrame:
     facts = [{"RunId": run, "RolloutId": "r", "IngestedAt": TIME(at)} for run, at in rows]
-    return pl.DataFrame(facts, schema_overrides={"IngestedAt": LOOSE["IngestedAt"]})
+    return pl.DataFrame(facts, schema_overrides={"IngestedAt": ROOTLESS["IngestedAt"]})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def arrived(*rows: tuple[str, float]) -> pl.DataFrame:
 )
 def test_what_came_after_a_build_makes_it_stale(rows: list[tuple[str, float]], found: list[tuple[Any, ...]]) -> None:
     known = pl.DataFrame([built("x", 5), built("y", 8)], schema=dict(BUILT))
-    assert sorted(stale(arrived(*rows), known).rows()) == found
+    assert sorted(outdated_rollouts(arrived(*rows), known).rows()) == found
 
 
 def test_what_goes_on_is_remembered_once_and_dated_anew() -> None:

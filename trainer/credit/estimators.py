@@ -69,7 +69,7 @@ def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
 def over_tokens(
     settings: TrainerSettings, batch: Batch, **token_values: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the advantage and the return of each sampled token, by an estimator that looks at each token.
+    """Return the advantage and the return of each sampled token, by an estimator that works by token.
 
     Args:
         settings: the estimator, `gamma` (per token) and `gae_lambda`.
@@ -86,12 +86,12 @@ def over_tokens(
     assert links is not None
     row, column = np.nonzero(batch.response_mask[: batch.real_rows])
     chain = links.rollout[row]
-    place = np.arange(len(chain)) - np.searchsorted(chain, chain)
+    position = np.arange(len(chain)) - np.searchsorted(chain, chain)
 
     def laid(values: NDArray[np.generic]) -> torch.Tensor:
-        whole = np.zeros((chain.max() + 1, place.max() + 1))
-        whole[chain, place] = values
-        return torch.from_numpy(whole)
+        padded = np.zeros((chain.max() + 1, position.max() + 1))
+        padded[chain, position] = values
+        return torch.from_numpy(padded)
 
     last = np.append(row[1:] != row[:-1], [True])
     facts = {
@@ -107,7 +107,7 @@ def over_tokens(
     results: list[NDArray[np.float32]] = []
     for output in outputs:
         spread = np.zeros(batch.logprobs.shape, np.float32)
-        spread[row, column] = output.numpy()[chain, place]
+        spread[row, column] = output.numpy()[chain, position]
         results.append(spread)
     return results[0], results[1]
 

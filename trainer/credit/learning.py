@@ -120,7 +120,7 @@ def check(settings: TrainerSettings) -> None:
     _check_estimator(settings)
     _check_loss(settings)
     _check_correction(settings)
-    _check_road(settings)
+    _check_weight_sync(settings)
     if settings.loss.kl_coef and settings.loss.reference is None and settings.model is None:
         raise SettingsError(
             f"trainer.loss.kl_coef = {settings.loss.kl_coef:g} holds the policy to a reference, and none is named. Set "
@@ -160,7 +160,7 @@ def merges(settings: TrainerSettings) -> bool:
     return settings.merge
 
 
-def _check_road(settings: TrainerSettings) -> None:
+def _check_weight_sync(settings: TrainerSettings) -> None:
     if settings.weight_sync.method == "adapter" and not settings.lora.rank:
         raise SettingsError(
             "trainer.weight_sync.method = adapter, and trainer.lora.rank = 0 trains no adapters. Set the rank, or "

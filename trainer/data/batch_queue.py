@@ -82,7 +82,7 @@ class BatchQueue:
         """
         self._judge_again(source.build_spec, head)
         settings, waiting = self._settings, self._waiting()
-        self.ready = [group for group in self._groups.look(source) if group not in waiting]
+        self.ready = [group for group in self._groups.poll(source) if group not in waiting]
         while len(self.ready) >= settings.sampling.groups_per_batch:
             chosen = self.ready[: settings.sampling.groups_per_batch]
             self._clock.begin()

@@ -1,4 +1,4 @@
-"""Whole groups of a run, updated by the rollouts that were built since the last look.
+"""Whole groups of a run, updated by the rollouts that were built since the last poll.
 
 In: the rows of `builds`. Out: the groups with as many built rollouts as their size. Invariant: history is scanned once; after that a
 look reads the rows that have arrived since the last one, and only the groups of those rollouts are counted again. The caller releases the
@@ -25,7 +25,7 @@ Key = tuple[str, str]
 """Mode and id of a group."""
 
 _OVERLAP = 10_000_000
-"""Overlap of two looks, in microseconds: longer than nearly every insert takes to become visible after its rows were dated."""
+"""Overlap of two polls, in microseconds: longer than nearly every insert takes to become visible after its rows were dated."""
 _SWEEP_OVERLAP = 120_000_000
 """Overlap of two sweeps, in microseconds: longer than any insert takes."""
 _SECONDS_BETWEEN_SWEEPS = 30.0
@@ -66,14 +66,14 @@ class BuiltGroups:
         self._whole: dict[Key, int] | None = None
         """Time at which each group became whole, in microseconds since 1970. None: nothing was read yet."""
         self._sorted: list[Key] | None = None
-        self._looked = 0
-        """Start of the last look, in microseconds of the store's clock."""
+        self._reads_until = 0
+        """Start of the last poll, in microseconds of the store's clock."""
         self._swept = 0
         self._next_sweep = 0.0
         """Time of the next sweep, in seconds of the monotonic clock."""
         self._seen: set[tuple[str, int, int]] = set()
 
-    def look(self) -> list[Key]:
+    def poll(self) -> list[Key]:
         """Return the groups that are whole now, in the order in which they became so; the same list as long as they are the same."""
         if self._whole is None:
             self._scan()
@@ -91,7 +91,7 @@ class BuiltGroups:
                 self._sorted = None
 
     def rescan(self) -> None:
-        """Read all of history again with the next look: groups that were released may count again."""
+        """Read all of history again with the next poll: groups that were released may count again."""
         self._whole = self._sorted = None
 
     def _scan(self) -> None:
@@ -99,7 +99,7 @@ class BuiltGroups:
         # Before they are counted: what becomes visible in between is read again.
         _, seen = self._arrived(int(now) - _SWEEP_OVERLAP)
         self._whole, self._sorted = self._count(THIS_RUN), None
-        self._looked = self._swept = int(now)
+        self._reads_until = self._swept = int(now)
         self._next_sweep, self._seen = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, seen
 
     def _arrived(self, since: int) -> tuple[int, set[tuple[str, int, int]]]:
@@ -110,15 +110,15 @@ class BuiltGroups:
 
     def _read_arrived(self, whole: dict[Key, int]) -> None:
         sweeps = time.monotonic() >= self._next_sweep
-        now, arrived = self._arrived(self._swept - _SWEEP_OVERLAP if sweeps else self._looked - _OVERLAP)
+        now, arrived = self._arrived(self._swept - _SWEEP_OVERLAP if sweeps else self._reads_until - _OVERLAP)
         for rollouts in batches_of_keys(rollout for rollout, *_ in arrived - self._seen):
             groups = [group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))]
             for ids in batches_of_keys(groups):
                 self._count_again(whole, {key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
-        self._seen = {row for row in self._seen | arrived if row[2] >= self._looked - _SWEEP_OVERLAP}
-        self._looked = now
+        self._seen = {row for row in self._seen | arrived if row[2] >= self._reads_until - _SWEEP_OVERLAP}
+        self._reads_until = now
         if sweeps:
-            self._swept, self._next_sweep = self._looked, time.monotonic() + _SECONDS_BETWEEN_SWEEPS
+            self._swept, self._next_sweep = self._reads_until, time.monotonic() + _SECONDS_BETWEEN_SWEEPS
 
     def _count_again(self, whole: dict[Key, int], groups: set[str], where: str) -> None:
         counted = {key: at for key, at in self._count(where).items() if key[1] in groups}

@@ -1,4 +1,4 @@
-"""Rollouts as chains of rows, for estimators that look at each token.
+"""Rollouts as chains of rows, for estimators that work by token.
 
 Invariant: the rewards of a chain add up to its rollout's return without the rewards of calls that are not trained and came before its
 first row; a pure function, and the order of rows given changes nothing.

@@ -60,7 +60,7 @@ def describe(version: int, metrics: Mapping[str, float], alarm: float) -> str:
 
 
 def _by_staleness(loaded: Loaded, policy: str, lineage: Sequence[int]) -> dict[str, float]:
-    place = {version: at for at, version in enumerate(lineage)}
+    index_of = {version: at for at, version in enumerate(lineage)}
     newest = (
         loaded.transitions.filter(pl.col("Policy") == policy)
         .group_by("RunId", "RolloutId", "Attempt")
@@ -70,8 +70,8 @@ def _by_staleness(loaded: Loaded, policy: str, lineage: Sequence[int]) -> dict[s
     failed, rollouts = Counter[int](), Counter[int]()
     for rollout in loaded.rollouts:
         version = versions.get((rollout.group.run_id, rollout.rollout_id, rollout.attempt))
-        if version in place:
-            behind = len(lineage) - 1 - place[version]
+        if version in index_of:
+            behind = len(lineage) - 1 - index_of[version]
             rollouts[behind] += 1
             failed[behind] += bool(rollout.failure)
     return {f"{SHARE}_staleness_{behind}": failed[behind] / count for behind, count in sorted(rollouts.items())}

@@ -44,11 +44,11 @@ def find_skips(
     for group, facts in _facts(groups, loaded.transitions.filter(own), masked.filter(own)):
         if group not in skips and (skip := _of_calls(facts, settings, lineage, alone=alone)):
             skips[group] = skip
-    sound = [group for group in groups if group not in skips]
-    compared = _with_baseline(loaded, settings, lineage, sound)
-    skips |= {group: Skip(SkipReason.NO_BASELINE) for group in sound if group not in compared}
+    valid = [group for group in groups if group not in skips]
+    compared = _with_baseline(loaded, settings, lineage, valid)
+    skips |= {group: Skip(SkipReason.NO_BASELINE) for group in valid if group not in compared}
     if settings.sampling.skip_equal_groups:
-        live = _live(loaded, own, trained, settings, [group for group in sound if group in compared])
+        live = _live(loaded, own, trained, settings, [group for group in valid if group in compared])
         skips |= {group: Skip(SkipReason.EQUAL) for group in compared if group not in live}
     return {group: skips[group] for group in groups if group in skips}
 
@@ -56,8 +56,8 @@ def find_skips(
 def same_ids(rollouts: Sequence[BatchRollout], groups: Sequence[Group]) -> dict[Group, Skip]:
     """Find the groups that hold a rollout's id which an earlier one of `groups` holds as well: one batch trains it once."""
     holders, skips = dict[tuple[str, str, int], Group](), dict[Group, Skip]()
-    place = {group: number for number, group in enumerate(groups)}
-    for rollout in sorted(rollouts, key=lambda rollout: place[rollout.group]):
+    order_of = {group: number for number, group in enumerate(groups)}
+    for rollout in sorted(rollouts, key=lambda rollout: order_of[rollout.group]):
         holder = holders.setdefault((rollout.group.run_id, rollout.rollout_id, rollout.attempt), rollout.group)
         if holder != rollout.group and holder not in skips:
             detail = f"rollout {rollout.rollout_id!r} is one of group {holder.group_id!r}, too, which came first."
@@ -76,10 +76,12 @@ def _contradictions(trained: pl.DataFrame) -> dict[Group, Skip]:
         & (starts.list.len() == pl.col("Versions.Version").list.len())
     )
     facts = trained.select(*GROUP_COLUMNS, "TransitionId", Prompt=prompt, Response=response, Logprobs=logprobs, Versions=ordered)
-    odd = facts.filter((pl.min_horizontal("Prompt", "Response") == 0) | (pl.col("Response") != pl.col("Logprobs")) | ~pl.col("Versions"))
+    inconsistent = facts.filter(
+        (pl.min_horizontal("Prompt", "Response") == 0) | (pl.col("Response") != pl.col("Logprobs")) | ~pl.col("Versions")
+    )
     return {
         Group(*(row[name] for name in GROUP_COLUMNS)): Skip(SkipReason.CONTRADICTORY, _contradiction(row))
-        for row in odd.unique(GROUP_COLUMNS, keep="first", maintain_order=True).iter_rows(named=True)
+        for row in inconsistent.unique(GROUP_COLUMNS, keep="first", maintain_order=True).iter_rows(named=True)
     }
 
 
@@ -149,8 +151,8 @@ def _with_baseline(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[
         return list(groups)
     fresh = lineage[-1 - settings.sampling.max_staleness :]
     older = versions_of_calls().list.set_difference(pl.lit(list(fresh), pl.List(pl.UInt64)))
-    sound = (pl.col("Temperature") <= 0) & (older.list.len() == 0)
-    greedy = loaded.greedy.filter(pl.col("Policy") == settings.policy).group_by("RunId", "GroupId").agg(sound.all().alias("Sound"))
+    valid = (pl.col("Temperature") <= 0) & (older.list.len() == 0)
+    greedy = loaded.greedy.filter(pl.col("Policy") == settings.policy).group_by("RunId", "GroupId").agg(valid.all().alias("Sound"))
     names = set(greedy.filter("Sound").select("RunId", "GroupId").rows())
     return [group for group in groups if (group.run_id, group.group_id) in names]
 

@@ -94,8 +94,8 @@ def separate(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
     Raises:
         TrainerError: a row is empty or contradicts itself.
     """
-    alone = np.full(len(transitions), -1, np.int64)
-    return _assemble(transitions, advantages, alone)
+    separate_rows = np.full(len(transitions), -1, np.int64)
+    return _assemble(transitions, advantages, separate_rows)
 
 
 def merge(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
@@ -128,18 +128,18 @@ def _predecessors(rows: pl.DataFrame, partition: NDArray[np.uint32]) -> NDArray[
             current, open_ends = group, []
         start, stop = prompt_at[row], prompt_at[row + 1]
         candidates = bisect.bisect_right(open_ends, (stop - start, len(rows)))
-        for place in range(candidates - 1, -1, -1):
-            size, end = open_ends[place]
+        for index in range(candidates - 1, -1, -1):
+            size, end = open_ends[index]
             prompt, response = slice(prompt_at[end], prompt_at[end + 1]), slice(response_at[end], response_at[end + 1])
-            seam = start + prompt.stop - prompt.start
+            boundary = start + prompt.stop - prompt.start
             tail = responses[max(response.start, response.stop - _TAIL) : response.stop]
             if (
                 prompts.startswith(tail, start + size - len(tail))
-                and prompts.startswith(responses[response], seam)
+                and prompts.startswith(responses[response], boundary)
                 and prompts.startswith(prompts[prompt], start)
             ):
                 predecessors[row] = end
-                del open_ends[place]
+                del open_ends[index]
                 break
         bisect.insort(open_ends, (stop - start + response_at[row + 1] - response_at[row], row))
     return predecessors

@@ -18,7 +18,7 @@ from trainer.data.source import BatchRollout, Group, GroupState, Loaded
 from trainer.ledger.skips import SkipReason
 
 
-class Fate(StrEnum):
+class GroupOutcome(StrEnum):
     """Outcome of a group in a run."""
 
     BATCH = "batch"
@@ -52,7 +52,7 @@ class PlannedGroup:
     """Number of its rollouts that are built."""
     size: int
     """Number of rollouts of the whole group; 0: unknown."""
-    fate: Fate
+    outcome: GroupOutcome
     batch: int | None = None
     """Number of its batch, 1 for the next. None: it is in none."""
     reason: SkipReason | None = None
@@ -102,44 +102,49 @@ class TrainPlan:
         """Return the number of batches that a run would train now."""
         return max((group.batch or 0 for group in self.groups), default=0)
 
-    def having(self, *fates: Fate) -> list[PlannedGroup]:
+    def with_outcome(self, *outcomes: GroupOutcome) -> list[PlannedGroup]:
         """Return the groups with one of these fates."""
-        return [group for group in self.groups if group.fate in fates]
+        return [group for group in self.groups if group.outcome in outcomes]
 
     @property
     def missing_groups(self) -> int:
         """Return the number of groups needed beyond those in the store, which knows no group before a rollout of it is built."""
-        return max(self.in_flight - self._there, 0)
+        return max(self.in_flight - self._groups_in_store, 0)
 
     @property
     def demand(self) -> str:
         """Return a sentence about the groups that are still needed, and the skipped ones; empty: none are needed."""
         if not self.missing_groups:
             return ""
-        text = f"{_are(self.missing_groups, 'more group')} wanted: {self.in_flight} shall be in flight"
+        text = f"{_are(self.missing_groups, 'more group')} needed: {self.in_flight} are to be in flight"
         skips = self._skips()
-        return f"{text}, {self._there} {'is' if self._there == 1 else 'are'} there{f'; {skips}' if skips else ''}."
+        return f"{text}, {self._groups_in_store} {'is' if self._groups_in_store == 1 else 'are'} there{f'; {skips}' if skips else ''}."
 
     @property
-    def _there(self) -> int:
-        return sum(group.mode == Mode.TRAIN for group in self.having(Fate.LEFT, Fate.WAITING, Fate.INCOMPLETE, Fate.UNDER_WAY))
+    def _groups_in_store(self) -> int:
+        return sum(
+            group.mode == Mode.TRAIN
+            for group in self.with_outcome(GroupOutcome.LEFT, GroupOutcome.WAITING, GroupOutcome.INCOMPLETE, GroupOutcome.UNDER_WAY)
+        )
 
     def _skips(self) -> str:
-        skips = Counter(group.reason.value for group in self.having(Fate.SKIPPED) if group.reason)
+        skips = Counter(group.reason.value for group in self.with_outcome(GroupOutcome.SKIPPED) if group.reason)
         return f"{_are(skips.total(), 'group')} skipped ({', '.join(f'{n} {why}' for why, n in sorted(skips.items()))})" if skips else ""
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """Return a sentence about what would be trained, or the reasons for which nothing would be."""
         if self.batches:
             text = f"{_count(self.batches, 'batch', 'batches')} of {_count(self.groups_per_batch, 'group')} would be trained"
         else:
             text = "there is nothing to train"
-        reasons = self._outcomes()
+        reasons = self._outcome_texts()
         return f"{text}: {'; '.join(reasons)}." if reasons else f"{text}."
 
-    def _outcomes(self) -> list[str]:
-        left, waiting, loose = (self.having(fate) for fate in (Fate.LEFT, Fate.WAITING, Fate.NO_GROUP))
+    def _outcome_texts(self) -> list[str]:
+        left, waiting, ungrouped = (
+            self.with_outcome(outcome) for outcome in (GroupOutcome.LEFT, GroupOutcome.WAITING, GroupOutcome.NO_GROUP)
+        )
         reasons: list[str] = []
         if left:
             reasons.append(
@@ -148,19 +153,19 @@ class TrainPlan:
         if waiting:
             missing = sum(group.size - group.rollouts for group in waiting)
             reasons.append(f"{_wait(len(waiting))} for {_count(missing, 'rollout')} to be built")
-        if incomplete := self.having(Fate.INCOMPLETE):
+        if incomplete := self.with_outcome(GroupOutcome.INCOMPLETE):
             reasons.append(f"{_wait(len(incomplete))} for rows that the store does not show yet")
         if self.unbuilt:
             reasons.append(f"{_count(self.unbuilt, 'rollout')} ended and not built (`spangrad build`)")
         if skips := self._skips():
             reasons.append(skips)
-        if loose:
-            reasons.append(f"{_count(sum(group.rollouts for group in loose), 'rollout')} without a group (docs/guides/training.md)")
-        for mode, n in sorted(Counter(group.mode for group in self.having(Fate.OTHER_MODE)).items()):
+        if ungrouped:
+            reasons.append(f"{_count(sum(group.rollouts for group in ungrouped), 'rollout')} without a group (docs/guides/training.md)")
+        for mode, n in sorted(Counter(group.mode for group in self.with_outcome(GroupOutcome.OTHER_MODE)).items()):
             reasons.append(f"{_are(n, 'group')} of mode {mode}")
-        under_way, trained = len(self.having(Fate.UNDER_WAY)), len(self.having(Fate.TRAINED))
+        under_way, trained = len(self.with_outcome(GroupOutcome.UNDER_WAY)), len(self.with_outcome(GroupOutcome.TRAINED))
         if under_way:
-            reasons.append(f"{_are(under_way, 'group')} in a step under way")
+            reasons.append(f"{_are(under_way, 'group')} in a running step")
         if trained:
             reasons.append(f"{_count(trained, 'group')} trained before")
         if not self.groups and not self.unbuilt:
@@ -170,70 +175,74 @@ class TrainPlan:
 
 
 def planned(
-    states: Sequence[GroupState], load: Callable[[Sequence[Group]], Loaded], past: LedgerHistory, settings: TrainerSettings
+    states: Sequence[GroupState], load: Callable[[Sequence[Group]], Loaded], history: LedgerHistory, settings: TrainerSettings
 ) -> tuple[PlannedGroup, ...]:
     """Return every group with its fate.
 
     Args:
         states: what is built of each group, in the order in which groups are taken.
         load: rollouts and transitions of some groups.
-        past: the ledger's conclusions.
+        history: the ledger's conclusions.
         settings: of the trainer.
     """
-    fates: dict[Group, PlannedGroup] = {}
+    outcomes: dict[Group, PlannedGroup] = {}
     ready: list[GroupState] = []
     for state in states:
         group = state.group
         key = (group.mode, group.group_id)
-        if group in past.skipped:
-            fates[group] = _fate(state, Fate.SKIPPED, reason=past.skipped[group])
-        elif key in past.leased:
-            fates[group] = _fate(state, Fate.UNDER_WAY)
-        elif key in past.finished:
-            fates[group] = _fate(state, Fate.TRAINED)
+        if group in history.skipped:
+            outcomes[group] = _planned_group(state, GroupOutcome.SKIPPED, reason=history.skipped[group])
+        elif key in history.leased:
+            outcomes[group] = _planned_group(state, GroupOutcome.UNDER_WAY)
+        elif key in history.finished:
+            outcomes[group] = _planned_group(state, GroupOutcome.TRAINED)
         elif group.mode not in settings.modes:
-            fates[group] = _fate(state, Fate.OTHER_MODE)
+            outcomes[group] = _planned_group(state, GroupOutcome.OTHER_MODE)
         elif not state.size:
-            fates[group] = _fate(state, Fate.NO_GROUP)
+            outcomes[group] = _planned_group(state, GroupOutcome.NO_GROUP)
         elif not state.whole:
-            fates[group] = _fate(state, Fate.WAITING)
+            outcomes[group] = _planned_group(state, GroupOutcome.WAITING)
         else:
             ready.append(state)
-    lineage, batch = list(past.lineage), 0
+    lineage, batch = list(history.lineage), 0
     while ready:
         chosen = ready[: settings.sampling.groups_per_batch]
         loaded = load([item.group for item in chosen])
         if loaded.incomplete:
-            fates |= {item.group: _fate(item, Fate.INCOMPLETE) for item in chosen if item.group in loaded.incomplete}
+            outcomes |= {item.group: _planned_group(item, GroupOutcome.INCOMPLETE) for item in chosen if item.group in loaded.incomplete}
             ready = [item for item in ready if item.group not in loaded.incomplete]
             continue
-        reasons = _reasons([item.group for item in chosen], loaded, lineage, past, settings)
+        reasons = _reasons([item.group for item in chosen], loaded, lineage, history, settings)
         if reasons:
-            fates |= {item.group: _fate(item, Fate.SKIPPED, reason=reasons[item.group]) for item in chosen if item.group in reasons}
+            outcomes |= {
+                item.group: _planned_group(item, GroupOutcome.SKIPPED, reason=reasons[item.group])
+                for item in chosen
+                if item.group in reasons
+            }
             ready = [item for item in ready if item.group not in reasons]
         elif len(chosen) < settings.sampling.groups_per_batch:
-            fates |= {item.group: _fate(item, Fate.LEFT) for item in chosen}
+            outcomes |= {item.group: _planned_group(item, GroupOutcome.LEFT) for item in chosen}
             break
         else:
             batch += 1
             lineage.append(lineage[-1] + 1)  # the number that it will have, or a smaller one; either way it is the newest
-            fates |= {item.group: _fate(item, Fate.BATCH, batch=batch) for item in chosen}
+            outcomes |= {item.group: _planned_group(item, GroupOutcome.BATCH, batch=batch) for item in chosen}
             ready = ready[settings.sampling.groups_per_batch :]
-    order = {fate: place for place, fate in enumerate(Fate)}
-    return tuple(sorted(fates.values(), key=lambda group: (group.batch or 1 << 62, order[group.fate])))
+    order = {outcome: index for index, outcome in enumerate(GroupOutcome)}
+    return tuple(sorted(outcomes.values(), key=lambda group: (group.batch or 1 << 62, order[group.outcome])))
 
 
 def _reasons(
-    groups: Sequence[Group], loaded: Loaded, lineage: Sequence[int], past: LedgerHistory, settings: TrainerSettings
+    groups: Sequence[Group], loaded: Loaded, lineage: Sequence[int], history: LedgerHistory, settings: TrainerSettings
 ) -> dict[Group, SkipReason]:
-    skips = find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=past.tokenizer_hash)
-    if not skips and (claimed := past.claimed(loaded.rollouts)):
+    skips = find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=history.tokenizer_hash)
+    if not skips and (claimed := history.claimed(loaded.rollouts)):
         return dict.fromkeys(claimed, SkipReason.ALREADY_TRAINED)
     return {group: skip.reason for group, skip in (skips or same_ids(loaded.rollouts, groups)).items()}
 
 
-def _fate(state: GroupState, fate: Fate, *, batch: int | None = None, reason: SkipReason | None = None) -> PlannedGroup:
-    return PlannedGroup(state.group.mode, state.group.group_id, state.rollouts, state.size, fate, batch, reason)
+def _planned_group(state: GroupState, outcome: GroupOutcome, *, batch: int | None = None, reason: SkipReason | None = None) -> PlannedGroup:
+    return PlannedGroup(state.group.mode, state.group.group_id, state.rollouts, state.size, outcome, batch, reason)
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:

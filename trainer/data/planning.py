@@ -13,7 +13,7 @@ from spangrad.types import Mode
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from trainer.data.plan import LedgerHistory, TrainPlan, planned
 from trainer.data.source import GroupReader
-from trainer.ledger.demand import in_flight, spent
+from trainer.ledger.demand import consumed_groups, in_flight
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import existing_ledger, require_beginning
 from trainer.monitor.evaluate import best, describe_best
@@ -42,28 +42,28 @@ def make_plan(settings: Settings) -> TrainPlan:
 def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainPlan:
     """Return the plan of a run that reads with `client`. No ledger: nothing has been trained yet."""
     source = GroupReader(client, settings)
-    past = past_of(settings, ledger, source.build_spec)
+    history = history_of(settings, ledger, source.build_spec)
     trainer = settings.trainer
-    groups = planned(source.states(), source.load, past, trainer)
-    steps = spent(ledger, trainer, source.build_spec).steps if ledger else 0
-    steps += max((group.batch or 0 for group in groups), default=0) + bool(past.leased)
-    champion = best(ledger.versions(), trainer) if ledger else None
+    groups = planned(source.states(), source.load, history, trainer)
+    steps = consumed_groups(ledger, trainer, source.build_spec).steps if ledger else 0
+    steps += max((group.batch or 0 for group in groups), default=0) + bool(history.leased)
+    best_version = best(ledger.versions(), trainer) if ledger else None
     return TrainPlan(
         policy=trainer.policy,
         branch=trainer.branch,
         run_id=trainer.run_id,
         build_spec=source.build_spec,
-        version=past.lineage[-1],
+        version=history.lineage[-1],
         groups_per_batch=trainer.sampling.groups_per_batch,
         in_flight=in_flight(trainer, steps) if Mode.TRAIN in trainer.modes else 0,
         groups=groups,
         unbuilt=source.unbuilt(),
         elsewhere=() if groups else tuple(source.elsewhere()),
-        best=describe_best(champion, trainer) if champion else "",
+        best=describe_best(best_version, trainer) if best_version else "",
     )
 
 
-def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> LedgerHistory:
+def history_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> LedgerHistory:
     """Return the branch's state in the ledger; for a branch that has not begun, the state with which it will begin."""
     newest = ledger.frontier() if ledger else None
     if ledger is None or newest is None:
@@ -74,9 +74,9 @@ def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Ledge
     lineage, bases = ledger.lineage(), ledger.skips.bases
     known = frozenset(lineage)
     skipped = ledger.skips.read()
-    again = {(row.group.mode, row.group.group_id) for row in skipped if row.is_outdated(known, bases)}
+    outdated = {(row.group.mode, row.group.group_id) for row in skipped if row.is_outdated(known, bases)}
     kept = {row.group: row.reason for row in skipped if not row.is_outdated(known, bases)}
-    return LedgerHistory(tuple(lineage), newest.tokenizer_hash, frozenset(finished - again), frozenset(leased), kept, ledger.claimed)
+    return LedgerHistory(tuple(lineage), newest.tokenizer_hash, frozenset(finished - outdated), frozenset(leased), kept, ledger.claimed)
 
 
 def _beginning(settings: Settings, ledger: Ledger | None) -> LedgerHistory:

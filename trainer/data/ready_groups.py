@@ -50,7 +50,7 @@ class ReadyGroups:
         self._whole: list[Group] = []
         self._ready: list[Group] = []
 
-    def look(self, source: GroupReader) -> list[Group]:
+    def poll(self, source: GroupReader) -> list[Group]:
         """Return the groups that are ready, oldest first."""
         whole = source.ready()
         with self._ledger.database.reading() as connection:

@@ -216,7 +216,7 @@ class GroupReader:
         Groups of unknown size (0) are never ready. Where the estimator compares with a greedy rollout, that is waited for, too. The first
         call reads all of history, each further one what has arrived since; the list is the same as long as nothing changes.
         """
-        keys = self._built.look()
+        keys = self._built.poll()
         if keys is not self._keys:
             self._keys, self._ready = keys, [Group(self._run, mode, self.build_spec, group) for mode, group in keys]
         return self._ready

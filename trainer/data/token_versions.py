@@ -57,7 +57,7 @@ def staleness(versions: NDArray[np.int64], lineage: Sequence[int]) -> NDArray[np
     """
     known = np.asarray(lineage, np.int64)
     order = np.argsort(known)
-    place = np.searchsorted(known, versions, sorter=order).clip(max=len(known) - 1)
-    at = order[place]
+    position = np.searchsorted(known, versions, sorter=order).clip(max=len(known) - 1)
+    at = order[position]
     behind = np.where(known[at] == versions, len(known) - 1 - at, UNKNOWN)
     return np.minimum(behind, np.iinfo(np.int16).max).astype(np.int16)

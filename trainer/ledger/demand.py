@@ -25,18 +25,18 @@ from spangrad.types import Mode, VersionStatus
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, SKIPPED, VERSIONS, equal_to
-from trainer.outages import Outage
+from trainer.retries import Outage
 
 logger = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 30.0
+REPEAT_SECONDS = 30.0
 """Interval at which an unchanged demand is sent again, in seconds, for a queue that has lost it."""
-PATIENCE_SECONDS = 5.0
+REQUEST_SECONDS = 5.0
 """Back-off after a failed request to the queue, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class ConsumedGroups:
     """Groups of mode train of the run that the branch has trained or skipped."""
 
     steps: int
@@ -65,26 +65,26 @@ def in_flight(settings: TrainerSettings, steps: int) -> int:
     return batches * settings.sampling.groups_per_batch
 
 
-def groups_wanted(spent: Spent, settings: TrainerSettings) -> int:
+def groups_wanted(consumed_groups: ConsumedGroups, settings: TrainerSettings) -> int:
     """Return the groups of mode train that the branch needs of the run since its beginning: those that are spent, and those in flight."""
-    return spent.groups + in_flight(settings, spent.steps)
+    return consumed_groups.groups + in_flight(settings, consumed_groups.steps)
 
 
-def demand(spent: Spent, settings: TrainerSettings, lineage: Sequence[int], ready: int = 0) -> Demand:
+def demand(consumed_groups: ConsumedGroups, settings: TrainerSettings, lineage: Sequence[int], ready: int = 0) -> Demand:
     """Return the demand that is reported to the queue.
 
     Args:
-        spent: by the ledger.
+        consumed_groups: by the ledger.
         settings: of the trainer.
         lineage: the committed versions that led to the one about to be trained, which is last.
         ready: groups that are whole, and not spent yet, once a batch of them was taken.
     """
     oldest = lineage[-1 - settings.sampling.max_staleness :][0]
-    level = groups_wanted(spent, settings)
-    return Demand(settings.policy, settings.branch, level, oldest, min(spent.groups + ready, level))
+    level = groups_wanted(consumed_groups, settings)
+    return Demand(settings.policy, settings.branch, level, oldest, min(consumed_groups.groups + ready, level))
 
 
-def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
+def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> ConsumedGroups:
     """Read the spent groups from the ledger; groups that another specification skipped may still be trained by this one."""
     branch, run = {"policy": settings.policy, "branch": settings.branch}, {"run_id": settings.run_id, "mode": Mode.TRAIN.value}
 
@@ -101,8 +101,8 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
         .group_by(SKIPPED.c.reason)
     )
 
-    def read(connection: sa.Connection) -> Spent:
-        return Spent(
+    def read(connection: sa.Connection) -> ConsumedGroups:
+        return ConsumedGroups(
             connection.execute(sa.select(sa.func.count()).select_from(committed.subquery())).scalar_one(),
             connection.execute(sa.select(sa.func.count()).select_from(groups.subquery())).scalar_one(),
             Counter({SkipReason(reason): count for reason, count in connection.execute(skipped)}),
@@ -114,7 +114,7 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
 
 
 class DemandReporter:
-    """Reports the trainer's demand to the queue, when it changes and every `AGAIN_SECONDS`."""
+    """Reports the trainer's demand to the queue, when it changes and every `REPEAT_SECONDS`."""
 
     def __init__(self, settings: Settings, ledger: Ledger, build_spec: str) -> None:
         """Prepare for the trainer's branch; nothing is reported yet."""
@@ -137,24 +137,27 @@ class DemandReporter:
         early = time.monotonic() < self._quiet_until
         if early and self._outage.is_under_way:
             return
-        now = demand(self._spent(), trainer, self._ledger.lineage(), ready)
+        now = demand(self._consumed(), trainer, self._ledger.lineage(), ready)
         if early and now == self._reported:
             return
         try:
             there = state(self._settings.queue, trainer.run_id, now)
         except QueueError as error:
             self._outage.failed(error)
-            self._quiet_until = time.monotonic() + PATIENCE_SECONDS
+            self._quiet_until = time.monotonic() + REQUEST_SECONDS
             return
         self._outage.over()
         if now.groups > (self._reported.groups if self._reported else 0):
             logger.info("%d groups of run %s are wanted in all, %d are enqueued", now.groups, trainer.run_id, there.enqueued)
-        self._reported, self._quiet_until = now, time.monotonic() + AGAIN_SECONDS
+        self._reported, self._quiet_until = now, time.monotonic() + REPEAT_SECONDS
 
     def figures(self) -> dict[str, float]:
         """Return metrics: number of groups needed in all, and number of skipped groups of the run."""
-        gone = self._spent()
-        return {"groups_wanted": float(groups_wanted(gone, self._settings.trainer)), "groups_skipped": float(sum(gone.skipped.values()))}
+        consumed = self._consumed()
+        return {
+            "groups_wanted": float(groups_wanted(consumed, self._settings.trainer)),
+            "groups_skipped": float(sum(consumed.skipped.values())),
+        }
 
-    def _spent(self) -> Spent:
-        return spent(self._ledger, self._settings.trainer, self._build_spec)
+    def _consumed(self) -> ConsumedGroups:
+        return consumed_groups(self._ledger, self._settings.trainer, self._build_spec)

@@ -26,7 +26,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from spangrad.errors import LedgerError
-from spangrad.leases import Watch, is_dead, shown, this_process
+from spangrad.leases import LeaseClock, is_dead, shown, this_process
 from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
@@ -51,7 +51,7 @@ class Ledger:
 
     def __init__(
         self,
-        place: Path | str,
+        location: Path | str,
         policy: str,
         branch: str,
         *,
@@ -62,7 +62,7 @@ class Ledger:
         """Open the ledger, making it when there is none.
 
         Args:
-            place: trainer.directory, or a database's URL (trainer.ledger_url).
+            location: trainer.directory, or a database's URL (trainer.ledger_url).
             policy: its name.
             branch: its branch.
             lease_seconds: time that a lease holds unrenewed, in seconds.
@@ -75,8 +75,8 @@ class Ledger:
         self._branch = {"policy": policy, "branch": branch}
         self.lease_seconds = lease_seconds
         self._holder = holder or this_process()
-        self._watch = Watch[str]()
-        self.database = LedgerDatabase(place)
+        self._watch = LeaseClock[str]()
+        self.database = LedgerDatabase(location)
         self.skips = SkippedGroups(self.database, self._branch, settings or TrainerSettings())
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Ledger:
         """Make a leased batch and its version final, and the branch's head, in one transaction.
 
         Raises:
-            LedgerError: the lease is gone.
+            LedgerError: the lease has ended.
         """
         with self.database.transaction() as transaction:
             if transaction.execute(LEASES.delete().where(LEASES.c.batch_id == lease.batch_id)).rowcount != 1:
@@ -295,7 +295,7 @@ class Ledger:
         branch = self._branch["branch"]
         return list(self.database.remembered("lineage", lambda reader: ancestry(self._parents(reader), branch, self._head(reader))))
 
-    def lent(self) -> set[int]:
+    def parents_of_other_branches(self) -> set[int]:
         """Return the versions of this branch that are heads of other branches, which began with them: their files are still needed.
 
         The parent branch of a first version does not matter: several branches may begin with one version, whose files its maker holds.
@@ -351,7 +351,7 @@ class Ledger:
 
     def _is_over(self, lease: sa.RowMapping) -> bool:
         """Return whether any process may undo a lease: it was not renewed for its time while this one watched, or its holder is dead."""
-        return is_dead(lease["holder"]) or self._watch.see(lease["batch_id"], lease["beats"], lease["seconds"])
+        return is_dead(lease["holder"]) or self._watch.observe(lease["batch_id"], lease["beats"], lease["seconds"])
 
     def _undo(self, transaction: sa.Connection, lease: sa.RowMapping) -> None:
         batch = lease["batch_id"]

@@ -34,7 +34,7 @@ _CALL_COLUMNS = (
     "SpanId", "AgentName", "Tools", "SampledVersions", "Staleness", "InputTokens", "OutputTokens", "FinishReason", "Reward", "Return",
     "Advantage",
 )  # fmt: skip
-_THERE = """
+_STORED_VERSIONS = """
 SELECT Version, Status, Checksum, Metrics FROM spangrad_internal.policy_versions FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s
 """
 _BATCH_SIZES = """
@@ -59,22 +59,22 @@ class Mirror:
         facts = versions[0]
         names = {"policy": facts.policy_version.policy, "branch": facts.branch}
         with store_errors(self._url):
-            rows = self._client.query(_THERE, parameters=names).result_rows
+            rows = self._client.query(_STORED_VERSIONS, parameters=names).result_rows
             batches = self._client.query(_BATCH_SIZES, parameters=names).result_rows
-        there = {int(number): (status, checksum, dict(metrics)) for number, status, checksum, metrics in rows}
+        stored = {int(number): (status, checksum, dict(metrics)) for number, status, checksum, metrics in rows}
         counts = {str(batch): int(count) for batch, count in batches}
-        behind = [
+        outdated = [
             version
             for version in versions
-            if there.get(version.version) != (version.status, version.policy_version.checksum, version.metrics)
+            if stored.get(version.version) != (version.status, version.policy_version.checksum, version.metrics)
             or (
                 version.status is VersionStatus.COMMITTED
                 and counts.get(version.policy_version.batch_id or "", 0) != self._batch_size(version)
             )
         ]
-        for version in behind:
+        for version in outdated:
             self.write(version)
-        return len(behind)
+        return len(outdated)
 
     def write(self, version: LedgerVersion) -> None:
         """Write a version and, when it is committed, its batch; the batch first, so that a version's row implies its batch."""

@@ -16,7 +16,7 @@ from spangrad.types import VersionStatus
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import FILE as LEDGER_FILE
-from trainer.ledger.tables import LedgerVersion, ledger_place
+from trainer.ledger.tables import LedgerVersion, ledger_location
 from trainer.monitor.evaluate import best
 from trainer.publish import checkpoint
 
@@ -73,7 +73,7 @@ def prepare(ledger: Ledger, settings: Settings) -> LedgerVersion:
 def open_ledger(settings: Settings) -> Ledger:
     """Open the ledger of the trainer's branch."""
     trainer = settings.trainer
-    return Ledger(ledger_place(trainer), trainer.policy, trainer.branch, lease_seconds=trainer.lease_seconds, settings=trainer)
+    return Ledger(ledger_location(trainer), trainer.policy, trainer.branch, lease_seconds=trainer.lease_seconds, settings=trainer)
 
 
 def existing_ledger(settings: Settings) -> Ledger | None:
@@ -108,14 +108,14 @@ def earlier_checkpoints(ledger: Ledger, version: LedgerVersion, count: int) -> l
 def prune(ledger: Ledger, settings: Settings) -> None:
     """Remove the files of old versions, except the head, the best, pinned ones and those that another branch still needs."""
     trainer, head = settings.trainer, ledger.frontier()
-    champion = best(ledger.versions(), trainer)
+    best_version = best(ledger.versions(), trainer)
     checkpoint.prune(
         trainer.directory,
         trainer.policy,
         trainer.branch,
-        committed=set(ledger.committed_versions()) - ledger.lent(),
+        committed=set(ledger.committed_versions()) - ledger.parents_of_other_branches(),
         keep=trainer.checkpoint.keep,
-        spared=ledger.pinned() | {version.version for version in (head, champion) if version},
+        keep_also=ledger.pinned() | {version.version for version in (head, best_version) if version},
     )
 
 

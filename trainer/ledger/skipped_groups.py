@@ -114,8 +114,8 @@ class SkippedGroups:
         changed = [sa.and_(SKIPPED.c.reason == reason.value, SKIPPED.c.basis != text) for reason, text in self.bases.items()]
         with self._database.transaction() as transaction:
             pairs = transaction.execute(sa.select(SKIPPED.c.head, SKIPPED.c.version).where(*of_run, SKIPPED.c.head.is_not(None)).distinct())
-            gone = [(head, version) for head, version in pairs if not _continues(known, head, version)]
-            outdated = sa.or_(*changed, sa.tuple_(SKIPPED.c.head, SKIPPED.c.version).in_(gone))
+            discontinued = [(head, version) for head, version in pairs if not _continues(known, head, version)]
+            outdated = sa.or_(*changed, sa.tuple_(SKIPPED.c.head, SKIPPED.c.version).in_(discontinued))
             counts = sa.select(SKIPPED.c.reason, sa.func.count()).where(*of_run, outdated).group_by(SKIPPED.c.reason)
             removed = {SkipReason(reason): count for reason, count in transaction.execute(counts)}
             if removed:

@@ -64,7 +64,7 @@ LEASES = sa.Table(
     sa.Column("batch_id", sa.String, nullable=False, unique=True),
     sa.Column("version", sa.Integer, nullable=False),
     sa.Column("holder", sa.String, nullable=False, comment="the process, as spangrad/leases.py names it"),
-    sa.Column("seconds", sa.Float, nullable=False, comment="that it holds unrenewed, by the clock of whoever looks at it"),
+    sa.Column("seconds", sa.Float, nullable=False, comment="that it holds unrenewed, by the clock of each observer"),
     sa.Column("beats", sa.Integer, nullable=False, server_default="0", comment="how often it was renewed"),
     comment="a row a step that is under way: one a branch, since each trains what the one before it made",
 )
@@ -134,7 +134,7 @@ CHANGES = sa.Table(
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("number", sa.BigInteger, nullable=False, comment="transactions that have changed a row, of any policy"),
     sa.Column("restored", sa.BigInteger, nullable=False, comment="the newest of them that took a row out of skipped_groups"),
-    comment="one row, by which whoever reads the ledger again sees that it is as it was",
+    comment="one row, by which a reader of the ledger sees that it is unchanged",
 )
 
 
@@ -176,7 +176,7 @@ def equal_to(table: sa.Table, facts: Mapping[str, object]) -> list[sa.ColumnElem
     return [table.c[name] == value for name, value in facts.items()]
 
 
-def ledger_place(settings: TrainerSettings) -> Path | str:
+def ledger_location(settings: TrainerSettings) -> Path | str:
     """Return the ledger's location by the settings: a directory for SQLite's file, or a URL."""
     return settings.directory if settings.ledger_url is None else settings.ledger_url.get_secret_value()
 
@@ -184,16 +184,16 @@ def ledger_place(settings: TrainerSettings) -> Path | str:
 class LedgerDatabase(AnyDatabase):
     """Database of the ledger, with its tables."""
 
-    def __init__(self, place: Path | str) -> None:
+    def __init__(self, location: Path | str) -> None:
         """Open it, and make the tables that are missing.
 
         Args:
-            place: the directory of SQLite's file, which is made; or a URL, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.
+            location: the directory of SQLite's file, which is made; or a URL, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.
 
         Raises:
             LedgerError: the URL is of no supported database, or no server answers there.
         """
-        super().__init__(_url(place), METADATA, _OWNER)
+        super().__init__(_url(location), METADATA, _OWNER)
         self._remembered: dict[Hashable, tuple[tuple[int, int], Any]] = {}
         with super().transaction() as transaction:
             self.insert_new(transaction, CHANGES, [{"id": 0, "number": 0, "restored": 0}])
@@ -236,8 +236,8 @@ def _note_change(connection: sa.Connection, statement: object, *_: object) -> No
             tables.add(statement.table.name)
 
 
-def _url(place: Path | str) -> sa.URL:
-    if isinstance(place, str):
-        return database_url(place, _OWNER)
-    place.mkdir(parents=True, exist_ok=True)
-    return sa.URL.create("sqlite", database=str(place / FILE))
+def _url(location: Path | str) -> sa.URL:
+    if isinstance(location, str):
+        return database_url(location, _OWNER)
+    location.mkdir(parents=True, exist_ok=True)
+    return sa.URL.create("sqlite", database=str(location / FILE))

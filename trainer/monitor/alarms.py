@@ -48,8 +48,8 @@ def rise(values: Sequence[float]) -> float:
     """Return the rise of a series from its first value to its last, by its least-squares line; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
-    place = np.arange(len(values)) - (len(values) - 1) / 2
-    return float(place @ np.asarray(values, float) / (place @ place) * (len(values) - 1))
+    centred = np.arange(len(values)) - (len(values) - 1) / 2
+    return float(centred @ np.asarray(values, float) / (centred @ centred) * (len(values) - 1))
 
 
 def describe(version: int, metrics: Mapping[str, float], rule: AlarmSettings) -> str:

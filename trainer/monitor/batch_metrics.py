@@ -20,7 +20,7 @@ from trainer.data.source import Loaded
 from trainer.data.token_versions import staleness, token_versions
 
 
-def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) -> dict[str, float]:
+def batch_metrics(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) -> dict[str, float]:
     """Return the metrics of a batch.
 
     Args:
@@ -41,12 +41,12 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
         .agg(pl.struct("Name", "Value").filter(pl.col("Name").is_not_null()).alias("Rewards"))
     )
     named = [sums((reward["Name"], reward["Value"]) for reward in row) for row in rewards["Rewards"].to_list()]
-    won = [succeeded(values, settings) for values in named]
+    successes = [succeeded(values, settings) for values in named]
     calls = loaded.transitions.filter(loaded.own(settings.policy, settings.selection))
     behind = staleness(token_versions(calls), lineage) if lineage else np.zeros(0, np.int16)
     behind = behind[behind >= 0]
     return {
-        "success": sum(won) / len(won) if won else 0.0,
+        "success": sum(successes) / len(successes) if successes else 0.0,
         "staleness_mean": float(behind.mean()) if len(behind) else 0.0,
         "staleness_max": float(behind.max(initial=0)),
         **failed_shares(loaded, settings.policy, lineage, settings.alarms.failed_share),

@@ -74,7 +74,7 @@ class Evaluation:
         return changed
 
     def _metrics(self) -> dict[int, dict[str, float]]:
-        """Return metrics by version; empty when nothing has been built since the last look."""
+        """Return metrics by version; empty when nothing has been built since the last poll."""
         names = {"run": self._settings.run_id, "spec": self._build_spec, "policy": self._settings.policy}
         with store_errors(self._url):
             ((count, newest),) = self._client.query(_ARRIVED, parameters={**names, "since": self._since}).result_rows

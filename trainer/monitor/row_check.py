@@ -78,7 +78,7 @@ class RowCheck:
                 beyond = logprob_check.beyond(batch.logprobs, other, named, limits)
                 bad |= dict.fromkeys(rows.tolist(), beyond or ["a row's mean |difference| out of proportion"])
         if bad:
-            raise BadRowsError(_sentence(bad, batch), dict.fromkeys(bad, LOGPROB_GAP))
+            raise BadRowsError(_bad_rows_message(bad, batch), dict.fromkeys(bad, LOGPROB_GAP))
         return metrics
 
     def _earlier(
@@ -110,10 +110,10 @@ def blame_gradient(batch: Batch, computed: Logprobs, norm: float) -> BadRowsErro
     )
 
 
-def _sentence(bad: dict[int, list[str]], batch: Batch) -> str:
+def _bad_rows_message(bad: dict[int, list[str]], batch: Batch) -> str:
     reasons = "; ".join(dict.fromkeys(", ".join(beyond) for beyond in bad.values()))
     systematic = len(bad) == batch.real_rows
-    look = (
+    remedy = (
         "every row differs, so that the fault is not a row's own: check that the engine served this very version, that it dropped its "
         "prefix cache at the reload, and that the temperature of calls is recorded"
         if systematic
@@ -121,6 +121,6 @@ def _sentence(bad: dict[int, list[str]], batch: Batch) -> str:
     )
     return (
         f"the logprobs that {len(bad)} of {batch.real_rows} rows were sampled with differ from the trainer's ({reasons}: "
-        f"trainer.alarms.logprob), so no step was taken; {look}. Logprobs must be processed ones (--logprobs-mode processed_logprobs), "
+        f"trainer.alarms.logprob), so no step was taken; {remedy}. Logprobs must be processed ones (--logprobs-mode processed_logprobs), "
         "without top-p, top-k, penalties or grammars, of the trainer's tokenizer, in the dtypes that engine.dtype and trainer.dtype name."
     )

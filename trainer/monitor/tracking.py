@@ -75,15 +75,15 @@ class Trackers:
 
 def _open(settings: Settings) -> Any:
     trainer = settings.trainer
-    own = branch_directory(trainer.directory, trainer.policy, trainer.branch)
-    places = {
-        "TENSORBOARD_DIR": str(own / "tensorboard"),
-        "MLFLOW_TRACKING_URI": f"sqlite:///{own / 'mlflow.db'}",
-        "WANDB_DIR": str(own),
-        "VERL_FILE_LOGGER_PATH": str(own / "metrics.jsonl"),
+    branch_files = branch_directory(trainer.directory, trainer.policy, trainer.branch)
+    directories = {
+        "TENSORBOARD_DIR": str(branch_files / "tensorboard"),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{branch_files / 'mlflow.db'}",
+        "WANDB_DIR": str(branch_files),
+        "VERL_FILE_LOGGER_PATH": str(branch_files / "metrics.jsonl"),
     }
-    ours = {name: place for name, place in places.items() if name not in os.environ}
-    os.environ.update(ours)
+    defaults = {name: directory for name, directory in directories.items() if name not in os.environ}
+    os.environ.update(defaults)
     try:
         from verl.utils.tracking import Tracking
 
@@ -94,7 +94,7 @@ def _open(settings: Settings) -> Any:
             config={"trainer": trainer.model_dump(mode="json"), "builder": settings.builder.decides},
         )
     finally:
-        for name in ours:
+        for name in defaults:
             del os.environ[name]
 
 

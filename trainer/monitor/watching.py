@@ -135,4 +135,4 @@ def _errors_logged(watcher: Watcher) -> Generator[None]:
     try:
         yield
     except Exception as error:  # trackers are other people's code, over other people's networks
-        logger.warning("%s failed, and training goes on: %s: %s", type(watcher).__name__, type(error).__name__, error)
+        logger.warning("%s failed, and training continues: %s: %s", type(watcher).__name__, type(error).__name__, error)

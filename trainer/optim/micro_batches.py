@@ -63,8 +63,8 @@ def split_to(parts: list[list[int]], count: int, units: Sequence[int] | None = N
 
 def _middle(part: Sequence[int], unit_of: Any) -> int:
     """Return the place nearest the middle of a micro-batch where one unit ends; 0: it holds one unit alone."""
-    seams = [at for at in range(1, len(part)) if unit_of(part[at - 1]) != unit_of(part[at])]
-    return min(seams, key=lambda at: abs(2 * at - len(part)), default=0)
+    boundaries = [at for at in range(1, len(part)) if unit_of(part[at - 1]) != unit_of(part[at])]
+    return min(boundaries, key=lambda at: abs(2 * at - len(part)), default=0)
 
 
 @functools.cache

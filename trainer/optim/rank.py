@@ -287,11 +287,11 @@ def _whole(state: Any) -> Any:
     return state
 
 
-def _shard_of(value: Any, like: Any) -> Any:
+def _shard_of(value: Any, template: Any) -> Any:
     """Return this rank's shard of a whole tensor, sharded like a parameter; any other value unchanged."""
-    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+    if not isinstance(template, DTensor) or not isinstance(value, torch.Tensor) or value.shape != template.shape:
         return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(value.to(template.device), template.device_mesh, template.placements, src_data_rank=None)
 
 
 def _load_module(module: Any, state: dict[str, Any], *, strict: bool = True) -> None:

@@ -34,7 +34,7 @@ _PLACE_SECONDS = 60.0
 """Longest wait for workers' resources that other processes hold, in seconds."""
 _TOKEN = secrets.token_hex(32)
 """Token of private clusters. Ray reads it once per process, and writes one under the home directory where it finds none."""
-_OWN = {
+_OWN_CLUSTER_VARIABLES = {
     "RAY_AUTH_TOKEN": _TOKEN,
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on any system: listen on loopback, not on every interface
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -74,7 +74,7 @@ class Cluster:
             self.close()
             raise
 
-    def _begin(self, tries: int) -> None:
+    def _begin(self, attempts: int) -> None:
         """Connect; restart a private cluster where a busy machine took longer than Ray's limit of 30 s."""
         import ray
 
@@ -89,10 +89,10 @@ class Cluster:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **(own if self.own else {}))
         except Exception as error:
             self._kill_remains()
-            if tries == 1:
+            if attempts == 1:
                 raise
             logger.warning("Ray did not start (%s): once more", _first_line(error))
-            self._begin(tries - 1)
+            self._begin(attempts - 1)
 
     def _kill_remains(self) -> None:
         """Kill the processes of a failed start, which Ray would end only with this process."""
@@ -106,7 +106,7 @@ class Cluster:
         for process in [inner for top in begun for inner in (*top.children(recursive=True), top)]:
             process.kill()
 
-    def place(self) -> tuple[list[Any], str]:
+    def reserve(self) -> tuple[list[Any], str]:
         """Reserve resources for each worker; return placement groups, one per node, and the workers' device, cuda or cpu.
 
         Raises:
@@ -179,8 +179,8 @@ def _environment(own: bool) -> Generator[None]:
         return
     from ray._private import ray_constants
 
-    before = {name: os.environ.get(name) for name in (*_OWN, "RAY_AUTH_MODE")}
-    os.environ.update(_OWN)
+    before = {name: os.environ.get(name) for name in (*_OWN_CLUSTER_VARIABLES, "RAY_AUTH_MODE")}
+    os.environ.update(_OWN_CLUSTER_VARIABLES)
     everywhere, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False  # verl may have imported Ray before
     try:
         yield

@@ -50,8 +50,8 @@ class RayWorkers:
             self._cluster = Cluster(settings)
         try:
             with quiet():
-                places, self.device = self._cluster.place()
-                self._group = _group(model.absolute(), settings, objective, places, self.device, self._cluster.own)
+                placement_groups, self.device = self._cluster.reserve()
+                self._group = _group(model.absolute(), settings, objective, placement_groups, self.device, self._cluster.own)
             self.everywhere("join", self.device, self._rendezvous())
             self.everywhere("load", self.device)
             self.size = self._learn_dispatch()
@@ -63,8 +63,8 @@ class RayWorkers:
         """Call a method on every rank; return the first rank's result."""
         from verl.single_controller.base.decorator import dispatch_one_to_all
 
-        parted, _ = dispatch_one_to_all(self._living(), *arguments)
-        return self._call(method, parted)[0]
+        partitioned, _ = dispatch_one_to_all(self._alive_workers(), *arguments)
+        return self._call(method, partitioned)[0]
 
     def by_rows(self, method: str, rows: Any) -> Any:
         """Call a method on every rank with its part of the rows; return the concatenated results."""
@@ -72,9 +72,9 @@ class RayWorkers:
 
         from trainer.optim.rank import MESH
 
-        group = self._living()
-        parted, _ = dispatch_lazy_compute_data_proto(MESH, group, rows)
-        return collect_lazy_compute_data_proto(MESH, group, self._call(method, parted))
+        group = self._alive_workers()
+        partitioned, _ = dispatch_lazy_compute_data_proto(MESH, group, rows)
+        return collect_lazy_compute_data_proto(MESH, group, self._call(method, partitioned))
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the policy's parameters by name; they are transferred through a file."""
@@ -97,7 +97,7 @@ class RayWorkers:
         self._group = None
         self._cluster.close(keep_logs=self._failed)
 
-    def _living(self) -> Any:
+    def _alive_workers(self) -> Any:
         if self._group is None:
             raise TrainerError("the trainer's workers have ended: the call is not done. Start `spangrad train` again.")
         return self._group
@@ -108,10 +108,10 @@ class RayWorkers:
 
         from trainer.optim.rank import MESH
 
-        group = self._living()
-        parted, _ = dispatch_one_to_all(group, MESH)
-        group._dispatch_info[MESH] = self._call("_query_dispatch_info", parted)
-        group._collect_info[MESH] = self._call("_query_collect_info", parted)
+        group = self._alive_workers()
+        partitioned, _ = dispatch_one_to_all(group, MESH)
+        group._dispatch_info[MESH] = self._call("_query_dispatch_info", partitioned)
+        group._collect_info[MESH] = self._call("_query_collect_info", partitioned)
         return max(group._dispatch_info[MESH]) + 1
 
     def _rendezvous(self) -> str:
@@ -120,7 +120,7 @@ class RayWorkers:
             return f"file://{self._cluster.directory}/meeting-{uuid.uuid4().hex}"
         return str(self.everywhere("rendezvous_address"))
 
-    def _call(self, method: str, parted: Any) -> list[Any]:
+    def _call(self, method: str, partitioned: Any) -> list[Any]:
         """Start a call on every rank and wait for all.
 
         Raises:
@@ -130,7 +130,7 @@ class RayWorkers:
         """
         import ray
 
-        calls = self._living().execute_all_async(method, *parted)
+        calls = self._alive_workers().execute_all_async(method, *partitioned)
         pending = list(calls)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=_LOOK_SECONDS)
@@ -174,7 +174,7 @@ def _failure(call: Any) -> BaseException | None:
     return None
 
 
-def _group(model: Path, settings: TrainerSettings, objective: Objective | None, places: list[Any], device: str, own: bool) -> Any:
+def _group(model: Path, settings: TrainerSettings, objective: Objective | None, placement_groups: list[Any], device: str, own: bool) -> Any:
     """Return verl's worker group, one rank per reserved place."""
     import ray
     from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, sort_placement_group_by_node_ip
@@ -193,7 +193,7 @@ def _group(model: Path, settings: TrainerSettings, objective: Objective | None, 
         "loss": settings.loss.model_copy(update={"reference": reference and reference.absolute()}),
     }
     pool = RayResourcePool([settings.workers.per_node] * settings.workers.nodes, use_gpu=False, max_colocate_count=1)
-    pool.pgs = sort_placement_group_by_node_ip(places)
+    pool.pgs = sort_placement_group_by_node_ip(placement_groups)
     rank = RayClassWithInitArgs(ray.remote(Rank), model, settings.model_copy(update=everywhere), objective)
     rank.update_options({"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0})  # verl would ask the platform of this process
     return Group(pool, rank, device_name=device, worker_env=worker_environment(device, own=own))

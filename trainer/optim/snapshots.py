@@ -74,12 +74,12 @@ class EarlierWeights:
             engine: verl's, of this rank; no gradients may wait in it.
             behind: number of versions back; 1 is the previous one.
         """
-        own = take(engine, moments=False).weights
+        current = take(engine, moments=False).weights
         try:
             _load(engine, self._held[behind - 1])
             yield
         finally:
-            _load(engine, own)
+            _load(engine, current)
 
 
 def _trained(engine: Any) -> list[Any]:

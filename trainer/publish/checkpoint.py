@@ -148,8 +148,8 @@ def verify(path: Path, checksum: str) -> None:
         for name, size in json.loads(marker.read_text())["files"].items():
             file = path / name
             if not file.exists() or file.stat().st_size != size:
-                there = f"{file.stat().st_size} bytes" if file.exists() else "missing"
-                raise CheckpointError(f"{file} is {there}, and was written with {size}. Restore {path} from a copy.")
+                state = f"{file.stat().st_size} bytes" if file.exists() else "missing"
+                raise CheckpointError(f"{file} is {state}, and was written with {size}. Restore {path} from a copy.")
     actual = checksum_directory(path)
     if actual != checksum:
         raise CheckpointError(
@@ -160,17 +160,17 @@ def verify(path: Path, checksum: str) -> None:
 def remove(directory: Path, policy: str, branch: str, version: int) -> None:
     """Remove a version, if it is there."""
     path = version_directory(directory, policy, branch, version)
-    gone = path.with_name(f"{_TEMPORARY}{path.name}")
-    shutil.rmtree(gone, ignore_errors=True)
+    removed = path.with_name(f"{_TEMPORARY}{path.name}")
+    shutil.rmtree(removed, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):  # another trainer of the branch tidies up as well
-        # Under its final name, a half-removed directory would look whole.
-        path.rename(gone)
-        shutil.rmtree(gone)
+        # Under its final name, a half-removed directory would look complete.
+        path.rename(removed)
+        shutil.rmtree(removed)
 
 
-def prune(directory: Path, policy: str, branch: str, *, committed: Collection[int], keep: int, spared: Collection[int] = ()) -> None:
-    """Remove all but the newest `keep` committed versions and those that are `spared`; the newest of all always stays."""
-    old = [version for version in sorted(committed)[: -max(keep, 1)] if version not in spared]
+def prune(directory: Path, policy: str, branch: str, *, committed: Collection[int], keep: int, keep_also: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` committed versions and those that are `keep_also`; the newest of all always stays."""
+    old = [version for version in sorted(committed)[: -max(keep, 1)] if version not in keep_also]
     adapted = _adapted(directory) if old else ()
     for version in old:
         if version_directory(directory, policy, branch, version) not in adapted:

@@ -32,10 +32,10 @@ def merged(parameters: Mapping[str, Any], scaling: float) -> Iterator[tuple[str,
     for name, value in parameters.items():
         if ".lora_" in name:
             continue
-        weight = _full(value)
+        weight = _full_tensor(value)
         module, base, _ = name.partition(_BASE)
         if base and module + _A in parameters and name.endswith(".weight"):
-            weight = weight + scaling * (_full(parameters[module + _B]) @ _full(parameters[module + _A]))
+            weight = weight + scaling * (_full_tensor(parameters[module + _B]) @ _full_tensor(parameters[module + _A]))
         yield name.removeprefix(PREFIX).replace(_BASE, "."), weight
 
 
@@ -44,7 +44,7 @@ def alone(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in parameters.items():
         for in_model, in_file in ((_A, A), (_B, B)):
             if name.endswith(in_model):
-                yield name.removesuffix(in_model) + in_file, _full(value)
+                yield name.removesuffix(in_model) + in_file, _full_tensor(value)
 
 
 def kept(parameters: Mapping[str, Any], settings: TrainerSettings) -> dict[str, Any]:
@@ -111,6 +111,6 @@ def adapter_of(parent: Path, settings: TrainerSettings) -> AdapterFacts | None:
     return AdapterFacts(model_of(parent), settings.lora.rank, settings.lora.alpha)
 
 
-def _full(value: Any) -> Any:
+def _full_tensor(value: Any) -> Any:
     whole = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole.detach().float()

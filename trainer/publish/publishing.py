@@ -21,9 +21,9 @@ from spangrad.errors import GatewayError, LedgerError
 from spangrad.settings import Settings
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
-from trainer.outages import BACK_OFF, Outage, retried
 from trainer.publish.checkpoint import WEIGHTS
 from trainer.publish.publisher import GatewayRefusedError, Publisher
+from trainer.retries import BACK_OFF, Outage, call_with_retries
 from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class HeadPublisher:
         """Lock of the following attributes."""
         self._thread: threading.Thread | None = None
         """Thread that retries a failed publication. None: none failed."""
-        self._late: list[ServedHead] = []
+        self._published: list[ServedHead] = []
         self._refused: GatewayRefusedError | None = None
         self._closed = threading.Event()
 
@@ -115,7 +115,7 @@ class HeadPublisher:
                 self._thread.start()
             return None
 
-    def look(self, held: LedgerVersion, weights: Weights) -> None:
+    def collect_or_retry(self, held: LedgerVersion, weights: Weights) -> None:
         """Publish the head if another version is served: a restarted engine serves the weights that it was started with.
 
         Raises:
@@ -140,7 +140,7 @@ class HeadPublisher:
             GatewayRefusedError: the gateway refused the head permanently.
         """
         with self._lock:
-            late, self._late = self._late, []
+            late, self._published = self._published, []
             refused, self._refused = self._refused, None
         if refused:
             raise refused
@@ -167,7 +167,7 @@ class HeadPublisher:
         self._closed.set()
 
     def _retried(self, work: Callable[[], object], end: float) -> None:
-        retried(work, lambda error: _is_transient(error) and time.monotonic() < end, self.outage, self._shutdown)
+        call_with_retries(work, lambda error: _is_transient(error) and time.monotonic() < end, self.outage, self._shutdown)
 
     def _await_engine(self) -> None:
         if self.publisher.served(self._policy) is None:
@@ -230,7 +230,7 @@ class HeadPublisher:
                 return  # closed
             with self._lock:
                 if publication:
-                    self._late.append(publication)
+                    self._published.append(publication)
                 if refused or (publication and publication.version == newest_version(self._ledger).version):
                     self._refused, self._thread = refused, None
                     return

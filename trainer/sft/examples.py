@@ -116,7 +116,7 @@ def read_examples(
     """
     examples = Examples()
     measured: list[Example] = []
-    rest: list[Example] = []
+    remaining: list[Example] = []
     for source in sources:
         for row in read_rows(source):
             examples.rows += 1
@@ -129,13 +129,13 @@ def read_examples(
             except UnfitRowError as unfit:
                 examples.left_out[str(unfit)] += 1
                 continue
-            (measured if row.is_held_out else rest).extend(row_examples)
-    units = list(dict.fromkeys(example.unit for example in rest))
-    dice = np.random.default_rng(settings.seed)
-    drawn = dice.permutation(len(units))[: round(settings.held_out * len(units))]
+            (measured if row.is_held_out else remaining).extend(row_examples)
+    units = list(dict.fromkeys(example.unit for example in remaining))
+    rng = np.random.default_rng(settings.seed)
+    drawn = rng.permutation(len(units))[: round(settings.held_out * len(units))]
     chosen = {units[at] for at in drawn}
-    examples.trained = [example for example in rest if example.unit not in chosen]
-    examples.held_out = measured + [example for example in rest if example.unit in chosen]
+    examples.trained = [example for example in remaining if example.unit not in chosen]
+    examples.held_out = measured + [example for example in remaining if example.unit in chosen]
     if not examples.trained:
         raise TrainerError(_nothing_to_train(examples, sources, method))
     return examples
@@ -154,9 +154,9 @@ def _nothing_to_train(examples: Examples, sources: Sequence[ExampleFile], method
 def _examples(row: FileRow, method: Method, renderer: Renderer, limits: LengthLimits, counts: Examples) -> Iterator[Example]:
     if "PromptIds" not in row.values:  # else a whole transition, whose columns are all known
         counts.unread.update(row.values.keys() - _READ)
-    ours = row.tokenizers <= {limits.tokenizer}
+    same_tokenizer = row.tokenizers <= {limits.tokenizer}
     read = _supervised if method == "sft" else _pair
-    sequences, has_ids = read(row.values, renderer, ours)
+    sequences, has_ids = read(row.values, renderer, same_tokenizer)
     for group in sequences:
         for sequence in group:
             _check(sequence, limits)
@@ -181,14 +181,14 @@ def _check(tokens: TokenSequence, limits: LengthLimits) -> None:
         raise UnfitRowError("mask_not_0_or_1")
 
 
-def _supervised(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[list[list[TokenSequence]], bool]:
+def _supervised(values: Mapping[str, Any], renderer: Renderer, same_tokenizer: bool) -> tuple[list[list[TokenSequence]], bool]:
     """Return the sequences of a row, and whether their ids are its own."""
     match values:
         case {"input_ids": list(ids), "loss_mask": list(mask)}:
-            _require_own(ours)
+            _require_own(same_tokenizer)
             return [[TokenSequence(list(ids), list(mask))]], True
         case {"PromptIds": list(prompt), "ResponseIds": list(response)}:
-            _require_own(ours)
+            _require_own(same_tokenizer)
             return [[TokenSequence([*prompt, *response], [0] * len(prompt) + [1] * len(response))]], True
         case {"messages": list(messages)}:
             return [[sequence] for sequence in _conversation(messages, 0, values.get("tools"), renderer)], False
@@ -200,7 +200,7 @@ def _supervised(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tu
             raise UnfitRowError("unknown_columns")
 
 
-def _pair(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[list[list[TokenSequence]], bool]:
+def _pair(values: Mapping[str, Any], renderer: Renderer, same_tokenizer: bool) -> tuple[list[list[TokenSequence]], bool]:
     """Return the chosen and rejected sequences of a row, and whether their ids are its own."""
     match values:
         case {
@@ -209,7 +209,7 @@ def _pair(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[li
             "chosen_mask": list(chosen_mask),
             "rejected_ids": list(rejected),
             "rejected_mask": list(rejected_mask),
-        } if ours:
+        } if same_tokenizer:
             before = [0] * len(prompt)
             pair = [TokenSequence([*prompt, *chosen], before + chosen_mask), TokenSequence([*prompt, *rejected], before + rejected_mask)]
         case {"prompt": prompt, "chosen": chosen, "rejected": rejected}:
@@ -217,8 +217,10 @@ def _pair(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[li
         case {"input": {"messages": prompt, **more}, "preferred_output": chosen, "non_preferred_output": rejected}:
             pair = [_continuation(prompt, reply, more.get("tools"), renderer) for reply in (chosen, rejected)]
         case {"chosen": list(chosen), "rejected": list(rejected)}:  # whole conversations that begin alike
-            alike = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
-            both = ((messages[:alike], messages[alike:]) for messages in (chosen, rejected))
+            common_length = next(
+                (at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
+            )
+            both = ((messages[:common_length], messages[common_length:]) for messages in (chosen, rejected))
             pair = [_continuation(prompt, reply, values.get("tools"), renderer) for prompt, reply in both]
         case {"prompt_ids": _}:
             raise UnfitRowError("other_tokenizer")
@@ -226,11 +228,11 @@ def _pair(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[li
             raise UnfitRowError("unknown_columns")
     if pair[0].ids == pair[1].ids:
         raise UnfitRowError("chosen_is_rejected")
-    return [pair], "prompt_ids" in values and ours
+    return [pair], "prompt_ids" in values and same_tokenizer
 
 
-def _require_own(ours: bool) -> None:
-    if not ours:
+def _require_own(same_tokenizer: bool) -> None:
+    if not same_tokenizer:
         raise UnfitRowError("other_tokenizer")
 
 

@@ -139,7 +139,7 @@ def finetune(
         with shutdown.listening():
             return _Run(settings, method, sources, again, observer, shutdown).go()
     except Stopped:
-        logger.info("stopped by %s: the same command goes on from the last version", shutdown.requested)
+        logger.info("stopped by %s: the same command continues from the last version", shutdown.requested)
         return None
 
 
@@ -289,7 +289,7 @@ class _Run:
         self.shutdown.check()
         places = plan.steps[at]
         reference = None if optimizer.reference is None else optimizer.reference.reshape(-1, 2)[places].reshape(-1)
-        metrics = optimizer.step([plan.examples.trained[place] for place in places], reference)
+        metrics = optimizer.step([plan.examples.trained[index] for index in places], reference)
         if self.observer:
             self.observer.stepped(at + 1, metrics)
         return metrics

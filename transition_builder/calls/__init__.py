@@ -1,1 +1,1 @@
-"""Spans to policy calls: which spans tell of one call, and which call came before it."""
+"""Spans to policy calls: which spans describe the same call, and which call came before it."""

@@ -2,7 +2,7 @@
 
 Invariant: a call's parent stands before it in its attempt, so that there are no cycles; choices of one call share parent and branch.
 
-The rules are those of docs/concepts/calls.md ("The call before"). A parent is named by the choice that the prompt goes on from, or else by
+The rules are those of docs/concepts/calls.md ("Parent calls"). A parent is named by the choice that the prompt goes on from, or else by
 the first. A call that gave nothing to act upon is on its parent's branch, or, where it would have started one, has the number that
 starts next.
 """
@@ -42,7 +42,7 @@ def parents(calls: Events, before: Indices, choices: pl.DataFrame, by_call: Indi
     prompt_of, response_of = _as_bytes(choices["PromptIds"]), _as_bytes(choices["ResponseIds"])
     rows, bounds, parent, useful = by_call.tolist(), [*first.tolist(), len(by_call)], before.tolist(), calls.useful.tolist()
     choice = [rows[bounds[call]] if call != NO_CALL else NO_CALL for call in parent]
-    goes_on = [False] * len(parent)
+    continues = [False] * len(parent)
     for begin, end in pairwise([*np.unique(calls.first).tolist(), len(parent)]):
         # Prompt and response of each choice that was answered, and its row, by useful calls.
         conversations = dict[int, list[Conversation]]()
@@ -50,53 +50,53 @@ def parents(calls: Events, before: Indices, choices: pl.DataFrame, by_call: Indi
             own_rows = rows[bounds[call] : bounds[call + 1]]
             prompt = prompt_of(own_rows[0])
             for conversation in conversations.get(parent[call], ()):
-                if _goes_on(prompt, conversation):
-                    choice[call], goes_on[call] = conversation[-1], True
+                if _continues(prompt, conversation):
+                    choice[call], continues[call] = conversation[-1], True
                     break
             else:
-                if prompt and (longest := _longest_beginning(prompt, conversations)) is not None:
-                    parent[call], choice[call], goes_on[call] = *longest, True
+                if prompt and (longest := _longest_prefix_parent(prompt, conversations)) is not None:
+                    parent[call], choice[call], continues[call] = *longest, True
             if useful[call]:
                 prompts = (prompt, *map(prompt_of, own_rows[1:]))
                 answered = zip(prompts, map(response_of, own_rows), own_rows, strict=True)
                 conversations[call] = [conversation for conversation in answered if conversation[1]]
-    return np.array(parent, dtype=np.int64), np.array(choice, dtype=np.int64), np.array(goes_on, dtype=np.bool_)
+    return np.array(parent, dtype=np.int64), np.array(choice, dtype=np.int64), np.array(continues, dtype=np.bool_)
 
 
-def _goes_on(prompt: bytes, conversation: Conversation) -> bool:
+def _continues(prompt: bytes, conversation: Conversation) -> bool:
     earlier, response, _ = conversation
     return prompt.startswith(earlier) and prompt.startswith(response, len(earlier))
 
 
-def _longest_beginning(prompt: bytes, conversations: dict[int, list[Conversation]]) -> tuple[int, int] | None:
+def _longest_prefix_parent(prompt: bytes, conversations: dict[int, list[Conversation]]) -> tuple[int, int] | None:
     """Return the call and the choice of the longest conversation that a prompt goes on from, the latest of several."""
     longest, best = 0, None
     for call in reversed(conversations):
         for conversation in reversed(conversations[call]):
             length = len(conversation[0]) + len(conversation[1])
-            if length > longest and _goes_on(prompt, conversation):
+            if length > longest and _continues(prompt, conversation):
                 longest, best = length, (call, conversation[-1])
     return best
 
 
-def branches(forest: SpanForest, agents: Agents, calls: Events, parent: Indices, goes_on: Mask) -> Indices:
+def branches(forest: SpanForest, agents: Agents, calls: Events, parent: Indices, continues: Mask) -> Indices:
     """Return the branch number of each call."""
-    child = (parent != NO_CALL) & (goes_on | ~_is_sub_call(forest, agents, calls, parent))
+    child = (parent != NO_CALL) & (continues | ~_is_sub_call(forest, agents, calls, parent))
     own_agent = (calls.agent[parent] == calls.agent) | agents.alike(calls.agent[parent], calls.agent)
-    heirs = dict[int, int]()
+    continuations = dict[int, int]()
     for of_own_agent in (True, False):
         for call in np.flatnonzero(child & calls.useful & (own_agent == of_own_agent)).tolist():
-            heirs.setdefault(int(parent[call]), call)
-    numbers, opened = list[int](), 0
+            continuations.setdefault(int(parent[call]), call)
+    numbers, branch_count = list[int](), 0
     for call, (first, above, is_child, useful) in enumerate(
         zip(calls.first.tolist(), parent.tolist(), child.tolist(), calls.useful.tolist(), strict=True)
     ):
-        opened = opened if call > first else 0
-        if is_child and (not useful or heirs[above] == call):
+        branch_count = branch_count if call > first else 0
+        if is_child and (not useful or continuations[above] == call):
             numbers.append(numbers[above])
         else:
-            numbers.append(opened)
-            opened += useful
+            numbers.append(branch_count)
+            branch_count += useful
     return np.array(numbers, dtype=np.int64)
 
 

@@ -88,12 +88,12 @@ class CallGroups:
         engines = (others & ~self.suspect) | (below_suspect & ~self.tree.above(asked) & (self.tree.depth[:-1] == 2))
         return np.flatnonzero(free & (clients | frameworks | engines | suspects))
 
-    def naming(self, innermost: Indices, holds_ids: Mask) -> Indices:
+    def id_spans(self, innermost: Indices, holds_ids: Mask) -> Indices:
         """Return the span that names each call: the innermost with token ids among those of this call alone, else the innermost."""
         alone = self.tree.nearest(holds_ids & (self.tree.count_below(innermost) == 1))[innermost]
         return np.where(holds_ids[innermost] | (alone == self.tree.size), innermost, alone)
 
-    def speakers(self, spans: Indices) -> Indices:
+    def representatives(self, spans: Indices) -> Indices:
         """Return the nearest client span above each span, else the nearest framework span."""
         client = self.tree.nearest(self.client)[spans]
         return np.where(client != self.tree.size, client, self.tree.nearest(self.framework)[spans])

@@ -54,9 +54,9 @@ def paths(forest: SpanForest, clocks: Clocks, spans: Indices) -> Indices:
     levels = [spans]
     while (levels[-1] != forest.size).any():
         levels.append(above[levels[-1]])
-    inwards = np.stack(levels, axis=1)
+    from_innermost = np.stack(levels, axis=1)
     # Every level but the innermost ones begins with `forest.size`, which goes to the end of its row.
-    return np.take_along_axis(inwards, last_steps(clocks, inwards)[:, None] - np.arange(len(levels)), axis=1)
+    return np.take_along_axis(from_innermost, last_steps(clocks, from_innermost)[:, None] - np.arange(len(levels)), axis=1)
 
 
 def last_steps(clocks: Clocks, path: Indices) -> Indices:
@@ -74,26 +74,26 @@ def order(clocks: Clocks, path: Indices, events: pl.DataFrame) -> Indices:
             SpanId, which break ties: no two events have the same.
     """
     attempt, is_call, by_gateway = (events[name].to_numpy() for name in ("Number", "IsCall", "ByGateway"))
-    tie = events.select(pl.struct(SPAN).rank("dense").cast(pl.Int64)).to_series().to_numpy()
-    many, last = len(events), last_steps(clocks, path)
-    leaf = path[np.arange(many), last]
-    taken = np.empty(many, dtype=np.int64)
-    taken[np.lexsort((tie, clocks.seq[leaf], clocks.process[leaf], attempt))] = np.arange(many)
-    taken[~is_call] = many
+    tie_break = events.select(pl.struct(SPAN).rank("dense").cast(pl.Int64)).to_series().to_numpy()
+    count, last = len(events), last_steps(clocks, path)
+    leaf = path[np.arange(count), last]
+    taken = np.empty(count, dtype=np.int64)
+    taken[np.lexsort((tie_break, clocks.seq[leaf], clocks.process[leaf], attempt))] = np.arange(count)
+    taken[~is_call] = count
     uneven = len(np.unique(last[is_call])) > 1
 
-    keys, agreeing = list[Indices](), attempt
+    keys, common_prefix = list[Indices](), attempt
     for level in range(path.shape[1]):
         process, seq = clocks.process[path[:, level]], clocks.seq[path[:, level]]
         # The process whose call was taken first goes first; processes without calls come last, by name; a path that ended before all.
         first = _least(_numbered(attempt, process), taken)
-        key = np.where(first < many, first, many + process)
+        key = np.where(first < count, first, count + process)
         if uneven:
-            straight = _taken_straight(agreeing, last, level, by_gateway, clocks.process[leaf], is_call)
-            key = np.where(straight, np.where(is_call, taken, many + process), key)
-            agreeing = _numbered(agreeing, process, seq)
+            recorded_directly = _recorded_directly(common_prefix, last, level, by_gateway, clocks.process[leaf], is_call)
+            key = np.where(recorded_directly, np.where(is_call, taken, count + process), key)
+            common_prefix = _numbered(common_prefix, process, seq)
         keys += [np.where(process < 0, -1, key), seq]
-    return np.lexsort((tie, *reversed(keys), attempt))
+    return np.lexsort((tie_break, *reversed(keys), attempt))
 
 
 def _numbered(*keys: Indices) -> Indices:
@@ -114,7 +114,7 @@ def _least(group: Indices, values: Indices) -> Indices:
     return least[group]
 
 
-def _taken_straight(group: Indices, last: Indices, level: int, by_gateway: Mask, recorder: Indices, is_call: Mask) -> Mask:
+def _recorded_directly(group: Indices, last: Indices, level: int, by_gateway: Mask, recorder: Indices, is_call: Mask) -> Mask:
     """Return where calls whose paths agree down to a level leave it partly for the gateway itself and partly for a process.
 
     Only where one gateway recorded all of them: the counts of two are as little comparable as their clocks.

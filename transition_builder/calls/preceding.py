@@ -121,8 +121,8 @@ def _before(clocks: Clocks, events: Events, calls: Indices, later: Indices) -> M
     same = processes[0][rows, at] == processes[1][rows, at]
     # One path goes through a process, the other comes straight to the gateway that recorded both.
     left_last, right_last = last_steps(clocks, left), last_steps(clocks, right)
-    straight = ~same & ((left_last == at) | (right_last == at)) & (processes[0][rows, left_last] == processes[1][rows, right_last])
-    call, event = left[rows, np.where(straight, left_last, at)], right[rows, np.where(straight, right_last, at)]
+    from_one_process = ~same & ((left_last == at) | (right_last == at)) & (processes[0][rows, left_last] == processes[1][rows, right_last])
+    call, event = left[rows, np.where(from_one_process, left_last, at)], right[rows, np.where(from_one_process, right_last, at)]
     counted = clocks.seq[call] < clocks.seq[event]
     ended = (clocks.end[call] <= clocks.start[event]) | (clocks.start[call] > clocks.start[event])
-    return differ[rows, at] & (same | straight) & counted & (ended | ~events.is_call[later])
+    return differ[rows, at] & (same | from_one_process) & counted & (ended | ~events.is_call[later])

@@ -73,9 +73,9 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
     reason, detail = _first_reasons(known, rules)
     unselected = pl.any_horizontal(holds.fill_null(False) for reason, holds, _ in rules if reason in _UNSELECTED)
     counts = ~unselected & ~failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
-    turned = known.with_columns(reason, detail, counts=counts)
+    rejected = known.with_columns(reason, detail, counts=counts)
     turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(ATTEMPT).cast(pl.Int64) - 1
-    return turned.with_columns(Turn=turn)
+    return rejected.with_columns(Turn=turn)
 
 
 Rule = tuple[DropReason, pl.Expr, pl.Expr]
@@ -200,11 +200,11 @@ def _reshaping() -> pl.Expr:
 
 def _first_reasons(calls: pl.DataFrame, rules: list[Rule]) -> tuple[pl.Series, pl.Series]:
     """Return Reason and Detail of the first rule that holds for each call; empty texts where none does."""
-    first = calls.select(pl.coalesce(pl.when(holds).then(place) for place, (_, holds, _) in enumerate(rules))).to_series()
+    first = calls.select(pl.coalesce(pl.when(holds).then(rule_number) for rule_number, (_, holds, _) in enumerate(rules))).to_series()
     reasons, details = (pl.repeat("", calls.height, dtype=pl.String, eager=True) for _ in range(2))
-    for place in first.drop_nulls().unique():
-        rows = (first == place).arg_true()
-        reason, _, detail = rules[place]
+    for rule_number in first.drop_nulls().unique():
+        rows = (first == rule_number).arg_true()
+        reason, _, detail = rules[rule_number]
         reasons[rows] = reason.value
         details[rows] = calls[rows].with_columns(detail.alias("Detail"))["Detail"]
     return reasons.alias("Reason"), details.alias("Detail")

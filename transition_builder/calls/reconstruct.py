@@ -137,13 +137,13 @@ def _nodes_of(spans: pl.DataFrame, nodes: pl.DataFrame) -> Indices:
 def _choices(nodes: pl.DataFrame, groups: CallGroups, absorbed: Mask, recorded: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
     """Return the canonical calls, a row a choice: those of the gateway, and those of groups without it."""
     facts = {"Convention": pl.lit("gateway"), "Unfinished": pl.lit(False), "Innermost": "Node"}
-    choices = recorded.with_columns(ClientNode=groups.speakers(recorded["Node"].to_numpy()), **facts).select(_CANONICAL)
+    choices = recorded.with_columns(ClientNode=groups.representatives(recorded["Node"].to_numpy()), **facts).select(_CANONICAL)
     innermost = groups.calls(absorbed)
     if not len(innermost):
         return choices
     holds_ids = np.zeros(nodes.height, dtype=np.bool_)
     holds_ids[_nodes_of(answers.filter(pl.col("PromptIds").list.len() > 0), nodes)] = True
-    named = groups.naming(innermost, holds_ids)
+    named = groups.id_spans(innermost, holds_ids)
     spans = nodes[named].with_columns(
         Convention=pl.when(pl.Series(groups.suspect[innermost])).then(pl.lit(UNKNOWN)).otherwise("Convention"),
         Node=named,

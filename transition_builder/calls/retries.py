@@ -68,9 +68,9 @@ def duplicates(calls: pl.DataFrame, chained: Indices, none: int) -> pl.Series:
         none: the value of `chained` and ClientNode where there is none.
     """
     repeated = calls["ResponseId"].set(calls["Choice"] != 0, "")
-    twice = repeated.is_duplicated() & (repeated != "")
+    is_repeated = repeated.is_duplicated() & (repeated != "")
     linked = np.flatnonzero(chained != none)
-    if not twice.any() and not len(linked):
+    if not is_repeated.any() and not len(linked):
         return pl.repeat("", calls.height, eager=True)
     original = dict[int, int]()
 
@@ -80,7 +80,7 @@ def duplicates(calls: pl.DataFrame, chained: Indices, none: int) -> pl.Series:
         return row
 
     order = calls.select(*ATTEMPT, *CHOICE, "ResponseId", row=pl.int_range(pl.len()), apart=pl.col("ClientNode") == none)
-    among = order.filter(pl.col("ResponseId").is_in(repeated.filter(twice).unique().implode())).sort("apart", *CHOICE)
+    among = order.filter(pl.col("ResponseId").is_in(repeated.filter(is_repeated).unique().implode())).sort("apart", *CHOICE)
     seen = dict[tuple[object, ...], int]()
     for row, *key in among.select("row", *ATTEMPT, "ResponseId", "Choice").iter_rows():
         ids = [calls[name][row].to_numpy().tobytes() for name in ("PromptIds", "ResponseIds")]

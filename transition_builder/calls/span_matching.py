@@ -25,7 +25,7 @@ from transition_builder.schemas import ATTEMPT, SPAN
 _SPAN_FACTS = ["ProcessId", "ServiceName", "Seq", "Timestamp", "Duration", "StatusCode", "Convention", "ScopeName"]
 _RESPONSE_FACTS = ["ResponseId", "Model", "InputTokens", "OutputTokens"]
 
-Place = tuple[str, int, str]
+StartKey = tuple[str, int, str]
 """Process, sequence number or time there, trace and span id."""
 
 
@@ -41,7 +41,7 @@ class CallSpans:
     """Distance of its outermost span from the wire."""
     bottom: int
     """Distance of its innermost span from the wire; HTTP requests and engines count only where there is nothing else."""
-    place: Place
+    start_key: StartKey
     """Beginning of its outermost span."""
     start: int
     end: int
@@ -69,16 +69,16 @@ def link(
         The forest and the groups so linked, and a mask of the outermost spans of groups that were absorbed.
     """
     tops, absorbed = np.flatnonzero(groups.tops), np.zeros(forest.size, dtype=np.bool_)
-    bare = ~(groups.above_gateway | groups.gateway)[tops]
-    if not bare.any():
+    unrecorded = ~(groups.above_gateway | groups.gateway)[tops]
+    if not unrecorded.any():
         return forest, groups, absorbed
-    attempts = nodes.select(ATTEMPT)[tops].with_columns(top=tops, bare=bare)
+    attempts = nodes.select(ATTEMPT)[tops].with_columns(top=tops, bare=unrecorded)
     # A single bare group needs no matching; a bare one beside linked ones may have ended in an error before it reached the gateway.
-    worth = attempts.filter(pl.col("bare").any().over(ATTEMPT) & (pl.len().over(ATTEMPT) > 1))
-    known = _call_spans(nodes, forest, groups, recorded, answers, worth["top"].to_numpy())
+    ambiguous = attempts.filter(pl.col("bare").any().over(ATTEMPT) & (pl.len().over(ATTEMPT) > 1))
+    known = _call_spans(nodes, forest, groups, recorded, answers, ambiguous["top"].to_numpy())
     below = dict[int, int]()
-    for of_attempt in worth.group_by(ATTEMPT, maintain_order=True).agg("top")["top"].to_list():
-        ordered = sorted((known[top] for top in of_attempt), key=lambda group: group.place)
+    for of_attempt in ambiguous.group_by(ATTEMPT, maintain_order=True).agg("top")["top"].to_list():
+        ordered = sorted((known[top] for top in of_attempt), key=lambda group: group.start_key)
         pairs = _pairs(ordered)
         below.update({lower: known[upper].innermost for lower, upper in pairs.items()})
         absorbed[list(_absorbed(ordered, pairs))] = True
@@ -125,13 +125,13 @@ def _group(spans: Sequence[Mapping[str, Any]], inside: frozenset[int]) -> CallSp
     models = [*(span["Model"] for span in spans), *(requested for *_, requested in recorded)]
     speaking = next((kind for kind in (CLIENT, FRAMEWORK) if kind in distances), None)
     speakers = [span for span in spans if span["Distance"] == speaking]
-    innermost = min(speakers, key=lambda span: (-span["Depth"], _place(span)), default=top)
+    innermost = min(speakers, key=lambda span: (-span["Depth"], _start_key(span)), default=top)
     return CallSpans(
         name=top["Node"],
         innermost=innermost["Node"],
         top=top["Distance"],
         bottom=min([distance for distance in distances if distance not in (REQUEST, ENGINE)] or distances),
-        place=_place(top),
+        start_key=_start_key(top),
         start=top["Start"],
         end=top["Start"] + top["Duration"],
         convention=f"{top['Convention']} {top['ScopeName']}",
@@ -149,10 +149,10 @@ def _packed(ids: Sequence[int]) -> bytes:
     return np.array(ids, np.uint32).tobytes()
 
 
-def _place(span: Mapping[str, Any]) -> Place:
-    ours = bool(span["ProcessId"]) and not span["ProcessId"].startswith(FOREIGN)
+def _start_key(span: Mapping[str, Any]) -> StartKey:
+    is_numbered = bool(span["ProcessId"]) and not span["ProcessId"].startswith(FOREIGN)
     process = span["ProcessId"] or f"{FOREIGN}{span['ServiceName']}"
-    return process, span["Seq"] if ours else span["Start"], span["TraceId"] + span["SpanId"]
+    return process, span["Seq"] if is_numbered else span["Start"], span["TraceId"] + span["SpanId"]
 
 
 def _inside(forest: SpanForest, groups: CallGroups, tops: Indices) -> dict[int, frozenset[int]]:
@@ -171,7 +171,7 @@ def _pairs(groups: Sequence[CallSpans]) -> dict[int, int]:
     """Return the group that each of one attempt, in the order of their places, goes below."""
     below = dict[int, int]()
 
-    def hang(pairs: Iterable[tuple[CallSpans, CallSpans]]) -> None:
+    def attach(pairs: Iterable[tuple[CallSpans, CallSpans]]) -> None:
         for lower, upper in pairs:
             above = upper.name
             while above in below and above != lower.name:
@@ -182,12 +182,12 @@ def _pairs(groups: Sequence[CallSpans]) -> dict[int, int]:
     def unpaired() -> list[CallSpans]:
         return [group for group in groups if group.name not in below and group.name not in below.values()]
 
-    hang(_by_response(groups))
-    hang(_by_ids(unpaired()))
+    attach(_by_response(groups))
+    attach(_by_ids(unpaired()))
     for lower in groups:
-        if lower.name not in below and (upper := _around(lower, groups, set(below.values()))) is not None:
-            hang([(lower, upper)])
-    hang(_by_tokens(unpaired()))
+        if lower.name not in below and (upper := _enclosing_group(lower, groups, set(below.values()))) is not None:
+            attach([(lower, upper)])
+    attach(_by_tokens(unpaired()))
     return below
 
 
@@ -197,11 +197,11 @@ def _by_response(groups: Sequence[CallSpans]) -> Iterator[tuple[CallSpans, CallS
     for group in groups:
         for response in sorted(group.responses):
             sharing.setdefault(response, []).append(group)
-    for together in sharing.values():
-        for lower in together if len(together) > 1 else []:
-            uppers = [upper for upper in together if _fits(lower, upper)]
-            if uppers:
-                yield lower, min(uppers, key=lambda group: group.bottom)
+    for same_response in sharing.values():
+        for lower in same_response if len(same_response) > 1 else []:
+            candidates = [upper for upper in same_response if _fits(lower, upper)]
+            if candidates:
+                yield lower, min(candidates, key=lambda group: group.bottom)
 
 
 def _by_ids(groups: Sequence[CallSpans]) -> Iterator[tuple[CallSpans, CallSpans]]:
@@ -214,22 +214,22 @@ def _by_ids(groups: Sequence[CallSpans]) -> Iterator[tuple[CallSpans, CallSpans]
             yield lower, upper
 
 
-def _around(lower: CallSpans, groups: Sequence[CallSpans], taken: set[int]) -> CallSpans | None:
+def _enclosing_group(lower: CallSpans, groups: Sequence[CallSpans], taken: set[int]) -> CallSpans | None:
     """Return the group of the same process in which another began, where models, token counts, response ids and token ids agree.
 
     Of several one with equal token counts goes first, then one that has nothing below it yet, then the earliest. Two of the same
     distance must both have equal token counts.
     """
-    uppers = [upper for upper in groups if _fits(lower, upper) and _began_inside(lower, upper) and _agree(lower, upper)]
-    equal = [group for group in uppers if group.tokens is not None and group.tokens == lower.tokens]
-    uppers = [group for group in uppers if group.bottom != lower.top] or [group for group in equal if group.bottom == lower.top]
+    candidates = [upper for upper in groups if _fits(lower, upper) and _began_inside(lower, upper) and _agree(lower, upper)]
+    equal = [group for group in candidates if group.tokens is not None and group.tokens == lower.tokens]
+    candidates = [group for group in candidates if group.bottom != lower.top] or [group for group in equal if group.bottom == lower.top]
 
     def preference(group: CallSpans) -> tuple[Any, ...]:
-        process, seq, span = group.place
+        process, seq, span = group.start_key
         # Where all have something below them already, it is a further retry of the one that began last.
         return group.bottom, group not in equal, group.name in taken, process, -seq if group.name in taken else seq, span
 
-    return min(uppers, key=preference, default=None)
+    return min(candidates, key=preference, default=None)
 
 
 def _by_tokens(groups: Sequence[CallSpans]) -> Iterator[tuple[CallSpans, CallSpans]]:
@@ -237,10 +237,10 @@ def _by_tokens(groups: Sequence[CallSpans]) -> Iterator[tuple[CallSpans, CallSpa
     for tokens in sorted({group.tokens for group in groups if group.top == GATEWAY and group.tokens is not None}):
         recorded = [group for group in groups if group.top == GATEWAY and group.tokens == tokens]
         for bottom in (CLIENT, FRAMEWORK):
-            uppers = [group for group in groups if group.bottom == bottom and group.tokens == tokens]
-            one_clock = len({group.place[0] for group in uppers}) == 1 == len({group.place[0] for group in recorded})
-            if len(uppers) == len(recorded) and one_clock and all(_same_model(group.model, recorded[0].model) for group in uppers):
-                yield from zip(recorded, uppers, strict=True)
+            candidates = [group for group in groups if group.bottom == bottom and group.tokens == tokens]
+            one_clock = len({group.start_key[0] for group in candidates}) == 1 == len({group.start_key[0] for group in recorded})
+            if len(candidates) == len(recorded) and one_clock and all(_same_model(group.model, recorded[0].model) for group in candidates):
+                yield from zip(recorded, candidates, strict=True)
                 break
 
 
@@ -250,8 +250,8 @@ def _absorbed(groups: Sequence[CallSpans], below: Mapping[int, int]) -> Iterator
     free = [group for group in groups if group.name not in below]
     gateway = any(group.bottom == GATEWAY for group in groups)
     unmatched = [group for group in free if _of_gateway(group)]
-    loose = [group for group in free if group.bottom >= REQUEST and group.name not in taken]
-    for group in sorted(loose, key=lambda group: (abs(group.bottom - CLIENT), group.bottom, group.place)):
+    unlinked = [group for group in free if group.bottom >= REQUEST and group.name not in taken]
+    for group in sorted(unlinked, key=lambda group: (abs(group.bottom - CLIENT), group.bottom, group.start_key)):
         if gateway and group.failed:
             yield group.name
         elif matches := [call for call in unmatched if _agree(group, call)]:
@@ -259,10 +259,10 @@ def _absorbed(groups: Sequence[CallSpans], below: Mapping[int, int]) -> Iterator
             yield group.name
         elif group.bottom == FRAMEWORK and any(_may_be_of(other, group) for other in groups):
             yield group.name
-    without = [group for group in free if group.bottom > ENGINE and not group.engine]
+    unmatched_calls = [group for group in free if group.bottom > ENGINE and not group.engine]
     for group in free:
-        if group.bottom == ENGINE and (matches := [call for call in without if _agree(group, call)]):
-            without.remove(matches[0])
+        if group.bottom == ENGINE and (matches := [call for call in unmatched_calls if _agree(group, call)]):
+            unmatched_calls.remove(matches[0])
             yield group.name
 
 
@@ -274,13 +274,13 @@ def _fits(lower: CallSpans, upper: CallSpans) -> bool:
     """Return whether a group may hang below another."""
     if lower is upper or upper.name in lower.inside:
         return False
-    beside = upper.bottom == lower.top >= CLIENT and upper.convention != lower.convention and lower.place > upper.place
-    return upper.bottom >= CLIENT and (lower.top < upper.bottom or beside)
+    same_level = upper.bottom == lower.top >= CLIENT and upper.convention != lower.convention and lower.start_key > upper.start_key
+    return upper.bottom >= CLIENT and (lower.top < upper.bottom or same_level)
 
 
 def _began_inside(lower: CallSpans, upper: CallSpans) -> bool:
     """Return whether a process saw one group begin while another was open; a bare request only in one whose end is known."""
-    if upper.name in lower.inside or lower.place[0] != upper.place[0] or upper.place[1] >= lower.place[1]:
+    if upper.name in lower.inside or lower.start_key[0] != upper.start_key[0] or upper.start_key[1] >= lower.start_key[1]:
         return False
     return lower.start <= upper.end if upper.end != upper.start else lower.top != REQUEST
 
@@ -289,7 +289,7 @@ def _may_be_of(other: CallSpans, framework: CallSpans) -> bool:
     """Return whether a client or a request may have been made by a framework's group."""
     if framework.end > framework.start:
         return other.top in (CLIENT, REQUEST) and _began_inside(other, framework)
-    return other.top == CLIENT and other.place[0] == framework.place[0] and framework.name not in other.inside
+    return other.top == CLIENT and other.start_key[0] == framework.start_key[0] and framework.name not in other.inside
 
 
 def _agree(left: CallSpans, right: CallSpans) -> bool:

@@ -13,18 +13,18 @@ import polars as pl
 from spangrad.types import Mode
 from transition_builder.completeness.resolve import claim
 from transition_builder.frames import Verdict, conform
-from transition_builder.schemas import LOOSE, ROLLOUT, ROLLOUTS
+from transition_builder.schemas import ROLLOUT, ROLLOUTS, ROOTLESS
 
 KEYS = {"TraceId": pl.String(), "RolloutKey": pl.String()}
 """Rollout keys of the spans in a trace that do not name their rollout."""
 CONCLUDED = {"RunId": pl.String(), "RolloutId": pl.String(), "TraceId": pl.String()}
 """Traces with calls in a rollout's newest revision."""
-MOVED = {**CONCLUDED, "IngestedAt": LOOSE["IngestedAt"]}
+REASSIGNED = {**CONCLUDED, "IngestedAt": ROOTLESS["IngestedAt"]}
 """CONCLUDED, of traces that now belong to another rollout, with the arrival time of their newest row."""
-_UNNAMED = {"RunId": pl.lit(""), "Mode": pl.lit(""), "RolloutKeySource": pl.lit("trace"), "Attempt": pl.lit(0, LOOSE["Attempt"])}
+_UNNAMED = {"RunId": pl.lit(""), "Mode": pl.lit(""), "RolloutKeySource": pl.lit("trace"), "Attempt": pl.lit(0, ROOTLESS["Attempt"])}
 
 
-def former(keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
+def former_owners(keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
     """Return TraceId and RolloutId: former names of traces that have a more specific one now.
 
     Args:
@@ -35,16 +35,16 @@ def former(keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
     return keys.filter(keys["RolloutKey"] != now).select("TraceId", RolloutId="RolloutKey").unique(maintain_order=True)
 
 
-def to_rebuild(moved: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
-    """Return ROLLOUTS to rebuild without the calls that have moved; no runner announced them, and they have fallen silent before.
+def to_rebuild(reassigned: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
+    """Return ROLLOUTS to rebuild without the calls that have moved; no runner announced them, and they have been silent for long enough.
 
     Args:
-        moved: MOVED.
+        reassigned: REASSIGNED.
         built: BUILT of those rollouts.
     """
     texts = {name: pl.lit("") for name in ("GroupId", "TaskId", "Failure", "SpanId", "Detail")}
     return conform(
-        moved.group_by(ROLLOUT, maintain_order=True)
+        reassigned.group_by(ROLLOUT, maintain_order=True)
         .agg(pl.col("TraceId").last())
         .join(built.select(*ROLLOUT, "Watermark"), on=ROLLOUT, maintain_order="left")
         .with_columns(
@@ -62,6 +62,6 @@ def to_rebuild(moved: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def loose(moved: pl.DataFrame) -> pl.DataFrame:
-    """Return LOOSE rows for the calls of MOVED, which belong to no rollout until they are built under their new name."""
-    return conform(moved.with_columns(RolloutKey="TraceId", **_UNNAMED), LOOSE).unique(maintain_order=True)
+def rootless(reassigned: pl.DataFrame) -> pl.DataFrame:
+    """Return ROOTLESS rows for the calls of REASSIGNED, which belong to no rollout until they are built under their new name."""
+    return conform(reassigned.with_columns(RolloutKey="TraceId", **_UNNAMED), ROOTLESS).unique(maintain_order=True)

@@ -21,31 +21,31 @@ from spangrad.settings import BuilderSettings
 from spangrad.types import Mode
 from transition_builder.completeness.resolve import claim
 from transition_builder.frames import Verdict, conform
-from transition_builder.schemas import LOOSE, ROLLOUT, ROLLOUTS
+from transition_builder.schemas import ROLLOUT, ROLLOUTS, ROOTLESS
 
 _GROUP = ["GroupId", "GroupSize", "TaskId"]
-_NAMING = [name for name in LOOSE if name != "IngestedAt"]
+_NAMING = [name for name in ROOTLESS if name != "IngestedAt"]
 NO_ROOT = "no final root arrived"
 
 
 def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
-    """Merge known and new LOOSE rows, with CheckedAt: one row for each rollout name and trace, dated by the newest.
+    """Merge known and new ROOTLESS rows, with CheckedAt: one row for each rollout name and trace, dated by the newest.
 
     Args:
-        known: LOOSE, and CheckedAt.
-        new: LOOSE.
+        known: ROOTLESS, and CheckedAt.
+        new: ROOTLESS.
     """
     rows = pl.concat([known, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
-    # The silence of a continued trace begins again.
+    # The silence of a continued trace is counted anew.
     newest = rows.group_by(_NAMING, maintain_order=True).agg(pl.col("IngestedAt", "CheckedAt").max())
     return newest.select(known.columns)
 
 
-def rollouts_of(loose: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:
+def rollouts_of(rootless: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:
     """Return the rows with the rollouts that they belong to, and Announced: a runner announced the rollout.
 
     Args:
-        loose: LOOSE.
+        rootless: ROOTLESS.
         owners: OWNERS of their traces.
         activity: ACTIVITY of the rollouts that those name; a run that a row does not name is the rollout's only one.
     """
@@ -57,7 +57,7 @@ def rollouts_of(loose: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFram
         .drop("runs")
     )
     return (
-        claim(loose, owners)
+        claim(rootless, owners)
         .rename({"RolloutKey": "RolloutId"})
         .join(only, on="RolloutId", how="left", maintain_order="left")
         .with_columns(lone=(pl.col("RunId") == "") & pl.col("run").is_not_null())
@@ -67,7 +67,7 @@ def rollouts_of(loose: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFram
     )
 
 
-def stale(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
+def outdated_rollouts(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
     """Return rollouts of which something has arrived since they were built: RunId, RolloutId, LastArrival.
 
     Args:
@@ -85,8 +85,8 @@ def stale(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def judge(
-    loose: pl.DataFrame,
+def silent_rollouts(
+    rootless: pl.DataFrame,
     roots: pl.DataFrame,
     activity: pl.DataFrame,
     traces: pl.DataFrame,
@@ -98,7 +98,7 @@ def judge(
     """Return rollouts (ROLLOUTS, none waiting) without a final root that have been silent for long enough.
 
     Args:
-        loose: of `rollouts_of`.
+        rootless: of `rollouts_of`.
         roots: ROOTS of the attempts of their rollouts, as far as they arrived.
         activity: ACTIVITY of their rollouts.
         traces: TRACES of their traces.
@@ -107,8 +107,10 @@ def judge(
         force: do not wait for traces that no runner announced and that have no open span.
     """
     seen = activity.group_by("RolloutId").agg(pl.col("LastArrival").max().alias("rollout_arrival"))
-    of_trace = loose.join(traces, on="TraceId", how="left")
-    torn = of_trace.group_by(ROLLOUT).agg(pl.col("Torn").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival"))
+    of_trace = rootless.join(traces, on="TraceId", how="left")
+    open_traces = of_trace.group_by(ROLLOUT).agg(
+        pl.col("HasOpenSpan").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival")
+    )
     known = roots.sort("Attempt").group_by(ROLLOUT, maintain_order=True).agg(pl.col(*_GROUP).last(), pl.col("Final").any())
     last = pl.max_horizontal("IngestedAt", "rollout_arrival", "trace_arrival")
     long_silence, short_silence = (
@@ -116,12 +118,12 @@ def judge(
     )
     announced = pl.col("Announced")
     return conform(
-        _gather(loose)
-        .join(torn, on=ROLLOUT)
+        _gather(rootless)
+        .join(open_traces, on=ROLLOUT)
         .join(seen, on="RolloutId", how="left")
         .join(known, on=ROLLOUT, how="left")
         .filter(~pl.col("Final").fill_null(False))
-        .filter(now - last >= pl.when(announced | pl.col("Torn")).then(long_silence).otherwise(short_silence))
+        .filter(now - last >= pl.when(announced | pl.col("HasOpenSpan")).then(long_silence).otherwise(short_silence))
         .with_columns(
             pl.col("GroupId", "TaskId").fill_null(""),
             pl.col("GroupSize").fill_null(0),
@@ -138,10 +140,10 @@ def judge(
     )
 
 
-def _gather(loose: pl.DataFrame) -> pl.DataFrame:
+def _gather(rootless: pl.DataFrame) -> pl.DataFrame:
     """Return one row a rollout: its newest attempt and arrival."""
     return (
-        loose.sort("Attempt", "IngestedAt")
+        rootless.sort("Attempt", "IngestedAt")
         .group_by(ROLLOUT, maintain_order=True)
         .agg(pl.col("Mode").max(), pl.col("Attempt", "TraceId").last(), pl.col("IngestedAt").max(), pl.col("Announced").any())
     )

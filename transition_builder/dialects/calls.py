@@ -36,8 +36,8 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         The spans' columns, a row a choice, with those of CALLS, CallId, ByGateway, and Unfinished: the span shows neither the end of
         the call nor its outcome.
     """
-    heavy = [name for name in ("Attributes", "Scores", "ToolArguments", "ToolResult") if name in spans.columns]
-    light = spans.drop("Choice", *_REPORTED, *heavy, strict=False).hstack(_reported(spans))
+    large_columns = [name for name in ("Attributes", "Scores", "ToolArguments", "ToolResult") if name in spans.columns]
+    light = spans.drop("Choice", *_REPORTED, *large_columns, strict=False).hstack(_reported(spans))
     ids = pl.col("ResponseIds").list.len().fill_null(0) > 0
     failed = (pl.col("StatusCode") == "Error") | pl.col("reported_error").is_not_null()
     message = pl.col("StatusMessage").str.split(":").list.first().replace("", None)

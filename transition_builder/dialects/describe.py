@@ -121,9 +121,9 @@ def by_dialect(
         read = columns(name, READERS.get(name, READERS[""])(attributes))
         parts.append(read(attributes.frame(beside, rows if len(names) > 1 else None)))
         order.append(rows)
-    place = np.empty(convention.len(), dtype=np.int64)
-    place[np.concatenate(order)] = np.arange(convention.len())
-    return pl.concat(parts)[place]
+    row_of = np.empty(convention.len(), dtype=np.int64)
+    row_of[np.concatenate(order)] = np.arange(convention.len())
+    return pl.concat(parts)[row_of]
 
 
 def _scores(attributes: AttributeColumns, spans: pl.DataFrame) -> pl.Series:
@@ -161,12 +161,12 @@ def _conventions(attributes: AttributeColumns, beside: pl.DataFrame) -> pl.Serie
     )
     marked = [pl.when(attributes.has(*names)).then(pl.lit(name)) for name, names in MARKS.items()]
     for name, words in others.VOCABULARIES.items():
-        there = attributes.has(words.mark)
+        has_mark = attributes.has(words.mark)
         if words.spans:
-            there = there & pl.col("SpanName").str.contains(words.spans)
+            has_mark = has_mark & pl.col("SpanName").str.contains(words.spans)
         if words.named:
-            there = there | pl.col("SpanName").str.contains(words.named)
-        marked.append(pl.when(there).then(pl.lit(name)))
+            has_mark = has_mark | pl.col("SpanName").str.contains(words.named)
+        marked.append(pl.when(has_mark).then(pl.lit(name)))
     marked.append(pl.when("generative").then(pl.lit("gen_ai")))
     return (
         attributes.frame(beside.with_columns(attributes.matching(_GEN_AI_KEYS).alias("generative")))

@@ -84,8 +84,8 @@ def replies(answer: object) -> dict[int, Reply]:
         case {"choices": [*choices]}:
             items = [_dict(item) for item in choices]
             return {
-                int(item.get("index", place)): Reply([_of_choice(item)], item.get("finish_reason") in CUT)
-                for place, item in enumerate(items)
+                int(item.get("index", index)): Reply([_of_choice(item)], item.get("finish_reason") in CUT)
+                for index, item in enumerate(items)
             }
         case {"output": [*items]}:
             known = [item for item in map(_dict, items) if item.get("type", "message") in _ITEMS]
@@ -98,7 +98,7 @@ def replies(answer: object) -> dict[int, Reply]:
             given = [_dict(item) for item in cast("list[object]", answer)]
             parts = [part_messages("assistant", _list(item.get("parts"))) for item in given]
             return {
-                place: Reply(reply, item.get("finish_reason") in CUT) for place, (item, reply) in enumerate(zip(given, parts, strict=True))
+                index: Reply(reply, item.get("finish_reason") in CUT) for index, (item, reply) in enumerate(zip(given, parts, strict=True))
             }
         case _:
             return {}
@@ -212,7 +212,7 @@ def parted_messages(given: object) -> list[Message]:
 
 def part_messages(role: str, parts: Iterable[object], name: object = None) -> list[Message]:
     """Convert a message whose tool calls and tool results are parts: Anthropic's, gen_ai's and Vercel's. Each result is a message."""
-    results, calls, thoughts, rest = list[Message](), list[object](), list[str](), list[object]()
+    results, calls, reasoning, rest = list[Message](), list[object](), list[str](), list[object]()
     for part in map(_dict, parts):
         match part.get("type"):
             case "tool_result":
@@ -224,7 +224,7 @@ def part_messages(role: str, parts: Iterable[object], name: object = None) -> li
             case "tool_use" | "tool_call" | "tool-call":
                 calls.append(part)
             case "thinking" | "reasoning":
-                thoughts.append(str(part.get("thinking", part.get("content", ""))))
+                reasoning.append(str(part.get("thinking", part.get("content", ""))))
             case "redacted_thinking":
                 pass
             case "text" if "text" not in part:
@@ -233,28 +233,28 @@ def part_messages(role: str, parts: Iterable[object], name: object = None) -> li
                 rest.append(part)
     if results and not rest and not calls:
         return results
-    return [*results, message(role, rest, calls, name=name, reasoning_content="\n".join(thoughts))]
+    return [*results, message(role, rest, calls, name=name, reasoning_content="\n".join(reasoning))]
 
 
 def response_messages(items: Iterable[object]) -> list[Message]:
     """Convert items of OpenAI's responses; the output of a model in one turn is one message."""
     messages: list[Message] = []
-    thoughts = ""
+    reasoning = ""
     for fields in map(_dict, items):
         match fields.get("type", "message"):
             case "message":
-                _append(messages, message(str(fields.get("role", "assistant")), fields.get("content"), reasoning_content=thoughts))
+                _append(messages, message(str(fields.get("role", "assistant")), fields.get("content"), reasoning_content=reasoning))
             case "function_call":
-                _append(messages, message("assistant", "", [fields], reasoning_content=thoughts))
+                _append(messages, message("assistant", "", [fields], reasoning_content=reasoning))
             case "function_call_output":
                 messages.append(message("tool", fields.get("output"), tool_call_id=fields.get("call_id")))
             case "reasoning":
-                thought = text(fields.get("content") or fields.get("summary") or "")
-                thoughts = thought if isinstance(thought, str) else ""
+                reasoning_text = text(fields.get("content") or fields.get("summary") or "")
+                reasoning = reasoning_text if isinstance(reasoning_text, str) else ""
                 continue
             case kind:
                 raise UnreadableError(f"an item is of type {kind}")
-        thoughts = ""
+        reasoning = ""
     return messages
 
 

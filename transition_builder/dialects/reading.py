@@ -21,7 +21,7 @@ NONE = pl.lit(None, pl.String)
 NO = pl.lit(False)
 SCORES = pl.List(pl.Struct({"Name": pl.String(), "Value": pl.Float64()}))
 OF_CLIENT = pl.col("OfClient")
-"""Condition: the span's scope belongs to a library that speaks to the model's server."""
+"""Condition: the span's scope belongs to a client library of the model's server."""
 _ERROR_FLAG = r'"is_?[eE]rror"\s*:\s*true'
 """Pattern of a failed tool result, in the spelling of MCP and Anthropic."""
 
@@ -65,18 +65,18 @@ class AttributeColumns:
 
     def first(self, *names: str) -> pl.Expr:
         """Return the first of several attributes that a span has and that is not empty."""
-        there = [self(name).replace("", None) for name in names if name in self._places]
-        return pl.coalesce(there) if there else NONE
+        columns = [self(name).replace("", None) for name in names if name in self._places]
+        return pl.coalesce(columns) if columns else NONE
 
     def any_of(self, *names: str) -> pl.Expr:
         """Return the first of several attributes that a span has, even if empty."""
-        there = [self(name) for name in names if name in self._places]
-        return pl.coalesce(there) if there else NONE
+        columns = [self(name) for name in names if name in self._places]
+        return pl.coalesce(columns) if columns else NONE
 
     def has(self, *names: str) -> pl.Expr:
         """Return whether a span has any of several attributes."""
-        there = [self(name).is_not_null() for name in names if name in self._places]
-        return pl.any_horizontal(there) if there else NO
+        columns = [self(name).is_not_null() for name in names if name in self._places]
+        return pl.any_horizontal(columns) if columns else NO
 
     def once(self, name: str, what: pl.Expr) -> pl.Expr:
         """Evaluate an expression over attributes once, for many others that use it; `name` must not be the name of an attribute."""
@@ -124,11 +124,11 @@ class AttributeColumns:
         return {name: code for code, name in enumerate(self._names)}
 
     def _column(self, name: str, at: np.ndarray) -> pl.Series:
-        place = np.full(self.height, -1, dtype=np.int64)
+        entry_of = np.full(self.height, -1, dtype=np.int64)
         # The first of several, should a sender repeat a key.
-        place[self._rows[at[::-1]]] = at[::-1]
-        there = pl.Series(place, dtype=pl.Int64)
-        return self._values.gather(there.set(there < 0, None).cast(pl.UInt32)).alias(name)
+        entry_of[self._rows[at[::-1]]] = at[::-1]
+        columns = pl.Series(entry_of, dtype=pl.Int64)
+        return self._values.gather(columns.set(columns < 0, None).cast(pl.UInt32)).alias(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class Reading:
     call: pl.Expr = NO
     """The span is a call of a model for a response (no embedding, no ranking)."""
     client: pl.Expr = OF_CLIENT
-    """The call is recorded by the library that speaks to the model's server, not by a framework above it."""
+    """The call is recorded by the client library of the model's server, not by a framework above it."""
     engine: pl.Expr = NO
     """The span is the server's own span of a call."""
     tool: pl.Expr = NO

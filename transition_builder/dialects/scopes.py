@@ -32,7 +32,7 @@ _DIALECTS = {
 
 @lru_cache(maxsize=4096)
 def is_client(scope: str) -> bool:
-    """Return whether a scope belongs to a library that speaks to the model's server."""
+    """Return whether a scope belongs to a client library of the model's server."""
     words = _NAMESPACES.sub("", scope.lower()).replace("_", " ")
     return bool(_CLIENTS.search(words)) and not _FRAMEWORKS.search(words)
 

@@ -47,7 +47,7 @@ def scores(attributes: AttributeColumns, spans: pl.DataFrame) -> pl.DataFrame | 
 def _named(entries: pl.DataFrame, attributes: AttributeColumns) -> pl.DataFrame:
     """Return scores with their names: row, at (place among several), Name, Value."""
     key = pl.col("key")
-    place = key.str.extract(r"^agentlightning\.reward\.(\d+)\.value$")
+    entry = key.str.extract(r"^agentlightning\.reward\.(\d+)\.value$")
     names = attributes.entries(r"^agentlightning\.reward\.\d+\.name$").select(
         "row", place=pl.col("key").str.extract(r"\.(\d+)\.name$"), given_name="value"
     )
@@ -59,7 +59,7 @@ def _named(entries: pl.DataFrame, attributes: AttributeColumns) -> pl.DataFrame:
     own = pl.coalesce(key.str.extract(rf"^{semconv.REWARD}\.(.+)$"), key.str.extract(r"^eval\.(.+)\.score$"))
     given_name = pl.col("given_name").replace(["", _PRIMARY], [None, None])
     return (
-        entries.with_columns(place=place)
+        entries.with_columns(place=entry)
         .join(names.unique(["row", "place"], keep="first", maintain_order=True), on=["row", "place"], how="left")
         .join(evaluations, on="row", how="left")
         .select(

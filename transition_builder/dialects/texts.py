@@ -236,7 +236,7 @@ def _events(span: SpanText, choice: int) -> Dialogue | None:
         if kind not in ("system", "user", "assistant", "tool", "choice"):
             continue
         body = _json(attributes.get("body") or attributes.get("gen_ai.event.content"))
-        fields = {key: _loose(value) for key, value in attributes.items()}
+        fields = {key: _parsed_json(value) for key, value in attributes.items()}
         fields |= cast("dict[str, Any]", body) if isinstance(body, dict) else {"content": body} if isinstance(body, str) else {}
         if kind == "choice":
             inner = fields.get("message")
@@ -265,7 +265,7 @@ def _pairs(span: SpanText, choice: int) -> Dialogue | None:
     for names in _PAIRS:
         if not all(name in span.attributes for name in names):
             continue
-        request, response = (_loose(span.attributes[name]) for name in names)
+        request, response = (_parsed_json(span.attributes[name]) for name in names)
         try:
             if (bodies := _bodies(request, response, choice)) is not None:
                 return bodies
@@ -330,7 +330,7 @@ def _reply(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_cut(attributes: Mapping[str, str], choice: int) -> bool:
-    reasons = _loose(attributes.get("gen_ai.response.finish_reasons", ""))
+    reasons = _parsed_json(attributes.get("gen_ai.response.finish_reasons", ""))
     if isinstance(reasons, list) and choice < len(cast("list[Any]", reasons)):
         return reasons[choice] in CUT
     return attributes.get("llm.finish_reason") in CUT
@@ -344,7 +344,7 @@ def _json(written: str | None) -> Any:
         return None
 
 
-def _loose(written: str) -> Any:
+def _parsed_json(written: str) -> Any:
     """Return the value of a JSON object, list or text; of anything else, the text itself."""
     value = _json(written) if written[:1] in ("{", "[", '"') else None
     return written if value is None else value

@@ -56,7 +56,7 @@ class CallText:
 
 
 @dataclass(frozen=True, slots=True)
-class SpokenRollout:
+class RolloutTexts:
     """Calls of a rollout that have a text."""
 
     rollout: dict[str, Any]
@@ -68,14 +68,14 @@ class SpokenRollout:
 
     def conversations(self) -> list[Conversation]:
         """Return the calls with messages, merged; their `calls` are places in `call_texts`."""
-        places = [place for place, conversation in enumerate(self.call_texts) if not isinstance(conversation.dialogue.prompt, str)]
-        merged = of_messages([_messages(self.call_texts[place].dialogue) for place in places])
+        places = [index for index, conversation in enumerate(self.call_texts) if not isinstance(conversation.dialogue.prompt, str)]
+        merged = of_messages([_messages(self.call_texts[index].dialogue) for index in places])
         for conversation in merged:
             conversation.calls = [places[at] for at in conversation.calls]
         return merged
 
 
-def spoken(reader: ExportReader, part: GroupSlice, *, keep_cut: bool = False) -> Iterator[SpokenRollout]:
+def rollout_texts(reader: ExportReader, part: GroupSlice, *, keep_cut: bool = False) -> Iterator[RolloutTexts]:
     """Yield the rollouts of a part that have a text.
 
     Args:
@@ -88,17 +88,17 @@ def spoken(reader: ExportReader, part: GroupSlice, *, keep_cut: bool = False) ->
     for rollout, calls in rollouts:
         call_texts: list[CallText] = []
         whole = True
-        for place, call in enumerate(calls):
+        for index, call in enumerate(calls):
             result = next(dialogues)
             if isinstance(result, Dialogue) and (result.cut or call["FinishReason"] == "length") and not keep_cut:
                 result = LeftOut.CUT_SHORT
             if isinstance(result, Dialogue):
                 call_texts.append(CallText(call, result))
             else:
-                reader.tally.leave(result)
-                whole = whole and place > 0
+                reader.tally.count_left_out(result)
+                whole = whole and index > 0
         if call_texts:
-            yield SpokenRollout(rollout, call_texts, whole)
+            yield RolloutTexts(rollout, call_texts, whole)
 
 
 def about(reader: ExportReader, rollout: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:

@@ -43,12 +43,12 @@ def of_messages(calls: Sequence[tuple[list[Message], Message, list[Tool]]]) -> l
     """Merge calls, given as prompt, reply and tools in order; a sequence's tools are the same throughout."""
     merged: list[Conversation] = []
     ends: list[tuple[str, list[Hashable]]] = []
-    for place in sorted(range(len(calls)), key=lambda number: (len(calls[number][0]), number)):
-        prompt, reply, tools = calls[place]
+    for index in sorted(range(len(calls)), key=lambda number: (len(calls[number][0]), number)):
+        prompt, reply, tools = calls[index]
         keys, offered = [message_key(message) for message in prompt], json.dumps(tools, sort_keys=True)
-        fitting = [at for at, (under, end) in enumerate(ends) if under == offered and keys[: len(end)] == end]
-        if fitting:
-            at = max(fitting, key=lambda number: len(ends[number][1]))
+        matches = [at for at, (offered_tools, end) in enumerate(ends) if offered_tools == offered and keys[: len(end)] == end]
+        if matches:
+            at = max(matches, key=lambda number: len(ends[number][1]))
         else:
             at = len(merged)
             merged.append(Conversation([], [], tools, [], len(prompt)))
@@ -56,7 +56,7 @@ def of_messages(calls: Sequence[tuple[list[Message], Message, list[Tool]]]) -> l
         conversation, known = merged[at], len(merged[at].messages)
         conversation.messages += [*prompt[known:], reply]
         conversation.trained += [False] * (len(prompt) - known) + [True]
-        conversation.calls.append(place)
+        conversation.calls.append(index)
         ends[at] = (offered, [*keys, message_key(reply)])
     return sorted(merged, key=lambda conversation: conversation.calls[0])
 
@@ -64,18 +64,18 @@ def of_messages(calls: Sequence[tuple[list[Message], Message, list[Tool]]]) -> l
 def of_tokens(calls: Sequence[tuple[list[int], list[int]]]) -> list[CallTokens]:
     """Merge calls, given as prompt and response ids in order."""
     sequences: list[CallTokens] = []
-    for place in sorted(range(len(calls)), key=lambda number: (len(calls[number][0]), number)):
-        prompt, response = calls[place]
-        fitting = [tokens for tokens in sequences if len(tokens.ids) <= len(prompt) and prompt[: len(tokens.ids)] == tokens.ids]
-        if fitting:
-            sequence = max(fitting, key=lambda tokens: len(tokens.ids))
+    for index in sorted(range(len(calls)), key=lambda number: (len(calls[number][0]), number)):
+        prompt, response = calls[index]
+        matches = [tokens for tokens in sequences if len(tokens.ids) <= len(prompt) and prompt[: len(tokens.ids)] == tokens.ids]
+        if matches:
+            sequence = max(matches, key=lambda tokens: len(tokens.ids))
         else:
             sequence = CallTokens([], [], [], len(prompt))
             sequences.append(sequence)
         known = len(sequence.ids)
         sequence.ids += [*prompt[known:], *response]
         sequence.mask += [0] * (len(prompt) - known) + [1] * len(response)
-        sequence.calls.append(place)
+        sequence.calls.append(index)
     return sorted(sequences, key=lambda sequence: sequence.calls[0])
 
 

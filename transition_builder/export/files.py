@@ -32,28 +32,28 @@ def made_whole(out: Path, *, force: bool, directory: bool) -> Generator[Path]:
         BuilderError: something exists at `out`, or the disk refuses.
     """
     _refuse(out, force)
-    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if directory:
-            beside.mkdir()
-        yield beside
+            temporary.mkdir()
+        yield temporary
         _refuse(out, force)
         if out.is_dir():
             old = out.with_name(f".{out.name}.{os.getpid()}.old")
             out.rename(old)
-            beside.rename(out)
+            temporary.rename(out)
             shutil.rmtree(old)
         else:
-            beside.replace(out)
+            temporary.replace(out)
     except OSError as error:
         raise BuilderError(f"{out} cannot be written ({error.strerror or error}). Name another place with --out.") from error
     finally:
-        if beside.is_dir():
-            shutil.rmtree(beside, ignore_errors=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
         else:
             with suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
 
 
 def _refuse(out: Path, force: bool) -> None:

@@ -175,12 +175,12 @@ class ExportReader:
         calls = calls.join(returns, on=list(_BUILD), how="left", maintain_order="left")
         if self.request.min_return is not None:
             below = pl.col("Return") < self.request.min_return
-            self.tally.leave(LeftOut.BELOW_RETURN, calls.filter(below).height)
-            self.tally.leave(LeftOut.NO_RETURN, calls["Return"].null_count())
+            self.tally.count_left_out(LeftOut.BELOW_RETURN, calls.filter(below).height)
+            self.tally.count_left_out(LeftOut.NO_RETURN, calls["Return"].null_count())
             calls = calls.filter(~below)
         chosen = expression(self.request.selection)
         kept = calls.filter(chosen)
-        self.tally.leave(LeftOut.NOT_SELECTED, calls.height - kept.height)
+        self.tally.count_left_out(LeftOut.NOT_SELECTED, calls.height - kept.height)
         ordered = kept.sort("RunId", "Mode", "GroupId", "RolloutId", "Turn", "Timestamp", "CallId", nulls_last=True)
         return GroupSlice(rollouts.select(*ROLLOUT, "TaskId", "GroupSize", "Group", "Return"), ordered)
 

@@ -70,7 +70,7 @@ class ExportTally:
     groups_left_out: Counter[str] = field(default_factory=Counter[str])
     """Groups without a pair, by reason."""
 
-    def leave(self, reason: LeftOut, calls: int = 1) -> None:
+    def count_left_out(self, reason: LeftOut, calls: int = 1) -> None:
         """Count calls that are not written."""
         if calls:
             self.left_out[reason.value] += calls

@@ -18,7 +18,7 @@ from transition_builder.rewards import air, evaluations, precedence
 from transition_builder.rewards.air import check, rule_hash
 from transition_builder.rewards.precedence import REPORTED
 from transition_builder.rewards.rules import columns
-from transition_builder.rewards.rules.seen import Seen
+from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.rewards.spread import SPREAD, spread
 from transition_builder.schemas import ATTEMPT, GIVEN
 
@@ -55,16 +55,16 @@ def gather(
         rollouts: ROLLOUTS of those that may have rewards: complete, and not failed.
         spec: the rules, and the names of SQL rewards.
     """
-    by_sql = evaluations.aim(evaluations.of_sql(frames.sql_rewards, nodes, rollouts), calls, nodes, caused)
+    by_sql = evaluations.resolve_targets(evaluations.of_sql(frames.sql_rewards, nodes, rollouts), calls, nodes, caused)
     reported = concat([evaluations.events(rows, rollouts), evaluations.scores(nodes, rollouts)], REPORTED)
-    sources = [evaluations.aim(reported, calls, nodes, caused), by_sql.filter(pl.col("Name").is_in(spec.sql_rewards))]
+    sources = [evaluations.resolve_targets(reported, calls, nodes, caused), by_sql.filter(pl.col("Name").is_in(spec.sql_rewards))]
     if spec.rules:
         rewarded = calls.join(rollouts.select(*ATTEMPT, "Mode"), on=ATTEMPT, maintain_order="left")
-        seen = Seen(rewarded, caused, frames.responses, by_sql, nodes, columns.used(spec), frames.tool_events, frames.tool_logs)
-        sources.append(air.earned(spec, seen))
-    winning = precedence.winners(concat(sources, REPORTED))
-    rewards = conform(winning.filter(pl.col("Value").is_not_null()), GIVEN)
+        rule_input = RuleInput(rewarded, caused, frames.responses, by_sql, nodes, columns.used(spec), frames.tool_events, frames.tool_logs)
+        sources.append(air.earned(spec, rule_input))
+    chosen = precedence.by_precedence(concat(sources, REPORTED))
+    rewards = conform(chosen.filter(pl.col("Value").is_not_null()), GIVEN)
     return Gathered(
         rewards.sort(*ATTEMPT, "CallId", "Name", "Role", "Source", "RuleHash", "TraceId", "SpanId"),
-        precedence.faults(rollouts, winning, by_rules=spec.rewards_from == "rules"),
+        precedence.faults(rollouts, chosen, by_rules=spec.rewards_from == "rules"),
     )

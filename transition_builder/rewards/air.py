@@ -18,19 +18,19 @@ from spangrad.settings import AirRule, BuilderSettings
 from spangrad.types import RewardSource
 from transition_builder.frames import concat
 from transition_builder.rewards.precedence import REPORTED, as_reported
-from transition_builder.rewards.rules import asked, calls, functions, tools
+from transition_builder.rewards.rules import calls, functions, tool_requests, tools
 from transition_builder.rewards.rules.columns import COLUMNS
-from transition_builder.rewards.rules.seen import Seen
+from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.rewards.rules.tools import whole
 from transition_builder.schemas import ATTEMPT
 
-RULES: Mapping[str, Callable[[AirRule, Seen], pl.DataFrame]] = {
+RULES: Mapping[str, Callable[[AirRule, RuleInput], pl.DataFrame]] = {
     "tool_ok": tools.ok,
     "tool_error": tools.error,
     "tool_exception": tools.exception,
     "empty_result": tools.empty_result,
-    "malformed_arguments": asked.malformed_arguments,
-    "repeated_call": asked.repeated_call,
+    "malformed_arguments": tool_requests.malformed_arguments,
+    "repeated_call": tool_requests.repeated_call,
     "unparsable_output": calls.unparsable_output,
     "latency": calls.latency,
     "expression": calls.expression,
@@ -40,12 +40,12 @@ RULES: Mapping[str, Callable[[AirRule, Seen], pl.DataFrame]] = {
 """Functions of the kinds of rules."""
 
 
-def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
+def earned(spec: BuilderSettings, rule_input: RuleInput) -> pl.DataFrame:
     """Return the rewards that the rules of a specification give, as REPORTED."""
-    calls_with_agent = seen.placed.select("RunId", "Mode", "RolloutId", "Attempt", "CallId", "AgentName")
+    calls_with_agent = rule_input.placed.select("RunId", "Mode", "RolloutId", "Attempt", "CallId", "AgentName")
     earnings = list[pl.DataFrame]()
     for rule in spec.rules:
-        rows = RULES[rule.kind](rule, seen).join(calls_with_agent, on="CallId", maintain_order="left")
+        rows = RULES[rule.kind](rule, rule_input).join(calls_with_agent, on="CallId", maintain_order="left")
         if rule.agents is not None:
             rows = rows.filter(pl.col("AgentName").str.contains(whole(rule.agents)))
         if rows.height:

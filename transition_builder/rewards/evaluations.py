@@ -95,7 +95,7 @@ def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> p
     return as_reported(named)
 
 
-def aim(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused: pl.DataFrame) -> pl.DataFrame:
+def resolve_targets(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused: pl.DataFrame) -> pl.DataFrame:
     """Fill in CallId: empty where the reward is the rollout's. Rows that name another attempt's call are left out.
 
     Args:
@@ -113,7 +113,7 @@ def aim(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused
     by_span, by_response = _targets(calls, nodes)
     by_tool = caused.filter(pl.col("CallId") != "").select(*ATTEMPT, *SPAN, pl.col("CallId").alias("by_tool"))
     known = calls.select(*ATTEMPT, "CallId", known=pl.lit(True))
-    aimed = (
+    targeted = (
         elsewhere.join(known, on=[*ATTEMPT, "CallId"], how="left")
         .filter(pl.col("CallId").is_null() | pl.col("known"))
         .join(by_span, on=[*ATTEMPT, *SPAN], how="left")
@@ -121,13 +121,13 @@ def aim(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused
         .join(by_tool, on=[*ATTEMPT, *SPAN], how="left")
         .with_columns(CallId=pl.coalesce("CallId", "by_span", "by_response", pl.when(of_sql).then("by_tool"), pl.lit("")))
     )
-    return concat([reported.filter(on_root).with_columns(CallId=pl.lit("")), aimed], REPORTED)
+    return concat([reported.filter(on_root).with_columns(CallId=pl.lit("")), targeted], REPORTED)
 
 
 def _targets(calls: pl.DataFrame, nodes: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return calls by their spans, and by their response ids: the latest call, its first choice."""
-    slim = calls.select(*ATTEMPT, *SPAN, "Order", "Choice", "CallId", "ResponseId", "ClientNode")
-    latest = slim.sort("Order", "Choice", descending=[True, False])
+    identity = calls.select(*ATTEMPT, *SPAN, "Order", "Choice", "CallId", "ResponseId", "ClientNode")
+    latest = identity.sort("Order", "Choice", descending=[True, False])
     client = nodes.select(*SPAN).with_row_index("ClientNode").with_columns(pl.col("ClientNode").cast(pl.Int64))
     own = latest.select(*ATTEMPT, *SPAN, pl.col("CallId").alias("by_span"))
     through = latest.select(*ATTEMPT, "ClientNode", pl.col("CallId").alias("by_span")).join(client, on="ClientNode", maintain_order="left")

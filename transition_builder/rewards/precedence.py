@@ -42,7 +42,7 @@ def as_reported(rows: pl.DataFrame) -> pl.DataFrame:
     return conform(rows.with_columns(Value=pl.when(pl.col("Value").is_finite()).then("Value"), **lacking), REPORTED)
 
 
-def winners(reported: pl.DataFrame) -> pl.DataFrame:
+def by_precedence(reported: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of REPORTED (CallId filled in) that count."""
     rank = pl.col("Source").replace_strict(RANK, return_dtype=pl.Int64)
     span = [*_TARGET, "RuleHash", "TraceId", "SpanId"]
@@ -55,23 +55,23 @@ def winners(reported: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def faults(rollouts: pl.DataFrame, winning: pl.DataFrame, *, by_rules: bool = False) -> pl.DataFrame:
+def faults(rollouts: pl.DataFrame, chosen: pl.DataFrame, *, by_rules: bool = False) -> pl.DataFrame:
     """Return rollouts whose calls must not be trained because they lack a reward: RunId, RolloutId, fault.
 
     Args:
         rollouts: RunId and RolloutId of those that may have rewards.
-        winning: of `winners`. Rewards of AIR are no final rewards: a rollout that has nothing else has none.
+        chosen: of `by_precedence`. Rewards of AIR are no final rewards: a rollout that has nothing else has none.
         by_rules: rules alone may reward a rollout; one for which no rule found anything has no reward and no fault: its return is 0.
     """
     bad = (
-        winning.filter(pl.col("Value").is_null())
+        chosen.filter(pl.col("Value").is_null())
         .group_by(*ROLLOUT, "Fault")
         .agg(pl.col("Name").unique().sort().str.join(", "))
         .with_columns(why=pl.format("{}: {}", "Fault", "Name"))
         .group_by(ROLLOUT)
         .agg(pl.col("why").sort().str.join("; "))
     )
-    concluded = winning.filter(pl.col("Source") != RewardSource.AIR.value).select(ROLLOUT).unique()
+    concluded = chosen.filter(pl.col("Source") != RewardSource.AIR.value).select(ROLLOUT).unique()
     return (
         rollouts.select(ROLLOUT)
         .join(bad, on=ROLLOUT, how="left")

@@ -57,9 +57,11 @@ def statement(path: Path) -> str:
         BuilderError: it is not one SELECT.
     """
     text = path.read_text().strip().rstrip(";").rstrip()
-    bare = _COMMENT.sub(" ", text).lstrip(" \n\t\r(")
-    if not re.match(r"(select|with)\b", bare, re.IGNORECASE):
-        raise BuilderError(f"{path} is not one SELECT: it begins with {bare[:20].strip()!r}. A reward only reads; write a SELECT.")
+    statement_text = _COMMENT.sub(" ", text).lstrip(" \n\t\r(")
+    if not re.match(r"(select|with)\b", statement_text, re.IGNORECASE):
+        raise BuilderError(
+            f"{path} is not one SELECT: it begins with {statement_text[:20].strip()!r}. A reward only reads; write a SELECT."
+        )
     return text
 
 
@@ -114,8 +116,8 @@ def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame
         path = _path(spec, name)
         text, version = statement(path), spec.sql_hash(name)
         bounds = int(first) // 1000, -(-int(last) // 1000)  # type: ignore[arg-type]
-        portions = batches(requested["RolloutId"]) if "rollouts" in _PARAMETER.findall(text) else [_NO_ROLLOUTS]
-        results = [_query(client, url, path, f"SELECT * FROM (\n{_filled(text, portion, *bounds)}\n)") for portion in portions]
+        key_batches = batches(requested["RolloutId"]) if "rollouts" in _PARAMETER.findall(text) else [_NO_ROLLOUTS]
+        results = [_query(client, url, path, f"SELECT * FROM (\n{_filled(text, key_batch, *bounds)}\n)") for key_batch in key_batches]
         rewards.append(_rows(pl.concat(results, how="vertical_relaxed"), requested, path, version))
     return concat(rewards, SQL_REWARDS)
 
@@ -175,14 +177,16 @@ def _rows(rows: pl.DataFrame, requested: pl.DataFrame, path: Path, version: str)
 
 def _require_one_value(rows: pl.DataFrame, path: Path) -> None:
     of = [name for name in (*ATTEMPT, "Role", *_SPAN_NAMES) if name in rows.columns]
-    twice = rows.group_by(of, maintain_order=True).len().filter(pl.col("len") > 1)
-    if twice.height:
-        row = twice.row(0, named=True)
+    repeated = rows.group_by(of, maintain_order=True).len().filter(pl.col("len") > 1)
+    if repeated.height:
+        row = repeated.row(0, named=True)
         what = ", ".join(f"{name} {row[name]!r}" for name in of)
         raise BuilderError(f"{path} gives {row['len']} values for {what}. Give one: aggregate, with GROUP BY.")
 
 
 def _require_one_run(rows: pl.DataFrame, requested: pl.DataFrame, path: Path) -> None:
-    unclear = requested.filter(pl.col("RolloutId").is_duplicated()).join(rows.select(pl.col("RolloutId").cast(pl.String)), on="RolloutId")
-    if unclear.height:
-        raise BuilderError(f"{path} does not say which run's rollout {unclear['RolloutId'][0]!r} it means: several have one. Select RunId.")
+    ambiguous = requested.filter(pl.col("RolloutId").is_duplicated()).join(rows.select(pl.col("RolloutId").cast(pl.String)), on="RolloutId")
+    if ambiguous.height:
+        raise BuilderError(
+            f"{path} does not say which run's rollout {ambiguous['RolloutId'][0]!r} it means: several have one. Select RunId."
+        )

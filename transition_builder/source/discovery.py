@@ -1,4 +1,4 @@
-"""Discovery of changes in the store since the last look.
+"""Discovery of changes in the store since the last pass.
 
 Invariant: history is scanned once, when the builder starts; after that each look reads what has arrived since the last one.
 
@@ -20,7 +20,7 @@ from transition_builder.completeness.reassigned_traces import CONCLUDED, KEYS
 from transition_builder.completeness.resolve import NAMED, owners_of
 from transition_builder.dialects import MODEL_SPAN_SQL
 from transition_builder.frames import concat, conform, empty
-from transition_builder.schemas import ACTIVITY, LOOSE, NAMES, OWNERS, ROOTS, TALLY, TRACES, Schema
+from transition_builder.schemas import ACTIVITY, NAMES, OWNERS, ROOTLESS, ROOTS, TALLY, TRACES, Schema
 from transition_builder.source.queries import StoreReader, batches
 
 OVERLAP = timedelta(seconds=120)
@@ -49,14 +49,14 @@ _SINCE = "rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
 # A rollout is built after its spans have come, so that what was built before need not be looked at.
 _BUILDS_SINCE = "BuildSpec = %(spec)s AND b.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
 _BUILT_SINCE = f"FROM spangrad_internal.builds AS b WHERE {_BUILDS_SINCE}"
-# All of this is decided before any attributes are read, so that a look reads those of unbuilt rollouts alone.
+# All of this is decided before any attributes are read, so that a pass reads those of unbuilt rollouts alone.
 _UNBUILT = f"{_SINCE} AND (RunId, RolloutKey) NOT IN (SELECT RunId, RolloutId {_BUILT_SINCE})"
 _OF_BUILT_SINCE = f"""
     SELECT TraceId FROM spangrad_internal.{{table}}
     WHERE BuildSpec = %(spec)s AND {{table}}.IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND CallId != ''
         AND (RunId, RolloutId, Revision, Content) IN (
             SELECT RunId, RolloutId, Revision, Content FROM {newest_sql(where=_BUILDS_SINCE)} AS v)"""
-_LOOSE = f"""
+_ROOTLESS = f"""
 SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS IngestedAt
 FROM spangrad_internal.rollout_spans
 PREWHERE RowKind = 'span' AND {{arrived}} AND {_SINCE} AND {{which}}
@@ -89,7 +89,7 @@ GROUP BY RunId, RolloutKey
 """
 _TRACES = """
 SELECT TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArrival,
-    uniqExactArray(if(ParentSpanId = '', [SpanId], [SpanId, ParentSpanId])) > uniqExact(SpanId) AS Torn
+    uniqExactArray(if(ParentSpanId = '', [SpanId], [SpanId, ParentSpanId])) > uniqExact(SpanId) AS HasOpenSpan
 FROM spangrad_internal.rollout_spans
 WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN {keys} AND RolloutKey IN (
     SELECT arrayJoin([TraceId, ifNull(FirstRolloutId, ''), ifNull(LastRolloutId, ''), SessionId, ConversationId])
@@ -125,15 +125,15 @@ class Discovery:
         self._now: datetime | None = None
         self._last: datetime | None = None
         self._last_sweep: datetime | None = None
-        self._seen = empty(LOOSE)
+        self._seen = empty(ROOTLESS)
         self._seen_next = self._seen
 
     def begin(self, now: datetime) -> None:
-        """Begin a look, by the store's clock. It counts when it is `done`; else the next one reads the same again."""
+        """Begin a pass, by the store's clock. It counts when it is `done`; else the next one reads the same again."""
         self._now = now
 
     def done(self) -> None:
-        """Mark the look as done: the caller knows all that it found."""
+        """Mark the pass as done: the caller has all that it found."""
         if self.sweeps:
             self._last_sweep = self._now
         self._last = self._now
@@ -145,7 +145,7 @@ class Discovery:
 
     @property
     def sweeps(self) -> bool:
-        """True if this look reads everything that may have arrived since the last sweep: the first look, and one now and then."""
+        """True if this pass reads everything that may have arrived since the last sweep: the first pass, and one at intervals."""
         assert self._now is not None
         return self._last_sweep is None or self._now - self._last_sweep >= _BETWEEN_SWEEPS
 
@@ -162,19 +162,19 @@ class Discovery:
         sql = _ROOTS.format(arrived=self._arrived, which=_UNBUILT)
         return conform(self._reader.frame(sql, self._window), ROOTS).filter("Final")
 
-    def loose(self) -> pl.DataFrame:
-        """Return LOOSE rows with a span that is, or may be, a call of a model, of traces and rollouts that are not concluded.
+    def rootless(self) -> pl.DataFrame:
+        """Return ROOTLESS rows with a span that is, or may be, a call of a model, of traces and rollouts that are not concluded.
 
         Rows that name their rollout are read in sweeps only: they wait for their root, or for a long timeout.
         """
         of_built = " UNION ALL ".join(_OF_BUILT_SINCE.format(table=table) for table in ("transitions", "drops"))
         which = "true" if self.sweeps else _UNNAMED
-        return conform(self._reader.frame(_LOOSE.format(arrived=self._arrived, which=which, of_built=of_built), self._window), LOOSE)
+        return conform(self._reader.frame(_ROOTLESS.format(arrived=self._arrived, which=which, of_built=of_built), self._window), ROOTLESS)
 
     def arrivals(self) -> pl.DataFrame:
-        """Return LOOSE rows of everything that has arrived, at first only of what may belong to rollouts that are built."""
+        """Return ROOTLESS rows of everything that has arrived, at first only of what may belong to rollouts that are built."""
         which = _EVER_BUILT if self._first else "true"
-        rows = conform(self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window), LOOSE)
+        rows = conform(self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window), ROOTLESS)
         self._seen_next = rows
         return rows if self.sweeps else rows.join(self._seen, on=rows.columns, how="anti")
 

@@ -41,27 +41,27 @@ def count(tallied: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     by_name = rollouts.select(run="RunId", RolloutId="RolloutId").join(
         tallied.with_columns(RolloutId="RolloutKey"), on="RolloutId", maintain_order="left"
     )
-    own = by_name.filter((pl.col("RunId") == "") | (pl.col("RunId") == pl.col("run")))
-    own = own.filter(NAMED | ~NAMED.any().over("run", "RolloutId"))
-    nameless = tallied.filter(~NAMED & (pl.col("TraceId") != ""))
-    if nameless.height:
-        inherited = own.select("run", "RolloutId", "TraceId").unique().join(nameless, on="TraceId")
-        own = pl.concat([own, inherited.select(own.columns)]).unique(["run", "RolloutId", *_GROUP])
-    counted = own.group_by("run", "RolloutId").agg(pl.col("Rows").sum())
+    named_rows = by_name.filter((pl.col("RunId") == "") | (pl.col("RunId") == pl.col("run")))
+    named_rows = named_rows.filter(NAMED | ~NAMED.any().over("run", "RolloutId"))
+    unnamed = tallied.filter(~NAMED & (pl.col("TraceId") != ""))
+    if unnamed.height:
+        inherited = named_rows.select("run", "RolloutId", "TraceId").unique().join(unnamed, on="TraceId")
+        named_rows = pl.concat([named_rows, inherited.select(named_rows.columns)]).unique(["run", "RolloutId", *_GROUP])
+    counted = named_rows.group_by("run", "RolloutId").agg(pl.col("Rows").sum())
     return conform(counted.rename({"run": "RunId"}), _COUNTED)
 
 
-def doubtful(built: pl.DataFrame) -> pl.DataFrame:
+def maybe_incomplete(built: pl.DataFrame) -> pl.DataFrame:
     """Return those of BUILT that may have missed a row in flight when they were read, and were not checked since then.
 
     A builder checks what arrived lately, so that at its start only the last ones of its predecessor are left.
     """
-    soon = pl.col("IngestedAt") - pl.col("Watermark") < 2 * OVERLAP
+    read_early = pl.col("IngestedAt") - pl.col("Watermark") < 2 * OVERLAP
     last = pl.col("IngestedAt") >= pl.col("IngestedAt").max() - 2 * OVERLAP
-    return built.filter(soon & last)
+    return built.filter(read_early & last)
 
 
-def more(built: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
+def with_new_rows(built: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
     """Return RunId, RolloutId and Rows of those of BUILT of which more rows have arrived than were read.
 
     Args:

@@ -114,8 +114,8 @@ def _with_plain_map_keys(table: Any) -> Any:
     """Decode dictionaries in the keys of maps: Polars reads them everywhere else."""
     import pyarrow as pa
 
-    for place, column in enumerate(table.columns):
+    for index, column in enumerate(table.columns):
         if pa.types.is_map(column.type) and pa.types.is_dictionary(column.type.key_type):
             maps = [pa.MapArray.from_arrays(chunk.offsets, chunk.keys.dictionary_decode(), chunk.items) for chunk in column.chunks]
-            table = table.set_column(place, table.column_names[place], pa.chunked_array(maps, pa.map_(pa.string(), pa.string())))
+            table = table.set_column(index, table.column_names[index], pa.chunked_array(maps, pa.map_(pa.string(), pa.string())))
     return table

@@ -57,11 +57,11 @@ class Sink:
         Raises:
             StoreError: the store failed; readers ignore the rows of an unfinished write.
         """
-        fresh = revise(built, rollouts, self._reader.built(rollouts["RolloutId"]), self._reader.spec, self._builder)
-        for table, rows in (*((table, getattr(fresh.rows, table)) for table in _TABLES), ("builds", fresh.builds)):
+        new_rows = revise(built, rollouts, self._reader.built(rollouts["RolloutId"]), self._reader.spec, self._builder)
+        for table, rows in (*((table, getattr(new_rows.rows, table)) for table in _TABLES), ("builds", new_rows.builds)):
             if rows.height:
                 self._reader.insert(table, rows)
-        return fresh
+        return new_rows
 
 
 def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str, builder: str = "") -> Written:

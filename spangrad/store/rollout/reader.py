@@ -130,7 +130,7 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
     )
 
 
-def near(client: Client, id_: str, attempt: int | None) -> str:
+def similar_ids(client: Client, id_: str, attempt: int | None) -> str:
     """Return a sentence that suggests ids to use instead of one that the store does not know."""
 
     def ids(where: str) -> list[str]:
@@ -139,8 +139,8 @@ def near(client: Client, id_: str, attempt: int | None) -> str:
 
     if attempt is not None and ids(_OF_ROLLOUT):
         return "Leave --attempt out to see those that it had."
-    if alike := ids("startsWith(RolloutId, {start:String}) OR TraceId = {id:String} OR SpanId = {id:String}"):
-        return f"Did you mean {' or '.join(alike)}?"
+    if similar := ids("startsWith(RolloutId, {start:String}) OR TraceId = {id:String} OR SpanId = {id:String}"):
+        return f"Did you mean {' or '.join(similar)}?"
     newest = ids("RolloutKeySource = 'rollout' AND SpanName = 'rollout'") or ids("true")
     return f"The newest rollouts are {', '.join(newest)}." if newest else "It holds no rollouts at all: is store.url the right one?"
 

@@ -21,7 +21,7 @@ def children(spans: Mapping[Key, Span]) -> Mapping[Key | None, Sequence[Span]]:
     parents = {key: _parent(span, spans) for key, span in spans.items()}
     below = defaultdict[Key | None, list[Span]](list)
     for key, span in spans.items():
-        below[parents[key] if _keeps_parent(key, parents) else None].append(span)
+        below[parents[key] if _has_acyclic_parent(key, parents) else None].append(span)
     for key, siblings in below.items():
         siblings.sort(key=lambda span, parent=spans[key] if key else None: _order(span, parent))
     return below
@@ -38,7 +38,7 @@ def _parent(span: Span, spans: Mapping[Key, Span]) -> Key | None:
     return nearest.key if nearest else None
 
 
-def _keeps_parent(key: Key, parents: Mapping[Key, Key | None]) -> bool:
+def _has_acyclic_parent(key: Key, parents: Mapping[Key, Key | None]) -> bool:
     """Return False for a span that is its own ancestor: it is placed at the top of the tree instead of under its parent."""
     seen = {key}
     above = parents[key]

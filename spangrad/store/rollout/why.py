@@ -38,7 +38,7 @@ def explain(record: Record, settings: Settings) -> list[str]:
 def _of_run(record: Record, settings: Settings) -> list[str]:
     spans = list({span.key: span for span in reversed(record.spans)}.values())
     roots = sorted((span for span in spans if span.is_root), key=lambda span: span.attempt)
-    lines = [_what(record, spans, roots), *_attempts(roots), _arrived(record, spans, roots), *_roles(record, settings)]
+    lines = [_summary(record, spans, roots), *_attempts(roots), _arrived(record, spans, roots), *_roles(record, settings)]
     if not record.builds:
         return [*lines, _awaited(record, spans, roots, settings)]
     for build in record.builds:
@@ -46,7 +46,7 @@ def _of_run(record: Record, settings: Settings) -> list[str]:
     return lines
 
 
-def _what(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> str:
+def _summary(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> str:
     modes = sorted({span.mode for span in spans} - {""})
     run = next((span.run for span in spans if span.run), "")
     of_run = f" of run {run}" if run else ""
@@ -86,9 +86,9 @@ def _arrived(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> st
     if answered is None:
         calls = "; no gateway counted its calls, so that it is complete once it is quiet"
     else:
-        lacks = int(answered) - of_final
-        there_of = f"{lacks} of them did not arrive" if lacks > 0 else "all of them arrived"
-        calls = f"; the gateway answered {counted(int(answered), 'call')} of attempt {final.attempt}, and {there_of}"
+        absent = int(answered) - of_final
+        arrival_text = f"{absent} of them did not arrive" if absent > 0 else "all of them arrived"
+        calls = f"; the gateway answered {counted(int(answered), 'call')} of attempt {final.attempt}, and {arrival_text}"
     return f"{there}{calls}. Evaluations: {rewards}."
 
 
@@ -103,39 +103,43 @@ def _roles(record: Record, settings: Settings) -> Iterable[str]:
 def _awaited(record: Record, spans: Sequence[Span], roots: Sequence[Span], settings: Settings) -> str:
     """Return a sentence on what a rollout that is not built yet waits for."""
     spec = settings.builder
-    silent = f"{(record.now - record.last_arrival).total_seconds():.0f} s" if record.now and record.last_arrival else "some time"
-    patience = f"builder.incomplete_after_seconds ({spec.incomplete_after_seconds:g} s)"
-    ours = any(span.run and span.mode and span.names_rollout for span in spans)
+    silence = f"{(record.now - record.last_arrival).total_seconds():.0f} s" if record.now and record.last_arrival else "some time"
+    waiting_time = f"builder.incomplete_after_seconds ({spec.incomplete_after_seconds:g} s)"
+    is_named = any(span.run and span.mode and span.names_rollout for span in spans)
     final = next((root for root in reversed(roots) if root.is_final), None)
     if final is not None:
-        if lacks := _lacks(record, spans, roots, final, awaited=spec.waits_for_reward):
-            wait = f"it waits for {' and '.join(lacks)}, at most {patience} after its end"
-            return f"It is not built yet: {wait}; the newest span arrived {silent} ago."
+        if absent := _missing_facts(record, spans, roots, final, awaited=spec.waits_for_reward):
+            wait = f"it waits for {' and '.join(absent)}, at most {waiting_time} after its end"
+            return f"It is not built yet: {wait}; the newest span arrived {silence} ago."
         return "It is not built yet, and nothing that it needs is missing: the next `spangrad build` takes it. Is a builder running?"
-    if ours:
-        wait = f"it waits for its runner's final root span, until it has been silent for {patience}"
-        return f"It is not built yet: {wait}; it has been for {silent}."
+    if is_named:
+        wait = f"it waits for its runner's final root span, until it has been silent for {waiting_time}"
+        return f"It is not built yet: {wait}; it has been for {silence}."
     if not any(span.kind in {"gateway", "llm", "engine", UNKNOWN_MODEL_CALL} for span in spans):
         return "It is not built: nothing in it calls a model, as far as any dialect knows."
-    torn = {(span.trace, span.parent) for span in spans if span.parent} - {span.key for span in spans}
-    wait = f"{patience}, because the parent of some span has not arrived" if torn else f"builder.quiet_seconds ({spec.quiet_seconds:g} s)"
-    return f"It is not built yet: it waits to be silent for {wait}; it has been for {silent}. Then the next `spangrad build` takes it."
+    open_traces = {(span.trace, span.parent) for span in spans if span.parent} - {span.key for span in spans}
+    wait = (
+        f"{waiting_time}, because the parent of some span has not arrived"
+        if open_traces
+        else f"builder.quiet_seconds ({spec.quiet_seconds:g} s)"
+    )
+    return f"It is not built yet: it waits to be silent for {wait}; it has been for {silence}. Then the next `spangrad build` takes it."
 
 
-def _lacks(record: Record, spans: Sequence[Span], roots: Sequence[Span], final: Span, *, awaited: bool) -> list[str]:
-    lacks = list[str]()
+def _missing_facts(record: Record, spans: Sequence[Span], roots: Sequence[Span], final: Span, *, awaited: bool) -> list[str]:
+    absent = list[str]()
     for root in roots:
         there = sum(span.scope == semconv.GATEWAY_SCOPE and span.attempt == root.attempt for span in spans)
         missing = int(root.attributes.get(semconv.ROLLOUT_CALLS) or 0) - there
         if missing > 0:
-            lacks.append(f"{counted(missing, 'call')} of attempt {root.attempt}")
+            absent.append(f"{counted(missing, 'call')} of attempt {root.attempt}")
     seen = {root.attempt for root in roots}
     if roots_missing := [str(number) for number in range(final.attempt) if number not in seen]:
-        lacks.append(f"the root span of attempt {', '.join(roots_missing)}")
+        absent.append(f"the root span of attempt {', '.join(roots_missing)}")
     awaited = awaited and not final.attributes.get(semconv.ROLLOUT_FAILURE)
     if awaited and not any(reward.source in {"event", "log"} for reward in record.rewards):
-        lacks.append("a reward")
-    return lacks
+        absent.append("a reward")
+    return absent
 
 
 def _built(build: Build, spans: Sequence[Span]) -> list[str]:
@@ -145,8 +149,8 @@ def _built(build: Build, spans: Sequence[Span]) -> list[str]:
     what = f"{counted(len(named), 'call')}: {counted(build.transitions, 'transition')}, {counted(len(named) - build.transitions, 'drop')}"
     lines = [f"It is built ({dataset}specification {build.spec}, revision {build.revision}){at}, attempt {build.attempt} counting. {what}."]
     names = {span.key: span.name for span in spans}
-    lines += [f"- {_call(conclusion, names)}: {_became(conclusion)}" for conclusion in named]
-    lines += [f"- The rollout itself: {_became(conclusion)}" for conclusion in build.conclusions if not conclusion.span]
+    lines += [f"- {_call(conclusion, names)}: {_conclusion_text(conclusion)}" for conclusion in named]
+    lines += [f"- The rollout itself: {_conclusion_text(conclusion)}" for conclusion in build.conclusions if not conclusion.span]
     reasons = dict.fromkeys(conclusion.reason for conclusion in build.conclusions if conclusion.reason)
     lines += [f"{reason}: {remedy(reason)}" for reason in reasons if remedy(reason)]
     return lines
@@ -159,7 +163,7 @@ def _call(conclusion: Conclusion, names: dict[tuple[str, str], str]) -> str:
     return f"Attempt {conclusion.attempt}, span {conclusion.span[:_SHORT]} ({name}{choice}){agent}"
 
 
-def _became(conclusion: Conclusion) -> str:
+def _conclusion_text(conclusion: Conclusion) -> str:
     if conclusion.reason:
         detail = f" ({conclusion.detail})" if conclusion.detail else ""
         convention = f", told by {conclusion.convention}" if conclusion.convention else ""
@@ -188,8 +192,8 @@ def _trained(build: Build, record: Record, settings: Settings) -> list[str]:
     if first := next((batch for batch in of_branch if batch.status != "orphaned"), None):
         trained = f"built by specification {first.spec}, it helped to make version {first.version} of policy {first.policy}"
         return [f"{ALREADY_TRAINED}: {trained}, and branch {first.branch} trains no rollout twice."]
-    elsewhere = ", ".join(sorted({f"{batch.policy} version {batch.version}" for batch in record.trained}))
-    also = f" (As another specification built it, it helped to make {elsewhere}.)" if elsewhere else ""
+    trained_by = ", ".join(sorted({f"{batch.policy} version {batch.version}" for batch in record.trained}))
+    also = f" (As another specification built it, it helped to make {trained_by}.)" if trained_by else ""
     return [f"It is not trained: {reason}{also}" for reason in _untrained(build, record, settings)]
 
 
@@ -225,11 +229,11 @@ def _ready(build: Build, record: Record, settings: Settings) -> str:
     oldest = min(versions, default=None)
     if oldest is None:
         return f"none of its transitions is of policy {trainer.policy}, which the trainer, as it is set up here, trains."
-    place = "trainer.ledger_url" if trainer.ledger_url else trainer.directory / LEDGER
-    look = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({place})."
+    ledger = "trainer.ledger_url" if trainer.ledger_url else trainer.directory / LEDGER
+    remedy = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({ledger})."
     if record.ledger_silent:
-        look = f"Whether a trainer has skipped its group is not known: {record.ledger_silent}"
+        remedy = f"Whether a trainer has skipped its group is not known: {record.ledger_silent}"
     if newest is not None and newest - oldest > trainer.sampling.max_staleness:
-        behind = f"its oldest call was sampled by version {oldest}, and version {newest} is to be trained"
-        return f"it is stale: {behind} (trainer.sampling.max_staleness = {trainer.sampling.max_staleness}). {look}"
-    return f"its group is whole and waits for `spangrad train`. {look}"
+        staleness_text = f"its oldest call was sampled by version {oldest}, and version {newest} is to be trained"
+        return f"it is stale: {staleness_text} (trainer.sampling.max_staleness = {trainer.sampling.max_staleness}). {remedy}"
+    return f"its group is whole and waits for `spangrad train`. {remedy}"

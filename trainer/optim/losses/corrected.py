@@ -98,12 +98,12 @@ def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], di
 
     assert batch.old_logprobs is not None
     tokens = RolloutTokens.of(batch)  # without no-op rows, which would count in the means of the metrics
-    laid = (torch.from_numpy(tokens.lay(values)) for values in (batch.old_logprobs, batch.logprobs, batch.response_mask))
-    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(*laid, **correction_of(settings))
-    mask = tokens.back(kept.numpy()).astype(np.int64)
+    padded = (torch.from_numpy(tokens.scatter(values)) for values in (batch.old_logprobs, batch.logprobs, batch.response_mask))
+    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(*padded, **correction_of(settings))
+    mask = tokens.gather(kept.numpy()).astype(np.int64)
     changes: dict[str, Any] = {"response_mask": mask, "advantages": batch.advantages * mask.astype(np.float32)}
     if weights is not None:
-        changes["weights"] = tokens.back(weights.batch["rollout_is_weights"].numpy())
+        changes["weights"] = tokens.gather(weights.batch["rollout_is_weights"].numpy())
     return changes, correction_metrics(metrics)
 
 

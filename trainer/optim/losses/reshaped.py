@@ -53,14 +53,14 @@ def corrected(batch: Batch, logprobs: NDArray[np.float32], threshold: str) -> tu
     ratios = np.exp(np.clip(logprobs - batch.logprobs, -_LARGEST, _LARGEST))
     weights = truncated(ratios, threshold)
     whole = np.ones_like(batch.logprobs) if batch.weights is None else batch.weights
-    former = batch.logprobs if batch.old_logprobs is None else batch.old_logprobs
+    behaviour_logprobs = batch.logprobs if batch.old_logprobs is None else batch.old_logprobs
     count = max(int(tokens.sum()), 1)
     metrics = {
         "reshaped_share": float(tokens.sum() / max(sampled.sum(), 1)),
         "reshaped_weight_mean": float(ratios[tokens].sum() / count),
         "reshaped_truncated": float((weights != ratios)[tokens].sum() / count),
     }
-    old = np.where(tokens, logprobs, former).astype(np.float32)
+    old = np.where(tokens, logprobs, behaviour_logprobs).astype(np.float32)
     return replace(batch, old_logprobs=old, weights=np.where(tokens, weights, whole).astype(np.float32)), metrics
 
 

@@ -23,7 +23,7 @@ class RolloutTokens:
     """Index of each token in its row's response."""
     rollout: NDArray[np.int64]
     """Number of each token's rollout, from 0, among the rollouts of the batch with a trained token."""
-    place: NDArray[np.int64]
+    position: NDArray[np.int64]
     """Index of each token among its rollout's trained tokens."""
     shape: tuple[int, int]
     """Shape of the batch's arrays: rows, response tokens."""
@@ -43,16 +43,16 @@ class RolloutTokens:
         """Return the number of trained tokens of each rollout."""
         return np.bincount(self.rollout)
 
-    def lay(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
+    def scatter(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
         """Lay out values of the batch's shape with one row per rollout; 0 beyond its tokens."""
-        laid = np.zeros((int(self.rollout.max(initial=-1)) + 1, int(self.place.max(initial=-1)) + 1), values.dtype)
-        laid[self.rollout, self.place] = values[self.row, self.column]
-        return laid
+        padded = np.zeros((int(self.rollout.max(initial=-1)) + 1, int(self.position.max(initial=-1)) + 1), values.dtype)
+        padded[self.rollout, self.position] = values[self.row, self.column]
+        return padded
 
-    def back(self, laid: NDArray[np.generic]) -> NDArray[np.generic]:
-        """Return values laid out by `lay` in the batch's shape; 0 where nothing is trained."""
-        values = np.zeros(self.shape, laid.dtype)
-        values[self.row, self.column] = laid[self.rollout, self.place]
+    def gather(self, padded: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Return values laid out by `scatter` in the batch's shape; 0 where nothing is trained."""
+        values = np.zeros(self.shape, padded.dtype)
+        values[self.row, self.column] = padded[self.rollout, self.position]
         return values
 
     def means(self, values: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from transition_builder.dialects.messages import Message
-from transition_builder.export.call_texts import SpokenRollout, about, spoken
+from transition_builder.export.call_texts import RolloutTexts, about, rollout_texts
 from transition_builder.export.conversations import Conversation, of_tokens, prompt_key
 from transition_builder.export.files import JsonLines
 from transition_builder.export.reading import ExportReader
@@ -23,7 +23,7 @@ from transition_builder.export.tally import LeftOut
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    rollout: SpokenRollout
+    rollout: RolloutTexts
     main: Conversation
     """Conversation that the rollout began with."""
 
@@ -54,25 +54,25 @@ def write_preferences(reader: ExportReader, out: Path, *, min_margin: float = 0.
     """
     with JsonLines(out) as lines:
         for part in reader.parts():
-            for _, group in groupby(spoken(reader, part, keep_cut=True), key=lambda rollout: rollout.rollout["Group"]):
+            for _, group in groupby(rollout_texts(reader, part, keep_cut=True), key=lambda rollout: rollout.rollout["Group"]):
                 candidates = [candidate for rollout in group if (candidate := _candidate(reader, rollout)) is not None]
                 if not candidates:
                     continue
                 pair = _pair(candidates, min_margin)
                 if isinstance(pair, LeftOut):
                     reader.tally.groups_left_out[pair.value] += 1
-                    reader.tally.leave(pair, sum(len(candidate.main.calls) for candidate in candidates))
+                    reader.tally.count_left_out(pair, sum(len(candidate.main.calls) for candidate in candidates))
                     continue
                 lines.write(_row(reader, *pair))
                 reader.tally.write(sum(len(candidate.main.calls) for candidate in pair), pairs=1)
                 rest = sum(len(candidate.main.calls) for candidate in candidates if candidate not in pair)
-                reader.tally.leave(LeftOut.NOT_IN_A_PAIR, rest)
+                reader.tally.count_left_out(LeftOut.NOT_IN_A_PAIR, rest)
     tally = reader.tally
     without = tally.groups - tally.written["pairs"] - sum(tally.groups_left_out.values())
     tally.groups_left_out.update({"no_usable_rollout": without} if without else {})
 
 
-def _candidate(reader: ExportReader, rollout: SpokenRollout) -> _Candidate | None:
+def _candidate(reader: ExportReader, rollout: RolloutTexts) -> _Candidate | None:
     """Return the rollout's main conversation, if it can be compared; calls outside of it are counted."""
     reason = None
     if rollout.rollout["Return"] is None:
@@ -82,10 +82,10 @@ def _candidate(reader: ExportReader, rollout: SpokenRollout) -> _Candidate | Non
     elif isinstance(rollout.call_texts[0].dialogue.prompt, str):
         reason = LeftOut.NO_MESSAGES
     if reason is not None:
-        reader.tally.leave(reason, len(rollout.call_texts))
+        reader.tally.count_left_out(reason, len(rollout.call_texts))
         return None
     main = next(conversation for conversation in rollout.conversations() if 0 in conversation.calls)
-    reader.tally.leave(LeftOut.OTHER_BRANCH, len(rollout.call_texts) - len(main.calls))
+    reader.tally.count_left_out(LeftOut.OTHER_BRANCH, len(rollout.call_texts) - len(main.calls))
     return _Candidate(rollout, main)
 
 
@@ -93,10 +93,10 @@ def _pair(candidates: list[_Candidate], min_margin: float) -> tuple[_Candidate, 
     """Return the best and worst of those with the same prompt; of several such sets, of the one where they differ most."""
     if len(candidates) == 1:
         return LeftOut.GROUP_OF_ONE
-    alike: dict[Hashable, list[_Candidate]] = {}
+    same_prompt: dict[Hashable, list[_Candidate]] = {}
     for candidate in candidates:
-        alike.setdefault(candidate.key, []).append(candidate)
-    sets = [several for several in alike.values() if len(several) > 1]
+        same_prompt.setdefault(candidate.key, []).append(candidate)
+    sets = [several for several in same_prompt.values() if len(several) > 1]
     if not sets:
         return LeftOut.PROMPTS_DIFFER
     # max and min take the first of equals, so that the same rollouts always give the same pair.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from transition_builder.dialects.messages import Message
-from transition_builder.export.call_texts import about, spoken
+from transition_builder.export.call_texts import about, rollout_texts
 from transition_builder.export.conversations import Conversation, of_tokens
 from transition_builder.export.files import JsonLines
 from transition_builder.export.reading import ExportReader
@@ -21,7 +21,7 @@ def write_sft(reader: ExportReader, out: Path) -> None:
     """Write conversations to the file `out`."""
     with JsonLines(out) as lines:
         for part in reader.parts():
-            for rollout in spoken(reader, part):
+            for rollout in rollout_texts(reader, part):
                 for conversation in rollout.conversations():
                     calls = [rollout.call_texts[at].call for at in conversation.calls]
                     tools = {"tools": conversation.tools} if conversation.tools else {}
@@ -40,7 +40,7 @@ def write_sft_tokens(reader: ExportReader, out: Path) -> None:
         for part in reader.parts():
             for rollout, calls in part.by_rollout():
                 kept = [call for call in calls if call["PromptIds"] and call["ResponseIds"]]
-                reader.tally.leave(LeftOut.NO_IDS, len(calls) - len(kept))
+                reader.tally.count_left_out(LeftOut.NO_IDS, len(calls) - len(kept))
                 for tokens in of_tokens([(call["PromptIds"], call["ResponseIds"]) for call in kept]):
                     merged = [kept[at] for at in tokens.calls]
                     lines.write({"input_ids": tokens.ids, "loss_mask": tokens.mask, "meta": about(reader, rollout, merged)})

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from transition_builder.dialects.messages import Dialogue
-from transition_builder.export.call_texts import SpokenRollout, about, read_dialogues, spoken
+from transition_builder.export.call_texts import RolloutTexts, about, read_dialogues, rollout_texts
 from transition_builder.export.conversations import Conversation, prompt_key
 from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.export.tally import LeftOut
@@ -46,7 +46,7 @@ def write_verl(reader: ExportReader, out: Path) -> None:
     try:
         for part in reader.parts():
             _add_prompts(reader, part, rows, seen)
-        for _, calls in rows.finish(lambda calls: reader.tally.leave(LeftOut.TOOLS_DIFFER, calls)):
+        for _, calls in rows.finish(lambda calls: reader.tally.count_left_out(LeftOut.TOOLS_DIFFER, calls)):
             reader.tally.write(calls, rows=1)
     finally:
         rows.close()
@@ -56,7 +56,7 @@ def _add_prompts(reader: ExportReader, part: GroupSlice, rows: MessageRows, seen
     rollouts = list(part.by_rollout())
     dialogues = read_dialogues(reader.client, reader.url, [calls[0] for _, calls in rollouts])
     for (rollout, calls), dialogue in zip(rollouts, dialogues, strict=True):
-        reader.tally.leave(LeftOut.LATER_CALL, len(calls) - 1)
+        reader.tally.count_left_out(LeftOut.LATER_CALL, len(calls) - 1)
         reason = _unfit(dialogue)
         if reason is None:
             assert isinstance(dialogue, Dialogue)
@@ -67,7 +67,7 @@ def _add_prompts(reader: ExportReader, part: GroupSlice, rows: MessageRows, seen
                 rows.add({"prompt": dialogue.prompt, **_task(reader, rollout, calls[0], len(seen) - 1)})
                 continue
             reason = LeftOut.SAME_PROMPT
-        reader.tally.leave(reason)
+        reader.tally.count_left_out(reason)
 
 
 def _unfit(dialogue: Dialogue | LeftOut) -> LeftOut | None:
@@ -102,21 +102,21 @@ def write_verl_sft(reader: ExportReader, out: Path) -> None:
     rows = MessageRows(out, "messages", {"meta": _META})
     try:
         for part in reader.parts():
-            for rollout in spoken(reader, part):
+            for rollout in rollout_texts(reader, part):
                 _add_conversations(reader, rollout, rows)
-        for row, calls in rows.finish(lambda calls: reader.tally.leave(LeftOut.TOOLS_DIFFER, calls)):
+        for row, calls in rows.finish(lambda calls: reader.tally.count_left_out(LeftOut.TOOLS_DIFFER, calls)):
             reader.tally.write(calls, rows=1, trained_messages=sum(message["role"] == "assistant" for message in row["messages"]))
     finally:
         rows.close()
 
 
-def _add_conversations(reader: ExportReader, rollout: SpokenRollout, rows: MessageRows) -> None:
-    reader.tally.leave(LeftOut.NO_MESSAGES, sum(isinstance(call_text.dialogue.prompt, str) for call_text in rollout.call_texts))
+def _add_conversations(reader: ExportReader, rollout: RolloutTexts, rows: MessageRows) -> None:
+    reader.tally.count_left_out(LeftOut.NO_MESSAGES, sum(isinstance(call_text.dialogue.prompt, str) for call_text in rollout.call_texts))
     for conversation in rollout.conversations():
         calls = [rollout.call_texts[at].call for at in conversation.calls]
         reason = _unfit_conversation(conversation)
         if reason is not None:
-            reader.tally.leave(reason, len(calls))
+            reader.tally.count_left_out(reason, len(calls))
         else:
             row = {"messages": conversation.messages, "meta": about(reader, rollout.rollout, calls)}
             rows.add(row, tools=conversation.tools, calls=len(calls))

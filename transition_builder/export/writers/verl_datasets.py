@@ -89,7 +89,7 @@ def _rows(files: list[str], most: int, shuffled: bool, seed: int | None, key: st
                 rows.append(row)
     if 0 < most < len(rows):
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed or 0)).tolist() if shuffled else range(most)
-        rows = [rows[place] for place in list(order)[:most]]
+        rows = [rows[index] for index in list(order)[:most]]
     return rows
 
 

@@ -6,7 +6,7 @@ import msgspec
 import polars as pl
 
 from spangrad.settings import AirRule
-from transition_builder.rewards.rules.seen import Seen
+from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.rewards.rules.tools import whole
 from transition_builder.schemas import ATTEMPT, SPAN
 
@@ -14,33 +14,35 @@ JSON = "json"
 """Form of a text that is JSON."""
 
 
-def latency(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def latency(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find calls that took longer than rule.seconds; all choices of a call count once."""
-    return seen.first.filter(pl.col("Seconds") > rule.seconds).select("CallId", *SPAN, Value=pl.lit(rule.reward))
+    return rule_input.first.filter(pl.col("Seconds") > rule.seconds).select("CallId", *SPAN, Value=pl.lit(rule.reward))
 
 
-def unparsable_output(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def unparsable_output(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find calls whose text is not of rule.form. Responses with tool calls alone, and unrecorded ones, are not judged."""
-    speaks = (pl.col("Text") != "") | (pl.col("ToolCalls").list.len() == 0)
-    answered = seen.answered.filter(speaks)
+    has_reply = (pl.col("Text") != "") | (pl.col("ToolCalls").list.len() == 0)
+    answered = rule_input.answered.filter(has_reply)
     if rule.form == JSON:
         wrong = pl.Series([not _is_json(text) for text in answered["Text"]], dtype=pl.Boolean)
         return answered.filter(wrong).select("CallId", *SPAN, Value=pl.lit(rule.reward))
     return answered.filter(~pl.col("Text").str.contains(whole(rule.form or ""))).select("CallId", *SPAN, Value=pl.lit(rule.reward))
 
 
-def expression(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def expression(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Return the value of rule.where for each call, times the reward; calls for which it is null get nothing.
 
     Aggregates are over the calls of the attempt, so that nothing depends on what else is built at the same time.
     """
     value = pl.sql_expr(rule.where or "").cast(pl.Float64).over(ATTEMPT)
-    return seen.columns.select("CallId", *SPAN, Value=value * rule.reward).filter(pl.col("Value").is_not_null() & (pl.col("Value") != 0))
+    return rule_input.columns.select("CallId", *SPAN, Value=value * rule.reward).filter(
+        pl.col("Value").is_not_null() & (pl.col("Value") != 0)
+    )
 
 
-def sql(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def sql(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Return the values of the file rule.where for calls, times the reward."""
-    return seen.sql.filter(pl.col("Name") == rule.where).select("CallId", *SPAN, Value=pl.col("Value") * rule.reward)
+    return rule_input.sql.filter(pl.col("Name") == rule.where).select("CallId", *SPAN, Value=pl.col("Value") * rule.reward)
 
 
 def _is_json(text: str) -> bool:

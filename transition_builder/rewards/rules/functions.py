@@ -24,21 +24,21 @@ from spangrad import callables
 from spangrad.errors import AgentError, RuleError
 from spangrad.settings import AirRule
 from transition_builder.rewards.rules.columns import COLUMNS, IDENTITY
-from transition_builder.rewards.rules.seen import Seen
+from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.schemas import ATTEMPT, SPAN
 
 _loaded: dict[Path, str] = {}
 """Source files of the loaded functions -> hashes of their content at that time."""
 
 
-def python(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def python(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Return the value that the function rule.where gives for each call, times the reward; calls for which it is null get nothing.
 
     Raises:
         RuleError: the function raised, or returned something else than a number or null for each call.
     """
-    calls = seen.columns.select(*IDENTITY, *(COLUMNS if rule.columns is None else rule.columns))
-    spans = seen.columns.select("CallId", *SPAN)
+    calls = rule_input.columns.select(*IDENTITY, *(COLUMNS if rule.columns is None else rule.columns))
+    spans = rule_input.columns.select("CallId", *SPAN)
     if calls.is_empty():
         return spans.with_columns(Value=pl.lit(None, pl.Float64))
     values = _numbers(rule, _returned(rule, load(rule), calls), calls)

@@ -5,32 +5,32 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.settings import AirRule
-from transition_builder.rewards.rules.seen import Seen
+from transition_builder.rewards.rules.rule_input import RuleInput
 
 EVERY = ("*",)
 _EMPTY = ("", "[]", "{}", "()", "null", "None", '""', "''")
 """Empty results, as JSON and as Python write them."""
 
 
-def ok(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def ok(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find tools that ran without an error."""
-    return _findings(rule, seen, ~pl.col("ToolFailed"))
+    return _findings(rule, rule_input, ~pl.col("ToolFailed"))
 
 
-def error(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def error(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find tools that failed."""
-    return _findings(rule, seen, pl.col("ToolFailed"))
+    return _findings(rule, rule_input, pl.col("ToolFailed"))
 
 
-def exception(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def exception(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find tools in which an exception of a type was raised that matches rule.types in full; a tool call counts once."""
     matches = pl.col("ExceptionTypes").list.eval(pl.element().str.contains(whole(rule.types or ""))).list.any()
-    return _findings(rule, seen, matches, seen.recorded_tools)
+    return _findings(rule, rule_input, matches, rule_input.recorded_tools)
 
 
-def empty_result(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def empty_result(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find tools that ran without an error and returned nothing. A tool whose span holds no result is not judged."""
-    return _findings(rule, seen, ~pl.col("ToolFailed") & pl.col("ToolResult").str.strip_chars().is_in(_EMPTY))
+    return _findings(rule, rule_input, ~pl.col("ToolFailed") & pl.col("ToolResult").str.strip_chars().is_in(_EMPTY))
 
 
 def named(rule: AirRule, column: str) -> pl.Expr:
@@ -43,9 +43,9 @@ def whole(pattern: str) -> str:
     return rf"\A(?:{pattern})\z"
 
 
-def _findings(rule: AirRule, seen: Seen, holds: pl.Expr, tools: pl.DataFrame | None = None) -> pl.DataFrame:
+def _findings(rule: AirRule, rule_input: RuleInput, holds: pl.Expr, tools: pl.DataFrame | None = None) -> pl.DataFrame:
     return (
-        (seen.tools if tools is None else tools)
+        (rule_input.tools if tools is None else tools)
         .filter(named(rule, "ToolName") & holds)
         .select("CallId", "TraceId", "SpanId", Value=pl.lit(rule.reward))
     )

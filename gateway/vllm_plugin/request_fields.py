@@ -17,33 +17,33 @@ TAPPED_PATHS = frozenset({RESPONSES_PATH, MESSAGES_PATH})
 """Routes that return no ids on request, or not all: their ids are read where vLLM's own code gets them (`tap`)."""
 
 
-def asks_ids(request: dict[str, Any]) -> bool:
+def requests_ids(request: dict[str, Any]) -> bool:
     """Return whether the client itself asks for token ids."""
     return request.get("return_token_ids") not in (None, False)
 
 
-def asks_logprobs(path: str, request: dict[str, Any]) -> bool:
+def requests_logprobs(path: str, request: dict[str, Any]) -> bool:
     """Return whether the client itself asks for logprobs: for a chat, 0 means no; for a completion, the sampled token's alone."""
-    asked = request.get("logprobs")
-    return asked is not None if path == COMPLETIONS_PATH else asked not in (None, False)
+    extended = request.get("logprobs")
+    return extended is not None if path == COMPLETIONS_PATH else extended not in (None, False)
 
 
-def is_left_alone(path: str, request: dict[str, Any]) -> bool:
+def is_passed_unchanged(path: str, request: dict[str, Any]) -> bool:
     """Return whether nothing is added: vLLM has no field for ids, or would leave out the echo of a prompt if asked for them."""
     return path in TAPPED_PATHS or (path == COMPLETIONS_PATH and bool(request.get("echo")))
 
 
-def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
+def with_ids(path: str, request: dict[str, Any]) -> dict[str, Any]:
     """Return the request that also asks for ids and logprobs; the request itself where nothing is added."""
-    if is_left_alone(path, request):
+    if is_passed_unchanged(path, request):
         return request
-    asked = {**request, "return_token_ids": request["return_token_ids"] if asks_ids(request) else True}
+    extended = {**request, "return_token_ids": request["return_token_ids"] if requests_ids(request) else True}
     if request.get("use_beam_search"):
-        return asked  # searched, not sampled: its logprobs are of no sampling distribution
+        return extended  # searched, not sampled: its logprobs are of no sampling distribution
     if path == COMPLETIONS_PATH:
-        if not asks_logprobs(path, request):
-            asked["logprobs"] = 0  # the sampled token's alone
-    elif not asks_logprobs(path, request) and not request.get("top_logprobs"):
+        if not requests_logprobs(path, request):
+            extended["logprobs"] = 0  # the sampled token's alone
+    elif not requests_logprobs(path, request) and not request.get("top_logprobs"):
         # top_logprobs without logprobs is an error of the client's, which vLLM must see to report it.
-        asked["logprobs"] = True
-    return asked
+        extended["logprobs"] = True
+    return extended

@@ -1,6 +1,6 @@
 """Data of calls that rules see: the columns of a call that an expression may use, the tools that ran, the tool calls that were requested.
 
-Invariant: only calls that the agent used and the engine answered are seen: failed calls, unused retries and duplicate records are not
+Invariant: only calls that the agent used and the engine answered are in it: failed calls, unused retries and duplicate records are not
 actions of the policy.
 """
 
@@ -34,7 +34,7 @@ neither names one, `error.type` of the tool's spans."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class RuleInput:
     """Data that rules see, computed when a rule uses it."""
 
     placed: pl.DataFrame
@@ -79,18 +79,18 @@ class Seen:
     @cached_property
     def answered(self) -> pl.DataFrame:
         """Return calls whose responses were recorded: CallId, its span, AgentName, ParentCallId, Text, ToolCalls."""
-        slim = self.used.select(*CHOICE, "CallId", "ParentCallId", "AgentName")
-        return slim.join(self.answers, on=CHOICE, maintain_order="left")
+        identity = self.used.select(*CHOICE, "CallId", "ParentCallId", "AgentName")
+        return identity.join(self.answers, on=CHOICE, maintain_order="left")
 
     @cached_property
     def columns(self) -> pl.DataFrame:
         """Return COLUMNS of each choice of each call, with CallId, span and attempt; record columns are empty where no rule uses them."""
-        ran = self.tools.group_by("CallId", maintain_order=True).agg(
+        executed = self.tools.group_by("CallId", maintain_order=True).agg(
             Tools=pl.col("ToolName"), FailedTools=pl.col("ToolFailed").fill_null(False).sum()
         )
         texts = self.answered.select("CallId", "Text", AskedTools=pl.col("ToolCalls").list.eval(pl.element().struct.field("Name")))
         facts = (
-            self.used.join(ran, on="CallId", how="left")
+            self.used.join(executed, on="CallId", how="left")
             .join(texts, on="CallId", how="left")
             .join(self._records(), on="CallId", how="left")
             .with_columns(

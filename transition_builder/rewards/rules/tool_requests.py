@@ -12,30 +12,30 @@ import msgspec
 import polars as pl
 
 from spangrad.settings import AirRule
-from transition_builder.rewards.rules.seen import Seen
+from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.rewards.rules.tools import named
 from transition_builder.schemas import SPAN
 
 
-def malformed_arguments(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def malformed_arguments(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find tool calls whose arguments are no JSON object. Only responses show it: a tool's span holds parsed arguments of other code."""
-    asked = _asked(rule, seen)
-    return _findings(rule, asked.filter(~_mapped(asked["Arguments"], _is_object, pl.Boolean)), pl.len())
+    requested = _requested_tools(rule, rule_input)
+    return _findings(rule, requested.filter(~_mapped(requested["Arguments"], _is_object, pl.Boolean)), pl.len())
 
 
-def repeated_call(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def repeated_call(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find tool calls that the same agent requested right before, with the same arguments: in the same response, or in the call before it.
 
     The call before is its parent on its branch, so that two workers with the same request at the same time repeat nothing.
     """
-    ran = seen.tools.filter(pl.col("ToolArguments").is_not_null() & named(rule, "ToolName"))
+    executed = rule_input.tools.filter(pl.col("ToolArguments").is_not_null() & named(rule, "ToolName"))
     unrecorded = (
-        ran.join(seen.answered.select("CallId"), on="CallId", how="anti", maintain_order="left")
+        executed.join(rule_input.answered.select("CallId"), on="CallId", how="anti", maintain_order="left")
         .select("CallId", Name="ToolName", Arguments="ToolArguments")
-        .join(seen.first.select("CallId", *SPAN, "AgentName", "ParentCallId"), on="CallId", maintain_order="left")
+        .join(rule_input.first.select("CallId", *SPAN, "AgentName", "ParentCallId"), on="CallId", maintain_order="left")
     )
-    asked = pl.concat([_asked(rule, seen), unrecorded], how="diagonal")
-    same = asked.with_columns(Arguments=_mapped(asked["Arguments"], _canonical, pl.String))
+    requested = pl.concat([_requested_tools(rule, rule_input), unrecorded], how="diagonal")
+    same = requested.with_columns(Arguments=_mapped(requested["Arguments"], _canonical, pl.String))
     tool = ["Name", "Arguments"]
     counts = same.group_by("CallId", "ParentCallId", "AgentName", *SPAN, *tool, maintain_order=True).len()
     before = counts.select(*tool, "AgentName", ParentCallId="CallId", again=pl.lit(1))
@@ -44,10 +44,10 @@ def repeated_call(rule: AirRule, seen: Seen) -> pl.DataFrame:
     return _findings(rule, repeated, times).filter(pl.col("Value") != 0)
 
 
-def _asked(rule: AirRule, seen: Seen) -> pl.DataFrame:
+def _requested_tools(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Return a row for each tool call that a response requested and that the rule names: Name and Arguments beside the call's."""
     return (
-        seen.answered.select("CallId", *SPAN, "AgentName", "ParentCallId", pl.col("ToolCalls").alias("call"))
+        rule_input.answered.select("CallId", *SPAN, "AgentName", "ParentCallId", pl.col("ToolCalls").alias("call"))
         .explode("call", empty_as_null=False)
         .unnest("call")
         .filter(named(rule, "Name"))

@@ -18,12 +18,12 @@ _KNOWN = "_proj.weight"
 """Suffix of the names of the layers that the adapters of every architecture support."""
 
 
-def bare_adapter(engine: EngineSettings) -> Path:
+def zero_adapter(engine: EngineSettings) -> Path:
     """Return the adapter's directory; one for each port, since engines that share a cache may have different models."""
     return engine.cache_dir.absolute() / f"bare-adapter-{engine.port}"
 
 
-def write_bare_adapter(engine: EngineSettings, model: Path) -> None:
+def write_zero_adapter(engine: EngineSettings, model: Path) -> None:
     """Write the adapter, of rank 1, for one layer.
 
     Raises:
@@ -37,7 +37,7 @@ def write_bare_adapter(engine: EngineSettings, model: Path) -> None:
         )
     name, (rows, columns) = layer
     shapes = {f"{PREFIX}{name}{A}": [1, columns], f"{PREFIX}{name}{B}": [rows, 1]}
-    directory = bare_adapter(engine)
+    directory = zero_adapter(engine)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / WEIGHTS).write_bytes(_zeros(shapes))
     write_config(directory, AdapterFacts(model, 1, 1.0), shapes)

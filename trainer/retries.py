@@ -78,17 +78,17 @@ class Outage:
         return retries
 
 
-def retried(work: Callable[[], T], passes: Callable[[BaseException], bool], outage: Outage, shutdown: Shutdown) -> T:
+def call_with_retries(work: Callable[[], T], is_transient: Callable[[BaseException], bool], outage: Outage, shutdown: Shutdown) -> T:
     """Repeat a request until it succeeds, with back-off between attempts.
 
     Args:
         work: makes the request; it may be called several times.
-        passes: predicate of transient errors; any other error is raised at once.
+        is_transient: predicate of transient errors; any other error is raised at once.
         outage: counts and logs the attempts.
         shutdown: ends the wait; then the last error is raised, or `Stopped` where no shield holds it back.
     """
     attempts = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(passes),
+        retry=tenacity.retry_if_exception(is_transient),
         wait=BACK_OFF,
         stop=lambda _: shutdown.is_ending,
         sleep=shutdown.sleep,

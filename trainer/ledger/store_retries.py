@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from spangrad.errors import LedgerError, StoreError
 from spangrad.store.clickhouse import store_errors
 from trainer.ledger.ledger import Ledger
-from trainer.outages import Outage, retried
+from trainer.retries import Outage, call_with_retries
 from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _PERMANENT = {16, 36, 42, 43, 46, 47, 53, 60, 62, 81, 192, 193, 194, 497, 516}
 """ClickHouse's codes of errors in the statement, the schema or the token, which no retry resolves."""
 
 
-class PatientClient:
+class RetryingClient:
     """Store client of a training run, which retries each call until the store answers."""
 
     def __init__(self, client: Client, url: str, outage: Outage, shutdown: Shutdown) -> None:
@@ -50,9 +50,9 @@ class PatientClient:
         return self._ask(lambda: self._client.insert(*arguments, **options))
 
     def _ask(self, work: Callable[[], T]) -> T:
-        return retried(lambda: self._once(work), _is_transient, self._outage, self._shutdown)
+        return call_with_retries(lambda: self._call(work), _is_transient, self._outage, self._shutdown)
 
-    def _once(self, work: Callable[[], T]) -> T:
+    def _call(self, work: Callable[[], T]) -> T:
         from urllib3.exceptions import HTTPError
 
         try:
@@ -62,28 +62,28 @@ class PatientClient:
             raise StoreError(f"the span store at {self._url} broke off its answer ({error}). Start it with `spangrad store`.") from error
 
 
-def patient_client(client: Client, url: str, outage: Outage, shutdown: Shutdown) -> Client:
+def retrying_client(client: Client, url: str, outage: Outage, shutdown: Shutdown) -> Client:
     """Return a client whose calls wait while the store does not answer.
 
     Raises:
         StoreError: from the calls: an error that no retry resolves, or the process was asked to stop.
     """
-    return cast("Client", PatientClient(client, url, outage, shutdown))
+    return cast("Client", RetryingClient(client, url, outage, shutdown))
 
 
-def make_patient(ledger: Ledger, outage: Outage, shutdown: Shutdown) -> None:
+def retry_transactions(ledger: Ledger, outage: Outage, shutdown: Shutdown) -> None:
     """Make a ledger's transactions wait before they begin while its database does not answer or is locked.
 
     Those of other threads do not wait: a lease's renewal is repeated anyway.
     """
     thread = threading.get_ident()
 
-    def opening(work: Callable[[], T]) -> T:
+    def connect_with(work: Callable[[], T]) -> T:
         if threading.get_ident() != thread:
             return work()
-        return retried(work, lambda error: _is_unavailable(error, is_file=ledger.database.is_sqlite), outage, shutdown)
+        return call_with_retries(work, lambda error: _is_unavailable(error, is_file=ledger.database.is_sqlite), outage, shutdown)
 
-    ledger.database.opening = opening
+    ledger.database.connect_with = connect_with
 
 
 def _is_transient(error: BaseException) -> bool:
