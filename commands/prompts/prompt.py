@@ -236,8 +236,8 @@ def _split(tasks: Sequence[Task], held_out: Sequence[Task] | None, settings: Set
         count = min(max(1, round(len(mixed) * settings.prompts.held_out)), len(mixed) - 1)
         tasks, held_out = mixed[count:], mixed[:count]
     names = [task.task_id for task in (*tasks, *held_out)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise PromptError(f"task {twice[0]} is there twice: each task_id names one task, which is either learnt from or held out.")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise PromptError(f"task {repeated[0]} is there twice: each task_id names one task, which is either learnt from or held out.")
     return list(tasks), list(held_out)
 
 

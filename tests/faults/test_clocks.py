@@ -42,7 +42,7 @@ def clock(tmp_path: Path) -> MovedClock:
 
 
 @pytest.mark.parametrize("moved", [HOUR, -HOUR])
-async def test_leases_of_a_queue_whose_clock_is_moved(queue_db: str, tmp_path: Path, clock: MovedClock, moved: int) -> None:
+async def test_queue_leases_with_moved_clock_neither_freed_nor_frozen(queue_db: str, tmp_path: Path, clock: MovedClock, moved: int) -> None:
     settings = queue_settings(queue_db, queue__lease_seconds=1.5)
     with queue_server(settings, tmp_path / "queue.log", clock.environment):
         async with QueueClient.of(settings.queue) as client:
@@ -65,7 +65,7 @@ async def test_leases_of_a_queue_whose_clock_is_moved(queue_db: str, tmp_path: P
 
 
 @pytest.mark.parametrize("moved", [HOUR, -HOUR])
-async def test_workers_whose_clock_is_moved(queue_db: str, tmp_path: Path, clock: MovedClock, moved: int) -> None:
+async def test_workers_with_moved_clock_lose_no_attempt(queue_db: str, tmp_path: Path, clock: MovedClock, moved: int) -> None:
     """Server, workers, hosts and programs: no attempt that is under way is lost, late or made twice; one whose worker dies is."""
     settings = queue_settings(queue_db, queue__lease_seconds=3)
     mine = clock.environment
@@ -131,7 +131,7 @@ print(recovered, time.monotonic() - began > 1)
 
 
 @pytest.mark.parametrize("moved", [HOUR, -HOUR])
-def test_the_lease_of_a_step_when_the_clock_is_moved(place: Place, clock: MovedClock, tmp_path: Path, moved: int) -> None:
+def test_ledger_lease_with_moved_clock_neither_freed_nor_frozen(place: Place, clock: MovedClock, tmp_path: Path, moved: int) -> None:
     environment = {**os.environ, **clock.environment, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", LEDGER, str(place()), str(moved), clock.environment["MOVED_CLOCK"]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -28,7 +28,7 @@ def road(tmp_path: Path) -> Iterator[Road]:
 
 
 @pytest.mark.slow
-def test_twenty_kills_of_the_collector(road: Road, chance: Random, tell: Callable[[str], None]) -> None:
+def test_collector_killed_20_times_loses_no_acknowledged_span(road: Road, chance: Random, tell: Callable[[str], None]) -> None:
     load = road.load(chance.randrange(2**32))
     store_too = set(chance.sample(range(KILLS), STORE_KILLS))
     began = time.monotonic()
@@ -53,7 +53,7 @@ def test_twenty_kills_of_the_collector(road: Road, chance: Random, tell: Callabl
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_loses_nothing(road: Road, chance: Random, tell: Callable[[str], None]) -> None:
+def test_collector_while_store_is_away_loses_no_acknowledged_span(road: Road, chance: Random, tell: Callable[[str], None]) -> None:
     load = road.load(chance.randrange(2**32))
     time.sleep(2)
     road.kill("store")

@@ -53,7 +53,9 @@ def stands_still(load: Load) -> bool:
 
 
 @pytest.mark.slow
-def test_a_store_on_a_full_disk(small_disk: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
+def test_store_on_full_disk_answers_503_and_resumes_with_room(
+    small_disk: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
+) -> None:
     store, run = store_settings(small_disk / "data"), uuid.uuid4().hex[:8]
     made = Rollouts(chance.randrange(2**32), run)
     one = made.traces(made.rollout()[0])
@@ -86,7 +88,9 @@ def test_a_store_on_a_full_disk(small_disk: Path, tmp_path: Path, chance: Random
 
 
 @pytest.mark.slow
-def test_a_collector_whose_queue_is_full(small_disk: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
+def test_collector_with_full_queue_refuses_and_resumes_with_room(
+    small_disk: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
+) -> None:
     # As small a disk as `spangrad collector` takes for these queues: their files have room for what they may hold.
     (small_disk / "ballast").write_bytes(bytes(ROOM * 2**20 - 2 * QUEUE_BYTES - 2**20))
     with running_road(tmp_path, queue_path=str(small_disk / "queue"), queue_bytes=QUEUE_BYTES) as road:

@@ -99,7 +99,9 @@ def require_served(store: StoreSettings, child: Child, chance: Random, tell: Cal
 @pytest.mark.slow
 @pytest.mark.parametrize("port", ["otlp_http_port", "clickhouse_port", "otlp_grpc_port"])
 @pytest.mark.parametrize("begin", BEGUN)
-def test_a_flood_of_connections(tmp_path: Path, chance: Random, tell: Callable[[str], None], port: str, begin: str) -> None:
+def test_store_flooded_with_connections_serves_other_clients(
+    tmp_path: Path, chance: Random, tell: Callable[[str], None], port: str, begin: str
+) -> None:
     store = store_settings(tmp_path / "data")
     with running_store(store, tmp_path / "log") as child, flood(getattr(store, port), begun(begin, port), CONNECTIONS) as connections:
         assert len(connections) == CONNECTIONS
@@ -109,7 +111,9 @@ def test_a_flood_of_connections(tmp_path: Path, chance: Random, tell: Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("port", ["otlp_http_port", "clickhouse_port", "otlp_grpc_port"])
-def test_more_connections_than_files(tmp_path: Path, chance: Random, tell: Callable[[str], None], port: str) -> None:
+def test_store_with_more_connections_than_open_files_serves_other_clients(
+    tmp_path: Path, chance: Random, tell: Callable[[str], None], port: str
+) -> None:
     store = store_settings(tmp_path / "data")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, hard))
@@ -124,7 +128,7 @@ def test_more_connections_than_files(tmp_path: Path, chance: Random, tell: Calla
 
 
 @pytest.mark.slow
-def test_connections_that_send_no_whole_request_are_let_go(tmp_path: Path, tell: Callable[[str], None]) -> None:
+def test_store_connections_without_whole_request_are_closed(tmp_path: Path, tell: Callable[[str], None]) -> None:
     store = store_settings(tmp_path / "data")
     silent: dict[str, list[socket.socket]] = {}
     slow: dict[str, list[socket.socket]] = {}

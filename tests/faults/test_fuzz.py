@@ -71,12 +71,14 @@ class Door:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["OTLP/HTTP", "OTLP/gRPC", "ClickHouse"])
-def test_ten_thousand_broken_bodies(tmp_path: Path, chance: Random, tell: Callable[[str], None], kind: str) -> None:
+def test_store_receivers_fuzzed_10000_times_answer_and_store_sound_bodies(
+    tmp_path: Path, chance: Random, tell: Callable[[str], None], kind: str
+) -> None:
     fuzz(tmp_path, chance, tell, kind, BODIES)
 
 
 @pytest.mark.parametrize("kind", ["OTLP/HTTP", "OTLP/gRPC", "ClickHouse"])
-def test_some_broken_bodies(tmp_path: Path, tell: Callable[[str], None], kind: str) -> None:
+def test_store_receivers_fuzzed_300_times_answer_and_store_sound_bodies(tmp_path: Path, tell: Callable[[str], None], kind: str) -> None:
     # The same ones each time: what chance finds is for the slow tests.
     fuzz(tmp_path, Random(0), tell, kind, 300)
 

@@ -140,7 +140,9 @@ def settled(store: StoreSettings, load: Load, seconds: float = 60) -> Found:
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-async def test_kills_of_the_gateway(settings: Settings, tmp_path: Path, chance: Random, tell: Callable[[str], None], kills: int) -> None:
+async def test_gateway_killed_under_load_stores_each_answered_call_once(
+    settings: Settings, tmp_path: Path, chance: Random, tell: Callable[[str], None], kills: int
+) -> None:
     load = Load(settings, uuid.uuid4().hex[:8])
     with running_store(settings.store, tmp_path / "store.log"):
         async with load.running():
@@ -168,7 +170,9 @@ async def test_kills_of_the_gateway(settings: Settings, tmp_path: Path, chance: 
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(120, marks=pytest.mark.slow)])
-async def test_the_store_is_down_while_calls_go_on(settings: Settings, tmp_path: Path, tell: Callable[[str], None], seconds: float) -> None:
+async def test_gateway_while_store_is_down_spills_and_stores_each_call_once(
+    settings: Settings, tmp_path: Path, tell: Callable[[str], None], seconds: float
+) -> None:
     load = Load(settings, uuid.uuid4().hex[:8])
     # So little memory that most of it goes by the disk.
     small = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"export_bytes": 2**16})})

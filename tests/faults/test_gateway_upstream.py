@@ -49,20 +49,20 @@ async def unreachable(upstream_does: Answer, *, stream: bool = False) -> Upstrea
 
 class TestDeath:
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_before_an_answer(self, stream: bool) -> None:
+    async def test_engine_dies_before_answer_records_engine_unreachable(self, stream: bool) -> None:
         async def die(exchange: Exchange) -> None:
             exchange.die()
 
         assert len((await unreachable(die, stream=stream)).exchanges) == 1
 
-    async def test_in_the_middle_of_a_head(self) -> None:
+    async def test_engine_dies_within_head_records_engine_unreachable(self) -> None:
         async def die(exchange: Exchange) -> None:
             await exchange.send((JSON_HEAD % len(WHOLE))[:30])
             exchange.die()
 
         await unreachable(die)
 
-    async def test_in_the_middle_of_a_whole_answer(self) -> None:
+    async def test_engine_dies_within_whole_answer_records_engine_unreachable(self) -> None:
         async def die(exchange: Exchange) -> None:
             await exchange.send(JSON_HEAD % len(WHOLE) + WHOLE[: len(WHOLE) // 2])
             exchange.die()
@@ -70,7 +70,7 @@ class TestDeath:
         await unreachable(die)
 
     @pytest.mark.parametrize("cut", [0, 40], ids=["between events", "inside of one"])
-    async def test_in_the_middle_of_a_stream(self, cut: int) -> None:
+    async def test_engine_dies_within_stream_records_tokens_so_far(self, cut: int) -> None:
         async def die(exchange: Exchange) -> None:
             await exchange.send(STREAM_HEAD, *map(chunk, EVENTS[:21]), *([chunk(EVENTS[21][:cut])] if cut else []))
             await asyncio.sleep(0.05)  # a reset overtakes what has not been read
@@ -82,7 +82,7 @@ class TestDeath:
         assert (status, body, whole) == (200, b"".join(PLAIN_EVENTS[:21]), False)
         assert recorded(span) == of_the_first(20, error="engine_unreachable")
 
-    async def test_after_a_whole_answer(self) -> None:
+    async def test_engine_closes_after_whole_answer_call_succeeds(self) -> None:
         async def answer_and_die(exchange: Exchange) -> None:
             await answer_whole(exchange)
             exchange.writer.close()
@@ -95,7 +95,7 @@ class TestDeath:
         ] * 3
         assert [recorded(span) for span in spans] == [of_the_first(ANSWER_TOKENS)] * 3
 
-    async def test_after_the_last_event_of_a_stream(self) -> None:
+    async def test_engine_dies_after_last_event_of_stream_call_succeeds(self) -> None:
         async def die(exchange: Exchange) -> None:
             await exchange.send(STREAM_HEAD, *map(chunk, EVENTS))
             await asyncio.sleep(0.05)
@@ -151,7 +151,7 @@ ODD_ANSWERS = {
 
 class TestMalformedAnswers:
     @pytest.mark.parametrize("odd", cases(ODD_ANSWERS))
-    async def test_an_answer_that_cannot_be_recorded_passes_and_the_call_counts_as_failed(self, odd: bytes) -> None:
+    async def test_unrecordable_answer_passes_through_and_records_malformed_answer(self, odd: bytes) -> None:
         async def answer(exchange: Exchange) -> None:
             await exchange.send(JSON_HEAD % len(odd) + odd)
 
@@ -164,7 +164,7 @@ class TestMalformedAnswers:
 
 class TestMalformedStreams:
     @pytest.mark.parametrize("odd", cases(ODD_EVENTS))
-    async def test_an_event_that_is_no_chunk_passes_and_the_call_counts_as_failed(self, odd: bytes) -> None:
+    async def test_stream_event_not_a_chunk_passes_through_and_records_engine_error(self, odd: bytes) -> None:
         async def stream(exchange: Exchange) -> None:
             await exchange.send(STREAM_HEAD, *map(chunk, [*EVENTS[:11], odd, *EVENTS[11:]]), END)
 
@@ -175,7 +175,7 @@ class TestMalformedStreams:
         assert [recorded(span) for span in spans] == [of_the_first(ANSWER_TOKENS, error="engine_error")]
 
     @pytest.mark.parametrize("odd", ODD_LINES.values(), ids=ODD_LINES)
-    async def test_what_is_no_data_passes(self, odd: bytes) -> None:
+    async def test_stream_line_without_data_passes_through_and_call_succeeds(self, odd: bytes) -> None:
         async def stream(exchange: Exchange) -> None:
             await exchange.send(STREAM_HEAD, *map(chunk, [*EVENTS[:11], odd, *EVENTS[11:]]), END)
 
@@ -185,7 +185,7 @@ class TestMalformedStreams:
         assert (status, body, whole) == (200, b"".join([*PLAIN_EVENTS[:11], odd, *PLAIN_EVENTS[11:]]), True)
         assert recorded(span) == of_the_first(ANSWER_TOKENS)
 
-    async def test_what_follows_the_last_event_passes(self) -> None:
+    async def test_stream_bytes_after_last_event_pass_through(self) -> None:
         async def stream(exchange: Exchange) -> None:
             await exchange.send(STREAM_HEAD, *map(chunk, [*EVENTS, b"data: {half"]), END)
 
@@ -197,7 +197,7 @@ class TestMalformedStreams:
 
 
 class TestSlowness:
-    async def test_an_answer_byte_by_byte_is_the_same_answer(self) -> None:
+    async def test_stream_sent_byte_by_byte_is_answered_and_recorded_unchanged(self) -> None:
         async def trickle(exchange: Exchange) -> None:
             await exchange.send(STREAM_HEAD, *map(chunk, EVENTS[:-5]))
             for event in EVENTS[-5:]:
@@ -213,7 +213,7 @@ class TestSlowness:
         assert recorded(span) == of_the_first(ANSWER_TOKENS)
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_an_engine_that_sends_a_byte_now_and_then_is_given_up_when_the_time_is_over(self, stream: bool) -> None:
+    async def test_engine_that_trickles_bytes_ends_with_timeout(self, stream: bool) -> None:
         async def trickle(exchange: Exchange) -> None:
             await exchange.send(*([STREAM_HEAD, *map(chunk, EVENTS[:21])] if stream else [JSON_HEAD % len(WHOLE)]))
             for byte in EVENTS[21] if stream else WHOLE:
@@ -232,7 +232,7 @@ class TestSlowness:
             assert (status, json.loads(body)["error"]["type"]) == (504, "timeout")
             assert recorded(span) == nothing("timeout")
 
-    async def test_a_client_that_does_not_read_holds_up_the_engine_and_not_the_gateways_memory(self) -> None:
+    async def test_slow_reading_client_applies_backpressure_to_engine_within_bounded_memory(self) -> None:
         padding = b'data: {"choices":[],"padding":"%b"}\n\n' % (b"x" * 100_000)
         events = 400
 
@@ -256,7 +256,7 @@ class TestSlowness:
 
 
 class TestLeaving:
-    async def test_a_thousand_clients_that_leave_in_the_middle_stop_the_engine_and_leave_the_ids_so_far(self) -> None:
+    async def test_gateway_with_1000_clients_leaving_aborts_engine_and_records_ids_so_far(self) -> None:
         clients, attempt = 1000, "/rollout/r/attempt/0"
 
         async def stall(exchange: Exchange) -> None:

@@ -105,7 +105,7 @@ class Others:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", [*ENCODINGS, "gzip members"])
-def test_bombs_are_too_large(settings: StoreSettings, tell: Callable[[str], None], encoding: str) -> None:
+def test_compression_bombs_are_refused_as_too_large(settings: StoreSettings, tell: Callable[[str], None], encoding: str) -> None:
     name, body = encoding.split()[0], bomb(encoding)
     with Others(settings) as others, ThreadPoolExecutor(2 * AT_ONCE) as pool:
         began = time.monotonic()
@@ -120,7 +120,7 @@ def test_bombs_are_too_large(settings: StoreSettings, tell: Callable[[str], None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [LZ4, ZSTD])
-def test_frames_that_unpack_to_a_gigabyte(settings: StoreSettings, method: int) -> None:
+def test_native_frames_that_decompress_to_a_gigabyte_are_refused(settings: StoreSettings, method: int) -> None:
     body = frame_bomb(method)
     with Others(settings):
         assert clickhouse(settings, body, parameters="decompress=1") in TOO_MUCH
@@ -129,7 +129,9 @@ def test_frames_that_unpack_to_a_gigabyte(settings: StoreSettings, method: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate, None], ids=["gzip", "deflate", "plain"])
-def test_messages_that_unpack_to_too_much(settings: StoreSettings, compression: grpc.Compression | None) -> None:
+def test_grpc_messages_that_decompress_too_large_answer_resource_exhausted(
+    settings: StoreSettings, compression: grpc.Compression | None
+) -> None:
     options = [("grpc.max_send_message_length", -1)]
     address = f"127.0.0.1:{settings.otlp_grpc_port}"
     with Others(settings), grpc.insecure_channel(address, options, compression) as channel, pytest.raises(grpc.RpcError) as caught:
@@ -139,26 +141,26 @@ def test_messages_that_unpack_to_too_much(settings: StoreSettings, compression: 
 
 
 @pytest.mark.slow
-def test_a_frame_that_hides_a_gigabyte(settings: StoreSettings) -> None:
+def test_native_frame_with_nested_zstd_bomb_answers_400(settings: StoreSettings) -> None:
     with Others(settings):
         assert clickhouse(settings, frame(ZSTD, bomb("zstd"), size=8), parameters="decompress=1")[0] == 400
 
 
 @pytest.mark.slow
-def test_a_statement_of_half_a_gigabyte_of_nothing(settings: StoreSettings) -> None:
+def test_statement_of_half_a_gigabyte_is_answered(settings: StoreSettings) -> None:
     with Others(settings):
         assert clickhouse(settings, packed("zstd", bytes(500 * 2**20)), "zstd")[0] in {200, 400, 413, 503}
 
 
 @pytest.mark.parametrize("what", lying_frames())
-def test_frames_whose_sizes_lie(store: StoreSettings, what: str) -> None:
+def test_native_frames_with_wrong_sizes_answer_an_error(store: StoreSettings, what: str) -> None:
     status, said = clickhouse(store, lying_frames()[what], parameters="decompress=1")
 
     assert (status, said[:7]) in {(400, b"Code: 1"), (413, b"Code: 3")}
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_packed_bodies_that_are_cut_or_broken(store: StoreSettings, encoding: str) -> None:
+def test_compressed_bodies_cut_or_broken_answer_400(store: StoreSettings, encoding: str) -> None:
     made = Rollouts(1, "hostile-cut")
     whole = packed(encoding, made.traces(made.rollout()[0]).plain)
     broken = bytearray(whole)
@@ -178,7 +180,7 @@ def test_packed_bodies_that_are_cut_or_broken(store: StoreSettings, encoding: st
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_packed_statements_that_are_cut(store: StoreSettings, encoding: str) -> None:
+def test_compressed_statements_cut_answer_400(store: StoreSettings, encoding: str) -> None:
     whole = packed(encoding, b"SELECT 1 -- " + bytes(range(65, 91)) * 20)
 
     assert answer(f"{store.url}/", whole, Content__Encoding=encoding) == (200, b"1\n")

@@ -58,7 +58,7 @@ def new_span() -> Span:
 
 
 @roads
-def test_values_of_five_megabytes(store: StoreSettings, company: int) -> None:
+def test_span_with_values_of_5_megabytes_is_stored_whole(store: StoreSettings, company: int) -> None:
     span, text, raw = new_span(), "é" * (5 * 2**19), bytes(range(256)) * (5 * 2**12)
     span.attributes.add(key="text").value.string_value = text
     span.attributes.add(key="raw").value.bytes_value = raw
@@ -71,7 +71,7 @@ def test_values_of_five_megabytes(store: StoreSettings, company: int) -> None:
 
 
 @roads
-def test_fifty_thousand_attributes(store: StoreSettings, company: int) -> None:
+def test_span_with_50000_attributes_is_stored_whole(store: StoreSettings, company: int) -> None:
     span = new_span()
     span.attributes.extend(KeyValue(key=f"key {number:05d}", value=AnyValue(int_value=number)) for number in range(50_000))
 
@@ -82,7 +82,7 @@ def test_fifty_thousand_attributes(store: StoreSettings, company: int) -> None:
 
 
 @roads
-def test_ten_thousand_events_and_links(store: StoreSettings, company: int) -> None:
+def test_span_with_10000_events_and_links_is_stored_whole(store: StoreSettings, company: int) -> None:
     span = new_span()
     for number in range(10_000):
         event = span.events.add(name=f"event {number}", time_unix_nano=TIME + number)
@@ -99,7 +99,7 @@ def test_ten_thousand_events_and_links(store: StoreSettings, company: int) -> No
 
 
 @roads
-def test_lists_within_lists(store: StoreSettings, company: int) -> None:
+def test_span_with_nested_lists_is_stored_whole(store: StoreSettings, company: int) -> None:
     span = new_span()
     _nest(span.attributes.add(key="deep").value, DEPTH)
 
@@ -108,7 +108,7 @@ def test_lists_within_lists(store: StoreSettings, company: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [TOO_DEEP, 20_000])
-def test_lists_too_deep_are_refused_in_words(store: StoreSettings, depth: int) -> None:
+def test_otlp_lists_nested_too_deep_answer_400(store: StoreSettings, depth: int) -> None:
     value = b"\x0a\x03end"
     for _ in range(depth):
         # An AnyValue with an ArrayValue with this AnyValue.
@@ -121,7 +121,7 @@ def test_lists_too_deep_are_refused_in_words(store: StoreSettings, depth: int) -
 
 
 @pytest.mark.parametrize("depth", [TOO_DEEP, 400, 20_000])
-def test_lists_too_deep_in_json_are_refused_in_words(store: StoreSettings, depth: int) -> None:
+def test_otlp_json_lists_nested_too_deep_answer_400(store: StoreSettings, depth: int) -> None:
     value = '{"arrayValue": {"values": [' * depth + '{"stringValue": "end"}' + "]}}" * depth
     span = f'{{"traceId": "{uuid.uuid4().hex}", "spanId": "{"01" * 8}", "attributes": [{{"key": "deep", "value": {value}}}]}}'
 
@@ -130,7 +130,7 @@ def test_lists_too_deep_in_json_are_refused_in_words(store: StoreSettings, depth
     assert (status, json_format.Parse(said, Status()).message[:12]) == (400, "the body is ")
 
 
-def test_a_body_larger_than_any_may_be(store: StoreSettings) -> None:
+def test_otlp_body_over_limit_answers_413(store: StoreSettings) -> None:
     span = new_span()
     span.attributes.add(key="text").value.string_value = "x" * (65 * 2**20)
 

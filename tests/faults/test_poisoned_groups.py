@@ -33,7 +33,7 @@ ROUNDS, EVERY = 20, 5
 ROLLOUTS = 32
 
 
-def test_a_run_with_poisoned_groups_learns_as_the_clean_one_and_skips_exactly_those(
+def test_trainer_run_with_invalid_groups_learns_and_skips_exactly_those(
     store: StoreSettings, tiny_model: Path, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     clean, nothing, _ = learn(store, tiny_model, tmp_path / "clean", poison=False)

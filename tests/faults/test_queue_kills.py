@@ -126,17 +126,17 @@ def crash_settings(db: str) -> Settings:
     return queue_settings(db, queue__lease_seconds=2.0)
 
 
-async def test_a_few_kills_lose_nothing(tmp_path: Path) -> None:
+async def test_queue_killed_3_times_loses_no_rollout(tmp_path: Path) -> None:
     await survive(crash_settings(f"sqlite:///{tmp_path}/queue.db"), tmp_path, kills=3, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_fifty_kills_lose_nothing(queue_db: str, tmp_path: Path) -> None:
+async def test_queue_killed_50_times_loses_no_rollout(queue_db: str, tmp_path: Path) -> None:
     await survive(crash_settings(queue_db), tmp_path, kills=50, seed=2)
 
 
-def test_a_stopped_server_has_answered_what_it_did(tmp_path: Path) -> None:
+def test_queue_server_sigterm_answers_waiting_requests_and_keeps_acknowledged_work(tmp_path: Path) -> None:
     """SIGTERM: whoever waits is answered at once, and what was asked for is done."""
     settings = crash_settings(f"sqlite:///{tmp_path}/queue.db")
     server = queue_process(settings, tmp_path / "queue.log")

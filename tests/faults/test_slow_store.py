@@ -28,7 +28,9 @@ STILL_SECONDS = 6
 
 
 @pytest.mark.slow
-def test_a_store_that_stands_still(tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
+def test_store_that_is_suspended_loses_no_span_and_counts_resent_spans_once(
+    tmp_path: Path, chance: Random, tell: Callable[[str], None]
+) -> None:
     """Senders give up after two seconds and send again: what they gave up is stored, too, once the store goes on."""
     store, run = store_settings(tmp_path / "data"), uuid.uuid4().hex[:8]
     with running_store(store, tmp_path / "log") as child:
@@ -53,7 +55,7 @@ def test_a_store_that_stands_still(tmp_path: Path, chance: Random, tell: Callabl
     assert height - before < store.queue_bytes // 2**20 + 512
 
 
-def test_a_full_queue_asks_to_come_again(tmp_path: Path, chance: Random) -> None:
+def test_store_with_full_queue_answers_resource_exhausted(tmp_path: Path, chance: Random) -> None:
     # Bodies lie for two seconds in a queue that holds two of them.
     store, run = store_settings(tmp_path / "data", queue_bytes=1_000_000, linger_ms=2000), uuid.uuid4().hex[:8]
     made = Rollouts(chance.randrange(2**32), run)

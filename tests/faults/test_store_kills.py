@@ -24,7 +24,7 @@ KILLS = 20
 
 
 @pytest.mark.slow
-def test_twenty_kills_of_the_store(tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
+def test_store_killed_20_times_loses_no_acknowledged_span(tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
     store, log, run = store_settings(tmp_path / "data"), tmp_path / "log", uuid.uuid4().hex[:8]
     load = Load(store.otlp_http_port, store.otlp_grpc_port, Rollouts(chance.randrange(2**32), run).bodies)
     began = time.monotonic()
@@ -52,7 +52,9 @@ def test_twenty_kills_of_the_store(tmp_path: Path, chance: Random, tell: Callabl
 @pytest.mark.slow
 @pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
 @pytest.mark.parametrize("table", ["otel_traces", "calls"], ids=["between its tables", "before its answer"])
-def test_a_kill_in_the_middle_of_an_insert(tmp_path: Path, chance: Random, tell: Callable[[str], None], table: str, rollouts: int) -> None:
+def test_store_killed_within_insert_keeps_each_span_once(
+    tmp_path: Path, chance: Random, tell: Callable[[str], None], table: str, rollouts: int
+) -> None:
     """A view that sleeps holds an insert open after the first of its tables, or after the last; there the store is killed."""
     store, log, run = store_settings(tmp_path / "data"), tmp_path / "log", uuid.uuid4().hex[:8]
     body = _body(Rollouts(chance.randrange(2**32), run), rollouts)
@@ -76,7 +78,7 @@ def test_a_kill_in_the_middle_of_an_insert(tmp_path: Path, chance: Random, tell:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
-def test_a_journal_outlives_the_tables(tmp_path: Path, chance: Random, rollouts: int) -> None:
+def test_journal_after_kill_is_inserted_by_store_with_newer_tables(tmp_path: Path, chance: Random, rollouts: int) -> None:
     """Killed with everything in the journal, its last write torn; then the journal alone comes to a store of newer tables."""
     run = uuid.uuid4().hex[:8]
     first, second = (store_settings(tmp_path / name, settle_seconds=600) for name in ("first", "second"))
@@ -97,7 +99,7 @@ def test_a_journal_outlives_the_tables(tmp_path: Path, chance: Random, rollouts:
 
 
 @pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
-def test_a_body_that_comes_three_times_counts_once(tmp_path: Path, chance: Random, rollouts: int) -> None:
+def test_store_body_delivered_3_times_counts_once(tmp_path: Path, chance: Random, rollouts: int) -> None:
     """One after the other, and together in one insert."""
     store, run = store_settings(tmp_path / "data", linger_ms=1000), uuid.uuid4().hex[:8]
     made = Rollouts(chance.randrange(2**32), run)

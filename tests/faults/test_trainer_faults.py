@@ -57,7 +57,7 @@ class Filling(FakeOptimizer):
 
 
 @pytest.mark.parametrize("left", [0, 4, 64, 200], ids=lambda left: f"{left} KiB left")
-def test_a_full_disk_at_the_checkpoint(small_disk: Path, tmp_path: Path, left: int) -> None:
+def test_trainer_with_full_disk_at_checkpoint_repeats_step_once_there_is_room(small_disk: Path, tmp_path: Path, left: int) -> None:
     """With no room at all the ledger cannot write either; the step is done again when there is."""
     chosen = settings(write_base(tmp_path / "base"), small_disk / "policies", groups_per_batch=1)
     trainer = wired(chosen, FakeSource(["a", "b", "c"]), Filling(small_disk, left))
@@ -75,7 +75,7 @@ def test_a_full_disk_at_the_checkpoint(small_disk: Path, tmp_path: Path, left: i
     assert {path.name for path in newest.parent.iterdir()} == {f"v{version}" for version in committed(again) if version}
 
 
-def test_a_store_that_goes_away_in_the_middle_of_a_step(tiny_model: Path, tmp_path: Path) -> None:
+def test_trainer_whose_store_goes_away_within_step_commits_once(tiny_model: Path, tmp_path: Path) -> None:
     """The step is committed, and its copy is written when the store is back; nothing is trained twice."""
     run, store = uuid.uuid4().hex[:8], store_settings(tmp_path / "data")
     own = {"run_id": run, "branch": run, "model": tiny_model, "directory": tmp_path / "policies", "max_staleness": 9}
@@ -105,7 +105,7 @@ def test_a_store_that_goes_away_in_the_middle_of_a_step(tiny_model: Path, tmp_pa
         again.ledger.close()
 
 
-def test_a_ledger_whose_database_crashes_in_the_middle_of_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trainer_whose_ledger_crashes_within_step_repeats_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is committed without it; once it is back, the step is done again."""
     with running_postgres() as server:
         url = SecretStr(server.schema("ledger"))
@@ -126,7 +126,7 @@ def test_a_ledger_whose_database_crashes_in_the_middle_of_a_step(tmp_path: Path,
             one.ledger.close()
 
 
-def test_a_step_of_another_machine_is_waited_for_and_taken_over_when_it_is_lost(
+def test_trainer_waits_for_step_of_another_machine_and_takes_over_lost_step(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -167,7 +167,7 @@ print(sum(made))
 """
 
 
-def test_two_trainers_of_one_branch_take_turns(place: Place, tmp_path: Path) -> None:
+def test_trainers_of_one_branch_take_turns_without_repeating_a_step(place: Place, tmp_path: Path) -> None:
     """Two processes with one ledger and one directory: each step goes on from the one before, whoever made it."""
     names, where = [f"g{i:02}" for i in range(24)], place("policies")
     base, url = write_base(tmp_path / "base"), "" if isinstance(where, Path) else where

@@ -33,7 +33,7 @@ GROUPS = 2
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("kills", "steps"), [(3, 3), pytest.param(50, 6, marks=pytest.mark.slow)])
-def test_kills_at_random_points(
+def test_trainer_killed_at_random_points_ends_with_undisturbed_weights(
     kills: int, steps: int, store: StoreSettings, tiny_model: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
 ) -> None:
     run = f"kills-{uuid.uuid4().hex[:8]}"

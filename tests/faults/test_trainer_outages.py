@@ -54,7 +54,7 @@ def later(start: Callable[[], object]) -> Generator[Callable[[], None]]:
         thread.join()
 
 
-def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trainer_while_store_is_away_waits_for_it(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "trainer")
     run, store = uuid.uuid4().hex[:8], store_settings(tmp_path / "data")
     own = {"run_id": run, "branch": run, "model": tiny_model, "directory": tmp_path / "policies", "max_staleness": 9}
@@ -87,7 +87,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_pa
             child.stop(grace_seconds=0)
 
 
-def test_a_store_that_refuses_for_good_is_not_asked_again(store: StoreSettings) -> None:
+def test_patient_client_refused_for_good_does_not_retry(store: StoreSettings) -> None:
     outage, shutdown = Outage("the span store"), Shutdown()
     client = retrying_client(connect(store), store.url, outage, shutdown)
     with pytest.raises(StoreError, match="refused"):
@@ -95,7 +95,7 @@ def test_a_store_that_refuses_for_good_is_not_asked_again(store: StoreSettings) 
     assert outage.take_retries() == 0
 
 
-def test_a_ledger_whose_database_is_away_for_a_while_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trainer_while_ledger_database_is_away_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with running_postgres() as server, later(server.start) as come_back:
         url = SecretStr(server.schema("ledger"))

@@ -107,7 +107,9 @@ class Victims:
         return queue_process(self._settings, self._here.directory / "queue.log")
 
 
-async def test_fifty_kills_lose_nothing_and_leave_nothing(queue_db: str, tmp_path: Path, tell: Callable[[str], None]) -> None:
+async def test_workers_killed_50_times_lose_no_rollout_and_leave_no_process(
+    queue_db: str, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
     chance = random.Random(8)
     settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=KILLS + 2)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=3) as here:
@@ -133,7 +135,7 @@ async def test_fifty_kills_lose_nothing_and_leave_nothing(queue_db: str, tmp_pat
             victims.server.stop()
 
 
-async def test_a_worker_that_never_answers_is_replaced_and_counts_for_nothing_when_it_goes_on(queue_db: str, tmp_path: Path) -> None:
+async def test_worker_that_hangs_is_replaced_and_its_late_results_are_ignored(queue_db: str, tmp_path: Path) -> None:
     settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=2)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
         async with QueueClient.of(settings.queue) as client:
@@ -160,7 +162,7 @@ async def test_a_worker_that_never_answers_is_replaced_and_counts_for_nothing_wh
         await require_no_orphan(here)
 
 
-async def test_a_poison_task_is_dead_after_its_attempts_and_holds_up_nobody(queue_db: str, tmp_path: Path) -> None:
+async def test_task_that_crashes_its_host_is_dead_after_max_attempts_and_delays_no_other(queue_db: str, tmp_path: Path) -> None:
     settings = queue_settings(queue_db, max_attempts=3)
     with (
         runner_services(tmp_path, queue__url=settings.queue.url, workers=2, concurrency=1) as here,
@@ -182,7 +184,7 @@ async def test_a_poison_task_is_dead_after_its_attempts_and_holds_up_nobody(queu
         await require_no_orphan(here)
 
 
-async def test_a_thousand_cancellations_in_flight_free_every_place(queue_db: str, tmp_path: Path) -> None:
+async def test_rollouts_cancelled_in_flight_free_every_slot(queue_db: str, tmp_path: Path) -> None:
     (tmp_path / "sleepers.py").write_text(SLEEPERS)
     settings = queue_settings(queue_db, queue__lease_seconds=20)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=250) as here, queue_server(settings, tmp_path / "queue.log"):

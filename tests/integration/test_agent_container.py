@@ -58,7 +58,7 @@ def agent(here: RunnerServices, image: str = "org/agent:1", command: tuple[str, 
     return ContainerAgent(image, command, directory=here.directory, arguments=("--memory", "1g"))
 
 
-def test_the_engines_command_line() -> None:
+def test_run_command_of_container_gives_engine_arguments() -> None:
     container = Container("podman", "org/agent:1", ("agent", "--fast"), "host", ("--gpus", "all"), None)
     environment = {
         "OPENAI_API_KEY": "secret",
@@ -106,11 +106,11 @@ def test_the_engines_command_line() -> None:
         ("/usr/bin/podman", "mine", "linux", "host.containers.internal"),
     ],
 )
-def test_where_a_container_reaches_our_services(engine: str, network: str, platform: str, address: str | None) -> None:
+def test_reached_at_engine_network_and_platform_gives_host_address(engine: str, network: str, platform: str, address: str | None) -> None:
     assert reached_at(engine, network, platform) == address
 
 
-def test_loopback_addresses_are_told_as_the_container_sees_them() -> None:
+def test_reachable_loopback_addresses_are_rewritten_for_container() -> None:
     ours = {
         "OPENAI_BASE_URL": "http://127.0.0.1:8180/v1",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318",
@@ -134,7 +134,7 @@ def test_loopback_addresses_are_told_as_the_container_sees_them() -> None:
     }
 
 
-async def test_an_image_is_an_agent_and_its_containers_end_with_their_attempts(tmp_path: Path, docker: FakeDocker) -> None:
+async def test_container_agent_runs_attempts_and_removes_their_containers(tmp_path: Path, docker: FakeDocker) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     ours = this_process()
     left = docker.leave("left", spangrad_worker=_dead_worker())
@@ -168,7 +168,7 @@ async def test_an_image_is_an_agent_and_its_containers_end_with_their_attempts(t
         kill(alive)
 
 
-async def test_the_containers_of_a_host_that_was_killed_are_removed(tmp_path: Path, docker: FakeDocker) -> None:
+async def test_agent_host_killed_leaves_no_container(tmp_path: Path, docker: FakeDocker) -> None:
     with runner_services(tmp_path, concurrency=1, timeout_seconds=60, max_attempts=1) as here:
         async with Runner(here.settings, agent(here)) as runner:
             running = asyncio.create_task(runner.run([Task("hang", "hang")], mode=Mode.TRAIN, group_size=1))
@@ -209,7 +209,7 @@ def _host_of(mark: str) -> int:
         ("agent", ("sh", "-c", "kill -9 $$"), 137, "the container was killed by SIGKILL"),
     ],
 )
-async def test_codes_that_are_the_engines_own_are_explained(
+async def test_exit_code_of_container_engine_is_explained(
     tmp_path: Path, docker: FakeDocker, image: str, command: tuple[str, ...], code: int, means: str
 ) -> None:
     hosted = Hosted(Container("docker", image, command, "host", (), None), tmp_path, "worker")
@@ -219,7 +219,7 @@ async def test_codes_that_are_the_engines_own_are_explained(
     assert docker.containers() == {}
 
 
-async def test_without_an_engine_the_agent_cannot_be_loaded(tmp_path: Path) -> None:
+async def test_container_agent_without_engine_in_path_raises(tmp_path: Path) -> None:
     with runner_services(tmp_path) as here:
         image = ContainerAgent("agent:1", directory=tmp_path, engine="no-such-engine")
         with pytest.raises(AgentError, match="'no-such-engine' is not in PATH"):

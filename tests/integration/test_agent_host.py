@@ -140,7 +140,7 @@ def answered(
     return {"id": name, **told}
 
 
-def test_async_attempts_side_by_side(tmp_path: Path) -> None:
+def test_agent_host_async_attempts_run_concurrently(tmp_path: Path) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:agent") as host:
         assert host.answer() == {"ready": True}
         host.send(job("a", "hang"), job("b", 0.5))
@@ -160,7 +160,7 @@ def test_async_attempts_side_by_side(tmp_path: Path) -> None:
         assert host.answer() == answered("e", failure="invalid_output", detail="the reward is 'text', not a finite number")
 
 
-def test_attempts_in_threads_with_an_evaluator(tmp_path: Path) -> None:
+def test_agent_host_attempts_in_threads_run_evaluator(tmp_path: Path) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:in_thread", "--evaluator", "mine:evaluate") as host:
         assert host.answer() == {"ready": True}
         found: list[dict[str, object]] = []
@@ -182,7 +182,7 @@ def test_attempts_in_threads_with_an_evaluator(tmp_path: Path) -> None:
         assert host.answer() == answered("g", failure="timeout", detail="cancelled", stuck=True, flushed=False)
 
 
-def test_an_attempt_that_ended_in_time_stands_while_the_store_is_away(tmp_path: Path) -> None:
+def test_agent_host_attempt_that_ended_in_time_stands_while_store_is_away(tmp_path: Path) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:agent") as host:
         assert host.answer() == {"ready": True}
         sink.refusals = [(503, {})] * 1000
@@ -197,7 +197,7 @@ def test_an_attempt_that_ended_in_time_stands_while_the_store_is_away(tmp_path: 
         assert [span.attributes[ROLLOUT_ID] for span in sink.named("async")] == ["a"]
 
 
-def test_an_agent_that_ignores_its_end_is_late_all_the_same(tmp_path: Path) -> None:
+def test_agent_host_cancel_ignored_by_agent_answers_timeout(tmp_path: Path) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:stubborn") as host:
         assert host.answer() == {"ready": True}
         host.send(job("a", None))
@@ -207,7 +207,7 @@ def test_an_agent_that_ignores_its_end_is_late_all_the_same(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("agent", ["rewards_itself", "rewards_itself_in_a_thread"])
-def test_an_agent_may_reward_itself_and_return_nothing(tmp_path: Path, agent: str) -> None:
+def test_agent_that_rewards_itself_may_return_none(tmp_path: Path, agent: str) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", f"mine:{agent}") as host:
         assert host.answer() == {"ready": True}
         host.send(job("a", 0.5))
@@ -218,14 +218,14 @@ def test_an_agent_may_reward_itself_and_return_nothing(tmp_path: Path, agent: st
         assert host.answer() == answered("b", None, "no_reward", "the agent gave no reward")
 
 
-def test_where_there_is_an_evaluator_it_has_the_last_word(tmp_path: Path) -> None:
+def test_evaluator_overrides_reward_of_agent(tmp_path: Path) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:rewards_itself", "--evaluator", "mine:undecided") as host:
         assert host.answer() == {"ready": True}
         host.send(job("a", 0.5))
         assert host.answer() == answered("a", None, "no_reward", "the evaluator gave no reward")
 
 
-def test_a_program_whose_last_line_is_too_long_is_said(tmp_path: Path) -> None:
+def test_agent_command_with_too_long_last_line_answers_invalid_output(tmp_path: Path) -> None:
     program = json.dumps([sys.executable, "-c", "print('first'); print('1' * (2**20 + 1))"])
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--command", program) as host:
         assert host.answer() == {"ready": True}
@@ -242,12 +242,12 @@ def test_a_program_whose_last_line_is_too_long_is_said(tmp_path: Path) -> None:
         ("\n \n", None),
     ],
 )
-async def test_the_last_line_of_output(tmp_path: Path, printed: str, output: object) -> None:
+async def test_agent_command_output_is_last_line_printed(tmp_path: Path, printed: str, output: object) -> None:
     (tmp_path / "printed").write_bytes(printed.encode())
     assert await AgentCommand(["cat", "printed"], tmp_path, instrument=False)(None, None) == output
 
 
-def test_a_host_that_is_asked_to_end_ends_its_programs_whole(tmp_path: Path) -> None:
+def test_agent_host_terminated_ends_process_tree_of_programs(tmp_path: Path) -> None:
     program = json.dumps(["sh", "-c", "sleep 600 & echo $! > pid; wait"])
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--command", program, code=-signal.SIGTERM) as host:
         assert host.answer() == {"ready": True}
@@ -268,7 +268,7 @@ def _has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("road", ["callable", "decorator", "program"])
-def test_an_agents_modules_may_have_our_names(tmp_path: Path, road: str) -> None:
+def test_agent_modules_with_names_of_spangrad_are_imported(tmp_path: Path, road: str) -> None:
     (tmp_path / "decorated.py").write_text("import spangrad\nfrom mine import where\nspangrad.rollout(where)\n")
     (tmp_path / "program.py").write_text("import json\nfrom mine import where\nprint(json.dumps(where(None)))\n")
     roads = {
@@ -299,7 +299,7 @@ def test_an_agents_modules_may_have_our_names(tmp_path: Path, road: str) -> None
         (["--command", '["no-such-program"]'], "the agent's program 'no-such-program' is neither in PATH nor in {path}."),
     ],
 )
-def test_an_agent_that_cannot_be_loaded_is_said(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_agent_host_unloadable_agent_answers_error(tmp_path: Path, arguments: list[str], said: str) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, *arguments, code=1) as host:
         assert host.answer() == {"error": said.format(path=tmp_path)}
 
@@ -318,7 +318,7 @@ def test_an_agent_that_cannot_be_loaded_is_said(tmp_path: Path, arguments: list[
         ({"a": {}}, None),
     ],
 )
-def test_rewards(value: object, reward: object) -> None:
+def test_rewards_from_valid_value_gives_reward(value: object, reward: object) -> None:
     assert rewards_from(value) == reward
 
 
@@ -338,6 +338,6 @@ def test_rewards(value: object, reward: object) -> None:
         object(),
     ],
 )
-def test_what_is_no_reward(value: object) -> None:
+def test_rewards_from_invalid_value_raises(value: object) -> None:
     with pytest.raises(ValueError, match="not a"):
         rewards_from(value)

@@ -18,7 +18,7 @@ def arm(task: str, name: str) -> Arm:
 
 
 @pytest.mark.parametrize(("task", "name"), [("flow", "air"), ("inbox", "own")])
-def test_two_steps_leave_nothing_unaccounted(task: str, name: str, tmp_path: Path) -> None:
+def test_credit_benchmark_two_steps_account_for_every_call(task: str, name: str, tmp_path: Path) -> None:
     result = run(arm(task, name), 0, 2, tmp_path)
     assert (result.sampled, result.trained, result.unaccounted, result.drops) == (32, 32, 0, 0)
     assert result.calls == result.transitions > 64
@@ -35,7 +35,7 @@ def test_two_steps_leave_nothing_unaccounted(task: str, name: str, tmp_path: Pat
     assert set(told["checked"].values()) == {0}
 
 
-def test_ids_made_from_text_are_refused(tmp_path: Path) -> None:
+def test_credit_benchmark_with_retokenized_ids_is_refused(tmp_path: Path) -> None:
     result = run(arm("flow", "retokenized"), 0, 2, tmp_path)
     assert "differ from the trainer's" in result.refused
     assert (len(result.success), result.sampled, result.trained, result.unaccounted) == (1, 16, 0, 0)

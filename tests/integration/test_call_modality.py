@@ -28,7 +28,7 @@ def request(*parts: dict[str, Any]) -> str:
     return json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": SPOKEN}, *parts]}]})
 
 
-def test_gateway_calls_with_images_drop_and_relaxed_ones_are_kept(store: StoreSettings) -> None:
+def test_gateway_calls_with_images_drop_and_relaxed_calls_are_kept(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="modality")
     root = spans.root(calls=2)
     spans.evaluation(root)
@@ -54,7 +54,7 @@ def test_gateway_calls_with_images_drop_and_relaxed_ones_are_kept(store: StoreSe
         (True, True, ([], "true")),
     ],
 )
-def test_whatever_a_gateway_span_says_of_both_the_insert_does_not_fail(
+def test_calls_insert_accepts_any_relaxed_and_modality_attribute(
     store: StoreSettings, relaxed: object, modality: object, stored: tuple[list[str], str]
 ) -> None:
     run = uuid.uuid4().hex
@@ -79,7 +79,7 @@ def test_whatever_a_gateway_span_says_of_both_the_insert_does_not_fail(
         ({"input.value": json.dumps({"tools": [{"type": "image_generation"}], "messages": []})}, ""),
     ],
 )
-def test_direct_calls_with_images_have_a_modality_and_drop(store: StoreSettings, attributes: dict[str, str], modality: str) -> None:
+def test_direct_mode_calls_with_images_have_modality_and_drop(store: StoreSettings, attributes: dict[str, str], modality: str) -> None:
     run = uuid.uuid4().hex
     spans = fakes.SpanFactory(run=run)
     root = spans.root()

@@ -38,7 +38,7 @@ def test_help_fits_on_a_screen(tmp_path: Path) -> None:
     assert len(spangrad("--help", cwd=tmp_path, COLUMNS="100").stdout.splitlines()) <= 50
 
 
-def test_prompt_without_the_optional_part_says_what_to_install(tmp_path: Path) -> None:
+def test_prompt_optimise_without_extra_names_package_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['prompts'] = None; sys.argv = ['spangrad', *sys.argv[1:]]\nfrom spangrad.cli import main; main()"
     (tmp_path / "tasks.jsonl").write_text('{"task_id": "a", "input": 1}\n{"task_id": "b", "input": 2}\n')
     search = [
@@ -60,7 +60,7 @@ def test_prompt_without_the_optional_part_says_what_to_install(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
+def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
     answer = spangrad(command, "--help", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert f"Usage: spangrad {command}" in answer.stdout
@@ -108,7 +108,9 @@ def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
         (["build"], {"SPANGRAD_STORE__URL": "http://127.0.0.1:9"}, 1, "the span store at http://127.0.0.1:9 does not answer"),
     ],
 )
-def test_mendable_errors_are_one_sentence(arguments: list[str], env: dict[str, str], code: int, sentence: str, tmp_path: Path) -> None:
+def test_user_errors_are_one_sentence_with_exit_code(
+    arguments: list[str], env: dict[str, str], code: int, sentence: str, tmp_path: Path
+) -> None:
     (tmp_path / "latin.txt").write_bytes(b"Caf\xe9 au lait")
     answer = spangrad(*arguments, cwd=tmp_path, **env)
     assert sentence in answer.stderr
@@ -116,7 +118,7 @@ def test_mendable_errors_are_one_sentence(arguments: list[str], env: dict[str, s
     assert answer.returncode == code
 
 
-def test_a_reader_that_has_enough_ends_the_command_quietly(tmp_path: Path) -> None:
+def test_command_with_closed_stdout_exits_141_silently(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
@@ -126,7 +128,7 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(tmp_path: Path) -> No
     assert (answer.returncode, answer.stderr) == (141, b"")
 
 
-def test_config_says_where_a_value_came_from(tmp_path: Path) -> None:
+def test_config_command_prints_source_of_each_value(tmp_path: Path) -> None:
     (tmp_path / "spangrad.toml").write_text("[gateway]\nport = 9999\n")
     answer = spangrad("config", cwd=tmp_path, SPANGRAD_RUNNER__WORKERS="3", COLUMNS="200")
     lines = {line.split()[0]: line.split() for line in answer.stdout.splitlines() if line.strip()}
@@ -134,19 +136,19 @@ def test_config_says_where_a_value_came_from(tmp_path: Path) -> None:
     assert lines["runner.workers"] == ["runner.workers", "3", "environment", "SPANGRAD_RUNNER__WORKERS"]
 
 
-def test_secrets_are_not_printed(tmp_path: Path) -> None:
+def test_config_command_masks_secrets(tmp_path: Path) -> None:
     answer = spangrad("config", "--set", "store.token=sesame", cwd=tmp_path)
     assert "sesame" not in answer.stdout
 
 
-def test_overrides_are_json_or_text() -> None:
+def test_flag_values_parse_json_or_text() -> None:
     overrides = ["a.b=1", "a.c=text", 'a.d=["x"]', "a.e=x=y", "a.g=null"]
     assert flag_values(overrides, {"a.b": 2, "a.f": None}) == {"a.b": 2, "a.c": "text", "a.d": ["x"], "a.e": "x=y", "a.g": None}
     with pytest.raises(SettingsError):
         flag_values(["novalue"])
 
 
-def test_demo_settings_survive_their_file(tmp_path: Path) -> None:
+def test_demo_settings_written_to_file_load_unchanged(tmp_path: Path) -> None:
     tables = {"gateway.clients": [{"name": "evals", "token": "sesame", "policies": ["p"]}], "gateway.models": {"gpt-4o": "policy"}}
     values = {**demo_settings(tmp_path, seed=3, group_size=8), "store.token": "sesame", "queue.keep_days": None, **tables}
     other = tmp_path / "other.toml"
@@ -155,7 +157,7 @@ def test_demo_settings_survive_their_file(tmp_path: Path) -> None:
     assert load_settings(file=tmp_path / "spangrad.toml", env={}) == load_settings(values, file=other, env={})
 
 
-def test_a_question_to_a_stopped_store_needs_no_token_of_its_own(tmp_path: Path) -> None:
+def test_sql_command_on_stopped_store_opens_data_without_token(tmp_path: Path) -> None:
     (tmp_path / "spangrad.toml").write_text('[store]\ntoken = "sesame"\nurl = "http://127.0.0.1:9"\n')
     (tmp_path / "data" / "store").mkdir(parents=True)
     answer = spangrad("sql", "SELECT count() AS spans FROM spangrad.rollout_spans", cwd=tmp_path)
@@ -164,7 +166,7 @@ def test_a_question_to_a_stopped_store_needs_no_token_of_its_own(tmp_path: Path)
     assert "opening data/store for this question" in answer.stderr
 
 
-def test_the_data_of_a_store_that_answers_elsewhere_are_left_alone(tmp_path: Path) -> None:
+def test_sql_command_while_store_answers_elsewhere_leaves_data_alone(tmp_path: Path) -> None:
     data = tmp_path / "data" / "store"
     data.mkdir(parents=True)
     with (data / "owner").open("w") as owner:
@@ -176,14 +178,14 @@ def test_the_data_of_a_store_that_answers_elsewhere_are_left_alone(tmp_path: Pat
     assert sentence in answer.stderr
 
 
-def test_texts_of_the_store_are_printed_as_they_are(tmp_path: Path) -> None:
+def test_sql_command_prints_text_without_markup(tmp_path: Path) -> None:
     (tmp_path / "data" / "store").mkdir(parents=True)
     text = "<s>[INST] :key: list[int] [/INST]"
     answer = spangrad("sql", f"SELECT '{text}' AS `a [/b]`", "--set", "store.url=http://127.0.0.1:9", cwd=tmp_path)
     assert (answer.returncode, [line.strip() for line in answer.stdout.splitlines()]) == (0, ["a [/b]", text]), answer.stderr
 
 
-def test_modules_of_the_working_directory_hide_none_of_ours(tmp_path: Path) -> None:
+def test_command_ignores_shadowing_modules_in_working_directory(tmp_path: Path) -> None:
     for name in ("commands", "collector", "runner", "spangrad"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     (tmp_path / "data" / "store").mkdir(parents=True)

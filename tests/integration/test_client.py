@@ -83,7 +83,7 @@ def _reply(messages: list[dict[str, str]]) -> str:
     return f"It is {a + b if a < 50 else 0}"
 
 
-def test_the_example_trains_and_an_agents_modules_may_have_our_names(tmp_path: Path) -> None:
+def test_client_example_trains_with_shadowing_agent_modules(tmp_path: Path) -> None:
     script = tmp_path / "agent" / "sums.py"
     script.parent.mkdir()
     for name in OURS:  # none of them is what spangrad's own processes import
@@ -138,7 +138,7 @@ def _slow(directory: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_script_that_was_stopped_goes_on_where_it_was(tmp_path: Path, how: signal.Signals) -> None:
+def test_client_script_stopped_resumes_where_it_was(tmp_path: Path, how: signal.Signals) -> None:
     script = _slow(tmp_path)
     with place(tmp_path) as on:
         stopped = on.start(script)
@@ -161,7 +161,7 @@ def test_a_script_that_was_stopped_goes_on_where_it_was(tmp_path: Path, how: sig
 
 
 @pytest.mark.slow
-def test_where_a_trainer_wants_groups_so_many_are_made(tmp_path: Path) -> None:
+def test_client_with_trainer_demand_makes_demanded_groups(tmp_path: Path) -> None:
     script = _slow(tmp_path)
     with place(tmp_path) as on:
         want = {"policy": "policy", "branch": "main", "groups": 3}
@@ -184,7 +184,7 @@ UNGUARDED = """
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+def test_client_script_without_main_guard_gets_remedy(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(textwrap.dedent(UNGUARDED))
     with place(tmp_path) as on:
@@ -194,7 +194,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
         assert "Put that under `if __name__ == '__main__':`" in err
 
 
-def test_the_example_is_what_the_page_shows() -> None:
+def test_client_example_matches_script_in_docs() -> None:
     """The page's script has the example's lines, in their order."""
     page = (EXAMPLE.parents[2] / "docs" / "guides" / "client.md").read_text()
     shown = re.search(r"```python\n(.*?)```", page, re.DOTALL)

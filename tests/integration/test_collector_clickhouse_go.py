@@ -99,7 +99,7 @@ def test_clickhouse_go_sees_errors_with_their_code(chgo: str, store: StoreSettin
 
 
 @pytest.mark.parametrize("compress", COMPRESSIONS)
-def test_clickhouse_go_is_told_of_a_wrong_token(chgo: str, tmp_path_factory: pytest.TempPathFactory, compress: str) -> None:
+def test_clickhouse_go_with_wrong_token_is_refused(chgo: str, tmp_path_factory: pytest.TempPathFactory, compress: str) -> None:
     directory = tmp_path_factory.mktemp("tokens")
     settings = store_settings(directory / "data", token="write", read_token="read")
     with running_store(settings, directory / "log"):
@@ -168,7 +168,7 @@ def _exact(value: Any, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("compress", COMPRESSIONS)
-def test_every_column_of_the_schema_is_read_as_by_clickhouse_connect(chgo: str, filled: StoreSettings, compress: str) -> None:
+def test_clickhouse_go_reads_every_schema_column_as_clickhouse_connect(chgo: str, filled: StoreSettings, compress: str) -> None:
     client = connect(filled)
     # A Null table passes its rows on and keeps none.
     tables = _tables(client, "engine NOT IN ('MaterializedView', 'Null')")

@@ -56,12 +56,12 @@ def _has_landlock(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.usefixtures("has_landlock")
-def test_a_confined_process_has_its_directory_its_pipes_and_nothing_else(tmp_path: Path) -> None:
+def test_confined_process_reaches_only_its_directory_and_pipes(tmp_path: Path) -> None:
     assert confined(tmp_path) == ["True", "mine", "refused", "refused", "b''", "secret", "piped"]
 
 
 @pytest.mark.usefixtures("has_landlock")
-def test_no_statement_reads_a_file_by_a_name_made_of_pieces(tmp_path: Path) -> None:
+def test_confined_store_statement_with_concatenated_file_name_is_refused(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("sesame")
     store = store_settings(tmp_path / "store")

@@ -135,7 +135,7 @@ ORDINARY = [
 ]
 
 
-def test_the_engine_reads_ordinary_spans_by_itself(roads: Roads, counted: list[int]) -> None:
+def test_span_staging_ordinary_spans_are_decoded_by_database(roads: Roads, counted: list[int]) -> None:
     scope = InstrumentationScope(name="scope", version="1")
     resource = Resource(
         attributes=[*ORDINARY, attribute("service.name", string_value="agent"), attribute("odd", double_value=float("nan"))]
@@ -173,7 +173,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("attributes", ODD.values(), ids=ODD)
-def test_odd_values_are_read_by_python_alone(roads: Roads, counted: list[int], attributes: list[KeyValue]) -> None:
+def test_span_staging_odd_values_are_decoded_by_python(roads: Roads, counted: list[int], attributes: list[KeyValue]) -> None:
     others = request(span("before"), span("after", attributes=ORDINARY))
     roads.require_same(others, request(span("ordinary"), span("odd", attributes=attributes)), others)
 
@@ -182,7 +182,7 @@ def test_odd_values_are_read_by_python_alone(roads: Roads, counted: list[int], a
     assert len(counted) == 1 + 3
 
 
-def test_events_links_and_losses_are_read_by_python(roads: Roads, counted: list[int]) -> None:
+def test_span_staging_events_links_and_losses_are_decoded_by_python(roads: Roads, counted: list[int]) -> None:
     event = Span.Event(name="e", time_unix_nano=START, attributes=ORDINARY)
     link = Span.Link(trace_id=bytes(range(16)), span_id=bytes(range(8)), trace_state="a=b", attributes=ORDINARY)
     roads.require_same(
@@ -192,7 +192,7 @@ def test_events_links_and_losses_are_read_by_python(roads: Roads, counted: list[
     assert counted[0] == 3
 
 
-def test_what_no_row_can_hold_is_refused_by_either_road(roads: Roads) -> None:
+def test_span_staging_unstorable_span_is_refused_by_both_decoders(roads: Roads) -> None:
     late = Span(name="late", start_time_unix_nano=2**63)
     short = Span(name="short", trace_id=b"\1")
 
@@ -202,7 +202,7 @@ def test_what_no_row_can_hold_is_refused_by_either_road(roads: Roads) -> None:
     assert refused == [Refused(), Refused(2, reason), Refused()]
 
 
-def test_a_field_that_we_do_not_know_is_left_to_python(roads: Roads, counted: list[int]) -> None:
+def test_span_staging_unknown_field_is_decoded_by_python(roads: Roads, counted: list[int]) -> None:
     body = trace_body(request(span()), request(span()).SerializeToString() + b"\x7a\x01x")
 
     assert body.wire is None
@@ -210,7 +210,7 @@ def test_a_field_that_we_do_not_know_is_left_to_python(roads: Roads, counted: li
     assert counted == [1]
 
 
-def test_a_sender_cannot_number_its_spans(roads: Roads) -> None:
+def test_span_staging_sender_value_in_span_number_field_is_overridden(roads: Roads) -> None:
     # Field 1000 is ours: what a sender puts there comes before it, and loses.
     bodies: list[TraceBody] = []
     for name in ("first", "second"):
@@ -226,11 +226,11 @@ def test_a_sender_cannot_number_its_spans(roads: Roads) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_requests(roads: Roads, seed: int) -> None:
+def test_span_staging_random_requests_give_same_rows_by_both_decoders(roads: Roads, seed: int) -> None:
     roads.require_same(*(traces(100 * seed + place, spans=40, odd=0.4) for place in range(5)))
 
 
-def test_values_of_five_megabytes(roads: Roads, counted: list[int]) -> None:
+def test_span_staging_values_of_5_megabytes_give_same_rows_by_both_decoders(roads: Roads, counted: list[int]) -> None:
     large = [attribute("text", string_value="é" * 2_500_000), attribute("bytes", bytes_value=bytes(range(256)) * 20_000)]
     roads.require_same(
         request(span("ordinary", attributes=large)),
@@ -280,11 +280,13 @@ random_spans = st.builds(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(st.lists(st.tuples(st.lists(random_spans, max_size=6), attributes), min_size=1, max_size=3))
-def test_any_spans(roads: Roads, given_requests: list[tuple[list[Span], list[KeyValue]]]) -> None:
+def test_span_staging_arbitrary_spans_give_same_rows_by_both_decoders(
+    roads: Roads, given_requests: list[tuple[list[Span], list[KeyValue]]]
+) -> None:
     roads.require_same(*(request(*some, resource=Resource(attributes=resource)) for some, resource in given_requests))
 
 
-def test_a_failed_commit_leaves_nothing_behind(roads: Roads) -> None:
+def test_span_staging_failed_commit_leaves_no_rows(roads: Roads) -> None:
     staging = roads.staging["apart"]
     good = request(span("good", attributes=[attribute("left", string_value="behind")]))
     roads.asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")

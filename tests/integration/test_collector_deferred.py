@@ -122,7 +122,7 @@ def foreign_view(asking: Handle, refuses: str) -> Generator[None]:
 
 
 @pytest.mark.parametrize("count", [2, 1200], ids=["by Python", "by the engine"])
-def test_many_commits_are_one_insert(store: Store, asking: Handle, count: int) -> None:
+def test_write_buffer_several_commits_are_one_insert(store: Store, asking: Handle, count: int) -> None:
     called = names(3)
     for name in called:
         store.spans.commit([body(name, count)])
@@ -136,7 +136,7 @@ def test_many_commits_are_one_insert(store: Store, asking: Handle, count: int) -
 
 
 @pytest.mark.parametrize("count", [2, 1200], ids=["by Python", "by the engine"])
-def test_a_kill_loses_nothing_and_what_comes_again_counts_once(store: Store, asking: Handle, tmp_path: Path, count: int) -> None:
+def test_write_buffer_killed_loses_no_commit_and_counts_redelivery_once(store: Store, asking: Handle, tmp_path: Path, count: int) -> None:
     called = names(2)
     for name in called:
         store.spans.commit([body(name, count)])
@@ -155,7 +155,7 @@ def test_a_kill_loses_nothing_and_what_comes_again_counts_once(store: Store, ask
     assert stored(asking, *called, more) == [count, count, 2]
 
 
-def test_what_cannot_be_decoded_waits_until_it_can(
+def test_pending_batch_undecodable_body_waits_and_is_retried(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, bad, after = names(3)
@@ -173,7 +173,7 @@ def test_what_cannot_be_decoded_waits_until_it_can(
     assert stored(asking, before, bad, after, table="otel.otel_traces") == [2, 2, 2]
 
 
-def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
+def test_dead_letter_of_unstorable_body_blocks_no_other_body(
     store: Store, asking: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     called = names(5)
@@ -202,7 +202,9 @@ def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
     assert stored(asking, later) == [2]
 
 
-def test_a_full_disk_is_no_bodys_fault(store: Store, asking: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_batch_on_full_disk_makes_no_dead_letter(
+    store: Store, asking: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called = names(2)
     monkeypatch.setattr(pending_batch, "RETRY_SECONDS", 0.0)
     with monkeypatch.context() as patched:
@@ -215,7 +217,7 @@ def test_a_full_disk_is_no_bodys_fault(store: Store, asking: Handle, tmp_path: P
     assert stored(asking, *called) == [2, 2]
 
 
-def test_a_table_that_takes_nothing_is_no_bodys_fault(
+def test_pending_batch_with_refusing_table_makes_no_dead_letter(
     store: Store, asking: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = names(2)
@@ -231,7 +233,7 @@ def test_a_table_that_takes_nothing_is_no_bodys_fault(
     assert stored(asking, *called) == [2, 2]
 
 
-def test_a_view_that_takes_nothing_is_not_tried_with_every_body_again_and_again(
+def test_pending_batch_with_refusing_view_is_not_retried_with_every_body(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, *called = names(4)
@@ -250,7 +252,7 @@ def test_a_view_that_takes_nothing_is_not_tried_with_every_body_again_and_again(
     assert stored(asking, before, *called) == [2] * 4
 
 
-def test_a_span_of_thousands_of_evaluations_needs_memory_for_each_once(store: Store, asking: Handle) -> None:
+def test_rollout_spans_view_with_3000_evaluations_needs_memory_once_each(store: Store, asking: Handle) -> None:
     """Were all of them copied to each row, it would take gigabytes, and no insert could hold it."""
     name = names(1)[0]
     span = Span(trace_id=bytes(15) + b"\1", span_id=next(_numbers).to_bytes(8, "big"), name=name, start_time_unix_nano=START)
@@ -272,7 +274,7 @@ def test_a_span_of_thousands_of_evaluations_needs_memory_for_each_once(store: St
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_BODY", 100), ("MAX_SPANS", 1)])
-def test_a_large_body_is_inserted_at_once_and_its_sender_told(
+def test_write_buffer_large_body_is_inserted_at_once_and_answered(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     before, bad, good = names(3)
@@ -290,7 +292,7 @@ def test_a_large_body_is_inserted_at_once_and_its_sender_told(
     assert stored(asking, before, bad, good) == [2, 0, 2]
 
 
-def test_what_no_row_can_hold_is_refused_and_not_kept(store: Store, asking: Handle, tmp_path: Path) -> None:
+def test_write_buffer_unstorable_span_is_refused_and_not_journaled(store: Store, asking: Handle, tmp_path: Path) -> None:
     (name,) = names(1)
     half = ExportTraceServiceRequest.FromString(body(name).load())
     half.resource_spans[0].scope_spans[0].spans.add(name="short", trace_id=b"\1")
@@ -305,7 +307,7 @@ def test_what_no_row_can_hold_is_refused_and_not_kept(store: Store, asking: Hand
     assert stored(asking, name) == [2]
 
 
-def test_what_the_journal_cannot_take_is_refused_and_the_rest_is_kept(
+def test_write_buffer_body_that_journal_rejects_is_refused_and_others_kept(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: Journal, bodies: Sequence[bytes], others: int) -> None:
@@ -324,7 +326,7 @@ def test_what_the_journal_cannot_take_is_refused_and_the_rest_is_kept(
     assert stored(asking, before, bad, after) == [2, 0, 2]
 
 
-def test_with_a_view_of_somebody_elses_each_commit_is_an_insert(store: Store, asking: Handle) -> None:
+def test_write_buffer_with_foreign_view_inserts_each_commit(store: Store, asking: Handle) -> None:
     before, bad, good, after = names(4)
     store.spans.commit([body(before)])
     assert store.spans.settle()
@@ -340,7 +342,7 @@ def test_with_a_view_of_somebody_elses_each_commit_is_an_insert(store: Store, as
     assert stored(asking, after) == [0]
 
 
-def test_what_waits_keeps_others_out_when_it_is_enough(
+def test_write_buffer_with_full_pending_batch_refuses_further_commits(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A view that came while spans waited: nobody is told that these are bad, and they stay."""
@@ -368,7 +370,7 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
     assert stored(asking, second, table="otel.otel_traces") == [2]
 
 
-def test_what_comes_while_others_are_inserted_need_not_wait(
+def test_write_buffer_commit_during_insert_does_not_wait(
     engine: EmbeddedDatabase, tmp_path: Path, asking: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = names(3)
@@ -403,14 +405,14 @@ def test_what_comes_while_others_are_inserted_need_not_wait(
     store.close()
 
 
-def test_without_a_wait_each_commit_is_an_insert(engine: EmbeddedDatabase, tmp_path: Path, asking: Handle) -> None:
+def test_write_buffer_with_wait_seconds_0_inserts_each_commit(engine: EmbeddedDatabase, tmp_path: Path, asking: Handle) -> None:
     store, (name,) = Store(engine, tmp_path / "other", wait_seconds=0), names(1)
     store.spans.commit([body(name)])
     assert stored(asking, name) == [2]
     store.close()
 
 
-def test_what_has_waited_long_enough_is_stored(engine: EmbeddedDatabase, tmp_path: Path, asking: Handle) -> None:
+def test_write_buffer_pending_batch_is_stored_after_wait_seconds(engine: EmbeddedDatabase, tmp_path: Path, asking: Handle) -> None:
     store, (name,) = Store(engine, tmp_path / "other", wait_seconds=0.05), names(1)
     store.spans.commit([body(name)])
     while stored(asking, name) != [2]:
@@ -418,7 +420,7 @@ def test_what_has_waited_long_enough_is_stored(engine: EmbeddedDatabase, tmp_pat
     store.close()
 
 
-def test_readers_see_all_that_was_acknowledged(store: Store, engine: EmbeddedDatabase) -> None:
+def test_write_buffer_readers_see_every_acknowledged_commit(store: Store, engine: EmbeddedDatabase) -> None:
     """Three write and each looks for its own at once, while a fourth asks and asks."""
     missing: list[str] = []
     done = threading.Event()

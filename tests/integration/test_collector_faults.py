@@ -75,7 +75,9 @@ def calls_of(client: Client, trace_id: bytes) -> list[tuple[object, ...]]:
     ],
     ids=["sound", "one empty", "none", "short", "zeros", "huge", "many"],
 )
-def test_lengths_that_lie_give_no_ids(store: StoreSettings, client: Client, lengths: str, expected: list[tuple[object, ...]]) -> None:
+def test_calls_with_inconsistent_lengths_have_no_ids(
+    store: StoreSettings, client: Client, lengths: str, expected: list[tuple[object, ...]]
+) -> None:
     trace_id = uuid.uuid4().bytes
     ids = {"input__token_ids": struct.pack("<2I", 1, 2), "output__token_ids": struct.pack("<3I", 3, 4, 5)}
     span = call(trace_id, **ids, output__logprobs=struct.pack("<3f", -0.5, -1.0, -1.5), output__lengths=lengths)
@@ -84,7 +86,7 @@ def test_lengths_that_lie_give_no_ids(store: StoreSettings, client: Client, leng
     assert calls_of(client, trace_id) == expected
 
 
-def test_logprobs_that_are_too_few_are_given_to_no_choice(store: StoreSettings, client: Client) -> None:
+def test_calls_with_too_few_logprobs_have_none(store: StoreSettings, client: Client) -> None:
     trace_id = uuid.uuid4().bytes
     span = call(trace_id, output__token_ids=struct.pack("<2I", 3, 4), output__logprobs=struct.pack("<1f", -1.0), output__lengths="[1, 1]")
 
@@ -93,7 +95,7 @@ def test_logprobs_that_are_too_few_are_given_to_no_choice(store: StoreSettings, 
     assert calls_of(client, trace_id) == [(0, [], [3], [], "engine"), (1, [], [4], [], "engine")]
 
 
-def test_a_default_that_fails_is_an_error(client: Client) -> None:
+def test_insert_with_failing_default_raises_and_stores_no_row(client: Client) -> None:
     client.command("CREATE TABLE picky (a UInt8, b UInt8 DEFAULT throwIf(a = 7)) ORDER BY a")
     with pytest.raises(DatabaseError, match="of 2 rows that were read 0 could be held"):
         client.raw_insert("picky", ["a"], "1\n7\n", fmt="TabSeparated")
@@ -102,7 +104,7 @@ def test_a_default_that_fails_is_an_error(client: Client) -> None:
     assert client.query("SELECT a, b FROM picky ORDER BY a").result_rows == [(1, 0), (2, 0)]
 
 
-def test_columns_of_every_kind_take_rows(client: Client) -> None:
+def test_insert_columns_of_every_kind_are_stored(client: Client) -> None:
     client.command(
         "CREATE TABLE kinds (a UInt8, m UInt8 MATERIALIZED a + 1, l UInt8 ALIAS a + 2, e String EPHEMERAL 'x', d String DEFAULT e,"
         " `o``dd\\\\` LowCardinality(UInt8) DEFAULT m) ORDER BY a SETTINGS allow_suspicious_low_cardinality_types = 1"
@@ -113,7 +115,7 @@ def test_columns_of_every_kind_take_rows(client: Client) -> None:
     assert client.query("SELECT a, m, l, d, `o``dd\\\\` FROM kinds ORDER BY a").result_rows == [(1, 2, 3, "x", 2), (2, 3, 4, "y", 3)]
 
 
-def test_a_limit_on_answers_limits_no_insert(client: Client) -> None:
+def test_insert_with_limit_setting_stores_every_row(client: Client) -> None:
     client.command("CREATE TABLE unlimited (a UInt8) ORDER BY a")
 
     client.raw_insert("unlimited", ["a"], "1\n2\n3\n", fmt="TabSeparated", settings={"limit": 1, "offset": 1})
@@ -121,7 +123,7 @@ def test_a_limit_on_answers_limits_no_insert(client: Client) -> None:
     assert client.query("SELECT count() FROM unlimited").result_rows == [(3,)]
 
 
-def test_a_view_that_throws_refuses_its_body_only(tmp_path: Path) -> None:
+def test_view_that_throws_refuses_its_body_only(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "log"):
         client, url = connect(settings), f"{settings.otlp_endpoint}/v1/traces"
@@ -143,7 +145,7 @@ def test_a_view_that_throws_refuses_its_body_only(tmp_path: Path) -> None:
         client.close()
 
 
-def test_tables_in_the_default_database_survive_a_restart(tmp_path: Path) -> None:
+def test_default_database_tables_survive_store_restart(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     for turn in (1, 2, 3):
         with running_store(settings, tmp_path / "log") as child:
@@ -157,7 +159,7 @@ def test_tables_in_the_default_database_survive_a_restart(tmp_path: Path) -> Non
                 child.process.wait()
 
 
-def test_too_many_bytes_at_once_are_told_to_come_again(tmp_path: Path) -> None:
+def test_store_over_queue_bytes_answers_503(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data", queue_bytes=1000)
     with running_store(settings, tmp_path / "log"):
         with socket.create_connection(("127.0.0.1", settings.clickhouse_port)) as large:
@@ -174,7 +176,7 @@ def test_too_many_bytes_at_once_are_told_to_come_again(tmp_path: Path) -> None:
         assert post(settings.url, b"SELECT 3") == (200, b"3\n")
 
 
-def test_a_long_name_keeps_nobody_waiting(store: StoreSettings) -> None:
+def test_insert_with_long_name_is_answered_without_delay(store: StoreSettings) -> None:
     begin = time.monotonic()
 
     status, body = post(store.url, f"INSERT INTO nowhere ({'c' * 60_000}) VALUES (1)".encode())

@@ -39,11 +39,11 @@ def told(program: str, **environment: str) -> str:
     [({}, "opt.dirty_decay_ms: 60000"), ({"JE_MALLOC_CONF": "dirty_decay_ms:7000"}, "opt.dirty_decay_ms: 7000")],
     ids=["ours", "the environment's"],
 )
-def test_the_engine_keeps_memory(environment: dict[str, str], decay: str) -> None:
+def test_store_process_keeps_database_memory(environment: dict[str, str], decay: str) -> None:
     assert decay in told(_ENGINE, **environment)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not os.confstr("CS_GNU_LIBC_VERSION"), reason="other C libraries keep what they like")
-def test_python_keeps_memory() -> None:
+def test_store_process_keeps_python_memory() -> None:
     # 20 times 96 MiB are 490,000 pages; what is kept is paid for once.
     assert int(told(_PYTHON)) < 10_000

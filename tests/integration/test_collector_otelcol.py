@@ -87,7 +87,7 @@ def wait_stored(store: StoreSettings, ids: set[str]) -> None:
 @pytest.mark.parametrize(
     "more", [(), ("token",), ("tls",), ("redact",), ("token", "tls", "redact")], ids=lambda names: "+".join(names) or "alone"
 )
-def test_the_configuration_is_taken_as_it_stands(more: tuple[str, ...], tmp_path: Path) -> None:
+def test_otelcol_configuration_with_each_overlay_validates(more: tuple[str, ...], tmp_path: Path) -> None:
     files = [ROOT / "otel-config.yaml", *(DISTRIBUTION / f"{name}.yaml" for name in more)]
     secrets = {f"SPANGRAD_COLLECTOR__{name}": "x" for name in ("TOKEN", "TLS_CERTIFICATE", "TLS_KEY")} if more else {}
 
@@ -104,7 +104,7 @@ def test_the_configuration_is_taken_as_it_stands(more: tuple[str, ...], tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_manifest_builds_what_the_ready_program_has() -> None:
+def test_otelcol_manifest_matches_components_of_built_program() -> None:
     manifest = yaml.safe_load((DISTRIBUTION / "builder.yaml").read_text())
     reported = yaml.safe_load(subprocess.run([otelcol(), "components"], capture_output=True, text=True, check=True).stdout)
 
@@ -116,7 +116,7 @@ def test_the_manifest_builds_what_the_ready_program_has() -> None:
     }
 
 
-def test_every_part_of_the_configuration_is_in_the_manifest() -> None:
+def test_otelcol_configuration_uses_only_manifest_components() -> None:
     manifest = yaml.safe_load((DISTRIBUTION / "builder.yaml").read_text())
     built = "\n".join(
         part["gomod"].replace("_", "") for kind in ("receivers", "processors", "exporters", "extensions") for part in manifest[kind]
@@ -134,7 +134,7 @@ def test_every_part_of_the_configuration_is_in_the_manifest() -> None:
 # --- the way of a span ---
 
 
-async def test_an_unmodified_agent_fills_the_store(store: StoreSettings, tmp_path: Path) -> None:
+async def test_collector_with_unmodified_agent_fills_store(store: StoreSettings, tmp_path: Path) -> None:
     program = "import asyncio, plain_agents; print(asyncio.run(plain_agents.ask({'city': 'rome'})))"
     with running_collector(store, collector_values(tmp_path), tmp_path / "log") as collector:
         service = uuid.uuid4().hex
@@ -169,7 +169,7 @@ async def test_an_unmodified_agent_fills_the_store(store: StoreSettings, tmp_pat
         assert post(f"{collector.url}/v1/metrics", b"") == 200
 
 
-def test_a_span_larger_than_any_batch_is_stored(store: StoreSettings, tmp_path: Path) -> None:
+def test_collector_span_larger_than_batch_is_stored(store: StoreSettings, tmp_path: Path) -> None:
     body, ids = spans(1, text="x" * (20 * 2**20))
     with running_collector(store, collector_values(tmp_path), tmp_path / "log") as collector:
         assert post(f"{collector.url}/v1/traces", body) == 200
@@ -179,7 +179,7 @@ def test_a_span_larger_than_any_batch_is_stored(store: StoreSettings, tmp_path: 
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
-def test_what_was_accepted_is_stored_whoever_was_away(tmp_path: Path, end: signal.Signals) -> None:
+def test_collector_stopped_or_store_away_stores_every_accepted_span(tmp_path: Path, end: signal.Signals) -> None:
     store, values = store_settings(tmp_path / "data"), collector_values(tmp_path)
     batches = [spans(50) for _ in range(6)]
     sent = iter(batches)
@@ -214,7 +214,7 @@ def _takes(url: str, body: bytes) -> bool:
         return False
 
 
-def test_senders_show_the_token_over_tls(store: StoreSettings, tmp_path: Path) -> None:
+def test_collector_requires_token_over_tls(store: StoreSettings, tmp_path: Path) -> None:
     certificate, key = _certificate(tmp_path)
     values = collector_values(tmp_path, token="o$pen{1}", tls_certificate=str(certificate), tls_key=str(key))
     (refused, _), (body, ids) = spans(1), spans(1)
@@ -242,7 +242,7 @@ def test_senders_show_the_token_over_tls(store: StoreSettings, tmp_path: Path) -
         wait_stored(store, ids)
 
 
-def test_a_redacted_call_keeps_no_ids(store: StoreSettings, tmp_path: Path) -> None:
+def test_collector_redacted_call_keeps_no_ids(store: StoreSettings, tmp_path: Path) -> None:
     ids = {
         "spangrad__input__token_ids": b"\1\0\0\0",
         "spangrad__output__token_ids": b"\2\0\0\0",
@@ -294,7 +294,7 @@ def test_a_redacted_call_keeps_no_ids(store: StoreSettings, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_demo_runs_through_it(tmp_path: Path) -> None:
+def test_demo_through_collector_stores_spans(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     flags = ["--collector", "otelcol", "--max-steps", "1", "--group-size", "4", "--directory", str(run)]
     demo = subprocess.run(
@@ -328,7 +328,7 @@ def _refused(store: StoreSettings, tmp_path: Path, **changes: object) -> str:
         child.stop()
 
 
-def test_a_store_that_is_away_is_named(tmp_path: Path) -> None:
+def test_collector_with_unreachable_store_refuses_to_start_and_names_it(tmp_path: Path) -> None:
     store = store_settings(tmp_path / "data")
     assert _refused(store, tmp_path) == (
         f"spangrad: the span store at {store.url} does not answer (Connection refused). Start it with `spangrad store`, or set store.url.\n"
@@ -346,7 +346,7 @@ def test_a_store_that_is_away_is_named(tmp_path: Path) -> None:
     ],
     ids=["older", "newer"],
 )
-def test_a_store_with_other_tables_is_refused(tmp_path: Path, change: str, sentence: str) -> None:
+def test_collector_with_other_store_schema_refuses_to_start(tmp_path: Path, change: str, sentence: str) -> None:
     store = store_settings(tmp_path / "data")
     with running_store(store, tmp_path / "store.log"):
         client = connect(store)
@@ -367,14 +367,14 @@ def test_a_store_with_other_tables_is_refused(tmp_path: Path, change: str, sente
     ],
     ids=["host", "port", "config", "certificate"],
 )
-def test_mendable_errors_are_one_sentence(store: StoreSettings, tmp_path: Path, changes: dict[str, object], sentence: str) -> None:
+def test_collector_user_errors_are_one_sentence(store: StoreSettings, tmp_path: Path, changes: dict[str, object], sentence: str) -> None:
     taken = {key: store.clickhouse_port if value == "TAKEN" else value for key, value in changes.items()}
     said = _refused(store, tmp_path, **taken)
     assert sentence in said
     assert (said.startswith("spangrad: "), said.count("\n")) == (True, 1)
 
 
-def test_a_program_that_is_no_collector_is_named(store: StoreSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collector_with_non_executable_otelcol_names_it(store: StoreSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fake").write_bytes(b"\x7fELF nothing")
     (tmp_path / "fake").chmod(0o755)
     monkeypatch.setenv("SPANGRAD_OTELCOL", str(tmp_path / "fake"))

@@ -95,7 +95,7 @@ def require_equal(by_collector: Rows, direct: Rows, count: int) -> None:
 
 
 @pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parts[-4]}-{path.stem}")
-def test_spans_of_real_frameworks(roads: Roads, fixture: Path) -> None:
+def test_framework_spans_give_same_rows_by_collector_and_receivers(roads: Roads, fixture: Path) -> None:
     requests = [json.loads(line) for line in fixture.read_text().splitlines()]
     whole = {"resourceSpans": [one for request in requests for one in request["resourceSpans"]]}
     count = sum(len(scope["spans"]) for one in whole["resourceSpans"] for scope in one["scopeSpans"])
@@ -112,7 +112,7 @@ def test_spans_of_real_frameworks(roads: Roads, fixture: Path) -> None:
 
 @pytest.mark.parametrize("odd", [0, 0.1, 1])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_spans(roads: Roads, seed: int, odd: float) -> None:
+def test_random_spans_give_same_rows_by_collector_and_receivers(roads: Roads, seed: int, odd: float) -> None:
     request = traces(seed, 200, odd)
 
     def body(road: str) -> bytes:
@@ -126,7 +126,7 @@ def test_random_spans(roads: Roads, seed: int, odd: float) -> None:
 
 @pytest.mark.parametrize("odd", [0, 0.1, 1])
 @pytest.mark.parametrize("seed", range(2))
-def test_random_log_records(roads: Roads, seed: int, odd: float) -> None:
+def test_random_log_records_give_same_rows_by_collector_and_receivers(roads: Roads, seed: int, odd: float) -> None:
     request = logs(seed, 200, odd)
 
     def body(road: str) -> bytes:
@@ -230,5 +230,7 @@ def odd_logs(road: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("signal", "request_of", "count"), [("traces", odd_spans, 5), ("logs", odd_logs, 2)], ids=["traces", "logs"])
-def test_chosen_oddities(roads: Roads, signal: str, request_of: Callable[[str], dict[str, Any]], count: int) -> None:
+def test_odd_values_give_same_rows_by_collector_and_receivers(
+    roads: Roads, signal: str, request_of: Callable[[str], dict[str, Any]], count: int
+) -> None:
     require_equal(*roads.rows(signal, lambda road: json.dumps(request_of(road)).encode(), count, JSON), count)

@@ -70,14 +70,14 @@ def understood(client: Client, statement: str) -> bool:
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout("prod"), SHARDED], ids=str)
-def test_every_statement_of_every_layout_parses(client: Client, layout: Layout) -> None:
+def test_schema_statements_of_every_layout_parse(client: Client, layout: Layout) -> None:
     statements = [*preamble(layout), *(one for migration in read_migrations(SCHEMA) for one in migration.script(layout))]
     made = [one for one in statements if not one.startswith("INSERT")]
     assert len(made) > 25
     assert [one for one in made if not understood(client, one)] == []
 
 
-def test_a_broken_statement_does_not_parse(client: Client) -> None:
+def test_schema_broken_statement_does_not_parse(client: Client) -> None:
     [made] = Layout("prod").statements(["CREATE TABLE IF NOT EXISTS otel.t (a String) ENGINE = MergeTree ORDERED BY a"])
     assert not understood(client, made)
 
@@ -98,7 +98,7 @@ def answer(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, stdout, stderr
 
 
-def test_the_commands_bring_a_store_up_to_date(tmp_path: Path) -> None:
+def test_schema_commands_bring_store_up_to_date(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
         code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
@@ -125,7 +125,7 @@ def test_the_commands_bring_a_store_up_to_date(tmp_path: Path) -> None:
         assert (code, stdout.splitlines()[2].split()[-1]) == (3, "changed")
 
 
-def test_a_table_that_somebody_dropped_is_told_and_made_anew(tmp_path: Path) -> None:
+def test_schema_apply_after_dropped_table_reports_and_recreates_it(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
         execute("DROP TABLE spangrad_internal.calls SYNC")
@@ -139,7 +139,7 @@ def test_a_table_that_somebody_dropped_is_told_and_made_anew(tmp_path: Path) -> 
         assert answer(spangrad(settings, "status", cwd=tmp_path))[0] == 0
 
 
-def test_two_at_once_apply_everything_once(tmp_path: Path) -> None:
+def test_schema_apply_twice_concurrently_applies_each_migration_once(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
         for database in DATABASES:
@@ -196,7 +196,7 @@ def commit(execute: Execute, *rollouts: str) -> None:
     insert(execute, "batch_files", **{name: value for name, value in names.items() if name != "RunId"}, **file)
 
 
-def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layout]) -> None:
+def test_schema_views_count_spans_delivered_twice_once(laid_out: tuple[Execute, Layout]) -> None:
     execute, _ = laid_out
     for trace in ("t1", "t2", "t3"):
         for _ in range(2):
@@ -286,7 +286,7 @@ def rollout(execute: Execute, rollout_id: str, trace: str, day: str) -> None:
         conclude(execute, table, rollout_id, day, trace)
 
 
-def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute, Layout]) -> None:
+def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tuple[Execute, Layout]) -> None:
     execute, layout = laid_out
     rollout(execute, "trained", "trained-1", OLD_DAY)
     # Its second attempt, which no batch used, and a trace that names the conversation that was trained on one span alone.
@@ -355,14 +355,14 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
     assert (expire(execute, BEFORE, layout), left(execute)) == ([], before)
 
 
-def test_every_table_that_grows_with_spans_expires() -> None:
+def test_expire_covers_every_table_that_grows_with_spans() -> None:
     made = [one for migration in read_migrations(SCHEMA) for one in migration.script(Layout())]
     tables = {one.split("(")[0].split(".")[1].strip() for one in made if one.startswith("CREATE TABLE")}
     kept = {"batches", "batch_files", "trained_calls", "datasets", "policy_versions"}
     assert tables - set(OLD) == kept
 
 
-def test_the_embedded_store_expires_by_itself(tmp_path: Path) -> None:
+def test_embedded_store_expires_old_rows_periodically(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "first.log"), executing(settings) as execute:
         conclude(execute, "drops", "ancient", "2020-01-01")
@@ -375,7 +375,7 @@ def test_the_embedded_store_expires_by_itself(tmp_path: Path) -> None:
         assert execute("SELECT RolloutId FROM spangrad_internal.drops") == "recent\n"
 
 
-def test_whole_days_are_kept(laid_out: tuple[Execute, Layout]) -> None:
+def test_cutoff_keeps_whole_days(laid_out: tuple[Execute, Layout]) -> None:
     execute, _ = laid_out
     now = int(execute("SELECT toUnixTimestamp(now())"))
     age = now - cutoff(execute, 30)

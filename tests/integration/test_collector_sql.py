@@ -41,7 +41,7 @@ def running(client: Client, query_id: str) -> list[str]:
 # --- answers ---
 
 
-def test_a_small_answer_comes_whole_with_its_summary(store: StoreSettings) -> None:
+def test_sql_small_answer_has_body_and_summary_headers(store: StoreSettings) -> None:
     reply = ask(store, "SELECT number FROM numbers(3) FORMAT CSV", query_id="small-1")
 
     assert (reply.status, reply.body) == (200, b"0\n1\n2\n")
@@ -58,7 +58,7 @@ def test_a_small_answer_comes_whole_with_its_summary(store: StoreSettings) -> No
 
 @pytest.mark.parametrize("form", ["TabSeparated", "CSVWithNames", "JSON", "JSONEachRow", "Native", "RowBinaryWithNamesAndTypes", "Parquet"])
 @pytest.mark.parametrize("rows", [10, 200_000])
-def test_formats_are_whole_documents_whatever_their_size(store: StoreSettings, client: Client, form: str, rows: int) -> None:
+def test_sql_answer_in_each_format_is_whole_document_at_any_size(store: StoreSettings, client: Client, form: str, rows: int) -> None:
     body = ask(store, f"SELECT number AS n, toString(number) AS s FROM numbers({rows}) FORMAT {form}").body
 
     table = f"read_back_{form}_{rows}"
@@ -90,22 +90,22 @@ def test_formats_are_whole_documents_whatever_their_size(store: StoreSettings, c
         "SELECT toUInt8(count()) AS format FROM numbers(1) GROUP BY 'x' ORDER BY format DESC",
     ],
 )
-def test_statements_are_answered_wherever_they_name_their_format(store: StoreSettings, sql: str) -> None:
+def test_sql_statement_with_format_clause_anywhere_is_answered(store: StoreSettings, sql: str) -> None:
     assert (ask(store, sql).status, ask(store, sql).body) == (200, b"1\n")
 
 
-def test_a_semicolon_in_a_text_hinders_no_stream(store: StoreSettings) -> None:
+def test_sql_semicolon_in_text_still_streams(store: StoreSettings) -> None:
     reply = ask(store, "SELECT number, 'a;b' FROM numbers(300000); -- done")
     streamed = ask(store, "SELECT number, 'a;b' FROM numbers(300000);")
 
     assert ("X-ClickHouse-Exception-Tag" in streamed.headers, streamed.body == reply.body, len(reply.body)) == (True, True, 3_188_890)
 
 
-def test_several_statements_are_refused(store: StoreSettings) -> None:
+def test_sql_several_statements_are_refused(store: StoreSettings) -> None:
     assert [ask(store, sql).code for sql in ("SELECT 1; SELECT 2", "DROP TABLE a; DROP TABLE b")] == [62, 62]
 
 
-def test_totals_and_empty_answers_are_kept(store: StoreSettings) -> None:
+def test_sql_totals_and_empty_answers_are_whole(store: StoreSettings) -> None:
     totals = json.loads(ask(store, "SELECT number % 2 AS k, sum(number) AS s FROM numbers(4) GROUP BY k WITH TOTALS FORMAT JSON").body)
     assert totals["totals"] == {"k": 0, "s": 6}
     assert ask(store, "SELECT 1 AS a LIMIT 0 FORMAT CSVWithNames").body == b'"a"\n'
@@ -113,7 +113,7 @@ def test_totals_and_empty_answers_are_kept(store: StoreSettings) -> None:
 
 
 @pytest.mark.parametrize("encoding", SUPPORTED)
-def test_large_answers_stream_in_every_encoding(store: StoreSettings, encoding: str) -> None:
+def test_sql_large_answers_stream_in_every_encoding(store: StoreSettings, encoding: str) -> None:
     sql = "SELECT number FROM numbers(300000)"
     reply = ask(store, sql, headers={"Accept-Encoding": encoding}, enable_http_compression=1)
 
@@ -121,7 +121,7 @@ def test_large_answers_stream_in_every_encoding(store: StoreSettings, encoding: 
     assert decompress(reply.body, encoding, 10**7) == b"".join(b"%d\n" % number for number in range(300_000))
 
 
-def test_large_answers_stream_in_frames(store: StoreSettings) -> None:
+def test_sql_large_answers_stream_in_native_frames(store: StoreSettings) -> None:
     reply = ask(store, "SELECT number FROM numbers(300000)", compress=1)
 
     assert unframe(reply.body, 10**7) == b"".join(b"%d\n" % number for number in range(300_000))
@@ -129,7 +129,7 @@ def test_large_answers_stream_in_frames(store: StoreSettings) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["identity", "gzip", "zstd", "lz4"])
-def test_two_gigabytes_pass_through_a_store_that_stays_small(tmp_path: Path, encoding: str) -> None:
+def test_sql_answer_of_2_gigabytes_streams_in_bounded_memory(tmp_path: Path, encoding: str) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "log") as child:
         process = psutil.Process(child.process.pid)
@@ -148,7 +148,7 @@ def test_two_gigabytes_pass_through_a_store_that_stays_small(tmp_path: Path, enc
     assert most - before < 200 * 2**20
 
 
-def test_a_client_that_reads_nothing_holds_the_engine_back(store: StoreSettings, client: Client) -> None:
+def test_sql_client_that_reads_nothing_applies_backpressure_to_database(store: StoreSettings, client: Client) -> None:
     with begin(store, LARGE, query_id="slow-reader") as connection:
         connection.recv(100)
 
@@ -164,7 +164,7 @@ def test_a_client_that_reads_nothing_holds_the_engine_back(store: StoreSettings,
     until(lambda: not running(client, "slow-reader"))
 
 
-def test_an_answer_that_is_waited_for_is_whole_or_an_error(store: StoreSettings) -> None:
+def test_sql_wait_end_of_query_answers_whole_or_an_error(store: StoreSettings) -> None:
     large = ask(store, "SELECT number FROM numbers(3000000)", wait_end_of_query=1)
     failed = ask(store, FAILING, wait_end_of_query=1)
 
@@ -173,7 +173,7 @@ def test_an_answer_that_is_waited_for_is_whole_or_an_error(store: StoreSettings)
     assert len(failed.body) < 1000
 
 
-def test_a_buffer_holds_back_as_much_as_it_is_large(store: StoreSettings) -> None:
+def test_sql_buffer_size_delays_answer_up_to_its_size(store: StoreSettings) -> None:
     replies = [ask(store, "SELECT number FROM numbers(600000)", buffer_size=size) for size in (0, 8_000_000)]
 
     assert ["X-ClickHouse-Summary" in reply.headers for reply in replies] == [False, True]
@@ -184,7 +184,7 @@ def test_a_buffer_holds_back_as_much_as_it_is_large(store: StoreSettings) -> Non
 
 
 @pytest.mark.parametrize("encoding", ["identity", *SUPPORTED, "frames"])
-def test_a_failure_half_way_ends_in_an_exception_block_and_no_end(store: StoreSettings, encoding: str) -> None:
+def test_sql_failure_mid_stream_ends_in_exception_block(store: StoreSettings, encoding: str) -> None:
     framed = {"compress": 1} if encoding == "frames" else {"enable_http_compression": 1}
     reply = ask(store, f"{FAILING} FORMAT CSV", headers={"Accept-Encoding": encoding}, **framed)
 
@@ -200,7 +200,7 @@ def test_a_failure_half_way_ends_in_an_exception_block_and_no_end(store: StoreSe
 
 @pytest.mark.parametrize("kind", ["syntax", "table", "guard", "size", "format", "session"])
 @pytest.mark.parametrize("encoding", ["identity", *SUPPORTED, "frames"])
-def test_errors_are_readable_in_every_compression(store: StoreSettings, encoding: str, kind: str) -> None:
+def test_sql_errors_are_decodable_in_every_compression(store: StoreSettings, encoding: str, kind: str) -> None:
     sql, code, word, more = {
         "syntax": ("SELEC 1 1", 62, "Syntax error", {}),
         "table": ("SELECT * FROM nowhere", 60, "nowhere", {}),
@@ -221,7 +221,7 @@ def test_errors_are_readable_in_every_compression(store: StoreSettings, encoding
 # --- leaving and killing ---
 
 
-def test_a_statement_ends_when_its_client_leaves(store: StoreSettings, client: Client) -> None:
+def test_sql_statement_is_cancelled_when_client_disconnects(store: StoreSettings, client: Client) -> None:
     with begin(store, ENDLESS, query_id="left-1"):
         until(lambda: len(running(client, "left-1")) == 1)
         left = time.monotonic()
@@ -230,7 +230,7 @@ def test_a_statement_ends_when_its_client_leaves(store: StoreSettings, client: C
     assert time.monotonic() - left < 5
 
 
-def test_clients_that_leave_free_their_workers(store: StoreSettings, client: Client) -> None:
+def test_sql_disconnected_clients_free_their_workers(store: StoreSettings, client: Client) -> None:
     # An id of its own for each: one that is still ending refuses the next of its name.
     crowds = [[f"crowd-{turn}-{place}" for place in range(8)] for turn in range(3)]
     for crowd in crowds:
@@ -243,14 +243,14 @@ def test_clients_that_leave_free_their_workers(store: StoreSettings, client: Cli
     assert ask(store, "SELECT 1").body == b"1\n"
 
 
-def test_leaving_an_answer_half_way_ends_it(store: StoreSettings, client: Client) -> None:
+def test_sql_disconnect_mid_answer_cancels_statement(store: StoreSettings, client: Client) -> None:
     with begin(store, "SELECT number FROM system.numbers", query_id="left-2") as connection:
         assert len(connection.recv(1 << 16)) > 0
         assert len(running(client, "left-2")) == 1
     until(lambda: not running(client, "left-2"))
 
 
-def test_leaving_frees_the_session(store: StoreSettings, client: Client) -> None:
+def test_sql_disconnect_frees_session(store: StoreSettings, client: Client) -> None:
     ask(store, "CREATE TEMPORARY TABLE kept (a UInt8)", session_id="left-session")
     with begin(store, ENDLESS, query_id="left-3", session_id="left-session"):
         until(lambda: len(running(client, "left-3")) == 1)
@@ -259,7 +259,7 @@ def test_leaving_frees_the_session(store: StoreSettings, client: Client) -> None
     until(lambda: ask(store, "SELECT count() FROM kept", session_id="left-session").body == b"0\n")
 
 
-def test_a_statement_is_killed_by_its_clients_id(store: StoreSettings, client: Client) -> None:
+def test_sql_kill_query_by_query_id_cancels_statement(store: StoreSettings, client: Client) -> None:
     with begin(store, ENDLESS, query_id="kill-me") as connection:
         until(lambda: len(running(client, "kill-me")) == 1)
         twin = ask(store, "SELECT 1", query_id="kill-me")
@@ -273,7 +273,7 @@ def test_a_statement_is_killed_by_its_clients_id(store: StoreSettings, client: C
     assert ask(store, "SELECT 1", query_id="kill-me").body == b"1\n"
 
 
-def test_an_insert_goes_on_when_its_client_leaves(store: StoreSettings, client: Client) -> None:
+def test_sql_insert_continues_when_client_disconnects(store: StoreSettings, client: Client) -> None:
     client.command("CREATE TABLE goes_on (a UInt64) ORDER BY a")
     with begin(store, "INSERT INTO goes_on SELECT number FROM numbers(3) WHERE sleepEachRow(0.2) = 0"):
         until(lambda: client.query("SELECT count() FROM system.processes WHERE query LIKE 'INSERT INTO goes_on%'").result_rows == [(1,)])
@@ -283,7 +283,7 @@ def test_an_insert_goes_on_when_its_client_leaves(store: StoreSettings, client: 
 # --- the rest of the interface ---
 
 
-def test_get_and_head_change_nothing(store: StoreSettings, client: Client) -> None:
+def test_sql_get_and_head_are_readonly(store: StoreSettings, client: Client) -> None:
     client.command("CREATE TABLE unchanged (a UInt8) ORDER BY a")
 
     for sql in ("INSERT INTO unchanged VALUES (1)", "DROP TABLE unchanged", "CREATE TABLE more (a UInt8) ORDER BY a", "KILL QUERY WHERE 1"):
@@ -296,7 +296,7 @@ def test_get_and_head_change_nothing(store: StoreSettings, client: Client) -> No
     assert ask(store, method="GET").body == b"Ok.\n"
 
 
-def test_a_setting_that_is_dropped_goes_back(store: StoreSettings) -> None:
+def test_sql_setting_of_earlier_request_returns_to_default(store: StoreSettings) -> None:
     sql = "SELECT getSetting('max_block_size'), getSetting('max_memory_usage')"
     default = ask(store, sql).body
     session = {"session_id": "settings"}
@@ -307,18 +307,18 @@ def test_a_setting_that_is_dropped_goes_back(store: StoreSettings) -> None:
     assert ask(store, sql, **session).body == default
 
 
-def test_a_role_and_a_comment_are_taken_and_ignored(store: StoreSettings) -> None:
+def test_sql_role_and_log_comment_parameters_are_ignored(store: StoreSettings) -> None:
     assert ask(store, "SELECT 1", role="admin", log_comment="x", quota_key="q", send_progress_in_http_headers=1).body == b"1\n"
 
 
-def test_the_database_comes_by_parameter_or_header(store: StoreSettings) -> None:
+def test_sql_database_is_read_from_parameter_or_header(store: StoreSettings) -> None:
     sql = "SELECT currentDatabase()"
 
     assert ask(store, sql, database="system").body == b"system\n"
     assert ask(store, sql, headers={"X-ClickHouse-Database": "otel"}).body == b"otel\n"
 
 
-def test_a_body_may_wait_for_a_go_ahead(store: StoreSettings) -> None:
+def test_sql_expect_100_continue_is_answered_before_body(store: StoreSettings) -> None:
     with socket.create_connection(("127.0.0.1", store.clickhouse_port)) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 8\r\n\r\n")
         assert connection.recv(1024).startswith(b"HTTP/1.1 100 Continue\r\n")
@@ -326,7 +326,7 @@ def test_a_body_may_wait_for_a_go_ahead(store: StoreSettings) -> None:
         assert connection.recv(4096).endswith(b"\r\n\r\n7\n")
 
 
-def test_external_data_is_a_table_for_one_statement(store: StoreSettings) -> None:
+def test_sql_external_data_is_table_for_one_statement(store: StoreSettings) -> None:
     body, headers = form(ext=("", b"1,a\n2,b\n"), other=("o.tsv", b"5\tx'y, z\n"), query=(None, b"SELECT * FROM ext, other"))
     described = {"ext_structure": "a UInt8, `b``c)` Tuple(x String)", "ext_format": "CSV", "other_types": "UInt8, Enum8('x\\'y, z' = 1)"}
 
@@ -346,13 +346,13 @@ def test_external_data_is_a_table_for_one_statement(store: StoreSettings) -> Non
         ({"ext_structure": "a NoSuchType"}, 50),
     ],
 )
-def test_external_data_that_is_none_is_refused(store: StoreSettings, described: dict[str, str], code: int) -> None:
+def test_sql_invalid_external_data_is_refused(store: StoreSettings, described: dict[str, str], code: int) -> None:
     body, headers = form(ext=("e", b"not a number\n"))
 
     assert ask(store, body, headers=headers, query="SELECT * FROM ext", **described).code == code
 
 
-def test_a_broken_form_is_refused(store: StoreSettings) -> None:
+def test_sql_broken_multipart_form_is_refused(store: StoreSettings) -> None:
     body, headers = form(query=(None, b"SELECT 1"))
 
     assert ask(store, body[:-10], headers=headers).status in {200, 400}

@@ -70,7 +70,7 @@ def new_table(client: Client, columns: str, order: str) -> str:
     return name
 
 
-def test_every_type_comes_back(client: Client) -> None:
+def test_clickhouse_connect_reads_back_every_column_type(client: Client) -> None:
     table = new_table(client, ", ".join(f"`{name}` {kind}" for name, (kind, _) in COLUMNS.items()), "id")
     rows = [tuple(row) for row in zip(*(values for _, values in COLUMNS.values()), strict=True)]
 
@@ -79,7 +79,7 @@ def test_every_type_comes_back(client: Client) -> None:
     assert [tuple(row) for row in client.query(f"SELECT * FROM {table} ORDER BY id", tz_mode="aware").result_rows] == rows
 
 
-def test_frames_and_arrow_go_both_ways(client: Client) -> None:
+def test_clickhouse_connect_data_frames_and_arrow_round_trip(client: Client) -> None:
     columns = "a UInt32, b String, c Array(Float32), d Nullable(Float64)"
     table = new_table(client, columns, "a")
     arrow = pyarrow.table({"a": [1, 2], "b": ["x", "y"], "c": [[0.5], []], "d": [None, 2.5]})
@@ -104,7 +104,7 @@ def test_frames_and_arrow_go_both_ways(client: Client) -> None:
     assert client.query_np(f"SELECT a FROM {table} ORDER BY a").tolist() == [[1], [2], [3]]
 
 
-def test_large_answers_stream_in_every_shape(client: Client) -> None:
+def test_clickhouse_connect_large_answers_stream_in_every_form(client: Client) -> None:
     sql, rows = "SELECT number AS n, toString(number) AS s FROM numbers(500000)", 500_000
 
     with client.query_row_block_stream(sql) as blocks:
@@ -123,7 +123,7 @@ def test_large_answers_stream_in_every_shape(client: Client) -> None:
     assert client.query(sql).row_count == rows
 
 
-def test_a_stream_that_fails_says_why(client: Client) -> None:
+def test_clickhouse_connect_failing_stream_raises_reason(client: Client) -> None:
     sql = "SELECT number, throwIf(number = 3000000, 'half way') FROM numbers(10000000)"
 
     with pytest.raises(StreamFailureError, match=r"Code: 395\. DB::Exception: half way"), client.query_row_block_stream(sql) as blocks:
@@ -136,7 +136,7 @@ def test_a_stream_that_fails_says_why(client: Client) -> None:
         client.query("SELECT * FROM nowhere")
 
 
-def test_external_data_is_joined(client: Client) -> None:
+def test_clickhouse_connect_external_data_is_joined(client: Client) -> None:
     data = ExternalData(file_name="people.csv", data=b"1,ann\n2,bob\n", fmt="CSV", structure="id UInt32, name String")
     data.add_file(file_name="more", data=b"2\n", types="UInt32")
 
@@ -145,7 +145,7 @@ def test_external_data_is_joined(client: Client) -> None:
     assert client.raw_query("SELECT count() FROM people", external_data=data) == b"2\n"
 
 
-def test_the_tools_of_a_client_work(client: Client) -> None:
+def test_clickhouse_connect_client_methods_work(client: Client) -> None:
     table = new_table(client, "a UInt8", "a")
     assert client.ping()
     assert client.command("SELECT 1 + 1") == 2
@@ -158,13 +158,13 @@ def test_the_tools_of_a_client_work(client: Client) -> None:
 
 
 @pytest.mark.parametrize("given", [{"username": "default"}, {"username": "grafana", "password": ""}, {"access_token": "any"}])
-def test_without_a_token_any_user_is_taken(store: StoreSettings, given: dict[str, str]) -> None:
+def test_clickhouse_connect_without_store_token_accepts_any_user(store: StoreSettings, given: dict[str, str]) -> None:
     client = open_client(store, False, **given)
     assert client.query("SELECT 1").result_rows == [(1,)]
     client.close()
 
 
-async def test_the_async_client_does_the_same(new_async_client: Any) -> None:
+async def test_clickhouse_connect_async_client_reads_and_writes(new_async_client: Any) -> None:
     client = await new_async_client()
     table = f"drivers_{uuid.uuid4().hex}"
     await client.command(f"CREATE TABLE {table} (a UInt32, b String) ORDER BY a")

@@ -14,7 +14,7 @@ from tests.support.sql_clients import ask, form
 
 
 @pytest.mark.parametrize("setting", [{"readonly": 1}, {"readonly": 2}, {"allow_ddl": 0}])
-def test_no_setting_of_a_request_reaches_a_later_one(store: StoreSettings, setting: dict[str, int]) -> None:
+def test_sql_setting_of_one_request_does_not_reach_another(store: StoreSettings, setting: dict[str, int]) -> None:
     assert ask(store, "SELECT 1", **setting).body == b"1\n"
 
     # Each has settings of its own, so that handles are set up anew.
@@ -27,7 +27,7 @@ def test_no_setting_of_a_request_reaches_a_later_one(store: StoreSettings, setti
 
 @pytest.mark.parametrize("session", [{}, {"session_id": "asks for readonly"}])
 @pytest.mark.parametrize("readonly", [1, 2])
-def test_a_request_that_asks_for_readonly_changes_nothing(store: StoreSettings, session: dict[str, str], readonly: int) -> None:
+def test_sql_readonly_request_changes_nothing(store: StoreSettings, session: dict[str, str], readonly: int) -> None:
     assert ask(store, "CREATE TABLE IF NOT EXISTS untouched (a UInt8) ORDER BY a").code == 0
     body, headers = form(ext=("", b"7\n"))
 
@@ -45,7 +45,7 @@ def test_a_request_that_asks_for_readonly_changes_nothing(store: StoreSettings, 
     assert ask(store, "SELECT count() FROM untouched", **session).body == b"0\n"
 
 
-def test_a_session_that_was_asked_for_readonly_goes_on(store: StoreSettings) -> None:
+def test_sql_session_after_readonly_request_writes_again(store: StoreSettings) -> None:
     client = clickhouse_connect.get_client(host="127.0.0.1", port=store.clickhouse_port, session_id="goes on")
     client.command("CREATE TEMPORARY TABLE kept (a UInt8)")
 
@@ -63,13 +63,13 @@ def test_a_session_that_was_asked_for_readonly_goes_on(store: StoreSettings) -> 
 
 @pytest.mark.parametrize("name", ["dataframe", "DataStore", "ArrowTable", "a\r\nX: y", "\0", ""])
 @pytest.mark.parametrize("sql", ["SELECT 1", "SHOW TABLES", "KILL QUERY WHERE 0"])
-def test_a_format_that_is_none_is_refused(store: StoreSettings, sql: str, name: str) -> None:
+def test_sql_unknown_default_format_is_refused(store: StoreSettings, sql: str, name: str) -> None:
     reply = ask(store, sql, default_format=name)
 
     assert (reply.status, reply.code) == ((404, 73) if name else (200, 0))
 
 
-def test_a_format_of_the_engines_python_side_is_refused_in_the_statement_too(store: StoreSettings) -> None:
+def test_sql_python_only_format_in_statement_is_refused(store: StoreSettings) -> None:
     assert ask(store, "SELECT 1 FORMAT dataframe").code == 73
     assert ask(store, "SELECT 1", headers={"X-ClickHouse-Format": "arrowtable"}).code == 73
 
@@ -77,14 +77,14 @@ def test_a_format_of_the_engines_python_side_is_refused_in_the_statement_too(sto
 @pytest.mark.parametrize(
     ("query_id", "told"), [("my-id", "my-id"), ("an id's text", "an id's text"), ("a\r\nX: y", None), ("a\nb", None), ("\0", None)]
 )
-def test_a_query_id_is_told_where_a_header_can(store: StoreSettings, query_id: str, told: str | None) -> None:
+def test_sql_query_id_is_returned_if_valid_in_header(store: StoreSettings, query_id: str, told: str | None) -> None:
     reply = ask(store, "SELECT 1", query_id=query_id)
 
     assert (reply.status, reply.body, reply.headers["X-ClickHouse-Query-Id"], reply.headers["X"]) == (200, b"1\n", told, None)
     assert ask(store, "SELECT 1 x x", query_id=query_id).code == 62
 
 
-def test_text_that_is_none_is_refused(store: StoreSettings) -> None:
+def test_sql_text_of_invalid_utf8_is_refused(store: StoreSettings) -> None:
     body, headers = form(query=(None, b"SELECT 1"), session_timezone=(None, b"\xff"))
 
     assert ask(store, body, headers=headers).code == 36

@@ -46,7 +46,7 @@ def as_(store: StoreSettings, role: str, sql: str | bytes = "", **parameters: ob
 
 @pytest.mark.parametrize("shown", [{}, {"password": "wrong"}, {"password": ""}])
 @pytest.mark.parametrize("encoding", ["identity", *SUPPORTED, "frames"])
-def test_a_wrong_or_missing_token_is_told_so_in_every_compression(guarded: StoreSettings, encoding: str, shown: dict[str, str]) -> None:
+def test_sql_wrong_or_missing_token_answers_401_in_every_compression(guarded: StoreSettings, encoding: str, shown: dict[str, str]) -> None:
     framed = {"compress": 1} if encoding == "frames" else {"enable_http_compression": 1}
     reply = ask(guarded, "SELECT 1", headers={"Accept-Encoding": encoding}, **framed, **shown)
 
@@ -55,13 +55,13 @@ def test_a_wrong_or_missing_token_is_told_so_in_every_compression(guarded: Store
     assert body == b"Code: 516. DB::Exception: the token (ClickHouse password) is wrong or missing. (AUTHENTICATION_FAILED)\n"
 
 
-def test_a_ping_needs_no_token(guarded: StoreSettings) -> None:
+def test_sql_ping_needs_no_token(guarded: StoreSettings) -> None:
     for path in ("/ping", "/replicas_status"):
         reply = ask(guarded, method="GET", path=path)
         assert (reply.status, reply.body) == (200, b"Ok.\n")
 
 
-def test_no_statement_sees_a_token(guarded: StoreSettings) -> None:
+def test_sql_answers_contain_no_token(guarded: StoreSettings) -> None:
     for role, token in TOKENS.items():
         for sql in (
             "SELECT * FROM system.processes",
@@ -73,7 +73,7 @@ def test_no_statement_sees_a_token(guarded: StoreSettings) -> None:
             assert token not in reply.body.decode(), (role, sql)
 
 
-def test_spans_need_the_write_token(guarded: StoreSettings) -> None:
+def test_otlp_ports_require_write_token(guarded: StoreSettings) -> None:
     http = guarded.model_copy(update={"clickhouse_port": guarded.otlp_http_port})
     statuses = {
         token: ask(
@@ -89,7 +89,7 @@ def test_spans_need_the_write_token(guarded: StoreSettings) -> None:
     assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_one_token_for_both_roles_is_refused(tmp_path: Path) -> None:
+def test_store_with_same_token_and_read_token_refuses_to_start(tmp_path: Path) -> None:
     child = start_store(store_settings(tmp_path / "data", token="same", read_token="same"), tmp_path / "log")
 
     assert child.process.wait(60) == 2
@@ -115,7 +115,7 @@ def test_one_token_for_both_roles_is_refused(tmp_path: Path) -> None:
         "SELECT name FROM system.settings LIMIT 1",
     ],
 )
-def test_a_reader_asks(guarded: StoreSettings, sql: str) -> None:
+def test_read_token_allows_queries(guarded: StoreSettings, sql: str) -> None:
     assert as_(guarded, "reader", sql).status == 200
     assert as_(guarded, "reader", method="GET", query=sql).status == 200
 
@@ -160,7 +160,7 @@ def test_a_reader_asks(guarded: StoreSettings, sql: str) -> None:
         "SELECT 1 SETTINGS readonly = 0",
     ],
 )
-def test_a_reader_changes_nothing(guarded: StoreSettings, sql: str) -> None:
+def test_read_token_allows_no_change(guarded: StoreSettings, sql: str) -> None:
     packed, headers = form(query=(None, sql.encode()))
     replies = [
         as_(guarded, "reader", sql),
@@ -192,11 +192,11 @@ def test_a_reader_changes_nothing(guarded: StoreSettings, sql: str) -> None:
         ("SELECT 1", {"output_format_json_quote_64bit_integers": 1, "session_id": "s"}, 0),
     ],
 )
-def test_a_reader_stays_within_its_limits(guarded: StoreSettings, sql: str, settings: dict[str, object], code: int) -> None:
+def test_read_token_queries_are_limited(guarded: StoreSettings, sql: str, settings: dict[str, object], code: int) -> None:
     assert as_(guarded, "reader", sql, **settings).code == code
 
 
-def test_a_reader_may_bring_external_data(guarded: StoreSettings) -> None:
+def test_read_token_allows_external_data(guarded: StoreSettings) -> None:
     body, headers = form(ext=("", b"1\n7\n"))
     headers["X-ClickHouse-Key"] = TOKENS["reader"]
 
@@ -207,7 +207,7 @@ def test_a_reader_may_bring_external_data(guarded: StoreSettings) -> None:
     assert refused.code == 164
 
 
-def test_readers_keep_no_writer_waiting(guarded: StoreSettings) -> None:
+def test_read_token_queries_do_not_delay_writers(guarded: StoreSettings) -> None:
     endless = "SELECT count() FROM numbers(1000000000000) WHERE sipHash64(number) = 1"
     crowd = [begin(guarded, endless, password=TOKENS["reader"]) for _ in range(20)]
     try:
@@ -220,7 +220,7 @@ def test_readers_keep_no_writer_waiting(guarded: StoreSettings) -> None:
             connection.close()
 
 
-def test_the_drivers_read_with_a_read_token(guarded: StoreSettings) -> None:
+def test_clickhouse_connect_reads_with_read_token(guarded: StoreSettings) -> None:
     client = connect(guarded.model_copy(update={"token": None}))
     assert client.query("SELECT a FROM t ORDER BY a").result_rows == [(1,), (2,)]
     assert client.query_arrow("SELECT a FROM t ORDER BY a").to_pylist() == [{"a": 1}, {"a": 2}]
@@ -304,7 +304,7 @@ BEYOND = [
 
 @pytest.mark.parametrize("sql", BEYOND)
 @pytest.mark.parametrize("role", TOKENS)
-def test_no_statement_reaches_beyond_the_store(guarded: StoreSettings, tmp_path: Path, role: str, sql: str) -> None:
+def test_sql_statement_that_reaches_outside_store_is_refused(guarded: StoreSettings, tmp_path: Path, role: str, sql: str) -> None:
     reply = as_(guarded, role, sql.replace("{out}", str(tmp_path / "out")))
 
     assert (reply.code != 0, b"root:" in reply.body, (tmp_path / "out").exists()) == (True, False, False)
@@ -314,12 +314,12 @@ def test_no_statement_reaches_beyond_the_store(guarded: StoreSettings, tmp_path:
     "setting", ["format_template_row", "format_schema_source", "output_format_schema", "input_format_record_errors_file_path", "workload"]
 )
 @pytest.mark.parametrize("role", TOKENS)
-def test_no_parameter_names_a_file(guarded: StoreSettings, role: str, setting: str) -> None:
+def test_sql_parameter_naming_file_is_refused(guarded: StoreSettings, role: str, setting: str) -> None:
     assert as_(guarded, role, "SELECT 1 AS x FORMAT Template", **{setting: "/etc/passwd"}).code in {164, 452, 36}
     assert as_(guarded, "writer", f"SET {setting} = '/etc/passwd'", session_id="sets").code in {452, 36}
 
 
-def test_a_schema_in_the_statement_is_taken(guarded: StoreSettings) -> None:
+def test_sql_format_schema_given_inline_is_used(guarded: StoreSettings) -> None:
     schema = 'syntax = "proto3"; message M { int32 x = 1; }'
     sql = f"SELECT 5 AS x FORMAT Protobuf SETTINGS format_schema = '{schema}', format_schema_message_name = 'M'"
 

@@ -159,7 +159,7 @@ def test_evaluations_of_one_span_and_nanosecond_all_count(store: StoreSettings, 
     assert client.query(kept, parameters={"t": trace_id.hex()}).result_rows == [(count,)]
 
 
-def test_indexes_of_attributes_are_made_when_parts_are_merged(client: Client) -> None:
+def test_attribute_indexes_are_built_when_parts_merge(client: Client) -> None:
     indexes = client.query("SELECT name, expr FROM system.data_skipping_indices WHERE table = 'otel_traces' AND name LIKE '%_attr_%'")
     for name, expression in indexes.result_rows:
         table = f"default.merged_{name}"
@@ -178,7 +178,7 @@ def test_indexes_of_attributes_are_made_when_parts_are_merged(client: Client) ->
     assert len(indexes.result_rows) == 4
 
 
-def test_a_body_that_is_none_is_refused_readably(store: StoreSettings) -> None:
+def test_otlp_undecodable_body_is_refused_with_reason(store: StoreSettings) -> None:
     status, kind, body = post(f"{store.otlp_endpoint}/v1/traces", b"\xff\xff")
     assert (status, kind, Status.FromString(body).code) == (400, PROTOBUF, 3)
     assert Status.FromString(body).message.startswith("the body is not a protobuf ExportTraceServiceRequest")
@@ -191,7 +191,7 @@ def test_a_body_that_is_none_is_refused_readably(store: StoreSettings) -> None:
     assert post(f"{store.otlp_endpoint}/v1/traces", b"x", "text/plain")[0] == 415
 
 
-def test_a_partly_bad_request_is_stored_partly(store: StoreSettings, client: Client) -> None:
+def test_otlp_partly_bad_request_stores_good_spans(store: StoreSettings, client: Client) -> None:
     trace_id = new_trace()
     request = spans(trace_id, 2)
     request.resource_spans[0].scope_spans[0].spans.append(Span(name="bad", trace_id=b"\x01"))
@@ -216,7 +216,7 @@ def test_grpc_stores_spans_and_logs(store: StoreSettings, client: Client) -> Non
     assert count_spans(client, trace_id, "otel.otel_logs") == 1
 
 
-def test_grpc_refuses_what_it_cannot_read(store: StoreSettings) -> None:
+def test_grpc_undecodable_request_answers_invalid_argument(store: StoreSettings) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{store.otlp_grpc_port}") as channel:
         export = channel.unary_unary("/opentelemetry.proto.collector.trace.v1.TraceService/Export")
         with pytest.raises(grpc.RpcError) as caught:
@@ -225,7 +225,7 @@ def test_grpc_refuses_what_it_cannot_read(store: StoreSettings) -> None:
 
 
 @pytest.mark.parametrize("file", FIXTURES, ids=lambda file: f"{file.parents[2].name}-{file.stem}")
-def test_spans_of_real_frameworks_are_accepted(store: StoreSettings, client: Client, file: Path) -> None:
+def test_framework_spans_are_accepted_and_stored(store: StoreSettings, client: Client, file: Path) -> None:
     traces: dict[str, set[str]] = {}
     for line in file.read_bytes().splitlines():
         assert post(f"{store.otlp_endpoint}/v1/traces", line, JSON)[::2] == (200, b"{}")
@@ -258,7 +258,7 @@ def gateway_call(trace_id: bytes) -> ExportTraceServiceRequest:
     )
 
 
-def test_a_span_delivered_twice_counts_once(store: StoreSettings, client: Client) -> None:
+def test_store_span_delivered_twice_counts_once(store: StoreSettings, client: Client) -> None:
     trace_id = new_trace()
     call = gateway_call(trace_id)
     both = ExportTraceServiceRequest()
@@ -272,7 +272,7 @@ def test_a_span_delivered_twice_counts_once(store: StoreSettings, client: Client
     assert count_spans(client, trace_id, "spangrad.calls") == 1
 
 
-def test_one_span_that_knows_the_rollout_is_enough(store: StoreSettings, client: Client) -> None:
+def test_spans_view_one_span_with_rollout_id_names_whole_trace(store: StoreSettings, client: Client) -> None:
     by_root, by_session, alone = new_trace(), new_trace(), new_trace()
     named = {"spangrad.rollout.id": f"rollout of {by_root.hex()}", "spangrad.run.id": "r", "spangrad.rollout.attempt": "2"}
     knowing = [spans(by_root, attributes=named), spans(by_session, attributes={"session.id": f"session of {by_session.hex()}"})]
@@ -293,7 +293,7 @@ def test_one_span_that_knows_the_rollout_is_enough(store: StoreSettings, client:
     ]
 
 
-def test_ids_sent_as_bytes_come_out_as_arrays(store: StoreSettings, client: Client) -> None:
+def test_calls_ids_sent_as_bytes_are_read_as_arrays(store: StoreSettings, client: Client) -> None:
     trace_id = new_trace()
     post(f"{store.otlp_endpoint}/v1/traces", gateway_call(trace_id).SerializeToString())
 
@@ -304,7 +304,7 @@ def test_ids_sent_as_bytes_come_out_as_arrays(store: StoreSettings, client: Clie
     assert rows.result_rows == [(f"rollout-{trace_id.hex()}", "policy", [1, 70000, 2**32 - 1], [4, 5], [-0.5, -1.25], "engine")]
 
 
-def test_acknowledged_spans_survive_a_kill(tmp_path: Path) -> None:
+def test_store_killed_keeps_acknowledged_spans(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     acknowledged: list[bytes] = []
     with running_store(settings, tmp_path / "log") as child:
@@ -322,7 +322,7 @@ def test_acknowledged_spans_survive_a_kill(tmp_path: Path) -> None:
         client.close()
 
 
-def test_stopping_commits_answers_and_ends_in_time(tmp_path: Path) -> None:
+def test_store_stopped_commits_and_answers_pending_requests(tmp_path: Path) -> None:
     # A linger that only the stop can end in time.
     settings = store_settings(tmp_path / "data", linger_ms=1500)
     trace_id = new_trace()
@@ -351,7 +351,7 @@ def test_stopping_commits_answers_and_ends_in_time(tmp_path: Path) -> None:
         client.close()
 
 
-def test_a_stop_cancels_a_long_query(tmp_path: Path) -> None:
+def test_store_stopped_cancels_long_query(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "log") as child:
         with socket.create_connection(("127.0.0.1", settings.clickhouse_port)) as connection:
@@ -368,7 +368,7 @@ def test_a_stop_cancels_a_long_query(tmp_path: Path) -> None:
         assert time.monotonic() - begin < 2
 
 
-def test_a_full_queue_tells_senders_to_come_again(tmp_path: Path) -> None:
+def test_store_with_full_queue_asks_senders_to_retry(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data", queue_bytes=1000, linger_ms=2000)
     with running_store(settings, tmp_path / "log"):
         body = spans(new_trace(), 100).SerializeToString()
@@ -393,7 +393,7 @@ def test_a_full_queue_tells_senders_to_come_again(tmp_path: Path) -> None:
         assert retry.retry_delay.seconds == 1
 
 
-def test_a_port_in_use_and_a_directory_in_use_are_named(store: StoreSettings, tmp_path: Path) -> None:
+def test_store_with_port_or_directory_in_use_names_it(store: StoreSettings, tmp_path: Path) -> None:
     same_port = start_store(store_settings(tmp_path / "data", otlp_http_port=store.otlp_http_port), tmp_path / "log1")
     same_path = start_store(store_settings(store.path), tmp_path / "log2")
 
@@ -406,7 +406,7 @@ def test_a_port_in_use_and_a_directory_in_use_are_named(store: StoreSettings, tm
     assert store_answers(store)
 
 
-def test_a_token_is_asked_on_every_port(tmp_path: Path) -> None:
+def test_store_token_is_required_on_every_port(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data", token="secret")
     trace_id = new_trace()
     body = spans(trace_id).SerializeToString()
@@ -428,7 +428,7 @@ def test_a_token_is_asked_on_every_port(tmp_path: Path) -> None:
         assert post(f"{settings.otlp_endpoint}/v1/traces", body, Authorization="Bearer secret")[0] == 200
 
 
-def test_what_fails_while_it_is_written_is_not_acknowledged(tmp_path: Path) -> None:
+def test_otlp_request_that_fails_to_insert_is_not_acknowledged(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "store.log"):
         client, url, trace_id = connect(settings), f"{settings.otlp_endpoint}/v1/traces", new_trace()
@@ -449,7 +449,7 @@ def test_what_fails_while_it_is_written_is_not_acknowledged(tmp_path: Path) -> N
         client.close()
 
 
-def test_a_violated_constraint_is_an_error_and_defaults_are_kept(client: Client) -> None:
+def test_insert_violating_constraint_raises_and_defaults_apply(client: Client) -> None:
     client.command("CREATE TABLE small (a UInt8, b UInt8 DEFAULT a + 1, CONSTRAINT small CHECK a < 5) ORDER BY a")
     client.raw_insert("small", ["a"], "1\n", fmt="TabSeparated")
     client.raw_insert("small", None, b'{"a": 2}\n{"a": 3, "b": 9}\n', fmt="JSONEachRow")
@@ -459,7 +459,7 @@ def test_a_violated_constraint_is_an_error_and_defaults_are_kept(client: Client)
     assert client.query("SELECT count() FROM system.tables WHERE is_temporary").result_rows == [(0,)]
 
 
-def test_ids_that_are_none_break_no_view(store: StoreSettings, client: Client) -> None:
+def test_calls_view_accepts_malformed_ids(store: StoreSettings, client: Client) -> None:
     for broken in ("not base64!", "abcd", "AAAA"):  # the last: three bytes, no uint32
         trace_id = new_trace()
         request = gateway_call(trace_id)
@@ -482,7 +482,7 @@ def test_ids_that_are_none_break_no_view(store: StoreSettings, client: Client) -
         "CREATE TABLE f (a String) ENGINE = File(CSV)",
     ],
 )
-def test_no_statement_reaches_files(client: Client, tmp_path: Path, statement: str) -> None:
+def test_sql_statement_on_files_is_refused(client: Client, tmp_path: Path, statement: str) -> None:
     client.command("CREATE TABLE IF NOT EXISTS p (l String) ORDER BY l")
     with pytest.raises(DatabaseError):
         client.command(statement.format(path=tmp_path / "out"))
@@ -490,7 +490,7 @@ def test_no_statement_reaches_files(client: Client, tmp_path: Path, statement: s
     assert client.query("SELECT count() FROM p").result_rows == [(0,)]
 
 
-def test_a_long_list_of_columns_is_read_in_no_time(client: Client) -> None:
+def test_insert_with_long_column_list_is_read(client: Client) -> None:
     client.command("CREATE TABLE wide (cccccccccccccccccccccccc UInt8, dddddddddddddddddddddddd UInt8) ORDER BY tuple()")
     client.command("INSERT INTO wide (cccccccccccccccccccccccc, dddddddddddddddddddddddd) VALUES (1, 2)")
     assert client.query("SELECT * FROM wide").result_rows == [(1, 2)]
@@ -520,7 +520,7 @@ def test_clickhouse_connect_reads_and_writes(store: StoreSettings, client: Clien
 
 
 @pytest.mark.parametrize("compress", [False, "lz4", "zstd", "gzip"])
-def test_every_compression_works_both_ways(store: StoreSettings, client: Client, compress: str | bool) -> None:
+def test_clickhouse_connect_reads_and_writes_in_every_compression(store: StoreSettings, client: Client, compress: str | bool) -> None:
     packed = clickhouse_connect.get_client(host="127.0.0.1", port=store.clickhouse_port, compress=compress)
     table = f"compression_{compress or 'none'}"
     client.command(f"CREATE TABLE {table} (a UInt64, b String) ORDER BY a")
@@ -532,7 +532,7 @@ def test_every_compression_works_both_ways(store: StoreSettings, client: Client,
     packed.close()
 
 
-async def test_the_async_client_reads_and_writes(store: StoreSettings) -> None:
+async def test_clickhouse_connect_async_client_round_trips(store: StoreSettings) -> None:
     client = await clickhouse_connect.get_async_client(host="127.0.0.1", port=store.clickhouse_port)
     await client.command("CREATE TABLE async_client (a UInt32, b String) ORDER BY a")
     await client.insert("async_client", [(1, "x")], column_names=["a", "b"])
@@ -543,7 +543,7 @@ async def test_the_async_client_reads_and_writes(store: StoreSettings) -> None:
     await client.close()
 
 
-def test_parameters_of_all_kinds_arrive(client: Client) -> None:
+def test_sql_parameters_of_all_types_arrive(client: Client) -> None:
     parameters = {"s": "a'b\\c\td\ne", "n": -5, "l": ["x'y", "z"], "none": None}
 
     result = client.query("SELECT {s:String}, {n:Int64}, {l:Array(String)}, {none:Nullable(String)}", parameters=parameters)
@@ -551,7 +551,7 @@ def test_parameters_of_all_kinds_arrive(client: Client) -> None:
     assert result.result_rows == [("a'b\\c\td\ne", -5, ["x'y", "z"], None)]
 
 
-def test_long_parameters_come_as_a_form(store: StoreSettings) -> None:
+def test_sql_long_parameters_sent_as_form_arrive(store: StoreSettings) -> None:
     client = clickhouse_connect.get_client(host="127.0.0.1", port=store.clickhouse_port, form_encode_query_params=True)
     ids = [f"{number:032x}" for number in range(5000)]
 
@@ -559,7 +559,7 @@ def test_long_parameters_come_as_a_form(store: StoreSettings) -> None:
     client.close()
 
 
-def test_settings_hold_for_their_request_only(client: Client) -> None:
+def test_sql_settings_apply_to_their_request_only(client: Client) -> None:
     sql = "SELECT getSetting('max_block_size')"
     default = client.query(sql).result_rows
 
@@ -568,7 +568,7 @@ def test_settings_hold_for_their_request_only(client: Client) -> None:
     assert client.query(sql).result_rows == default
 
 
-def test_a_session_keeps_its_temporary_tables(store: StoreSettings) -> None:
+def test_sql_session_keeps_its_temporary_tables(store: StoreSettings) -> None:
     port = store.clickhouse_port
     first, second = (clickhouse_connect.get_client(host="127.0.0.1", port=port, session_id=name) for name in ("session-1", "session-2"))
     first.command("CREATE TEMPORARY TABLE kept (a UInt32)")
@@ -598,13 +598,13 @@ def test_a_session_keeps_its_temporary_tables(store: StoreSettings) -> None:
         ("SYSTEM SHUTDOWN", 497),
     ],
 )
-def test_errors_carry_their_code(client: Client, sql: str, code: int) -> None:
+def test_sql_errors_have_clickhouse_code(client: Client, sql: str, code: int) -> None:
     with pytest.raises(DatabaseError) as caught:
         client.command(sql)
     assert caught.value.code == code
 
 
-def test_a_client_that_leaves_in_the_middle_inserts_nothing(store: StoreSettings, client: Client) -> None:
+def test_insert_whose_client_disconnects_inserts_nothing(store: StoreSettings, client: Client) -> None:
     client.command("CREATE TABLE left_early (a UInt32) ORDER BY a")
     with socket.create_connection(("127.0.0.1", store.clickhouse_port)) as connection:
         head = "POST /?query=INSERT+INTO+left_early+FORMAT+TabSeparated HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"

@@ -41,7 +41,7 @@ async def backends_of(stage: Stage) -> list[dict[str, Any]]:
         return (await answer.json())["backends"]
 
 
-async def test_backends_come_are_seen_and_go(tmp_path: Path) -> None:
+async def test_backends_add_list_and_remove_change_pool(tmp_path: Path) -> None:
     (nobody,) = free_ports(1)
     async with staged() as stage:
         await stage.readiness("serving")
@@ -70,7 +70,7 @@ async def test_backends_come_are_seen_and_go(tmp_path: Path) -> None:
         assert [one["name"] for one in await backends_of(stage)] == ["policy-0"]
 
 
-async def test_draining_waits_for_calls_in_flight(tmp_path: Path) -> None:
+async def test_backends_drain_waits_for_calls_in_flight(tmp_path: Path) -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         stage.engine.go_on.clear()
@@ -88,7 +88,7 @@ async def test_draining_waits_for_calls_in_flight(tmp_path: Path) -> None:
         assert await backends_of(stage) == []
 
 
-async def test_the_live_view_follows(tmp_path: Path) -> None:
+async def test_backends_list_watch_follows_state(tmp_path: Path) -> None:
     async with staged(FakeEngine(warm=False)) as stage:
         command = [sys.executable, "-m", "spangrad", "backends", "list", "--watch", "--interval", "0.05"]
         where, env = f"gateway.url={gateway_url(stage)}", {**CLEAN, "FORCE_COLOR": "1"}
@@ -108,7 +108,7 @@ async def test_the_live_view_follows(tmp_path: Path) -> None:
     assert code == 130
 
 
-async def test_what_cannot_be_done_is_one_sentence(tmp_path: Path) -> None:
+async def test_backends_errors_are_one_sentence(tmp_path: Path) -> None:
     (nobody,) = free_ports(1)
     url = f"http://127.0.0.1:{nobody}"
     async with staged(token="root") as stage:

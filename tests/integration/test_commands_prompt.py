@@ -16,7 +16,7 @@ from tests.support.runners import queue_server, queue_settings
 TEXT = "Be kind.\r\n\r\nÀ bientôt [/INST]\n"
 
 
-def test_a_text_is_kept_as_it_is_from_a_file_and_from_standard_input(tmp_path: Path) -> None:
+def test_prompt_put_from_file_or_stdin_keeps_text_unchanged(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     (tmp_path / "text").write_bytes(TEXT.encode())
 
@@ -32,7 +32,7 @@ def test_a_text_is_kept_as_it_is_from_a_file_and_from_standard_input(tmp_path: P
 
 
 @pytest.mark.parametrize("history", [False, True])
-def test_a_prompt_that_is_not_there_has_no_history_either(tmp_path: Path, history: bool) -> None:
+def test_prompt_show_unknown_prompt_raises_with_remedy(tmp_path: Path, history: bool) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     remedy = "`spangrad prompt list` shows what there is, `spangrad prompt put nobody FILE` makes it."
     with queue_server(settings, tmp_path / "queue.log"), pytest.raises(PromptError, match=f"no prompt nobody.*{remedy}"):

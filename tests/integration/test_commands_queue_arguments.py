@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_what_is_meant_must_be_said() -> None:
+def test_queue_cancel_with_ambiguous_arguments_exits_2() -> None:
     for arguments in ([], ["r1", "--run", "run"], ["r1", "--group", "g"]):
         done = subprocess.run(
             [sys.executable, "-m", "spangrad", "queue", "cancel", *arguments], capture_output=True, text=True, check=False, timeout=120

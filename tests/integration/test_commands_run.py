@@ -56,7 +56,7 @@ def told(capsys: pytest.CaptureFixture[str], inputs: list[object], *command: str
     return code, [re.sub(r"show \S+`", "show ROLLOUT`", line) for line in below.splitlines()[1:]]
 
 
-def test_each_reason_of_failures_is_told_with_its_count_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_each_failure_reason_with_count_and_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, ["call", "raise", "good", "raise"], agent="mine.py:odd") == (
         0,
         [
@@ -66,23 +66,21 @@ def test_each_reason_of_failures_is_told_with_its_count_and_an_example(capsys: p
     )
 
 
-def test_a_program_that_cannot_start_is_told_in_its_own_words_and_the_run_ends_with_1(
-    capsys: pytest.CaptureFixture[str], directory: Path
-) -> None:
+def test_run_program_that_cannot_start_prints_its_error_and_exits_1(capsys: pytest.CaptureFixture[str], directory: Path) -> None:
     code, (line,) = told(capsys, [1], sys.executable, "nowhere.py")
     assert code == 1
     assert line.startswith("2 failed, exit_code: exit code 2: ")
     assert line.endswith(f"can't open file '{directory / 'nowhere.py'}': [Errno 2] No such file or directory; {MORE}")
 
 
-def test_an_evaluator_that_gives_no_number_is_told_and_the_run_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_evaluator_without_number_prints_failure_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, ["call"], agent="mine.py:odd", evaluator="mine.py:score") == (
         1,
         [f"2 failed, evaluation: the reward is 'good', not a finite number; {MORE}"],
     )
 
 
-def test_agents_that_call_nobody_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_agents_without_policy_call_print_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, [1.0], agent="mine.py:odd") == (
         0,
         ["no rollout called the policy: agents find the gateway in OPENAI_BASE_URL, or in their argument `endpoint`"],
@@ -106,7 +104,7 @@ def test_run_reads_stored_tasks_after_the_services_answer_and_files_before(monke
     assert done == ["read tasks.jsonl", "waited", "waited"]
 
 
-def test_run_refuses_stored_tasks_without_a_queue_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_stored_tasks_without_queue_url_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commands.training.run.await_services", lambda *_: pytest.fail("it waited first"))
     with pytest.raises(QueueError, match=r"set queue\.url"):
         run(agent="mine.py:odd", tasks="queue:mine")

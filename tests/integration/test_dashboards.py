@@ -105,7 +105,7 @@ def judged(panel: Panel, ask: Ask, choices: Choices) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_panel_has_something_that_it_can_draw(name: str, ask: Ask) -> None:
+def test_dashboards_every_panel_has_drawable_rows(name: str, ask: Ask) -> None:
     choices = opened(name, ask)
     for chosen in (choices, narrowed(choices)):
         assert {panel.title: found for panel in panels(MODELS[name]) if (found := judged(panel, ask, chosen))} == {}
@@ -123,7 +123,7 @@ def test_every_panel_has_something_that_it_can_draw(name: str, ask: Ask) -> None
         ("Newest version", "max(Version)", "groupArray(Version)", "one column of a number"),
     ],
 )
-def test_a_panel_of_the_wrong_type_is_found(title: str, right: str, wrong: str, complaint: str, ask: Ask) -> None:
+def test_dashboards_panel_with_wrong_column_type_is_reported(title: str, right: str, wrong: str, complaint: str, ask: Ask) -> None:
     choices = opened("training", ask)
     (panel,) = (one for one in panels(MODELS["training"]) if one.title == title)
     assert right in panel.sql
@@ -153,7 +153,7 @@ def only(rows: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in names) for row in rows]
 
 
-def test_training_tells_what_happened(ask: Ask) -> None:
+def test_training_dashboard_shows_steps_of_run(ask: Ask) -> None:
     rows = answers("training", ask)
     assert rows("Newest version") == [{"version": 2}]
     assert rows("Rollouts trained") == [{"rollouts": 8}]
@@ -170,7 +170,7 @@ def test_training_tells_what_happened(ask: Ask) -> None:
     assert held_out("Success, by the version that sampled") == [{"version": 0, "success": 1, "rollouts": 2}]
 
 
-def test_rollouts_tell_what_happened_though_spans_came_twice(ask: Ask) -> None:
+def test_rollouts_dashboard_with_duplicate_spans_counts_once(ask: Ask) -> None:
     assert ask(
         "SELECT (SELECT count() FROM otel.otel_traces) > (SELECT count() FROM spangrad.rollout_spans WHERE RowKind = 'span') AS twice"
     ).rows == [[1]]
@@ -191,7 +191,7 @@ def test_rollouts_tell_what_happened_though_spans_came_twice(ask: Ask) -> None:
     ]
 
 
-def test_lineage_leads_there_and_back(ask: Ask) -> None:
+def test_lineage_dashboard_links_version_and_rollout_both_ways(ask: Ask) -> None:
     rows = answers("lineage", ask, version="1", rollout="a-1")
     assert only(rows("Versions"), "version", "parent", "status") == [(2, 1, "committed"), (1, 0, "committed"), (0, None, "committed")]
     assert only(rows("Groups of its batch"), "group", "rollouts", "return", "oldest") == [("a", 2, 0.5, 0), ("b", 2, 0.5, 0)]
@@ -209,7 +209,7 @@ def test_lineage_leads_there_and_back(ask: Ask) -> None:
     assert only(dropped("What became of each call of rollout $rollout"), "became") == [("call_failed",)]
 
 
-def test_a_value_with_a_quote_in_it_is_only_a_value(ask: Ask) -> None:
+def test_dashboard_variable_with_quote_is_escaped(ask: Ask) -> None:
     rows = answers("lineage", ask, rollout="x' OR 1 = 1 OR '")
     assert rows("Spans of rollout $rollout") == []
     assert re.search(r"RolloutId = 'x\\' OR", expand("RolloutId = ${r:singlequote}", {"r": Choice("x' OR")}, WINDOW))

@@ -206,7 +206,7 @@ def fill(client: Client) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_nobody_waits_for_a_panel(name: str, store: tuple[Client, int]) -> None:
+def test_dashboard_panel_queries_on_a_million_spans_answer_within_bound(name: str, store: tuple[Client, int]) -> None:
     model, now, ask = json.loads(render(name)), datetime.now(UTC), Asking(*store)
     window = Window(now - timedelta(days=7), now + timedelta(hours=1), 600)
     choices: dict[str, Choice] = {}
@@ -223,7 +223,7 @@ def test_nobody_waits_for_a_panel(name: str, store: tuple[Client, int]) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_an_answer_about_rollouts_tools_and_training(store: tuple[Client, int]) -> None:
+def test_public_tables_on_a_million_spans_answer_within_bound(store: tuple[Client, int]) -> None:
     ask = Asking(*store)
     without = [title for title, sql in QUESTIONS.items() if not ask(title, sql)]
     assert without == []

@@ -14,17 +14,17 @@ from spangrad.store.clickhouse import connect
 
 
 @pytest.mark.parametrize(("text", "named"), [("a", ("a", None)), ("a b@3", ("a b", 3))])
-def test_a_name_with_or_without_a_revision(text: str, named: tuple[str, int | None]) -> None:
+def test_datasets_parse_name_with_or_without_revision(text: str, named: tuple[str, int | None]) -> None:
     assert datasets.parse(text) == named
 
 
 @pytest.mark.parametrize("text", ["", "@1", "a@", "a@0", "a@x", "a@-1", "a@1@2", "a@²"])
-def test_what_names_no_dataset(text: str) -> None:
+def test_datasets_parse_invalid_name_raises(text: str) -> None:
     with pytest.raises(SettingsError, match=r"names no dataset\. Write NAME, or NAME@REVISION"):
         datasets.parse(text)
 
 
-def test_another_specification_is_the_next_revision_and_the_same_is_the_one_that_there_is(store: StoreSettings) -> None:
+def test_datasets_register_other_spec_adds_revision_and_same_spec_returns_it(store: StoreSettings) -> None:
     client = connect(store)
     first = datasets.register(client, store.url, "set", "spec-1", {"b": 1, "a": None}, "to begin with")
     again = datasets.register(client, store.url, "set", "spec-1", {"b": 1}, "another reason")
@@ -52,7 +52,7 @@ def test_another_specification_is_the_next_revision_and_the_same_is_the_one_that
     client.close()
 
 
-def test_specifications_that_are_named_at_once_get_a_revision_each(store: StoreSettings) -> None:
+def test_datasets_register_concurrent_specs_get_a_revision_each(store: StoreSettings) -> None:
     made = list[datasets.Dataset]()
 
     def register(spec: str) -> None:
@@ -73,7 +73,7 @@ def test_specifications_that_are_named_at_once_get_a_revision_each(store: StoreS
     assert [one.revision for one in there] == [1, 2, 3, 4]
 
 
-def test_a_revision_says_how_it_differs_from_the_one_before(store: StoreSettings) -> None:
+def test_datasets_describe_difference_from_previous_revision(store: StoreSettings) -> None:
     client = connect(store)
     then = datetime(2026, 1, 31, 12, tzinfo=UTC)
     steps = [

@@ -67,7 +67,7 @@ def check_accounts(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("gateway", ["on", pytest.param("off", marks=pytest.mark.slow)])
-def test_a_short_demo_accounts_for_every_call_and_can_be_asked_afterwards(tmp_path: Path, gateway: str) -> None:
+def test_demo_short_run_accounts_for_every_call(tmp_path: Path, gateway: str) -> None:
     run = tmp_path / "demo"
     short = command(run, "--max-steps", "2", "--group-size", "4", "--gateway", gateway)
     demo = subprocess.run(short, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
@@ -96,7 +96,7 @@ def test_a_short_demo_accounts_for_every_call_and_can_be_asked_afterwards(tmp_pa
     ],
 )
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_stopped_at_any_moment_it_leaves_nothing_behind(tmp_path: Path, moment: str, stop: signal.Signals) -> None:
+def test_demo_stopped_at_any_moment_leaves_nothing_behind(tmp_path: Path, moment: str, stop: signal.Signals) -> None:
     run, log = tmp_path / "demo", tmp_path / "log"
     with log.open("wb") as out:
         demo = subprocess.Popen(
@@ -123,7 +123,7 @@ def test_stopped_at_any_moment_it_leaves_nothing_behind(tmp_path: Path, moment: 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("seed", "gateway"), [(0, "on"), (7, "on"), (11, "on"), (0, "off")])
-def test_the_demo_learns(tmp_path: Path, seed: int, gateway: str) -> None:
+def test_demo_reaches_success_bound(tmp_path: Path, seed: int, gateway: str) -> None:
     run = tmp_path / "demo"
     subprocess.run(command(run, "--seed", str(seed), "--gateway", gateway), timeout=1100, check=True, cwd=tmp_path)
     report = json.loads((run / "report.json").read_text())
@@ -150,7 +150,7 @@ def test_demo_in_bf16_with_default_alarms_learns(tmp_path: Path, seed: int, sett
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_demo_learns_by_remax(tmp_path: Path) -> None:
+def test_demo_with_remax_reaches_success_and_trains_no_greedy_rollout(tmp_path: Path) -> None:
     """Greedy rollouts through every part: an unmodified agent, whose calls the gateway makes greedy, and no batch that holds one."""
     run = tmp_path / "demo"
     remax = [f"--set=trainer.credit.{value}" for value in ("estimator=remax", "scheme=identical", "baseline=rollout")]

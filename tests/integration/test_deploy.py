@@ -57,7 +57,7 @@ COMMANDS = list(commands())
 
 
 @pytest.mark.parametrize(("place", "command"), COMMANDS, ids=[place for place, _ in COMMANDS])
-def test_spangrad_takes_the_command(place: str, command: list[str]) -> None:
+def test_deploy_commands_parse_in_cli(place: str, command: list[str]) -> None:
     executable, *arguments = command
     assert executable == EXECUTABLE
     function, bound, ignored = app.parse_args(arguments, exit_on_error=False, print_error=False)
@@ -65,7 +65,7 @@ def test_spangrad_takes_the_command(place: str, command: list[str]) -> None:
     assert [name for name in bound.arguments if name not in {"follow", "once"}] == []
 
 
-def test_every_part_that_runs_has_a_unit_and_a_container() -> None:
+def test_deploy_every_service_has_unit_and_container() -> None:
     told = {place.split("/")[0] if "/" not in place else "kubernetes": set[str]() for place, _ in COMMANDS}
     for place, command in COMMANDS:
         told["kubernetes" if "/" in place else place] |= {" ".join(command[1:])}
@@ -76,12 +76,12 @@ def test_every_part_that_runs_has_a_unit_and_a_container() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["train", "--hourly"], ["trian"], ["build", "--follow", "extra"]])
-def test_the_check_sees_a_command_that_is_none(arguments: list[str]) -> None:
+def test_deploy_check_rejects_unknown_command(arguments: list[str]) -> None:
     with pytest.raises(Exception, match=r"(?i)unknown|unused|unable|invalid"):
         app.parse_args(arguments, exit_on_error=False, print_error=False)
 
 
-def test_settings_are_settings(tmp_path: Path) -> None:
+def test_deploy_settings_load_and_ports_match(tmp_path: Path) -> None:
     here = load_settings(file=DEPLOY / "spangrad.toml", env={})
     (config,) = [one for one in DOCUMENTS if one["kind"] == "ConfigMap"]
     (tmp_path / "spangrad.toml").write_text(config["data"]["spangrad.toml"])
@@ -106,7 +106,7 @@ def test_settings_are_settings(tmp_path: Path) -> None:
         assert int(port) in ports[host]
 
 
-def test_the_parts_of_the_cluster_fit_together() -> None:
+def test_deploy_kubernetes_objects_are_consistent() -> None:
     kinds = [(one["kind"], one["metadata"]["name"]) for one in DOCUMENTS]
     assert len(kinds) == len(set(kinds))
     claims = {name for kind, name in kinds if kind == "PersistentVolumeClaim"}
@@ -129,7 +129,7 @@ def test_the_parts_of_the_cluster_fit_together() -> None:
     assert re.fullmatch(r"(\S+ ){4}\S+", cron["spec"]["schedule"])
 
 
-def test_systemd_finds_nothing_to_complain_of(tmp_path: Path) -> None:
+def test_deploy_systemd_units_verify(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if not analyze:
         pytest.skip("systemd-analyze is not there")

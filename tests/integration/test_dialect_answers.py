@@ -103,7 +103,7 @@ def sent(store: StoreSettings, trace: str, spans: list[tuple[str, str, dict[str,
         "nothing",
     ],
 )
-def test_ids_are_read_from_whichever_dialect_keeps_them(store: StoreSettings, attributes: dict[str, str], expected: list[Row]) -> None:
+def test_answer_sql_reads_ids_of_every_dialect(store: StoreSettings, attributes: dict[str, str], expected: list[Row]) -> None:
     trace = uuid.uuid4().hex
     (own,) = sent(store, trace, [("a", "answered", attributes)])
     parameters = {"services": ("answers",), "names": ("answered",), "traces": (trace,), "spans": (own,), "first": START, "last": START}
@@ -121,7 +121,7 @@ def _placed(row: Row) -> Row:
     return (choice, policy, start, end, model, answer, tokenizer, *rest)
 
 
-def test_no_call_and_no_suspect_is_passed_over_by_the_condition_in_sql(store: StoreSettings) -> None:
+def test_model_span_sql_misses_no_call_of_any_dialect(store: StoreSettings) -> None:
     frames = [made(registry.spans) for registry in REGISTRY.values()] + [recorded(fixture) for fixture in RECORDED.values()]
     spans = pl.concat(frames)
     nodes = dialects.describe(spans)

@@ -1,6 +1,6 @@
 """Direct mode, step by step, with real frameworks, vLLM, store and builder, and no gateway: what arrives and what is lost.
 
-docs/guides/direct-mode.md holds the table that `test_what_arrives_by_framework_and_step` measures.
+docs/guides/direct-mode.md holds the table that `test_direct_mode_arrivals_by_framework_and_step_match_docs_table` measures.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def kept_answers(road: Road, since: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_arrives_by_framework_and_step(road: Road) -> None:
+def test_direct_mode_arrivals_by_framework_and_step_match_docs_table(road: Road) -> None:
     lines = [table_row(road, framework, step) for framework in FRAMEWORKS for step in STEPS]
     measured = "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|", *lines])
     page = PAGE.read_text()

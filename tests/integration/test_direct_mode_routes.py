@@ -61,7 +61,7 @@ def ask(client: openai.OpenAI, route: str, stream: bool) -> None:
         list(answer)
 
 
-def test_what_arrives_by_route(store: StoreSettings, spans: InMemorySpanExporter) -> None:
+def test_direct_mode_arrivals_by_route_match_docs_table(store: StoreSettings, spans: InMemorySpanExporter) -> None:
     asked = [(route, stream) for route in ROUTES for stream in (False, True)]
     with Engine() as engine:
         client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none")

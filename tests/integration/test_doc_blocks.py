@@ -84,7 +84,7 @@ def commands(block: Block) -> list[list[str]]:
     return [shlex.split(re.split(r" [>|&]", line)[0], comments=True)[1:] for line in lines if line.startswith("spangrad ")]
 
 
-def test_every_block_has_a_kind_that_is_run_or_compared() -> None:
+def test_doc_blocks_have_a_kind_that_is_run_or_compared() -> None:
     assert len(blocks("bash", marked=True)) > 30
     assert [block.place for block in BLOCKS if block.kind not in KINDS] == []
     named = re.compile(r"^(?:spangrad|curl|pip|make|python|export|ray|docker) ", re.M)
@@ -97,25 +97,25 @@ def test_every_block_has_a_kind_that_is_run_or_compared() -> None:
 
 
 @pytest.mark.parametrize("block", blocks("bash", marked=True), ids=lambda block: block.place)
-def test_commands_are_known_with_their_options(block: Block) -> None:
+def test_doc_blocks_commands_and_options_are_known(block: Block) -> None:
     for words in commands(block):
         app.parse_args(words, exit_on_error=False, print_error=False)
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.place)
-def test_settings_are_known_and_valid(block: Block, tmp_path: Path) -> None:
+def test_doc_blocks_toml_loads_as_settings(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "spangrad.toml"
     file.write_text(block.text)
     assert load_settings(file=file, env={})
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=lambda block: block.place)
-def test_json_is_json(block: Block) -> None:
+def test_doc_blocks_json_parses(block: Block) -> None:
     assert json.loads(block.text)
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.place)
-def test_python_runs(block: Block, tmp_path: Path) -> None:
+def test_doc_blocks_python_runs(block: Block, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(block.text)
     code = "import runpy; runpy.run_path('block.py', run_name='block')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
@@ -214,13 +214,13 @@ def script_of(page_blocks: list[Block], place: Place) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", sorted({block.page for block in blocks("bash")}))
-def test_shell_blocks_run(page: str, place: Place) -> None:
+def test_doc_blocks_shell_runs(page: str, place: Place) -> None:
     done = place.run(script_of([block for block in blocks("bash") if block.page == page], place))
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("block", blocks("sql"), ids=lambda block: block.place)
-def test_queries_run(block: Block, place: Place) -> None:
+def test_doc_blocks_sql_runs(block: Block, place: Place) -> None:
     parameters = {"param_rollouts": "['a']", "param_since": "2026-01-01 00:00:00", "param_until": "2027-01-01 00:00:00"}
     query = "&".join(f"{name}={value}" for name, value in parameters.items()).replace(" ", "%20").replace("'", "%27")
     done = subprocess.run(

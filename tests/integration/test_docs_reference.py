@@ -9,6 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_committed_pages_are_what_the_script_writes() -> None:
+def test_reference_and_pictures_match_their_scripts() -> None:
     done = subprocess.run([sys.executable, "packaging/reference.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -23,7 +23,7 @@ def environment() -> ModuleType:
     return module
 
 
-def test_every_fault_is_noticed(environment: ModuleType, tmp_path: Path) -> None:
+def test_environment_fault_names_each_defect(environment: ModuleType, tmp_path: Path) -> None:
     pins = tmp_path / "pins.txt"
     pins.write_text("a==1\n")
     made = environment.Environment("x", tmp_path / ".venv", (pins,), (), ("json", "sqlite3"))
@@ -41,7 +41,7 @@ def test_every_fault_is_noticed(environment: ModuleType, tmp_path: Path) -> None
     assert str(made.fault()).startswith("is broken: its interpreter does not run")
 
 
-def test_all_environments_are_pinned_completely(environment: ModuleType) -> None:
+def test_environments_are_pinned_completely(environment: ModuleType) -> None:
     known = environment.environments("")
     assert sorted(known) == ["docs", "server", "vllm"]
     for one in known.values():
@@ -51,7 +51,7 @@ def test_all_environments_are_pinned_completely(environment: ModuleType) -> None
     assert "--hash=sha256:" in known["vllm"].sources[1].read_text()
 
 
-def test_a_torch_index_is_asked_first_and_only_when_named(environment: ModuleType) -> None:
+def test_environment_torch_index_is_used_only_when_named(environment: ModuleType) -> None:
     address = "https://example.invalid/simple"
     for name in ("server", "vllm"):
         one = environment.environments(address)[name]

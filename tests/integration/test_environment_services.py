@@ -78,7 +78,7 @@ def worlds(directory: Path) -> list[Path]:
     return list(directory.glob("world-*"))
 
 
-async def test_rollouts_with_both_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environments_and_rewards_services_serve_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
     (tmp_path / "worlds.py").write_text(textwrap.dedent(WORLD))
     with (
@@ -100,7 +100,7 @@ async def test_rollouts_with_both_services(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-async def test_the_lease_of_a_killed_worker_runs_out(tmp_path: Path) -> None:
+async def test_environment_lease_of_killed_worker_expires(tmp_path: Path) -> None:
     (tmp_path / "worlds.py").write_text(textwrap.dedent(WORLD))
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=2)
     words = ("environments", "--factory", "worlds:World")

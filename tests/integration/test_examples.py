@@ -48,7 +48,7 @@ def ask(directory: Path, query: str) -> Sequence[Sequence[Any]]:
 
 
 @pytest.mark.parametrize("example", [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA], ids=lambda one: one.name)
-def test_two_steps(example: Example, tmp_path: Path) -> None:
+def test_examples_two_steps_train_with_small_logprob_gap(example: Example, tmp_path: Path) -> None:
     said = ran(example, tmp_path)
     assert said["steps"] == STEPS
     assert 0.1 < said["before"] < 0.6
@@ -65,7 +65,7 @@ def test_two_steps(example: Example, tmp_path: Path) -> None:
     assert sum(round(step["calls"] * 128) for step in steps) == calls["train"]
 
 
-def test_of_three_agents_only_the_writer_is_trained(tmp_path: Path) -> None:
+def test_text_to_sql_example_trains_writer_agent_only(tmp_path: Path) -> None:
     said = ran(text_to_sql("writer", "model"), tmp_path)
     assert said["steps"] == STEPS
     fates = {(agent, policy, fate): calls for agent, policy, fate, calls in ask(tmp_path, WHO.read_text())}

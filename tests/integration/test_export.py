@@ -58,7 +58,7 @@ def two_turns(world: StoredRollouts, rollout: str, reward: float, reply: str = "
     return [first, second]
 
 
-def test_parquet_holds_the_transitions_as_they_are(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_parquet_holds_transitions_unchanged(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-parquet")
     calls = two_turns(world, "r0", 1.0) + two_turns(world, "r1", 0.5)
     world.call("r1", dropped="call_failed")
@@ -88,7 +88,7 @@ def test_parquet_holds_the_transitions_as_they_are(store: StoreSettings, tmp_pat
     assert (done.tally.calls, done.tally.calls_written, dict(done.tally.left_out)) == (5, 4, {"dropped: call_failed": 1})
 
 
-def test_a_past_state_and_an_older_revision_can_be_exported(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_as_of_past_time_or_older_revision_gives_those_rows(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-asof")
     first = two_turns(world, "r0", 1.0)
     then = world.commit()
@@ -110,7 +110,7 @@ def test_a_past_state_and_an_older_revision_can_be_exported(store: StoreSettings
         calls(dataset="ex-asof@3")
 
 
-def test_rollouts_and_calls_are_chosen_and_the_rest_is_counted(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_selection_writes_chosen_calls_and_counts_rest(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-chosen")
     two_turns(world, "r0", 1.0)
     two_turns(world, "r1", 0.25)
@@ -123,7 +123,7 @@ def test_rollouts_and_calls_are_chosen_and_the_rest_is_counted(store: StoreSetti
     assert dict(done.tally.left_out) == {"below_return": 2, "not_selected": 2}
 
 
-def test_hugging_face_loads_the_directory(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_huggingface_directory_loads_with_datasets(store: StoreSettings, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     world = StoredRollouts(store, "ex-hf")
     calls = two_turns(world, "r0", 1.0)
@@ -140,7 +140,7 @@ def test_hugging_face_loads_the_directory(store: StoreSettings, tmp_path: Path) 
     assert [path.name for path in sorted((tmp_path / "hf" / "data").iterdir())] == ["train-00000.parquet", "validate-00000.parquet"]
 
 
-def test_sft_trains_every_reply_once(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_sft_trains_each_reply_once(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-sft")
     merged = two_turns(world, "r0", 1.0)
     few_shot = world.call("r1", *chat([user("a"), said("b"), user("c")], "d"), reward=0.0)
@@ -170,7 +170,7 @@ def test_sft_trains_every_reply_once(store: StoreSettings, tmp_path: Path) -> No
     assert (done.tally.calls, done.tally.calls_written, dict(done.tally.written)) == (8, 4, {"rows": 3, "trained_messages": 3})
 
 
-def test_calls_without_ids_can_be_exported_for_their_text(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_dropped_calls_without_ids_gives_their_text(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-noids")
     asked = {"llm.input_messages.0.message.role": "user", "llm.input_messages.0.message.content": "hi"}
     told = {"llm.output_messages.0.message.role": "assistant", "llm.output_messages.0.message.content": "hello"}
@@ -199,7 +199,7 @@ def test_calls_without_ids_can_be_exported_for_their_text(store: StoreSettings, 
         write(world, "sft", tmp_path / "d.jsonl", dropped=(DropReason.ABORTED,))
 
 
-def test_the_return_of_a_rollout_without_kept_calls_is_that_of_its_revision(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_return_of_rollout_without_kept_calls_is_of_its_revision(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-revised")
     times = list[datetime]()
     for revision, name in enumerate(("reward", "other")):
@@ -211,7 +211,7 @@ def test_the_return_of_a_rollout_without_kept_calls_is_that_of_its_revision(stor
         assert [row["meta"]["return"] for row in lines(tmp_path / "out.jsonl")] == [expected]
 
 
-def test_sft_tokens_are_the_engines_own(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_sft_tokens_are_engine_ids(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-tokens")
     two_turns(world, "r0", 1.0)
     world.call("r0", *chat([user("new")], "y"), ids=([9], [8]))
@@ -222,7 +222,7 @@ def test_sft_tokens_are_the_engines_own(store: StoreSettings, tmp_path: Path) ->
     assert dict(done.tally.written) == {"rows": 2, "tokens": 9, "trained_tokens": 5}
 
 
-def test_preferences_pair_best_and_worst(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_preferences_pairs_best_and_worst(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-pairs")
     best = two_turns(world, "a", 1.0)
     worst = two_turns(world, "b", -1.0, "no idea")
@@ -260,7 +260,7 @@ def test_preferences_pair_best_and_worst(store: StoreSettings, tmp_path: Path) -
     assert (lines(tmp_path / "pairs.jsonl"), done.tally.groups_left_out["tie"]) == ([], 2)
 
 
-def test_verl_reads_the_prompts(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
+def test_export_verl_prompts_load_in_verl_dataset(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     rl_dataset = verl_module("verl.utils.dataset.rl_dataset")
     world = StoredRollouts(store, "ex-verl")
@@ -293,7 +293,7 @@ def test_verl_reads_the_prompts(store: StoreSettings, tmp_path: Path, tiny_model
     assert dict(done.tally.left_out) == {"later_call": 2, "same_prompt": 1}
 
 
-def test_verl_trains_the_replies(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
+def test_export_verl_sft_replies_are_trained_by_verl_dataset(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     sft_dataset = verl_module("verl.utils.dataset.multiturn_sft_dataset")
     world = StoredRollouts(store, "ex-verl-sft")
@@ -329,7 +329,7 @@ def test_verl_trains_the_replies(store: StoreSettings, tmp_path: Path, tiny_mode
     )
 
 
-def test_verl_trains_json_lines_with_our_dataset_classes(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
+def test_export_json_lines_load_in_spangrad_dataset_classes(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     load = verl_module("verl.trainer.sft_trainer").create_sft_dataset
     world = StoredRollouts(store, "ex-verl-lines")
@@ -378,7 +378,7 @@ def verl_datasets_file() -> str:
     return str(Path(transition_builder.export.writers.__file__).with_name("verl_datasets.py"))
 
 
-def test_what_the_builder_made_is_exported(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_of_built_rollout_gives_its_calls(store: StoreSettings, tmp_path: Path) -> None:
     spans = fakes.SpanFactory(run="ex-built")
     root = spans.root(calls=2)
     spans.evaluation(root, 0.5)
@@ -407,7 +407,7 @@ def spangrad(store: StoreSettings, directory: Path, *arguments: str) -> subproce
     return subprocess.run(command, capture_output=True, text=True, cwd=directory, env=env, check=False, timeout=120)
 
 
-def test_the_command_says_what_it_wrote_and_left_out(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_command_prints_written_and_left_out_counts(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-command")
     two_turns(world, "r0", 1.0)
     two_turns(world, "r1", -1.0)
@@ -428,7 +428,7 @@ def test_the_command_says_what_it_wrote_and_left_out(store: StoreSettings, tmp_p
     assert len(lines(tmp_path / "a" / "sft.jsonl")) == 1
 
 
-def test_the_dataset_is_the_one_that_training_reads(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_command_default_dataset_is_that_of_training(store: StoreSettings, tmp_path: Path) -> None:
     builder = BuilderSettings(dataset="ex-default", selection=Selection(agents=".*|ex-default"))
     same = ["--set", "builder.dataset=ex-default", "--set", "builder.selection.agents=.*|ex-default", "--run", "ex-default"]
     world = StoredRollouts(store, "ex-default")
@@ -456,7 +456,7 @@ def test_the_dataset_is_the_one_that_training_reads(store: StoreSettings, tmp_pa
     )
 
 
-def test_the_command_warns_where_nothing_was_written(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_command_that_wrote_nothing_warns(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-nothing")
     two_turns(world, "r0", 1.0)
     world.call("r1", dropped="call_failed")
@@ -493,13 +493,15 @@ def test_the_command_warns_where_nothing_was_written(store: StoreSettings, tmp_p
         (["parquet", "--dropped", "no_token_ids"], 1, "parquet has no place for calls that were dropped."),
     ],
 )
-def test_the_command_explains_mistakes(store: StoreSettings, tmp_path: Path, arguments: list[str], code: int, sentence: str) -> None:
+def test_export_command_user_errors_are_one_sentence(
+    store: StoreSettings, tmp_path: Path, arguments: list[str], code: int, sentence: str
+) -> None:
     done = spangrad(store, tmp_path, "export", *arguments, "--out", "x")
     assert (done.returncode, done.stderr.count("\n"), list(tmp_path.iterdir())) == (code, 1, [])
     assert sentence in done.stderr
 
 
-def test_the_examples_of_the_docs_run(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_doc_examples_run(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-docs")
     two_turns(world, "r0", 1.0)
     two_turns(world, "r1", -1.0)
@@ -521,7 +523,7 @@ def test_the_examples_of_the_docs_run(store: StoreSettings, tmp_path: Path) -> N
     exec(compile(work, "docs/guides/exports.md", "exec"), {})
 
 
-def test_what_is_there_stays_unless_forced(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_existing_output_is_kept_unless_forced(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-force")
     two_turns(world, "r0", 1.0)
     world.commit()
@@ -538,7 +540,7 @@ def test_what_is_there_stays_unless_forced(store: StoreSettings, tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["README.md", "data"]
 
 
-def test_missing_rows_stop_an_export(store: StoreSettings, tmp_path: Path) -> None:
+def test_export_with_missing_rows_raises(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-missing")
     two_turns(world, "r0", 1.0)
     world.builds["r0"]["Calls"] = 3

@@ -73,7 +73,7 @@ def agree(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None
 
 
 @pytest.mark.parametrize("device", [16384, 19], ids=["one micro-batch", "several"])
-def test_the_supervised_loss_and_its_gradient_are_the_mean_over_trained_tokens(device: int, tiny_model: Path):
+def test_sft_loss_and_gradient_are_mean_over_trained_tokens(device: int, tiny_model: Path):
     import torch
 
     made = FileRun(tiny_model, "sft", trainer={"max_tokens_per_device": device})
@@ -86,7 +86,7 @@ def test_the_supervised_loss_and_its_gradient_are_the_mean_over_trained_tokens(d
 
 
 @pytest.mark.parametrize(("beta", "smoothing", "device"), [(0.1, 0.0, 16384), (0.5, 0.2, 30)])
-def test_the_preference_loss_and_its_gradient_are_the_papers(beta: float, smoothing: float, device: int, tiny_model: Path):
+def test_dpo_loss_and_gradient_match_paper(beta: float, smoothing: float, device: int, tiny_model: Path):
     """Equation 7 of https://arxiv.org/abs/2305.18290, with the smoothing of https://ericmitchell.ai/cdpo.pdf, equation 3, by hand."""
     import torch
 
@@ -116,7 +116,7 @@ def test_the_preference_loss_and_its_gradient_are_the_papers(beta: float, smooth
     assert {name: told[name] for name in held} == pytest.approx(held, abs=1e-5), "held out pairs are measured by the same loss"
 
 
-def test_the_reference_is_the_policy_at_the_start(tiny_model: Path):
+def test_dpo_reference_is_policy_at_start(tiny_model: Path):
     made = FileRun(tiny_model, "dpo").optimizer
     sums = made.logprobs(PAIRS)
     expected = [
@@ -131,7 +131,7 @@ def test_the_reference_is_the_policy_at_the_start(tiny_model: Path):
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_no_op_rows_change_nothing(method: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_finetune_no_op_rows_change_no_gradient(method: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     """Of several ranks, whose rows must be as many, the loss is that of one, times their number: verl takes the mean over ranks."""
     examples = EXAMPLES if method == "sft" else PAIRS
     alone, ranks = FileRun(tiny_model, method), FileRun(tiny_model, method)
@@ -170,7 +170,7 @@ class Breaker:
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_a_run_that_was_stopped_ends_with_the_same_weights(method: Any, tiny_model: Path, tmp_path: Path):
+def test_finetune_stopped_and_resumed_ends_with_same_weights(method: Any, tiny_model: Path, tmp_path: Path):
     rows = replies(8)
     pairs = [{"chosen": row["messages"], "rejected": [row["messages"][0], said("error")]} for row in rows]
     file = write_rows(tmp_path / "rows.jsonl", rows if method == "sft" else pairs)
@@ -187,7 +187,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(method: Any, tiny_mod
     assert ends[0] == ends[1], "bit by bit"
 
 
-def test_adapters_are_trained_alone_and_merged(tiny_model: Path, tmp_path: Path):
+def test_finetune_lora_trains_adapters_only_and_merges(tiny_model: Path, tmp_path: Path):
     from safetensors.numpy import load_file
 
     file = write_rows(tmp_path / "rows.jsonl", replies(16))
@@ -243,7 +243,7 @@ def run_settings(traces: Traces, directory: Path, **changes: Any) -> Settings:
     return settings(traces.model, directory, traces.world.store, **{"held_out": 0.1, "batch_size": 9, **changes}, trainer=trainer)
 
 
-def test_exported_replies_that_succeeded_teach_to_succeed(traces: Traces, tmp_path: Path):
+def test_finetune_sft_on_successful_exports_raises_success(traces: Traces, tmp_path: Path):
     file = traces.export("sft-tokens", tmp_path / "best.jsonl", min_return=0.5)
     done = finetuned(run_settings(traces, tmp_path / "sft", epochs=10, learning_rate=3e-3), file)
     found = done.plan.examples
@@ -255,7 +255,7 @@ def test_exported_replies_that_succeeded_teach_to_succeed(traces: Traces, tmp_pa
     assert last["held_out_loss"] < first["held_out_loss"] < first["held_out_loss_before"]
 
 
-def test_all_forms_of_an_export_give_the_same_examples(traces: Traces, tmp_path: Path):
+def test_finetune_examples_are_equal_for_all_export_formats(traces: Traces, tmp_path: Path):
     limits = LengthLimits.of(traces.model, tokenizer_hash(traces.model), FinetuneSettings(), 1000)
     found = {}
     for form in ("sft-tokens", "parquet", "huggingface", "sft", "verl-sft"):
@@ -270,7 +270,7 @@ def test_all_forms_of_an_export_give_the_same_examples(traces: Traces, tmp_path:
     assert all(one == origins[0] for one in origins), "each names the rollouts, their specification and revision"
 
 
-def test_exported_preferences_raise_the_chosens_margin(traces: Traces, tmp_path: Path):
+def test_finetune_dpo_on_exported_preferences_raises_margin(traces: Traces, tmp_path: Path):
     file = traces.export("preferences", tmp_path / "pairs.jsonl")
     done = finetuned(run_settings(traces, tmp_path / "dpo", epochs=6, learning_rate=2e-3), file, method="dpo")
     assert (len(done.plan.examples.trained), done.plan.examples.with_ids) == (36, 40)
@@ -282,7 +282,7 @@ def test_exported_preferences_raise_the_chosens_margin(traces: Traces, tmp_path:
     assert success(Path(done.versions[-1].policy_version.path)) > 1.5 * success(traces.model)
 
 
-def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Path):
+def test_lineage_of_finetuned_version_names_file_and_spans(traces: Traces, tmp_path: Path):
     from commands.inspection.lineage import version_text
     from spangrad.store import lineage
 
@@ -306,7 +306,7 @@ def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Pa
     assert version.version in [one.version for one in back.versions]
 
 
-def test_reinforcement_goes_on_from_a_tuned_version_and_leaves_its_groups_out(store: StoreSettings, tiny_model: Path, tmp_path: Path):
+def test_train_after_finetune_continues_and_skips_its_groups(store: StoreSettings, tiny_model: Path, tmp_path: Path):
     from tests.support.built_rollouts import SPEC
     from tests.support.built_rollouts import BuiltRollouts as Built
     from trainer.loop import train
@@ -331,7 +331,7 @@ def test_reinforcement_goes_on_from_a_tuned_version_and_leaves_its_groups_out(st
     assert world.rows(kinds) == [(1, "g-0"), (2, "g-0"), (2, "g-1")]
 
 
-def test_the_command_says_what_it_did(
+def test_finetune_command_prints_summary(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     from commands.training.finetune import finetune as command

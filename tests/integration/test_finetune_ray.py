@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_two_workers_train_as_one_and_go_on_from_each_others_state(method: Any, tiny_model: Path, tmp_path: Path):
+def test_finetune_with_two_ray_workers_matches_one_process(method: Any, tiny_model: Path, tmp_path: Path):
     """Three examples: the second worker has a no-op row, or pair, and pairs stay whole."""
     examples = EXAMPLES if method == "sft" else PAIRS
     found: dict[int, list[dict[str, float]]] = {}

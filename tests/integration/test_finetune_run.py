@@ -62,7 +62,7 @@ def statuses(chosen: Any) -> dict[int, str | None]:
     return {one.version: one.status and one.status.value for one in ledger_of(chosen).versions()}
 
 
-def test_an_epoch_is_a_version_that_names_files_and_rollouts(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
+def test_finetune_epoch_commits_version_with_files_and_rollouts(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies")
     done = finetuned(chosen, file)
     assert [one.version for one in done.versions] == [1, 2, 3]
@@ -87,7 +87,7 @@ def test_an_epoch_is_a_version_that_names_files_and_rollouts(tmp_path: Path, bas
     assert not (Path(ledger.version(3).policy_version.path) / STATE).exists(), "a whole run goes on nowhere"
 
 
-def test_the_same_command_again_does_nothing_unless_asked(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
+def test_finetune_repeated_does_nothing_without_again(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies")
     finetuned(chosen, file)
     again = finetuned(chosen, file.rename(tmp_path / "renamed.jsonl"))
@@ -101,7 +101,9 @@ def test_the_same_command_again_does_nothing_unless_asked(tmp_path: Path, base: 
         finetuned(other, tmp_path / "renamed.jsonl")
 
 
-def test_a_whole_run_is_whole_whatever_trained_its_rollouts_since(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
+def test_finetune_of_completed_run_does_nothing_after_other_training(
+    tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]
+):
     chosen = settings(base, tmp_path / "policies")
     finetuned(chosen, file)
     finetuned(chosen, write_rows(tmp_path / "some.jsonl", ROWS[:2]), again=True)
@@ -115,7 +117,7 @@ def test_a_whole_run_is_whole_whatever_trained_its_rollouts_since(tmp_path: Path
     assert (finetuned(chosen, file).versions, len(fakes)) == ([], 2)
 
 
-def test_a_run_that_failed_goes_on_where_it_was(tmp_path: Path, base: Path, file: Path):
+def test_finetune_failed_run_resumes_at_last_version(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies")
     with_fakes(fails_at=4)
     with pytest.raises(RuntimeError, match="caught fire"):
@@ -128,7 +130,7 @@ def test_a_run_that_failed_goes_on_where_it_was(tmp_path: Path, base: Path, file
     assert weight_of(chosen) == WHOLE
 
 
-def test_a_signal_ends_it_between_two_steps(tmp_path: Path, base: Path, file: Path):
+def test_finetune_signal_ends_between_steps(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies")
 
     class Impatient:
@@ -146,7 +148,7 @@ def test_a_signal_ends_it_between_two_steps(tmp_path: Path, base: Path, file: Pa
     assert weight_of(chosen) == WHOLE
 
 
-def test_versions_may_be_smaller_than_epochs(tmp_path: Path, base: Path, file: Path):
+def test_finetune_steps_per_version_commits_within_epoch(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies", steps_per_version=4)
     done = finetuned(chosen, file)
     assert [one.metrics["finetune_step"] for one in done.versions] == [4.0, 6.0]
@@ -158,7 +160,7 @@ def test_versions_may_be_smaller_than_epochs(tmp_path: Path, base: Path, file: P
     assert named[0] | named[1] == {"r3", "r5", "r7", "r9"}, "a version names what its own steps trained"
 
 
-def test_held_out_rows_are_measured_before_and_after(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
+def test_finetune_held_out_rows_are_measured_before_and_after(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies", held_out=0.25, epochs=1)
     done = finetuned(chosen, file)
     (held,) = done.plan.examples.held_out
@@ -168,7 +170,7 @@ def test_held_out_rows_are_measured_before_and_after(tmp_path: Path, base: Path,
     assert made["held_out_loss"] == 1.0 / (1.0 + weight_of(chosen))
 
 
-def test_other_rows_or_another_head_are_another_run(tmp_path: Path, base: Path, file: Path):
+def test_finetune_other_rows_or_head_start_another_run(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies")
     with_fakes(fails_at=4)
     with pytest.raises(RuntimeError):
@@ -190,7 +192,7 @@ def test_other_rows_or_another_head_are_another_run(tmp_path: Path, base: Path, 
     assert weight_of(chosen) == WHOLE
 
 
-def test_a_run_that_went_back_within_itself_goes_on_from_there(tmp_path: Path, base: Path, file: Path):
+def test_finetune_after_rollback_within_run_resumes_there(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies")
     finetuned(chosen, file)
     ledger = ledger_of(chosen)
@@ -199,7 +201,7 @@ def test_a_run_that_went_back_within_itself_goes_on_from_there(tmp_path: Path, b
     assert (weight_of(chosen), ledger.lineage()) == (WHOLE, [0, 1, 4, 5])
 
 
-def test_a_run_that_began_anew_after_a_rollback_goes_on_with_the_rows_it_found(tmp_path: Path, base: Path, file: Path):
+def test_finetune_restarted_after_rollback_continues_with_its_rows(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies", batch_size=1, steps_per_version=1)
     ledger = ledger_of(chosen)
     trained: list[str] = []
@@ -218,7 +220,7 @@ def test_a_run_that_began_anew_after_a_rollback_goes_on_with_the_rows_it_found(t
     assert weight_of(chosen) == 3 * sum(left), "what version 1 was trained on is not trained again"
 
 
-def test_what_reinforcement_trained_is_left_out_and_the_other_way_round(tmp_path: Path, base: Path, file: Path):
+def test_finetune_excludes_rollouts_trained_by_rl_and_reverse(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies", epochs=1)
     with_fakes()
     finetuned(chosen, file)
@@ -241,7 +243,7 @@ def test_what_reinforcement_trained_is_left_out_and_the_other_way_round(tmp_path
     assert len(finetuned(elsewhere, file).plan.examples.trained) == 4, "each branch for itself"
 
 
-def test_a_branch_that_moves_meanwhile_ends_the_run(tmp_path: Path, base: Path, file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_finetune_branch_moved_meanwhile_raises(tmp_path: Path, base: Path, file: Path, monkeypatch: pytest.MonkeyPatch):
     chosen = settings(base, tmp_path / "policies")
     began = Ledger.begin
 
@@ -259,7 +261,7 @@ def test_a_branch_that_moves_meanwhile_ends_the_run(tmp_path: Path, base: Path, 
     assert weight_of(chosen) == WHOLE
 
 
-def test_a_gateway_that_is_away_is_missed_before_the_work(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
+def test_finetune_with_unreachable_gateway_raises_before_training(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies", trainer={"publish": True})
     chosen = chosen.model_copy(update={"gateway": chosen.gateway.model_copy(update={"url": "http://127.0.0.1:9"})})
     with pytest.raises(GatewayError, match=r"does not answer .* trainer\.weight_sync\.publish = false trains without"):
@@ -271,7 +273,7 @@ def test_a_gateway_that_is_away_is_missed_before_the_work(tmp_path: Path, base: 
         finetuned(settings(None, tmp_path / "nothing"), file)  # type: ignore[arg-type]
 
 
-def test_the_ledger_names_rollouts_and_claims_none(place: Place):
+def test_ledger_file_batch_names_rollouts_and_claims_none(place: Place):
     ledger = Ledger(place(), "policy", "main")
     ledger.register_initial(checksum="float32:00", path="/v0", tokenizer_hash="t", run_id="run")
     facts: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "t", "metrics": {}}
@@ -299,7 +301,7 @@ def test_the_ledger_names_rollouts_and_claims_none(place: Place):
 
 
 @pytest.mark.slow
-def test_a_death_at_any_boundary_repeats_and_skips_nothing(base: Path, tmp_path: Path):
+def test_finetune_killed_at_any_boundary_repeats_and_skips_nothing(base: Path, tmp_path: Path):
     directory = tmp_path / "deaths"
     directory.mkdir()
     command = [sys.executable, "-m", "tests.support.trainers", "files", str(base), str(directory)]

@@ -54,7 +54,7 @@ def ended(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_a_fork_has_its_starters_arguments_environment_directory_output_and_exit_code(wrapper: Path) -> None:
+def test_fork_has_arguments_environment_directory_output_and_exit_code_of_starter(wrapper: Path) -> None:
     for code in (0, 3):
         process = started(wrapper, str(code))
         output, _ = process.communicate(timeout=30)
@@ -62,7 +62,7 @@ def test_a_fork_has_its_starters_arguments_environment_directory_output_and_exit
         assert process.returncode == code
 
 
-def test_a_signal_reaches_the_fork_and_its_end_is_its_starters(wrapper: Path) -> None:
+def test_fork_signalled_through_starter_ends_with_the_same_status(wrapper: Path) -> None:
     process = started(wrapper, "wait")
     assert process.stdout
     process.stdout.readline()
@@ -73,7 +73,7 @@ def test_a_signal_reaches_the_fork_and_its_end_is_its_starters(wrapper: Path) ->
     assert process.wait(30) == -signal.SIGKILL
 
 
-def test_a_fork_ends_with_what_started_it(wrapper: Path) -> None:
+def test_fork_ends_when_its_starter_is_killed(wrapper: Path) -> None:
     process = started(wrapper, "wait")
     assert process.stdout
     pid = int(process.stdout.readline().split()[0])
@@ -82,6 +82,6 @@ def test_a_fork_ends_with_what_started_it(wrapper: Path) -> None:
     wait_until(lambda: ended(pid), 10, "the fork's end", poll_seconds=0.02)
 
 
-def test_what_is_not_vllms_server_is_run_by_the_interpreter_itself(wrapper: Path) -> None:
+def test_fork_server_runs_other_commands_by_the_interpreter(wrapper: Path) -> None:
     done = subprocess.run([wrapper, "-c", "import sys; print(sys.argv[1:])", "a"], capture_output=True, text=True, check=True)
     assert done.stdout == "['a']\n"

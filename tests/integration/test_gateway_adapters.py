@@ -91,7 +91,7 @@ def gap(answer: dict[str, Any], directory: Path) -> float:
     return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_versions_come_and_go_back_and_nothing_of_another_is_left_in_the_cache(adapted: Settings, versions: dict[int, Path]) -> None:
+def test_vllm_adapter_versions_and_rollback_leave_no_stale_cache(adapted: Settings, versions: dict[int, Path]) -> None:
     assert gap(ask(adapted, LONG), versions[0]) < EQUAL
     assert fetch(f"{adapted.gateway.url}/v1/models")["data"][1]["id"] == "policy"
     for version in (1, 2):
@@ -110,7 +110,7 @@ def test_versions_come_and_go_back_and_nothing_of_another_is_left_in_the_cache(a
     assert gap(ask(adapted, LONG), versions[3]) < EQUAL
 
 
-def test_a_call_in_flight_goes_on_with_the_new_version_and_holds_back_nobody(adapted: Settings, versions: dict[int, Path]) -> None:
+def test_vllm_adapter_publication_moves_calls_in_flight_to_new_version(adapted: Settings, versions: dict[int, Path]) -> None:
     """An order to load in place would stick to calls, and the call that began first would bring its own adapter back."""
     assert publish(adapted, 4, versions[4])["version"] == 4
     flying = [Stream(adapted, "tell", max_tokens=900) for _ in range(16)]
@@ -136,7 +136,7 @@ def test_a_call_in_flight_goes_on_with_the_new_version_and_holds_back_nobody(ada
             assert max(gaps) < FAR, f"a token from {start} on that version {version} does not give"
 
 
-def test_what_the_engine_cannot_take_is_refused_and_what_it_cannot_read_leaves_the_old(
+def test_vllm_adapter_refused_or_unreadable_leaves_old_version(
     adapted: Settings, model: Path, versions: dict[int, Path], tmp_path: Path
 ) -> None:
     before, weights = policy(adapted), held(adapted)
@@ -192,7 +192,7 @@ class Stream(threading.Thread):
         self.over.set()
 
 
-def test_nobody_reaches_the_base_by_its_name(adapted: Settings, versions: dict[int, Path]) -> None:
+def test_vllm_base_model_name_is_answered_with_adapter(adapted: Settings, versions: dict[int, Path]) -> None:
     version = policy(adapted)["version"]
     direct = fetch(adapted.gateway.engine_url + CHAT, {**ASKED, "model": "policy-base", "messages": [{"role": "user", "content": "hello"}]})
     assert gap(direct, versions[version]) < EQUAL

@@ -65,7 +65,7 @@ def run(case: Case, address: str, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_ids_in_calls_are_vllms(gateway: Settings, engine: Settings, name: str) -> None:
+def test_gateway_clients_calls_have_ids_of_vllm(gateway: Settings, engine: Settings, name: str) -> None:
     rollout = f"clients-{name}"
     said = run(CASES[name], f"{gateway.gateway.url}/rollout/{rollout}/attempt/0", "whole", "paris", "stream", "rome")
 

@@ -112,7 +112,7 @@ def engine_ids(bare: str, path: str, asked: dict[str, Any]) -> tuple[list[list[i
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_the_client_sees_vllms_own_answer_and_the_store_has_its_ids(
+def test_gateway_dialect_answers_as_vllm_and_records_ids(
     name: str, bare: str, gateway: Settings, rows: Callable[[str, int], list[Any]]
 ) -> None:
     path, more = ASKED[name]
@@ -138,9 +138,7 @@ def test_the_client_sees_vllms_own_answer_and_the_store_has_its_ids(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_vllm_refuses_it_refuses_in_its_own_words(
-    name: str, bare: str, gateway: Settings, rows: Callable[[str, int], list[Any]]
-) -> None:
+def test_gateway_dialect_refusals_are_those_of_vllm(name: str, bare: str, gateway: Settings, rows: Callable[[str, int], list[Any]]) -> None:
     path, more = REFUSED[name]
     asked = {**BASE[path], **more}
     status, kind, own = ask(bare + path, asked)
@@ -160,7 +158,7 @@ def test_what_vllm_refuses_it_refuses_in_its_own_words(
         ("/v1/completions/render", {"model": "policy", "prompt": "say rome"}),
     ],
 )
-def test_what_is_no_dialect_is_answered_as_vllm_answers(path: str, body: object, bare: str, gateway: Settings) -> None:
+def test_gateway_unknown_route_answers_as_vllm(path: str, body: object, bare: str, gateway: Settings) -> None:
     status, kind, own = ask(bare + path, body)
     for prefix in ("", "/rollout/passed/attempt/0"):
         seen = ask(gateway.gateway.url + prefix + path, body)

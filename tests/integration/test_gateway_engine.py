@@ -41,7 +41,7 @@ def settings(model: Path | None, cache: Path, **flags: object) -> Settings:
     return load_settings({**values, **{f"engine.{key}": value for key, value in flags.items()}}, env={})
 
 
-def test_the_command_says_everything_that_training_relies_on(model: Path, tmp_path: Path) -> None:
+def test_engine_command_has_arguments_of_training(model: Path, tmp_path: Path) -> None:
     wanted = settings(
         model, tmp_path, dtype="float32", max_model_len=128, kv_cache_bytes=1024, enforce_eager=True, extra_args=["--seed", "1"], port=9
     )
@@ -57,7 +57,7 @@ def test_the_command_says_everything_that_training_relies_on(model: Path, tmp_pa
     ]
 
 
-def test_the_environment_holds_the_plugin_and_nothing_that_misleads(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_environment_has_plugin_and_no_misleading_variables(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     found = environment(settings(model, tmp_path, version=7), model)
@@ -78,7 +78,7 @@ def test_the_environment_holds_the_plugin_and_nothing_that_misleads(model: Path,
     }
 
 
-def test_an_engine_that_takes_adapters_always_answers_with_one(model: Path, tmp_path: Path) -> None:
+def test_engine_with_lora_rank_serves_bare_adapter(model: Path, tmp_path: Path) -> None:
     weights = {"model.layers.0.self_attn.q_proj.weight": np.ones((6, 4), np.float32), "model.norm.weight": np.ones(4, np.float32)}
     save_file(weights, model / "model.safetensors")
     wanted = settings(model, tmp_path, lora_rank=9, port=9)
@@ -103,7 +103,7 @@ def test_an_engine_that_takes_adapters_always_answers_with_one(model: Path, tmp_
     assert checksum_directory(bare) == checksum_directory(model), "it changes nothing"
 
 
-def test_an_engine_takes_weights_over_the_carrier_that_is_set(model: Path, tmp_path: Path) -> None:
+def test_engine_transfer_setting_selects_weight_transfer_backend(model: Path, tmp_path: Path) -> None:
     for carrier, backend in (("http", "spangrad_http"), ("nccl", "nccl")):
         wanted = settings(model, tmp_path, transfer=carrier)
         words = command(wanted, model)
@@ -111,7 +111,7 @@ def test_an_engine_takes_weights_over_the_carrier_that_is_set(model: Path, tmp_p
         assert environment(wanted, model)["SPANGRAD_ENGINE__TRANSFER"] == carrier
 
 
-def test_roads_that_an_engine_cannot_have_are_refused(model: Path, tmp_path: Path) -> None:
+def test_engine_with_impossible_weight_sync_method_raises(model: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="takes adapters or whole weights"):
         serve(settings(model, tmp_path, lora_rank=8, transfer="http"))
     with pytest.raises(EngineError, match=r"has no layer \*_proj.weight .* Set engine.lora_rank = 0"):
@@ -123,7 +123,7 @@ def test_roads_that_an_engine_cannot_have_are_refused(model: Path, tmp_path: Pat
         serve(settings(model, tmp_path, transfer="nccl", python=str(blind)))
 
 
-def test_what_cannot_work_is_refused_with_its_remedy(model: Path, tmp_path: Path) -> None:
+def test_engine_with_invalid_settings_raises_with_remedy(model: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"Set engine.model .* to a model directory"):
         serve(settings(None, tmp_path))
     with pytest.raises(EngineError, match=r"holds no config.json. Set it to a Hugging Face model directory"):
@@ -142,13 +142,13 @@ def test_what_cannot_work_is_refused_with_its_remedy(model: Path, tmp_path: Path
         serve(settings(model, tmp_path))
 
 
-def test_a_dead_vllm_is_an_error_with_the_end_of_its_log(model: Path, tmp_path: Path) -> None:
+def test_engine_whose_vllm_dies_raises_with_end_of_log(model: Path, tmp_path: Path) -> None:
     python = script(tmp_path, "echo first; echo the last words >&2; exit 3")
     with pytest.raises(EngineError, match=r"(?s)vLLM ended with exit code 3.*first\nthe last words"):
         serve(settings(model, tmp_path, python=str(python), port=free_ports(1)[0]))
 
 
-def test_a_signal_stops_the_whole_group(model: Path, tmp_path: Path) -> None:
+def test_engine_signal_ends_process_group_of_vllm(model: Path, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     python = script(tmp_path, f"sleep 600 & echo $! $$ > {pids}.new; mv {pids}.new {pids}; echo started; wait")
     variables = {

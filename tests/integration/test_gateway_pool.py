@@ -75,7 +75,9 @@ def rows(settings: Settings, rollouts: str, expected: int) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize("how", ["rolling", "all_at_once"])
-def test_every_token_was_sampled_by_the_version_that_its_span_names(pair: Settings, tiny_model: Path, tmp_path: Path, how: str) -> None:
+def test_publication_with_calls_in_flight_records_version_of_every_token(
+    pair: Settings, tiny_model: Path, tmp_path: Path, how: str
+) -> None:
     before = fetch(f"{pair.gateway.url}/admin/policies/policy")["version"]
     other = perturbed(tiny_model, tmp_path / "other")
     reference = Reference({before: tiny_model, before + 1: other})
@@ -121,7 +123,7 @@ def test_every_token_was_sampled_by_the_version_that_its_span_names(pair: Settin
     assert publish(pair, tiny_model, before + 2)["version"] == before + 2
 
 
-def test_engines_sleep_and_wake(pair: Settings) -> None:
+def test_backends_sleep_and_wake_up_change_status(pair: Settings) -> None:
     """On a CPU vLLM has nothing to lend; it takes the orders all the same."""
     assert order(pair, "backends/policy-1/sleep")["status"] == "asleep"
     assert fetch(f"{pair.gateway.url}/rollout/asleep-1/attempt/0{CHAT}", SAMPLED)["usage"]["completion_tokens"] == 100

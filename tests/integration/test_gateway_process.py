@@ -42,7 +42,7 @@ def started(wanted: Settings, log: Path) -> Child:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_it_in_time_with_every_span_delivered(number: signal.Signals, tmp_path: Path) -> None:
+async def test_gateway_signal_ends_in_time_with_every_span_delivered(number: signal.Signals, tmp_path: Path) -> None:
     engine = FakeEngine()
     with OtlpSink() as store:
         async with engine.running():
@@ -64,7 +64,7 @@ async def test_a_signal_ends_it_in_time_with_every_span_delivered(number: signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_the_next_gateway_sends_what_nobody_took_from_this_one(number: signal.Signals, tmp_path: Path) -> None:
+async def test_gateway_restarted_sends_spill_of_earlier_process(number: signal.Signals, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     engine = FakeEngine()
     async with engine.running():
@@ -83,7 +83,7 @@ async def test_the_next_gateway_sends_what_nobody_took_from_this_one(number: sig
     assert list((tmp_path / "spill").glob("*.spill")) == []
 
 
-async def test_a_spill_has_one_gateway(tmp_path: Path) -> None:
+async def test_gateway_with_spill_path_in_use_refuses_to_start(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with engine.running():
         first, second = (settings(engine.port, "http://127.0.0.1:1", tmp_path / "spill") for _ in range(2))
@@ -98,7 +98,7 @@ async def test_a_spill_has_one_gateway(tmp_path: Path) -> None:
     )
 
 
-async def test_a_rule_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path) -> None:
+async def test_gateway_with_invalid_redact_rule_refuses_to_start(tmp_path: Path) -> None:
     child = start("gateway.server", settings(1, "http://127.0.0.1:1", tmp_path, **{"gateway.redact": ["[0-9"]}), tmp_path / "log")
     assert await asyncio.to_thread(child.process.wait, 20) == 2
     assert child.tail(1) == (
@@ -106,7 +106,7 @@ async def test_a_rule_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path
     )
 
 
-def test_an_address_that_may_not_be_bound_or_is_taken_is_refused(tmp_path: Path) -> None:
+def test_gateway_with_unsafe_or_taken_address_raises(tmp_path: Path) -> None:
     with pytest.raises(SpangradError, match=r"Set gateway.token, or bind 127.0.0.1"):
         serve(settings(1, "http://127.0.0.1:1", tmp_path, **{"gateway.host": "0.0.0.0"}))
     with socket.socket() as taken:

@@ -33,7 +33,7 @@ async def versions(stage: Stage) -> list[int]:
     return [one["version"] for one in await backends(stage)]
 
 
-async def test_a_spoiled_engine_is_restarted_by_its_command_and_serves_what_was_served(weights: list[Path], tmp_path: Path) -> None:
+async def test_restart_command_brings_engine_back_with_served_version(weights: list[Path], tmp_path: Path) -> None:
     (engine,) = started(weights, 1)
     restarts = tmp_path / "restarts"
     command = [sys.executable, "-c", f"open({str(restarts)!r}, 'a').write('x')"]
@@ -59,7 +59,7 @@ async def test_a_spoiled_engine_is_restarted_by_its_command_and_serves_what_was_
         ([sys.executable, "-c", "print('no such unit'); raise SystemExit(5)"], "Its restart command ended with exit code 5: no such unit"),
     ],
 )
-async def test_a_restart_command_that_fails_is_told(weights: list[Path], command: list[str], reason: str) -> None:
+async def test_restart_command_that_fails_is_reported_in_readiness(weights: list[Path], command: list[str], reason: str) -> None:
     (engine,) = started(weights, 1)
     async with staged(engine, backends=[{"url": f"http://127.0.0.1:{engine.port}", "restart_command": command}]) as stage:
         await stage.readiness("serving")

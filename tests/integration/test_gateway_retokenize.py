@@ -32,7 +32,7 @@ def settings_of(store: StoreSettings, engine: FakeEngine, tokenizer: Path, spill
     return load_settings(flags, env={}).model_copy(update={"store": store})
 
 
-async def test_retokenised_calls_are_flagged(
+async def test_retokenized_calls_are_marked_in_ids_source(
     store: StoreSettings, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine(policy="judge", ids_missing=True)

@@ -39,7 +39,7 @@ for number in itertools.count():
 """
 
 
-def test_a_kill_loses_nothing_that_was_appended(tmp_path: Path) -> None:
+def test_spill_after_kill_holds_every_appended_span(tmp_path: Path) -> None:
     for kill in range(3):
         directory = tmp_path / str(kill)
         with subprocess.Popen([sys.executable, "-c", _APPEND_FOREVER, str(directory)], stdout=subprocess.PIPE) as writer:

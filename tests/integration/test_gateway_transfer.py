@@ -79,7 +79,9 @@ def policy(settings: Settings) -> dict[str, Any]:
     return fetch(f"{settings.gateway.url}/admin/policies/policy")
 
 
-def test_versions_come_from_memory_with_calls_in_flight(taking: Settings, publisher: Publisher, tiny_model: Path, tmp_path: Path) -> None:
+def test_weight_transfer_with_calls_in_flight_publishes_versions(
+    taking: Settings, publisher: Publisher, tiny_model: Path, tmp_path: Path
+) -> None:
     answers: list[dict[str, Any]] = []
     endless = {**GREEDY, "max_tokens": 200, "ignore_eos": True}
     callers = [
@@ -101,7 +103,7 @@ def test_versions_come_from_memory_with_calls_in_flight(taking: Settings, publis
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [200] * 8
 
 
-def test_what_is_not_sent_whole_takes_the_engine_out_until_it_is_read_from_disk(
+def test_weight_transfer_cut_short_takes_engine_out_until_rollback(
     taking: Settings, publisher: Publisher, tiny_model: Path, tmp_path: Path
 ) -> None:
     number = policy(taking)["version"] + 1
@@ -125,7 +127,9 @@ def test_what_is_not_sent_whole_takes_the_engine_out_until_it_is_read_from_disk(
     checked(taking, weights, tiny_model, tmp_path / "again")
 
 
-def test_a_sender_that_went_away_leaves_the_old_version(taking: Settings, publisher: Publisher, tiny_model: Path, tmp_path: Path) -> None:
+def test_weight_transfer_whose_sender_left_keeps_old_version(
+    taking: Settings, publisher: Publisher, tiny_model: Path, tmp_path: Path
+) -> None:
     before = policy(taking)
     weights = weights_times(tiny_model, 1.4)
     made = version_of(before["version"] + 9, weights, tmp_path / "version")

@@ -62,7 +62,7 @@ def same(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in {"id", "created"}}
 
 
-def test_vllm_answers_with_ids_unasked_on_the_direct_mode(engine: Settings, tiny_model: Path) -> None:
+def test_vllm_plugin_in_direct_mode_answers_with_ids(engine: Settings, tiny_model: Path) -> None:
     answer = fetch(engine.gateway.engine_url + CHAT, GREEDY)
     version = fetch(f"{engine.gateway.engine_url}/spangrad/info")["version"]
     incomplete = {"policy": "policy", "tokenizer_hash": tokenizer_hash(tiny_model)}
@@ -103,7 +103,7 @@ EXTRAS: list[dict[str, Any]] = [{}, {"logprobs": True, "top_logprobs": 2}, {"ret
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=str)
-def test_the_gateways_answer_is_vllms_own(gateway: Settings, engine: Settings, extra: dict[str, Any]) -> None:
+def test_gateway_answer_equals_that_of_vllm(gateway: Settings, engine: Settings, extra: dict[str, Any]) -> None:
     """Its plugin makes vLLM answer with ids unasked; without what was not asked for, that is what the gateway's client gets."""
     asked = {**GREEDY, **extra}
     wants_ids, wants_logprobs = "return_token_ids" in extra, "logprobs" in extra
@@ -139,7 +139,7 @@ def test_the_gateways_answer_is_vllms_own(gateway: Settings, engine: Settings, e
     ],
     ids=str,
 )
-def test_vllms_refusals_are_vllms_own(gateway: Settings, engine: Settings, wrong: dict[str, Any]) -> None:
+def test_gateway_refusal_equals_that_of_vllm(gateway: Settings, engine: Settings, wrong: dict[str, Any]) -> None:
     def refusal(url: str) -> tuple[int, Any]:
         with pytest.raises(urllib.error.HTTPError) as caught:
             post(url + CHAT, {**GREEDY, **wrong})
@@ -148,7 +148,7 @@ def test_vllms_refusals_are_vllms_own(gateway: Settings, engine: Settings, wrong
     assert refusal(gateway.gateway.url) == refusal(engine.gateway.engine_url)
 
 
-def test_calls_lie_in_the_store_with_the_engines_tokens(gateway: Settings, engine: Settings, rows: Callable[[str], list[Any]]) -> None:
+def test_gateway_calls_are_stored_with_tokens_of_engine(gateway: Settings, engine: Settings, rows: Callable[[str], list[Any]]) -> None:
     prefix = f"{gateway.gateway.url}/rollout/store-1/attempt/0"
     direct = fetch(engine.gateway.engine_url + CHAT, GREEDY)
     fetch(prefix + CHAT, GREEDY)
@@ -181,7 +181,7 @@ def test_calls_lie_in_the_store_with_the_engines_tokens(gateway: Settings, engin
     assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) > 0 for row in (first, second))
 
 
-def test_a_stream_that_the_client_cuts_leaves_the_tokens_that_came(gateway: Settings, rows: Callable[[str], list[Any]]) -> None:
+def test_gateway_stream_cut_by_client_records_tokens_so_far(gateway: Settings, rows: Callable[[str], list[Any]]) -> None:
     url = f"{gateway.gateway.url}/rollout/cut-stream/attempt/0{CHAT}"
     body = {**GREEDY, "stream": True, "max_tokens": 110, "ignore_eos": True}
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -194,7 +194,7 @@ def test_a_stream_that_the_client_cuts_leaves_the_tokens_that_came(gateway: Sett
     assert 3 <= len(row["ResponseIds"]) == len(row["Logprobs"]) <= 110
 
 
-def test_logprobs_are_of_the_distribution_that_was_sampled(engine: Settings) -> None:
+def test_logprobs_at_temperature_0_7_are_of_sampled_distribution(engine: Settings) -> None:
     """At temperature 0.7 the logprobs of all tokens are log_softmax(logits / 0.7) of those at temperature 1."""
     everything = {**GREEDY, "max_tokens": 1, "logprobs": True, "top_logprobs": 15, "seed": 1}
 
@@ -210,7 +210,7 @@ def test_logprobs_are_of_the_distribution_that_was_sampled(engine: Settings) -> 
     assert distribution(0.7) == pytest.approx({token: value - norm for token, value in scaled.items()}, abs=1e-4)
 
 
-def test_new_weights_are_served_and_wrong_ones_refused(
+def test_publication_serves_new_weights_and_refuses_wrong_checksum(
     gateway: Settings, engine: Settings, tiny_model: Path, tmp_path: Path, rows: Callable[[str], list[Any]]
 ) -> None:
     policy = f"{gateway.gateway.url}/admin/policies/policy"
@@ -243,7 +243,7 @@ def test_new_weights_are_served_and_wrong_ones_refused(
     assert logprobs(fetch(engine.gateway.engine_url + CHAT, GREEDY)) == pytest.approx(logprobs(old), abs=1e-5)
 
 
-def test_calls_in_flight_survive_a_publication(gateway: Settings, tiny_model: Path, rows: Callable[[str], list[Any]]) -> None:
+def test_publication_with_calls_in_flight_completes_them(gateway: Settings, tiny_model: Path, rows: Callable[[str], list[Any]]) -> None:
     policy = f"{gateway.gateway.url}/admin/policies/policy"
     version = fetch(policy)["version"]
     url = f"{gateway.gateway.url}/rollout/flight-1/attempt/0{CHAT}"
@@ -261,7 +261,7 @@ def test_calls_in_flight_survive_a_publication(gateway: Settings, tiny_model: Pa
     assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) == 110 for row in found)
 
 
-def test_weights_that_are_not_whole_take_the_engine_out_until_good_ones_come(
+def test_publication_of_incomplete_weights_takes_engine_out_until_next(
     gateway: Settings, tiny_model: Path, tmp_path: Path, rows: Callable[[str], list[Any]]
 ) -> None:
     policy = f"{gateway.gateway.url}/admin/policies/policy"
@@ -304,7 +304,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
-def test_the_workers_checksum_is_the_files(tmp_path: Path) -> None:
+def test_worker_checksum_equals_that_of_files(tmp_path: Path) -> None:
     """In any order, with padding, in float32 and as the engine casts to bfloat16."""
     if not VLLM_PYTHON.exists():
         pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")

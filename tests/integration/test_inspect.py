@@ -25,7 +25,7 @@ def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
 
 
-def test_every_fixture_builds_and_nothing_is_unaccounted(tmp_path: Path) -> None:
+def test_inspect_every_fixture_builds_with_nothing_unaccounted(tmp_path: Path) -> None:
     """The page in docs/, made again by its command."""
     page = tmp_path / "fixtures.md"
     answer = inspect("tests/fixtures/spans", "--page", str(page))
@@ -41,7 +41,7 @@ def test_every_fixture_builds_and_nothing_is_unaccounted(tmp_path: Path) -> None
         assert int(calls) > 0, name
 
 
-def test_deliveries_in_any_order_and_number_change_no_count(tmp_path: Path) -> None:
+def test_inspect_spans_twice_in_random_order_gives_same_counts(tmp_path: Path) -> None:
     """Every span of every fixture twice, in shuffled requests, through a real store: the rows of the page."""
     random = Random(7)
     for file in sorted((ROOT / "tests/fixtures/spans").glob("*.jsonl")):
@@ -59,7 +59,7 @@ def test_deliveries_in_any_order_and_number_change_no_count(tmp_path: Path) -> N
     assert made in (ROOT / "docs" / "reference" / "fixtures.md").read_text()
 
 
-def test_frameworks_that_nobody_recorded_are_found_in_a_store_without_a_runner(tmp_path: Path) -> None:
+def test_inspect_unrecorded_frameworks_are_found_in_store_without_runner(tmp_path: Path) -> None:
     for name, forest in FORESTS.items():
         spans = fakes.SpanFactory()
         # Of one trace, which names no rollout.
@@ -73,7 +73,7 @@ def test_frameworks_that_nobody_recorded_are_found_in_a_store_without_a_runner(t
     }
 
 
-def test_what_the_builder_overlooks_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_counts_calls_that_builder_overlooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A builder that takes no span of a convention for a call, and one that loses a call that the gateway recorded."""
     from dataclasses import replace
 
@@ -102,7 +102,7 @@ def test_what_the_builder_overlooks_is_counted(tmp_path: Path, monkeypatch: pyte
     assert (row.calls, row.unaccounted) == (1, 2)  # the call without a conclusion, and its span that belongs to none
 
 
-def test_a_reader_gets_a_table_with_remedies(tmp_path: Path) -> None:
+def test_inspect_prints_table_with_remedies(tmp_path: Path) -> None:
     spans = fakes.SpanFactory()
     root = spans.root(calls=1)
     spans.evaluation(root)
@@ -120,7 +120,7 @@ def test_a_reader_gets_a_table_with_remedies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["nonsense\n", json.dumps({"resourceLogs": []}) + "\n", '{"resourceSpans": 3}\n'])
-def test_a_file_of_something_else_is_one_sentence(tmp_path: Path, text: str) -> None:
+def test_inspect_file_without_spans_is_one_sentence_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.jsonl"
     file.write_text(text)
     with pytest.raises(SettingsError, match=r"^line 1 of .*other\.jsonl is no OTLP/JSON request with spans"):
@@ -144,5 +144,5 @@ def test_a_file_of_something_else_is_one_sentence(tmp_path: Path, text: str) -> 
         ("search", "", {"openinference.span.kind": "TOOL"}, False),
     ],
 )
-def test_what_looks_like_a_call(name: str, scope: str, attributes: dict[str, str], expected: bool) -> None:
+def test_looks_like_a_call_by_name_scope_and_attributes(name: str, scope: str, attributes: dict[str, str], expected: bool) -> None:
     assert looks_like_a_call(name, scope, attributes) is expected

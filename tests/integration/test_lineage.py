@@ -31,7 +31,7 @@ def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path, run: str) -
     return Settings(store=store, trainer=trainer_settings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
 
 
-def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Settings, tiny_model: Path, run: str) -> None:
+def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings: Settings, tiny_model: Path, run: str) -> None:
     """Versions 0 <- 1 <- 2, back to 1, 1 <- 3; branch `fork` begins with 3 and makes 4 to 7, of the same rollouts and one more."""
     world = BuiltRollouts(settings, tiny_model)
     trainer = trainer_over(world, settings)
@@ -136,7 +136,7 @@ def spangrad(settings: Settings, *arguments: str) -> str:
     return ended.stdout
 
 
-def test_names_are_read_as_they_are_written() -> None:
+def test_version_name_and_span_name_parse_or_raise() -> None:
     assert (version_name("a@b@3"), span_name("t/s")) == (("a@b", 3), ("t", "s"))
     for text in ("policy", "@3", "policy@", "policy@x", "policy@-1"):
         with pytest.raises(SettingsError, match=r"names no version\. Write POLICY@VERSION"):
@@ -146,7 +146,7 @@ def test_names_are_read_as_they_are_written() -> None:
             span_name(text)
 
 
-def test_descent_goes_through_branches_that_begin_with_another_ones_version() -> None:
+def test_descendants_follow_branches_from_their_first_version() -> None:
     def version(branch: str, number: int, parent: int | None, of: str, status: str = "committed") -> Ancestor:
         return Ancestor(branch, number, status, parent, of, "", "", "", "", "")
 

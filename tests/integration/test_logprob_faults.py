@@ -48,7 +48,7 @@ FAULTS: tuple[Callable[[LaggingPolicy, int], list[dict[str, Any]]], ...] = (
 
 
 @pytest.mark.parametrize(("trainer", "engine"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp32", torch.bfloat16)])
-def test_lagging_rollouts_train_and_faulty_ones_are_refused_at_staleness_0_and_1(tiny_model: Path, trainer: Any, engine: torch.dtype):
+def test_logprob_check_passes_lagging_rollouts_and_refuses_faulty_rollouts(tiny_model: Path, trainer: Any, engine: torch.dtype):
     settings = trainer_settings(learning_rate=LEARNING_RATE, max_staleness=1, dtype=trainer)
     policy = LaggingPolicy(tiny_model, settings, engine)
     moved = [policy.step(behind=1) for _ in range(EARLY)]
@@ -65,7 +65,7 @@ def test_lagging_rollouts_train_and_faulty_ones_are_refused_at_staleness_0_and_1
     assert max(held) < (1e-4 if (trainer, engine) == ("fp32", torch.float32) else 0.05)
 
 
-def test_weights_of_earlier_checkpoints_are_held_after_a_start_as_if_it_had_never_stopped(tiny_model: Path, tmp_path: Path):
+def test_logprob_check_after_restart_holds_weights_of_earlier_checkpoints(tiny_model: Path, tmp_path: Path):
     settings = trainer_settings(learning_rate=LEARNING_RATE, max_staleness=2)
     policy = LaggingPolicy(tiny_model, settings, torch.float32)
     checkpoints = [tiny_model]
@@ -86,7 +86,7 @@ def test_weights_of_earlier_checkpoints_are_held_after_a_start_as_if_it_had_neve
     assert metrics["held_gap_mean_behind_2"] < 1e-4, "sound calls pass, though the policy has moved"
 
 
-def test_a_fault_after_a_start_is_refused_beyond_what_drift_explains(tiny_model: Path):
+def test_logprob_check_after_restart_refuses_fault_beyond_drift(tiny_model: Path):
     """No earlier weights are held yet: a row of the version before may differ by the drift of one version, and no more."""
     policy = LaggingPolicy(tiny_model, trainer_settings(learning_rate=LEARNING_RATE, max_staleness=1), torch.float32)
     policy.versions.append(policy.versions[0])

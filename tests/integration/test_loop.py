@@ -92,7 +92,7 @@ def train_once(settings: Settings, directory: Path, model: Path) -> str:
     return answer.stderr
 
 
-def test_calls_are_transitions_and_drops_and_a_refused_call_is_a_drop(gateway: Settings, tmp_path: Path) -> None:
+def test_loop_every_call_is_transition_or_drop(gateway: Settings, tmp_path: Path) -> None:
     settings = own_run(gateway)
     agent = CallableAgent("plain_agents:stumble", directory=AGENTS)
     outcomes = roll_out(settings, agent, TASKS, tmp_path, size=2)
@@ -112,7 +112,7 @@ def test_calls_are_transitions_and_drops_and_a_refused_call_is_a_drop(gateway: S
 
 
 @pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
-def test_nothing_partial_is_built_while_the_gateways_spans_are_held_back(
+def test_loop_builds_nothing_partial_while_gateway_spans_are_delayed(
     engine: Settings, store: StoreSettings, tmp_path: Path, seconds: int
 ) -> None:
     held = gateway_settings(engine, store, export_delay_seconds=seconds)
@@ -144,9 +144,7 @@ def fresh(store: StoreSettings, tiny_model: Path, vllm_cache: Path, tmp_path: Pa
         yield settings
 
 
-def test_a_version_is_trained_on_train_rollouts_alone_at_temperature_0_7_and_served(
-    fresh: Settings, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_loop_trains_train_rollouts_only_and_serves_new_version(fresh: Settings, tiny_model: Path, tmp_path: Path) -> None:
     settings = own_run(fresh)
     cool = [Task(task.task_id, {"city": task.task_id, "temperature": 0.7}) for task in TASKS]
     held_out = {outcome.key.rollout_id for outcome in roll_out(settings, ASK, cool, tmp_path, mode=Mode.VALIDATE)}
@@ -178,7 +176,7 @@ def test_a_version_is_trained_on_train_rollouts_alone_at_temperature_0_7_and_ser
     assert fetch(served)["version"] == 1
 
 
-def test_a_program_without_instrumentation_is_recorded_under_its_root(gateway: Settings, tmp_path: Path) -> None:
+def test_loop_program_without_instrumentation_is_recorded_under_root_span(gateway: Settings, tmp_path: Path) -> None:
     settings = own_run(gateway)
     agent = CommandAgent((sys.executable, "plain_agents.py"), directory=AGENTS)
     outcomes = roll_out(settings, agent, TASKS[:1], tmp_path, size=2)
@@ -194,7 +192,7 @@ def test_a_program_without_instrumentation_is_recorded_under_its_root(gateway: S
     assert sorted(rows) == sorted((outcome.key.rollout_id, "train", 1, 0.5, 1) for outcome in outcomes)
 
 
-def test_the_direct_mode_builds_from_the_agents_own_spans(engine: Settings, store: StoreSettings, tmp_path: Path) -> None:
+def test_loop_in_direct_mode_builds_from_spans_of_agent(engine: Settings, store: StoreSettings, tmp_path: Path) -> None:
     settings = own_run(engine.model_copy(update={"store": store}), gateway=False, quiet_seconds=1)
     outcomes = roll_out(settings, ASK, TASKS[:1], tmp_path, size=3)
     assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, None)] * 3
@@ -227,7 +225,7 @@ print(1.0)
 """
 
 
-def test_failures_that_the_policy_caused_are_rewarded_built_and_loaded_for_training(gateway: Settings, tmp_path: Path) -> None:
+def test_loop_failure_rewards_are_built_and_loaded_for_training(gateway: Settings, tmp_path: Path) -> None:
     settings = own_run(gateway)
     rewards = FailureRewards(timeout=-1.0, context_overflow=-0.5, exit_code=None)
     runner = settings.runner.model_copy(update={"timeout_seconds": 12, "max_attempts": 2, "failure_rewards": rewards})
@@ -266,7 +264,7 @@ def test_failures_that_the_policy_caused_are_rewarded_built_and_loaded_for_train
     assert failed_shares(loaded, "policy", [0], 0.5)["failed_share"] == 0.75
 
 
-def test_a_rollout_without_a_reward_is_a_drop_and_never_a_zero(gateway: Settings, tmp_path: Path) -> None:
+def test_loop_rollout_without_reward_is_drop(gateway: Settings, tmp_path: Path) -> None:
     settings = own_run(gateway)
     settings = settings.model_copy(update={"runner": settings.runner.model_copy(update={"max_attempts": 1})})
     agent = CommandAgent((sys.executable, "-c", "print(1)"), evaluator="json:loads", directory=AGENTS)

@@ -57,7 +57,7 @@ def committed(directory: Path) -> int:
         ledger.close()
 
 
-def test_the_page_takes_fewer_than_ten_commands_and_its_agent_twenty_lines() -> None:
+def test_own_agent_page_has_fewer_than_10_commands_and_20_lines_of_agent() -> None:
     assert len(COMMANDS) < 10
     (agent,) = [text for kind, text in BLOCKS if kind == "python"]
     assert len(agent.splitlines()) <= 20
@@ -66,7 +66,7 @@ def test_the_page_takes_fewer_than_ten_commands_and_its_agent_twenty_lines() -> 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_the_page_leads_to_trained_versions_of_a_readers_own_agent(vllm_cache: Path, tmp_path: Path, steps: int) -> None:
+def test_own_agent_page_commands_lead_to_trained_versions(vllm_cache: Path, tmp_path: Path, steps: int) -> None:
     environment = elsewhere(vllm_cache)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for kind, name in (("python", "agent.py"), ("", "tasks.jsonl")):

@@ -31,7 +31,7 @@ def gone(pid: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_stopped_child_takes_its_own_children_along(tmp_path: Path) -> None:
+def test_child_stop_ends_its_children(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
         "import subprocess, sys, time\n"
@@ -46,7 +46,7 @@ def test_a_stopped_child_takes_its_own_children_along(tmp_path: Path) -> None:
     gone(grandchild)
 
 
-def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
+def test_child_of_killed_parent_dies(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from spangrad.processes import Child\n"
         f"c = Child('c', [sys.executable, '-c', 'import time; time.sleep(60)'], Path({str(tmp_path / 'log')!r}))\n"
@@ -60,13 +60,13 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     gone(child)
 
 
-def test_a_dead_child_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_wait_until_with_dead_child_raises_with_end_of_log(tmp_path: Path) -> None:
     child = Child("spangrad thing", [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log")
     with pytest.raises(SpangradError, match=r"spangrad thing ended with exit code 3[\s\S]*the reason"):
         wait_until(lambda: False, 30, "it", [child])
 
 
-def test_a_port_in_use_is_named_with_its_setting() -> None:
+def test_require_free_port_in_use_raises_with_setting() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -76,7 +76,7 @@ def test_a_port_in_use_is_named_with_its_setting() -> None:
     require_free_port("127.0.0.1", port, "store.otlp_http_port")
 
 
-def test_free_ports_differ_and_are_no_outgoing_connections() -> None:
+def test_free_ports_are_distinct_and_below_outgoing_range() -> None:
     ports = [*free_ports(20), *(port for _ in range(500) for port in free_ports(1))]
     lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
@@ -84,7 +84,7 @@ def test_free_ports_differ_and_are_no_outgoing_connections() -> None:
     assert max(ports) < lowest_outgoing
 
 
-def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_ports_skip_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     (used,) = free_ports(1)
     monkeypatch.setattr("spangrad.processes._SERVER_PORTS", range(used, used + 1))
     monkeypatch.setattr("spangrad.processes._server_ports", lambda: repeat(used))
@@ -95,7 +95,7 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
             free_ports(1)
 
 
-def test_binding_beyond_loopback_needs_a_token() -> None:
+def test_require_safe_bind_beyond_loopback_without_token_raises() -> None:
     with pytest.raises(SpangradError, match=r"Set store\.token, or bind 127\.0\.0\.1"):
         require_safe_bind("0.0.0.0", None, "store")
     with pytest.raises(SpangradError):

@@ -12,7 +12,7 @@ from examples.prompt_optimisation.task import FIRST_PROMPT
 pytestmark = [pytest.mark.slow]
 
 
-def test_the_search_finds_both_sentences(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prompt_optimisation_example_finds_both_sentences(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = run(tmp_path / "run", 0)
     assert (found["start"], found["best"], found["published"], found["p"]) == (1, 3, True, 1 / 256)
     candidates = found["candidates"]

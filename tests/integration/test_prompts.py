@@ -124,7 +124,7 @@ async def spangrad(directory: Path, flags: dict[str, Any], *words: str) -> str:
     return out.decode()
 
 
-def test_a_search_finds_the_phrase_publishes_it_and_trains_nothing(store: StoreSettings, tmp_path: Path) -> None:
+def test_prompt_search_publishes_best_prompt_and_trains_nothing(store: StoreSettings, tmp_path: Path) -> None:
     (tmp_path / "geography.py").write_text(textwrap.dedent(AGENT))
     cities = list(COUNTRIES)
     for name, count in (("learn", 4), ("measure", 6)):

@@ -51,7 +51,7 @@ def tool(store: StoreSettings) -> str:
     return tool
 
 
-def test_rollouts_has_a_row_with_outcome_rewards_tokens_tools_time_and_what_it_trained(store: StoreSettings, tool: str) -> None:
+def test_rollouts_table_has_outcome_rewards_tokens_tools_time_and_training(store: StoreSettings, tool: str) -> None:
     asked = (
         "SELECT Outcome, Return, Rewards, Calls, Transitions, Drops, InputTokens, OutputTokens, ToolCalls, FailedToolCalls, PolicyVersions,"
         f" Attempts, Seconds, StageSeconds, Trained FROM spangrad.rollouts WHERE RunId = '{RUN}'"
@@ -60,7 +60,7 @@ def test_rollouts_has_a_row_with_outcome_rewards_tokens_tools_time_and_what_it_t
     assert rows(store, asked) == [("succeeded", 0.75, rewards, 2, 2, 0, 9, 3, 1, 1, [3], 1, 9.0, stages, [("public", "main", 4)])]
 
 
-def test_tool_calls_has_latency_error_reward_and_the_call_that_caused_it(store: StoreSettings, tool: str) -> None:
+def test_tool_calls_table_has_latency_error_reward_and_causing_call(store: StoreSettings, tool: str) -> None:
     asked = (
         "SELECT ToolName, Arguments, Result, Failed, Error, Duration, Reward, SpanId, CallId IN"
         f" (SELECT CallId FROM spangrad.transitions WHERE RunId = '{RUN}' AND Turn = 0) FROM spangrad.tool_calls WHERE RunId = '{RUN}'"
@@ -68,7 +68,7 @@ def test_tool_calls_has_latency_error_reward_and_the_call_that_caused_it(store: 
     assert rows(store, asked) == [("weather", '{"city": "rome"}', "no such city", True, "unknown", 250, -0.5, tool, 1)]
 
 
-def test_execution_has_calls_and_tool_calls_in_order_of_time_with_input_output_and_reward(store: StoreSettings, tool: str) -> None:
+def test_execution_table_has_calls_and_tool_calls_in_order_of_time(store: StoreSettings, tool: str) -> None:
     columns = "Kind, Name, Input, Output, length(InputIds), OutputIds, Reward"
     asked = f"SELECT {columns} FROM spangrad.execution WHERE RunId = '{RUN}' ORDER BY Timestamp"
     assert rows(store, asked) == [
@@ -98,7 +98,7 @@ def test_attempts_are_there_before_anything_is_built(store: StoreSettings) -> No
     assert rows(store, asked) == [("waiting", 1, 2, True, "", "t")]
 
 
-def test_the_newest_revision_counts_and_of_two_of_the_same_the_first(store: StoreSettings) -> None:
+def test_builds_newest_revision_counts_and_first_of_equal_ones(store: StoreSettings) -> None:
     with connect(store) as client:
         for revision, content, minute in ((0, 9, 1), (2, 5, 3), (2, 4, 2), (1, 8, 4)):
             at = datetime(2026, 1, 1, 0, minute, tzinfo=UTC)
@@ -108,13 +108,13 @@ def test_the_newest_revision_counts_and_of_two_of_the_same_the_first(store: Stor
     assert rows(store, f"SELECT Revision, Content FROM {builds_sql()} WHERE RunId = 'rev'") == [(2, 4)]
 
 
-def test_steps_has_a_row_a_trained_version_with_all_metrics(store: StoreSettings, tool: str) -> None:
+def test_steps_table_has_row_per_version_with_metrics(store: StoreSettings, tool: str) -> None:
     asked = f"SELECT Version, Parent, Return, Seconds, Metrics FROM spangrad.steps WHERE RunId = '{RUN}'"
     metrics = {"mean_return": 0.5, "seconds_train": 2.0}
     assert rows(store, asked) == [(4, 3, 0.5, {"seconds_train": 2.0}, metrics)]
 
 
-def test_every_public_table_says_what_it_holds(store: StoreSettings) -> None:
+def test_public_tables_have_a_comment(store: StoreSettings) -> None:
     comments = dict(rows(store, f"SELECT name, comment FROM system.tables WHERE database = '{PUBLIC}'"))
     assert {"attempts", "calls", "drops", "execution", "lineage", "policy_versions", "rollouts", "steps", "tool_calls", "transitions"} <= {
         *comments

@@ -39,7 +39,7 @@ class Answered(FakeSource):
                 await client.enqueue("run", some(2, name, group_size=2))
 
 
-def test_a_source_that_follows_the_demand_keeps_the_trainer_fed(tmp_path: Path) -> None:
+def test_demand_source_enqueues_as_many_groups_as_trainer_demands(tmp_path: Path) -> None:
     services = queue_settings(f"sqlite:///{tmp_path / 'queue.db'}")
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", skip_equal_groups=True, max_staleness=0, max_steps=3)
     chosen = chosen.model_copy(update={"runner": services.runner, "queue": services.queue})

@@ -16,7 +16,7 @@ from tests.support.runners import queue_settings, serving
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "queue.md"
 
 
-async def test_the_commands_run_and_answer_what_the_page_says(tmp_path: Path) -> None:
+async def test_queue_docs_commands_answer_as_page_shows(tmp_path: Path) -> None:
     if not shutil.which("curl"):
         pytest.skip("curl is not here: install it")
     blocks = re.findall(r"^```console\n(curl .*?)^```", PAGE.read_text(), re.M | re.S)

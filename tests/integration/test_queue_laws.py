@@ -147,7 +147,7 @@ class TestHandOut:
         yield database
         database.close()
 
-    def test_it_is_one_statement_that_reads_the_index(self, database: QueueDatabase) -> None:
+    def test_hand_out_is_one_statement_that_reads_the_index(self, database: QueueDatabase) -> None:
         fill(database, 100_000)
         with database.transaction() as transaction:
             with self.statements(database) as seen:
@@ -163,7 +163,7 @@ class TestHandOut:
         assert by_priority == sorted(by_priority, key=lambda pair: (-pair[0], pair[1]))
         assert (len(leases), {one.priority for one in leases}) == (20, {9})
 
-    def test_its_work_does_not_grow_with_the_queue(self, database: QueueDatabase) -> None:
+    def test_hand_out_work_does_not_grow_with_queue(self, database: QueueDatabase) -> None:
         if not database.is_sqlite:
             pytest.skip("SQLite counts its steps")
         steps = []
@@ -216,7 +216,7 @@ def fill(database: QueueDatabase, count: int) -> None:
         )
 
 
-def test_the_order_of_ends_is_the_order_in_which_they_were_told(queue_db: str) -> None:
+def test_ended_rollouts_are_listed_in_order_of_their_ends(queue_db: str) -> None:
     database = QueueDatabase(queue_db)
     names = [f"r{i}" for i in range(30)]
     told = random.Random(0).sample(names, 30)
@@ -238,7 +238,7 @@ def test_the_order_of_ends_is_the_order_in_which_they_were_told(queue_db: str) -
     database.close()
 
 
-def test_a_number_that_was_taken_back_is_not_given_again(queue_db: str) -> None:
+def test_ended_cursor_number_of_rollback_is_not_reused(queue_db: str) -> None:
     database = QueueDatabase(queue_db)
     with database.transaction() as transaction:
         rows.enqueue(transaction, database, "run", some(2, max_attempts=1), ["r0", "r1"], DEFAULTS)
@@ -255,7 +255,7 @@ def test_a_number_that_was_taken_back_is_not_given_again(queue_db: str) -> None:
     database.close()
 
 
-def test_what_is_committed_is_on_the_disk(tmp_path: Path) -> None:
+def test_queue_sqlite_commits_are_synchronous(tmp_path: Path) -> None:
     database = QueueDatabase(f"sqlite:///{tmp_path}/queue.db")
     with database.reading() as connection:
         pragmas = {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("journal_mode", "synchronous")}
@@ -263,7 +263,7 @@ def test_what_is_committed_is_on_the_disk(tmp_path: Path) -> None:
     assert pragmas == {"journal_mode": "wal", "synchronous": 2}, "FULL: each commit waits for the log's fsync"
 
 
-def test_a_database_has_one_server(queue_db: str) -> None:
+def test_queue_database_in_use_raises(queue_db: str) -> None:
     first = QueueDatabase(queue_db)
     with pytest.raises(QueueError, match=r"another `spangrad queue` serves from queue.db = \S+ Ask that one"):
         QueueDatabase(queue_db)
@@ -283,7 +283,7 @@ def test_a_database_has_one_server(queue_db: str) -> None:
         ("sqlite:////proc/nowhere/x.db", "cannot be written"),
     ],
 )
-def test_a_database_that_is_none_is_said_in_a_sentence(url: str, sentence: str) -> None:
+def test_queue_database_with_invalid_url_raises_without_secret(url: str, sentence: str) -> None:
     with pytest.raises(QueueError, match=sentence) as caught:
         QueueDatabase(url)
     assert "secret" not in str(caught.value)

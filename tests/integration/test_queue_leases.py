@@ -16,7 +16,7 @@ from spangrad.types import AttemptFailure
 from tests.support.runners import done, is_state, is_true, queue_settings, serving, some, state, until
 
 
-async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:
+async def test_complete_after_lost_lease_is_refused_with_reason(queue_db: str) -> None:
     async with serving(queue_settings(queue_db, queue__lease_seconds=0.3)) as (client, _):
         await client.enqueue("run", some(1))
         (slow,) = await client.lease("run", "slow")
@@ -51,7 +51,7 @@ async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:
         )
 
 
-async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: Path) -> None:
+async def test_heartbeats_extend_leases_and_report_ended_attempts(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=1.0)) as (client, _):
         await client.enqueue("run", some(3))
         leases = await client.lease("run", "worker", 3)
@@ -76,7 +76,7 @@ async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: 
         assert (await client.complete([done(leases[0])]))[0].refused is None
 
 
-async def test_a_connection_that_falls_silent_costs_no_lease(tmp_path: Path) -> None:
+async def test_heartbeat_connection_that_stalls_loses_no_lease(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=4.0)
     connections: list[asyncio.Event] = []
     """Set: whatever comes is kept, and nothing is closed, as behind a router that has forgotten the connection."""
@@ -106,7 +106,7 @@ async def test_a_connection_that_falls_silent_costs_no_lease(tmp_path: Path) -> 
         assert result.refused is None
 
 
-async def test_only_the_agents_time_counts_where_its_worker_says_it(tmp_path: Path) -> None:
+async def test_attempt_timeout_counts_agent_time_reported_by_worker(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.8)) as (client, _):
         await client.enqueue("run", some(1, timeout_seconds=0.1, max_attempts=1))
         await client.lease("run", "worker")
@@ -123,7 +123,7 @@ async def test_only_the_agents_time_counts_where_its_worker_says_it(tmp_path: Pa
         assert (attempt.reason, attempt.detail) == (AttemptFailure.LOST, "it ran for more than 0.1 s, and its worker did not end it")
 
 
-async def test_an_extended_lease_needs_no_heartbeat_also_after_a_restart(queue_db: str) -> None:
+async def test_extended_lease_needs_no_heartbeat_after_restart(queue_db: str) -> None:
     settings = queue_settings(queue_db, queue__lease_seconds=0.3)
     async with serving(settings) as (client, _):
         await client.enqueue("run", some(2))
@@ -137,7 +137,7 @@ async def test_an_extended_lease_needs_no_heartbeat_also_after_a_restart(queue_d
         assert (await client.complete([done(long)]))[0].refused is None
 
 
-async def test_a_restart_gives_every_lease_its_whole_time_and_counts_on_what_attempts_have_run(tmp_path: Path) -> None:
+async def test_queue_restart_renews_leases_and_keeps_run_time_of_attempts(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.5)
     async with serving(settings) as (client, _):
         await client.enqueue("run", [*some(1, "short", timeout_seconds=1.0), *some(1, "long")])
@@ -156,7 +156,7 @@ async def test_a_restart_gives_every_lease_its_whole_time_and_counts_on_what_att
         assert await state(client, "long0") == RolloutState.RUNNING
 
 
-async def test_a_server_that_was_held_up_itself_blames_no_worker(tmp_path: Path) -> None:
+async def test_queue_server_that_stalled_expires_no_lease(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.5)) as (client, service):
         await client.enqueue("run", some(1))
         (lease,) = await client.lease("run", "worker")
@@ -167,7 +167,7 @@ async def test_a_server_that_was_held_up_itself_blames_no_worker(tmp_path: Path)
         await until(lambda: is_state(client, "r0", RolloutState.QUEUED))
 
 
-async def test_time_in_the_queue_does_not_count(tmp_path: Path) -> None:
+async def test_attempt_timeout_excludes_queue_time(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.2)) as (client, _):
         await client.enqueue("run", some(1, timeout_seconds=0.1))
         await asyncio.sleep(0.6)
@@ -175,7 +175,7 @@ async def test_time_in_the_queue_does_not_count(tmp_path: Path) -> None:
         assert (await client.complete([done(lease)]))[0].refused is None
 
 
-async def test_what_is_given_back_does_not_count(queue_db: str) -> None:
+async def test_released_lease_does_not_count_as_attempt(queue_db: str) -> None:
     async with serving(queue_settings(queue_db, max_attempts=1)) as (client, _):
         await client.enqueue("run", some(1))
         for number in range(3):
@@ -185,7 +185,7 @@ async def test_what_is_given_back_does_not_count(queue_db: str) -> None:
             assert (result.state, result.refused) == (RolloutState.QUEUED, None)
 
 
-async def test_the_attempts_of_a_dead_worker_of_this_machine_are_lost_at_once(tmp_path: Path) -> None:
+async def test_dead_worker_of_same_machine_loses_attempts_at_once(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=3600)) as (client, service):
         await client.enqueue("run", some(2))
         command = [sys.executable, "-c", "from spangrad.leases import *; print(this_process(), flush=True); input()"]
@@ -206,7 +206,7 @@ async def test_the_attempts_of_a_dead_worker_of_this_machine_are_lost_at_once(tm
         assert [one.reason for one in (await client.rollout("r0")).attempts] == [AttemptFailure.LOST]
 
 
-async def test_a_thousand_attempts_in_flight_are_cancelled(queue_db: str) -> None:
+async def test_cancel_with_1000_attempts_in_flight_cancels_all(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, service):
         await client.enqueue("run", some(1500, group_size=10))
         await client.enqueue("other", some(2, "o"))

@@ -36,7 +36,7 @@ def facts(one: Any) -> tuple[object, ...]:
     return one.version, one.text, one.published
 
 
-async def test_versions_are_kept_published_and_never_twice(queue_db: str) -> None:
+async def test_prompt_store_versions_are_kept_and_published(queue_db: str) -> None:
     chosen = queue_settings(queue_db)
     store = PromptStore(str(chosen.queue.url), retry_seconds=0)
 
@@ -75,7 +75,7 @@ async def test_versions_are_kept_published_and_never_twice(queue_db: str) -> Non
         store.get("greeting")
 
 
-async def test_baggage_pins_whoever_asks_by_http_alone(tmp_path: Path) -> None:
+async def test_prompt_route_with_baggage_pins_version(tmp_path: Path) -> None:
     chosen = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__token="secret")
     store = PromptStore(str(chosen.queue.url), "secret")
     async with serving(chosen), aiohttp.ClientSession(str(chosen.queue.url)) as anybody:
@@ -102,7 +102,7 @@ async def test_baggage_pins_whoever_asks_by_http_alone(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["x", "y", "z"]), st.booleans()), max_size=12))
-def test_version_numbers_are_dense_and_a_text_has_one(puts: list[tuple[str, str, bool]]) -> None:
+def test_prompt_versions_are_dense_and_unique_by_text(puts: list[tuple[str, str, bool]]) -> None:
     from spangrad.database import Owner, database_url
 
     owner = Owner("the test's database", "none", PromptError, "nothing is lost.", lock=1)
@@ -125,7 +125,7 @@ def test_version_numbers_are_dense_and_a_text_has_one(puts: list[tuple[str, str,
     database.close()
 
 
-async def test_a_queue_of_an_earlier_release_gets_the_columns_that_it_lacks(queue_db: str) -> None:
+async def test_queue_database_of_earlier_release_gets_missing_columns(queue_db: str) -> None:
     chosen = queue_settings(queue_db)
     async with serving(chosen) as (client, _):
         await client.enqueue("run", some(1))
@@ -140,7 +140,7 @@ async def test_a_queue_of_an_earlier_release_gets_the_columns_that_it_lacks(queu
         assert (await client.rollout("new0")).prompt == PromptVersion("greeting", 3)
 
 
-async def test_in_one_attempt_a_name_is_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompt_within_attempt_has_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     store = PromptStore(str(chosen.queue.url))
     monkeypatch.setenv(prompt_client.URL, str(chosen.queue.url))
@@ -191,7 +191,7 @@ print(int(os.environ["SPANGRAD_PROMPT_VERSION"]) + 10 * (os.environ["SYSTEM_PROM
 """
 
 
-async def test_attempts_are_pinned_by_their_task_and_spans_say_to_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_attempts_are_pinned_to_prompt_of_task_and_spans_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
     (tmp_path / "mine.py").write_text(textwrap.dedent(CALLABLE))
     queue = queue_settings(f"sqlite:///{tmp_path}/queue.db")

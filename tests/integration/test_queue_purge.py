@@ -14,7 +14,7 @@ from runner.queue.wire import DemandState, Purge, RolloutSelector, RolloutState
 from tests.support.runners import done, failed, queue_settings, serving, some, until
 
 
-async def test_only_what_has_ended_is_forgotten_and_no_number_is_given_twice(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_purge_removes_ended_rollouts_only_and_reuses_no_number(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(purge, "ROLLOUTS_PER_TRANSACTION", 3)
     monkeypatch.setattr(purge, "_TRANSACTIONS_PER_REQUEST", 2)
     settings = queue_settings(queue_db, max_attempts=1, queue__keep_days=None)
@@ -55,7 +55,7 @@ async def test_only_what_has_ended_is_forgotten_and_no_number_is_given_twice(que
         assert news.cursor > run.cursor
 
 
-async def test_the_server_forgets_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queue_server_purges_periodically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(purge, "_PURGE_SECONDS", 0.02)
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__keep_days=0.1 / 86400)
     async with serving(settings) as (client, _):

@@ -24,7 +24,7 @@ from tests.support.runners import done, failed, is_true, queue_settings, refuses
 from tests.support.servers import running_postgres
 
 
-async def test_the_whole_story_of_a_rollout(queue_db: str) -> None:
+async def test_rollout_lifecycle_over_queue_http(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, service):
         assert await client.enqueue("run", some(2, priority=3)) == ["r0", "r1"]
         (lease,) = await client.lease("run", "worker one")
@@ -96,7 +96,7 @@ async def test_the_whole_story_of_a_rollout(queue_db: str) -> None:
         assert service.ended == {"crash": 1, "succeeded": 1}
 
 
-async def test_the_dead_are_listed_and_queued_again(queue_db: str) -> None:
+async def test_dead_rollouts_are_listed_and_retried(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, _):
         await client.enqueue("run", some(3, max_attempts=2))
         for number in range(2):
@@ -114,7 +114,7 @@ async def test_the_dead_are_listed_and_queued_again(queue_db: str) -> None:
         assert await client.retry(RolloutSelector(run_id="run")) == 3
 
 
-async def test_demand_is_a_level_that_never_falls(queue_db: str) -> None:
+async def test_demand_level_never_falls(queue_db: str) -> None:
     settings = queue_settings(queue_db)
     async with serving(settings) as (client, _):
         assert await client.demand("run") == DemandState(groups=0, enqueued=0, cancelled=0, branches=[])
@@ -136,7 +136,7 @@ async def test_demand_is_a_level_that_never_falls(queue_db: str) -> None:
         )
 
 
-async def test_a_run_with_an_odd_name_is_one_segment(tmp_path: Path) -> None:
+async def test_run_id_with_special_characters_is_one_path_segment(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
         for name in ("a/b c?d#é", "%2F"):
             await client.enqueue(name, some(1, name))
@@ -150,7 +150,7 @@ async def test_a_run_with_an_odd_name_is_one_segment(tmp_path: Path) -> None:
             assert (await client.rollout(f"{name}0")).run_id == name
 
 
-async def test_whoever_waits_is_answered_when_something_comes(tmp_path: Path) -> None:
+async def test_waiting_requests_are_answered_when_rollouts_arrive(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
         worker = asyncio.create_task(client.lease("run", "worker", 2, wait_seconds=30))
         watcher = asyncio.create_task(client.ended("run", wait_seconds=30))
@@ -167,7 +167,7 @@ async def test_whoever_waits_is_answered_when_something_comes(tmp_path: Path) ->
         assert await client.lease("run", "worker", wait_seconds=0.05) == []
 
 
-async def test_whoever_left_as_he_waited_is_handed_nothing(tmp_path: Path) -> None:
+async def test_lease_request_cancelled_while_waiting_gets_no_rollout(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with serving(settings) as (client, service):
         async with QueueClient.of(settings.queue) as other:
@@ -179,7 +179,7 @@ async def test_whoever_left_as_he_waited_is_handed_nothing(tmp_path: Path) -> No
         assert [lease.attempt for lease in await client.lease("run", "worker", wait_seconds=30)] == [0]
 
 
-async def test_many_requests_share_a_transaction(tmp_path: Path) -> None:
+async def test_writer_batches_requests_into_transactions(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
         await asyncio.gather(*[client.enqueue("run", some(1, f"{i}-")) for i in range(200)])
         leases = await asyncio.gather(*[client.lease("run", f"worker {i}") for i in range(200)])
@@ -190,7 +190,7 @@ async def test_many_requests_share_a_transaction(tmp_path: Path) -> None:
         assert service.writer.tally.transactions < 200
 
 
-async def test_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
+async def test_writer_request_that_fails_affects_no_other(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
         blocked, entered = threading.Event(), threading.Event()
 
@@ -216,7 +216,7 @@ async def test_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
         assert (await client.run("run")).states == {RolloutState.QUEUED: 2}
 
 
-async def test_a_queue_without_its_database_says_so_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queue_without_database_answers_503_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db"), retry_seconds=0) as (client, service):
         await client.enqueue("run", some(2))
         (lease,) = await client.lease("run", "worker")
@@ -232,7 +232,7 @@ async def test_a_queue_without_its_database_says_so_and_comes_back(tmp_path: Pat
         assert service.in_flight == 0
 
 
-async def test_an_id_of_another_run_is_refused(queue_db: str) -> None:
+async def test_enqueue_rollout_id_of_another_run_is_refused(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, _):
         await client.enqueue("run", some(2))
         with pytest.raises(QueueError, match=r"\(400\): .*rollout r\d belongs to run run already"):
@@ -241,7 +241,7 @@ async def test_an_id_of_another_run_is_refused(queue_db: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_postgresql_that_falls_and_comes_back_loses_nothing() -> None:
+async def test_queue_with_restarted_postgresql_loses_no_rollout() -> None:
     with running_postgres() as postgres:
         settings = queue_settings(postgres.schema("queue"))
         async with serving(settings, retry_seconds=0) as (client, service):
@@ -259,7 +259,7 @@ async def test_a_postgresql_that_falls_and_comes_back_loses_nothing() -> None:
             assert service.in_flight == 0
 
 
-async def test_refusals_are_sentences(tmp_path: Path) -> None:
+async def test_queue_refusals_are_sentences(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__token=SecretStr("secret"))
     async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
 
@@ -307,7 +307,7 @@ async def test_refusals_are_sentences(tmp_path: Path) -> None:
         assert await client.runs() == []
 
 
-async def test_metrics_are_prometheus(tmp_path: Path) -> None:
+async def test_queue_metrics_are_prometheus_text(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
         await client.enqueue("run", some(4))
@@ -333,7 +333,7 @@ async def test_metrics_are_prometheus(tmp_path: Path) -> None:
     )
 
 
-def test_plain_code_needs_no_event_loop(tmp_path: Path) -> None:
+def test_plain_queue_works_without_event_loop(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     ready, end = threading.Event(), threading.Event()
 
@@ -355,13 +355,13 @@ def test_plain_code_needs_no_event_loop(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_beyond_loopback_there_must_be_a_token(tmp_path: Path) -> None:
+def test_queue_serve_beyond_loopback_without_token_raises(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__host="0.0.0.0")
     with pytest.raises(SpangradError, match=r"'0\.0\.0\.0' would listen beyond this machine without a token"):
         serve(settings)
 
 
-async def test_a_queue_that_is_away_is_named(tmp_path: Path) -> None:
+async def test_queue_client_without_server_raises_with_remedy(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with QueueClient.of(settings.queue, retry_seconds=0) as client:
         with pytest.raises(QueueError, match=rf"the queue at {client.url} does not answer .* Start it with `spangrad queue`"):

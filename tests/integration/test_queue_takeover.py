@@ -31,7 +31,7 @@ def end_the_locks_session(url: str) -> None:
         assert ended.fetchall() == [(True,)]
 
 
-async def test_a_server_whose_session_was_ended_is_soon_the_one_server_again(url: str) -> None:
+async def test_queue_server_that_lost_database_lock_takes_it_again(url: str) -> None:
     async with serving(queue_settings(url)) as (client, service):
         for _ in range(2):
             end_the_locks_session(url)
@@ -40,7 +40,7 @@ async def test_a_server_whose_session_was_ended_is_soon_the_one_server_again(url
         assert not service.taken.done()
 
 
-def test_a_server_whose_database_another_one_has_taken_ends(url: str, tmp_path: Path) -> None:
+def test_queue_server_whose_database_lock_is_taken_ends(url: str, tmp_path: Path) -> None:
     server = queue_process(queue_settings(url), tmp_path / "log")
     try:
         end_the_locks_session(url)

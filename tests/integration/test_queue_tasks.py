@@ -21,7 +21,7 @@ FIRST = [Task(f"t{n}", {"question": "é" * n, "n": n}) for n in range(2500)]
 OTHER = [Task("t0", None)]
 
 
-async def test_tasks_are_kept_once_and_read_whole(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_task_store_upload_keeps_tasks_once_and_reads_them_whole(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = queue_settings(queue_db, run_id="run/1")
     monkeypatch.setattr(task_store, "_CHARACTERS", 50_000)  # many parts
     async with serving(settings) as (_, service):
@@ -51,13 +51,13 @@ async def test_tasks_are_kept_once_and_read_whole(queue_db: str, monkeypatch: py
         await asyncio.to_thread(work)
 
 
-def test_the_digest_is_of_ids_inputs_and_their_order() -> None:
+def test_digest_of_tasks_depends_on_ids_inputs_and_order() -> None:
     one, two = Task("a", {"x": 1, "y": 2}), Task("b", 1)
     assert digest_of([one, two]) == digest_of([Task("a", {"y": 2, "x": 1}), two])
     assert len({digest_of(tasks) for tasks in ([one, two], [two, one], [one], [Task("a", 1), two], [Task("c", one.input), two])}) == 5
 
 
-async def test_without_a_queue_there_is_nothing_to_ask(tmp_path: Path) -> None:
+async def test_task_store_without_queue_raises(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     with pytest.raises(QueueError, match="is asked of the queue"):
         TaskStore.of(settings.model_copy(update={"queue": QueueSettings()}))

@@ -11,7 +11,7 @@ import pytest
 from tests.support.runners import failed, queue_settings, serving, some
 
 
-async def test_what_an_agent_said_is_kept_in_words_that_a_database_takes(queue_db: str) -> None:
+async def test_attempt_detail_with_unstorable_text_is_sanitized(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, _), aiohttp.ClientSession(client.url) as session:
         await client.enqueue("run", some(3))
         first, second, third = await client.lease("run", "worker", 3)
@@ -39,7 +39,7 @@ async def test_what_an_agent_said_is_kept_in_words_that_a_database_takes(queue_d
         ("GET", "/v1/runs/run/ended?after=99999999999999999999", None),
     ],
 )
-async def test_what_no_database_takes_is_refused_and_not_asked_for_again(
+async def test_queue_request_with_unstorable_text_answers_400(
     tmp_path: Path, method: str, path: str, body: dict[str, object] | None
 ) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")

@@ -39,7 +39,7 @@ def answering(*statuses: int) -> Iterator[str]:
             thread.join()
 
 
-def test_a_service_that_is_not_ready_is_named_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_await_services_names_missing_service_and_waits(caplog: pytest.LogCaptureFixture) -> None:
     with answering(503, 200) as url, caplog.at_level(logging.WARNING):
         await_services([NeededService("the gateway's engine", url, "gateway", "gateway.url")], 30)
     (warning,) = [record.getMessage() for record in caplog.records]
@@ -47,13 +47,13 @@ def test_a_service_that_is_not_ready_is_named_and_waited_for(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
-def test_an_answer_that_is_an_error_ends_the_wait(status: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_await_services_error_answer_ends_the_wait(status: int, caplog: pytest.LogCaptureFixture) -> None:
     with answering(status) as url:
         await_services([NeededService("the queue", url, "queue", "queue.url")], 30)
     assert caplog.records == []
 
 
-def test_a_wait_that_is_too_long_is_an_error_with_its_remedy() -> None:
+def test_await_services_timeout_raises_with_remedy() -> None:
     (port,) = free_ports(1)
     settings = load_settings({"store.url": f"http://127.0.0.1:{port}"}, env={})
     with pytest.raises(
@@ -62,7 +62,7 @@ def test_a_wait_that_is_too_long_is_an_error_with_its_remedy() -> None:
         await_services(need_of_store(settings), 0.1)
 
 
-def test_rollouts_need_what_their_settings_name() -> None:
+def test_needs_of_rollouts_follow_settings() -> None:
     def needs(**values: object) -> list[str]:
         settings = load_settings({key.replace("__", "."): value for key, value in values.items()}, env={})
         return [service.name for service in needs_of_rollouts(settings)]

@@ -82,7 +82,7 @@ def rollouts(run: str) -> fakes.SpanFactory:
     return spans
 
 
-def test_the_sum_of_a_build_is_right_and_late_calls_are_missing_until_they_are_built(own: StoreSettings) -> None:
+def test_reconcile_report_lists_late_calls_until_built(own: StoreSettings) -> None:
     spans, settings = rollouts("sum"), settings_of(own, "sum")
     post(own, spans.otlp())
     loop.build_once(settings)
@@ -116,7 +116,7 @@ The sum is right: 5 calls = 4 transitions + 1 drops, and the gateway recorded no
     assert sums(settings, "sum")[0][2] == 3
 
 
-def test_a_call_that_a_builder_loses_is_found(own: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconcile_report_names_call_that_builder_lost(own: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """A builder with a fault: it forgets a transition of every rollout that has several, before anything is counted or written."""
     real = loop.build
 
@@ -138,7 +138,7 @@ def test_a_call_that_a_builder_loses_is_found(own: StoreSettings, monkeypatch: p
     assert "lost-1 of run lost" in text
 
 
-def test_rows_that_went_astray_after_they_were_counted_are_found(own: StoreSettings) -> None:
+def test_reconcile_report_names_rows_missing_or_duplicated_after_build(own: StoreSettings) -> None:
     """One row too few, and one call in both tables."""
     client = connect(own)
     same = {"RunId": "astray", "Mode": "train", "BuildSpec": "astray", "GroupId": "g", "Revision": 0, "Content": 7}
@@ -162,7 +162,7 @@ def test_rows_that_went_astray_after_they_were_counted_are_found(own: StoreSetti
     assert not found.is_right
 
 
-def test_calls_that_do_not_name_their_rollout_are_looked_for_where_their_trace_belongs(own: StoreSettings) -> None:
+def test_reconcile_report_assigns_unnamed_calls_by_trace(own: StoreSettings) -> None:
     """A gateway's calls of a production trace: told by the trace alone, or by a session that another span names."""
     spans, settings = fakes.SpanFactory(run=""), settings_of(own, "traces")
     facts = {"RolloutKeySource": "trace", "Mode": ""}
@@ -182,7 +182,7 @@ def build_all(own: StoreSettings, *more: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_build_all_as_a_process_ends_with_the_sum(own: StoreSettings) -> None:
+def test_build_all_exits_with_reconcile_report(own: StoreSettings) -> None:
     """Nothing is waited for, the table is printed, and the exit code says whether the sum is right."""
     spans = rollouts("typed")
     waits = spans.root("typed-4", calls=2)  # one of its calls never comes

@@ -72,7 +72,7 @@ def world(store: StoreSettings) -> World:
 RUNNER = ("reward", 1.0, "runner")
 
 
-def test_the_examples_are_evaluated_when_rollouts_are_built(world: World) -> None:
+def test_sql_reward_examples_are_evaluated_at_build(world: World) -> None:
     rule = AirRule(name="cut", kind="sql", reward=10, where="cut_off")
     loop.build_once(world.settings(sql_rewards=("brevity", "first_try", "cut_off"), rules=(rule,)))
     assert world.transitions(world.run) == [
@@ -83,7 +83,7 @@ def test_the_examples_are_evaluated_when_rollouts_are_built(world: World) -> Non
     assert world.rows(given) == [("cut_off", "sql", world.settings().builder.sql_hash("cut_off"), 1)]
 
 
-def test_the_examples_see_what_names_no_rollout(store: StoreSettings) -> None:
+def test_sql_reward_examples_see_calls_without_rollout_id(store: StoreSettings) -> None:
     world = World(store)
     spans = fakes.SpanFactory(run=world.run)
     root = spans.root(f"{world.run}-C", calls=0, trace=f"{world.run}-C")
@@ -109,7 +109,7 @@ def alone(tmp_path: Path) -> Iterator[World]:
         yield World(settings)
 
 
-def test_a_backfill_makes_a_new_revision_and_leaves_the_old_alone(alone: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rewards_backfill_makes_new_revision_and_keeps_old(alone: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     world = alone
     loop.build_once(world.settings())
     before = world.transitions(f"{world.run}@1")
@@ -151,7 +151,7 @@ def test_a_backfill_makes_a_new_revision_and_leaves_the_old_alone(alone: World, 
     assert world.transitions(f"{world.run}@2") == after
 
 
-def test_a_backfill_of_one_run_leaves_the_others_for_later(alone: World, tmp_path: Path) -> None:
+def test_rewards_backfill_of_one_run_leaves_others(alone: World, tmp_path: Path) -> None:
     other = World(alone.store)
     (tmp_path / "brevity.sql").write_text((EXAMPLES / "brevity.sql").read_text())
     command = ["backfill", "--since", "1d", "--reward", "brevity", *flags(alone, tmp_path)]
@@ -162,7 +162,7 @@ def test_a_backfill_of_one_run_leaves_the_others_for_later(alone: World, tmp_pat
     assert ([name for name, _ in alone.transitions(made)], len(other.transitions(made))) == (["A", "B"], 2)
 
 
-def test_a_rollout_that_a_file_leaves_out_is_not_trained(alone: World, tmp_path: Path) -> None:
+def test_sql_reward_without_value_drops_rollout_as_no_reward(alone: World, tmp_path: Path) -> None:
     some = (
         "SELECT RolloutKey AS RolloutId, any(if(length(ResponseIds) = 2, 1., nan)) AS Value FROM spangrad.calls WHERE {} GROUP BY RolloutId"
     )
@@ -185,7 +185,7 @@ def test_a_rollout_that_a_file_leaves_out_is_not_trained(alone: World, tmp_path:
         ("-- only a comment", "is not one SELECT"),
     ],
 )
-def test_a_file_that_is_no_reward_is_refused_before_anything_is_built(world: World, tmp_path: Path, text: str, message: str) -> None:
+def test_sql_reward_file_invalid_raises_before_build(world: World, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "odd.sql").write_text(text)
     with pytest.raises(BuilderError) as error:
         loop.build_once(world.settings(sql_rewards=("odd",), rewards_directory=tmp_path))
@@ -194,7 +194,7 @@ def test_a_file_that_is_no_reward_is_refused_before_anything_is_built(world: Wor
     assert world.rows("SELECT count() FROM spangrad_internal.builds WHERE RunId = %(run)s") == [(0,)]
 
 
-def test_two_values_for_one_thing_are_refused(alone: World, tmp_path: Path) -> None:
+def test_sql_reward_with_two_values_for_one_rollout_raises(alone: World, tmp_path: Path) -> None:
     (tmp_path / "twice.sql").write_text(
         "SELECT RolloutId, 1 AS Value FROM spangrad.rollout_spans WHERE RowKind = 'span' AND RolloutId IN {rollouts:Array(String)}"
     )
@@ -202,7 +202,7 @@ def test_two_values_for_one_thing_are_refused(alone: World, tmp_path: Path) -> N
         loop.build_once(alone.settings(sql_rewards=("twice",), rewards_directory=tmp_path))
 
 
-def test_more_rollouts_than_fit_a_statement_are_asked_for_in_portions(world: World, tmp_path: Path) -> None:
+def test_sql_reward_of_many_rollouts_is_read_in_batches(world: World, tmp_path: Path) -> None:
     (tmp_path / "one.sql").write_text(
         "SELECT arrayJoin({rollouts:Array(String)}) AS RolloutId, 1 AS Value WHERE {since:DateTime64(6)} <= {until:DateTime64(6)};  "
     )
@@ -215,7 +215,7 @@ def test_more_rollouts_than_fit_a_statement_are_asked_for_in_portions(world: Wor
     assert read["Value"].sum() == 1000
 
 
-def test_the_list_shows_rewards_and_files(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rewards_list_shows_rewards_and_files(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop.build_once(world.settings(sql_rewards=("brevity",)))
     call(["list", *flags(world, EXAMPLES)])
     said = capsys.readouterr().out

@@ -67,7 +67,7 @@ def run() -> str:
     return f"records-{uuid.uuid4().hex[:8]}"
 
 
-def test_rules_see_exceptions_events_and_logs_of_a_calls_tools(store: StoreSettings, run: str) -> None:
+def test_air_rules_see_exceptions_events_and_logs_of_tools(store: StoreSettings, run: str) -> None:
     agent(store, run)
     expression: Mapping[str, Any] = {"kind": "expression", "reward": 1}
     rules = (
@@ -104,7 +104,7 @@ def rule(calls: pl.DataFrame) -> list[float]:
 """
 
 
-def test_a_function_sees_the_attributes_of_events_and_logs(
+def test_air_python_rule_sees_attributes_of_events_and_logs(
     store: StoreSettings, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent(store, run)
@@ -129,7 +129,7 @@ def test_a_function_sees_the_attributes_of_events_and_logs(
     assert quiet == {"ToolEvents": [], "ToolLogs": [], "ToolExceptionTypes": []}
 
 
-def test_records_that_were_delivered_twice_count_once(store: StoreSettings, run: str) -> None:
+def test_air_rules_count_records_delivered_twice_once(store: StoreSettings, run: str) -> None:
     agent(store, run)
     client = connect(store)
     for table, column in (
@@ -145,7 +145,7 @@ def test_records_that_were_delivered_twice_count_once(store: StoreSettings, run:
     assert rewards(store, run) == [(0, "events", 1.0), (0, "logs", 1.0), (1, "events", 1.0), (1, "logs", 2.0)]
 
 
-def test_a_log_record_that_comes_after_the_build_makes_no_revision(store: StoreSettings, run: str) -> None:
+def test_air_late_log_record_makes_no_revision(store: StoreSettings, run: str) -> None:
     agent(store, run)
     rule = AirRule(name="severity", kind="expression", reward=1, where="ToolLogSeverity")
     settings = settings_of(store, run, rule)
@@ -160,7 +160,7 @@ def test_a_log_record_that_comes_after_the_build_makes_no_revision(store: StoreS
     assert [row for row in rewards(store, run) if row[1] == "later"] == [(0, "later", 17.0), (1, "later", 13.0), (2, "later", 21.0)]
 
 
-def test_nothing_is_read_of_tools_where_no_rule_asks(store: StoreSettings, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_records_are_read_only_where_a_rule_needs_them(store: StoreSettings, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     agent(store, run)
     asked = list[str]()
     frame = StoreReader.frame
@@ -183,7 +183,7 @@ def test_nothing_is_read_of_tools_where_no_rule_asks(store: StoreSettings, run: 
     assert tables(AirRule(name="e", kind="tool_exception", reward=1, tools=("*",), types=".*")) == (1, 1)
 
 
-def test_a_framework_that_records_exceptions_has_their_types(store: StoreSettings, run: str) -> None:
+def test_tool_exception_rule_reads_types_recorded_by_framework(store: StoreSettings, run: str) -> None:
     request = FIXTURE.read_text().replace("c" * 32, uuid.uuid4().hex).replace('"r9"', f'"{run}-r"')
     post(store, request.encode())
     spans = fakes.SpanFactory(run=run)
@@ -201,7 +201,7 @@ def test_a_framework_that_records_exceptions_has_their_types(store: StoreSetting
     assert rows(store, given) == [("ValueError", -1.0, "broken")]
 
 
-def test_a_rule_that_fails_writes_nothing_and_loses_nothing(
+def test_air_rule_that_raises_writes_nothing_and_is_retried(
     store: StoreSettings, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent(store, run)
@@ -221,9 +221,7 @@ def test_a_rule_that_fails_writes_nothing_and_loses_nothing(
     assert rewards(store, run) == [(turn, "own", turn + 1.0) for turn in range(3)]
 
 
-def test_a_builder_whose_rule_was_edited_refuses_to_go_on(
-    store: StoreSettings, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builder_with_edited_rule_file_raises(store: StoreSettings, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "edited_rules.py").write_text("def rule(calls):\n    return calls['Place']\n")
     settings = settings_of(store, run, AirRule(name="own", kind="python", reward=1, where="edited_rules:rule"))

@@ -59,9 +59,7 @@ def settings(store: StoreSettings, model: Path, directory: Path, **trainer: Any)
     return Settings(store=store, builder=BuilderSettings(dataset="d"), trainer=trainer_settings(**{**facts, **trainer}))
 
 
-def test_a_reward_written_after_the_fact_trains_a_new_version_on_another_branch(
-    own_store: StoreSettings, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_sql_reward_backfill_trains_new_branch_from_new_revision(own_store: StoreSettings, tiny_model: Path, tmp_path: Path) -> None:
     send_rollouts(own_store, tiny_model)
     main = settings(own_store, tiny_model, tmp_path / "policies")
     loop.build_once(main)

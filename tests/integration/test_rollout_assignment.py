@@ -137,7 +137,7 @@ def test_rollout_spans_of_random_traces_agrees_with_the_builder_row_by_row(
     client.close()
 
 
-def test_spans_that_name_no_rollout_are_inherited_alike_whichever_rollouts_are_built_together(store: StoreSettings) -> None:
+def test_rollout_assignment_of_nameless_spans_is_the_same_in_any_set_of_builds(store: StoreSettings) -> None:
     """An agent's own span of a trace of two rollouts belongs to neither, also where only one of them is built."""
 
     def spans_of(run: str) -> fakes.SpanFactory:

@@ -36,7 +36,7 @@ def outline(printed: str) -> list[str]:
     return [f"{indent // 4} {' · '.join(part for part in parts if not part[0].isdigit())}" for indent, parts in told]
 
 
-def test_a_framework_s_spans_stand_once_below_what_caused_them(store: StoreSettings) -> None:
+def test_rollout_show_framework_spans_appear_once_in_tree(store: StoreSettings) -> None:
     body = (SPANS / "langgraph_tool_error.jsonl").read_bytes().replace(b'"r9"', b'"shown-r9"')
     for _ in range(2):
         post(store, body)
@@ -67,7 +67,7 @@ def test_a_framework_s_spans_stand_once_below_what_caused_them(store: StoreSetti
     ]
 
 
-def test_a_rollout_of_ours_with_its_verdict(store: StoreSettings) -> None:
+def test_rollout_show_runner_rollout_has_verdict(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="shown")
     failed = spans.root("shown-1", attempt=0, calls=1, final=False, failure="crash")
     spans.call(failed, rollout="shown-1", attempt=0)
@@ -95,7 +95,7 @@ def test_a_rollout_of_ours_with_its_verdict(store: StoreSettings) -> None:
     ]
 
 
-def test_an_unknown_id_is_one_sentence_with_what_comes_near(store: StoreSettings) -> None:
+def test_rollout_show_unknown_id_names_nearest(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="near")
     spans.root("nearly-there")
     post(store, spans.otlp())
@@ -107,7 +107,7 @@ def test_an_unknown_id_is_one_sentence_with_what_comes_near(store: StoreSettings
     assert answer.stderr.endswith("holds no span of attempt 3 of rollout 'nearly-there'. Leave --attempt out to see those that it had.\n")
 
 
-def test_the_nearest_to_an_unknown_id_may_be_traces_that_no_runner_announced(tmp_path: Path) -> None:
+def test_rollout_show_unknown_id_names_rootless_traces(tmp_path: Path) -> None:
     store = store_settings(tmp_path / "store")
     with running_store(store, tmp_path / "store.log"):
         assert show(store, "nobody").stderr.endswith("It holds no rollouts at all: is store.url the right one?\n")
@@ -118,7 +118,7 @@ def test_the_nearest_to_an_unknown_id_may_be_traces_that_no_runner_announced(tmp
         assert f"The newest rollouts are {trace}" in show(store, "nobody").stderr
 
 
-def test_a_rollout_without_a_call_is_said_to_have_none(store: StoreSettings, tmp_path: Path) -> None:
+def test_rollout_why_without_calls_names_no_calls(store: StoreSettings, tmp_path: Path) -> None:
     spans = fakes.SpanFactory(run="callless")
     spans.evaluation(spans.root("callless-1", calls=0), 1.0)
     post(store, spans.otlp())
@@ -137,7 +137,7 @@ def why(store: StoreSettings, rollout: str, *sets: str) -> list[str]:
     return answer.stdout.splitlines()
 
 
-def test_why_before_and_after_it_is_built(store: StoreSettings, tmp_path: Path) -> None:
+def test_rollout_why_before_and_after_build(store: StoreSettings, tmp_path: Path) -> None:
     spans = fakes.SpanFactory(run="asked")
     root = spans.root("asked-1", calls=2)
     made = [spans.call(spans.client(root, rollout="asked-1"), rollout="asked-1", Logprobs=logprobs) for logprobs in ([-0.5, -0.25], [-0.5])]
@@ -177,7 +177,7 @@ def test_why_before_and_after_it_is_built(store: StoreSettings, tmp_path: Path) 
     assert why(store, "asked-1", f"trainer.ledger_url={place}")[-1] == f"It is not trained: {skipped}"
 
 
-def test_a_rollout_that_is_built_again_after_it_was_trained(store: StoreSettings) -> None:
+def test_rollout_rebuilt_after_training_is_listed_with_both_builds(store: StoreSettings) -> None:
     """The view names it with what was trained of it and what is there now, and so does `why`."""
     spans = fakes.SpanFactory(run="again")
     root = spans.root("again-1", calls=1)

@@ -131,7 +131,7 @@ def mine(directory: Path) -> CallableAgent:
     return CallableAgent("mine:agent", directory=directory)
 
 
-async def test_a_rollout_that_is_stopped_between_attempts_is_ended(tmp_path: Path) -> None:
+async def test_runner_stopped_between_attempts_ends_root_span(tmp_path: Path) -> None:
     async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2, failure_rewards={"exception": None}) as on:
         on.sink.refusals = [(503, {"retry-after": "1"})]  # while the root waits, the rollout is not queued again, and the other one begins
         run = asyncio.create_task(on.runner.run([Task("bad", "raise"), Task("long", "hang")], mode=Mode.TRAIN, group_size=1))
@@ -146,14 +146,14 @@ async def test_a_rollout_that_is_stopped_between_attempts_is_ended(tmp_path: Pat
         ]
 
 
-async def test_a_rollout_whose_agent_cannot_be_loaded_again_is_ended(tmp_path: Path) -> None:
+async def test_runner_agent_that_cannot_be_reloaded_ends_root_span(tmp_path: Path) -> None:
     async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2) as on:
         with pytest.raises(AgentError, match="'mine:agent' cannot be loaded"):
             await on.runner.run([Task("t", "vandal")], mode=Mode.TRAIN, group_size=1)
         assert on.roots() == [("t", 0, "crash", False, 0, 0), ("t", 1, "cancelled", True, 0, 0)]
 
 
-async def test_what_an_agent_says_in_no_text_ends_its_own_attempt_alone(tmp_path: Path) -> None:
+async def test_runner_unstorable_text_of_agent_is_sanitized_in_its_attempt_only(tmp_path: Path) -> None:
     async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
         tasks = [Task(what, what) for what in ("odd reward", "raise oddly", "well")]
         outcomes = await on.runner.run(tasks, mode=Mode.TRAIN, group_size=1)
@@ -169,7 +169,7 @@ async def test_what_an_agent_says_in_no_text_ends_its_own_attempt_alone(tmp_path
         ]
 
 
-async def test_a_root_that_the_store_refuses_for_good_is_not_told_to_the_queue(tmp_path: Path) -> None:
+async def test_runner_root_span_refused_by_store_is_not_completed_in_queue(tmp_path: Path) -> None:
     async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
         on.sink.refusals = [(400, {})]
         with pytest.raises(
@@ -180,7 +180,7 @@ async def test_a_root_that_the_store_refuses_for_good_is_not_told_to_the_queue(t
         assert (standing.state, [one.reason for one in standing.attempts]) == (RolloutState.CANCELLED, [AttemptFailure.CANCELLED])
 
 
-def test_a_root_is_one_span_of_its_own_in_each_run() -> None:
+def test_root_spans_open_gives_same_ids_per_key_and_other_ids_per_run() -> None:
     roots = RootSpans(StoreSettings(otlp_endpoint="http://127.0.0.1:9"))
     keys = [RolloutKey(run, "r", attempt) for run in ("one", "other") for attempt in (0, 1)]
     twice = [[roots.open(Rollout(key, Task("t", 1), Mode.TRAIN, "g", 1)).get_span_context() for key in keys] for _ in range(2)]
@@ -189,7 +189,7 @@ def test_a_root_is_one_span_of_its_own_in_each_run() -> None:
     assert len({trace for trace, _ in first}) == len({span for _, span in first}) == 4
 
 
-async def test_a_gateway_that_has_forgotten_an_attempt_fails_it(tmp_path: Path) -> None:
+async def test_runner_attempt_forgotten_by_gateway_fails_as_uncounted(tmp_path: Path) -> None:
     async with stage(tmp_path, mine(tmp_path), max_attempts=2) as on:
         on.gateway.forgotten = {0}
         (outcome,) = await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
@@ -197,7 +197,7 @@ async def test_a_gateway_that_has_forgotten_an_attempt_fails_it(tmp_path: Path) 
         assert on.roots() == [("t", 0, "uncounted", False, None, 0), ("t", 1, None, True, 0, 1)]
 
 
-async def test_an_agent_that_rewards_itself_succeeds_without_a_reward_of_the_runners(tmp_path: Path) -> None:
+async def test_runner_agent_that_rewards_itself_succeeds_without_reward(tmp_path: Path) -> None:
     async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
         (outcome,) = await on.runner.run([Task("t", "self")], mode=Mode.TRAIN, group_size=1)
         assert (outcome.reward, outcome.failure) == ({}, None)
@@ -205,7 +205,7 @@ async def test_an_agent_that_rewards_itself_succeeds_without_a_reward_of_the_run
         assert [len(span.events) for span in on.sink.named("reward")] == [1]
 
 
-async def test_a_daemon_that_an_agent_leaves_behind_does_not_hold_the_end(tmp_path: Path) -> None:
+async def test_runner_daemon_left_by_agent_does_not_delay_end(tmp_path: Path) -> None:
     async with asyncio.timeout(20):
         async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
             (outcome,) = await on.runner.run([Task("t", "daemon")], mode=Mode.TRAIN, group_size=1)
@@ -223,7 +223,7 @@ async def test_a_daemon_that_an_agent_leaves_behind_does_not_hold_the_end(tmp_pa
         ("half", False, None, AttemptFailure.CRASH),
     ],
 )
-async def test_a_host_that_cannot_send_or_dies_while_it_answers(
+async def test_agent_host_that_cannot_flush_or_dies_fails_attempt(
     tmp_path: Path, answers: str, flushes: bool, reward: object, failure: AttemptFailure | None
 ) -> None:
     host = tmp_path / "host.py"
@@ -244,7 +244,7 @@ async def test_a_host_that_cannot_send_or_dies_while_it_answers(
         (1, "sys.exit(3)", 1, "the agent cannot be loaded: the agent's process ended with exit code 3"),
     ],
 )
-async def test_a_host_that_a_signal_ends_while_it_loads_is_started_again(
+async def test_agent_host_killed_while_loading_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int, death: str, starts: int, problem: str | None
 ) -> None:
     monkeypatch.setattr(agent_processes, "_LOAD_PAUSES", (0.0, 0.01, 0.02))
@@ -259,7 +259,7 @@ async def test_a_host_that_a_signal_ends_while_it_loads_is_started_again(
     assert (tmp_path / "starts").read_text() == "x" * starts
 
 
-def test_a_sigterm_ends_the_root_spans_of_a_run_and_sends_them(tmp_path: Path) -> None:
+def test_run_command_sigterm_ends_and_sends_root_spans(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT))
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"task_id": what, "input": what}) + "\n" for what in ("well", "hang")))
     command = [sys.executable, "-m", "spangrad", "run", "--agent", "mine:agent", "--directory", ".", "--tasks", "tasks.jsonl"]
@@ -280,7 +280,7 @@ def test_a_sigterm_ends_the_root_spans_of_a_run_and_sends_them(tmp_path: Path) -
         ]
 
 
-def test_a_tasks_text_may_hold_any_line_separator_but_the_newline(tmp_path: Path) -> None:
+def test_read_tasks_splits_lines_at_newline_only(tmp_path: Path) -> None:
     tasks = [Task("a", "one\u2028two\x85three"), Task("b", 2)]
     (tmp_path / "tasks.jsonl").write_bytes(
         "\r\n".join(json.dumps({"task_id": t.task_id, "input": t.input}, ensure_ascii=False) for t in tasks).encode()

@@ -117,7 +117,7 @@ def facts(root: SunkSpan) -> dict[str, object]:
     return {key: value for key, value in root.attributes.items() if key not in fresh}
 
 
-async def test_64_rollouts_at_once_and_no_span_in_the_wrong_one(tmp_path: Path) -> None:
+async def test_runner_64_concurrent_rollouts_attribute_every_span(tmp_path: Path) -> None:
     agent = CallableAgent("mine:busy", directory=tmp_path)
     async with stage(tmp_path, agent, workers=2, concurrency=32) as on:
         tasks = [Task(f"task-{n}", {"n": n}) for n in range(8)]
@@ -156,7 +156,7 @@ async def test_64_rollouts_at_once_and_no_span_in_the_wrong_one(tmp_path: Path) 
         assert len({s.attributes[semconv.PROCESS_ID] for s in outer}) == 2
 
 
-async def test_a_group_has_a_greedy_rollout_where_it_is_wanted(tmp_path: Path) -> None:
+async def test_runner_greedy_rollouts_adds_one_per_group(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
     async with stage(tmp_path, agent, greedy_rollouts=True) as on:
         tasks = [Task(name, {"moods": [1.0], "calls": 1}) for name in ("a", "b")]
@@ -180,7 +180,7 @@ async def test_a_group_has_a_greedy_rollout_where_it_is_wanted(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("asked", "estimator", "greedy"), [(None, "grpo", False), (None, "remax", True), (False, "remax", False), (True, "grpo", True)]
 )
-def test_greedy_rollouts_are_run_where_they_are_asked_for_or_needed(asked: bool | None, estimator: Any, greedy: bool) -> None:
+def test_wants_greedy_by_setting_or_estimator(asked: bool | None, estimator: Any, greedy: bool) -> None:
     chosen = Settings(runner=RunnerSettings(greedy_rollouts=asked), trainer=trainer_settings(estimator=estimator))
     assert wants_greedy(chosen, Mode.TRAIN) is greedy
     assert not wants_greedy(chosen, Mode.VALIDATE)
@@ -189,7 +189,7 @@ def test_greedy_rollouts_are_run_where_they_are_asked_for_or_needed(asked: bool 
         assert not wants_greedy(plain, Mode.TRAIN)
 
 
-async def test_run_with_failures_of_the_policy_gives_them_their_rewards_and_tries_infrastructures_again(tmp_path: Path) -> None:
+async def test_run_failures_of_policy_get_failure_rewards_and_others_are_retried(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
     rewards = {"exception": -1.0, "max_turns": -0.5}
     async with stage(tmp_path, agent, concurrency=16, timeout_seconds=3, failure_rewards=rewards) as on:
@@ -220,7 +220,7 @@ async def test_run_with_failures_of_the_policy_gives_them_their_rewards_and_trie
         }
 
 
-async def test_run_whose_gateway_saw_the_last_call_overflow_names_that_failure(tmp_path: Path) -> None:
+async def test_run_last_call_overflowed_names_context_overflow(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
     async with stage(tmp_path, agent, concurrency=1, max_attempts=2) as on:
         on.gateway.overflow_all = True
@@ -231,7 +231,7 @@ async def test_run_whose_gateway_saw_the_last_call_overflow_names_that_failure(t
         assert (well.failure, well.reward) == (None, {"reward": 0.5})
 
 
-async def test_run_whose_gateway_forgot_a_failed_attempt_gives_it_no_reward(tmp_path: Path) -> None:
+async def test_run_failed_attempt_forgotten_by_gateway_has_no_reward(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
     async with stage(tmp_path, agent, concurrency=1, max_attempts=1) as on:
         on.gateway.forgotten.add(0)
@@ -240,7 +240,7 @@ async def test_run_whose_gateway_forgot_a_failed_attempt_gives_it_no_reward(tmp_
         assert outcome.detail == "the gateway does not know this attempt any more; it had failed: exception: RuntimeError: bad day"
 
 
-async def test_failed_attempts_without_rewards_are_tried_again(tmp_path: Path) -> None:
+async def test_run_failed_attempts_without_failure_rewards_are_retried(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
     async with stage(tmp_path, agent, concurrency=8, timeout_seconds=1.5, failure_rewards=NO_REWARDS) as on:
         moods = {
@@ -276,7 +276,7 @@ async def test_failed_attempts_without_rewards_are_tried_again(tmp_path: Path) -
         assert len({roots["never", n].trace_id for n in (0, 1)}) == 2
 
 
-async def test_an_agent_without_a_reward_succeeds_where_rules_alone_reward(tmp_path: Path) -> None:
+async def test_run_without_agent_reward_succeeds_where_air_rules_reward(tmp_path: Path) -> None:
     rule = AirRule(name="slow", kind="latency", reward=-1, seconds=2)
     agent = CallableAgent("mine:moody", directory=tmp_path)
     async with stage(tmp_path, agent, builder=BuilderSettings(rules=(rule,), rewards_from="rules"), max_attempts=1) as on:
@@ -291,7 +291,7 @@ async def test_an_agent_without_a_reward_succeeds_where_rules_alone_reward(tmp_p
         assert (root.attributes.get(semconv.ROLLOUT_FAILURE), root.attributes[semconv.ROLLOUT_FINAL], root.events) == (None, True, ())
 
 
-async def test_a_crash_fails_its_neighbours_and_the_process_is_replaced(tmp_path: Path) -> None:
+async def test_run_agent_crash_fails_concurrent_attempts_and_restarts_host(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
     async with stage(tmp_path, agent, concurrency=4, max_attempts=2, timeout_seconds=30) as on:
         tasks = [Task("neighbour", {"moods": ["hang", 1.0]}), Task("crash", {"moods": ["crash", "crash"]})]
@@ -326,7 +326,7 @@ PROGRAM = """
 """
 
 
-async def test_a_program_is_an_agent(tmp_path: Path) -> None:
+async def test_run_command_agent_rollouts_are_rewarded_and_recorded(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     agent = CommandAgent((sys.executable, "program.py"), directory=tmp_path, instrument=True)
     async with stage(tmp_path, agent, concurrency=4, max_attempts=1, timeout_seconds=10) as on:
@@ -361,7 +361,7 @@ def _cwd(process: Path) -> str:
     return str((process / "cwd").readlink())
 
 
-async def test_a_program_with_an_evaluator_that_hangs_is_ended(tmp_path: Path) -> None:
+async def test_run_command_agent_with_evaluator_timeout_fails(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     right = {"given": "judge", "key": "none", "cwd": str(tmp_path)}
     (tmp_path / "judge.py").write_text(f"def judge(given, output):\n    return float(output == {right!r})\n")
@@ -372,7 +372,7 @@ async def test_a_program_with_an_evaluator_that_hangs_is_ended(tmp_path: Path) -
         assert on.sink.named("in the program") == []
 
 
-async def test_a_cancelled_run_ends_its_root_spans_and_leaves_no_process(tmp_path: Path) -> None:
+async def test_run_cancelled_ends_root_spans_and_leaves_no_process(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
     async with stage(tmp_path, agent, concurrency=2) as on:
         task = asyncio.create_task(on.runner.run([Task("t", {"moods": ["hang"], "calls": 1})], mode=Mode.TRAIN, group_size=2))
@@ -397,7 +397,7 @@ def _children() -> list[str]:
     ]
 
 
-async def test_what_is_not_there_is_said_before_anything_runs(tmp_path: Path) -> None:
+async def test_run_with_missing_service_raises_before_any_rollout(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     away = f"http://127.0.0.1:{port}"
     agent = CallableAgent("mine:busy", directory=tmp_path)
@@ -425,7 +425,7 @@ async def test_what_is_not_there_is_said_before_anything_runs(tmp_path: Path) ->
     assert _children() == []
 
 
-def test_an_agents_environment() -> None:
+def test_agent_environment_has_endpoints_keys_and_context() -> None:
     settings = Settings(
         store=StoreSettings(otlp_endpoint="http://s:1", token="a+b/c==,%41"),  # pyright: ignore[reportArgumentType]
         gateway=GatewaySettings(url="http://g:2/", token="k", engine_url="http://e:3"),  # pyright: ignore[reportArgumentType]
@@ -450,7 +450,7 @@ def test_an_agents_environment() -> None:
     assert agent_environment({**started, "OPENAI_API_KEY": "e"}, direct, "mine") == {**engine, "OPENAI_API_KEY": "e"}
 
 
-async def test_without_a_gateway_there_is_no_number_of_calls(tmp_path: Path) -> None:
+async def test_run_without_gateway_has_no_call_count(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT))
     with OtlpSink() as sink:
         settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), runner=RunnerSettings(gateway=False, directory=tmp_path))

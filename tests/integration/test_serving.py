@@ -19,7 +19,7 @@ from spangrad.settings import QueueSettings, RunnerSettings, Settings
 from tests.support.runners import queue_settings, runner_services, serving, some, until_ended, with_mood
 
 
-async def test_a_worker_that_has_begun_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_has_begun_waits_for_absent_store(monkeypatch: pytest.MonkeyPatch) -> None:
     fates = [GatewayError("the gateway is away."), StoreError("the store is away."), StoreError("the store is still away."), None]
     begins = 0
 
@@ -38,7 +38,7 @@ async def test_a_worker_that_has_begun_waits_for_a_store_that_is_away(monkeypatc
     assert begins == 4
 
 
-async def test_a_worker_whose_store_was_never_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_whose_store_never_answered_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     async def serve(settings: Settings, agent: Any, ending: asyncio.Event, ready: Callable[[], object]) -> None:
         raise StoreError("the store is away.")
 
@@ -48,7 +48,7 @@ async def test_a_worker_whose_store_was_never_there_says_so(monkeypatch: pytest.
         await worker._work(Settings(), CallableAgent("mine:agent"))
 
 
-async def test_a_worker_without_a_queue_says_so_and_ends_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_without_queue_warns_and_ends_on_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ending, said, sentences = asyncio.Event(), asyncio.Event(), list[str]()
 
     def warning(text: str, *given: object) -> None:
@@ -71,7 +71,7 @@ async def test_a_worker_without_a_queue_says_so_and_ends_when_told(tmp_path: Pat
     assert "Start it with `spangrad queue`, or set queue.url. Trying again for 5" in sentence
 
 
-async def test_who_died_is_mourned_once_a_gateway_that_was_away_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_lost_attempts_waits_for_gateway_and_closes_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_serving, "_RETRY_SECONDS", 0)
     failing = {"old", "new 1"}
     mourned: list[str] = []
@@ -105,7 +105,7 @@ async def test_who_died_is_mourned_once_a_gateway_that_was_away_is_there_again(m
     closing.cancel()
 
 
-async def test_a_rollout_has_its_own_time_whatever_the_workers_setting_says(tmp_path: Path) -> None:
+async def test_rollout_timeout_overrides_worker_setting(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
     with runner_services(tmp_path, queue__url=settings.queue.url, timeout_seconds=0.01) as here:
         async with serving(settings) as (client, _):

@@ -56,7 +56,7 @@ def of_rollout(span: SunkSpan) -> dict[str, object]:
     return {key: span.attributes[key] for key in CONTEXT_KEYS if key in span.attributes}
 
 
-def test_spans_say_their_rollout_and_keep_all_attributes(tmp_path: Path) -> None:
+def test_autoload_spans_have_rollout_attributes_and_keep_all_attributes(tmp_path: Path) -> None:
     program = """
         import os, threading
         from opentelemetry import trace
@@ -80,7 +80,7 @@ def test_spans_say_their_rollout_and_keep_all_attributes(tmp_path: Path) -> None
         assert {request["authorization"] for request in sink.requests} == {"Bearer abc"}
 
 
-def test_a_sigterm_flushes_and_still_kills(tmp_path: Path) -> None:
+def test_autoload_sigterm_flushes_spans_and_ends_process(tmp_path: Path) -> None:
     program = """
         import time
         from opentelemetry import trace
@@ -97,7 +97,7 @@ def test_a_sigterm_flushes_and_still_kills(tmp_path: Path) -> None:
         assert [span.name for span in sink.spans] == ["last words"]
 
 
-def test_an_agents_own_sigterm_handler_is_its_own(tmp_path: Path) -> None:
+def test_autoload_keeps_sigterm_handler_of_agent(tmp_path: Path) -> None:
     program = """
         import signal, sys, time
         from opentelemetry import trace
@@ -118,7 +118,7 @@ def test_an_agents_own_sigterm_handler_is_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_children_of_multiprocessing_send_their_spans(tmp_path: Path, method: str) -> None:
+def test_autoload_multiprocessing_children_send_their_spans(tmp_path: Path, method: str) -> None:
     program = f"""
         import multiprocessing
         from opentelemetry import trace
@@ -139,7 +139,7 @@ def test_children_of_multiprocessing_send_their_spans(tmp_path: Path, method: st
         assert spans["child"].attributes[PROCESS_ID] != spans["parent"].attributes[PROCESS_ID]
 
 
-def test_without_a_store_an_agent_ends_as_it_would_and_says_what_was_lost(tmp_path: Path) -> None:
+def test_autoload_without_store_ends_in_time_and_reports_lost_spans(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     program = """
         from opentelemetry import trace
@@ -153,7 +153,7 @@ def test_without_a_store_an_agent_ends_as_it_would_and_says_what_was_lost(tmp_pa
     assert 10 < time.monotonic() - started < 14
 
 
-def test_hooks_that_run_again_change_nothing(tmp_path: Path) -> None:
+def test_autoload_hooks_run_again_change_nothing(tmp_path: Path) -> None:
     program = """
         from opentelemetry import trace
         from opentelemetry.instrumentation.auto_instrumentation import initialize
@@ -168,7 +168,7 @@ def test_hooks_that_run_again_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("exporter", "sent"), [("none", []), ("otlp", ["said"]), ("console,otlp", ["said"])])
-def test_a_users_choice_of_exporters_holds(tmp_path: Path, exporter: str, sent: list[str]) -> None:
+def test_autoload_respects_otel_traces_exporter(tmp_path: Path, exporter: str, sent: list[str]) -> None:
     program = """
         import os
         from opentelemetry import trace
@@ -189,7 +189,7 @@ def test_a_users_choice_of_exporters_holds(tmp_path: Path, exporter: str, sent: 
         pytest.param("None", id="without one, ours is added"),
     ],
 )
-def test_beside_another_distribution(tmp_path: Path, configured: str) -> None:
+def test_autoload_with_another_distribution_sends_spans_once(tmp_path: Path, configured: str) -> None:
     program = f"""
         import os
         from opentelemetry import trace
@@ -230,14 +230,14 @@ def test_beside_another_distribution(tmp_path: Path, configured: str) -> None:
         ),
     ],
 )
-def test_where_spans_go(variables: dict[str, str], url: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_otlp_url_from_variables(variables: dict[str, str], url: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert otlp_url(variables) == url
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)
 
 
-def test_context_goes_before_the_process_and_attempts_are_never_mixed() -> None:
+def test_rollout_attributes_prefer_context_over_process() -> None:
     process = {"spangrad.run.id": "run", "spangrad.rollout.id": "mine", "spangrad.rollout.mode": "train", "spangrad.rollout.attempt": "3"}
     other = baggage.set_baggage("spangrad.rollout.id", "other", Context())
     assert rollout_attributes(other, process) == {
@@ -251,13 +251,13 @@ def test_context_goes_before_the_process_and_attempts_are_never_mixed() -> None:
     assert rollout_attributes(Context(), {}) == {}
 
 
-def test_a_malformed_environment_is_no_context() -> None:
+def test_environment_context_malformed_gives_empty_context() -> None:
     context = environment_context({"TRACEPARENT": "nonsense", "BAGGAGE": "=;,"})
     assert not trace.get_current_span(context).get_span_context().is_valid
     assert rollout_attributes(context, {}) == {}
 
 
-def test_a_reward_is_an_event_on_the_current_span(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_adds_event_to_current_span(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(RolloutSpanProcessor({"spangrad.rollout.id": "r"}))
@@ -280,12 +280,12 @@ def test_a_reward_is_an_event_on_the_current_span(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_is_finite(value: float) -> None:
+def test_reward_not_finite_raises(value: float) -> None:
     with pytest.raises(ValueError, match="give a finite number"):
         reward(value)
 
 
-def test_an_agent_without_langchain_is_not_asked_for_it(tmp_path: Path) -> None:
+def test_autoload_without_langchain_import_does_not_import_it(tmp_path: Path) -> None:
     """Its instrumentor is installed, and loads, in many environments that never import LangChain."""
     program = """
         import sys

@@ -32,7 +32,7 @@ def provider_with(processor: LosslessSpanProcessor) -> TracerProvider:
     return provider
 
 
-def test_a_forked_child_sends_its_own_spans_and_only_those() -> None:
+def test_lossless_span_processor_in_forked_child_sends_own_spans_only() -> None:
     with OtlpSink() as sink:
         processor = LosslessSpanProcessor(traces_url(sink.url), delay_seconds=60)
         provider = provider_with(processor)

@@ -43,7 +43,7 @@ def asked(request: pytest.FixtureRequest, guarded: StoreSettings, monkeypatch: p
         "INSERT INTO spangrad_internal.claims SELECT * FROM spangrad_internal.claims",
     ],
 )
-def test_a_statement_that_changes_something_is_refused_whatever_the_token(guarded: StoreSettings, asked: list[str], statement: str) -> None:
+def test_sql_command_changing_statement_is_refused_with_any_token(guarded: StoreSettings, asked: list[str], statement: str) -> None:
     client = connect(guarded)
     tables = "SELECT name, uuid, metadata_modification_time FROM system.tables WHERE database = 'spangrad_internal' ORDER BY name"
     before = client.query(tables).result_rows
@@ -63,19 +63,19 @@ def test_a_statement_that_changes_something_is_refused_whatever_the_token(guarde
         ("SELECT 'in readonly mode FORMAT CSV' AS text", ["text", "in readonly mode FORMAT CSV"]),
     ],
 )
-def test_a_question_is_answered_whatever_the_token(
+def test_sql_command_query_is_answered_with_any_token(
     asked: list[str], statement: str, printed: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sql(statement, set_=asked)
     assert [line.strip() for line in capsys.readouterr().out.splitlines()] == printed
 
 
-def test_who_may_write_may_shape_a_question(guarded: StoreSettings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sql_command_with_write_token_accepts_settings(guarded: StoreSettings, capsys: pytest.CaptureFixture[str]) -> None:
     sql("SELECT number FROM numbers(3) SETTINGS limit = 1", set_=[f"store.url={guarded.url}", "store.token=write"])
     assert capsys.readouterr().out.split() == ["number", "0"]
 
 
-def test_a_format_is_left_out(asked: list[str]) -> None:
+def test_sql_command_with_format_clause_raises(asked: list[str]) -> None:
     with pytest.raises(StoreError) as refused:
         sql("SELECT 1 format PrettyCompact", set_=asked)
     assert str(refused.value) == (
@@ -84,7 +84,7 @@ def test_a_format_is_left_out(asked: list[str]) -> None:
 
 
 @pytest.mark.parametrize("shown", [[], ["store.token=other"]])
-def test_the_setting_of_a_token_that_is_missing_or_wrong_is_named(guarded: StoreSettings, shown: list[str]) -> None:
+def test_sql_command_with_missing_or_wrong_token_names_setting(guarded: StoreSettings, shown: list[str]) -> None:
     with pytest.raises(StoreError) as refused:
         sql("SELECT 1", set_=[f"store.url={guarded.url}", *shown])
     assert str(refused.value) == (

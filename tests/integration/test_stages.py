@@ -161,7 +161,7 @@ def told(directory: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-async def test_no_stage_holds_a_place_of_another(tmp_path: Path) -> None:
+async def test_stages_hold_no_slot_of_another_stage(tmp_path: Path) -> None:
     agent = CallableAgent("mine:ran", "mine:judge", tmp_path, environment="mine:crossing")
     async with runner(tmp_path, agent, concurrency=1, initialisations=2, initialised_ahead=2, evaluations=1, max_attempts=1) as (
         made,
@@ -184,7 +184,7 @@ async def test_no_stage_holds_a_place_of_another(tmp_path: Path) -> None:
         assert here.sink.spans.index(children[0]) < min(here.sink.spans.index(root) for root in roots.values()), "before the root"
 
 
-async def test_only_so_many_are_initialised_ahead(tmp_path: Path) -> None:
+async def test_initialised_ahead_bounds_environments(tmp_path: Path) -> None:
     agent = CallableAgent("mine:one_of_many", directory=tmp_path, environment="mine:counted")
     async with runner(tmp_path, agent, concurrency=1, initialisations=8, initialised_ahead=2, max_attempts=1) as (made, _):
         found = await outcomes(made, [str(number) for number in range(8)])
@@ -192,7 +192,7 @@ async def test_only_so_many_are_initialised_ahead(tmp_path: Path) -> None:
         assert [one.detail for one in found] == [""] * 8
 
 
-async def test_a_cancelled_attempt_frees_its_place_in_each_stage(tmp_path: Path) -> None:
+async def test_cancelled_attempt_frees_slot_of_each_stage(tmp_path: Path) -> None:
     queue = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1)
     agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", tmp_path, environment="mine:blocking")
     one_each = {"concurrency": 1, "initialisations": 1, "initialised_ahead": 1, "evaluations": 1, "workers": 1}
@@ -218,7 +218,7 @@ async def _true(value: object) -> bool:
     return bool(value)
 
 
-async def test_each_stage_has_a_time_of_its_own_and_says_so(tmp_path: Path) -> None:
+async def test_stage_timeouts_are_separate_and_named_in_detail(tmp_path: Path) -> None:
     agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", tmp_path, environment="mine:blocking")
     times = {"init_timeout_seconds": 1, "timeout_seconds": 1.5, "evaluation_timeout_seconds": 2}
     async with runner(tmp_path, agent, concurrency=4, max_attempts=1, **times) as (made, here):
@@ -257,7 +257,7 @@ class Env:
         self.seen.clear()
 
 
-async def test_a_leased_environment_comes_back_from_a_killed_host(tmp_path: Path) -> None:
+async def test_leased_environment_of_killed_host_is_released(tmp_path: Path) -> None:
     settings = environment_service_settings()
     agent = CallableAgent("mine:leased", directory=tmp_path, environment=server.address_of(settings).url)
     async with server.running(settings, Env, 1), runner(tmp_path, agent) as (made, _):
@@ -268,7 +268,7 @@ async def test_a_leased_environment_comes_back_from_a_killed_host(tmp_path: Path
 
 
 @pytest.mark.slow
-async def test_a_service_that_is_started_again_fails_what_it_had_leased_and_serves_on(tmp_path: Path) -> None:
+async def test_environment_service_restarted_fails_leased_attempts_and_serves_on(tmp_path: Path) -> None:
     settings = environment_service_settings(lease_seconds=1)
     agent = CallableAgent("mine:leased", "mine:judge_leased", tmp_path, environment=server.address_of(settings).url)
     text = textwrap.dedent(AGENT) + "\n\ndef judge_leased(given, output):\n    return float(output == {'given': given})\n"
@@ -309,7 +309,7 @@ PROGRAM = """
 """
 
 
-async def test_a_reward_service_judges_programs_and_their_environments(tmp_path: Path) -> None:
+async def test_reward_service_evaluates_programs_and_environments(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     settings = environment_service_settings()
     environments = server.address_of(settings).url
@@ -356,7 +356,7 @@ async def test_a_reward_service_judges_programs_and_their_environments(tmp_path:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["take", "free", "free again", "leave"]), st.integers(0, 9)), max_size=40))
-def test_places_are_never_more_than_there_are(count: int, steps: list[tuple[str, int]]) -> None:
+def test_slots_taken_never_exceed_count(count: int, steps: list[tuple[str, int]]) -> None:
     async def story() -> None:
         places, asked = Slots(count), dict[int, asyncio.Task[Any]]()
         for what, who in steps:
@@ -378,7 +378,7 @@ def test_places_are_never_more_than_there_are(count: int, steps: list[tuple[str,
     asyncio.run(story())
 
 
-def test_a_programs_environment_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_settings_ignores_variables_of_agent_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAD_ENVIRONMENT", "{}")
     monkeypatch.setenv("SPANGRAD_HOST", "mark")
     assert load_settings({}, env=dict(os.environ)).runner.run_id == "default"

@@ -44,7 +44,7 @@ class Whole(FakeSource):
         return super().ready()
 
 
-async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path: Path) -> None:
+async def test_extra_groups_cancel_slow_rollout_without_delaying_batch(tmp_path: Path) -> None:
     services = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, extra_groups=1, queue__lease_seconds=1)
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=0, max_steps=STEPS)
     chosen = chosen.model_copy(update={"runner": services.runner, "queue": services.queue})

@@ -62,7 +62,7 @@ def states(supervisor: Supervisor) -> dict[str, str]:
     return {each["name"]: each["state"] for each in supervisor.status()}
 
 
-def test_services_start_once_what_they_need_is_ready_and_end_in_reverse(tmp_path: Path) -> None:
+def test_supervisor_starts_in_order_of_needs_and_stops_in_reverse(tmp_path: Path) -> None:
     events: list[str] = []
     services = [server("gateway", tmp_path, "store"), server("store", tmp_path, delay=0.5), server("worker", tmp_path, "gateway")]
     with Supervisor(services, events.append) as supervisor:
@@ -78,7 +78,7 @@ def test_services_start_once_what_they_need_is_ready_and_end_in_reverse(tmp_path
     assert set(states(supervisor).values()) == {"stopped"}
 
 
-def test_a_service_that_crashes_is_started_again_after_growing_delays(tmp_path: Path) -> None:
+def test_supervisor_crashed_service_is_restarted_with_back_off(tmp_path: Path) -> None:
     events: list[str] = []
     with Supervisor([server("store", tmp_path)], events.append, policy=QUICK) as supervisor:
         supervisor.start(30)
@@ -93,7 +93,7 @@ def test_a_service_that_crashes_is_started_again_after_growing_delays(tmp_path: 
     assert delays == ["0.2", "0.4", "0.4", "0.4"]
 
 
-def test_a_service_that_never_starts_fails_with_the_cause_from_its_own_log(tmp_path: Path) -> None:
+def test_supervisor_service_that_never_starts_raises_with_cause_of_its_log(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_text("spangrad: an old cause\n")
     script = "import sys; print('much'); print('spangrad: the cause. Set engine.dtype.', file=sys.stderr); sys.exit(1)"
@@ -107,21 +107,21 @@ def test_a_service_that_never_starts_fails_with_the_cause_from_its_own_log(tmp_p
     assert events.count("starting engine") == QUICK.tries
 
 
-def test_wrong_settings_are_not_tried_again(tmp_path: Path) -> None:
+def test_supervisor_service_with_wrong_settings_is_not_restarted(tmp_path: Path) -> None:
     wrong = ServiceSpec("train", (sys.executable, "-c", "raise SystemExit(2)"), tmp_path / "train.log", "http://127.0.0.1:9/")
     with Supervisor([wrong], lambda text: None, policy=QUICK) as supervisor:
         poll_until(supervisor, lambda: supervisor.failed == ["train"])
         assert supervisor.status()[0]["restarts"] == 0
 
 
-def test_a_service_that_ends_by_itself_is_done(tmp_path: Path) -> None:
+def test_supervisor_service_that_exits_0_is_done(tmp_path: Path) -> None:
     done = ServiceSpec("train", (sys.executable, "-c", ""), tmp_path / "train.log")
     with Supervisor([done], lambda text: None, policy=QUICK) as supervisor:
         poll_until(supervisor, lambda: states(supervisor)["train"] == "done")
         assert supervisor.are_ready
 
 
-def test_nothing_goes_on_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+def test_supervisor_killed_leaves_no_service(tmp_path: Path) -> None:
     script = f"""
 import sys, time
 from pathlib import Path
@@ -184,7 +184,7 @@ with RunDirectory(directory) as run, Supervisor([ServiceSpec("gateway", command,
     return int(status["services"][0]["pid"])
 
 
-def test_the_next_run_waits_for_the_services_of_one_that_was_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_up_waits_for_services_of_a_killed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     service = killed_run(tmp_path, SLOW_END)
     assert alive(service)
     with RunDirectory(tmp_path):
@@ -197,7 +197,7 @@ def test_the_next_run_waits_for_the_services_of_one_that_was_killed(tmp_path: Pa
     assert not caplog.records
 
 
-def test_the_next_run_names_a_service_of_a_killed_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_names_service_of_killed_run_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = killed_run(tmp_path, STUBBORN)
     monkeypatch.setattr(run_directory, "PREDECESSOR_SECONDS", 0.2)
     try:
@@ -208,7 +208,7 @@ def test_the_next_run_names_a_service_of_a_killed_one_that_does_not_end(tmp_path
         os.kill(service, signal.SIGKILL)
 
 
-def test_a_directory_has_one_owner_and_keeps_what_is_not_ours(tmp_path: Path) -> None:
+def test_run_directory_has_one_owner_and_keeps_foreign_files(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with fresh_directory(run) as owned:
         (run / "old").touch()
@@ -224,7 +224,7 @@ def test_a_directory_has_one_owner_and_keeps_what_is_not_ours(tmp_path: Path) ->
         fresh_directory(tmp_path)
 
 
-def test_a_second_up_and_a_down_without_an_up_say_so(tmp_path: Path) -> None:
+def test_up_twice_and_down_without_up_print_one_sentence(tmp_path: Path) -> None:
     def spangrad(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(own_command(*words), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
 

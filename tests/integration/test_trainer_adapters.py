@@ -44,7 +44,7 @@ def trained(model: Path, settings: TrainerSettings) -> VerlOptimizer:
     return engine
 
 
-def test_a_version_is_an_adapter_that_peft_loads_and_that_goes_on_where_it_stopped(tiny_model: Path, tmp_path: Path):
+def test_adapter_version_loads_in_peft_and_resumes(tiny_model: Path, tmp_path: Path):
     engine = trained(tiny_model, ALONE)
     made = written(engine, tiny_model, tmp_path / "alone")
     whole = written(trained(tiny_model, MERGED), tiny_model, tmp_path / "merged")
@@ -76,7 +76,7 @@ def test_a_version_is_an_adapter_that_peft_loads_and_that_goes_on_where_it_stopp
         assert np.array_equal(ones, others), name
 
 
-def test_a_state_of_the_other_road_is_refused(tiny_model: Path, tmp_path: Path):
+def test_load_state_of_other_weight_sync_method_raises(tiny_model: Path, tmp_path: Path):
     alone, merged = VerlOptimizer(tiny_model, ALONE), VerlOptimizer(tiny_model, MERGED)
     for engine in (alone, merged):
         (tmp_path / engine.settings.weight_sync.method).mkdir()
@@ -95,7 +95,7 @@ def test_a_state_of_the_other_road_is_refused(tiny_model: Path, tmp_path: Path):
         VerlOptimizer(tiny_model, changed(MERGED, {"lora__alpha": 12})).load_state(tmp_path / "disk")
 
 
-def test_the_checksum_is_of_base_scale_and_adapter(tiny_model: Path, tmp_path: Path):
+def test_adapter_checksum_covers_base_scale_and_adapter(tiny_model: Path, tmp_path: Path):
     engine = VerlOptimizer(tiny_model, ALONE)
     assert written(engine, tiny_model, tmp_path / "begun").checksum != checksum_directory(tiny_model), "A counts, though B is 0"
     made = written(trained(tiny_model, ALONE), tiny_model, tmp_path / "trained")
@@ -114,7 +114,7 @@ def test_the_checksum_is_of_base_scale_and_adapter(tiny_model: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_makes_adapters_and_the_next_run_goes_on_from_the_last(tiny_model: Path, store: StoreSettings, tmp_path: Path):
+def test_adapter_run_is_continued_from_last_adapter(tiny_model: Path, store: StoreSettings, tmp_path: Path):
     trainer = changed(
         ALONE,
         {

@@ -48,7 +48,7 @@ def visible(directory: Path) -> list[str]:
     return sorted(str(one.relative_to(directory)) for one in directory.glob("*/*/*"))
 
 
-def test_a_version_is_a_model_directory_with_its_state_and_marker(tmp_path: Path, base: Path):
+def test_checkpoint_is_model_directory_with_state_and_marker(tmp_path: Path, base: Path):
     made = write(tmp_path / "policies", base)
     assert made.path == tmp_path / "policies/org%2Fpolicy/main/v1"
     assert sorted(one.name for one in made.path.iterdir()) == [
@@ -73,7 +73,7 @@ def test_a_version_is_a_model_directory_with_its_state_and_marker(tmp_path: Path
     checkpoint.verify(made.path, made.checksum)
 
 
-def test_a_kill_before_the_rename_leaves_nothing_visible(tmp_path: Path, base: Path):
+def test_checkpoint_write_killed_before_rename_leaves_nothing_visible(tmp_path: Path, base: Path):
     directory = tmp_path / "policies"
     deaths = whole = 0
     for _ in crashes(lambda _: write(directory, base), {checkpoint.__file__: {"write"}}):
@@ -90,7 +90,7 @@ def test_a_kill_before_the_rename_leaves_nothing_visible(tmp_path: Path, base: P
     assert whole, "no death fell after the rename"
 
 
-def test_a_failure_leaves_nothing_at_all(tmp_path: Path, base: Path):
+def test_checkpoint_write_that_fails_leaves_nothing(tmp_path: Path, base: Path):
     def fail(_: Path) -> None:
         raise RuntimeError("disk full")
 
@@ -99,7 +99,7 @@ def test_a_failure_leaves_nothing_at_all(tmp_path: Path, base: Path):
     assert visible(tmp_path / "policies") == []
 
 
-def test_a_number_is_never_written_twice(tmp_path: Path, base: Path):
+def test_checkpoint_write_existing_version_raises(tmp_path: Path, base: Path):
     write(tmp_path / "policies", base)
     with pytest.raises(CheckpointError, match="v1 exists"):
         write(tmp_path / "policies", base)
@@ -107,7 +107,7 @@ def test_a_number_is_never_written_twice(tmp_path: Path, base: Path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "tokenizer.json"])
 @pytest.mark.parametrize("left", [None, 0, 3])
-def test_truncated_and_missing_files_are_noticed(tmp_path: Path, base: Path, name: str, left: int | None):
+def test_checkpoint_verify_truncated_or_missing_file_raises(tmp_path: Path, base: Path, name: str, left: int | None):
     made = write(tmp_path / "policies", base)
     file = made.path / name
     if left is None:
@@ -118,7 +118,7 @@ def test_truncated_and_missing_files_are_noticed(tmp_path: Path, base: Path, nam
         checkpoint.verify(made.path, made.checksum)
 
 
-def test_other_weights_of_the_same_size_are_noticed(tmp_path: Path, base: Path):
+def test_checkpoint_verify_other_weights_of_same_size_raises(tmp_path: Path, base: Path):
     made = write(tmp_path / "policies", base)
     file = made.path / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -131,7 +131,7 @@ def test_other_weights_of_the_same_size_are_noticed(tmp_path: Path, base: Path):
 
 
 @pytest.mark.parametrize(("keep", "left"), [(2, [3, 5]), (1, [5]), (0, [5]), (9, [1, 3, 5])])
-def test_pruning_keeps_the_newest(tmp_path: Path, base: Path, keep: int, left: list[int]):
+def test_checkpoint_prune_keeps_newest(tmp_path: Path, base: Path, keep: int, left: list[int]):
     for version in (1, 3, 5):
         write(tmp_path / "policies", base, version)
     checkpoint.prune(tmp_path / "policies", "org/policy", "main", committed=[0, 1, 3, 5], keep=keep)

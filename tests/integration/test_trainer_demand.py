@@ -101,7 +101,7 @@ def train(ledger: Ledger, *names: str, mode: str = "train", run: str = "run") ->
     ledger.commit(lease, **MADE)  # type: ignore[arg-type]
 
 
-def test_what_is_spent_is_what_was_trained_and_what_was_skipped(place: Place):
+def test_spent_counts_trained_and_skipped_groups(place: Place):
     ledger = begun(place)
     train(ledger, "a", "b")
     train(ledger, "c", "d", run="another run")
@@ -117,7 +117,7 @@ def test_what_is_spent_is_what_was_trained_and_what_was_skipped(place: Place):
 
 
 @pytest.mark.parametrize(("steps", "most", "flying"), [(0, 0, 4), (9, 0, 4), (0, 3, 4), (1, 3, 4), (2, 3, 2), (3, 3, 0), (4, 3, 0)])
-def test_in_flight_are_batches_within_the_staleness_bound_and_no_more_than_steps_are_left(steps: int, most: int, flying: int):
+def test_in_flight_is_bounded_by_staleness_and_steps_left(steps: int, most: int, flying: int):
     chosen = TWO.model_copy(update={"max_steps": most})
     assert in_flight(chosen, steps) == flying
     gone = ConsumedGroups(steps, 2 * steps, {SkipReason.EQUAL: 5})
@@ -133,7 +133,7 @@ EVENTS = st.lists(st.sampled_from(["step", "crash", "skip", "restart", "back", "
 
 @given(EVENTS, st.integers(0, 4), st.randoms(use_true_random=False))
 @hypothesis_settings(max_examples=25, deadline=None)
-def test_the_level_never_falls_and_the_queue_ends_with_the_newest(events: list[str], most: int, random):
+def test_demand_level_never_falls_and_queue_ends_at_newest(events: list[str], most: int, random):
     """Law: whatever order of commits, crashed steps, expiries, restarts and rollbacks; and stated levels may come late, or twice."""
     chosen, queue, stated, serial = TWO.model_copy(update={"max_steps": most}), Queue(), list[int](), 0
     with TemporaryDirectory() as directory:
@@ -178,7 +178,7 @@ def test_the_level_never_falls_and_the_queue_ends_with_the_newest(events: list[s
     assert queue.groups == stated[-1]
 
 
-def test_the_wire(queue: Queue):
+def test_demand_state_and_read_over_http(queue: Queue):
     there = QueueSettings(url=f"{queue.url}/", token=SecretStr("secret"))
     asked = Demand("policy", "main", 12, 3, 4)
     assert read(there, "a run/1") == Stated(0, 0)
@@ -220,7 +220,7 @@ def with_queue(chosen: Settings, queue: Queue) -> Settings:
     return chosen.model_copy(update={"queue": QueueSettings(url=queue.url)})
 
 
-def test_filtered_groups_are_run_again_until_the_batches_are_full(tmp_path: Path, queue: Queue):
+def test_demand_after_skipped_groups_rises_until_batches_are_full(tmp_path: Path, queue: Queue):
     """DAPO: each group skipped raises the level by one, a runner answers it, and training ends with as many groups as were needed."""
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", skip_equal_groups=True, max_staleness=0, max_steps=3)
     source = Runner(queue)
@@ -239,7 +239,7 @@ def test_filtered_groups_are_run_again_until_the_batches_are_full(tmp_path: Path
     assert (metrics["groups_wanted"], metrics["groups_skipped"]) == (queue.enqueued, len(skipped))
 
 
-def test_a_queue_that_is_away_is_told_of_once_and_holds_up_nothing(
+def test_demand_with_absent_queue_warns_once_and_does_not_block(
     tmp_path: Path, queue: Queue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     chosen = with_queue(settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=0), queue)
@@ -264,7 +264,7 @@ def test_a_queue_that_is_away_is_told_of_once_and_holds_up_nothing(
     assert queue.groups == 5, "a queue that lost it is told again"
 
 
-def test_without_a_queue_or_without_the_mode_nobody_is_told(tmp_path: Path, queue: Queue):
+def test_demand_without_queue_or_train_mode_is_not_stated(tmp_path: Path, queue: Queue):
     base = write_base(tmp_path / "base")
     wired(settings(base, tmp_path / "a"), FakeSource([])).run(follow=False)
     wired(with_queue(settings(base, tmp_path / "b", modes=("production",)), queue), FakeSource([])).run(follow=False)

@@ -52,7 +52,7 @@ def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> flo
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-def test_sampled_logprobs_are_the_trainers_at_each_rows_temperature(engine: VerlOptimizer, rows: pl.DataFrame):
+def test_step_on_sampled_rows_has_small_logprob_gap(engine: VerlOptimizer, rows: pl.DataFrame):
     metrics = engine.step(batch(rows))
     assert metrics["logprob_gap_max"] < 1e-4
     assert 0 < metrics["logprob_gap_mean"] < metrics["logprob_gap_max"]
@@ -96,7 +96,7 @@ def test_step_of_wrong_logprobs_names_its_rows_and_touches_nothing(engine: VerlO
     ],
     ids=str,
 )
-def test_reshaped_rows_pass_the_check_and_train_by_their_truncated_weight(
+def test_step_of_reshaped_rows_passes_check_and_trains_by_truncated_weight(
     tiny_model: Path, rows: pl.DataFrame, changes: dict[str, object]
 ) -> None:
     """Processed logprobs 0.3 nats above the policy's, as under top-p, train like advantages exp(-0.3) times as large."""
@@ -125,7 +125,9 @@ def test_reshaped_rows_pass_the_check_and_train_by_their_truncated_weight(
         plain.step(batch(processed.with_columns(Reshaping=pl.lit(""))))
 
 
-def test_a_positive_advantage_raises_its_responses_logprob(engine: VerlOptimizer, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
+def test_step_with_positive_advantage_raises_logprob_of_response(
+    engine: VerlOptimizer, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame
+):
     chosen = pl.Series([1.0] + [0.0] * 23)
     before = sum(logprobs_of(tiny_model, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list()))
     engine.step(batch(rows, chosen))
@@ -133,7 +135,7 @@ def test_a_positive_advantage_raises_its_responses_logprob(engine: VerlOptimizer
     assert sum(logprobs_of(made.path, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list())) > before
 
 
-def test_the_rate_rises_from_nothing_over_the_warm_up(tiny_model: Path, rows: pl.DataFrame):
+def test_warmup_steps_raise_learning_rate_from_0(tiny_model: Path, rows: pl.DataFrame):
     def moves(settings: TrainerSettings) -> list[float]:
         """How far each of two steps moves a weight at most; Adam's first step is as long as its rate."""
         engine, found = VerlOptimizer(tiny_model, settings), list[float]()
@@ -160,7 +162,7 @@ def test_step_for_the_entropy_alone_counts_in_the_warm_up(tiny_model: Path, rows
     assert 0 < moved[1] < moved[2]
 
 
-def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.DataFrame):
+def test_step_with_no_op_rows_or_micro_batches_is_unchanged(tiny_model: Path, rows: pl.DataFrame):
     plain, padded = VerlOptimizer(tiny_model, SETTINGS), VerlOptimizer(tiny_model, SETTINGS)
     split = VerlOptimizer(tiny_model, trainer_settings(learning_rate=1e-3, max_tokens_per_device=40))
     found = [
@@ -177,7 +179,7 @@ def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.
     assert differences(weights(plain), weights(split)) < 1e-4
 
 
-def test_zero_advantages_take_no_step_even_after_others(engine: VerlOptimizer, rows: pl.DataFrame):
+def test_step_with_zero_advantages_is_skipped(engine: VerlOptimizer, rows: pl.DataFrame):
     engine.step(batch(rows))
     before = weights(engine)
     metrics = engine.step(batch(sampled_by(rows, 0), pl.Series(np.zeros(24)), version=1))
@@ -185,7 +187,7 @@ def test_zero_advantages_take_no_step_even_after_others(engine: VerlOptimizer, r
     assert differences(before, weights(engine)) == 0, "AdamW's moments moved the weights"
 
 
-def test_a_resumed_engine_repeats_the_step_exactly(engine: VerlOptimizer, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
+def test_load_state_resumed_optimizer_repeats_step_exactly(engine: VerlOptimizer, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
     engine.step(batch(rows))
     made = written(engine, tiny_model, tmp_path)
     expected = engine.step(batch(rows, version=1))
@@ -198,7 +200,7 @@ def test_a_resumed_engine_repeats_the_step_exactly(engine: VerlOptimizer, tiny_m
     assert differences(weights(engine), weights(forgetful)) > 0, "the optimizer's state matters"
 
 
-def test_a_damaged_state_is_named(engine: VerlOptimizer, tmp_path: Path):
+def test_load_state_damaged_file_raises(engine: VerlOptimizer, tmp_path: Path):
     engine.save_state(tmp_path)
     file = tmp_path / checkpoint.STATE
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -209,7 +211,7 @@ def test_a_damaged_state_is_named(engine: VerlOptimizer, tmp_path: Path):
         engine.load_state(tmp_path)
 
 
-def test_verl_normalises_the_rollouts_of_a_group():
+def test_advantages_with_group_relative_normalise_over_rollouts():
     rows = [transition_row("win", turn, rewards=(1.0,) if turn == 8 else ()) for turn in range(9)] + [
         transition_row("loss", rewards=(0.0,))
     ]
@@ -243,7 +245,7 @@ def conversations(model: Path, *, version: int = 0) -> pl.DataFrame:
     return pl.DataFrame(rows)
 
 
-def test_merged_calls_train_as_they_do_one_by_one(tiny_model: Path):
+def test_merge_sequences_train_as_separate_sequences(tiny_model: Path):
     rows = conversations(tiny_model)
     worth = pl.Series(np.linspace(-1, 1, len(rows)))
     alone, together = separate(rows, worth), merge(rows, worth)
@@ -261,7 +263,7 @@ def test_merged_calls_train_as_they_do_one_by_one(tiny_model: Path):
     assert differences(weights(one), weights(other)) < 1e-4
 
 
-def test_merged_calls_of_older_weights_train_as_they_do_one_by_one(tiny_model: Path):
+def test_merge_sequences_of_older_weights_train_as_separate_sequences(tiny_model: Path):
     """Off-policy: ratios other than 1, some of them clipped."""
     rows = conversations(tiny_model)
     off = np.random.default_rng(5)
@@ -288,7 +290,7 @@ def test_step_of_a_merged_sequence_with_wrong_logprobs_names_its_row(engine: Ver
     assert raised.value.rows == {row: "logprob_gap"}
 
 
-def test_training_starts_no_ray_cluster_and_says_nothing(engine: VerlOptimizer, rows: pl.DataFrame, capfd: pytest.CaptureFixture[str]):
+def test_step_in_one_process_starts_no_ray_and_prints_nothing(engine: VerlOptimizer, rows: pl.DataFrame, capfd: pytest.CaptureFixture[str]):
     import ray
 
     engine.step(batch(rows))

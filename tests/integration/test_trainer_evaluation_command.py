@@ -24,7 +24,7 @@ def version(number: int = 3, path: str = "", **metrics: float) -> LedgerVersion:
     return LedgerVersion(facts, "main", "main", "run", "train", "", VersionStatus.COMMITTED, {**METRICS, **metrics})
 
 
-def test_a_command_evaluates_every_few_steps_and_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluation_command_runs_every_n_steps_and_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def ran(*command: str, every: int = 2) -> list[str]:
         chosen = Settings(trainer=trainer_settings(evaluation__every=every, evaluation__command=command))
         evaluation = Evaluation(None, chosen, "spec")  # type: ignore[arg-type]

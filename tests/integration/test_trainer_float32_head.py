@@ -38,9 +38,7 @@ def batch(model: Path) -> Batch:
 
 @pytest.mark.parametrize("model", ["tiny_model", "tied_model"])
 @pytest.mark.parametrize("changes", [{}, {"lora__rank": 4}])
-def test_logprobs_of_a_bf16_trainer_are_those_of_a_float32_head_on_its_hidden_states(
-    model: str, changes: dict[str, Any], request: pytest.FixtureRequest
-):
+def test_float32_head_logprobs_of_bf16_trainer_match_float32_logits(model: str, changes: dict[str, Any], request: pytest.FixtureRequest):
     path: Path = request.getfixturevalue(model)
     engine = VerlOptimizer(path, trainer_settings(dtype="bf16", learning_rate=RATE, alarms__logprob=NO_ALARM, **changes))
     head = engine._workers._rank._models["policy"].engine.module.get_output_embeddings()
@@ -60,7 +58,7 @@ def test_logprobs_of_a_bf16_trainer_are_those_of_a_float32_head_on_its_hidden_st
     assert engine.step(rows)["grad_norm"] > 0
 
 
-def test_a_float32_head_takes_its_rounding_off_the_gap(tiny_model: Path):
+def test_float32_head_reduces_logprob_gap(tiny_model: Path):
     rows = batch(tiny_model)
     with patch("trainer.optim.verl_worker.compute_head_in_float32"):
         rounded = VerlOptimizer(tiny_model, trainer_settings(dtype="bf16", alarms__logprob=NO_ALARM))
@@ -68,7 +66,7 @@ def test_a_float32_head_takes_its_rounding_off_the_gap(tiny_model: Path):
     assert whole.step(rows)["logprob_gap_mean"] < rounded.step(rows)["logprob_gap_mean"]
 
 
-def test_a_float32_trainer_is_unchanged_by_it(tiny_model: Path):
+def test_float32_head_leaves_float32_trainer_unchanged(tiny_model: Path):
     rows = batch(tiny_model)
     with patch("trainer.optim.verl_worker.compute_head_in_float32"):
         without = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE))

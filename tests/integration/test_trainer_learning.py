@@ -44,7 +44,7 @@ RATE = 1e-3
 ABLE = [name for name, facts in learning.ESTIMATORS.items() if not facts.by_token]
 
 
-def test_the_names_are_those_of_verls_registries():
+def test_estimators_losses_and_rejections_match_verl_registries():
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
 
@@ -53,7 +53,7 @@ def test_the_names_are_those_of_verls_registries():
     assert learning.REJECTIONS == SUPPORTED_ROLLOUT_RS_OPTIONS
 
 
-def test_verl_knows_each_aggregation_and_kl_estimate():
+def test_aggregations_and_kl_estimates_are_known_to_verl():
     from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 
     losses, mask = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -66,7 +66,7 @@ def test_verl_knows_each_aggregation_and_kl_estimate():
 
 
 @pytest.mark.parametrize("name", ABLE)
-def test_advantages_are_verls_own_over_rollouts(name: Any):
+def test_advantages_over_rollouts_match_verl(name: Any):
     ours = advantages_here(trainer_settings(estimator=name, reward_weights=learning_tables.WEIGHTS))
     assert ours == pytest.approx(advantages_by_verl(name, "rollout"), abs=1e-6)
     assert len(set(ours)) > 1
@@ -76,7 +76,7 @@ def test_advantages_are_verls_own_over_rollouts(name: Any):
 @pytest.mark.parametrize(
     "name", [name for name in ABLE if learning.ESTIMATORS[name].scope not in {"batch", "greedy"} and name != "grpo_passk"]
 )
-def test_advantages_are_verls_own_over_turns(name: Any):
+def test_advantages_over_turns_match_verl(name: Any):
     settings = trainer_settings(estimator=name, credit__scheme="own", baseline="turn", reward_weights=learning_tables.WEIGHTS)
     calls = learning_tables.rollouts()
     alone = calls.select((calls.select("GroupId", "Turn").is_duplicated()).alias("shared"))["shared"].to_list()
@@ -87,7 +87,7 @@ def test_advantages_are_verls_own_over_turns(name: Any):
 
 
 @pytest.mark.parametrize("name", [name for name in ABLE if learning.ESTIMATORS[name].needs is None and name != "gdpo"])
-def test_advantages_over_transitions_are_verls_own_with_a_row_a_call(name: Any):
+def test_advantages_over_transitions_match_verl(name: Any):
     settings = trainer_settings(estimator=name, baseline="transition", reward_weights=learning_tables.WEIGHTS)
     ours = advantages_here(settings)
     assert ours == pytest.approx(advantages_by_verl(name, "transition"), abs=1e-6)
@@ -105,7 +105,7 @@ def test_advantages_over_transitions_are_verls_own_with_a_row_a_call(name: Any):
         ({"estimator": "tir_optimal_token_baseline"}, 2),
     ],
 )
-def test_each_token_has_verls_own_advantage(facts: dict[str, Any], observation: int):
+def test_advantages_over_tokens_match_verl(facts: dict[str, Any], observation: int):
     settings = trainer_settings(reward_weights=learning_tables.WEIGHTS, **facts)
     assert tokens_here(settings) == pytest.approx(tokens_by_verl(settings, observation=observation), abs=1e-6)
 
@@ -124,7 +124,7 @@ def chained(tiny_model: Path, count: int = 12) -> Any:
 
 
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
-def test_token_baselines_come_of_a_forward_pass(name: Any, tiny_model: Path):
+def test_optimal_token_baseline_uses_forward_pass(name: Any, tiny_model: Path):
     batch = chained(tiny_model)
     engine = VerlOptimizer(tiny_model, trainer_settings(estimator=name, learning_rate=RATE))
     seen = engine._estimated(batch)
@@ -143,7 +143,7 @@ def test_token_baselines_come_of_a_forward_pass(name: Any, tiny_model: Path):
     assert np.array_equal(engine.token_advantages, seen.advantages), "what the loss used is kept"
 
 
-def test_a_critic_learns_what_comes_and_a_resume_repeats_it(tiny_model: Path, tmp_path: Path):
+def test_critic_learns_returns_and_resume_repeats_it(tiny_model: Path, tmp_path: Path):
     settings = trainer_settings(
         estimator="gae", learning_rate=1e-6, critic_learning_rate=3e-3, epochs=2, mini_batches=2, alarms__logprob=NO_ALARM
     )
@@ -160,7 +160,7 @@ def test_a_critic_learns_what_comes_and_a_resume_repeats_it(tiny_model: Path, tm
     assert expected["updated"] == 4
 
 
-def test_a_state_without_a_critic_begins_one_and_says_nothing(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_load_state_without_critic_begins_one_silently(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     VerlOptimizer(tiny_model, TrainerSettings()).save_state(tmp_path)
     batch = chained(tiny_model)
     capfd.readouterr()
@@ -170,13 +170,13 @@ def test_a_state_without_a_critic_begins_one_and_says_nothing(tiny_model: Path, 
     assert capfd.readouterr() == ("", "")
 
 
-def test_dr_grpo_leaves_the_standard_deviation_out():
+def test_norm_by_std_false_matches_dr_grpo():
     ours = advantages_here(trainer_settings(norm_by_std=False, reward_weights=learning_tables.WEIGHTS))
     assert ours == pytest.approx(advantages_by_verl("grpo", "rollout", norm_adv_by_std_in_grpo=False))
 
 
 @pytest.mark.parametrize("name", list(learning.LOSSES))
-def test_a_steps_loss_is_verls_own(name: Any, tiny_model: Path):
+def test_step_loss_matches_verl(name: Any, tiny_model: Path):
     settings = loss_settings(name, clip_ratio=0.02)
     assert loss_here(tiny_model, settings) == pytest.approx(loss_by_verl(tiny_model, settings), abs=2e-6)
     if name not in {"clip_cov", "kl_cov"}:  # these look at the tokens of one micro-batch
@@ -185,7 +185,7 @@ def test_a_steps_loss_is_verls_own(name: Any, tiny_model: Path):
 
 
 @pytest.mark.parametrize("how", get_args(Aggregation))
-def test_aggregations_are_verls_own_whatever_the_micro_batches(how: Any, tiny_model: Path):
+def test_step_aggregation_matches_verl_for_any_micro_batches(how: Any, tiny_model: Path):
     options = {"loss__options": {"loss_scale_factor": 3}} if how.endswith("norm") else {}
     whole = trainer_settings(loss__aggregation=how, **options)
     split = trainer_settings(loss__aggregation=how, max_tokens_per_device=30, **options)
@@ -194,7 +194,7 @@ def test_aggregations_are_verls_own_whatever_the_micro_batches(how: Any, tiny_mo
     assert loss_here(tiny_model, split) == pytest.approx(expected, abs=2e-6)
 
 
-def test_the_clip_settings_reach_verl(tiny_model: Path):
+def test_clip_ratio_settings_reach_verl(tiny_model: Path):
     """DAPO's clip-higher: verl's defaults of the two bounds must not win over what is set."""
     base = loss_here(tiny_model, trainer_settings(clip_ratio=0.2))
     found = {
@@ -206,7 +206,7 @@ def test_the_clip_settings_reach_verl(tiny_model: Path):
     assert found["higher"] < base, "good responses may pull further"
 
 
-def test_the_tables_of_the_page_are_these(tiny_model: Path):
+def test_learning_tables_match_docs_page(tiny_model: Path):
     """`python -m tests.support.learning_tables` writes them."""
     page = learning_tables.PAGE.read_text()
     for table in (
@@ -218,7 +218,7 @@ def test_the_tables_of_the_page_are_these(tiny_model: Path):
         assert "\n".join(table) + "\n\n" in page
 
 
-def test_old_logprobs_and_corrections_are_verls_own(tiny_model: Path):
+def test_step_recomputed_logprobs_and_corrections_match_verl(tiny_model: Path):
     """TIS, IcePop and rejection of responses that other weights sampled; ratios are against the trainer's logprobs at the start."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
@@ -263,7 +263,7 @@ def test_old_logprobs_and_corrections_are_verls_own(tiny_model: Path):
         assert ("correction_kl" in found) == bool(facts)
 
 
-def test_a_batch_that_is_rejected_whole_takes_no_step(tiny_model: Path):
+def test_step_of_batch_rejected_whole_is_skipped(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
     settings = trainer_settings(recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
     found = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0]))
@@ -276,7 +276,7 @@ def test_a_batch_that_is_rejected_whole_takes_no_step(tiny_model: Path):
     assert (found["updated"], "critic_loss" in found) == (0, False)
 
 
-def test_bypass_mode_corrects_within_the_loss(tiny_model: Path):
+def test_bypass_mode_loss_applies_correction(tiny_model: Path):
     settings = trainer_settings(loss__name="bypass_mode", correction=Correction(weights="token", threshold="1.1", objective="reinforce"))
     other = trainer_settings(loss__name="bypass_mode", correction=Correction(objective="reinforce"))
     found = loss_here(tiny_model, settings)
@@ -290,7 +290,7 @@ def test_bypass_mode_corrects_within_the_loss(tiny_model: Path):
     assert among["loss"] == pytest.approx(alone["loss"], abs=1e-6), "micro-batches of no-op rows add nothing"
 
 
-def test_the_alarm_stands_before_a_correction(tiny_model: Path):
+def test_logprob_alarm_precedes_correction(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
     current = layout(separate(sampled_by(rows, 0), worth), lineage=[0])
     correction = Correction(weights="token")
@@ -308,7 +308,7 @@ def fresh(tiny_model: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", list(learning.LOSSES))
-def test_every_loss_pulls_the_better_above_the_worse(name: Any, tiny_model: Path):
+def test_step_with_each_loss_raises_better_over_worse(name: Any, tiny_model: Path):
     batch = layout(separate(pl.DataFrame(sampled_rows(tiny_model, 8, temperature=1.0, seed=1)), pl.Series([1.0, -1.0] * 4)), lineage=[0])
     engine = VerlOptimizer(
         tiny_model, trainer_settings(loss__name=name, loss__options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE)
@@ -318,7 +318,7 @@ def test_every_loss_pulls_the_better_above_the_worse(name: Any, tiny_model: Path
     assert (moved * batch.advantages).sum() > 0.1
 
 
-def test_epochs_and_mini_batches_step_against_the_batchs_start(tiny_model: Path):
+def test_epochs_and_mini_batches_use_logprobs_of_batch_start(tiny_model: Path):
     batch = fresh(tiny_model)
     once = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE)).step(batch)
     engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, epochs=3, mini_batches=4))
@@ -330,7 +330,7 @@ def test_epochs_and_mini_batches_step_against_the_batchs_start(tiny_model: Path)
     assert found["logprob_gap_max"] == pytest.approx(once["logprob_gap_max"], abs=1e-6), "the gap is that before any update"
 
 
-def test_one_epoch_of_one_mini_batch_twice_is_two_epochs(tiny_model: Path):
+def test_step_of_2_epochs_equals_two_steps(tiny_model: Path):
     """Old logprobs stay those of the start: the second epoch equals a second step on the same rows, which are then stale."""
     batch = fresh(tiny_model)
     twice, one = (
@@ -357,7 +357,7 @@ def test_mini_batches_repeat_after_a_resume(tiny_model: Path, tmp_path: Path):
     assert resumed.step(batch) == expected
 
 
-def test_a_resume_has_the_moments_and_the_rates_of_its_own_settings(tiny_model: Path, tmp_path: Path):
+def test_load_state_keeps_moments_and_uses_own_learning_rate(tiny_model: Path, tmp_path: Path):
     """Who lowers the learning rate, because a gradient was not finite, gets the lower one; warm-up counts the steps that were made."""
     batch = fresh(tiny_model)
     stale = replace(batch, staleness=np.full_like(batch.staleness, -1))
@@ -383,7 +383,7 @@ def test_a_resume_has_the_moments_and_the_rates_of_its_own_settings(tiny_model: 
     assert resumed(betas=(0.0, 0.999)) != pytest.approx(moved, rel=0.01)
 
 
-def test_the_reference_holds_the_policy(tiny_model: Path, tmp_path: Path):
+def test_kl_reference_keeps_policy_near_it(tiny_model: Path, tmp_path: Path):
     """The KL term is verl's estimate from the weights of trainer.loss.reference, and a large weight keeps the policy near them."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
@@ -405,7 +405,7 @@ def test_the_reference_holds_the_policy(tiny_model: Path, tmp_path: Path):
     assert list(losses.values()) == pytest.approx([plain] * 3, abs=1e-5)
 
 
-def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_model: Path, tmp_path: Path):
+def test_kl_reference_without_advantages_pulls_policy_back(tiny_model: Path, tmp_path: Path):
     from examples.two_tools.model import build_model
 
     build_model(tmp_path, seed=1)
@@ -417,7 +417,7 @@ def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_m
     assert found[-1]["reference_kl"] < 0.9 * found[0]["reference_kl"]
 
 
-def test_an_entropy_bonus_raises_the_entropy(tiny_model: Path):
+def test_entropy_coef_raises_entropy(tiny_model: Path):
     batch = fresh(tiny_model)
     stale = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
     engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, entropy_coef=1.0))
@@ -428,7 +428,7 @@ def test_an_entropy_bonus_raises_the_entropy(tiny_model: Path):
     assert measured == pytest.approx(found[0]["entropy"], rel=1e-5), "it is measured where nothing rewards it, too"
 
 
-def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_path: Path):
+def test_lora_adapters_are_trained_merged_and_resumed(tiny_model: Path, tmp_path: Path):
     settings = trainer_settings(learning_rate=1e-2, lora__rank=4, lora__alpha=8)
     batch = fresh(tiny_model)
     engine = VerlOptimizer(tiny_model, settings)
@@ -454,7 +454,7 @@ def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_pa
         assert np.array_equal(ours, theirs), name
 
 
-def test_adapters_that_a_checkpoint_does_not_hold_are_refused(tiny_model: Path, tmp_path: Path):
+def test_load_state_with_other_adapters_raises(tiny_model: Path, tmp_path: Path):
     plain, adapted = VerlOptimizer(tiny_model, TrainerSettings()), VerlOptimizer(tiny_model, trainer_settings(lora__rank=4))
     (tmp_path / "plain").mkdir()
     (tmp_path / "adapted").mkdir()

@@ -39,7 +39,7 @@ def begun(place: Place, **changes: Any) -> Ledger:
     return ledger
 
 
-def test_a_branch_has_one_step_at_a_time(place: Place):
+def test_ledger_begin_while_another_holds_lease_is_refused(place: Place):
     here, there = begun(place), Ledger(place(), "policy", "main", holder=ELSEWHERE)
     lease = here.begin(rollouts("a"), 0)
     assert lease
@@ -55,7 +55,7 @@ def test_a_branch_has_one_step_at_a_time(place: Place):
     assert [(one.version, one.policy_version.parent) for one in here.versions()] == [(0, None), (1, 0), (2, 1)]
 
 
-def test_a_lease_that_expired_is_taken_over_and_cannot_be_committed(place: Place):
+def test_ledger_expired_lease_is_taken_over_and_cannot_commit(place: Place):
     slow, other = begun(place, lease_seconds=0.01, holder=ELSEWHERE), Ledger(place(), "policy", "main")
     lost = slow.begin(rollouts("a"))
     assert lost
@@ -74,7 +74,7 @@ def test_a_lease_that_expired_is_taken_over_and_cannot_be_committed(place: Place
     assert other.batch(taken.batch_id) == rollouts("a")
 
 
-def test_an_expired_lease_that_nobody_wanted_may_still_be_committed(place: Place):
+def test_ledger_expired_lease_not_taken_over_can_commit(place: Place):
     slow = begun(place, lease_seconds=-1)
     lease = slow.begin(rollouts("a"))
     assert lease
@@ -82,7 +82,7 @@ def test_an_expired_lease_that_nobody_wanted_may_still_be_committed(place: Place
     assert slow.committed_versions() == [0, 1]
 
 
-def test_a_heartbeat_holds_a_lease_for_longer_than_it_lasts(place: Place, caplog: pytest.LogCaptureFixture):
+def test_ledger_heartbeat_extends_lease(place: Place, caplog: pytest.LogCaptureFixture):
     holder, other = begun(place, lease_seconds=0.4, holder=ELSEWHERE), Ledger(place(), "policy", "main")
     lease = holder.begin(rollouts("a"))
     assert lease
@@ -102,7 +102,7 @@ def test_a_heartbeat_holds_a_lease_for_longer_than_it_lasts(place: Place, caplog
             time.sleep(0.01)
 
 
-def test_the_lease_of_a_dead_process_is_taken_over_at_once(place: Place):
+def test_ledger_lease_of_dead_process_is_taken_over_at_once(place: Place):
     ledger = begun(place)
     child = subprocess.Popen([sys.executable, "-c", "from spangrad.leases import *; print(this_process(), flush=True); input()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])  # fmt: skip
@@ -119,7 +119,7 @@ def test_the_lease_of_a_dead_process_is_taken_over_at_once(place: Place):
     assert (is_dead(holder), ledger.recover()) == (True, [1])
 
 
-def test_is_dead_where_proc_hides_other_users_processes_asks_by_a_signal(monkeypatch: pytest.MonkeyPatch):
+def test_is_dead_with_hidden_proc_asks_by_signal(monkeypatch: pytest.MonkeyPatch):
     """hidepid=2: the files of a live process are not there for another user."""
     holder = this_process()
     child = subprocess.Popen([sys.executable, "-c", "pass"])
@@ -136,7 +136,7 @@ def test_is_dead_where_proc_hides_other_users_processes_asks_by_a_signal(monkeyp
     assert not is_dead(holder), "a process of another user"
 
 
-def test_of_other_process_tables_nothing_is_known():
+def test_is_dead_for_other_process_tables_is_false():
     host, pid, started, table = this_process().split(" ")
     assert (host, pid) == (socket.gethostname(), str(os.getpid()))
     assert is_dead(f"{host} {pid} {int(started) - 1} {table}"), "its number was given to another process"
@@ -147,7 +147,7 @@ def test_of_other_process_tables_nothing_is_known():
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), min_size=1), st.floats(0.1, 100))
-def test_a_lease_is_over_when_it_was_not_renewed_for_its_time(story: list[tuple[float, bool]], seconds: float):
+def test_watch_lease_is_over_when_not_renewed_within_its_time(story: list[tuple[float, bool]], seconds: float):
     """Whatever its past, an observer lets a lease go exactly when no new beat was seen for so long, by the observer's own clock."""
     now, beat, since = 0.0, 0, 0.0
     watch = LeaseClock(lambda: now)
@@ -173,7 +173,7 @@ def test_ancestry_leads_from_the_first_weights_to_any_head(data: st.DataObject):
     assert [parents["main", one][1] for one in found] == [None, *found[:-1]]
 
 
-def test_a_rollback_moves_the_head_and_numbers_go_on(place: Place):
+def test_ledger_rollback_moves_head_and_continues_numbers(place: Place):
     ledger = begun(place)
     for name in ("a", "b", "c"):
         ledger.commit(ledger.begin(rollouts(name)), **{**FACTS, "path": f"/{name}"})  # type: ignore[arg-type]
@@ -201,7 +201,7 @@ def test_a_rollback_moves_the_head_and_numbers_go_on(place: Place):
             ledger.rollback(version)
 
 
-def test_pins_are_the_policys(place: Place):
+def test_ledger_pins_belong_to_policy(place: Place):
     ledger, other = begun(place), Ledger(place(), "policy", "other")
     for _ in range(2):
         other.pin(0)
@@ -222,7 +222,7 @@ def test_pins_are_the_policys(place: Place):
         ("sqlite:////nowhere/x.db", r"the ledger sqlite:////nowhere/x.db failed \(unable to open database file\)"),
     ],
 )
-def test_a_database_that_is_none_is_said_in_a_sentence(url: str, sentence: str):
+def test_ledger_database_with_invalid_url_raises_without_secret(url: str, sentence: str):
     with pytest.raises(LedgerError, match=sentence) as caught:
         LedgerDatabase(url)
     assert "secret" not in str(caught.value)
@@ -251,7 +251,7 @@ def race(place: str, branch: str, names: str) -> None:
             print(lease.version, left[0], flush=True)
 
 
-def test_trainers_that_race_train_each_rollout_once_and_share_no_number(place: Place):
+def test_ledger_racing_trainers_train_each_rollout_once(place: Place):
     """Four processes, two on each of two branches."""
     names = [f"r{i}" for i in range(20)]
     branches = ("main", "other")

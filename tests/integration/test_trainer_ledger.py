@@ -38,7 +38,7 @@ def begun(place: Place) -> Ledger:
     return ledger
 
 
-def test_the_whole_story_of_a_batch(place: Place):
+def test_ledger_batch_lifecycle_from_begin_to_commit(place: Place):
     ledger = begun(place)
     lease = ledger.begin(rollouts("a", "b"))
     assert (lease.version, lease.parent) == (1, 0)
@@ -54,7 +54,7 @@ def test_the_whole_story_of_a_batch(place: Place):
     assert ledger.finished_groups("run", "any other spec") == {("train", "g")}
 
 
-def test_a_rollout_is_never_in_two_batches(place: Place):
+def test_ledger_begin_with_rollout_of_another_batch_raises(place: Place):
     ledger = begun(place)
     ledger.commit(ledger.begin(rollouts("a", "b")), **FACTS)
     # Another group, another revision: the same attempt of the same rollout all the same.
@@ -65,7 +65,7 @@ def test_a_rollout_is_never_in_two_batches(place: Place):
     assert ledger.begin([BatchRollout(group("other"), "b", 1, 0)]).version == 2, "another attempt is another key"
 
 
-def test_a_crash_orphans_the_number_and_frees_the_rollouts(place: Place):
+def test_ledger_recover_after_crash_orphans_version_and_frees_rollouts(place: Place):
     ledger = begun(place)
     lost = ledger.begin(rollouts("a"))
     ledger.close()
@@ -83,7 +83,7 @@ def test_a_crash_orphans_the_number_and_frees_the_rollouts(place: Place):
 
 
 @pytest.mark.parametrize("place", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
-def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(place: Place):
+def test_ledger_killed_at_any_boundary_of_begin_and_commit_recovers(place: Place):
     """Law 4: whatever instruction is the last, recovery leaves all of a batch or nothing, and the next run does the rest once."""
 
     def train(boundary: int, groups: tuple[str, ...] = ("g1",)) -> None:
@@ -126,7 +126,7 @@ def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(place: Place)
     assert seen == {(0, 0), (0, 1), (2, 0)}, "deaths fell before, within and after the batch"
 
 
-def test_skipped_groups_stay_out_and_are_counted(place: Place):
+def test_ledger_skipped_groups_are_finished_and_counted(place: Place):
     ledger = begun(place)
     ledger.skip([group("x"), group("y")], SkipReason.STALE)
     ledger.skip([group("x")], SkipReason.GREEDY)
@@ -138,7 +138,7 @@ def test_skipped_groups_stay_out_and_are_counted(place: Place):
     assert ledger.finished_groups("another run", "spec") == set()
 
 
-def test_branches_have_their_own_versions_and_leases(place: Place):
+def test_ledger_branches_have_own_versions_and_leases(place: Place):
     main = begun(place)
     main.begin(rollouts("a"))
     other = Ledger(place(), "policy", "other")
@@ -149,7 +149,7 @@ def test_branches_have_their_own_versions_and_leases(place: Place):
     assert other.finished_groups("run", "spec") == {("train", "g")}
 
 
-def test_weights_to_begin_with_come_first_and_once(place: Place):
+def test_ledger_register_initial_is_required_and_once(place: Place):
     with pytest.raises(LedgerError, match="no weights to train"):
         opened(place, "empty").begin(rollouts("a"))
     ledger = begun(place)
@@ -157,7 +157,7 @@ def test_weights_to_begin_with_come_first_and_once(place: Place):
         ledger.register_initial(**BASE)
 
 
-def test_a_branch_begins_as_the_version_whose_weights_it_takes(place: Place):
+def test_ledger_branch_begins_at_version_with_its_weights(place: Place):
     main = begun(place)
     for number in (1, 2, 3):
         facts = {**FACTS, "checksum": f"float32:0{number}", "path": f"/v{number}"}
@@ -185,7 +185,7 @@ def test_a_branch_begins_as_the_version_whose_weights_it_takes(place: Place):
     assert (again.lineage(), again.versions()[0].parent_branch) == ([0, 1, 2, 4], "brevity")
 
 
-def test_a_version_is_lent_to_every_branch_that_still_stands_at_it(place: Place):
+def test_ledger_version_is_lent_to_every_branch_at_it(place: Place):
     main = begun(place)
     main.commit(main.begin(rollouts("a")), **FACTS)
     first, second = (Ledger(place(), "policy", name) for name in ("a sibling", "second"))
@@ -205,7 +205,7 @@ def test_a_version_is_lent_to_every_branch_that_still_stands_at_it(place: Place)
     assert main.parents_of_other_branches() == {1}, "another policy's 0 is another version"
 
 
-def test_weights_that_nobody_committed_begin_a_past_of_their_own(place: Place):
+def test_ledger_branch_of_uncommitted_weights_has_own_past(place: Place):
     main = begun(place)
     main.commit(main.begin(rollouts("a")), **FACTS)
     lost = main.begin(rollouts("b"))
@@ -220,7 +220,7 @@ def test_weights_that_nobody_committed_begin_a_past_of_their_own(place: Place):
     assert policy.lineage() == [0], "each policy counts from 0"
 
 
-def test_of_versions_with_equal_weights_the_one_in_that_place_is_meant(place: Place):
+def test_ledger_branch_of_equal_weights_begins_at_version_with_its_path(place: Place):
     main = begun(place)
     for number in (1, 2):  # steps in which every advantage was 0
         main.commit(main.begin(rollouts(f"r{number}")), **{**FACTS, "checksum": BASE["checksum"], "path": f"/v{number}"})

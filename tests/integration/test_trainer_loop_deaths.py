@@ -16,7 +16,7 @@ def base(tmp_path: Path) -> Path:
     return write_base(tmp_path / "base")
 
 
-def test_every_boundary_of_the_loop_is_a_safe_place_to_die(tmp_path: Path, base: Path):
+def test_training_loop_killed_at_any_boundary_recovers(tmp_path: Path, base: Path):
     """Law 4 over ledger, checkpoint and gateway together; in a process of its own, where forking is safe."""
     command = [sys.executable, "-m", "tests.support.trainers", "rollouts", base, tmp_path]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)

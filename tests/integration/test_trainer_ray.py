@@ -114,7 +114,7 @@ def rank_pids(engine: VerlOptimizer) -> list[int]:
     return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in engine._workers._group.workers])
 
 
-def test_workers_step_as_one_process_does(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
+def test_ray_workers_step_as_one_process(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
     assert {count: engine.data_parallel_size for count, engine in engines.items()} == {0: 1, 1: 1, 2: 2}
     before = weights(engines[0])
     told = {count: [engine.step(batch(engine, rows, current=not at)) for at in range(2)] for count, engine in engines.items()}
@@ -131,7 +131,7 @@ def test_workers_step_as_one_process_does(engines: dict[int, VerlOptimizer], row
     assert differences(held[2], held[0]) < 1e-5
 
 
-def test_a_refused_batch_leaves_every_worker_as_it_was(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
+def test_ray_workers_refused_batch_leaves_weights_unchanged(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
     """The wrong row is the last: the first worker never sees it."""
     engine = engines[2]
     before = weights(engine)
@@ -144,7 +144,7 @@ def test_a_refused_batch_leaves_every_worker_as_it_was(engines: dict[int, VerlOp
     assert differences(before, weights(engine)) == 0
 
 
-def test_the_state_is_whole_and_any_number_of_workers_goes_on_from_it(
+def test_ray_workers_state_loads_in_any_number_of_workers(
     engines: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame, tmp_path: Path
 ) -> None:
     made = {count: written(engine, tiny_model, tmp_path / str(count)).path for count, engine in engines.items()}
@@ -170,7 +170,7 @@ def test_the_state_is_whole_and_any_number_of_workers_goes_on_from_it(
     assert same(facts(tmp_path), kept[0]), "workers that refuse alike stand as before"
 
 
-def test_a_worker_that_dies_ends_the_step_with_an_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
+def test_ray_worker_that_dies_ends_step_with_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
     """Kill -9 the second of two, which is stopped, so that the first waits for it. The last test of these engines."""
     engine = engines[2]
     first, second = rank_pids(engine)
@@ -196,14 +196,14 @@ def test_a_worker_that_dies_ends_the_step_with_an_error(engines: dict[int, VerlO
         engine.step(batch(engine, rows, current=False))
 
 
-def test_too_many_workers_are_refused(ray: Cluster, tiny_model: Path) -> None:
+def test_ray_workers_beyond_cluster_raise(ray: Cluster, tiny_model: Path) -> None:
     with pytest.raises(TrainerError, match=r"trainer\.workers\.per_node = 7 needs as many nodes with that many CPUs each, .* are 6\."):
         VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=7))
     with pytest.raises(TrainerError, match=r"trainer\.workers\.nodes = 2 with trainer\.workers\.per_node = 1"):
         VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=1, nodes=2))
 
 
-def test_is_packed_by_default_where_a_gpu_and_flash_attention_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_packed_by_default_on_gpu_with_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = TrainerSettings()
     assert not is_packed(asked, "cuda"), "flash-attn is not installed here"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "flash_attn" else None)
@@ -211,17 +211,17 @@ def test_is_packed_by_default_where_a_gpu_and_flash_attention_are(monkeypatch: p
     assert not is_packed(trainer_settings(packing=False), "cuda")
 
 
-def test_dtype_by_default_is_bfloat16_where_a_gpu_is() -> None:
+def test_dtype_of_by_default_is_bf16_on_gpu() -> None:
     assert [dtype_of(TrainerSettings(), device) for device in ("cpu", "cuda")] == ["fp32", "bf16"]
     assert dtype_of(trainer_settings(dtype="bf16"), "cpu") == "bf16"
 
 
-def test_packing_on_a_cpu_is_refused(tiny_model: Path) -> None:
+def test_packing_on_cpu_raises(tiny_model: Path) -> None:
     with pytest.raises(SettingsError, match=r"trainer\.packing = true needs a GPU"):
         VerlOptimizer(tiny_model, trainer_settings(packing=True))
 
 
-def test_gradient_checkpointing_and_bfloat16_train_on_a_cpu_as_well(tiny_model: Path, rows: pl.DataFrame) -> None:
+def test_gradient_checkpointing_and_bf16_train_on_cpu(tiny_model: Path, rows: pl.DataFrame) -> None:
     plain, frugal, coarse = (
         VerlOptimizer(tiny_model, trainer_settings(learning_rate=1e-3, **changes))
         for changes in ({}, {"gradient_checkpointing": True}, {"dtype": "bf16"})

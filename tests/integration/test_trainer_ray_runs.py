@@ -150,7 +150,7 @@ def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return sum(float(np.square(one[name] - other[name], dtype=np.float64).sum()) for name in one) ** 0.5
 
 
-def test_a_whole_run_with_two_workers_makes_what_one_process_makes(service: Service) -> None:
+def test_train_with_two_ray_workers_equals_one_process(service: Service) -> None:
     service.run_whole("alone")
     with loaded(service, "two") as (trainer, family):
         assert len(workers_of(family)) == 2
@@ -167,7 +167,7 @@ def test_a_whole_run_with_two_workers_makes_what_one_process_makes(service: Serv
     assert all(np.array_equal(alone[name], one[name]) for name in alone)
 
 
-def test_two_nodes_of_a_cluster_that_others_began(service: Service, tmp_path: Path) -> None:
+def test_train_on_two_nodes_of_external_ray_cluster(service: Service, tmp_path: Path) -> None:
     """The commands of docs/start/scaling.md, both nodes on this machine."""
     (port,) = free_ports(1)
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
@@ -188,7 +188,7 @@ def test_two_nodes_of_a_cluster_that_others_began(service: Service, tmp_path: Pa
     assert service.agree("nodes", "one process")
 
 
-def test_a_killed_worker_undoes_the_lease_and_the_next_start_goes_on(service: Service) -> None:
+def test_train_with_killed_ray_worker_undoes_lease_and_next_run_resumes(service: Service) -> None:
     """The next start has another number of workers."""
     with loaded(service, "killed") as (trainer, family):
         workers_of(family)[-1].kill()
@@ -203,7 +203,7 @@ def test_a_killed_worker_undoes_the_lease_and_the_next_start_goes_on(service: Se
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_a_trainer_that_is_stopped(service: Service, number: signal.Signals) -> None:
+def test_train_stopped_or_killed_leaves_no_process(service: Service, number: signal.Signals) -> None:
     branch = number.name.lower()
     with loaded(service, branch) as (trainer, _):
         trainer.send_signal(number)
@@ -222,7 +222,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_new_workers_go_on_exactly(name: str, tiny_model: Path, tmp_path: Path, close: Callable[[VerlOptimizer], VerlOptimizer]) -> None:
+def test_ray_workers_restarted_continue_exactly(
+    name: str, tiny_model: Path, tmp_path: Path, close: Callable[[VerlOptimizer], VerlOptimizer]
+) -> None:
     """Two workers, killed after a step, and two others that read what the first wrote; and one process does the same but for rounding."""
     settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2, **VARIANTS[name])
     first, alone = close(VerlOptimizer(tiny_model, settings)), VerlOptimizer(tiny_model, changed(settings, {"workers__per_node": 0}))
@@ -241,7 +243,7 @@ def test_new_workers_go_on_exactly(name: str, tiny_model: Path, tmp_path: Path, 
     assert max(float(np.abs(held[name] - value).max()) for name, value in alone.weights()) < near
 
 
-def test_a_worker_that_fails_alone_ends_the_others(
+def test_ray_worker_that_fails_alone_ends_others(
     tiny_model: Path, close: Callable[[VerlOptimizer], VerlOptimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first would wait for the second for ever."""
@@ -255,7 +257,7 @@ def test_a_worker_that_fails_alone_ends_the_others(
         engine.step(rows(tiny_model, engine))
 
 
-def test_a_cluster_that_starts_too_slowly_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_cluster_that_starts_too_slowly_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray asks for its node during 30 s; the first start never hears of it."""
     from ray._private import services
 

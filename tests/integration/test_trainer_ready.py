@@ -36,7 +36,7 @@ def with_trainer(settings: Settings, **changes: object) -> Settings:
     return settings.model_copy(update={"trainer": changed(settings.trainer, changes)})
 
 
-def test_ready_tells_groups_in_the_order_in_which_they_became_whole(settings: Settings, world: BuiltRollouts) -> None:
+def test_ready_lists_groups_in_order_of_completion(settings: Settings, world: BuiltRollouts) -> None:
     source = GroupReader(world.client, settings)
     assert source.ready() == []
     world.group("b", [1.0], size=2)
@@ -50,7 +50,7 @@ def test_ready_tells_groups_in_the_order_in_which_they_became_whole(settings: Se
     assert source.ready() is ready, "nothing has changed"
 
 
-def test_ready_forgets_what_is_released_until_it_changes_or_all_is_read_again(settings: Settings, world: BuiltRollouts) -> None:
+def test_ready_after_release_omits_groups_until_changed_or_rescan(settings: Settings, world: BuiltRollouts) -> None:
     source = GroupReader(world.client, settings)
     for name in "abc":
         world.group(name, [1.0, 0.0])
@@ -62,7 +62,7 @@ def test_ready_forgets_what_is_released_until_it_changes_or_all_is_read_again(se
     assert names(source.ready()) == ["a", "b", "c"]
 
 
-def test_ready_counts_again_where_a_revision_moves_a_rollout_or_changes_the_size(settings: Settings, world: BuiltRollouts) -> None:
+def test_ready_after_revision_that_moves_rollout_or_changes_size_counts_again(settings: Settings, world: BuiltRollouts) -> None:
     source = GroupReader(world.client, settings)
     world.group("a", [1.0, 0.0])
     world.group("b", [1.0], size=2)
@@ -81,7 +81,7 @@ def test_ready_waits_for_the_greedy_rollout_of_remax(settings: Settings, world: 
     assert source.ready() == [Group(settings.trainer.run_id, "train", SPEC, "g")]
 
 
-def test_ready_as_of_a_time_takes_nothing_that_came_later(settings: Settings, world: BuiltRollouts) -> None:
+def test_ready_with_as_of_omits_later_groups(settings: Settings, world: BuiltRollouts) -> None:
     world.group("early", [1.0, 0.0])
     then = GroupReader(world.client, with_trainer(settings, as_of=datetime.now(UTC) + timedelta(milliseconds=1)))
     assert names(then.ready()) == ["early"]
@@ -90,7 +90,7 @@ def test_ready_as_of_a_time_takes_nothing_that_came_later(settings: Settings, wo
 
 
 @pytest.mark.parametrize("sweeps", [False, True])
-def test_ready_finds_rows_that_became_visible_long_after_they_were_dated(
+def test_ready_finds_rows_visible_long_after_their_date(
     settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch, sweeps: bool
 ) -> None:
     """Usual looks read 10 s again, and one now and then 120 s."""
@@ -107,7 +107,7 @@ def test_ready_finds_rows_that_became_visible_long_after_they_were_dated(
     assert names(source.ready()) == ["a"]
 
 
-def test_ready_reads_no_history_when_nothing_has_arrived(settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_without_arrivals_reads_no_history(settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     source = GroupReader(world.client, settings)
     for name in "abc":
         world.group(name, [1.0, 0.0])

@@ -74,7 +74,7 @@ def names(groups: Iterable[Group]) -> list[str]:
     return [one.group_id for one in groups]
 
 
-def test_look_leaves_out_what_is_trained_leased_or_skipped_and_has_it_again_when_that_is_undone(place: Place) -> None:
+def test_look_omits_trained_leased_and_skipped_groups_until_undone(place: Place) -> None:
     where = place()
     ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
     source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
@@ -98,7 +98,7 @@ def test_look_leaves_out_what_is_trained_leased_or_skipped_and_has_it_again_when
         one.close()
 
 
-def test_look_of_an_unchanged_ledger_asks_it_one_thing(place: Place) -> None:
+def test_look_at_unchanged_ledger_asks_one_statement(place: Place) -> None:
     ledger = begun(place())
     source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
     source.all = [group(name) for name in "abc"]
@@ -118,7 +118,7 @@ def test_look_of_an_unchanged_ledger_asks_it_one_thing(place: Place) -> None:
     ledger.close()
 
 
-def test_many_groups_are_looked_up_at_once(tmp_path: Path) -> None:
+def test_look_at_10000_groups_matches_a_full_read(tmp_path: Path) -> None:
     ledger = begun(tmp_path)
     source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
     source.all = [group(f"{number:05}") for number in range(5000)]
@@ -138,7 +138,7 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.randoms(use_true_random=False))
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_look_agrees_with_a_look_at_everything(events: list[str], random) -> None:  # type: ignore[no-untyped-def]
+def test_look_agrees_with_full_read_after_any_events(events: list[str], random) -> None:  # type: ignore[no-untyped-def]
     """Law: whoever changes the ledger, and in whichever order, nothing is missed, and nothing comes twice."""
     with TemporaryDirectory() as directory:
         ledger, branch = begun(Path(directory)), begun(Path(directory), "elsewhere")
@@ -188,7 +188,7 @@ def test_look_agrees_with_a_look_at_everything(events: list[str], random) -> Non
             one.close()
 
 
-def test_remembered_reads_again_only_what_somebody_has_changed(place: Place) -> None:
+def test_remembered_reads_again_only_after_changes(place: Place) -> None:
     where = place()
     ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
     reads: list[int] = []

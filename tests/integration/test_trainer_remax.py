@@ -21,7 +21,7 @@ CITIES, TOOLS, ROLLOUTS, STEPS = range(4), 2, 16, 9
 SETTINGS = trainer_settings(estimator="remax", learning_rate=3e-3, max_staleness=0)
 
 
-def test_success_rises_against_greedy_rollouts(tiny_model: Path):
+def test_remax_training_raises_success(tiny_model: Path):
     """The model knows the form of a reply; which of two tools a city needs it must find out, as it does in the demo."""
     engine, dice = VerlOptimizer(tiny_model, SETTINGS), np.random.default_rng(0)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)

@@ -46,7 +46,7 @@ def test_loss_of_rollouts_does_not_depend_on_merging_or_micro_batches(facts: dic
 
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "geo_mean", "sapo"])
-def test_gradient_of_rollouts_is_that_of_verls_loss_on_a_row_a_rollout(name: Any, tiny_model: Path):
+def test_gradient_of_rollouts_equals_verl_loss_on_row_per_rollout(name: Any, tiny_model: Path):
     """The ratio of a rollout, of which verl stops the gradient or not, is in the gradient as it would be in one row."""
     settings = trainer_settings(loss__name=name, clip_ratio=0.1, loss__aggregation="seq-mean-token-mean")
     rows, worth = trajectories(tiny_model)
@@ -60,7 +60,7 @@ def test_gradient_of_rollouts_is_that_of_verls_loss_on_a_row_a_rollout(name: Any
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if merges(trainer_settings(loss__name=name))])
-def test_gradient_of_each_loss_that_merges_by_default_is_that_of_its_calls_one_by_one(name: Any, tiny_model: Path):
+def test_gradient_of_each_loss_merged_by_default_equals_that_of_separate_calls(name: Any, tiny_model: Path):
     rows, worth = trajectories(tiny_model)
     settings = loss_settings(name, clip_ratio=0.1)
     apart, merged = (step(tiny_model, settings.model_copy(update={"merge": how}), rows, worth) for how in (False, True))
@@ -101,7 +101,7 @@ def _gradient_norm(model: Path, settings: TrainerSettings, rows: pl.DataFrame, w
     return float(torch.cat(gradients).norm())
 
 
-def test_entropy_and_reference_count_rollouts_like_the_loss(tiny_model: Path, tmp_path: Path):
+def test_entropy_and_reference_kl_are_aggregated_by_rollout(tiny_model: Path, tmp_path: Path):
     """Merged rows hold whole rollouts here, so that verl's own aggregation of them is the measure."""
     from examples.two_tools.model import build_model
 
@@ -118,7 +118,7 @@ def test_entropy_and_reference_count_rollouts_like_the_loss(tiny_model: Path, tm
     assert plain["loss"] != pytest.approx(apart["loss"], abs=1e-3)
 
 
-def test_entropy_is_measured_by_default_and_is_that_of_the_policy(tiny_model: Path):
+def test_entropy_by_default_is_that_of_policy(tiny_model: Path):
     """The mean over the trained tokens of the entropy of the distribution that each was drawn from, at its temperature."""
     rows, worth = trajectories(tiny_model)
     rows = rows.with_columns(Temperature=pl.Series(np.resize([1.0, 0.5], len(rows))))
@@ -135,7 +135,7 @@ def test_entropy_is_measured_by_default_and_is_that_of_the_policy(tiny_model: Pa
 
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo"])
-def test_clip_low_and_clip_high_add_up_to_verls_clip_fraction(name: Any, tiny_model: Path):
+def test_clip_low_and_clip_high_sum_to_verl_clip_fraction(name: Any, tiny_model: Path):
     rows, worth = trajectories(tiny_model)
     settings = trainer_settings(loss__name=name, clip_ratio_low=0.05, clip_ratio_high=0.15)
     found = step(tiny_model, settings, rows, worth)
@@ -153,7 +153,7 @@ def test_clip_low_and_clip_high_add_up_to_verls_clip_fraction(name: Any, tiny_mo
 
 
 @pytest.mark.parametrize("name", ["gspo", "geo_mean"])
-def test_later_steps_on_a_batch_take_the_ratio_of_the_weights_they_step(name: Any, tiny_model: Path):
+def test_step_with_several_epochs_uses_ratio_of_current_weights(name: Any, tiny_model: Path):
     rows, worth = trajectories(tiny_model)
     settings = trainer_settings(loss__name=name, epochs=3, learning_rate=3e-3, clip_ratio=0.3, recompute_logprobs=True)
     apart, merged = (step(tiny_model, settings.model_copy(update={"merge": how}), rows, worth) for how in (False, True))
@@ -174,7 +174,7 @@ def test_mini_batches_keep_a_rollouts_rows_together(tiny_model: Path):
     assert sum(part.real_rows for _, part in engine._parts(batch)) == len(rows)
 
 
-def test_merged_rollouts_of_one_row_are_left_to_verl(tiny_model: Path):
+def test_several_rows_false_for_rollouts_merged_into_one_row(tiny_model: Path):
     rows, worth = trajectories(tiny_model)
     assert several_rows(layout(separate(rows, worth), lineage=[0]))
     assert several_rows(layout(merge(rows, worth), lineage=[0])), "one of the rollouts rewrites its history"
@@ -183,7 +183,7 @@ def test_merged_rollouts_of_one_row_are_left_to_verl(tiny_model: Path):
 
 
 @pytest.mark.parametrize("neighbour", [100, 1000, 8000])
-def test_dr_grpo_divides_by_a_fixed_number_whatever_stands_beside(neighbour: int):
+def test_seq_mean_token_sum_norm_divides_by_loss_scale_factor_only(neighbour: int):
     """A rollout's loss is its sum over the same number; the longest response of the batch has no part in it."""
     from verl.trainer.ppo.core_algos import agg_loss
 
@@ -201,7 +201,7 @@ def test_dr_grpo_divides_by_a_fixed_number_whatever_stands_beside(neighbour: int
     assert float(found) == pytest.approx(-100 / 200 / 2)
 
 
-def test_rows_of_a_rollout_share_its_mean():
+def test_by_rollout_shares_mean_among_rows_of_a_rollout():
     """Three tokens in one row, one in another: each token weighs a quarter of the rollout, and a no-op row nothing."""
     rows = [transition_row("a", 0, ResponseIds=[4] * 3, Logprobs=[-1.0] * 3), transition_row("a", 1, ResponseIds=[4], Logprobs=[-1.0])]
     batch = layout(separate(pl.DataFrame(rows), pl.Series([1.0, 1.0])), lineage=[0], divisor=3)

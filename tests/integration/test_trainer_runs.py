@@ -115,7 +115,7 @@ def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         client.close()
 
 
-def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service, tiny_model: Path) -> None:
+def test_train_once_trains_new_groups_only_and_empty_run_names_reason(service: Service, tiny_model: Path) -> None:
     """The tests below look at what this one leaves."""
     store, settings = service.settings.store, service.settings
     assert not settings.trainer.directory.exists()
@@ -155,7 +155,7 @@ def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service,
     assert service.fates() == now
 
 
-def test_a_plan_is_made_beside_a_trainer_and_changes_nothing(service: Service) -> None:
+def test_make_plan_beside_running_trainer_changes_nothing(service: Service) -> None:
     trainer = service.settings.trainer
     one = service.settings.model_copy(update={"trainer": changed(trainer, {"groups_per_batch": 1})})
     ledger = Ledger(trainer.directory, trainer.policy, trainer.branch)
@@ -179,7 +179,7 @@ def test_a_plan_is_made_beside_a_trainer_and_changes_nothing(service: Service) -
     assert [(one.group_id, str(one.reason)) for one in stale.with_outcome(GroupOutcome.SKIPPED)] == [("e", "stale")]
 
 
-def test_the_pipelines_own_spans_link_to_what_they_consumed_and_are_nobodys_rollout(service: Service) -> None:
+def test_trainer_spans_link_to_rollouts_and_are_no_rollout(service: Service) -> None:
     made = service.counts()
     loop.build_all(service.settings)
     assert service.counts() == made
@@ -201,7 +201,7 @@ def test_the_pipelines_own_spans_link_to_what_they_consumed_and_are_nobodys_roll
     assert service.rows("SELECT count() FROM spangrad.reconcile WHERE Unaccounted > 0") == [(0,)]
 
 
-def test_tensorboard_holds_every_versions_metrics(service: Service) -> None:
+def test_tensorboard_has_metrics_of_every_version(service: Service) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trainer = service.settings.trainer
@@ -217,7 +217,7 @@ def test_tensorboard_holds_every_versions_metrics(service: Service) -> None:
     assert (told["step"], told["data"]["train/mean_return"], told["data"]["staleness/max"]) == (2, 0.5, 1.0)
 
 
-def test_the_best_versions_checkpoint_outlives_the_others(service: Service, tiny_model: Path) -> None:
+def test_checkpoint_of_best_version_is_kept(service: Service, tiny_model: Path) -> None:
     trainer = service.settings.trainer
     own = trainer.directory / trainer.policy / trainer.branch
     assert sorted(one.name for one in own.glob("v*")) == ["v1", "v2"], "one is kept, and the best"
@@ -225,7 +225,7 @@ def test_the_best_versions_checkpoint_outlives_the_others(service: Service, tiny
     assert service.rows(metrics) == [(0, 0.0, 0.0), (1, 0.5, 2.0), (2, 0.0, 0.0)]
 
 
-def test_a_plan_is_a_table_and_as_json_says_the_same(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_plan_table_and_json_are_equal(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     from commands.training.train_plan import as_json, show
 
     plan = make_plan(service.settings)

@@ -60,7 +60,7 @@ def source(settings: Settings, world: BuiltRollouts) -> GroupReader:
     return GroupReader(world.client, settings)
 
 
-def test_only_whole_groups_of_this_run_mode_and_specification_are_ready(settings: Settings, world: BuiltRollouts, run: str):
+def test_ready_lists_whole_groups_of_run_mode_and_build_spec_only(settings: Settings, world: BuiltRollouts, run: str):
     world.group("late", [1.0, 0.0])
     world.group("waits", [1.0], size=2)
     world.group("held-out", [1.0, 0.0], Mode="validate")
@@ -77,7 +77,7 @@ def test_only_whole_groups_of_this_run_mode_and_specification_are_ready(settings
     assert source(told_otherwise, world).ready() == [Group(run, "validate", SPEC, "held-out")]
 
 
-def test_loading_gives_the_newest_revision_of_this_policy_once(settings: Settings, world: BuiltRollouts, run: str):
+def test_load_gives_newest_revision_of_policy_once(settings: Settings, world: BuiltRollouts, run: str):
     world.group("g", [1.0, 0.25])
     world.group("g", [1.0, 0.25])  # delivered twice
     world.group("g", [0.5], size=2, Revision=1)
@@ -92,7 +92,7 @@ def test_loading_gives_the_newest_revision_of_this_policy_once(settings: Setting
     assert loaded.transitions.select("RolloutId", "Policy", "Rewards.Value").rows()[1] == ("g-0", "another", [8.0])
 
 
-def test_remax_waits_for_the_greedy_rollout_and_keeps_it_apart(settings: Settings, world: BuiltRollouts, run: str):
+def test_load_with_remax_separates_greedy_rollout(settings: Settings, world: BuiltRollouts, run: str):
     remax = told(settings, estimator="remax")
     world.group("g", [1.0, 0.25])
     world.group("waits", [1.0], size=2)
@@ -115,7 +115,7 @@ def test_remax_waits_for_the_greedy_rollout_and_keeps_it_apart(settings: Setting
     assert (len(plain.transitions), plain.greedy) == (2, None)
 
 
-def test_a_group_of_which_a_rollout_was_cancelled_is_skipped(settings: Settings, world: BuiltRollouts, run: str):
+def test_find_skips_group_with_cancelled_rollout(settings: Settings, world: BuiltRollouts, run: str):
     """It is whole by its roots; its calls would be fresh enough and differ. One whose attempt was lost, and made again, is trained."""
     world.group("cancelled", [1.0, 0.0, None])
     world.group("lost", [1.0, 0.0])
@@ -140,7 +140,7 @@ def test_a_group_of_which_a_rollout_was_cancelled_is_skipped(settings: Settings,
     assert skips == {Group(run, "train", SPEC, "cancelled"): Skip(SkipReason.CANCELLED)}
 
 
-def test_load_of_a_group_with_missing_rows_tells_so_and_the_trainer_waits_for_them(
+def test_load_with_missing_rows_reports_incomplete_and_trainer_waits(
     settings: Settings, world: BuiltRollouts, run: str, caplog: pytest.LogCaptureFixture
 ):
     """What a replica shows whose copy of a build came before its rows: the call with the final reward is not there yet."""
@@ -170,7 +170,7 @@ def test_load_of_a_group_with_missing_rows_tells_so_and_the_trainer_waits_for_th
     trainer.ledger.close()
 
 
-def test_connect_where_reads_are_in_sequence_sends_the_setting(store: StoreSettings):
+def test_connect_with_sequential_consistency_sends_setting(store: StoreSettings):
     query = "SELECT getSetting('select_sequential_consistency')"
     for in_sequence in (True, False):
         client = connect(store.model_copy(update={"sequential_consistency": in_sequence}), consistent=True)
@@ -178,7 +178,7 @@ def test_connect_where_reads_are_in_sequence_sends_the_setting(store: StoreSetti
         client.close()
 
 
-def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings, world: BuiltRollouts, run: str):
+def test_load_after_rebuild_without_transitions_has_no_old_rows(settings: Settings, world: BuiltRollouts, run: str):
     world.group("g", [1.0, 0.25])
     world.group("g", [None], size=2, Revision=1)
     loaded = source(settings, world).load([Group(run, "train", SPEC, "g")])
@@ -190,7 +190,7 @@ def told(settings: Settings, **changes: Any) -> Settings:
     return settings.model_copy(update={"trainer": changed(settings.trainer, changes)})
 
 
-def test_rows_of_a_build_that_was_never_concluded_are_not_read(settings: Settings, world: BuiltRollouts, run: str):
+def test_load_ignores_rows_of_unfinished_build(settings: Settings, world: BuiltRollouts, run: str):
     world.group("g", [1.0, 0.25], Content=5)
     world.insert(
         "transitions", [{**world.call({"RunId": run, "GroupId": "g", "GroupSize": 2, "RolloutId": "g-0"}, 3, {}, 1.0, 1), "Content": 6}]
@@ -199,7 +199,7 @@ def test_rows_of_a_build_that_was_never_concluded_are_not_read(settings: Setting
     assert source(settings, world).load([group]).transitions.select("RolloutId", "Turn", "Content").rows() == [("g-0", 0, 5), ("g-1", 0, 5)]
 
 
-def test_a_dataset_is_read_at_its_revision_and_as_of_a_time(settings: Settings, world: BuiltRollouts, run: str):
+def test_ready_and_load_of_dataset_read_its_revision_as_of_time(settings: Settings, world: BuiltRollouts, run: str):
     world.group("g", [1.0, 0.0])
     world.group("g", [1.0, 0.0], BuildSpec="with brevity")
     name = f"data-{run}"
@@ -224,7 +224,7 @@ def test_a_dataset_is_read_at_its_revision_and_as_of_a_time(settings: Settings, 
     assert now.ready() == [Group(run, "train", SPEC, "g"), Group(run, "train", SPEC, "later")]
 
 
-def test_several_selections_feed_several_policies_from_the_same_spans(settings: Settings, world: BuiltRollouts, run: str, tiny_model: Path):
+def test_selections_train_several_policies_from_same_spans(settings: Settings, world: BuiltRollouts, run: str, tiny_model: Path):
     """Two policies answer in the same rollouts; of one of them, two agents' calls go to two branches."""
     calls = [
         {"AgentName": "planner", "Policy": "large", "Components": ["crew", "planner"]},
@@ -259,7 +259,7 @@ def test_several_selections_feed_several_policies_from_the_same_spans(settings: 
     assert world.rows(spans) == [(coding, 4), (critic, 4), (planning, 4)]
 
 
-def test_a_lost_rollout_counts_as_lost_whatever_else_it_was_paid(settings: Settings, world: BuiltRollouts, run: str):
+def test_success_of_rollout_with_reward_0_ignores_other_rewards(settings: Settings, world: BuiltRollouts, run: str):
     """ClickHouse's sumMap forgets names whose sum is 0."""
     reward = {"Name": "tool_ok", "Value": 1.0, "Source": "air", "CallId": "", "Role": "", "Turn": 0}
     paid = {f"Rewards.{name}": [value] for name, value in reward.items()}
@@ -277,7 +277,9 @@ def test_a_lost_rollout_counts_as_lost_whatever_else_it_was_paid(settings: Setti
     assert batch_metrics(batch, settings.trainer, [0])["success"] == 0.25
 
 
-def test_once_end_to_end(settings: Settings, world: BuiltRollouts, tiny_model: Path, run: str, caplog: pytest.LogCaptureFixture):
+def test_train_once_from_store_to_committed_version(
+    settings: Settings, world: BuiltRollouts, tiny_model: Path, run: str, caplog: pytest.LogCaptureFixture
+):
     caplog.set_level(logging.INFO)
     world.group("alone", [1.0], size=1)
     world.group("a", [1.0, 0.0, None])
@@ -317,7 +319,7 @@ def test_once_end_to_end(settings: Settings, world: BuiltRollouts, tiny_model: P
     assert caplog.text.count("step 1 -> version 1") == 1
 
 
-def test_the_copy_in_the_store_catches_up_with_the_ledger(settings: Settings, world: BuiltRollouts, run: str):
+def test_mirror_catches_up_with_ledger(settings: Settings, world: BuiltRollouts, run: str):
     world.group("a", [1.0, 0.0])
     world.group("b", [1.0, 0.0])
     train(settings, follow=False)
@@ -332,7 +334,7 @@ def test_the_copy_in_the_store_catches_up_with_the_ledger(settings: Settings, wo
         assert world.rows(f"SELECT count() FROM spangrad.{table} WHERE Branch = %(run)s") == [(4,)]
 
 
-def test_the_command_follows_until_it_is_told_to_stop(settings: Settings, world: BuiltRollouts, run: str, tmp_path: Path):
+def test_train_command_follows_until_sigterm(settings: Settings, world: BuiltRollouts, run: str, tmp_path: Path):
     world.group("a", [1.0, 0.0])
     world.group("b", [0.0, 1.0])
     flags = {

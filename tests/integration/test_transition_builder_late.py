@@ -64,7 +64,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.usefixtures("sweeping")
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_call_that_is_seen_late_makes_a_new_revision(store: StoreSettings, restarted: bool, built: list[str]) -> None:
+def test_builder_call_visible_late_makes_new_revision(store: StoreSettings, restarted: bool, built: list[str]) -> None:
     run = f"slow-{restarted}"
     slow, note = Slow(store, run, call=True), Slow(store, f"{run}-note", call=False)
     spans = fakes.SpanFactory(run=run)
@@ -101,7 +101,7 @@ def test_a_call_that_is_seen_late_makes_a_new_revision(store: StoreSettings, res
 
 
 @pytest.mark.usefixtures("sweeping")
-def test_a_call_of_a_trace_without_a_runner_that_is_seen_late(store: StoreSettings) -> None:
+def test_builder_call_of_rootless_trace_visible_late_makes_new_revision(store: StoreSettings) -> None:
     run = "slow-production"
     slow = Slow(store, run, call=True)
     spans = fakes.SpanFactory()
@@ -124,7 +124,7 @@ def test_a_call_of_a_trace_without_a_runner_that_is_seen_late(store: StoreSettin
     assert rows(store, f"{of_trace} ORDER BY Revision") == [(0, 1, 1), (1, 2, 2)]
 
 
-def test_what_came_long_before_it_was_built_is_not_counted_again(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discovery_tally_counts_recently_built_rollouts_only(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start over history counts the rows of those rollouts alone that were built last, and soon after they came."""
     run, asked = "slow-history", list[str]()
     settings = settings_of(store, run)

@@ -90,7 +90,7 @@ def comparable(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])
-def test_what_is_read_of_a_step_equals_a_scan_row_by_row(full: StoreSettings, run: int) -> None:
+def test_rollout_reader_read_equals_full_scan(full: StoreSettings, run: int) -> None:
     rollouts = named(full, WORKLOAD.steps(run)[0])
     frames = read(RolloutReader(connect(full), Settings(store=full)), rollouts)
     ours = pl.col("RolloutKeySource") == "rollout"
@@ -106,7 +106,7 @@ def test_what_is_read_of_a_step_equals_a_scan_row_by_row(full: StoreSettings, ru
 
 
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])
-def test_a_few_rollouts_are_read_without_a_scan(full: StoreSettings, run: int) -> None:
+def test_rollout_reader_few_rollouts_are_read_without_scan(full: StoreSettings, run: int) -> None:
     recording = Recording(connect(full))
     rollouts = named(full, WORKLOAD.steps(run)[1][:8])
     frames = read(RolloutReader(recording, Settings(store=full)), rollouts)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_a_few_rollouts_are_read_without_a_scan(full: StoreSettings, run: int) -
 
 
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])
-def test_spans_of_which_attributes_were_kept_back_are_told_of_once(full: StoreSettings, run: int) -> None:
+def test_rollout_reader_reports_dropped_attributes_once(full: StoreSettings, run: int) -> None:
     rollouts = named(full, WORKLOAD.steps(run)[2][:2])
     client = connect(full)
     source = RolloutReader(client, Settings(store=full))
@@ -139,7 +139,7 @@ def test_spans_of_which_attributes_were_kept_back_are_told_of_once(full: StoreSe
     client.close()
 
 
-def test_a_call_that_shows_in_one_table_only_has_not_arrived(store: StoreSettings) -> None:
+def test_rollout_reader_call_in_one_table_only_has_not_arrived(store: StoreSettings) -> None:
     import urllib.request
 
     spans = fakes.SpanFactory(run="torn")
@@ -165,7 +165,7 @@ def test_a_call_that_shows_in_one_table_only_has_not_arrived(store: StoreSetting
     client.close()
 
 
-def test_a_call_without_a_root_that_shows_in_one_table_only_has_not_arrived(store: StoreSettings) -> None:
+def test_rollout_reader_rootless_call_in_one_table_only_has_not_arrived(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="torn-alone")
     call = spans.call("", trace="torn-alone")
     trace = spans.trace("torn-alone")
@@ -185,7 +185,7 @@ def test_a_call_without_a_root_that_shows_in_one_table_only_has_not_arrived(stor
     client.close()
 
 
-def test_keys_with_words_that_the_store_refuses_in_statements(store: StoreSettings) -> None:
+def test_rollout_reader_arrivals_accept_any_key_text(store: StoreSettings) -> None:
     names = ["file('/etc/passwd')", "into outfile", "o'clock \\ --", "ü\x00,"]
     nothing = RolloutReader(connect(store), Settings(store=store)).arrivals(pl.DataFrame({"RolloutId": names, "TraceId": names}))
     assert nothing.is_empty()

@@ -49,7 +49,7 @@ class Chat:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_trace_that_learns_its_session_later_counts_there_alone(store: StoreSettings, restarted: bool) -> None:
+def test_builder_trace_with_session_known_later_counts_in_session_only(store: StoreSettings, restarted: bool) -> None:
     run = f"moved-{restarted}"
     chat = Chat(run)
     settings = settings_of(store, run, quiet_seconds=0, incomplete_after_seconds=0)
@@ -69,7 +69,7 @@ def test_a_trace_that_learns_its_session_later_counts_there_alone(store: StoreSe
     assert sorted(rows(store, f"{sums} WHERE {of_both}")) == sorted([(chat.session, 0, 1, 1, 0, 0, 0), (chat.trace, 1, 0, 0, 0, 0, 0)])
 
 
-def test_what_a_killed_builder_took_back_is_built_by_the_next_one(store: StoreSettings) -> None:
+def test_builder_killed_after_reassigning_trace_is_completed_by_next(store: StoreSettings) -> None:
     run = "moved-killed"
     chat = Chat(run)
     at_once: dict[str, Any] = {"quiet_seconds": 0, "incomplete_after_seconds": 0}
@@ -83,7 +83,7 @@ def test_what_a_killed_builder_took_back_is_built_by_the_next_one(store: StoreSe
     assert where(store, settings, chat.trace) == [(chat.call, "", chat.session, "[1]")]
 
 
-def test_a_trace_that_leaves_a_session_leaves_the_others_there(store: StoreSettings) -> None:
+def test_builder_trace_that_leaves_session_keeps_other_traces(store: StoreSettings) -> None:
     """What is told last is the rollout."""
     run = "moved-left"
     chat = Chat(run)
@@ -102,7 +102,7 @@ def test_a_trace_that_leaves_a_session_leaves_the_others_there(store: StoreSetti
         ]
 
 
-def test_all_leaves_a_trace_with_an_open_span_to_the_rollout_that_may_be_named(store: StoreSettings) -> None:
+def test_build_all_trace_with_open_span_waits_for_named_rollout(store: StoreSettings) -> None:
     run = "moved-root"
     spans = fakes.SpanFactory(run=run)
     root = spans.root("named", calls=0, trace=f"{run}.r.0")
@@ -118,7 +118,7 @@ def test_all_leaves_a_trace_with_an_open_span_to_the_rollout_that_may_be_named(s
     assert where(store, settings, spans.trace(f"{run}.r.0")) == [(call, run, "named", "[1]")]
 
 
-def test_a_rollout_without_a_root_is_concluded_beside_one_of_its_name_in_another_run(store: StoreSettings) -> None:
+def test_builder_rootless_rollout_beside_same_id_in_other_run_is_concluded(store: StoreSettings) -> None:
     whole, cut = fakes.SpanFactory(run="namesake-whole"), fakes.SpanFactory(run="namesake-cut")
     roots = []
     for spans in (whole, cut):
@@ -136,7 +136,7 @@ def test_a_rollout_without_a_root_is_concluded_beside_one_of_its_name_in_another
     assert outcome(store, "namesake-cut") == ([], [("namesake", 0, call, "incomplete", "no final root arrived")])
 
 
-def test_a_rollout_that_is_cancelled_after_its_worker_died_is_built(store: StoreSettings) -> None:
+def test_builder_rollout_cancelled_after_lost_worker_is_built(store: StoreSettings) -> None:
     """The worker's root of the attempt, and the one that ends the rollout, are one span."""
     spans = fakes.SpanFactory(run="mourned")
     root = spans.root(calls=1, final=False, failure="exception")
@@ -153,7 +153,7 @@ def test_a_rollout_that_is_cancelled_after_its_worker_died_is_built(store: Store
     assert revisions(store, "mourned") == [("r", 0, 1, 0, 1)]
 
 
-def test_a_root_that_is_gone_is_not_waited_for(store: StoreSettings) -> None:
+def test_builder_removed_root_span_is_not_waited_for(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="gone")
     root = spans.root(calls=2)
     spans.call(root)

@@ -37,7 +37,7 @@ def session(run: str, name: str) -> fakes.SpanFactory:
     ],
     ids=["refused words", "many long ones", "a huge one"],
 )
-def test_sessions_of_any_name_are_built(store: StoreSettings, names: list[str], request: pytest.FixtureRequest) -> None:
+def test_build_once_session_of_any_name_is_built(store: StoreSettings, names: list[str], request: pytest.FixtureRequest) -> None:
     run = f"names-{request.node.callspec.id}"
     for name in names:
         post(store, session(run, name).otlp())
@@ -58,7 +58,7 @@ def test_sessions_of_any_name_are_built(store: StoreSettings, names: list[str], 
     assert sorted(tuple(row) for row in found) == sorted((name, 1) for name in names)
 
 
-def test_a_session_that_is_no_utf8_is_built(store: StoreSettings) -> None:
+def test_build_once_session_of_invalid_utf8_is_built(store: StoreSettings) -> None:
     """As others than ours may fill the table."""
     trace = fakes.SpanFactory.trace("names-bytes")
     connect(store).command(
@@ -75,7 +75,7 @@ def test_a_session_that_is_no_utf8_is_built(store: StoreSettings) -> None:
     ]
 
 
-def test_answers_of_spans_of_any_name_are_read(store: StoreSettings) -> None:
+def test_build_once_answers_of_spans_of_any_name_are_read(store: StoreSettings) -> None:
     run = "names-spans"
     spans = fakes.SpanFactory(run=run)
     root = spans.root("r")
@@ -91,7 +91,7 @@ def test_answers_of_spans_of_any_name_are_read(store: StoreSettings) -> None:
     assert rows(store, f"SELECT Name, Value FROM spangrad.rewards WHERE RunId = '{run}' ORDER BY Name") == [("form", -1.0), ("reward", 1.0)]
 
 
-def test_groups_of_any_name_are_loaded(store: StoreSettings) -> None:
+def test_group_reader_groups_of_any_name_are_loaded(store: StoreSettings) -> None:
     run, names = "names-groups", ["file(1)", "s3(x)"]
     settings = Settings(store=store, trainer=trainer_settings(run_id=run))
     client = connect(store)

@@ -35,7 +35,7 @@ def linked_call(spans: fakes.SpanFactory, parent: str, **facts: Any) -> tuple[st
     return client, spans.call(http, **facts)
 
 
-def test_nothing_is_built_before_the_last_gateway_span_is_there(store: StoreSettings) -> None:
+def test_builder_builds_nothing_before_last_gateway_span(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="pieces")
     root = spans.root(calls=2)
     spans.evaluation(root, 0.5)
@@ -78,7 +78,7 @@ def built_until(builder: Builder, store: StoreSettings, run: str) -> None:
     wait_until(done, 20, f"the build of run {run}", poll_seconds=0.02)
 
 
-def test_a_restart_builds_nothing_twice(store: StoreSettings) -> None:
+def test_builder_restarted_builds_nothing_twice(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="restart")
     root = spans.root(calls=2)
     spans.evaluation(root)
@@ -104,7 +104,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("table", ["claims", "rewards", "transitions", "drops", "builds"])
-def test_a_builder_killed_before_any_insert_leaves_nothing_half(store: StoreSettings, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builder_killed_before_any_insert_leaves_no_partial_build(
+    store: StoreSettings, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = f"killed-{table}"
     spans = fakes.SpanFactory(run=run)
     root = spans.root(calls=2)
@@ -138,7 +140,7 @@ def test_a_builder_killed_before_any_insert_leaves_nothing_half(store: StoreSett
     assert revisions(store, run) == [("r", 0, 2, 1, 1)]
 
 
-def test_what_a_killed_builder_left_does_not_mix_with_other_content(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builder_rows_of_killed_build_do_not_mix_with_other_content(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     run = "left"
     spans = fakes.SpanFactory(run=run)
     root = spans.root(calls=1)
@@ -165,7 +167,7 @@ def test_what_a_killed_builder_left_does_not_mix_with_other_content(store: Store
     assert rows(store, f"SELECT count() FROM spangrad_internal.transitions FINAL WHERE RunId = '{run}'") == [(3,)]
 
 
-def test_missing_calls_and_missing_rewards_drop_after_the_wait(store: StoreSettings) -> None:
+def test_builder_missing_calls_and_rewards_drop_after_wait(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="late")
     root = spans.root("short", calls=2)
     spans.evaluation(root)
@@ -189,7 +191,7 @@ def test_missing_calls_and_missing_rewards_drop_after_the_wait(store: StoreSetti
     )
 
 
-def test_calls_of_earlier_attempts_drop_by_name(store: StoreSettings) -> None:
+def test_builder_calls_of_earlier_attempts_drop_as_superseded_attempt(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="attempts")
     failed = spans.root(attempt=0, calls=1, final=False, failure="crash")
     _, old = linked_call(spans, failed, attempt=0)
@@ -208,7 +210,7 @@ def test_calls_of_earlier_attempts_drop_by_name(store: StoreSettings) -> None:
     )
 
 
-def test_rules_alone_reward_a_rollout_at_once_where_the_settings_say_so(store: StoreSettings) -> None:
+def test_builder_with_air_rewards_only_builds_without_evaluation(store: StoreSettings) -> None:
     """End to end: nobody evaluates, and one tool of two rollouts fails."""
     spans = fakes.SpanFactory(run="by-rules")
     kept = dict[str, str]()
@@ -227,7 +229,7 @@ def test_rules_alone_reward_a_rollout_at_once_where_the_settings_say_so(store: S
     assert rows(store, rewards) == [("bad", "broken", -0.5, "air")]
 
 
-def test_calls_of_a_reshaped_distribution_are_kept_with_what_reshaped_it(store: StoreSettings) -> None:
+def test_builder_calls_of_reshaped_distribution_are_kept_with_reshaping(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="reshaped")
     root = spans.root(calls=3)
     spans.evaluation(root)
@@ -244,7 +246,7 @@ def test_calls_of_a_reshaped_distribution_are_kept_with_what_reshaped_it(store: 
     assert rows(store, asked) == [(plain, ""), (plain, ""), (cut, "top_p=0.9, top_k=20"), (masked, "masked tokens")]
 
 
-def test_a_direct_mode_rollout_builds_from_the_agents_own_spans(store: StoreSettings) -> None:
+def test_builder_direct_mode_rollout_is_built_from_spans_of_agent(store: StoreSettings) -> None:
     """The captured LangGraph run with its failing tool, between a root of ours and without a gateway."""
     body = json.loads((SPANS / "langgraph_tool_error.jsonl").read_text())
     said = {"policy": "policy", "versions": [[[0, 7]]], "tokenizer_hash": "tok", "sampling": fake_engine.SAMPLING}
@@ -286,7 +288,7 @@ def test_a_direct_mode_rollout_builds_from_the_agents_own_spans(store: StoreSett
     assert [(one[3], len(one[4]), len(one[5]), one[6]) for one in transitions] == [(0, 2, 12, 7), (1, 11, 5, 7)]
 
 
-def test_a_call_of_the_direct_mode_that_comes_late_makes_a_new_revision(store: StoreSettings) -> None:
+def test_builder_late_direct_mode_call_makes_new_revision(store: StoreSettings) -> None:
     """Nobody counted the rollout's calls, so that it was complete without this one."""
     spans = fakes.SpanFactory(run="tardy")
     root = spans.root("tardy-1")
@@ -311,7 +313,7 @@ def test_a_call_of_the_direct_mode_that_comes_late_makes_a_new_revision(store: S
     assert revisions(store, "tardy") == [("tardy-1", 0, 1, 1, 0), ("tardy-1", 1, 2, 2, 0)]
 
 
-def test_an_answer_that_is_not_json_is_a_call_without_ids(store: StoreSettings) -> None:
+def test_builder_answer_of_invalid_json_drops_as_no_token_ids(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="garbled")
     root = spans.root("garbled-1")
     spans.evaluation(root)
@@ -322,7 +324,7 @@ def test_an_answer_that_is_not_json_is_a_call_without_ids(store: StoreSettings) 
     assert outcome(store, "garbled") == ([], [("garbled-1", 0, garbled, "no_token_ids", ""), ("garbled-1", 0, text, "no_token_ids", "")])
 
 
-def test_calls_that_do_not_name_their_rollout_are_found_by_its_trace(store: StoreSettings) -> None:
+def test_builder_calls_without_rollout_id_are_assigned_by_trace(store: StoreSettings) -> None:
     """Their gateway counts them for nobody."""
     spans = fakes.SpanFactory(run="foreign")
     root = spans.root("foreign-1", calls=0)
@@ -338,7 +340,7 @@ def test_calls_that_do_not_name_their_rollout_are_found_by_its_trace(store: Stor
     assert outcome(store, "foreign") == ([("foreign-1", 0, call, 0, [1, 2, 3], [4, 5], 3, [1.0])], [])
 
 
-def test_a_rollout_whose_runner_was_killed_drops_when_it_has_been_silent(store: StoreSettings) -> None:
+def test_builder_rollout_of_killed_runner_drops_after_silence(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="sigkill")
     root = spans.root("rootless", calls=1)
     _, orphan = linked_call(spans, root, rollout="rootless")
@@ -377,7 +379,7 @@ def of_rollout(store: StoreSettings, rollout: str) -> list[tuple[Any, ...]]:
     return kept + rows(store, f"{same}, Reason, [] FROM spangrad.drops {where} ORDER BY SpanId")
 
 
-def test_a_trace_without_a_runner_is_built_when_it_is_quiet(store: StoreSettings) -> None:
+def test_builder_rootless_trace_is_built_when_quiet(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="self")
     trace, mute = spans.trace("self"), spans.trace("mute")
     agent = spans.span("agent", "", kind="AGENT", trace="self")
@@ -398,7 +400,7 @@ def test_a_trace_without_a_runner_is_built_when_it_is_quiet(store: StoreSettings
     assert of_rollout(store, trace) == kept
 
 
-def test_a_trace_of_which_no_gateway_knows_is_found_by_its_model_spans(store: StoreSettings) -> None:
+def test_builder_trace_without_gateway_is_found_by_model_spans(store: StoreSettings) -> None:
     """Nobody announced it, nobody recorded its calls: an OpenInference span is all there is."""
     spans = fakes.SpanFactory(run="stranger")
     agent = spans.span("agent", "", kind="AGENT", trace="stranger")
@@ -413,7 +415,7 @@ def test_a_trace_of_which_no_gateway_knows_is_found_by_its_model_spans(store: St
     assert rows(store, f"SELECT Revision, Calls, Drops FROM spangrad.builds WHERE RolloutId = '{trace}'") == [(0, 1, 1)]
 
 
-def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited_for(store: StoreSettings) -> None:
+def test_builder_session_is_one_rollout_and_waits_for_open_spans(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="chat")
     said: dict[str, Any] = {"Attributes": {"session.id": "chat-session"}}
     first = spans.span("agent", "", kind="AGENT", trace="chat one", **said)
@@ -431,9 +433,7 @@ def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited
     assert of_rollout(store, "chat-session") == [("", "production", 0, one, "0", []), ("", "production", 0, two, "1", [1.0])]
 
 
-def test_a_call_of_a_trace_that_rollouts_share_counts_once_though_they_are_built_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builder_call_of_shared_trace_counts_once_across_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_sizes, "CALLS_A_BUILD", 1)
     store = store_settings(tmp_path / "data")
     spans = fakes.SpanFactory(run="one-trace")
@@ -454,7 +454,7 @@ def test_a_call_of_a_trace_that_rollouts_share_counts_once_though_they_are_built
     assert [row[:4] for row in drops] == [("shared-a", 0, nobodys, "shared_trace")]
 
 
-def test_rewards_of_an_earlier_revision_count_no_longer(store: StoreSettings) -> None:
+def test_builder_rewards_of_earlier_revision_do_not_count(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="judged")
     root = spans.root(calls=1)
     spans.evaluation(root)
@@ -475,7 +475,7 @@ def test_rewards_of_an_earlier_revision_count_no_longer(store: StoreSettings) ->
     )
 
 
-def test_a_call_that_comes_after_its_rollout_was_built_makes_a_new_revision(store: StoreSettings) -> None:
+def test_builder_call_after_build_makes_new_revision(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="straggler")
     root = spans.root(calls=1)
     spans.evaluation(root)
@@ -514,7 +514,7 @@ def where_run(run: str) -> str:
     return f"RunId = '{run}'"
 
 
-def test_a_reward_that_comes_late_makes_a_new_revision(store: StoreSettings) -> None:
+def test_builder_late_reward_makes_new_revision(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="graded")
     root = spans.root(calls=1, trace="graded")
     call = spans.call(root, trace="graded")
@@ -530,7 +530,7 @@ def test_a_reward_that_comes_late_makes_a_new_revision(store: StoreSettings) -> 
     assert revisions(store, "graded") == [("r", 0, 1, 0, 1), ("r", 1, 1, 1, 0)]
 
 
-def test_a_build_as_of_a_time_sees_what_had_arrived_and_leaves_the_rest_alone(store: StoreSettings) -> None:
+def test_build_as_of_time_sees_earlier_arrivals_only(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="past")
     root = spans.root(calls=1)
     spans.evaluation(root)
@@ -546,7 +546,7 @@ def test_a_build_as_of_a_time_sees_what_had_arrived_and_leaves_the_rest_alone(st
     assert rows(store, by_spec.format(settings_of(store, "past").builder.spec)) == [(early,), (late,)]
 
 
-def test_all_concludes_what_has_ended_without_waiting_and_leaves_what_runs(store: StoreSettings) -> None:
+def test_build_all_concludes_ended_rollouts_and_leaves_running_rollouts(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="all")
     root = spans.root("short", calls=2)
     spans.evaluation(root)
@@ -558,7 +558,7 @@ def test_all_concludes_what_has_ended_without_waiting_and_leaves_what_runs(store
     assert outcome(store, "all") == ([], [("short", 0, short, "incomplete", "1 of 2 calls arrived within 0 s")])
 
 
-def test_two_builders_at_once_build_every_rollout_once(store: StoreSettings) -> None:
+def test_builders_run_concurrently_build_each_rollout_once(store: StoreSettings) -> None:
     names = [f"shared-{number:02}" for number in range(60)]
     spans = fakes.SpanFactory(run="shared")
     for name in names:
@@ -604,7 +604,7 @@ follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=BuilderSettings(se
 """
 
 
-def test_following_survives_a_store_that_goes_away_and_stops_at_once(tmp_path: Path) -> None:
+def test_build_follow_survives_store_outage_and_stops_at_once(tmp_path: Path) -> None:
     store = store_settings(tmp_path / "data")
     log = tmp_path / "follow.log"
     spans = fakes.SpanFactory(run="follow")
@@ -632,12 +632,12 @@ def test_following_survives_a_store_that_goes_away_and_stops_at_once(tmp_path: P
     assert "1 rollouts: 1 transitions, 0 drops, 1 rewards" in log.read_text()
 
 
-def test_a_pattern_that_is_none_is_refused_before_anything_is_read() -> None:
+def test_build_once_with_invalid_selection_pattern_raises() -> None:
     with pytest.raises(BuilderError, match=r"builder.selection.agents = '\(' is no regular expression: .*unclosed group"):
         build_once(Settings(builder=BuilderSettings(selection=Selection(agents="("))))
 
 
-def test_a_store_that_is_down_at_the_start_is_an_error() -> None:
+def test_build_once_without_store_raises_with_remedy() -> None:
     (port,) = free_ports(1)
     with pytest.raises(StoreError, match=rf"the span store at http://127.0.0.1:{port} does not answer.*`spangrad store`"):
         build_once(Settings(store=StoreSettings(url=f"http://127.0.0.1:{port}")))

@@ -45,7 +45,7 @@ def play(*replies: str) -> Sampled:
         ((*RIGHT[:2], "north"), [1, 1, 0], [("refund", "ok")], (0.25, 0.25, 0.25)),
     ],
 )
-def test_each_call_is_graded_and_agents_take_turns(replies, grades, tools, shares) -> None:
+def test_two_policies_desk_grades_each_call_and_alternates_agents(replies, grades, tools, shares) -> None:
     rollout = play(*replies)
     turns = rollout.turns()
     assert [turn.grade for turn in turns] == grades
@@ -56,7 +56,7 @@ def test_each_call_is_graded_and_agents_take_turns(replies, grades, tools, share
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_demonstrations_teach_the_form_alone(agent: str) -> None:
+def test_two_policies_demonstrations_reveal_no_answer(agent: str) -> None:
     desk, rng = Desk(), random.Random(0)
     found = [desk.demonstration(agent, rng) for _ in range(400)]
     assert len({len(prompt) for prompt, _ in found}) == 1
@@ -65,7 +65,7 @@ def test_demonstrations_teach_the_form_alone(agent: str) -> None:
     assert {prompt[-4] for prompt, _ in found} == set(TROUBLES if agent == PLANNER else ITEMS)
 
 
-def test_each_agent_has_a_span_of_its_own_and_its_policy_answered() -> None:
+def test_two_policies_author_spans_name_agent_and_its_policy() -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     served = {agent: Served(agent, version, "tokenizer") for version, agent in enumerate(AGENTS, start=3)}
@@ -91,7 +91,7 @@ def test_each_agent_has_a_span_of_its_own_and_its_policy_answered() -> None:
     assert {by_id[agent.parent_span_id].name for agent in above} == {"rollout"}
 
 
-def test_two_steps_train_each_policy_on_its_own_calls_of_the_same_rollouts(tmp_path: Path) -> None:
+def test_two_policies_two_steps_train_each_policy_on_its_calls(tmp_path: Path) -> None:
     result = run(Desk(group=4), 0, 2, tmp_path)
     assert (result.sampled, set(result.checked.values())) == (2 * GROUPS * 4, {0})
     assert {name: (one["versions"], one["rollouts"]) for name, one in result.lineage.items()} == {PLANNER: (2, 32), WRITER: (2, 32)}
@@ -139,7 +139,7 @@ _COPY = (
         (("batches", WRITER, "'twice' AS BatchId, 9 AS Version"), {"not_once": 1}),
     ],
 )
-def test_what_went_wrong_is_counted(world: BuiltRollouts, spoiled: tuple[str, str, str], seen: dict[str, int]) -> None:
+def test_two_policies_account_counts_each_fault(world: BuiltRollouts, spoiled: tuple[str, str, str], seen: dict[str, int]) -> None:
     if spoiled:
         table, policy, changes = spoiled
         world.client.command(_COPY.format(table=table, policy=policy, changes=changes), parameters={"run": world.run})
@@ -152,7 +152,7 @@ def test_what_went_wrong_is_counted(world: BuiltRollouts, spoiled: tuple[str, st
     assert (more.checked["untrained"], more.checked["unaccounted"]) == (len(AGENTS), 2)
 
 
-def test_what_does_not_hold_is_counted(tmp_path: Path) -> None:
+def test_two_policies_conclude_counts_each_failed_claim(tmp_path: Path) -> None:
     names = (PLANNER, WRITER, BOTH)
     good = Result(
         0, 16, 60, dict.fromkeys(names, 0.25), dict.fromkeys(names, 0.99), {name: [0.25, 0.99] for name in names}, checked={"drops": 0}
@@ -170,7 +170,7 @@ def test_what_does_not_hold_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_both_policies_learn(tmp_path: Path) -> None:
+def test_two_policies_both_learn(tmp_path: Path) -> None:
     # As many as the benchmark's: after three quarters of them it depends on the processor how far the writer is.
     result = run(Desk(), 0, STEPS, tmp_path)
     assert set(result.checked.values()) == {0}

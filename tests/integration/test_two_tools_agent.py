@@ -28,7 +28,7 @@ def reply(messages: list[dict[str, str]]) -> str:
     return REPLIES[messages[0]["content"].split()[1]][len(messages) // 2]
 
 
-async def test_the_agent_and_its_spans(tmp_path: Path) -> None:
+async def test_two_tools_agent_spans_and_requests_are_linked(tmp_path: Path) -> None:
     with OtlpSink() as sink, AttemptGateway(reply=reply) as gateway:
         settings = Settings(
             store=StoreSettings(otlp_endpoint=sink.url),
@@ -87,11 +87,11 @@ def tree(spans: list[SunkSpan]) -> dict[str, int]:
     return {one: paths.count(one) for one in paths}
 
 
-def test_the_agent_knows_nothing_of_us() -> None:
+def test_two_tools_agent_source_does_not_mention_spangrad() -> None:
     assert "spangrad" not in (EXAMPLE / "agent.py").read_text()
 
 
-def test_every_city_of_the_tasks_is_served_by_one_tool_and_every_outcome_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_tools_tasks_have_one_right_tool_and_priced_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
     import task
 

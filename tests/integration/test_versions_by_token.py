@@ -188,7 +188,7 @@ def commit_versions(world: World, settings: TrainerSettings) -> None:
         ledger.close()
 
 
-def test_calls_longer_than_the_time_between_publications_are_labelled_exactly_and_trained(world: World, tmp_path: Path) -> None:
+def test_calls_longer_than_publications_have_exact_versions_and_train(world: World, tmp_path: Path) -> None:
     for path, body in ROUTES:  # what a route loads at its first call would let its long call begin after all others
         call(world.settings.gateway.url + path, {**body, **dict.fromkeys(body.keys() & {"max_tokens", "max_output_tokens"}, 1)})
     times, calls, over = Times(), dict[str, int](), threading.Event()
@@ -259,7 +259,7 @@ def test_publication_of_the_same_weights_changes_the_label_of_calls_in_flight_al
     assert labels[-1] == [version - 1, version], "the label changed in the midst of a call"
 
 
-def test_publication_that_aborts_calls_records_what_they_sampled(world: World, tmp_path: Path) -> None:
+def test_publication_that_aborts_calls_records_their_sampled_tokens(world: World, tmp_path: Path) -> None:
     version = fetch(f"{world.settings.gateway.url}/admin/policies/policy")["version"]
     url = f"{world.settings.gateway.url}/rollout/abort/attempt/0/v1/chat/completions"
     begun, over = threading.Event(), threading.Event()

@@ -30,7 +30,7 @@ REWARDS = {AttemptFailure.EXIT_CODE: {"reward": 0.0}, AttemptFailure.TIMEOUT: {"
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
-async def test_a_lot_with_bad_agents_ends_with_a_reason_for_each(tmp_path: Path, count: int) -> None:
+async def test_worker_rollouts_with_failing_agents_end_with_a_reason_each(tmp_path: Path, count: int) -> None:
     moods = [mood for mood, percent in BAD.items() for _ in range(count * percent // 100)]
     moods += ["well"] * (count - len(moods))
     tasks = [Task(f"{number} {mood}", mood) for number, mood in enumerate(moods)]
@@ -60,7 +60,7 @@ def _text(log: Path | None) -> str:
     return log.read_text() if log else ""
 
 
-async def test_a_worker_told_to_end_gives_back_what_it_has_not_done(tmp_path: Path) -> None:
+async def test_worker_sigterm_releases_unfinished_rollouts(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=2, drain_seconds=0.5) as here:
         async with serving(settings) as (client, _):
@@ -90,7 +90,7 @@ def _mood(rollout: NewRollout, mood: str) -> NewRollout:
     return msgspec.structs.replace(rollout, input=msgspec.Raw(json.dumps(mood).encode()))
 
 
-async def test_a_cancelled_rollout_ends_in_its_worker_and_has_its_root(tmp_path: Path) -> None:
+async def test_worker_cancelled_rollout_ends_with_root_span(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=3)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
         async with serving(settings) as (client, _):
@@ -106,7 +106,7 @@ async def test_a_cancelled_rollout_ends_in_its_worker_and_has_its_root(tmp_path:
             await asyncio.to_thread(wait_until, lambda: not here.processes(), 60, "the end of the agent's programs")
 
 
-async def test_the_roots_of_a_worker_that_died_are_written_by_others(tmp_path: Path) -> None:
+async def test_worker_killed_has_its_root_spans_closed_by_others(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=2)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
         async with serving(settings) as (client, _):
@@ -139,7 +139,7 @@ def run_command(here: RunnerServices, *words: str) -> list[str]:
     return [*own_command("run", "--run-id", "run", "--directory", str(here.directory), *sets, *words), "--", "sh", "agent.sh"]
 
 
-def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
+def test_run_resume_after_kill_completes_rollouts(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"task_id": f"t{n}", "input": "slow"}) + "\n" for n in range(12)))
     with runner_services(tmp_path) as here:
         run = subprocess.Popen(run_command(here, "--tasks", str(tmp_path / "tasks.jsonl")), stdout=subprocess.DEVNULL)
@@ -186,7 +186,7 @@ JUDGED = """
 """
 
 
-async def test_evaluators_have_places_of_their_own(tmp_path: Path) -> None:
+async def test_evaluations_setting_bounds_evaluators_apart_from_agents(tmp_path: Path) -> None:
     (tmp_path / "judged.py").write_text(textwrap.dedent(JUDGED))
     agent = CallableAgent("judged:agent", "judged:judge", tmp_path)
     with runner_services(tmp_path, concurrency=2, evaluations=1) as here:

@@ -9,7 +9,7 @@ from pathlib import Path
 from runner.workers.attempt_files import AttemptFiles
 
 
-def test_the_newest_rollouts_stay_in_whichever_order_their_ids_are(tmp_path: Path) -> None:
+def test_attempt_files_prune_keeps_newest_rollouts_of_any_id(tmp_path: Path) -> None:
     files = AttemptFiles(tmp_path, 20)
     names = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(100)]
     for number, name in enumerate(names):

@@ -34,14 +34,14 @@ def transitions() -> pl.DataFrame:
     return pl.DataFrame(rows, schema_overrides=ids)
 
 
-def test_a_seed_gives_the_same_rollouts_again_and_each_by_itself() -> None:
+def test_build_workload_same_seed_gives_same_rollouts() -> None:
     again = list(Workload(3, 8, 32))
     assert [list(one.rows()) for one in WORKLOAD] == [list(one.rows()) for one in again]
     assert list(WORKLOAD.rollout(5).rows()) == list(again[5].rows())
     assert WORKLOAD.rollout(0).name != Workload(4, 8, 32).rollout(0).name
 
 
-def test_rollouts_are_what_is_promised() -> None:
+def test_build_workload_has_documented_shape() -> None:
     turns = [turn for rollout in WORKLOAD for turn in rollout.turns]
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in WORKLOAD.rollout(0).rows()]
     assert len(rows) == OTHER_SPANS + 32 * SPANS_A_TURN == len({row["SpanId"] for row in rows})
@@ -52,7 +52,7 @@ def test_rollouts_are_what_is_promised() -> None:
     assert 0.02 < np.mean([turn.breaks for turn in turns]) < 0.08
 
 
-def test_merging_is_checked_against_the_breaks() -> None:
+def test_merge_figures_count_merges_against_breaks() -> None:
     whole = transitions()
     figures, checked = merge_figures(merge(whole, pl.Series(np.ones(whole.height))), WORKLOAD)
     assert set(checked.values()) == {0}
@@ -64,7 +64,7 @@ def test_merging_is_checked_against_the_breaks() -> None:
     assert seen["merged_tokens"] > 0
 
 
-def test_what_differs_is_counted() -> None:
+def test_compare_counts_differing_rollouts() -> None:
     rollout = WORKLOAD.rollout(0)
     right = truth_of(rollout)
     told = [[*row[:4], f"id-{number}", row[4]] for number, row in enumerate(right)]
@@ -78,7 +78,7 @@ def test_what_differs_is_counted() -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_run_builds_every_call() -> None:
+def test_build_benchmark_of_256_calls_builds_every_call() -> None:
     command = [sys.executable, "-m", "benchmarks.build", "--calls", "256"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

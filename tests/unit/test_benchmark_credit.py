@@ -30,7 +30,7 @@ def play(task: Task, goal: tuple[str, ...], replies: list[str]) -> Sampled:
     return rollout
 
 
-def test_in_flow_one_tool_leads_on_from_each_page() -> None:
+def test_flow_step_has_one_right_tool_per_page() -> None:
     flow = Flow()
     for goal in GOALS:
         for page in range(4):
@@ -43,18 +43,18 @@ def test_in_flow_one_tool_leads_on_from_each_page() -> None:
     assert [won.done, lost.done, play(flow, ("cancel",), ["user"]).done] == [True, False, True]
 
 
-def test_the_tool_that_only_reads_never_fails_and_leads_nowhere() -> None:
+def test_flow_step_with_look_tool_succeeds_and_stays_on_page() -> None:
     turn = Flow(look=True).step(["order"], State(2, "error"), [LOOK, END])
     assert (turn.state, turn.done) == (State(2, "ok"), False)
     assert Flow().step(["order"], State(2), [LOOK, END]).tool is None
 
 
-def test_two_spellings_are_one_tool() -> None:
+def test_flow_step_with_respelled_tool_equals_original() -> None:
     flow = Flow(respelled=True)
     assert flow.step(["refund"], State(0), [RESPELLED + "login", END]) == flow.step(["refund"], State(0), ["login", END])
 
 
-def test_in_inbox_each_ticket_is_graded() -> None:
+def test_inbox_step_grades_each_ticket() -> None:
     inbox = Inbox()
     rollout = play(inbox, KINDS, [TOOLS[0]] * 8)
     assert [turn.grade for turn in rollout.turns()] == [1, 0, 0, 0, 1, 0, 0, 0]
@@ -64,7 +64,7 @@ def test_in_inbox_each_ticket_is_graded() -> None:
 
 
 @pytest.mark.parametrize("task", [Flow(), Flow(look=True), Flow(respelled=True), Inbox()], ids=repr)
-def test_prompts_are_as_long_in_every_state_and_demonstrations_well_formed(task: Task) -> None:
+def test_demonstration_prompts_have_constant_length_and_valid_replies(task: Task) -> None:
     rng = random.Random(0)
     lengths = set[int]()
     for _ in range(200):
@@ -75,7 +75,7 @@ def test_prompts_are_as_long_in_every_state_and_demonstrations_well_formed(task:
     assert len(lengths) == 1
 
 
-def test_a_sampler_gives_the_logprobs_of_what_it_drew(tmp_path: Path) -> None:
+def test_sampler_gives_logprobs_of_drawn_tokens(tmp_path: Path) -> None:
     import torch
 
     write_model(tmp_path / "model", Inbox(), 0)
@@ -91,7 +91,7 @@ def test_a_sampler_gives_the_logprobs_of_what_it_drew(tmp_path: Path) -> None:
         assert call.logprobs == pytest.approx(found, abs=1e-5)
 
 
-def test_spans_name_their_rollout_and_no_reward_but_the_graded_ones() -> None:
+def test_author_spans_name_rollout_and_graded_rewards_only() -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     rollouts = [play(Flow(), ("cancel",), list(TOOLS[1:])), play(Flow(), ("cancel",), ["search", "login", "user"])]
@@ -130,7 +130,7 @@ def results() -> list[Result]:
     return [*found, gamed, Result("flow", "retokenized", 0, 64, 60, [0.0], refused="no", sampled=9)]
 
 
-def test_what_is_claimed_is_checked(tmp_path: Path) -> None:
+def test_credit_conclude_of_good_results_has_no_failed_check(tmp_path: Path) -> None:
     good = results()
     told = conclude(good, whole=True)
     assert set(told["checked"].values()) == {0}
@@ -160,7 +160,7 @@ def test_what_is_claimed_is_checked(tmp_path: Path) -> None:
         (21, {"refused": "", "trained": 9}, {"unseen_retokenized": 1}),
     ],
 )
-def test_what_does_not_hold_is_counted(place: int | slice, changes: dict[str, object], seen: dict[str, int]) -> None:
+def test_credit_conclude_counts_each_failed_claim(place: int | slice, changes: dict[str, object], seen: dict[str, int]) -> None:
     changed = results()
     where = place if isinstance(place, slice) else slice(place, place + 1)
     changed[where] = [replace(one, **changes) for one in changed[where]]  # type: ignore[arg-type]
@@ -168,14 +168,14 @@ def test_what_does_not_hold_is_counted(place: int | slice, changes: dict[str, ob
     assert {name: value for name, value in checked.items() if value} == {name: value for name, value in seen.items() if value}
 
 
-def test_a_mean_of_three_steps_hits() -> None:
+def test_steps_to_needs_mean_of_3_steps() -> None:
     assert steps_to([0.9, 0.0, 0.9, 0.9, 0.9, 0.0]) == 4
     assert steps_to([0.9, 0.9]) is None
     assert set(OF_ONE_SEED) < set(ARMS)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_another_was_killed(tmp_path: Path) -> None:
+def test_credit_benchmark_resumes_after_kill(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.credit", "--tasks", "inbox", "--steps", "1", "--group", "4", "--out", str(tmp_path)]
     there = Result("inbox", "own", 0, 4, 1, [0.5], [4.0], final=0.25)
     (tmp_path / "runs.jsonl").write_text(json.dumps(there.json()) + "\n")

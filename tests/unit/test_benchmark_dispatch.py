@@ -22,11 +22,13 @@ GOOD = {"lost": 0, "double": 0, "foreign": 0, "refused": 0}
         (NAMES, NAMES, 2, {"refused": 2}),
     ],
 )
-def test_what_went_wrong_is_counted(handled: list[str], succeeded: list[str], refused: int, wrong: dict[str, int]) -> None:
+def test_dispatch_check_counts_lost_double_and_refused(
+    handled: list[str], succeeded: list[str], refused: int, wrong: dict[str, int]
+) -> None:
     assert check(NAMES, handled, succeeded, refused) == {**GOOD, **wrong}
 
 
-def test_the_ratio_is_to_the_fastest_way_of_the_peer() -> None:
+def test_dispatch_report_ratio_is_to_fastest_peer() -> None:
     rates = {"ours": 3000.0, "ours_singly": 300.0, "peer_runner": 30.0, "peer_store": 150.0}
     told = report(
         {name: Measured({"rollouts_per_s": rate, "server_cpu_us": 3e5 / rate}, {"lost": len(name)}) for name, rate in rates.items()}

@@ -45,25 +45,25 @@ async def upstream() -> AsyncGenerator[str]:
 
 
 class TestBodies:
-    def test_they_are_as_large_as_real_ones(self) -> None:
+    def test_bodies_have_realistic_sizes(self) -> None:
         everything = {"ids": True, "logprobs": True}
         request, whole, stream = BODIES.request(stream=False), BODIES.whole(**everything), b"".join(BODIES.events(**everything))
         assert [round(len(body), -3) for body in (request, whole, stream)] == [8000, 44000, 114000]
         assert [len(BODIES.prompt_ids), len(BODIES.response_ids), len(BODIES.events(**everything))] == [PROMPT_TOKENS, ANSWER_TOKENS, 302]
 
-    def test_a_seed_gives_the_same_bytes_again(self) -> None:
+    def test_bodies_same_seed_gives_same_bytes(self) -> None:
         assert Bodies(3).whole(ids=True, logprobs=True) == BODIES.whole(ids=True, logprobs=True)
         assert Bodies(4).whole(ids=True, logprobs=True) != BODIES.whole(ids=True, logprobs=True)
         assert Bodies(3).request(stream=True) == BODIES.request(stream=True)
 
-    def test_whole_and_stream_say_the_same(self) -> None:
+    def test_bodies_whole_and_stream_have_same_text(self) -> None:
         whole = json.loads(BODIES.whole(ids=True, logprobs=True))
         assert text_of(b"".join(BODIES.events(ids=True, logprobs=True))) == whole["choices"][0]["message"]["content"] == BODIES.text
 
 
 class TestUpstreamAndClient:
     @pytest.mark.parametrize("kind", Kind)
-    async def test_every_answer_is_read_whole_with_an_id_of_its_own(self, upstream: str, kind: Kind) -> None:
+    async def test_load_reads_each_answer_whole_with_unique_id(self, upstream: str, kind: Kind) -> None:
         url = upstream + CHAT_PATH.decode()
         parts = await Load(Order([url, f"{url}?other"], kind == Kind.STREAM, 4, 20), BODIES).run()
         asked, other = parts[url], parts[f"{url}?other"]
@@ -74,13 +74,13 @@ class TestUpstreamAndClient:
 
     @pytest.mark.parametrize("ids", [False, True])
     @pytest.mark.parametrize("logprobs", [False, True])
-    async def test_the_upstream_answers_what_is_asked(self, upstream: str, ids: bool, logprobs: bool) -> None:
+    async def test_gateway_upstream_answers_requested_fields(self, upstream: str, ids: bool, logprobs: bool) -> None:
         question = json.loads(BODIES.request(stream=False)) | {"return_token_ids": ids, "logprobs": logprobs}
         async with aiohttp.ClientSession(upstream) as client, client.post(CHAT_PATH.decode(), json=question) as answer:
             given = await answer.json()
         assert given | {"id": NO_ID} == json.loads(BODIES.whole(ids=ids, logprobs=logprobs))
 
-    async def test_what_is_no_answer_is_refused(self) -> None:
+    async def test_load_counts_errors_as_refused(self) -> None:
         async def no(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"HTTP/1.1 503 No\r\ncontent-length: 4\r\n\r\nnone")
@@ -114,7 +114,7 @@ def tally(cpu_us: float, milliseconds: float, **answers: str) -> Tally:
 
 
 class TestReport:
-    def test_ratios_say_how_many_times_ours_is_better(self) -> None:
+    def test_gateway_report_ratio_is_peer_over_gateway(self) -> None:
         sound = {"whole": PLAIN, "stream": PLAIN_STREAM}
         result = report(
             {"ours": tally(500, 2.0, **sound), "peer": tally(20_000, 21.0, **sound)}, {"ours": {"lost": 0}, "peer": {"lost": 3}}, BODIES
@@ -140,22 +140,22 @@ class TestReport:
             ({"stream": PLAIN_STREAM[:2000].rpartition("data: ")[0]}, {"wrong_texts": 1, "wrong_answers": 1}),
         ],
     )
-    def test_answers_that_are_not_the_engines_are_seen(self, answers: dict[str, str], wrong: dict[str, Any]) -> None:
+    def test_gateway_report_counts_wrong_texts_and_answers(self, answers: dict[str, str], wrong: dict[str, Any]) -> None:
         assert report({"ours": tally(500, 2.0, **answers)}, {"ours": {}}, BODIES)["checked"] == {"refused": 0, **wrong}
 
-    def test_a_tally_keeps_what_is_checked(self) -> None:
+    def test_tally_keep_collects_ids_answers_and_refusals(self) -> None:
         seen = Tally()
         seen.keep(Kind.WHOLE, Part(ids=["a"], answers=["x"]))
         seen.keep(Kind.STREAM, Part(ids=["b"], refused=["HTTP 503"]))
         assert [seen.ids, seen.answers, seen.refused] == [["a", "b"], {Kind.WHOLE: {"x"}, Kind.STREAM: set()}, 1]
 
 
-def test_a_peers_share_is_no_less_than_its_connections() -> None:
+def test_sizes_share_is_at_least_connections() -> None:
     assert Sizes(1000, 96, 200).share(0.1) == Sizes(100, 16, 20)
 
 
 @pytest.mark.slow
-def test_a_tiny_run_finds_every_span() -> None:
+def test_gateway_benchmark_small_run_finds_every_span() -> None:
     command = [sys.executable, "-m", "benchmarks.gateway", "--rounds", "1", "--calls", "200", "--streams", "16", "--alone", "10"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

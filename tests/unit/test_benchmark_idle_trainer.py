@@ -34,7 +34,7 @@ def test_report_counts_a_look_that_costs_too_much_or_grows_with_history(few: flo
 
 
 @pytest.mark.slow
-def test_a_tiny_run_notices_what_is_new_and_misses_nothing() -> None:
+def test_idle_trainer_benchmark_small_run_misses_no_group() -> None:
     command = [sys.executable, "-m", "benchmarks.idle_trainer", "--steps", "10", "100", "--looks", "20", "--peer-looks", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     result = json.loads(done.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@ METRICS = {f"seconds_publish_{name}": value for name, value in ENGINE.items()}
 
 @pytest.mark.parametrize("taking", METHODS.values())
 @pytest.mark.parametrize("came", [300 * MS, 259 * MS], ids=["after the gateway's word", "before it"])
-def test_the_stages_add_up_to_the_time_from_optimizer_to_token(came: int, taking: str) -> None:
+def test_stages_of_sum_to_time_from_optimizer_to_first_token(came: int, taking: str) -> None:
     stages = stages_of(SPANS, {**METRICS, f"seconds_publish_{taking}": 0.02}, came, taking)
     assert tuple(stages) == STAGES
     assert sum(stages.values()) == pytest.approx((came - 100 * MS) / 1e9)
@@ -24,7 +24,7 @@ def test_the_stages_add_up_to_the_time_from_optimizer_to_token(came: int, taking
     assert stages["first_token"] == pytest.approx(max(came - 260 * MS, 0) / 1e9)
 
 
-def test_a_token_of_older_weights_after_newer_ones_is_seen() -> None:
+def test_went_back_counts_tokens_of_older_weights_after_newer() -> None:
     tokens = [Token(name, came) for came, name in enumerate("abcd")]
     weights = {"a": (1, 1), "b": (1, 2), "c": (2, 2), "d": (2, 2)}
     assert (went_back(tokens, weights), first_token(tokens, weights, 2)) == (0, 2), "a call across the reload is not the first of the new"

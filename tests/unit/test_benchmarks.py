@@ -43,12 +43,12 @@ def _spans(bodies: list[bytes]) -> list[tuple[str, Span]]:
 
 class TestWorkload:
     @pytest.mark.parametrize("workload", MIXES, ids=str)
-    def test_a_seed_gives_the_same_bytes_again(self, workload: Workload) -> None:
+    def test_workload_same_seed_gives_same_bodies(self, workload: Workload) -> None:
         names = workload.names(12)
         assert list(workload.bodies(names)) == list(workload.bodies(names))
         assert list(workload.bodies(names)) != list(Workload(4, workload.mix, workload.ids).bodies(names))
 
-    def test_only_the_names_of_rollouts_are_the_receivers(self) -> None:
+    def test_workload_bodies_differ_only_by_rollout_names(self) -> None:
         workload = Workload(3)
         ours, theirs = workload.names(5), [RolloutName(f"ro-{number:012d}", f"at-{number:08d}") for number in range(5)]
         (body,), (other) = list(workload.bodies(ours)), next(workload.bodies(theirs))
@@ -57,7 +57,7 @@ class TestWorkload:
         assert body == other
 
     @pytest.mark.parametrize("workload", MIXES, ids=str)
-    def test_the_ids_that_are_looked_for_are_those_that_are_sent(self, workload: Workload) -> None:
+    def test_workload_ids_equal_those_of_its_bodies(self, workload: Workload) -> None:
         spans = _spans(list(workload.bodies(workload.names(12))))
         calls = [span for scope, span in spans if scope == semconv.GATEWAY_SCOPE]
         assert sorted(int.from_bytes(span.span_id) for _, span in spans) == sorted(workload.span_ids(12).tolist())
@@ -65,7 +65,7 @@ class TestWorkload:
         assert len({span.span_id for _, span in spans}) == len(spans) == 12 * SPANS_A_ROLLOUT
 
     @pytest.mark.parametrize("mix", Mix)
-    def test_calls_hold_as_many_tokens_as_are_looked_for(self, mix: Mix) -> None:
+    def test_workload_tokens_equal_those_of_its_bodies(self, mix: Mix) -> None:
         workload = Workload(3, mix)
         attributes = [
             {item.key: item.value.bytes_value for item in span.attributes}
@@ -79,7 +79,7 @@ class TestWorkload:
         prompts, responses = workload.tokens(5)
         assert held == [prompts, responses, responses]
 
-    def test_a_file_gives_its_bodies_back(self, tmp_path: Path) -> None:
+    def test_read_bodies_returns_bodies_written(self, tmp_path: Path) -> None:
         workload = Workload(3)
         names = workload.names(7)
         written = write_bodies(tmp_path / "bodies", workload, names)
@@ -90,14 +90,14 @@ class TestWorkload:
 
 
 class TestChecks:
-    def test_nothing_wrong(self) -> None:
+    def test_check_of_complete_run_counts_nothing(self) -> None:
         ids = np.array([1, 2, 3], np.uint64)
         part = {"bodies": 2, "refused": [], "resends": 0}
         assert check([Stored("t", ids[::-1], ids)], 2 * SPANS_A_BODY, [part]) == dict.fromkeys(
             ("lost", "double", "foreign", "unacknowledged", "refused", "resends"), 0
         )
 
-    def test_everything_wrong(self) -> None:
+    def test_check_counts_each_kind_of_fault(self) -> None:
         sent = np.array([1, 2, 3, 4], np.uint64)
         tables = [Stored("t", np.array([1, 2, 2, 2, 9], np.uint64), sent), Stored("v", np.array([2, 3, 4], np.uint64), sent)]
         parts = [{"bodies": 1, "refused": ["HTTP 400"], "resends": 2}, {"bodies": 1, "refused": [], "resends": 1}]
@@ -110,14 +110,14 @@ class TestChecks:
             "resends": 3,
         }
 
-    def test_a_peers_failure_fails_the_run(self) -> None:
+    def test_ingest_report_counts_failures_of_peer(self) -> None:
         figures = {"cpu_us_settled": 50.0, "spans_per_s": 1000, "p50_ms": 4.0, "p99_ms": 8.0}
         slower = {"cpu_us_settled": 400.0, "spans_per_s": 500, "p50_ms": 2.0, "p99_ms": 8.0}
         result = report(Measured(figures, {"lost": 0}, []), {"peer": Measured(slower, {"lost": 5}, [])})
         assert result["ratio"] == {"cpu": 8.0, "throughput": 2.0, "p50": 0.5, "p99": 1.0}
         assert result["checked"] == {"lost": 0, "peer_lost": 5}
 
-    def test_growth_is_from_a_fifth_to_the_end_whatever_came_and_went(self) -> None:
+    def test_memory_growth_is_measured_from_a_fifth_to_the_end(self) -> None:
         resident = (100, 180, 200, 220, 900, 250, 250, 250, 250, 240, 300)
         samples = [Sample(at, 0.0, rss * 10**6, (80 + 10 * at) * 10**6, at * 100) for at, rss in enumerate(resident)]
         assert memory(samples, samples[0], 1000) == {
@@ -134,7 +134,7 @@ class TestChecks:
         }
 
 
-def test_pages_of_a_mapped_file_are_told_from_others(tmp_path: Path) -> None:
+def test_meter_separates_mapped_file_pages_from_anonymous(tmp_path: Path) -> None:
     file = tmp_path / "queue"
     file.write_bytes(bytes(32 * 2**20))
     meter = Meter([os.getpid()], lambda: 0)
@@ -187,7 +187,7 @@ def receiver() -> Iterator[tuple[str, dict[bytes, int]]]:
     server.server_close()
 
 
-def test_the_client_comes_again_when_told_and_counts_what_was_refused(receiver: tuple[str, dict[bytes, int]]) -> None:
+def test_sender_retries_when_asked_and_counts_refusals(receiver: tuple[str, dict[bytes, int]]) -> None:
     url, asked = receiver
     bodies = [memoryview(body) for body in (b"unsent", b"one", b"again", b"bad", b"part", b"two")]
     part = Sender(url, bodies, 2).send(1, 6)
@@ -200,7 +200,7 @@ def test_the_client_comes_again_when_told_and_counts_what_was_refused(receiver: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", Mix)
-def test_a_tiny_run_finds_every_span(mix: Mix, tmp_path: Path) -> None:
+def test_ingest_benchmark_small_run_finds_every_span(mix: Mix, tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     command = [sys.executable, "-m", "benchmarks.ingest", "--spans", "2000", "--mix", mix, "--plot", str(plot)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -49,7 +49,7 @@ def write(file: Path, *, options: str = "", before: str = "", after: str = "") -
     return file
 
 
-def test_a_decorated_function_is_the_function_and_is_found(tmp_path: Path) -> None:
+def test_load_agent_decorated_function_is_found_and_unchanged(tmp_path: Path) -> None:
     file = write(tmp_path / "solver.py", options='(name="solver", evaluator=score)')
     agent, evaluator = load_agent(str(file))
     assert (agent(3), agent.__name__, agent.__module__) == (3, "agent", "solver")
@@ -60,7 +60,7 @@ def test_a_decorated_function_is_the_function_and_is_found(tmp_path: Path) -> No
     assert load_agent("solver:helper") == (sys.modules["solver"].helper, None)
 
 
-async def test_async_functions_and_references_to_evaluators_are_marked() -> None:
+async def test_rollout_decorator_accepts_async_functions_and_evaluator_references() -> None:
     @spangrad.rollout(evaluator="my_task:score")
     async def agent(given: int) -> int:
         return given + 1
@@ -71,7 +71,7 @@ async def test_async_functions_and_references_to_evaluators_are_marked() -> None
         spangrad.rollout(3)  # type: ignore[call-overload]
 
 
-def test_of_several_decorated_functions_one_is_named(tmp_path: Path) -> None:
+def test_load_agent_with_several_decorated_functions_needs_a_name(tmp_path: Path) -> None:
     write(tmp_path / "one.py")
     two = write(tmp_path / "two.py", before="from one import agent as other", after="spangrad.rollout(name='second')(helper)")
     sys.path.insert(0, str(tmp_path))
@@ -82,7 +82,7 @@ def test_of_several_decorated_functions_one_is_named(tmp_path: Path) -> None:
     assert load_agent("three")[0] is sys.modules["one"].agent
 
 
-def test_a_file_may_have_a_name_that_is_taken(tmp_path: Path) -> None:
+def test_load_agent_from_file_with_name_of_stdlib_module(tmp_path: Path) -> None:
     agent, _ = load_agent(str(write(tmp_path / "json.py")))
     assert agent(1) == 1
     assert Path(sys.modules["json"].__file__ or "").parent != tmp_path
@@ -98,7 +98,7 @@ def test_a_file_may_have_a_name_that_is_taken(tmp_path: Path) -> None:
         ("", "'' does not name a callable"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_found_is_said(tmp_path: Path, reference: str, said: str) -> None:
+def test_load_agent_with_invalid_reference_raises(tmp_path: Path, reference: str, said: str) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "plain.py").write_text("def agent(given): return given\n")
     with pytest.raises(AgentError) as raised:
@@ -106,7 +106,7 @@ def test_what_cannot_be_found_is_said(tmp_path: Path, reference: str, said: str)
     assert str(raised.value).startswith(said.format(tmp_path))
 
 
-def test_functions_of_modules_have_names_and_places(tmp_path: Path) -> None:
+def test_reference_of_module_function_gives_name_and_directory(tmp_path: Path) -> None:
     (tmp_path / "parts" / "deep").mkdir(parents=True)
     write(tmp_path / "parts" / "deep" / "agents.py")
     (tmp_path / "parts" / "__init__.py").write_text("def top(given): ...\nclass Team:\n    def lead(given): ...\n")
@@ -145,12 +145,12 @@ def closure() -> Any:
         (len, "'?len'? is of builtins, which is no file|which the worker processes cannot import"),
     ],
 )
-def test_what_other_processes_cannot_import_is_said(function: Any, said: str) -> None:
+def test_reference_of_unimportable_function_raises(function: Any, said: str) -> None:
     with pytest.raises(AgentError, match=said):
         reference_of(function, "the agent")
 
 
-def test_a_function_that_something_else_hides_is_said(tmp_path: Path) -> None:
+def test_reference_of_shadowed_function_raises(tmp_path: Path) -> None:
     (tmp_path / "hidden.py").write_text("def agent(given): return 1\nfirst = agent\ndef agent(given): return 2\n")
     sys.path.insert(0, str(tmp_path))
     with pytest.raises(AgentError, match="'agent' is not what hidden has under that name"):

@@ -18,7 +18,7 @@ def load(name: str) -> dict[str, Any]:
     return yaml.safe_load((ROOT / name).read_text())
 
 
-def test_each_change_runs_the_readmes_commands() -> None:
+def test_ci_workflows_run_ci_script() -> None:
     github = load(".github/workflows/ci.yml")["jobs"]["check-and-test"]["steps"]
     assert ([step["run"] for step in github if "run" in step], load(".gitlab-ci.yml")["check-and-test"]["script"]) == (
         [".ci/run"],
@@ -26,7 +26,7 @@ def test_each_change_runs_the_readmes_commands() -> None:
     )
 
 
-def test_the_weekly_jobs_parts_hold_each_slow_test_once() -> None:
+def test_files_of_part_cover_each_slow_test_file_once() -> None:
     github = load(".github/workflows/weekly.yml")["jobs"]["slow"]["strategy"]["matrix"]["part"]
     (gitlab,) = load(".gitlab-ci.yml")["slow"]["parallel"]["matrix"]
     assert gitlab["PART"] == github
@@ -36,13 +36,13 @@ def test_the_weekly_jobs_parts_hold_each_slow_test_once() -> None:
 
 
 @pytest.mark.parametrize("part", ["0/4", "5/4", "1", "1/0", "a/b", "1/4/2"])
-def test_files_of_part_refuses_what_is_no_part(part: str) -> None:
+def test_files_of_part_invalid_part_raises(part: str) -> None:
     with pytest.raises(pytest.UsageError, match="is not K/N"):
         files_of_part([], part)
 
 
 @pytest.mark.parametrize("name", [".github/workflows/ci.yml", ".github/workflows/weekly.yml", ".gitlab-ci.yml"])
-def test_targets_and_programs_exist(name: str) -> None:
+def test_ci_workflows_name_existing_make_targets(name: str) -> None:
     text = (ROOT / name).read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets

@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_workers_have_the_clients_settings_also_those_that_take_something_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_workers_get_settings_including_null(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAD_STORE__TTL_DAYS", "7")
     given = {"runner.run_id": "mine", "queue.keep_days": None, "store.ttl_days": None, "trainer.optim.betas": [0.8, 0.9]}
     client = Client("http://127.0.0.1:9", settings=given)
@@ -30,7 +30,7 @@ def test_workers_have_the_clients_settings_also_those_that_take_something_back(m
     assert Client("http://127.0.0.1:9", run_id="other", settings=given).run_id == "other"
 
 
-def test_what_a_script_prints_below_the_bar_is_printed_as_it_is() -> None:
+def test_show_prints_script_output_unchanged() -> None:
     out = Terminal()
     with ProgressLine("training", 4, out) as show:
         print("[INST] :key: [/INST]", end="", flush=True)
@@ -40,7 +40,7 @@ def test_what_a_script_prints_below_the_bar_is_printed_as_it_is() -> None:
     assert "test data [/s]" in uncoloured
 
 
-def test_tally_of_failures_counts_the_rewards_that_they_have() -> None:
+def test_rollout_tally_counts_rewards_of_failures() -> None:
     tally = RolloutTally()
     ended = [
         ("succeeded", None, {"reward": {"white": 1.0, "black": 0.5}, "style": 0.5}),

@@ -47,11 +47,11 @@ def statement(sql: str, rows: bytes | None = None, form: str = "TabSeparated") -
         ("", b"INSERT INTO t SELECT ' FORMAT CSV '", statement("INSERT INTO t SELECT ' FORMAT CSV '")),
     ],
 )
-def test_a_request_is_taken_apart(query: str, body: bytes, expected: Statement) -> None:
+def test_read_statement_splits_query_body_and_rows(query: str, body: bytes, expected: Statement) -> None:
     assert read_statement({"query": query}, {}, body) == expected
 
 
-def test_parameters_settings_and_session_are_told_apart() -> None:
+def test_read_statement_separates_parameters_settings_and_session() -> None:
     parameters = {
         "query": "SELECT {x:String}",
         "param_x": "1",
@@ -84,7 +84,7 @@ def test_parameters_settings_and_session_are_told_apart() -> None:
     ],
     ids=["letters", "names", "spaces", "formats", "comments", "end", "quotes", "open comments"],
 )
-def test_long_statements_are_read_in_linear_time(sql: str) -> None:
+def test_read_statement_of_long_text_takes_linear_time(sql: str) -> None:
     begin = time.process_time()
 
     assert read_statement({"query": sql}, {}, b"") == statement(sql)
@@ -92,7 +92,7 @@ def test_long_statements_are_read_in_linear_time(sql: str) -> None:
     assert time.process_time() - begin < 2
 
 
-def test_files_of_a_form_become_tables() -> None:
+def test_read_statement_form_files_become_external_tables() -> None:
     parameters = {
         "query": "SELECT 1",
         "e_structure": "a UInt8",
@@ -127,24 +127,24 @@ def test_files_of_a_form_become_tables() -> None:
         ("SELECT 1 AS format ORDER BY format DESC", AnswerClause("SELECT 1 AS format ORDER BY format DESC", "", "")),
     ],
 )
-def test_the_answers_clause_is_found(sql: str, expected: AnswerClause) -> None:
+def test_find_answer_clause_finds_format_and_settings(sql: str, expected: AnswerClause) -> None:
     assert find_answer_clause(sql) == expected
 
 
 @pytest.mark.parametrize(("parameters", "code"), [({"query": " "}, 62), ({"query": "SELECT 1", "a;DROP": "1"}, 115)])
-def test_a_request_that_is_no_statement_has_a_code(parameters: dict[str, str], code: int) -> None:
+def test_read_statement_invalid_request_raises_with_code(parameters: dict[str, str], code: int) -> None:
     with pytest.raises(BadRequestError) as caught:
         read_statement(parameters, {}, b"")
     assert caught.value.code == code
 
 
 @given(st.binary(max_size=4096))
-def test_frames_come_back(body: bytes) -> None:
+def test_unframe_of_framed_body_returns_it(body: bytes) -> None:
     assert unframe(frame(body), limit=4096) == body
     assert unframe(frame_plainly(body), limit=4096) == body
 
 
-def test_broken_frames_are_refused() -> None:
+def test_unframe_broken_or_oversized_frame_raises() -> None:
     framed = bytearray(frame(b"spans" * 100))
     with pytest.raises(TooLargeError):
         unframe(bytes(framed), limit=499)
@@ -156,7 +156,7 @@ def test_broken_frames_are_refused() -> None:
 
 
 @pytest.mark.parametrize("encoding", SUPPORTED)
-def test_encodings_unpack_within_a_limit(encoding: str) -> None:
+def test_decompress_in_each_encoding_is_bounded(encoding: str) -> None:
     body = b"spans and logs " * 1000
     packer = Packer(encoding)
     packed = packer.pack(body[:5]) + packer.pack(body[5:]) + packer.finish()
@@ -170,7 +170,7 @@ def test_encodings_unpack_within_a_limit(encoding: str) -> None:
     assert decompress(packed + packed, encoding, 2 * len(body)) == 2 * body
 
 
-def test_raw_deflate_and_no_encoding_are_read() -> None:
+def test_decompress_raw_deflate_and_identity_are_read() -> None:
     packer = zlib.compressobj(wbits=-15)
 
     assert decompress(packer.compress(b"body") + packer.flush(), "deflate", 10) == b"body"
@@ -186,7 +186,7 @@ def test_raw_deflate_and_no_encoding_are_read() -> None:
         ("zstd", zstd.compress),
     ],
 )
-def test_many_small_streams_are_unpacked_in_linear_time(encoding: str, pack: Callable[[bytes], bytes]) -> None:
+def test_decompress_many_small_streams_takes_linear_time(encoding: str, pack: Callable[[bytes], bytes]) -> None:
     large = Random(0).randbytes(1 << 25)
     body = pack(b"a") * 5000 + pack(large) + pack(b"z") * 5000
     begin = time.process_time()
@@ -200,11 +200,11 @@ def test_many_small_streams_are_unpacked_in_linear_time(encoding: str, pack: Cal
     ("accepted", "name"),
     [("br, gzip", "gzip"), ("snappy,ZSTD;q=1", "zstd"), ("gzip;q=0, lz4", "lz4"), ("*", None), ("", None), ("gzip; q=0.0", None)],
 )
-def test_the_first_encoding_that_is_known_is_taken(accepted: str, name: str | None) -> None:
+def test_accepted_encoding_takes_first_supported(accepted: str, name: str | None) -> None:
     assert accepted_encoding(accepted) == name
 
 
-def test_a_cut_or_unknown_body_is_refused() -> None:
+def test_decompress_cut_or_unknown_encoding_raises() -> None:
     with pytest.raises(EncodingError, match="ends before its gzip stream does"):
         decompress(gzip.compress(b"body")[:-1], "gzip", 10)
     with pytest.raises(EncodingError, match="ends before its lz4 stream does"):
@@ -213,7 +213,7 @@ def test_a_cut_or_unknown_body_is_refused() -> None:
         decompress(b"body", "snappy", 10)
 
 
-def test_text_has_a_bound_and_rows_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_statement_text_is_bounded_and_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collector.sql.request.MAX_TEXT", 20)
     assert read_statement({}, {}, b"SELECT 1" + b" " * 12).sql.strip() == "SELECT 1"
     assert read_statement({"query": "INSERT INTO t FORMAT TSV"}, {}, bytes(100)).rows == bytes(100)
@@ -222,7 +222,7 @@ def test_text_has_a_bound_and_rows_have_none(monkeypatch: pytest.MonkeyPatch) ->
             read_statement({"query": query}, {}, body)
 
 
-def test_a_bomb_stays_small() -> None:
+def test_decompress_bomb_raises_within_limit() -> None:
     for encoding, bomb in (("zstd", zstd.compress(bytes(1 << 28))), ("gzip", gzip.compress(bytes(1 << 26)))):
         with pytest.raises(TooLargeError):
             decompress(bomb, encoding, 1 << 16)
@@ -267,14 +267,14 @@ def test_a_bomb_stays_small() -> None:
         "SELECT arrayMap(\u201cfi\\x6ce\u201d, ['/etc/passwd'])",
     ],
 )
-def test_statements_that_reach_beyond_the_store_are_refused(sql: str) -> None:
+def test_statement_guard_refuses_statements_that_reach_outside_store(sql: str) -> None:
     guard = StatementGuard(["url", "remoteSecure", "numbers", "SQLite", "QueryRunner", "Memory", "view"])
 
     with pytest.raises(ForbiddenError):
         guard.check(sql)
 
 
-def test_parameters_and_structures_that_reach_beyond_the_store_are_refused() -> None:
+def test_statement_guard_refuses_parameters_and_structures_that_reach_outside() -> None:
     guard = StatementGuard(["url", "numbers"])
     for value in ("file", "FILE", "fi\\x6ce", "a.url"):
         with pytest.raises(ForbiddenError, match="Identifier"):
@@ -302,7 +302,7 @@ def test_parameters_and_structures_that_reach_beyond_the_store_are_refused() -> 
         f"SELECT '{' ' * (2**16 - 8 + 248)}outfiles'",
     ],
 )
-def test_other_statements_pass(sql: str) -> None:
+def test_statement_guard_passes_other_statements(sql: str) -> None:
     StatementGuard(["url", "remoteSecure", "numbers", "SQLite", "QueryRunner", "Memory", "view", "Alias", "ReplacingMergeTree"]).check(sql)
 
 
@@ -311,14 +311,14 @@ def test_other_statements_pass(sql: str) -> None:
     ["engine" + " " * 500_000, '"' + "\\" * 500_000, "'\"" + "a\\n" * 200_000, "file" + " " * 500_000, "`" * 500_000],
     ids=["engine", "backslashes", "text", "spaces", "quotes"],
 )
-def test_the_guard_takes_linear_time(sql: str) -> None:
+def test_statement_guard_takes_linear_time(sql: str) -> None:
     begin = time.process_time()
 
     StatementGuard(["url"]).check(sql)
     assert time.process_time() - begin < 2
 
 
-def test_tokens_are_taken_in_every_form() -> None:
+def test_guardian_accepts_token_in_every_form() -> None:
     guardian = Guardian("secret", "eyes")
 
     for token, role in (("secret", TokenRole.WRITER), ("eyes", TokenRole.READER)):
@@ -330,7 +330,7 @@ def test_tokens_are_taken_in_every_form() -> None:
         assert guardian.admits_bearer(f"Bearer {token}") is (role is TokenRole.WRITER)
 
 
-def test_without_a_token_everything_is_open_but_to_a_reader() -> None:
+def test_guardian_without_token_admits_all_but_readers_as_writer() -> None:
     assert Guardian(None).clickhouse_role({}, {"password": "x"}) is TokenRole.WRITER
     assert Guardian(None).admits_bearer("")
     assert Guardian(None, "eyes").clickhouse_role({}, {}) is TokenRole.WRITER
@@ -338,7 +338,7 @@ def test_without_a_token_everything_is_open_but_to_a_reader() -> None:
     assert not Guardian(None, "eyes").admits_bearer("Bearer eyes")
 
 
-def test_a_wrong_or_missing_token_is_refused() -> None:
+def test_guardian_wrong_or_missing_token_is_refused() -> None:
     guardian = Guardian("secret", "eyes")
     shown = [
         ({}, {}),
@@ -352,7 +352,7 @@ def test_a_wrong_or_missing_token_is_refused() -> None:
     assert [guardian.admits_bearer(shown) for shown in ("", "Bearer other", "secret")] == [False] * 3
 
 
-def test_a_reader_may_narrow_its_limits_and_choose_a_form() -> None:
+def test_reader_limits_allow_narrower_limits_and_format_settings() -> None:
     limits = ReaderLimits(max_rows=100, max_seconds=10)
     held = {"max_result_rows": "100", "max_execution_time": "10", "result_overflow_mode": "throw", "timeout_overflow_mode": "throw"}
 
@@ -368,7 +368,7 @@ def test_a_reader_may_narrow_its_limits_and_choose_a_form() -> None:
 
 
 @pytest.mark.parametrize("setting", ["readonly", "profile", "max_memory_usage", "result_overflow_mode", "dialect", "max_untracked_memory"])
-def test_a_reader_loosens_nothing(setting: str) -> None:
+def test_reader_limits_refuse_other_settings(setting: str) -> None:
     with pytest.raises(BadRequestError) as caught:
         ReaderLimits(100, 10).settings({setting: "1"})
     assert caught.value.code == 164

@@ -27,14 +27,14 @@ def tables(statements: list[str]) -> list[str]:
     return [found[1] for one in statements if (found := re.match(r"CREATE TABLE IF NOT EXISTS \w+\.(\w+)", one))]
 
 
-def test_one_server_runs_what_the_files_say() -> None:
+def test_layout_of_one_server_keeps_statements_unchanged() -> None:
     assert Layout().statements(["CREATE VIEW IF NOT EXISTS otel.v AS SELECT 1", "anything"]) == [
         "CREATE VIEW IF NOT EXISTS otel.v AS SELECT 1",
         "anything",
     ]
 
 
-def test_a_replicated_table() -> None:
+def test_layout_replicated_table_gets_replicated_engine() -> None:
     assert REPLICATED.statements(
         [
             "CREATE TABLE IF NOT EXISTS spangrad_internal.calls (a String COMMENT 'ENGINE = MergeTree')"
@@ -46,7 +46,7 @@ def test_a_replicated_table() -> None:
     ]
 
 
-def test_a_sharded_table_has_one_over_all_shards() -> None:
+def test_layout_sharded_table_gets_distributed_table() -> None:
     assert SHARDED.statements(["CREATE TABLE IF NOT EXISTS spangrad_internal.calls (a String) ENGINE = MergeTree\nORDER BY a"]) == [
         "CREATE TABLE IF NOT EXISTS spangrad_internal.calls_local ON CLUSTER 'prod' (a String) ENGINE ="
         " ReplicatedMergeTree('/clickhouse/tables/{shard}/spangrad_internal/calls_local', '{replica}')\nORDER BY a",
@@ -55,7 +55,7 @@ def test_a_sharded_table_has_one_over_all_shards() -> None:
     ]
 
 
-def test_what_is_extracted_stays_on_its_shard() -> None:
+def test_layout_materialized_view_reads_and_writes_local_shard() -> None:
     view = (
         "CREATE MATERIALIZED VIEW IF NOT EXISTS otel.m TO spangrad_internal.calls AS"
         " SELECT 'otel.x', otel.spans.a FROM otel.spans WHERE a IN (SELECT 1)"
@@ -66,7 +66,7 @@ def test_what_is_extracted_stays_on_its_shard() -> None:
     ]
 
 
-def test_views_ask_the_shards_once() -> None:
+def test_layout_sharded_view_joins_globally() -> None:
     view = (
         "CREATE VIEW IF NOT EXISTS otel.v AS SELECT ' IN (SELECT JOIN' FROM otel.a ARRAY JOIN b LEFT ARRAY JOIN c"
         " ANY LEFT JOIN otel.d USING e\nJOIN otel.f USING e WHERE x IN (1) AND x NOT IN (\n  SELECT 1)"
@@ -78,25 +78,25 @@ def test_views_ask_the_shards_once() -> None:
 
 
 @pytest.mark.parametrize("layout", [REPLICATED, SHARDED], ids=str)
-def test_every_statement_runs_on_every_server_and_every_table_of_rows_is_replicated(layout: Layout) -> None:
+def test_layout_schema_statements_run_on_cluster_and_are_replicated(layout: Layout) -> None:
     statements = script(layout)
     assert [one for one in statements if one.count(" ON CLUSTER 'prod'") != 1] == []
     assert [one for one in statements if re.search(r"ENGINE = (?!Replicated\w*MergeTree\('|Distributed\(|Null)", one)] == []
 
 
-def test_every_table_of_the_schema_is_under_one_over_all_shards() -> None:
+def test_layout_every_schema_table_has_distributed_table() -> None:
     here, sharded = tables(script(Layout())), tables(script(SHARDED))
     assert sorted(sharded) == sorted([*here, *(f"{name}_local" for name in here if name != "schema_migrations")])
 
 
-def test_no_view_writes_or_extracts_over_shards() -> None:
+def test_layout_materialized_views_use_local_tables_only() -> None:
     extracting = [one for one in script(SHARDED) if one.startswith("CREATE MATERIALIZED VIEW")]
     assert extracting
     referred = [re.findall(r"\b(?:otel|spangrad_internal)\.(\w+)", re.sub(r"'[^']*'", "", one))[1:] for one in extracting]
     assert [name for names in referred for name in names if not name.endswith("_local")] == []
 
 
-def test_rows_that_replace_each_other_go_to_the_same_shard() -> None:
+def test_shard_by_columns_are_in_sorting_key_of_replacing_tables() -> None:
     """The columns of a table's sharding key are in its sorting key, or follow from it."""
     for statement in script(Layout()):
         found = re.match(
@@ -110,17 +110,17 @@ def test_rows_that_replace_each_other_go_to_the_same_shard() -> None:
 @pytest.mark.parametrize(
     "statement", ["INSERT INTO spangrad_internal.calls SELECT 1", "ALTER TABLE spangrad_internal.calls ADD COLUMN a String"]
 )
-def test_a_statement_of_an_unknown_kind_is_refused(statement: str) -> None:
+def test_layout_statement_of_unknown_kind_raises(statement: str) -> None:
     with pytest.raises(StoreError, match=r"no cluster's form of '(INSERT|ALTER) .* is known"):
         REPLICATED.statements([statement])
 
 
-def test_a_table_without_a_sharding_key_is_refused() -> None:
+def test_layout_table_without_sharding_key_raises() -> None:
     with pytest.raises(StoreError, match=r"otel\.other has no sharding key"):
         SHARDED.statements(["CREATE TABLE IF NOT EXISTS otel.other (a String) ENGINE = MergeTree ORDER BY a"])
 
 
-def test_shards_without_a_cluster_are_refused() -> None:
+def test_layout_sharded_without_cluster_raises() -> None:
     with pytest.raises(SettingsError, match=r"store\.cluster is not set"):
         Layout.of(StoreSettings(sharded=True))
     assert Layout.of(StoreSettings(cluster="{cluster}", sharded=True)) == Layout("{cluster}", sharded=True)
@@ -128,7 +128,7 @@ def test_shards_without_a_cluster_are_refused() -> None:
         StoreSettings(cluster="x' AS")
 
 
-def test_the_embedded_store_is_no_cluster(tmp_path: Path) -> None:
+def test_embedded_store_with_cluster_setting_raises(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"store\.cluster = 'prod', but the embedded store is one server"):
         serve(StoreSettings(path=tmp_path / "store", cluster="prod"))
     assert list(tmp_path.iterdir()) == []

@@ -67,13 +67,13 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, int]:
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)])
-async def test_no_message_is_read_of_a_call_without_the_right_token(metadata: Any) -> None:
+async def test_grpc_call_without_right_token_is_refused_before_message_is_read(metadata: Any) -> None:
     async with served() as address, sender(address) as channel:
         assert await refusal(channel.stream_unary(EXPORT)(nothing(), metadata=metadata)) == (grpc.StatusCode.UNAUTHENTICATED, 0)
         assert await refusal(channel.unary_unary(EXPORT)(BODY, metadata=metadata)) == (grpc.StatusCode.UNAUTHENTICATED, 0)
 
 
-async def test_a_sender_beyond_those_that_are_read_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grpc_call_beyond_max_reading_is_asked_to_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver_grpc, "MAX_READING", 2)
     async with served() as address, sender(address) as slow, sender(address) as other:
         calls = [begin(slow), begin(slow)]
@@ -93,7 +93,7 @@ async def answered(channel: grpc.aio.Channel) -> Any:
     return await call if await call.code() is grpc.StatusCode.OK else await refusal(call)
 
 
-async def test_many_senders_are_read_at_once() -> None:
+async def test_grpc_many_concurrent_calls_are_answered() -> None:
     async with served() as address:
         channels = [sender(address) for _ in range(receiver_grpc.MAX_READING)]
         assert await asyncio.gather(*(answered(channel) for channel in channels for _ in range(4))) == [b""] * 4 * len(channels)
@@ -101,13 +101,13 @@ async def test_many_senders_are_read_at_once() -> None:
             await channel.close()
 
 
-async def test_a_message_that_does_not_come_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grpc_message_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver_grpc, "_READ_SECONDS", 0.05)
     async with served() as address, sender(address) as channel:
         assert await refusal(begin(channel)) == (grpc.StatusCode.UNAVAILABLE, 1)
 
 
-async def test_a_call_without_a_message_is_refused() -> None:
+async def test_grpc_call_without_message_answers_invalid_argument() -> None:
     async def none() -> AsyncIterator[bytes]:
         for message in ():
             yield message

@@ -22,7 +22,7 @@ class StubbornHandle:
         return QueryAnswer(b"0" if sql.startswith("SELECT") else b"")
 
 
-def test_a_session_is_free_again_whatever_happens_at_the_end_of_a_request() -> None:
+def test_session_pool_releases_session_after_any_failure() -> None:
     handles = SessionPool(lambda: cast(Handle, StubbornHandle()))
     tables = (ExternalTable("t", "a UInt8", "CSV", b""),)
     statement = Statement("SELECT 1", None, "CSV", "default", {}, {}, "session", 60.0, False, tables)

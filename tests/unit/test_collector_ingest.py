@@ -38,7 +38,7 @@ class RecordedCommits:
         return [Refused(len(body.name), body.name) for body in bodies]
 
 
-def test_waiting_bodies_share_an_insert() -> None:
+def test_inserter_waiting_bodies_share_an_insert() -> None:
     commits = RecordedCommits()
     inserter = Inserter("test", commits, linger_seconds=0)
     first = inserter.submit(Piece("a"))
@@ -54,7 +54,7 @@ def test_waiting_bodies_share_an_insert() -> None:
     inserter.close()
 
 
-def test_a_bad_body_fails_alone() -> None:
+def test_inserter_bad_body_fails_alone() -> None:
     commits = RecordedCommits()
     commits.gate.set()
     inserter = Inserter("test", commits, linger_seconds=10)
@@ -66,7 +66,7 @@ def test_a_bad_body_fails_alone() -> None:
     assert commits.committed == ["a", "c"]
 
 
-def test_an_insert_has_a_bound() -> None:
+def test_inserter_insert_is_bounded_by_max_insert() -> None:
     commits = RecordedCommits()
     commits.gate.set()
     inserter = Inserter("test", commits, linger_seconds=10)
@@ -79,7 +79,7 @@ def test_an_insert_has_a_bound() -> None:
     assert commits.committed == ["a", "b"]
 
 
-def test_closing_commits_what_waits_and_refuses_more() -> None:
+def test_inserter_close_commits_pending_and_refuses_more() -> None:
     commits = RecordedCommits()
     commits.gate.set()
     inserter = Inserter("test", commits, linger_seconds=60)
@@ -92,7 +92,7 @@ def test_closing_commits_what_waits_and_refuses_more() -> None:
         inserter.submit(Piece("b"))
 
 
-def test_the_budget_bounds_what_is_held() -> None:
+def test_budget_bounds_held_bytes() -> None:
     budget = Budget(100)
     with budget.charge() as first:
         first.grow_to(60)
@@ -105,7 +105,7 @@ def test_the_budget_bounds_what_is_held() -> None:
     assert budget.held == 0
 
 
-def test_a_body_larger_than_the_budget_gets_in_alone() -> None:
+def test_budget_admits_oversized_body_alone() -> None:
     budget = Budget(100)
     with budget.charge() as large:
         large.grow_to(1000)
@@ -115,7 +115,7 @@ def test_a_body_larger_than_the_budget_gets_in_alone() -> None:
         small.grow_to(1)
 
 
-async def test_queued_bodies_are_held_until_committed() -> None:
+async def test_ingest_holds_budget_of_queued_bodies_until_committed() -> None:
     commits = RecordedCommits()
     ingest = Ingest(Inserter("test", commits, linger_seconds=0), Inserter("other", commits, linger_seconds=0), queue_bytes=100)
     with ingest.budget.charge() as charge:
@@ -134,7 +134,7 @@ async def test_queued_bodies_are_held_until_committed() -> None:
     assert ingest.budget.held == 0
 
 
-def test_those_who_waited_for_a_commit_get_into_the_next_one() -> None:
+def test_inserter_bodies_waiting_during_commit_join_next_one() -> None:
     commits = RecordedCommits()
     inserter = Inserter("test", commits, linger_seconds=0.5)
     first = inserter.submit(Piece("a"))

@@ -34,7 +34,9 @@ def found(journal: Journal) -> list[bytes]:
 
 @settings(deadline=None)
 @given(groups=st.lists(BODIES, max_size=4), more=BODIES, cut=st.integers(0, 4000), flipped=st.none() | st.integers(0, 4000))
-def test_what_is_torn_ends_it(groups: list[list[bytes]], more: list[bytes], cut: int, flipped: int | None) -> None:
+def test_journal_torn_at_any_byte_keeps_whole_bodies_before(
+    groups: list[list[bytes]], more: list[bytes], cut: int, flipped: int | None
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal"
         journal = Journal(path)
@@ -67,7 +69,7 @@ def test_what_is_torn_ends_it(groups: list[list[bytes]], more: list[bytes], cut:
 
 @settings(deadline=None)
 @given(lives=st.lists(BODIES, min_size=1, max_size=5))
-def test_what_was_cleared_is_not_found_again(lives: list[list[bytes]]) -> None:
+def test_journal_cleared_bodies_are_not_read_again(lives: list[list[bytes]]) -> None:
     """Whatever of it stands behind the new bodies, which are written over it."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal"
@@ -81,7 +83,7 @@ def test_what_was_cleared_is_not_found_again(lives: list[list[bytes]]) -> None:
         assert reopened(path) == lives[-1]
 
 
-def test_old_bodies_of_the_same_length_are_not_found_again(tmp_path: Path) -> None:
+def test_journal_old_bodies_of_same_length_are_not_read_again(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     journal.append([b"old 1", b"old 2", b"old 3"])
     journal.clear()
@@ -94,7 +96,7 @@ def test_old_bodies_of_the_same_length_are_not_found_again(tmp_path: Path) -> No
     assert b"old 2" not in (tmp_path / "journal").read_bytes()
 
 
-def test_more_bodies_than_are_written_at_once(tmp_path: Path) -> None:
+def test_journal_append_of_many_bodies_keeps_all(tmp_path: Path) -> None:
     bodies = [str(number).encode() for number in range(2000)]
     journal = Journal(tmp_path / "journal")
     journal.append(bodies)
@@ -103,7 +105,7 @@ def test_more_bodies_than_are_written_at_once(tmp_path: Path) -> None:
     assert reopened(tmp_path / "journal") == bodies
 
 
-def test_zeros_are_no_bodies(tmp_path: Path) -> None:
+def test_journal_trailing_zeros_are_no_bodies(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     journal.append([b"a"])
     journal.close()
@@ -114,7 +116,7 @@ def test_zeros_are_no_bodies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("short", [[], [3], [13], [3, 10]])
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: list[int]) -> None:
+def test_journal_append_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: list[int]) -> None:
     journal = Journal(tmp_path / "journal")
     journal.append([b"kept"])
     write, sizes = os.pwrite, iter(short)
@@ -138,7 +140,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert reopened(tmp_path / "journal") == [b"kept", b"next"]
 
 
-def test_a_write_in_parts_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_partial_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "journal")
     write = os.pwrite
 
@@ -157,7 +159,7 @@ def test_a_write_in_parts_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert reopened(tmp_path / "journal") == [b"first", b"second", b"third"]
 
 
-def test_room_that_the_tables_need_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_keeps_free_space_for_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "journal")
     monkeypatch.setattr("collector.write.journal.KEPT_FREE", 2**62)
 
@@ -168,7 +170,7 @@ def test_room_that_the_tables_need_is_left(tmp_path: Path, monkeypatch: pytest.M
     journal.close()
 
 
-def test_a_body_that_somebody_has_cut_is_not_read(tmp_path: Path) -> None:
+def test_journal_read_of_cut_body_raises(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     (start,) = journal.append([b"whole"])
     os.truncate(tmp_path / "journal", start + 3)
@@ -178,7 +180,7 @@ def test_a_body_that_somebody_has_cut_is_not_read(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_another_file_is_named(tmp_path: Path) -> None:
+def test_journal_of_other_format_raises(tmp_path: Path) -> None:
     (tmp_path / "journal").write_bytes(b"something else, long enough to be a head")
 
     with pytest.raises(StoreError, match="is not a journal that this version reads"):

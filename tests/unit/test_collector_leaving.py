@@ -75,7 +75,7 @@ def run(body: bytes, number: int) -> RunningStatement:
     return RunningStatement(request, quick_seconds=0)
 
 
-async def test_a_statement_whose_client_left_keeps_no_body_and_no_files(engine: BusyEngine) -> None:
+async def test_statement_of_disconnected_client_frees_body_and_files(engine: BusyEngine) -> None:
     runner = StatementRunner(cast(EmbeddedDatabase, engine), cast(WriteBuffer, engine), ReaderLimits(100, 60))
     crowd = [run(b"SELECT 1", number) for number in range(WORKERS[TokenRole.READER])]
     for one in crowd:
@@ -123,7 +123,7 @@ async def reading(unpacker: Unpacker, budget: Budget) -> AsyncGenerator[str]:
         await server.cleanup()
 
 
-async def test_bodies_that_take_long_to_unpack_keep_nothing_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unpacker_slow_bodies_block_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, begun = threading.Event(), threading.Semaphore(0)
 
     def slow(packed: bytes, *_: Any) -> bytes:

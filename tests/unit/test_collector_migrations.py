@@ -50,7 +50,7 @@ def schema(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_file_is_applied_once_and_in_order(schema: Path) -> None:
+def test_migrate_applies_each_file_once_in_order(schema: Path) -> None:
     store = RecordedStore()
 
     assert [migration.name for migration in migrate(store, Layout(), schema)] == ["0001_first.sql", "0002_second.sql"]
@@ -60,7 +60,7 @@ def test_each_file_is_applied_once_and_in_order(schema: Path) -> None:
     assert [row[:2] for row in store.applied] == [("1", "0001_first.sql"), ("2", "0002_second.sql"), ("3", "0003_third.sql")]
 
 
-def test_a_changed_file_is_named(schema: Path) -> None:
+def test_migrate_changed_file_raises(schema: Path) -> None:
     store = RecordedStore()
     migrate(store, Layout(), schema)
     (schema / "0001_first.sql").write_text("CREATE TABLE other (x String)")
@@ -69,7 +69,7 @@ def test_a_changed_file_is_named(schema: Path) -> None:
         migrate(store, Layout(), schema)
 
 
-def test_a_store_of_a_later_version_is_refused(schema: Path) -> None:
+def test_migrate_store_of_later_version_raises(schema: Path) -> None:
     store = RecordedStore()
     migrate(store, Layout(), schema)
     (schema / "0002_second.sql").unlink()
@@ -86,7 +86,7 @@ def test_migrate_refuses_a_store_with_all_tables_in_otel(schema: Path) -> None:
     assert store.ran == []
 
 
-def test_status_tells_what_the_store_lacks_and_changes_nothing(schema: Path) -> None:
+def test_migration_status_lists_missing_migrations_and_changes_nothing(schema: Path) -> None:
     store = RecordedStore()
 
     assert status(store, Layout(), schema) == [
@@ -104,7 +104,7 @@ def test_status_tells_what_the_store_lacks_and_changes_nothing(schema: Path) -> 
     ]
 
 
-def test_a_file_is_applied_again_when_what_it_made_is_gone(schema: Path) -> None:
+def test_migrate_reapplies_file_whose_table_is_gone(schema: Path) -> None:
     (schema / "0002_second.sql").write_text(
         "CREATE TABLE IF NOT EXISTS otel.c (x String);\nCREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.c_mv TO otel.c AS"
         " SELECT 1 AS x"
@@ -122,12 +122,12 @@ def test_a_file_is_applied_again_when_what_it_made_is_gone(schema: Path) -> None
     assert lines == ["applied 0002_second.sql (2 statements): otel.c was missing, and is created again, without its rows"]
 
 
-def test_the_sharded_layout_has_a_table_for_its_own_rows_and_one_over_all() -> None:
+def test_migration_makes_local_and_distributed_table_in_sharded_layout() -> None:
     calls = [name for name in read_migrations(SCHEMA)[1].makes(Layout("prod", sharded=True)) if ".calls" in name]
     assert calls == [f"spangrad_internal.{name}" for name in ("calls_local", "calls", "calls_mv")]
 
 
-def test_a_refused_statement_is_named_and_the_file_not_recorded(schema: Path) -> None:
+def test_migrate_refused_statement_raises_and_is_not_recorded(schema: Path) -> None:
     store = RecordedStore()
     store.refuses = "CREATE TABLE b"
     (schema / "0001_first.sql").write_text("CREATE TABLE a (x String);\nCREATE TABLE b (\n  x String);")
@@ -140,7 +140,7 @@ def test_a_refused_statement_is_named_and_the_file_not_recorded(schema: Path) ->
     assert [migration.number for migration in migrate(store, Layout(), schema)] == [1, 2]
 
 
-def test_a_store_of_another_layout_is_refused(schema: Path) -> None:
+def test_migrate_store_of_other_layout_raises(schema: Path) -> None:
     store = RecordedStore()
     migrate(store, Layout(), schema)
 
@@ -148,24 +148,24 @@ def test_a_store_of_another_layout_is_refused(schema: Path) -> None:
         migrate(store, Layout("prod", sharded=True), schema)
 
 
-def test_progress_is_told_a_line_a_file(schema: Path) -> None:
+def test_migrate_reports_a_line_per_file(schema: Path) -> None:
     lines: list[str] = []
     migrate(RecordedStore(), Layout(), schema, report=lines.append)
     assert lines == ["applied 0001_first.sql (2 statements)", "applied 0002_second.sql (1 statements)"]
 
 
-def test_numbers_have_no_gap(schema: Path) -> None:
+def test_read_migrations_with_gap_in_numbers_raises(schema: Path) -> None:
     (schema / "0004_fourth.sql").write_text("SELECT 1")
 
     with pytest.raises(StoreError, match=r"0004_fourth\.sql should be number 0003"):
         read_migrations(schema)
 
 
-def test_the_installed_schema_is_found() -> None:
+def test_read_migrations_finds_installed_schema() -> None:
     assert [migration.name for migration in read_migrations(SCHEMA)][:2] == ["0001_otel.sql", "0002_rollouts.sql"]
 
 
-def test_semicolons_separate_only_statements() -> None:
+def test_statements_split_at_semicolons_between_statements_only() -> None:
     sql = "SELECT ';', `a;b`, \"c;d\", 'it''s; \\'x;' -- no; one\n; /* not; here */ SELECT 5 - 2 / 1;\n\n"
 
     assert statements(sql) == ["SELECT ';', `a;b`, \"c;d\", 'it''s; \\'x;'", "SELECT 5 - 2 / 1"]

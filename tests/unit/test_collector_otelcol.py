@@ -30,7 +30,7 @@ class DiskUsage(NamedTuple):
     free: int
 
 
-def test_the_variable_is_stronger_than_the_path_and_our_build_than_the_others(tmp_path: Path) -> None:
+def test_find_binary_prefers_variable_then_own_build(tmp_path: Path) -> None:
     ours, stock = program(tmp_path / "otelcol-spangrad"), program(tmp_path / "otelcol-contrib")
     named = program(tmp_path / "elsewhere" / "mine")
     path = str(tmp_path)
@@ -41,7 +41,7 @@ def test_the_variable_is_stronger_than_the_path_and_our_build_than_the_others(tm
     assert otelcol.find_binary({"PATH": path}) == stock
 
 
-def test_no_program_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_find_binary_without_program_raises_with_remedy(tmp_path: Path) -> None:
     with pytest.raises(
         SpangradError, match=r"none of otelcol-spangrad, otelcol-contrib, otelcol is in PATH\. Build it with `make otelcol`"
     ):
@@ -53,7 +53,7 @@ def test_no_program_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         otelcol.find_binary({"PATH": str(tmp_path), "SPANGRAD_OTELCOL": str(tmp_path / "plain")})
 
 
-def test_the_queue_must_fit_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_room_queue_larger_than_disk_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = tmp_path / "not" / "there" / "yet"
     collector = load_settings({"collector.queue_path": str(queue), "collector.queue_bytes": 2**30}, env={}).collector
     monkeypatch.setattr(otelcol.shutil, "disk_usage", lambda path: {tmp_path: DiskUsage(0, 0, 2**31 - 2**20)}[path])
@@ -65,14 +65,14 @@ def test_the_queue_must_fit_on_its_disk(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_what_the_queue_holds_already_counts_as_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_room_counts_existing_queue_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "exporter_clickhouse__traces").write_bytes(bytes(2**20))
     collector = load_settings({"collector.queue_path": str(tmp_path), "collector.queue_bytes": 2**30}, env={}).collector
     monkeypatch.setattr(otelcol.shutil, "disk_usage", lambda path: {tmp_path: DiskUsage(0, 0, 2**31 - 2**20)}[path])
     otelcol.require_room(collector)
 
 
-def test_the_environment_carries_the_settings() -> None:
+def test_otelcol_environment_has_settings() -> None:
     given = settings(
         store__url="https://me:p%40ss@ch.example",
         store__token="sesame",
@@ -102,14 +102,14 @@ def test_the_environment_carries_the_settings() -> None:
     }
 
 
-def test_the_store_s_token_is_asked_of_senders_and_shown_to_the_store() -> None:
+def test_otelcol_environment_has_store_token_for_senders_and_store() -> None:
     made = otelcol.environment(settings(store__token="sesame"), {})
 
     assert (made["SPANGRAD_COLLECTOR__TOKEN"], made["CLICKHOUSE_USER"], made["CLICKHOUSE_PASSWORD"]) == ("sesame", "default", "sesame")
     assert (made["GOGC"], made["CLICKHOUSE_COMPRESS"]) == ("200", "none")
 
 
-def test_each_setting_brings_its_file(tmp_path: Path) -> None:
+def test_otelcol_configuration_files_follow_settings(tmp_path: Path) -> None:
     certificate, key = program(tmp_path / "c.pem"), program(tmp_path / "k.pem")
     tls = {"collector__tls_certificate": certificate, "collector__tls_key": key}
 

@@ -8,7 +8,7 @@ import os
 from collector.sql.pipe import Pipe
 
 
-async def test_a_pipe_that_somebody_waits_at_is_untouched_until_something_is_written() -> None:
+async def test_pipe_with_waiting_reader_is_untouched_until_written() -> None:
     pipe = Pipe()
     assert pipe.is_untouched()
     waiting = asyncio.create_task(pipe.read())
@@ -23,7 +23,7 @@ async def test_a_pipe_that_somebody_waits_at_is_untouched_until_something_is_wri
     pipe.close_reading()
 
 
-async def test_an_empty_answer_leaves_a_pipe_untouched() -> None:
+async def test_pipe_with_empty_answer_is_untouched() -> None:
     pipe = Pipe()
     waiting = asyncio.create_task(pipe.read())
     await asyncio.sleep(0)

@@ -123,7 +123,7 @@ def sorted_pairs(items: Any) -> list[tuple[str, str]]:
 
 
 @given(st.lists(spans, max_size=4), attributes)
-def test_random_spans_come_back(given_spans: list[Span], resource: list[KeyValue]) -> None:
+def test_encode_traces_random_spans_round_trip(given_spans: list[Span], resource: list[KeyValue]) -> None:
     rows = encode_traces(request(*given_spans, resource=Resource(attributes=resource)))
 
     assert read_spans(rows) == [
@@ -159,7 +159,7 @@ def test_random_spans_come_back(given_spans: list[Span], resource: list[KeyValue
     ]
 
 
-def test_rows_of_requests_may_be_joined() -> None:
+def test_encode_traces_rows_of_several_requests_can_be_joined() -> None:
     first, second = encode_traces(request(Span(name="a"))), encode_traces(request(Span(name="b"), Span(name="c")))
 
     joined = read_spans(Rows(first.data + second.data, 3))
@@ -175,7 +175,7 @@ def test_rows_of_requests_may_be_joined() -> None:
         (Span(name="bad", links=[Span.Link(span_id=b"\x01")]), "span 'bad': id 01 has 1 bytes, 8 are right"),
     ],
 )
-def test_a_span_that_no_row_can_hold_is_left_out_alone(bad: Span, reason: str) -> None:
+def test_encode_traces_unstorable_span_is_rejected_alone(bad: Span, reason: str) -> None:
     rows = encode_traces(request(Span(name="before"), bad, Span(name="after")))
 
     assert [row["SpanName"] for row in read_spans(rows)] == ["before", "after"]
@@ -197,7 +197,7 @@ ANY_SPANS = st.builds(
 
 
 @given(st.lists(ANY_SPANS, max_size=6))
-def test_what_no_row_can_hold_is_known_before_it_is_encoded(spans: list[Span]) -> None:
+def test_unstorable_agrees_with_encode_traces(spans: list[Span]) -> None:
     rows, reasons = encode_traces(request(*spans)), unstorable(request(*spans))
 
     assert (rows.rejected, rows.reason) == (len(reasons), reasons[0] if reasons else "")
@@ -217,7 +217,7 @@ OTLP_JSON = """{"resourceSpans": [{
     ("kind", "start", "code", "number"),
     [("3", '"1700000000000000001"', "2", '"7"'), ('"SPAN_KIND_CLIENT"', "1700000000000000001", '"STATUS_CODE_ERROR"', "7")],
 )
-def test_json_and_protobuf_give_the_same_rows(kind: str, start: str, code: str, number: str) -> None:
+def test_decode_json_and_protobuf_give_same_rows(kind: str, start: str, code: str, number: str) -> None:
     from_json = encode_traces(decode(ExportTraceServiceRequest, (OTLP_JSON % (kind, start, code, number)).encode(), JSON))
     span = Span(
         trace_id=bytes(range(1, 17)),
@@ -262,7 +262,7 @@ def test_json_and_protobuf_give_the_same_rows(kind: str, start: str, code: str, 
 
 
 @given(spans)
-def test_json_of_a_random_span_gives_the_same_rows(span: Span) -> None:
+def test_decode_json_of_random_span_gives_same_rows(span: Span) -> None:
     message = request(span)
     tree = json_format.MessageToDict(message)
     written = tree["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
@@ -289,12 +289,12 @@ def test_json_of_a_random_span_gives_the_same_rows(span: Span) -> None:
         (b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"name":"\\ud800"}]}]}]}', JSON, "the body is not"),
     ],
 )
-def test_what_cannot_be_read_is_named(body: bytes, kind: str, message: str) -> None:
+def test_decode_undecodable_body_raises(body: bytes, kind: str, message: str) -> None:
     with pytest.raises(UndecodableError, match=message):
         decode(ExportTraceServiceRequest, body, kind)
 
 
-def test_log_records_become_rows() -> None:
+def test_encode_logs_gives_rows() -> None:
     named = LogRecord(
         time_unix_nano=5,
         observed_time_unix_nano=6,

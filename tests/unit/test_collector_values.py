@@ -42,7 +42,7 @@ def pairs(**values: AnyValue) -> AnyValue:
         (-math.inf, "-Infinity"),
     ],
 )
-def test_doubles_have_the_collectors_digits(number: float, text: str) -> None:
+def test_double_text_has_digits_of_collector(number: float, text: str) -> None:
     assert double_text(number) == text
 
 
@@ -68,5 +68,5 @@ def test_doubles_have_the_collectors_digits(number: float, text: str) -> None:
         (array(AnyValue(double_value=math.nan)), ""),
     ],
 )
-def test_values_have_the_collectors_text(value: AnyValue, text: str) -> None:
+def test_value_text_has_text_of_collector(value: AnyValue, text: str) -> None:
     assert value_text(value) == text

@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_each_kind_of_agent_has_its_form(here: Path) -> None:
+def test_agent_spec_from_each_form_of_arguments(here: Path) -> None:
     solver, judge = str(here / "solver.py"), str(here / "parts" / "judge.py")
     assert spec("solver.py") == spec(agent="solver.py") == CallableAgent(solver)
     assert spec("solver.py:solve", evaluator="parts/judge.py:score") == CallableAgent(f"{solver}:solve", f"{judge}:score")
@@ -57,13 +57,13 @@ def test_each_kind_of_agent_has_its_form(here: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_what_names_no_agent_is_said(command: tuple[str, ...], words: dict[str, Any], said: str) -> None:
+def test_agent_spec_with_invalid_arguments_raises(command: tuple[str, ...], words: dict[str, Any], said: str) -> None:
     with pytest.raises(AgentError) as raised:
         spec(*command, **words)
     assert str(raised.value).startswith(said)
 
 
-def test_a_file_may_stand_before_options() -> None:
+def test_run_arguments_accept_file_before_options() -> None:
     _, bound, _ = app.parse_args(["run", "solver.py:solve", "--tasks", "hf:mine/sums:dev"])
     assert (bound.args, bound.kwargs) == (("solver.py:solve",), {"tasks": "hf:mine/sums:dev"})
     _, bound, _ = app.parse_args(["worker", "--image", "org/agent:1", "--", "agent", "--fast"])

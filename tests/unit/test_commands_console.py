@@ -44,13 +44,13 @@ def found(gain: float = 0.8) -> SearchResult:
     return SearchResult(QUESTION, (first, second), (Round(0, (1,)), Round(1, (2,))), second, Gain(gain, 0.01))
 
 
-def test_no_command_has_a_console_of_its_own() -> None:
+def test_console_is_made_in_one_module() -> None:
     makes = re.compile(r"\bConsole\(|\b(Progress|Bars|Live)\(\)")
     files = Path(commands.__file__).parent.rglob("*.py")
     assert [file.name for file in files if makes.search(file.read_text())] == ["console.py"]
 
 
-def test_rollouts_tasks_and_groups_are_named_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_and_train_plan_print_names_without_markup(capsys: pytest.CaptureFixture[str]) -> None:
     run._show([Outcome(RolloutKey("run", "r0", 0), ODD, Mode.TRAIN, None, AttemptFailure.EXIT_CODE, ODD, 0.0, None)])
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{ODD}  1 ")
     groups = (PlannedGroup("train", ODD, 1, 2, GroupOutcome.WAITING),)
@@ -60,7 +60,7 @@ def test_rollouts_tasks_and_groups_are_named_as_they_are(capsys: pytest.CaptureF
     assert ODD in row
 
 
-def test_a_prompt_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_show_prints_text_without_markup(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     store = SimpleNamespace(
         edits=lambda name: [found().best.edit], versions=lambda name: [START, PromptText("greeting", 2, "b", "d", 0.0, False)]
     )
@@ -69,7 +69,9 @@ def test_a_prompt_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], monkeypa
     assert ODD in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_better_prompt_is_published_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_search_publishes_better_prompt_and_prints_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     put: list[tuple[Any, ...]] = []
     monkeypatch.setattr(prompt, "_store", lambda *_: SimpleNamespace(put=lambda *given: put.append(given)))
     prompt._finish(Settings(), found(), tmp_path, publish=True)
@@ -78,7 +80,7 @@ def test_a_better_prompt_is_published_and_told(tmp_path: Path, capsys: pytest.Ca
     assert rows == ["begins", f"{ODD} kindly", ODD]
 
 
-def test_a_better_prompt_is_published_although_nobody_reads_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_search_publishes_better_prompt_before_printing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(table: object) -> None:
         raise BrokenPipeError
 

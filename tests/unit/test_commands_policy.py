@@ -78,7 +78,7 @@ def path(trainer: Trainer, version: int) -> Path:
     return Path(trainer.ledger.version(version).policy_version.path)
 
 
-def test_a_list_of_versions_says_what_is_special(ask, trainer: Trainer) -> None:
+def test_policy_list_marks_head_served_pinned_and_leased_versions(ask, trainer: Trainer) -> None:
     trainer.ledger.pin(1)
     lost = trainer.ledger.begin(trainer.source.load(trainer.source.ready()).rollouts)  # type: ignore[arg-type]
     assert lost
@@ -96,7 +96,7 @@ def test_a_list_of_versions_says_what_is_special(ask, trainer: Trainer) -> None:
         ask("list", "other")
 
 
-def test_one_version_is_shown_with_all_that_the_ledger_holds(ask, trainer: Trainer) -> None:
+def test_policy_show_prints_facts_of_ledger(ask, trainer: Trainer) -> None:
     one = trainer.ledger.version(1)
     shown = ask("show", "policy@1")
     assert shown[:8] == [
@@ -116,7 +116,7 @@ def test_one_version_is_shown_with_all_that_the_ledger_holds(ask, trainer: Train
         ask("show", "policy@1", "--branch", "other")
 
 
-def test_publishing_serves_a_version_and_trains_on_as_before(ask, trainer: Trainer, gateway: Gateway) -> None:
+def test_policy_publish_serves_version_and_keeps_head(ask, trainer: Trainer, gateway: Gateway) -> None:
     assert ask("publish", "policy@1") == ["version 1 of policy is served (0.25 s)"]
     facts = trainer.ledger.version(1).policy_version
     body = {"version": 1, "path": facts.path, "checksum": facts.checksum}
@@ -124,7 +124,7 @@ def test_publishing_serves_a_version_and_trains_on_as_before(ask, trainer: Train
     assert newest_version(trainer.ledger).version == 2
 
 
-def test_a_rollback_is_served_and_the_running_trainer_goes_on_from_it(
+def test_policy_rollback_serves_version_and_moves_head_of_running_trainer(
     ask,
     trainer: Trainer,
     gateway: Gateway,
@@ -147,7 +147,7 @@ def test_a_rollback_is_served_and_the_running_trainer_goes_on_from_it(
 
 
 @pytest.mark.parametrize("running", [False, True])
-def test_a_trainer_has_the_head_served_that_a_rollback_did_not_publish(
+def test_trainer_publishes_head_after_rollback_without_publication(
     ask, trainer: Trainer, caplog: pytest.LogCaptureFixture, running: bool
 ) -> None:
     """The next start, or a trainer that is at work: the ledger's head is the authority, not the number that the gateway has."""
@@ -166,7 +166,7 @@ def test_a_trainer_has_the_head_served_that_a_rollback_did_not_publish(
         trainer.start()  # nobody here has made version 9: whose is it?
 
 
-def test_a_rollback_gives_up_the_step_under_way(ask, trainer: Trainer) -> None:
+def test_policy_rollback_orphans_step_under_way(ask, trainer: Trainer) -> None:
     assert trainer.ledger.begin(trainer.source.load(trainer.source.ready()).rollouts)  # type: ignore[arg-type]
     holder = trainer.ledger.holder()
     assert ask("rollback", "policy@1", "--no-publish")[0] == f"the running step ({holder}) is cancelled"
@@ -175,7 +175,7 @@ def test_a_rollback_gives_up_the_step_under_way(ask, trainer: Trainer) -> None:
         ask("rollback", "policy@3")
 
 
-def test_pinned_versions_and_heads_outlive_the_others(ask, trainer: Trainer) -> None:
+def test_prune_keeps_pinned_versions_and_heads(ask, trainer: Trainer) -> None:
     assert ask("pin", "policy@1") == [f"policy@1 is pinned: {path(trainer, 1)} stays"]
     trainer.run(follow=False)
     trainer.source = FakeSource(["d"], changes={"d": trainer.source.changes["c"]})  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ def test_pinned_versions_and_heads_outlive_the_others(ask, trainer: Trainer) -> 
     assert newest_version(trainer.ledger).version == 3, "nothing was moved"
 
 
-def test_a_gateway_that_is_away_is_said_after_the_head_has_moved(ask, trainer: Trainer, gateway: Gateway) -> None:
+def test_policy_rollback_with_absent_gateway_moves_head_and_raises(ask, trainer: Trainer, gateway: Gateway) -> None:
     gateway.server.shutdown()
     gateway.server.server_close()
     with pytest.raises(GatewayError, match=r"does not answer.*Once it runs, `spangrad policy publish` hands the version to it\."):
@@ -202,7 +202,7 @@ def test_a_gateway_that_is_away_is_said_after_the_head_has_moved(ask, trainer: T
     assert newest_version(trainer.ledger).version == 1
 
 
-def test_without_a_ledger_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_list_without_ledger_raises_and_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPANGRAD_TRAINER__DIRECTORY", "nowhere")
     with pytest.raises(LedgerError, match="nowhere holds no ledger: nothing was trained there"):

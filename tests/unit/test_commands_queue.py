@@ -22,7 +22,7 @@ def words(out: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in out.splitlines() if line.strip()]
 
 
-async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_queue_commands_list_cancel_and_retry_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
     where = [f"queue.url={settings.queue.url}"]
 
@@ -77,7 +77,7 @@ async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: p
             await told(command._list, state="odd")
 
 
-async def test_what_the_queue_does_not_know_is_neither_cancelled_nor_retried(tmp_path: Path) -> None:
+async def test_queue_cancel_and_retry_of_unknown_rollouts_raise(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     where = [f"queue.url={settings.queue.url}"]
     async with serving(settings) as (client, _):
@@ -92,7 +92,7 @@ async def test_what_the_queue_does_not_know_is_neither_cancelled_nor_retried(tmp
         assert (await client.run("run")).states == {RolloutState.QUEUED: 2}
 
 
-async def test_what_agents_say_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_queue_commands_print_agent_text_without_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
     where = [f"queue.url={settings.queue.url}"]
     said = "[INST] :key: list[int] [/INST]"
@@ -105,7 +105,7 @@ async def test_what_agents_say_is_printed_as_it_is(tmp_path: Path, capsys: pytes
             assert capsys.readouterr().out.count(said) == places
 
 
-def test_a_queue_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_commands_without_server_raise_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_CONNECT_SECONDS", 0)
     (port,) = free_ports(1)
     with pytest.raises(QueueError, match=rf"the queue at http://127.0.0.1:{port} does not answer .* Start it with `spangrad queue`"):

@@ -37,11 +37,11 @@ WINDOW = Window(datetime(2014, 11, 12, 11, 45, 26, 371000, UTC), datetime(2015, 
 # --- the files ---
 
 
-def test_the_files_are_what_the_code_makes() -> None:
+def test_dashboard_files_match_their_code() -> None:
     assert differing(DIRECTORY) == [], "run `python -m dashboards`"
 
 
-def test_a_file_that_was_changed_added_or_lost_is_noticed(tmp_path: Path) -> None:
+def test_differing_names_changed_added_and_missing_files(tmp_path: Path) -> None:
     write(tmp_path)
     assert differing(tmp_path) == []
     changed = tmp_path / "training.json"
@@ -51,7 +51,7 @@ def test_a_file_that_was_changed_added_or_lost_is_noticed(tmp_path: Path) -> Non
     assert differing(tmp_path) == ["other.json", "rollouts.json", "training.json"]
 
 
-def test_provisioning_names_the_store_its_token_and_the_files() -> None:
+def test_provisioning_names_store_token_and_dashboards() -> None:
     provisioning = ROOT / "dashboards" / "provisioning"
     (source,) = yaml.safe_load((provisioning / "datasources" / "spangrad.yaml").read_text())["datasources"]
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "spangrad.yaml").read_text())["providers"]
@@ -69,7 +69,7 @@ def test_provisioning_names_the_store_its_token_and_the_files() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_panel_says_what_it_shows_in_which_unit(panel: sql_clients.Panel) -> None:
+def test_panel_has_description_unit_and_data_source(panel: sql_clients.Panel) -> None:
     assert len(panel.model["description"]) > 20
     assert panel.model["fieldConfig"]["defaults"]["unit"]
     assert panel.model["datasource"] == {"type": "grafana-clickhouse-datasource", "uid": "${datasource}"}
@@ -87,19 +87,19 @@ def test_dashboards_and_guides_name_public_tables_only() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_panel_reads_the_narrow_tables_and_quotes_what_was_chosen(panel: sql_clients.Panel) -> None:
+def test_panel_reads_narrow_tables_and_quotes_variables(panel: sql_clients.Panel) -> None:
     assert set(re.findall(r"otel\.(otel_\w+)", panel.sql)) == set()
     raw = re.findall(r"\$\{(\w+)\}", panel.sql)
     assert set(raw) <= {"success"}, "only a number stands in SQL as it was typed"
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_macro_without_arguments_stands_in_parentheses(panel: sql_clients.Panel) -> None:
+def test_panel_macro_without_arguments_is_parenthesized(panel: sql_clients.Panel) -> None:
     """Older data sources take the next parenthesis that opens for the macro's own."""
     assert re.findall(r"\$__(?:interval_s|fromTime|toTime)\b(?!\))", panel.sql) == []
 
 
-def test_panels_lie_side_by_side_and_links_lead_to_variables() -> None:
+def test_panels_do_not_overlap_and_links_name_variables() -> None:
     names = {model["uid"]: {one["name"] for one in model["templating"]["list"]} for model in MODELS.values()}
     for model in MODELS.values():
         cells = [
@@ -146,11 +146,11 @@ def test_panels_lie_side_by_side_and_links_lead_to_variables() -> None:
         ("$__timeFilters(a) $__unknown", "$__timeFilters(a) $__unknown"),
     ],
 )
-def test_macros_expand_as_documented(sql: str, expanded: str) -> None:
+def test_expand_macros_matches_documentation(sql: str, expanded: str) -> None:
     assert expand_macros(sql, WINDOW) == expanded
 
 
-def test_an_interval_is_a_second_at_least() -> None:
+def test_expand_macros_interval_is_at_least_one_second() -> None:
     fast = Window(WINDOW.start, WINDOW.end, 0.25)
     assert expand_macros("$__interval_s $__timeInterval_ms(t)", fast) == (
         "1 toStartOfInterval(toDateTime64(t, 3), INTERVAL 250 millisecond)"
@@ -169,7 +169,7 @@ def test_an_interval_is_a_second_at_least() -> None:
         (Choice("7"), "$xy ${y} $__x", "$xy ${y} $__x"),
     ],
 )
-def test_variables_are_replaced_as_documented(choice: Choice, sql: str, expanded: str) -> None:
+def test_replace_variables_matches_documentation(choice: Choice, sql: str, expanded: str) -> None:
     assert replace_variables(sql, {"x": choice}) == expanded
 
 
@@ -182,12 +182,12 @@ def test_variables_are_replaced_as_documented(choice: Choice, sql: str, expanded
         (Choice(["a"]), "f(a, b) IN ($x)"),
     ],
 )
-def test_a_condition_on_everything_is_no_condition(choice: Choice, expanded: str) -> None:
+def test_conditional_all_with_all_selected_is_true(choice: Choice, expanded: str) -> None:
     twice = "$__conditionalAll(f(a, b) IN ($x), $x) AND $__conditionalAll(f(a, b) IN ($x), ${x})"
     assert conditional_all(twice, {"x": choice}) == f"{expanded} AND {expanded}"
 
 
-def test_the_browser_comes_before_the_backend() -> None:
+def test_expand_applies_browser_macros_before_backend_macros() -> None:
     sql = "WHERE $__conditionalAll($__timeFilter(t) AND a IN (${x:singlequote}), $x)"
     assert expand(sql, {"x": Choice(["a"])}, WINDOW) == "WHERE t >= toDateTime(1415792726) AND t <= toDateTime(1447328726) AND a IN ('a')"
     assert expand(sql, {"x": Choice([ALL], ["a"])}, WINDOW) == "WHERE 1=1"
@@ -207,7 +207,7 @@ def test_the_browser_comes_before_the_backend() -> None:
         ("FixedString(4)", ""), ("AggregateFunction(sum, UInt8)", ""), ("Nothing", ""),
     ],
 )  # fmt: skip
-def test_types_become_fields_as_the_data_source_converts_them(type_: str, kind: str) -> None:
+def test_field_kind_matches_data_source(type_: str, kind: str) -> None:
     assert field_kind(type_) == kind
 
 
@@ -253,14 +253,12 @@ TIME, NUMBER, WORD = ("time", "DateTime"), ("n", "UInt64"), ("w", "String")
         ("traces", [("traceID", "String")], [["a"]], "spanID is not text"),
     ],
 )  # fmt: skip
-def test_an_answer_of_the_wrong_type_is_not_drawn(
-    kind: str, columns: list[tuple[str, str]], rows: list[list[Any]], complaint: str | None
-) -> None:
+def test_complaints_of_wrong_column_types(kind: str, columns: list[tuple[str, str]], rows: list[list[Any]], complaint: str | None) -> None:
     found = complaints(of(kind), columns, rows)
     assert found == [] if complaint is None else any(complaint in one for one in found), found
 
 
-def test_overrides_and_links_speak_of_columns() -> None:
+def test_complaints_of_overrides_and_links_to_missing_columns() -> None:
     link = {"id": "links", "value": [{"url": "/d/x?var-a=${__data.fields.gone}"}]}
     override = {"matcher": {"id": "byName", "options": "lost"}, "properties": [link]}
     found = complaints(of("table", fieldConfig={"overrides": [override]}), [NUMBER], [[1]])

@@ -20,7 +20,7 @@ TASKS = [Task(f"t{n}", n) for n in range(3)]
 
 
 @given(st.integers(1, 20), st.integers(0, 5), st.integers())
-def test_each_lap_takes_every_task_once(count: int, lap: int, seed: int) -> None:
+def test_task_at_takes_every_task_once_per_lap(count: int, lap: int, seed: int) -> None:
     tasks = [Task(str(n), n) for n in range(count)]
     taken = [task_at(tasks, lap * count + n, seed) for n in range(count)]
     assert sorted(taken, key=lambda task: int(task.task_id)) == tasks
@@ -62,9 +62,7 @@ EVENTS = st.lists(st.sampled_from(["end", "take", "commit", "crash", "look", "lo
 
 
 @given(EVENTS, st.integers(0, 3), st.integers(0, 2), st.randoms(use_true_random=False))
-def test_stragglers_are_cancelled_once_and_nothing_is_wanted_that_is_not_there(
-    events: list[str], extra: int, staleness: int, random: Random
-) -> None:
+def test_difference_cancels_stragglers_once_and_never_exceeds_demand(events: list[str], extra: int, staleness: int, random: Random) -> None:
     """Law: in whatever order groups end, batches are taken, committed or lost by a crash, and the source looks or does not."""
     flow = Flow(staleness)
     for event in events:
@@ -103,7 +101,7 @@ def test_stragglers_are_cancelled_once_and_nothing_is_wanted_that_is_not_there(
         assert len(flow.spent) == steps + 2
 
 
-async def test_the_level_is_met_and_places_of_late_groups_are_filled(tmp_path: Path) -> None:
+async def test_demand_source_meets_level_and_replaces_late_groups(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, greedy_rollouts=True)
     served = {"policy": 0}
 

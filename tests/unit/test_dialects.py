@@ -42,11 +42,11 @@ def frame(*spans: Made) -> pl.DataFrame:
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
-def test_a_convention_is_read_as_its_golden_file_says(name: str) -> None:
+def test_describe_convention_matches_golden_file(name: str) -> None:
     assert json.loads((FILES / f"{name}.json").read_text()) == json.loads(json.dumps(GOLDEN[name]))
 
 
-def test_every_dialect_has_a_golden_file_and_no_file_is_left_over() -> None:
+def test_golden_files_cover_every_convention() -> None:
     read = {one["Convention"] for content in GOLDEN.values() for one in content["described"]}
     assert read == set(READERS)
     assert {file.stem for file in FILES.iterdir()} == set(GOLDEN)
@@ -54,7 +54,7 @@ def test_every_dialect_has_a_golden_file_and_no_file_is_left_over() -> None:
 
 @settings(deadline=None)
 @given(st.lists(ANY_SPAN, max_size=12))
-def test_whatever_stands_in_spans_each_gets_a_row_in_its_place(spans: list[Made]) -> None:
+def test_describe_any_spans_gives_a_row_each_in_order(spans: list[Made]) -> None:
     given_spans = frame(*spans)
     nodes = dialects.describe(given_spans)
     assert nodes.select(given_spans.columns).equals(given_spans)
@@ -72,7 +72,7 @@ def test_whatever_stands_in_spans_each_gets_a_row_in_its_place(spans: list[Made]
 
 @settings(deadline=None)
 @given(st.lists(ANY_SPAN, min_size=1, max_size=8), st.randoms())
-def test_what_a_span_is_depends_on_no_other_span(spans: list[Made], random: st.DataObject) -> None:
+def test_describe_span_is_independent_of_others(spans: list[Made], random: st.DataObject) -> None:
     together = dialects.describe(frame(*spans))
     alone = pl.concat([dialects.describe(frame(one)) for one in spans])
     added = [name for name in together.columns if name not in {*SPANS, "RolloutId"}]
@@ -100,12 +100,12 @@ def test_what_a_span_is_depends_on_no_other_span(spans: list[Made], random: st.D
         ("", False),
     ],
 )
-def test_whose_library_a_scope_is(scope: str, client: bool) -> None:
+def test_is_client_by_scope(scope: str, client: bool) -> None:
     assert scopes.is_client(scope) is client
 
 
 @pytest.mark.parametrize("kind", ["AGENT", "CHAIN", "RETRIEVER", "EMBEDDING", "RERANKER", "GUARDRAIL", "EVALUATOR", "PROMPT", "TOOL"])
-def test_only_openinferences_llm_is_a_call_of_any_scope(kind: str) -> None:
+def test_describe_openinference_llm_of_any_scope_is_model_span(kind: str) -> None:
     spans = frame(
         Made("anybody", "x", {"openinference.span.kind": kind, "llm.model_name": "m"}),
         Made("anybody", "x", {"openinference.span.kind": "LLM"}),
@@ -115,7 +115,7 @@ def test_only_openinferences_llm_is_a_call_of_any_scope(kind: str) -> None:
     assert nodes["IsTool"].to_list() == [kind == "TOOL", False]
 
 
-def test_answers_may_lie_where_ids_are_kept_and_nowhere_else() -> None:
+def test_holds_answer_only_for_spans_that_keep_ids() -> None:
     llm = {"openinference.span.kind": "LLM"}
     spans = frame(
         Made("openinference.instrumentation.openai", "ChatCompletion", llm),
@@ -133,7 +133,7 @@ def test_answers_may_lie_where_ids_are_kept_and_nowhere_else() -> None:
     assert dialects.holds_answer(spans).to_list() == [True, False, False, False, True, True, False, True, False, False, False]
 
 
-def test_a_call_carries_what_its_convention_says_of_its_request() -> None:
+def test_describe_gives_request_facts_of_convention() -> None:
     spans = frame(
         Made(
             "openinference.instrumentation.openai",
@@ -173,7 +173,7 @@ def test_a_call_carries_what_its_convention_says_of_its_request() -> None:
     ]
 
 
-def test_which_tool_calls_an_answer_asked_for() -> None:
+def test_asked_tools_gives_tool_calls_of_answers() -> None:
     parts = (
         '[{"role":"assistant","parts":[{"type":"tool_call","id":"call_2","name":"f","arguments":{}},{"type":"tool_call","id":"call_3"}]}]'
     )
@@ -195,12 +195,12 @@ def test_which_tool_calls_an_answer_asked_for() -> None:
     ]
 
 
-def test_bare_http_to_a_model_is_suspect_and_so_never_silent() -> None:
+def test_describe_bare_http_to_model_is_suspect() -> None:
     nodes = dialects.describe(recorded("http_only_httpx"))
     assert nodes.select("IsSuspect", "IsClient", "IsModel", "Convention").rows() == [(True, False, False, "")] * 2
 
 
-def test_langchains_tool_message_says_which_call_and_whether_it_failed() -> None:
+def test_describe_langchain_tool_message_gives_call_and_failure() -> None:
     message = {"type": "tool", "data": {"content": "boom", "tool_call_id": "call_9", "status": "error"}}
     spans = frame(
         Made("openinference.instrumentation.langchain", "f", {"openinference.span.kind": "TOOL", "output.value": json.dumps(message)}, "Ok")
@@ -208,11 +208,11 @@ def test_langchains_tool_message_says_which_call_and_whether_it_failed() -> None
     assert dialects.describe(spans).select("ToolFailed", "ToolCallId").rows() == [(True, "call_9")]
 
 
-def test_vocabularies_mark_their_spans_by_different_attributes() -> None:
+def test_vocabularies_have_distinct_marks() -> None:
     assert len({words.mark for words in VOCABULARIES.values()}) == len(VOCABULARIES)
 
 
-def test_the_two_frames_of_a_factory_and_of_the_store_agree() -> None:
+def test_describe_span_factory_frame_matches_store_schema() -> None:
     factory = fakes.SpanFactory()
     factory.client(factory.root())
     assert dialects.describe(pl.DataFrame(factory.spans, schema=dict(SPANS)))["IsClient"].to_list() == [False, True]

@@ -22,7 +22,7 @@ CAPTURED = {
 }
 
 
-def test_what_other_frameworks_spans_hold() -> None:
+def test_direct_mode_frameworks_match_docs_table() -> None:
     lines = [f"| {framework} | {' | '.join(found(SPANS / f'{file}.jsonl'))} |" for framework, file in CAPTURED.items()]
     measured = "\n".join(
         ["| framework | calls with ids | without | failed | not read | agents' names |", "| --- | --- | --- | --- | --- | --- |", *lines]

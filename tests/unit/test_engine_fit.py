@@ -30,27 +30,25 @@ def settings(**values: object) -> EngineSettings:
     return load_settings({f"engine.{key}": value for key, value in {"python": "/p", **values}.items()}, env={}).engine
 
 
-def test_what_is_not_set_comes_from_the_models_own_files(model: Path) -> None:
+def test_fitted_unset_settings_come_from_model_files(model: Path) -> None:
     fit = fit_to_memory(settings(), model)
     assert (fit.max_model_len, fit.kv_cache_bytes) == (256, 64 * 2**20)
     longer = fit_to_memory(settings(dtype="float32", max_model_len=200), model)
     assert (longer.max_model_len, longer.kv_cache_bytes) == (200, 64 * 2**20)
 
 
-def test_a_context_beyond_the_models_is_lowered_and_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fitted_max_model_len_beyond_model_is_lowered_and_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert fit_to_memory(settings(max_model_len=4096, kv_cache_bytes=7), model).max_model_len == 256
     assert "engine.max_model_len = 4096 is lowered to 256" in caplog.text
 
 
-def test_on_a_gpu_vllm_decides_on_its_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fitted_on_gpu_leaves_kv_cache_to_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_fit, "has_gpu", lambda: True)
     assert fit_to_memory(settings(), model).kv_cache_bytes is None
 
 
-def test_the_interpreter_is_found_above_the_working_directory_or_named(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fitted_python_is_searched_above_working_directory(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / ".venv-vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch(mode=0o755)
@@ -66,7 +64,7 @@ def test_the_interpreter_is_found_above_the_working_directory_or_named(
         fit_to_memory(settings(python=None), model)
 
 
-def test_an_interpreter_in_a_file_is_relative_to_the_file(tmp_path: Path) -> None:
+def test_engine_python_in_file_is_relative_to_file(tmp_path: Path) -> None:
     file = tmp_path / "spangrad.toml"
     file.write_text('[engine]\npython = "venv/bin/python"\n')
     assert load_settings(file=file, env={}).engine.python == tmp_path / "venv" / "bin" / "python"
@@ -100,10 +98,10 @@ def test_an_interpreter_in_a_file_is_relative_to_the_file(tmp_path: Path) -> Non
         (["first", "Segmentation fault"], "first\nSegmentation fault"),
     ],
 )
-def test_the_root_cause_of_a_failed_engine_comes_with_the_setting_to_change(log: list[str], cause: str) -> None:
+def test_root_cause_of_failed_engine_names_setting_to_change(log: list[str], cause: str) -> None:
     assert cause in root_cause([f"{line}\n" for line in log])
 
 
-def test_settings_that_cannot_work_have_an_exit_code_of_their_own() -> None:
+def test_failure_caused_by_settings_has_exit_code_2() -> None:
     assert failure(1, ["ValueError: No available memory for the cache blocks"]).exit_code == 2
     assert failure(1, ["KeyError: 'x'"]).exit_code == 1

@@ -239,7 +239,7 @@ async def asked(session: aiohttp.ClientSession, method: str, url: str, body: obj
         return answer.status, await answer.json()
 
 
-async def test_what_the_service_answers() -> None:
+async def test_environments_service_routes_answer() -> None:
     async with service(environment_service_settings(lease_seconds=20)) as (url, http):
         leases = f"{url}/v1/leases"
         ask = {"lease": "a", "rollout_id": "r0", "attempt": 0, "input": "poison"}
@@ -284,7 +284,7 @@ async def _is(asking: Any, wanted: object) -> bool:
     return await asking == wanted
 
 
-async def test_a_client_that_left_the_line_is_passed_over() -> None:
+async def test_environments_lease_request_of_disconnected_client_is_skipped() -> None:
     async with service(environment_service_settings()) as (url, http):
         ask = {"lease": "a", "rollout_id": "r", "attempt": 0, "input": 1}
         await asked(http, "POST", f"{url}/v1/leases", ask)
@@ -301,7 +301,7 @@ async def test_a_client_that_left_the_line_is_passed_over() -> None:
         assert (status, leased["environment"]["seen"]) == (200, [1])
 
 
-async def test_beyond_loopback_a_token_is_asked_for_and_shown() -> None:
+async def test_environments_beyond_loopback_require_token() -> None:
     with pytest.raises(SpangradError, match=r"Set environments.token, or bind 127\.0\.0\.1"):
         server.serve(environment_service_settings(host="0.0.0.0"), Plain, 1)
     async with service(environment_service_settings(token=SecretStr("secret"))) as (url, http):
@@ -313,7 +313,7 @@ async def test_beyond_loopback_a_token_is_asked_for_and_shown() -> None:
             assert instance.environment["seen"] == ["x"]
 
 
-async def test_a_client_gives_back_what_it_holds_and_learns_what_it_has_lost() -> None:
+async def test_environment_client_releases_leases_and_learns_of_lost_leases() -> None:
     settings = environment_service_settings(lease_seconds=0.8)
     async with service(settings) as (url, http):
 
@@ -341,7 +341,7 @@ async def test_a_client_gives_back_what_it_holds_and_learns_what_it_has_lost() -
 
 
 @pytest.mark.slow
-async def test_a_lease_whose_service_is_gone_is_lost_before_it_runs_out() -> None:
+async def test_environment_client_without_service_loses_lease_before_its_end() -> None:
     settings = environment_service_settings(lease_seconds=8)
     async with service(settings) as (url, _):
         client = await EnvironmentClient(url, None).__aenter__()
@@ -355,7 +355,7 @@ async def test_a_lease_whose_service_is_gone_is_lost_before_it_runs_out() -> Non
         await client.__aexit__(None, None, None)
 
 
-async def test_a_hung_instance_is_left_behind() -> None:
+async def test_instance_pool_replaces_hung_instance() -> None:
     release = threading.Event()
 
     class Hangs(Plain):
@@ -378,7 +378,7 @@ class NoBegin:
     pass
 
 
-async def test_what_cannot_be_leased_is_said_at_the_start() -> None:
+async def test_environments_service_with_invalid_factory_raises_at_start() -> None:
     with pytest.raises(EnvironmentsError, match=r"the factory gave NoBegin, which has no method begin\(input\)"):
         async with service_of(NoBegin):
             pass

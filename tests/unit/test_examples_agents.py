@@ -56,7 +56,9 @@ CONVERSATIONS: list[tuple[list[str], str, Messages]] = [
 
 
 @pytest.mark.parametrize(("replies", "said", "told"), CONVERSATIONS)
-async def test_the_calculators_agent(policy: Callable[..., WordPolicy], replies: list[str], said: str, told: Messages) -> None:
+async def test_calculator_agent_follows_conversation(
+    policy: Callable[..., WordPolicy], replies: list[str], said: str, told: Messages
+) -> None:
     seen: list[Messages] = []
     answers = script(*replies)
     fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
@@ -68,7 +70,7 @@ async def test_the_calculators_agent(policy: Callable[..., WordPolicy], replies:
 
 
 @pytest.mark.parametrize(("replies", "said", "told"), CONVERSATIONS)
-async def test_the_agent_from_scratch_says_the_same_by_its_own_endpoint(
+async def test_from_scratch_agent_equals_calculator_at_own_endpoint(
     policy: Callable[..., WordPolicy], replies: list[str], said: str, told: Messages
 ) -> None:
     seen: list[Messages] = []
@@ -79,7 +81,7 @@ async def test_the_agent_from_scratch_says_the_same_by_its_own_endpoint(
     assert set(fake.paths) == {"/rollout/r/attempt/0/v1/chat/completions"}
 
 
-async def test_a_fourth_calculation_is_no_answer(policy: Callable[..., WordPolicy]) -> None:
+async def test_calculator_agent_fourth_calculation_is_no_answer(policy: Callable[..., WordPolicy]) -> None:
     fake = policy(lambda messages: "calc 1 + 1")
     assert await calculator.agent(COUNTED) == "2"
     assert (await from_scratch.agent(COUNTED, f"{fake.url}/v1")).strip() == "calc 1 + 1"
@@ -98,7 +100,7 @@ def researcher(messages: Messages) -> str:
             return f"answer {messages[-1][1].split(' . ')[0].split(' is ')[1]}"
 
 
-async def test_the_researcher(policy: Callable[..., WordPolicy]) -> None:
+async def test_retrieval_qa_agent_answers_and_passes_malformed_replies(policy: Callable[..., WordPolicy]) -> None:
     country = facts.COUNTRIES[0]
     mayor = facts.facts()["mayor", facts.facts()["capital", country]]
     fake = policy(researcher)
@@ -118,7 +120,7 @@ WRONG = "select name from singer where age > 30"
 ASKED: dict[str, Any] = {"text": "how many singers older than 30", "parts": ["count ( * )", "singer", "age >", "30"], "oracle": False}
 
 
-async def test_writer_checker_and_rewriter(policy: Callable[..., WordPolicy]) -> None:
+async def test_text_to_sql_agent_asks_writer_checker_and_rewriter(policy: Callable[..., WordPolicy]) -> None:
     seen: list[Messages] = []
     answers = script(WRONG, "wrong select", RIGHT, "ok")
     fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
@@ -143,20 +145,22 @@ async def test_writer_checker_and_rewriter(policy: Callable[..., WordPolicy]) ->
         ([" ".join(["("] * 24)], [" ".join(["("] * 24)], 1),
     ],
 )
-async def test_the_sql_agent_ends(policy: Callable[..., WordPolicy], replies: list[str], queries: list[str], calls: int) -> None:
+async def test_text_to_sql_agent_ends_after_bounded_calls(
+    policy: Callable[..., WordPolicy], replies: list[str], queries: list[str], calls: int
+) -> None:
     fake = policy(script(*replies))
     assert (await sql.agent(ASKED))["queries"] == queries
     assert len(fake.chats) == calls
 
 
-async def test_the_oracle_asks_no_model_and_errs_in_one_case_of_ten(policy: Callable[..., WordPolicy]) -> None:
+async def test_text_to_sql_oracle_asks_no_model_and_errs_in_a_tenth(policy: Callable[..., WordPolicy]) -> None:
     fake = policy(lambda messages: RIGHT)
     ends = [(await sql.agent({**ASKED, "oracle": True, "text": f"how many singers older than {n}"}))["verdicts"][0] for n in range(31, 71)]
     assert 0 < sum(verdict != "ok" for verdict in ends) < 10
     assert {chat["model"] for chat in fake.chats} == {"policy"}
 
 
-def test_words_become_arguments() -> None:
+def test_word_calls_arguments_are_parsed_from_words() -> None:
     calc = {"properties": {"a": {"type": "integer"}, "operator": {"type": "string", "enum": ["+", "-"]}, "b": {"type": "integer"}}}
     text = {"properties": {"query": {"type": "string"}}}
     read = word_calls().arguments_of

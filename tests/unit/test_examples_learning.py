@@ -26,7 +26,7 @@ from spangrad.types import AttemptFailure, Mode, RolloutKey
 EXAMPLES = [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, text_to_sql("both", "model"), text_to_sql("writer", "oracle")]
 
 
-def test_a_transcript_has_the_tokens_of_the_chat_template_and_so_has_a_tool_call() -> None:
+def test_encoded_transcript_has_tokens_of_chat_template() -> None:
     tokenizer = word_tokenizer(tuple(dict.fromkeys((*SPECIAL, *WORDS))))
     tokenizer.chat_template = CHAT_TEMPLATE
     asked = {"role": "user", "content": "tom has 12 coins ."}
@@ -48,7 +48,7 @@ def test_a_transcript_has_the_tokens_of_the_chat_template_and_so_has_a_tool_call
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.name)
-def test_an_example_can_be_run(example: Example, tmp_path: Path) -> None:
+def test_example_settings_and_files_load(example: Example, tmp_path: Path) -> None:
     settings = load_settings(example_settings(example, tmp_path, 3))
     assert settings.trainer.run_id == settings.runner.run_id == example.name
     assert (settings.trainer.sampling.groups_per_batch, settings.runner.group_size) == (16, 8)
@@ -61,7 +61,7 @@ def test_an_example_can_be_run(example: Example, tmp_path: Path) -> None:
     assert len(drawn.train) == 32
 
 
-def test_only_the_agents_that_are_named_are_trained(tmp_path: Path) -> None:
+def test_text_to_sql_example_selects_named_agents(tmp_path: Path) -> None:
     selected = {
         who: load_settings(example_settings(text_to_sql(who, "model"), tmp_path, 0)).builder.selection for who in ("both", "writer")
     }
@@ -70,7 +70,7 @@ def test_only_the_agents_that_are_named_are_trained(tmp_path: Path) -> None:
     assert {one.policies for one in selected.values()} == {"policy"}
 
 
-def test_a_failed_rollout_is_no_success() -> None:
+def test_success_rate_counts_failed_rollouts_as_failures() -> None:
     def ended(reward: float | None) -> Outcome:
         failure = None if reward is not None else AttemptFailure.CRASH
         return Outcome(RolloutKey("run", "r", 0), "task", Mode.TRAIN, None if reward is None else {"reward": reward}, failure, "", 1.0, 1)
@@ -80,6 +80,6 @@ def test_a_failed_rollout_is_no_success() -> None:
     assert success_rate(replace(CALCULATOR, success=0.8), outcomes) == 0.5
 
 
-def test_the_curve_is_a_picture(tmp_path: Path) -> None:
+def test_draw_writes_png_curve(tmp_path: Path) -> None:
     draw(tmp_path / "curve.png", CALCULATOR, [0.2, 0.4], 0.2, 0.5)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

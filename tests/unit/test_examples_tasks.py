@@ -32,7 +32,7 @@ DRAWN: dict[str, tuple[Callable[[int], Questions], Sequence[str], int]] = {
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_questions_come_of_the_seed_and_none_is_held_out_and_trained(name: str) -> None:
+def test_questions_depend_on_seed_and_exclude_held_out(name: str) -> None:
     draw, words, held_out = DRAWN[name]
     one, again, other = draw(1), draw(1), draw(2)
     assert one == again
@@ -43,7 +43,7 @@ def test_questions_come_of_the_seed_and_none_is_held_out_and_trained(name: str) 
     assert {word for question in (*one.train, *one.held_out) for word in question["text"].split()} <= set(words)
 
 
-def test_a_pattern_or_a_chain_that_is_held_out_is_not_trained_in_other_words() -> None:
+def test_questions_held_out_patterns_and_chains_are_not_trained() -> None:
     asked = retrieval.questions(3, 2000)
 
     def chains(part: Sequence[Question]) -> set[object]:
@@ -63,7 +63,7 @@ def test_a_pattern_or_a_chain_that_is_held_out_is_not_trained_in_other_words() -
         (retrieval_model.transcript, retrieval.WORDS, ()),  # its names are changed, so that texts say nothing
     ],
 )
-def test_the_warm_start_shows_known_words_and_nothing_held_out(draw: Callable[..., list[dict[str, str]]], words, held_out) -> None:
+def test_transcripts_have_known_words_and_nothing_held_out(draw: Callable[..., list[dict[str, str]]], words, held_out) -> None:
     rng = random.Random(1)
     shown = [draw(rng) for _ in range(300)]
     assert {word for messages in shown for message in messages for word in message["content"].split()} <= set(words)
@@ -72,7 +72,7 @@ def test_the_warm_start_shows_known_words_and_nothing_held_out(draw: Callable[..
     assert not [one["text"] for one in held_out if any(one["text"] == text or f": {one['text']} sql" in text for text in texts)]
 
 
-def test_the_policy_of_sql_is_never_shown_what_it_must_find_out() -> None:
+def test_policy_transcript_does_not_reveal_sql_functions() -> None:
     """With "average", the right function is said no more often than its place in the grammar."""
     rng = random.Random(0)
     said = Counter(
@@ -83,7 +83,7 @@ def test_the_policy_of_sql_is_never_shown_what_it_must_find_out() -> None:
     assert 0.15 < said["avg"] / said.total() < 0.35
 
 
-def test_the_answers_of_the_calculators_questions_are_right() -> None:
+def test_calculator_questions_have_right_answers() -> None:
     for question in calculator.questions(0, 300).train:
         value = question["start"]
         for operator, operand in question["steps"]:
@@ -93,12 +93,12 @@ def test_the_answers_of_the_calculators_questions_are_right() -> None:
 
 
 @pytest.mark.parametrize(("a", "operator", "b"), [(7, "/", 2), (7, "/", 0), (98, "+", 2), (1, "-", 2), (1, "^", 2)])
-def test_the_calculator_refuses(a: int, operator: str, b: int) -> None:
+def test_calculate_invalid_operation_raises(a: int, operator: str, b: int) -> None:
     with pytest.raises(ValueError, match="error"):
         arithmetic.calculate(a, operator, b)
 
 
-def test_rewards() -> None:
+def test_evaluate_of_each_example_gives_rewards() -> None:
     numbers = {said: calculator.evaluate({"answer": 19}, said) for said in ("answer 19", "answer 18", "19", "", "answer 19 19")}
     assert numbers == {"answer 19": 1.0, "answer 18": 0.0, "19": -0.2, "": -0.2, "answer 19 19": -0.2}
     given = {"answer": "mito katoson"}
@@ -118,7 +118,7 @@ def test_rewards() -> None:
     assert database.rows("select count ( * ) from singer") == ((80,),)
 
 
-def test_verdicts_name_the_first_part_that_differs() -> None:
+def test_verdict_names_first_part_that_differs() -> None:
     parts = ("sum ( age )", "singer natural join album", "price >", "51")
     right = grammar.query(parts)
     assert right == "select sum ( age ) from singer natural join album where price > 51"
@@ -135,7 +135,7 @@ def test_verdicts_name_the_first_part_that_differs() -> None:
     assert [database.outcome(query) for query in (right, right.replace("51", "99"), right.replace(")", ""))] == ["rows", "empty", "error"]
 
 
-def test_threads_may_ask_the_database_at_once_refused_queries_among_theirs() -> None:
+def test_database_rows_from_threads_with_refused_queries() -> None:
     asked = ("count ( * )", "count ( * ) )", "nothing")
     queries = [f"select {what} from singer natural join album where age > {age}" for age in range(18, 71) for what in asked]
     for _ in range(10):
@@ -145,11 +145,11 @@ def test_threads_may_ask_the_database_at_once_refused_queries_among_theirs() -> 
         assert [one is None for one in found] == [False, True, True] * (len(queries) // 3)
 
 
-def test_a_query_that_takes_long_is_refused() -> None:
+def test_database_rows_of_slow_query_is_none() -> None:
     assert database.rows(f"select count ( * ) from {' , '.join(['album'] * 5)}") is None
 
 
-def test_search_finds_the_fact_first() -> None:
+def test_facts_search_finds_fact_first() -> None:
     for (relation, entity), value in facts.facts().items():
         assert facts.search([relation, entity])[0] == f"the {relation} of {entity} is {value} ."
     assert facts.search(["capital", facts.COUNTRIES[0]]) == facts.search([facts.COUNTRIES[0], "capital", "capital"])
@@ -157,7 +157,7 @@ def test_search_finds_the_fact_first() -> None:
     assert len(facts.facts()) == 300
 
 
-def test_questions_are_written_as_tasks(tmp_path: Path) -> None:
+def test_write_questions_are_read_as_tasks(tmp_path: Path) -> None:
     drawn = sql.questions(0, 3, oracle=True).train
     write_questions(tmp_path / "train.jsonl", "train", drawn)
     tasks = read_tasks(tmp_path / "train.jsonl")
@@ -174,7 +174,7 @@ def test_questions_are_written_as_tasks(tmp_path: Path) -> None:
         ("text_to_sql", ("agent", "database", "grammar")),
     ],
 )
-def test_agents_know_nothing_of_us(example: str, files: Sequence[str]) -> None:
+def test_example_agents_do_not_mention_spangrad(example: str, files: Sequence[str]) -> None:
     for file in files:
         text = (EXAMPLES / example / f"{file}.py").read_text()
         assert "spangrad" not in text

@@ -30,7 +30,7 @@ def call(arguments: str, id_: str = "c1", name: str = "add") -> dict[str, Any]:
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_chat() -> None:
+def test_dialogue_of_chat() -> None:
     request = {
         "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, HI],
         "tools": [ADD],
@@ -47,20 +47,20 @@ def test_chat() -> None:
         dialogue(request, answer, 2)
 
 
-def test_images_stay_parts() -> None:
+def test_dialogue_with_images_keeps_parts() -> None:
     parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "u"}}]
     read = dialogue({"messages": [{"role": "user", "content": parts}]}, {"choices": [{"message": HELLO}]}, 0)
     assert read.prompt == [{"role": "user", "content": parts}]
 
 
-def test_completions_answer_their_own_prompt() -> None:
+def test_dialogue_of_completions_gives_prompt_of_choice() -> None:
     answer = {"choices": [{"index": place, "text": str(place), "finish_reason": "stop"} for place in range(4)]}
     assert dialogue({"prompt": ["a", "b"], "n": 2}, answer, 2) == Dialogue("b", "2", [])
     with pytest.raises(UnreadableError, match="token ids"):
         dialogue({"prompt": [1, 2]}, {"choices": [{"text": "x"}]}, 0)
 
 
-def test_responses() -> None:
+def test_dialogue_of_responses() -> None:
     request = {
         "instructions": "Be good.",
         "input": [
@@ -88,7 +88,7 @@ def test_responses() -> None:
         dialogue({**request, "previous_response_id": "r"}, answer, 0)
 
 
-def test_anthropic() -> None:
+def test_dialogue_of_anthropic_messages() -> None:
     request = {
         "system": [{"type": "text", "text": "Be good."}],
         "messages": [
@@ -120,7 +120,7 @@ def _recorded() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("request_", "answer"), _recorded().values(), ids=_recorded())
-def test_what_vllm_was_asked_and_answered_is_read(request_: dict[str, Any], answer: dict[str, Any]) -> None:
+def test_dialogue_of_recorded_vllm_exchanges_is_read(request_: dict[str, Any], answer: dict[str, Any]) -> None:
     prompts = request_.get("prompt")
     if isinstance(prompts, list) and not isinstance(prompts[0], str):
         with pytest.raises(UnreadableError, match="token ids"):
@@ -194,31 +194,31 @@ SPANS = {
 
 
 @pytest.mark.parametrize("name", SPANS)
-def test_each_convention_gives_the_same_dialogue(name: str) -> None:
+def test_read_each_convention_gives_same_dialogue(name: str) -> None:
     attributes, events = SPANS[name]
     assert read(SpanText(attributes, events), 0) == Dialogue([HI], HELLO, [])
     with pytest.raises((UnreadableError, NoTextError)):
         read(SpanText(attributes, events), 1)
 
 
-def test_openinference() -> None:
+def test_read_openinference_span() -> None:
     assert read(SpanText(OPENINFERENCE), 0) == Dialogue([HI], CALLED, [ADD], cut=True)
 
 
-def test_a_message_alone_is_an_answer_with_its_tool_calls() -> None:
+def test_dialogue_of_message_alone_is_answer_with_tool_calls() -> None:
     asked = [HI, {"role": "assistant", "content": None, "tool_calls": [call("{}")]}, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
     read = dialogue({"messages": asked}, {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}', "c2")]}, 0)
     assert read.prompt == [HI, {**asked[1], "content": ""}, asked[2]]
     assert read.reply == {"role": "assistant", "content": "", "tool_calls": [call('{"a": 1}', "c2")]}
 
 
-def test_an_answer_with_items_of_the_server_is_no_dialogue() -> None:
+def test_dialogue_with_server_items_raises() -> None:
     output = [{"type": "web_search_call", "id": "w1"}, {"type": "message", "role": "assistant", "content": "hello"}]
     with pytest.raises(UnreadableError, match="and other items"):
         dialogue({"input": "hi"}, {"output": output}, 0)
 
 
-def test_gen_ai_parts() -> None:
+def test_read_gen_ai_parts() -> None:
     said = [
         {
             "role": "assistant",
@@ -240,7 +240,7 @@ def test_gen_ai_parts() -> None:
     assert read(SpanText(attributes), 0) == Dialogue(prompt, HELLO, [ADD])
 
 
-def test_what_was_redacted_or_is_not_there_is_told_apart() -> None:
+def test_read_redacted_missing_or_broken_text_raises_distinct_errors() -> None:
     with pytest.raises(RedactedError):
         read(SpanText({**SPANS["gateway"][0], "spangrad.redacted": "true"}), 0)
     with pytest.raises(NoTextError):
@@ -249,7 +249,7 @@ def test_what_was_redacted_or_is_not_there_is_told_apart() -> None:
         read(SpanText({"spangrad.request.json": "{", "spangrad.response.json": "{}"}), 0)
 
 
-def test_real_spans_of_model_calls_have_texts() -> None:
+def test_read_recorded_model_spans_have_texts() -> None:
     """Of every span of an instrumented client that is no failure."""
     scopes = ("openinference.instrumentation.openai", "openinference.instrumentation.anthropic", "opentelemetry.instrumentation.openai.v1")
     found = Counter[str]()
@@ -299,7 +299,7 @@ def _outcome(span: dict[str, Any]) -> str:
     return "text" if found.prompt and found.reply else "empty"
 
 
-def test_a_reply_that_came_back_in_other_words_begins_a_new_conversation() -> None:
+def test_conversations_of_messages_with_reworded_reply_begin_anew() -> None:
     again = {"role": "user", "content": "again"}
     thought = {**HELLO, "reasoning_content": "hm"}
     made = of_messages([([HI], thought, []), ([HI, HELLO, again], HELLO, [])])
@@ -309,7 +309,7 @@ def test_a_reply_that_came_back_in_other_words_begins_a_new_conversation() -> No
     ]
 
 
-def test_spelling_of_arguments_breaks_no_conversation() -> None:
+def test_conversations_of_messages_ignore_spelling_of_arguments() -> None:
     sent, back = ({"role": "assistant", "content": "", "tool_calls": [call(text)]} for text in ('{"a":1}', '{"a": 1}'))
     (made,) = of_messages([([HI], sent, [ADD]), ([HI, back, HI], HELLO, [ADD])])
     assert (made.messages, made.trained) == ([HI, sent, HI, HELLO], [False, True, False, True])
@@ -321,7 +321,7 @@ def test_spelling_of_arguments_breaks_no_conversation() -> None:
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=3)), max_size=8
     )
 )
-def test_every_token_and_every_reply_is_trained_once(calls: list[tuple[list[int], list[int]]]) -> None:
+def test_conversations_train_each_token_and_reply_once(calls: list[tuple[list[int], list[int]]]) -> None:
     tokens = of_tokens(calls)
     assert sorted(at for one in tokens for at in one.calls) == list(range(len(calls)))
     assert sum(sum(one.mask) for one in tokens) == sum(len(response) for _, response in calls)
@@ -345,14 +345,14 @@ def test_every_token_and_every_reply_is_trained_once(calls: list[tuple[list[int]
             assert one.trained[len(prompt)]
 
 
-def test_tools_share_a_column_only_unchanged() -> None:
+def test_fitting_tools_keeps_unchanged_columns_only() -> None:
     one, other = json.dumps([{"name": "a", "p": {"x": "string"}}]), json.dumps([{"name": "b", "p": {"y": "string"}}])
     clashing = json.dumps([{"name": "c", "p": "text"}])
     assert fitting_tools({one: 1, other: 2, clashing: 1, "": 5})[0] == {"", other}
     assert fitting_tools({"": 5}) == ({""}, None)
 
 
-def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_made_whole_that_fails_leaves_nothing(tmp_path: Path) -> None:
     def half(directory: bool, error: type[BaseException]) -> None:
         with made_whole(tmp_path / "a" / "out", force=False, directory=directory) as path:
             (path / "x" if directory else path).write_text("half")
@@ -371,7 +371,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
         pass
 
 
-def test_the_sum_is_checked() -> None:
+def test_export_tally_check_with_missing_calls_raises() -> None:
     tally = ExportTally(calls=3)
     tally.write(1, rows=1)
     tally.count_left_out(LeftOut.TIE, 2)

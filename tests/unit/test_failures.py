@@ -60,11 +60,11 @@ def hidden(error: Exception, before: Exception) -> Exception:
     ],
     ids=repr,
 )
-def test_failure_of_an_agents_exception_names_what_the_policy_did(error: Exception, failure: str) -> None:
+def test_failure_of_exception_of_agent_names_policy_failure(error: Exception, failure: str) -> None:
     assert failure_of(error) is AttemptFailure(failure)
 
 
-def test_failure_of_exceptions_that_cause_each_other_ends() -> None:
+def test_failure_of_cyclic_causes_terminates() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert failure_of(first) is AttemptFailure.EXCEPTION

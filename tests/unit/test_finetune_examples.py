@@ -40,7 +40,7 @@ def trained(found: Examples) -> list[list[tuple[list[int], list[int]]]]:
     return [[(one.ids, one.mask) for one in example.sequences] for example in found.trained]
 
 
-def test_each_form_of_a_supervised_row(policy: Path, tmp_path: Path):
+def test_read_examples_each_form_of_sft_row_gives_token_sequences(policy: Path, tmp_path: Path):
     rows = [
         {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]},
         {"PromptIds": [3, 4], "ResponseIds": [5, 6]},
@@ -66,7 +66,7 @@ def test_each_form_of_a_supervised_row(policy: Path, tmp_path: Path):
     assert (found.rows, found.with_ids, found.rendered, dict(found.left_out), found.unread) == (8, 2, 6, {}, {"score"})
 
 
-def test_each_form_of_a_pair(policy: Path, tmp_path: Path):
+def test_read_examples_each_form_of_dpo_pair_gives_token_sequences(policy: Path, tmp_path: Path):
     ids = {"prompt_ids": [3, 4], "chosen_ids": [5, 6], "chosen_mask": [1, 1], "rejected_ids": [7], "rejected_mask": [1]}
     texts = {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]}
     rows = [
@@ -91,7 +91,7 @@ def test_each_form_of_a_pair(policy: Path, tmp_path: Path):
     assert [one.rollout_id for one in found.trained[5].origins] == ["chosen", "rejected"]
 
 
-def test_what_cannot_be_trained_is_counted_with_its_reason(policy: Path, tmp_path: Path):
+def test_read_examples_untrainable_rows_are_counted_by_reason(policy: Path, tmp_path: Path):
     good = tokens(3, 4)
     bad = {
         "no_reply": [
@@ -117,7 +117,7 @@ def test_what_cannot_be_trained_is_counted_with_its_reason(policy: Path, tmp_pat
     assert found.unread == {"text"}
 
 
-def test_a_pair_must_be_a_pair(policy: Path, tmp_path: Path):
+def test_read_examples_invalid_pairs_are_left_out(policy: Path, tmp_path: Path):
     row = {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]}
     rows = [
         row,
@@ -132,7 +132,7 @@ def test_a_pair_must_be_a_pair(policy: Path, tmp_path: Path):
     assert len(found.trained) == 1
 
 
-def test_files_that_are_none(policy: Path, tmp_path: Path):
+def test_read_examples_invalid_files_raise(policy: Path, tmp_path: Path):
     empty, broken, good = tmp_path / "empty.jsonl", tmp_path / "broken.jsonl", write_rows(tmp_path / "good.jsonl", [tokens(3, 4)])
     empty.touch()
     broken.write_text(json.dumps(tokens(3, 4)) + '\n{"input_ids": [3,\n')
@@ -157,7 +157,7 @@ def test_files_that_are_none(policy: Path, tmp_path: Path):
         read(policy, damaged)
 
 
-def test_parquet_and_directories_are_read_as_lines_are(policy: Path, tmp_path: Path):
+def test_read_examples_parquet_and_directories_equal_json_lines(policy: Path, tmp_path: Path):
     rows = [{"messages": [USER, RIGHT], **meta("r1")}, {"messages": [USER, {"role": "assistant", "content": None}, RIGHT], **meta("r2")}]
     shards = tmp_path / "hub" / "data"
     shards.mkdir(parents=True)
@@ -168,7 +168,7 @@ def test_parquet_and_directories_are_read_as_lines_are(policy: Path, tmp_path: P
     assert digest_of(found.trained) == digest_of(lines.trained) != digest_of(found.trained[:1])
 
 
-def test_a_template_that_rewrites_the_past_gives_a_sequence_a_reply(policy: Path, tmp_path: Path):
+def test_read_examples_template_that_rewrites_history_gives_sequence_per_reply(policy: Path, tmp_path: Path):
     model = write_policy(tmp_path / "model")
     forgets = (
         "{% for m in messages %}<|im_start|> {{ m.role }} "
@@ -186,7 +186,7 @@ def test_a_template_that_rewrites_the_past_gives_a_sequence_a_reply(policy: Path
         read(model, write_rows(tmp_path / "pairs.jsonl", [pair]), "dpo")
 
 
-def test_templates_that_cannot_be_used(policy: Path, tmp_path: Path):
+def test_read_examples_unusable_chat_template_raises_or_leaves_out(policy: Path, tmp_path: Path):
     for name, template, reason in (
         ("refuses", "{{ raise_exception('no tools here') }}", "1 refused_by_chat_template"),
         (
@@ -205,7 +205,7 @@ def test_templates_that_cannot_be_used(policy: Path, tmp_path: Path):
         read(model, write_rows(tmp_path / "none.jsonl", [{"messages": [USER, RIGHT]}]))
 
 
-def test_tool_calls_reach_the_template_as_vllm_hands_them_over(tmp_path: Path):
+def test_renderer_tool_calls_reach_template_as_in_vllm(tmp_path: Path):
     model = write_policy(tmp_path / "model")
     (model / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %} {{ c.function.name }} {{ c.function.arguments.city }}"
@@ -223,7 +223,7 @@ def test_tool_calls_reach_the_template_as_vllm_hands_them_over(tmp_path: Path):
     modes=st.lists(st.sampled_from(["train", "validate", "production", "probe"]), min_size=30, max_size=30),
     share=st.sampled_from([0.0, 0.3, 0.5]),
 )
-def test_every_row_is_trained_held_out_or_left_out(
+def test_read_examples_every_row_is_trained_held_out_or_left_out(
     groups: list[int], modes: list[str], share: float, policy: Path, tmp_path_factory: pytest.TempPathFactory
 ):
     rows = [tokens(3 + at % 12, 4, **meta(f"r{at}", f"g{group}", mode=modes[at])) for at, group in enumerate(groups)]
@@ -241,7 +241,7 @@ def test_every_row_is_trained_held_out_or_left_out(
 
 
 @given(count=st.integers(1, 40), size=st.integers(1, 12), epochs=st.integers(1, 3))
-def test_an_epoch_goes_through_every_example_once(count: int, size: int, epochs: int):
+def test_batches_epoch_contains_every_example_once(count: int, size: int, epochs: int):
     found = read_nothing(count)
     steps = batches(found, FinetuneSettings(epochs=epochs, batch_size=size))
     length = -(-count // size)

@@ -23,14 +23,14 @@ def built(name: str, *, gateway: bool) -> Built:
 
 
 @pytest.mark.parametrize("name", FORESTS)
-def test_every_call_is_a_drop_with_a_reason_where_nobody_has_its_ids(name: str) -> None:
+def test_build_unknown_framework_without_gateway_drops_every_call_with_reason(name: str) -> None:
     drops = built(name, gateway=False).drops.filter(pl.col("CallId") != "")
     assert (drops.height, set(drops["Reason"])) == (FORESTS[name].calls, set(FORESTS[name].reasons))
     assert drops["CallId"].is_unique().all()
 
 
 @pytest.mark.parametrize("name", FORESTS)
-def test_no_framework_is_silence_when_the_gateway_is_there(name: str) -> None:
+def test_build_unknown_framework_with_gateway_makes_every_call_a_transition(name: str) -> None:
     whole = built(name, gateway=True)
     assert (whole.transitions.height, whole.drops.rows()) == (FORESTS[name].calls, [])
     assert whole.transitions["Turn"].to_list() == list(range(FORESTS[name].calls))
@@ -49,11 +49,11 @@ AGENTS = {
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_whose_call_it_is(name: str) -> None:
+def test_build_unknown_framework_calls_have_agent_name(name: str) -> None:
     assert set(built(name, gateway=True).transitions["AgentName"]) == {AGENTS[name]}
 
 
-def test_a_tool_of_strands_that_failed() -> None:
+def test_build_failed_strands_tool_is_rewarded_by_tool_error_rule() -> None:
     spans = fakes.SpanFactory()
     root = spans.root(calls=1)
     spans.evaluation(root)

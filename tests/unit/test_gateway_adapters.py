@@ -63,7 +63,7 @@ def loaded(stage: Stage) -> list[Any]:
     return [json.loads(body) for body in stage.engine.bodies]
 
 
-async def test_an_adapter_takes_the_place_of_the_one_before_and_the_way_back_ends_at_the_bare_base(base: Path, adapter: Path) -> None:
+async def test_publish_adapter_replaces_previous_and_rollback_ends_at_bare_base(base: Path, adapter: Path) -> None:
     async with staged(engine_of(base)) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
@@ -79,7 +79,7 @@ async def test_an_adapter_takes_the_place_of_the_one_before_and_the_way_back_end
         assert (stage.engine.version, stage.engine.checksum) == (0, checksum_directory(base))
 
 
-async def test_checksum_of_an_adapters_base_is_read_once_and_before_the_pause(
+async def test_publish_adapter_checksum_of_base_is_read_once_before_pause(
     base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, words = list[Path](), checksums._words
@@ -102,7 +102,7 @@ async def test_checksum_of_an_adapters_base_is_read_once_and_before_the_pause(
     assert read.count(base) == 2, "of three publications the first reads the base, once in its own dtype and once in the engine's"
 
 
-async def test_what_an_engine_cannot_take_is_refused_before_it_is_touched(base: Path, adapter: Path, tmp_path: Path) -> None:
+async def test_publish_adapter_unfit_for_engine_is_refused_before_any_order(base: Path, adapter: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
     save_file({"layers.0.q_proj.weight": np.ones((2, 3), np.float32)}, whole / "model.safetensors")
@@ -131,7 +131,7 @@ async def test_what_an_engine_cannot_take_is_refused_before_it_is_touched(base: 
 
 
 @pytest.mark.parametrize("spoils", [False, True])
-async def test_an_adapter_that_cannot_be_read_leaves_the_old_version_or_nothing_unknown(base: Path, adapter: Path, spoils: bool) -> None:
+async def test_publish_adapter_that_cannot_be_read_leaves_old_version_or_takes_engine_out(base: Path, adapter: Path, spoils: bool) -> None:
     async with staged(engine_of(base)) as stage:
         await stage.readiness("serving")
         assert (await publish(stage, adapter))[0] == 200
@@ -146,7 +146,7 @@ async def test_an_adapter_that_cannot_be_read_leaves_the_old_version_or_nothing_
         assert (await stage.chat())[0] == 200
 
 
-async def test_an_engine_that_was_restarted_gets_its_adapter_again(base: Path, adapter: Path) -> None:
+async def test_restarted_engine_gets_its_adapter_again(base: Path, adapter: Path) -> None:
     async with staged(engine_of(base)) as stage:
         await stage.readiness("serving")
         assert (await publish(stage, adapter))[0] == 200

@@ -147,7 +147,7 @@ def url() -> Iterator[str]:
     thread.join(20)
 
 
-def test_every_route_is_described() -> None:
+def test_admin_api_every_route_is_described() -> None:
     pool: Any = None
     routes = [*Admin(pool, pool).routes(), *PoolAdmin(pool, pool).routes()]
     known = {(route.method.lower(), _plain(route)) for route in routes}
@@ -161,7 +161,7 @@ def test_every_route_is_described() -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     derandomize=True,
 )
-def test_every_request_is_answered_as_described(case: schemathesis.Case[Any], url: str) -> None:
+def test_admin_api_any_request_is_answered_as_described(case: schemathesis.Case[Any], url: str) -> None:
     # A path with a line break matches no route, not even the last: aiohttp itself answers.
     assume(not any("\n" in str(value) for value in case.path_parameters.values()))
     checks = [
@@ -179,7 +179,7 @@ def not_a_server_error_but_for_the_engines(ctx: Any, response: Any, case: Any) -
     assert response.status_code < 500 or response.status_code in (502, 503), response.text
 
 
-def test_calls_are_carried_all_the_while(url: str) -> None:
+def test_admin_api_after_any_requests_gateway_answers_calls(url: str) -> None:
     fetch(f"{url}/admin/backends", {"url": "http://127.0.0.1:9"})  # whatever the requests before have registered and removed
     backends = fetch(f"{url}/admin/backends")["backends"]
     assert len(backends) > 1

@@ -89,14 +89,14 @@ CHAT = "/v1/chat/completions"
         ),
     ],
 )
-async def test_a_call_needs_a_token_of_its_scope(headers: dict[str, str], path: str, baggage: str, expected: tuple[int, str]) -> None:
+async def test_gateway_call_needs_token_of_its_scope(headers: dict[str, str], path: str, baggage: str, expected: tuple[int, str]) -> None:
     async with staged(token="root", clients=CLIENTS) as stage:
         status, said = await ask(stage, "POST", path, {"Authorization": "", **headers, "baggage": baggage}, json=ASKED)
         assert (status, said.startswith(expected[1])) == (expected[0], True), said
         assert len(stage.engine.requests) == (status == 200)
 
 
-async def test_clients_of_openai_and_anthropic_show_their_keys_and_the_reasons_of_refusals() -> None:
+async def test_gateway_openai_and_anthropic_clients_authenticate_and_see_refusals() -> None:
     asked = {"model": "policy", "messages": ASKED["messages"]}
     async with staged(token="root", clients=CLIENTS) as stage:
         url = str(stage.client._base_url).rstrip("/")
@@ -115,7 +115,7 @@ async def test_clients_of_openai_and_anthropic_show_their_keys_and_the_reasons_o
 
 
 @pytest.mark.parametrize("body", [b"no JSON", b'{"model": 3}', b"[]"])
-async def test_a_client_of_some_policies_must_name_one(body: bytes) -> None:
+async def test_gateway_client_limited_to_policies_must_name_one(body: bytes) -> None:
     async with staged(token="root", clients=CLIENTS) as stage:
         assert await ask(stage, "POST", CHAT, bearer("judge-key"), data=body) == (
             403,
@@ -133,7 +133,7 @@ async def test_a_client_of_some_policies_must_name_one(body: bytes) -> None:
         ("GET", "/metrics", None),
     ],
 )
-async def test_orders_are_taken_from_administrators_alone(method: str, path: str, body: object) -> None:
+async def test_gateway_admin_orders_need_administrator_token(method: str, path: str, body: object) -> None:
     async with staged(token="root", clients=CLIENTS) as stage:
         for token in ("evals-key", "any-key"):
             status, said = await ask(stage, method, path, bearer(token), json=body)
@@ -143,7 +143,7 @@ async def test_orders_are_taken_from_administrators_alone(method: str, path: str
                 assert answer.status not in {401, 403}
 
 
-async def test_a_path_that_is_not_there_is_told_to_those_with_a_token() -> None:
+async def test_gateway_unknown_path_answers_404_only_with_token() -> None:
     async with staged(token="root", clients=CLIENTS) as stage:
         assert (await ask(stage, "GET", "/nowhere", bearer("any-key")))[0] == 404
         assert (await ask(stage, "GET", "/nowhere", {"Authorization": ""}))[0] == 401
@@ -154,7 +154,7 @@ def access(**settings: object) -> AccessControl:
     return AccessControl(GatewaySettings.model_validate(settings), str)
 
 
-def test_tokens_and_names_of_clients_are_told_apart() -> None:
+def test_access_control_duplicate_client_tokens_or_names_raise() -> None:
     with pytest.raises(SettingsError, match=r"'b' has the same token as 'a'"):
         access(clients=[{"name": "a", "token": "same"}, {"name": "b", "token": "same"}])
     with pytest.raises(SettingsError, match=r"'a' has the same token as 'gateway.token'"):
@@ -163,7 +163,7 @@ def test_tokens_and_names_of_clients_are_told_apart() -> None:
         access(clients=[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}])
 
 
-def test_a_wrong_client_is_named_without_its_token(tmp_path: Path) -> None:
+def test_gateway_clients_setting_error_hides_token(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[[gateway.clients]]\ntoken = "sesame"\n')
     with pytest.raises(SettingsError) as caught:
@@ -175,7 +175,7 @@ def test_a_wrong_client_is_named_without_its_token(tmp_path: Path) -> None:
     assert "evals-key" not in repr(settings)
 
 
-def test_beyond_loopback_somebody_must_have_a_token() -> None:
+def test_require_safe_beyond_loopback_without_token_raises() -> None:
     with pytest.raises(SpangradError, match=r"Set gateway.token, or bind 127.0.0.1"):
         require_safe(GatewaySettings(host="0.0.0.0"))
     require_safe(GatewaySettings.model_validate({"host": "0.0.0.0", "clients": [{"name": "a", "token": "1"}]}))
@@ -183,7 +183,7 @@ def test_beyond_loopback_somebody_must_have_a_token() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_that_is_too_large_is_refused(chunked: bool) -> None:
+async def test_gateway_body_over_max_request_bytes_answers_413(chunked: bool) -> None:
     async with staged(max_request_bytes=1000) as stage:
 
         async def pieces() -> Any:
@@ -209,7 +209,7 @@ async def said_to(stage: Stage, *pieces: bytes, until: bytes | None = None) -> b
         writer.close()
 
 
-async def test_a_body_that_does_not_get_on_is_refused_in_words() -> None:
+async def test_gateway_body_that_stalls_answers_408() -> None:
     async with staged(body_seconds=0.2) as stage:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 400\r\n\r\n"
         answer = await said_to(stage, head, b"ab", until=b"}}")
@@ -226,7 +226,7 @@ async def test_a_body_that_does_not_get_on_is_refused_in_words() -> None:
     }
 
 
-async def test_a_large_body_that_gets_on_is_waited_for() -> None:
+async def test_gateway_large_body_that_progresses_is_awaited() -> None:
     async with staged(body_seconds=0.2) as stage:
 
         async def pieces() -> Any:
@@ -238,7 +238,7 @@ async def test_a_large_body_that_gets_on_is_waited_for() -> None:
             assert answer.status == 200
 
 
-async def test_a_connection_that_sends_no_whole_head_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gateway_connection_without_whole_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spangrad.http.client_timeouts._LOOK_SECONDS", 0.02)
     monkeypatch.setattr(gateway.server, "HttpServer", partial(HttpServer, first_head_seconds=0.1))
     async with staged() as stage:
@@ -263,7 +263,7 @@ SECRETIVE = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [200, 500])
-async def test_a_client_s_secrets_end_at_the_gateway(stream: bool, status: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_gateway_secrets_of_client_reach_neither_engine_nor_log(stream: bool, status: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with staged(FakeEngine(status=status), token=SECRET) as stage:
         for path in (f"/v1/chat/completions?api_key={SECRET}", f"/v1/models?key={SECRET}", f"/nowhere?key={SECRET}"):
@@ -281,7 +281,7 @@ async def test_a_client_s_secrets_end_at_the_gateway(stream: bool, status: int, 
     assert stage.engine.headers[0]["content-type"] == "application/json"
 
 
-async def test_a_malformed_request_s_secrets_do_not_reach_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_gateway_secrets_of_malformed_request_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with staged() as stage:
         for field in (f"Authorization : Bearer {SECRET}", f"Authorization: {SECRET}\0", f"Cookie: {SECRET * 2000}"):
@@ -315,7 +315,7 @@ def certificate(directory: Path, name: str = "gateway", password: bytes | None =
     return files
 
 
-async def test_clients_speak_tls_with_the_certificate_that_is_set(tmp_path: Path) -> None:
+async def test_gateway_with_tls_cert_serves_tls_only(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     trusting = ssl.create_default_context(cafile=cert)
     async with staged(tls_cert=str(cert), tls_key=str(key)) as stage:
@@ -327,7 +327,7 @@ async def test_clients_speak_tls_with_the_certificate_that_is_set(tmp_path: Path
             await stage.client.get("/healthz")
 
 
-def test_a_certificate_that_cannot_be_used_is_refused_in_words(tmp_path: Path) -> None:
+def test_tls_context_of_unusable_certificate_raises(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     _, other = certificate(tmp_path, "other")
     _, locked = certificate(tmp_path, "locked", b"password")

@@ -13,7 +13,7 @@ TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 
 
 @pytest.mark.parametrize("name", ["r", "nightly/12", "what?", "n#1", "50%25", "a b", "é"])
-async def test_a_rollout_of_any_name_has_its_own_endpoint_and_count(name: str) -> None:
+async def test_gateway_client_rollout_of_any_name_has_own_endpoint_and_count(name: str) -> None:
     async with staged() as stage:
         client = GatewayClient(str(stage.client._base_url), None)
         key = RolloutKey("run", name, 0)
@@ -29,7 +29,7 @@ async def test_a_rollout_of_any_name_has_its_own_endpoint_and_count(name: str) -
             await client.close()
 
 
-async def test_calls_of_an_attempt_whose_last_call_outgrew_the_context_say_so() -> None:
+async def test_gateway_client_calls_reports_overflowed_last_call() -> None:
     async with staged() as stage:
         client = GatewayClient(str(stage.client._base_url), None)
         key = RolloutKey("run", "r", 0)

@@ -26,7 +26,7 @@ from spangrad.sampling import is_constrained
         (None, None),
     ],
 )
-def test_a_traceparent_is_read_or_absent(header: str | None, found: tuple[str, str] | None) -> None:
+def test_parse_traceparent_valid_or_none(header: str | None, found: tuple[str, str] | None) -> None:
     context = parse_traceparent(header)
     assert context == (SpanContext(*map(bytes.fromhex, found)) if found else None)
 
@@ -44,7 +44,7 @@ def test_a_traceparent_is_read_or_absent(header: str | None, found: tuple[str, s
         (None, None),
     ],
 )
-def test_baggage_names_an_attempt_or_nothing(baggage: str | None, attempt: AttemptKey | None) -> None:
+def test_attempt_of_baggage_gives_attempt_key_or_none(baggage: str | None, attempt: AttemptKey | None) -> None:
     assert attempt_of(None, parse_baggage(baggage)) == attempt
 
 
@@ -74,11 +74,11 @@ def test_baggage_names_an_attempt_or_nothing(baggage: str | None, attempt: Attem
         ({"tools": 3, "response_format": 4, "tool_choice": 5, "thinking": 6}, False),
     ],
 )
-def test_what_keeps_tokens_from_being_sampled_is_constrained(request_: dict[str, Any], constrained: bool) -> None:
+def test_is_constrained_by_request_fields(request_: dict[str, Any], constrained: bool) -> None:
     assert is_constrained(request_) is constrained
 
 
-async def test_the_longest_unused_attempts_are_forgotten_but_none_with_a_call_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counts_forget_least_recent_attempts_without_calls_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counts, "ATTEMPTS_KEPT", 2)
     tally = counts.Counts()
     tally.announce(AttemptKey("busy", 0), Announcement("run"))
@@ -91,14 +91,14 @@ async def test_the_longest_unused_attempts_are_forgotten_but_none_with_a_call_in
     assert await tally.calls(AttemptKey("busy", 0), 0) == 1
 
 
-async def test_an_attempt_that_was_not_announced_to_this_process_has_no_count() -> None:
+async def test_counts_of_attempt_not_announced_are_none() -> None:
     tally = counts.Counts()
     tally.begin(AttemptKey("before a restart", 0))
     tally.end(AttemptKey("before a restart", 0))
     assert await tally.calls(AttemptKey("before a restart", 0), 0) is None
 
 
-def test_attempt_numbers_that_no_column_holds_count_as_none() -> None:
+def test_attempt_of_number_out_of_range_is_0() -> None:
     numbers = {"7": 7, "9999": 9999, "70000": 0, "9" * 5000: 0, "-1": 0, "x": 0}
     found = {text: attempt_of(None, {semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: text}) for text in numbers}
     assert found == {text: AttemptKey("r", number) for text, number in numbers.items()}

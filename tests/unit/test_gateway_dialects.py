@@ -54,11 +54,11 @@ def hear(name: str, at_once: int = 10**9) -> Heard:
 
 
 @pytest.mark.parametrize("name", ANSWERED)
-def test_the_client_sees_what_a_vllm_sends_that_knows_nothing_of_us(name: str) -> None:
+def test_dialect_client_answer_equals_that_of_plain_vllm(name: str) -> None:
     assert comparable(hear(name).client) == comparable(golden(name)["bare"]["body"].encode())
 
 
-def test_answers_are_compared_but_for_how_many_tokens_came_at_a_time() -> None:
+def test_comparable_ignores_split_of_tokens_into_deltas() -> None:
     def said(*deltas: str) -> bytes:
         parts = [
             f'event: a.delta\ndata: {{"index": 0, "delta": "{delta}", "logprobs": [], "id": "i{delta}", "type": "a.delta"}}'
@@ -73,14 +73,14 @@ def test_answers_are_compared_but_for_how_many_tokens_came_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ANSWERED])
-def test_vllm_refuses_in_the_same_words_what_it_is_asked_through_us(name: str) -> None:
+def test_dialect_refusals_equal_those_of_plain_vllm(name: str) -> None:
     given = golden(name)
     assert given["plugged"]["status"] == given["bare"]["status"] >= 400
     assert comparable(given["plugged"]["body"].encode()) == comparable(given["bare"]["body"].encode())
 
 
 @pytest.mark.parametrize("name", [name for name in ANSWERED if name.endswith("-stream")])
-def test_a_stream_in_small_pieces_is_the_same_stream(name: str) -> None:
+def test_dialect_stream_fed_in_small_pieces_is_unchanged(name: str) -> None:
     whole, pieces = hear(name), hear(name, at_once=7)
     assert pieces.client == whole.client
     assert (pieces.answer.prompts, pieces.answer.choices) == (whole.answer.prompts, whole.answer.choices)
@@ -89,7 +89,7 @@ def test_a_stream_in_small_pieces_is_the_same_stream(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_IDS)
-def test_every_choice_has_the_ids_and_logprobs_of_its_tokens(name: str) -> None:
+def test_dialect_choices_have_ids_and_logprobs_of_their_tokens(name: str) -> None:
     given, answer = golden(name), hear(name).answer
     usage = answer.usage
     choices = answer.ordered()
@@ -109,7 +109,7 @@ def test_every_choice_has_the_ids_and_logprobs_of_its_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_IDS if not name.endswith("-stream")])
-def test_a_stream_leaves_the_record_of_the_whole_answer(name: str) -> None:
+def test_dialect_stream_record_equals_that_of_whole_answer(name: str) -> None:
     whole, stream = hear(name).answer, hear(f"{name}-stream").answer
     assert stream.prompts == whole.prompts
     assert [choice.token_ids for choice in stream.ordered()] == [choice.token_ids for choice in whole.ordered()]
@@ -119,7 +119,7 @@ def test_a_stream_leaves_the_record_of_the_whole_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["responses", "responses-schema", "messages", "messages-named", "messages-schema"])
-def test_a_streams_parts_amount_to_the_whole_answer(name: str) -> None:
+def test_dialect_stream_response_json_equals_that_of_whole_answer(name: str) -> None:
     whole, stream = hear(name).answer.response_json(), hear(f"{name}-stream").answer.response_json()
     assert whole
     assert stream
@@ -129,14 +129,14 @@ def test_a_streams_parts_amount_to_the_whole_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERED)
-def test_what_is_kept_as_json_holds_no_ids(name: str) -> None:
+def test_dialect_response_json_holds_no_ids(name: str) -> None:
     kept = hear(name).answer.response_json()
     assert kept
     for field in (b'"token_ids":[', b'"prompt_token_ids":[', b'"tokens":[', b'"spangrad"'):
         assert field not in kept
 
 
-def test_n_choices_of_p_prompts_stand_in_their_order() -> None:
+def test_dialect_choices_of_several_prompts_are_in_order() -> None:
     for name in ("completions-many", "completions-many-stream"):
         answer = hear(name).answer
         assert len(answer.prompts) == 3
@@ -148,7 +148,7 @@ def test_n_choices_of_p_prompts_stand_in_their_order() -> None:
     assert hear("completions-tokens").answer.prompts == [[20, 21, 22], [40, 41]]
 
 
-def test_a_cut_stream_of_several_prompts_leaves_each_choice_in_its_place() -> None:
+def test_dialect_cut_stream_of_several_prompts_keeps_choices_in_place() -> None:
     given = golden("completions-many-stream")
     dialect = DIALECTS[given["path"]]
     reader = dialect.stream(dialect.parse(json.dumps(given["request"]).encode()))
@@ -160,7 +160,7 @@ def test_a_cut_stream_of_several_prompts_leaves_each_choice_in_its_place() -> No
 
 
 @pytest.mark.parametrize("name", ["completions-echo", "completions-echo-stream"])
-def test_an_echo_is_not_asked_for_ids_and_leaves_none(name: str) -> None:
+def test_dialect_echo_request_asks_no_ids_and_has_none(name: str) -> None:
     heard = hear(name)
     assert heard.request.for_engine() == heard.request.raw
     assert heard.answer.prompts == []
@@ -169,7 +169,7 @@ def test_an_echo_is_not_asked_for_ids_and_leaves_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["responses-stream", "responses-tool-stream", "messages-stream", "messages-tool-stream"])
-def test_a_cut_stream_leaves_the_tokens_so_far(name: str) -> None:
+def test_dialect_cut_stream_keeps_tokens_so_far(name: str) -> None:
     given = golden(name)
     dialect = DIALECTS[given["path"]]
     reader = dialect.stream(dialect.parse(json.dumps(given["request"]).encode()))
@@ -186,14 +186,14 @@ def test_a_cut_stream_leaves_the_tokens_so_far(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_what_the_engine_is_asked_in_a_tapped_dialect_is_what_the_client_asked(path: str) -> None:
+def test_dialect_with_middleware_field_sends_request_unchanged(path: str) -> None:
     raw = b'{ "model":"policy","messages":[],"input" :1.00, "max_tokens":5}'
     assert DIALECTS[path].parse(raw).for_engine() == raw
 
 
 @pytest.mark.parametrize("path", list(DIALECTS))
 @pytest.mark.parametrize("body", [b"[1]", b"nonsense", b"{}", b'{"choices": 3, "content": {}}', b'{"output": 1, "id": 4}'])
-def test_an_answer_in_no_dialect_is_an_error_of_value(path: str, body: bytes) -> None:
+def test_dialect_unreadable_answer_raises_value_error(path: str, body: bytes) -> None:
     dialect = DIALECTS[path]
     request = dialect.parse(b"{}")
     try:
@@ -215,7 +215,7 @@ def test_an_answer_in_no_dialect_is_an_error_of_value(path: str, body: bytes) ->
         b'data: {"error": {"message": "broke"}, "type": "error"}',
     ],
 )
-def test_an_event_that_is_no_part_of_an_answer_passes_as_it_is(path: str, event: bytes) -> None:
+def test_dialect_unknown_stream_event_passes_unchanged(path: str, event: bytes) -> None:
     dialect = DIALECTS[path]
     reader = dialect.stream(dialect.parse(b"{}"))
     passed = reader.feed(event + b"\n\n: a comment\n\nrest")
@@ -225,7 +225,7 @@ def test_an_event_that_is_no_part_of_an_answer_passes_as_it_is(path: str, event:
     assert (rest, reader.rest()) == ([b": a comment", b""], b"rest")
 
 
-def test_errors_of_the_gateways_own_are_in_the_dialects_form() -> None:
+def test_dialect_error_has_form_of_dialect() -> None:
     openai = {"error": {"message": "why", "type": "kind", "code": 502}}
     assert {path: dialect.error(502, "why", "kind") for path, dialect in DIALECTS.items()} == {
         "/v1/chat/completions": openai,
@@ -236,7 +236,7 @@ def test_errors_of_the_gateways_own_are_in_the_dialects_form() -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERED)
-def test_an_upstream_that_gives_no_ids_passes_byte_for_byte_and_is_kept_without(name: str) -> None:
+def test_dialect_answer_without_ids_passes_byte_for_byte(name: str) -> None:
     given = golden(name)
     dialect = DIALECTS[given["path"]]
     request = dialect.parse(json.dumps(given["request"]).encode())
@@ -265,7 +265,7 @@ async def ask(stage: Stage, name: str, prefix: str = "", headers: dict[str, str]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("chat")])
-async def test_each_dialect_is_answered_and_recorded(name: str) -> None:
+async def test_gateway_each_dialect_is_answered_and_recorded(name: str) -> None:
     given = golden(name)
     attempt = "/rollout/r1/attempt/3"
     async with staged(relax=[]) as stage:
@@ -292,7 +292,7 @@ async def test_each_dialect_is_answered_and_recorded(name: str) -> None:
     assert semconv.ERROR_TYPE not in span.attributes
 
 
-async def test_several_prompts_and_choices_stand_with_their_lengths() -> None:
+async def test_gateway_several_prompts_and_choices_record_lengths() -> None:
     async with staged() as stage:
         await ask(stage, "completions-many")
         (span,) = await stage.spans()
@@ -304,7 +304,7 @@ async def test_several_prompts_and_choices_stand_with_their_lengths() -> None:
 
 
 @pytest.mark.parametrize("name", ["responses", "messages-stream"])
-async def test_an_answer_that_the_engine_cut_is_marked_whatever_the_dialect_says_of_it(name: str) -> None:
+async def test_gateway_answer_aborted_by_engine_is_marked_aborted_in_each_dialect(name: str) -> None:
     given = golden(name)
     cut = given["plugged"]["body"].replace('"finish_reason":"length"', '"finish_reason":"abort"')
     async with staged() as stage:
@@ -316,7 +316,7 @@ async def test_an_answer_that_the_engine_cut_is_marked_whatever_the_dialect_says
 
 
 @pytest.mark.parametrize("name", ["responses-stream", "messages-stream", "completions-stream"])
-async def test_a_client_that_leaves_a_stream_of_any_dialect_leaves_the_ids_so_far(name: str) -> None:
+async def test_gateway_client_leaving_stream_of_each_dialect_records_ids_so_far(name: str) -> None:
     given = golden(name)
     async with staged() as stage:
         stage.engine.go_on.clear()
@@ -335,7 +335,7 @@ async def test_a_client_that_leaves_a_stream_of_any_dialect_leaves_the_ids_so_fa
     assert whole.token_ids[: len(ids)] == ids
 
 
-async def test_an_anthropic_client_is_told_of_a_dead_engine_in_its_own_form() -> None:
+async def test_gateway_errors_to_anthropic_client_have_its_form() -> None:
     (nobody,) = free_ports(1)
     async with staged(engine_url=f"http://127.0.0.1:{nobody}") as stage:
         async with stage.client.post("/v1/messages", json={"model": "policy"}) as answer:
@@ -357,7 +357,7 @@ async def test_an_anthropic_client_is_told_of_a_dead_engine_in_its_own_form() ->
         ("GET", "/v1/x%20y"),
     ],
 )
-async def test_what_is_no_dialect_passes_unrecorded(prefix: str, method: str, path: str) -> None:
+async def test_gateway_unknown_route_passes_unrecorded(prefix: str, method: str, path: str) -> None:
     async with staged() as stage:
         async with stage.client.request(method, URL(prefix + path, encoded=True), data=b"{not json") as answer:
             assert (answer.status, await answer.json()) == (418, {"method": method, "path": path})
@@ -381,7 +381,7 @@ async def test_what_is_no_dialect_passes_unrecorded(prefix: str, method: str, pa
         ("/rollout/v1/attempt/0/v1/load_lora_adapter", "only a publication"),
     ],
 )
-async def test_what_would_change_the_engine_or_escape_the_record_does_not_pass(path: str, why: str) -> None:
+async def test_gateway_route_that_changes_engine_is_refused(path: str, why: str) -> None:
     async with staged() as stage:
         async with stage.client.post(URL(path, encoded=True), data=b"{}") as answer:
             error = (await answer.json())["error"]

@@ -59,7 +59,7 @@ async def arrived(store: OtlpSink, count: int) -> list[str]:
     return [one.name for one in store.spans]
 
 
-async def test_spans_arrive_in_order_with_resource_scope_and_token(exporting: Exporting) -> None:
+async def test_exporter_sends_spans_in_order_with_resource_scope_and_token(exporting: Exporting) -> None:
     with OtlpSink() as store:
         async with exporting(store.url, store__token="secret") as exporter:
             names = [str(number) for number in range(300)]
@@ -70,7 +70,7 @@ async def test_spans_arrive_in_order_with_resource_scope_and_token(exporting: Ex
         assert {headers["authorization"] for headers in store.requests} == {"Bearer secret"}
 
 
-async def test_nothing_is_lost_while_the_store_refuses_and_then_takes(exporting: Exporting) -> None:
+async def test_exporter_while_store_refuses_loses_no_span(exporting: Exporting) -> None:
     with OtlpSink(refusals=[(503, {}), (429, {}), (401, {})]) as store:
         async with exporting(store.url) as exporter:
             for name in "abc":
@@ -79,7 +79,7 @@ async def test_nothing_is_lost_while_the_store_refuses_and_then_takes(exporting:
             assert len(store.requests) >= 4
 
 
-async def test_nothing_is_lost_while_the_store_is_down_and_then_up(exporting: Exporting) -> None:
+async def test_exporter_while_store_is_down_loses_no_span(exporting: Exporting) -> None:
     (port,) = free_ports(1)
     async with exporting(f"http://127.0.0.1:{port}") as exporter:
         await exporter.put(span("a"))
@@ -89,7 +89,7 @@ async def test_nothing_is_lost_while_the_store_is_down_and_then_up(exporting: Ex
             assert await arrived(store, 2) == ["a", "b"]
 
 
-async def test_what_one_exporter_could_not_deliver_the_next_one_sends_before_its_own(exporting: Exporting, tmp_path: Path) -> None:
+async def test_exporter_sends_spill_of_earlier_exporter_first(exporting: Exporting, tmp_path: Path) -> None:
     (nobody,) = free_ports(1)
     names = [str(number) for number in range(20)]
     for name in names:
@@ -103,7 +103,9 @@ async def test_what_one_exporter_could_not_deliver_the_next_one_sends_before_its
     assert list((tmp_path / "spill").glob("*.spill")) == []
 
 
-async def test_a_damaged_span_costs_no_other_and_is_named(exporting: Exporting, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_exporter_damaged_span_in_spill_is_reported_and_others_sent(
+    exporting: Exporting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (nobody,) = free_ports(1)
     async with exporting(f"http://127.0.0.1:{nobody}", seconds=0) as exporter:
         for name in ("alpha", "bravo", "carol"):
@@ -120,7 +122,7 @@ async def test_a_damaged_span_costs_no_other_and_is_named(exporting: Exporting, 
     ]
 
 
-async def test_memory_is_bounded_and_the_disk_has_the_rest_in_order(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exporter_memory_is_bounded_and_spill_keeps_order(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "SEGMENT_BYTES", 20_000)
     monkeypatch.setattr(exporter_module, "BATCH_BYTES", 10_000)
     monkeypatch.setattr(exporter_module, "QUICK_READ_BYTES", 5_000)
@@ -138,7 +140,7 @@ async def test_memory_is_bounded_and_the_disk_has_the_rest_in_order(exporting: E
             assert await arrived(store, 101) == [*names, "short way"]
 
 
-async def test_a_span_that_the_store_refuses_for_what_it_is_costs_no_other(exporting: Exporting, caplog: pytest.LogCaptureFixture) -> None:
+async def test_exporter_span_refused_by_store_is_reported_and_others_sent(exporting: Exporting, caplog: pytest.LogCaptureFixture) -> None:
     with Poisoned() as store:
         async with exporting(store.url) as exporter:
             for name in ("a", "poison", "b"):
@@ -149,7 +151,7 @@ async def test_a_span_that_the_store_refuses_for_what_it_is_costs_no_other(expor
     ]
 
 
-async def test_a_spent_disk_budget_makes_calls_wait_until_the_store_takes_spans(exporting: Exporting) -> None:
+async def test_exporter_spill_bytes_spent_makes_calls_wait(exporting: Exporting) -> None:
     (port,) = free_ports(1)
     async with exporting(f"http://127.0.0.1:{port}", gateway__spill_bytes=1000) as exporter:
         await exporter.room()
@@ -161,7 +163,7 @@ async def test_a_spent_disk_budget_makes_calls_wait_until_the_store_takes_spans(
             await asyncio.wait_for(waiting, 5)
 
 
-async def test_a_budget_that_an_earlier_exporter_spent_makes_calls_wait(exporting: Exporting) -> None:
+async def test_exporter_spill_bytes_spent_by_earlier_exporter_makes_calls_wait(exporting: Exporting) -> None:
     (port,) = free_ports(1)
     async with exporting(f"http://127.0.0.1:{port}", seconds=0) as exporter:
         await exporter.put(span("a", filling=2000))
@@ -173,7 +175,7 @@ async def test_a_budget_that_an_earlier_exporter_spent_makes_calls_wait(exportin
             await asyncio.wait_for(waiting, 5)
 
 
-async def test_a_full_disk_makes_calls_wait_and_loses_nothing(
+async def test_exporter_full_disk_makes_calls_wait_and_loses_no_span(
     exporting: Exporting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = FullDisk(monkeypatch, full=False)
@@ -196,7 +198,7 @@ async def test_a_full_disk_makes_calls_wait_and_loses_nothing(
     ]
 
 
-async def test_the_end_tells_how_many_spans_the_disk_did_not_take(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exporter_end_reports_number_of_lost_spans(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FullDisk(monkeypatch, full=False)
     with OtlpSink() as store:
         async with exporting(store.url, lost=2) as exporter:
@@ -207,7 +209,7 @@ async def test_the_end_tells_how_many_spans_the_disk_did_not_take(exporting: Exp
             put.cancel()
 
 
-async def test_spans_are_held_back_but_not_beyond_the_end(exporting: Exporting) -> None:
+async def test_exporter_export_delay_ends_at_close(exporting: Exporting) -> None:
     with OtlpSink() as store:
         async with exporting(store.url, gateway__export_delay_seconds=60) as exporter:
             await exporter.put(span("a"))
@@ -217,7 +219,7 @@ async def test_spans_are_held_back_but_not_beyond_the_end(exporting: Exporting) 
         assert await arrived(store, 2) == ["a", "b"]
 
 
-async def test_held_back_spans_leave_when_their_time_has_come(exporting: Exporting) -> None:
+async def test_exporter_export_delay_sends_after_delay(exporting: Exporting) -> None:
     with OtlpSink() as store:
         async with exporting(store.url, gateway__export_delay_seconds=0.2) as exporter:
             began = asyncio.get_running_loop().time()

@@ -16,7 +16,7 @@ BAGGAGE = "spangrad.rollout.id=r1,spangrad.rollout.attempt=0,spangrad.rollout.mo
 
 @pytest.mark.parametrize("asked", [{"temperature": 0.7}, {"temperature": None}, {}])
 @pytest.mark.parametrize("by", ["baggage", "endpoint"])
-async def test_the_engine_is_asked_at_temperature_0(by: str, asked: dict[str, object]) -> None:
+async def test_greedy_rollout_call_reaches_engine_at_temperature_0(by: str, asked: dict[str, object]) -> None:
     body = {name: value for name, value in {**ASKED, **asked, "top_p": 0.5}.items() if name in asked or name != "temperature"}
     async with staged() as stage:
         path, headers = "", {"baggage": BAGGAGE}
@@ -34,7 +34,7 @@ async def test_the_engine_is_asked_at_temperature_0(by: str, asked: dict[str, ob
 
 
 @pytest.mark.parametrize("name", ["chat-stream", "completions-stream", "messages-stream", "responses-stream"])
-async def test_in_every_dialect(name: str) -> None:
+async def test_greedy_rollout_call_in_each_dialect_reaches_engine_at_temperature_0(name: str) -> None:
     given = json.loads((GOLDEN / f"{name}.json").read_text())
     engine = FakeEngine()
     engine.answers[given["path"]] = Recorded(given["plugged"]["body"].encode(), given["plugged"]["type"])
@@ -48,13 +48,13 @@ async def test_in_every_dialect(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["train", "validate"])
-async def test_other_rollouts_sample_as_they_ask(mode: str) -> None:
+async def test_calls_of_other_modes_keep_their_temperature(mode: str) -> None:
     async with staged() as stage:
         await stage.chat(headers={"baggage": BAGGAGE.replace("greedy", mode)})
         assert [one["temperature"] for one in stage.engine.requests] == [0.5]
 
 
-async def test_an_upstream_that_is_no_engine_of_ours_is_asked_as_the_agent_asked() -> None:
+async def test_greedy_rollout_call_to_frozen_upstream_is_unchanged() -> None:
     """A judge elsewhere is part of the task, not of the policy; some providers refuse temperature 0."""
     engine = FakeEngine(policy="judge")
     backend = {"url": f"http://127.0.0.1:{engine.port}", "policy": "judge", "kind": "openai"}

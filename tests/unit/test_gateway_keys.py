@@ -40,7 +40,7 @@ def answering(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -
 @pytest.mark.parametrize(
     ("kind", "path"), [("anthropic", "/v1/messages"), ("openai", "/v1/chat/completions"), ("openai", "/v1/embeddings")]
 )
-async def test_a_redirect_is_not_followed(kind: str, path: str) -> None:
+async def test_upstream_redirect_is_not_followed(kind: str, path: str) -> None:
     strayed: list[str] = []
 
     async def elsewhere(request: web.Request) -> web.Response:
@@ -61,7 +61,7 @@ async def test_a_redirect_is_not_followed(kind: str, path: str) -> None:
     assert strayed == []
 
 
-async def test_an_engine_that_redirects_is_down() -> None:
+async def test_engine_that_redirects_is_down() -> None:
     async def elsewhere(request: web.Request) -> web.Response:
         return web.json_response({"policy": "policy", "version": 0, "tokenizer_hash": "cafe", "warm": False})
 
@@ -75,7 +75,7 @@ async def test_an_engine_that_redirects_is_down() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 401])
-async def test_what_passes_unread_is_scrubbed(status: int) -> None:
+async def test_scrubber_removes_key_from_unrecorded_answer(status: int) -> None:
     async def quote(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=status)
         await response.prepare(request)
@@ -92,7 +92,7 @@ async def test_what_passes_unread_is_scrubbed(status: int) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-async def test_a_streams_events_are_scrubbed_before_anybody_reads_or_records_them(path: str) -> None:
+async def test_scrubber_removes_key_from_stream_events_before_recording(path: str) -> None:
     async def quote(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers=STREAM)
         await response.prepare(request)
@@ -110,7 +110,7 @@ async def test_a_streams_events_are_scrubbed_before_anybody_reads_or_records_the
 
 
 @given(st.lists(st.text("ab*", max_size=4)), st.text("ab", min_size=1, max_size=4))
-def test_a_key_is_found_wherever_its_parts_are_cut(parts: list[str], key: str) -> None:
+def test_scrubber_finds_key_at_any_split(parts: list[str], key: str) -> None:
     scrubber = Scrubber(key.encode())
     shown = b"".join(scrubber.feed(part.encode()) for part in parts) + scrubber.rest()
     assert shown == "".join(parts).encode().replace(key.encode(), b"***")

@@ -36,7 +36,7 @@ def of_call(policy: str, status: str, error: str, dialect: str = CHAT) -> tuple[
     return "calls_total", (("dialect", dialect), ("error_type", error), ("policy", policy), ("status", status))
 
 
-async def test_calls_are_counted_by_what_became_of_them() -> None:
+async def test_metrics_calls_are_counted_by_outcome() -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         assert (await stage.chat())[0] == 200
@@ -62,7 +62,7 @@ async def test_calls_are_counted_by_what_became_of_them() -> None:
     assert seen["calls_in_flight", ()] == 0
 
 
-async def test_what_is_under_way_is_seen() -> None:
+async def test_metrics_show_calls_in_flight_and_backends() -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         stage.engine.go_on.clear()
@@ -79,7 +79,7 @@ async def test_what_is_under_way_is_seen() -> None:
         assert (await scrape(stage))["calls_in_flight", ()] == 0
 
 
-async def test_a_client_that_leaves_is_counted_as_that() -> None:
+async def test_metrics_client_disconnect_counts_as_aborted() -> None:
     async with staged() as stage:
         stage.engine.go_on.clear()
         call = asyncio.create_task(stage.chat())
@@ -89,7 +89,7 @@ async def test_a_client_that_leaves_is_counted_as_that() -> None:
         assert (await scrape(stage))[of_call("policy", "", "aborted")] == 1
 
 
-async def test_spans_are_counted_until_the_store_has_them() -> None:
+async def test_metrics_spans_are_waiting_until_delivered() -> None:
     async with staged(export_delay_seconds=30) as stage:
         await stage.chat()
         seen = await scrape(stage)
@@ -104,7 +104,7 @@ async def test_spans_are_counted_until_the_store_has_them() -> None:
         assert (seen["spans_waiting_bytes", ()], seen["spans_refused_total", ()]) == (0, 0)
 
 
-async def test_publications_are_timed_by_outcome(tmp_path: Path) -> None:
+async def test_metrics_publications_are_timed_by_outcome(tmp_path: Path) -> None:
     async with staged(FakeEngine()) as stage:
         await stage.readiness("serving")
         order = {"version": 1, "path": str(tmp_path), "checksum": "float32:00"}
@@ -114,7 +114,7 @@ async def test_publications_are_timed_by_outcome(tmp_path: Path) -> None:
     assert seen["publication_seconds_count", (("outcome", "failed"), ("policy", "policy"))] == 1
 
 
-def test_a_registry_of_its_own_holds_nothing_of_the_process() -> None:
+def test_gateway_metrics_registry_contains_no_process_metrics() -> None:
     metrics = GatewayMetrics()
     metrics.backends = lambda: [BackendSample("b-0", "b", "down", None, 0), BackendSample("a-0", "a", "serving", 7, 2)]
     metrics.spans = lambda: SpanState(delivered=3, refused=1, waiting_bytes=10, memory_bytes=4)

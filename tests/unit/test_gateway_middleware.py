@@ -138,7 +138,7 @@ def field(middleware: SpangradMiddleware, *versions: tuple[int, int], choices: i
     return {"policy": "policy", "tokenizer_hash": middleware.tokenizer_hash, **complete}
 
 
-async def test_a_whole_answer_gets_ids_unasked_and_our_field(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_middleware_whole_answer_gets_ids_and_spangrad_field(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     status, headers, parts = await call(middleware, CHAT_PATH, ASKED)
     expected = vllm.engine.whole({**ASKED, "return_token_ids": True, "logprobs": True}) | {"spangrad": field(middleware, (0, 3))}
     assert (status, json.loads(parts[0])) == (200, expected)
@@ -146,7 +146,7 @@ async def test_a_whole_answer_gets_ids_unasked_and_our_field(vllm: Vllm, middlew
 
 
 @pytest.mark.parametrize("extra", [{}, {"n": 2}, {"stream_options": {"include_usage": True}}], ids=str)
-async def test_a_stream_tells_in_its_first_chunk_and_completely_in_its_last(
+async def test_middleware_stream_has_field_in_first_and_last_chunk(
     vllm: Vllm, middleware: SpangradMiddleware, extra: dict[str, Any]
 ) -> None:
     asked = {**ASKED, **extra, "stream": True}
@@ -157,7 +157,7 @@ async def test_a_stream_tells_in_its_first_chunk_and_completely_in_its_last(
     assert b"".join(parts) == b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
 
 
-async def test_only_what_may_be_the_last_chunk_waits_for_the_next(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_middleware_stream_delays_only_possible_last_chunk(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     vllm.before_last.clear()
     sent: list[bytes] = []
     middleware_send = asyncio.create_task(call_into(middleware, {**ASKED, "stream": True}, sent))
@@ -182,7 +182,7 @@ async def call_into(middleware: SpangradMiddleware, body: object, sent: list[byt
     await middleware({"type": "http", "method": "POST", "path": CHAT_PATH, "headers": [], "app": middleware.app}, receive, send)
 
 
-async def test_a_stream_of_one_chunk_tells_once_and_completely(
+async def test_middleware_stream_of_one_chunk_has_field_once(
     vllm: Vllm, middleware: SpangradMiddleware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = {"error": {"message": "broke"}}
@@ -191,15 +191,13 @@ async def test_a_stream_of_one_chunk_tells_once_and_completely(
     assert b"".join(parts) == event({**error, "spangrad": field(middleware, (0, 3))}) + b"data: [DONE]\n\n"
 
 
-async def test_errors_and_other_paths_pass_as_they_are(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_middleware_errors_and_other_paths_pass_unchanged(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     vllm.refuses = True
     assert (await call(middleware, CHAT_PATH, ASKED))[::2] == (400, [b'{"error":{}}'])
     assert (await call(middleware, "/tokenize", {}))[::2] == (500, [b"{}"])
 
 
-async def test_calls_have_the_adapter_whatever_they_name_the_policy(
-    vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_middleware_with_lora_sends_calls_to_adapter(vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAD_ENGINE__LORA_RANK", "8")
     monkeypatch.setenv("SPANGRAD_ZERO_ADAPTER", "/bare")
     middleware = SpangradMiddleware(vllm)
@@ -212,7 +210,7 @@ async def test_calls_have_the_adapter_whatever_they_name_the_policy(
     assert (await call(middleware, CHAT_PATH, {**ASKED, "model": ["policy"]}))[0] == 200, "vLLM's to refuse"
 
 
-async def test_an_order_to_load_in_place_is_carried_out_once(vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_middleware_load_inplace_is_cleared_after_load(vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAD_ENGINE__LORA_RANK", "8")
     middleware = SpangradMiddleware(vllm)
     order = {"lora_name": "policy", "lora_path": "/v1", "load_inplace": True}
@@ -222,7 +220,7 @@ async def test_an_order_to_load_in_place_is_carried_out_once(vllm: Vllm, plugin_
     assert ((await call(middleware, "/v1/load_lora_adapter", order))[0], ADAPTERS["policy"].load_inplace) == (200, False)
 
 
-async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middleware: SpangradMiddleware, tmp_path: Path) -> None:
+async def test_middleware_version_changes_once_vllm_has_accepted(vllm: Vllm, middleware: SpangradMiddleware, tmp_path: Path) -> None:
     vllm.refuses = True
     await call(middleware, "/update_weight_version", {"new_version": "4"})
     assert middleware.version == 3
@@ -248,7 +246,7 @@ async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middlewar
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == {**expected, "warm": True}
 
 
-async def test_an_answer_across_a_reload_names_each_version_and_where_it_begins(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_middleware_answer_across_reload_names_each_version_and_its_start(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     vllm.before_last.clear()
     asked = {**ASKED, "stream": True}
     answering = asyncio.create_task(call(middleware, CHAT_PATH, asked))
@@ -261,7 +259,7 @@ async def test_an_answer_across_a_reload_names_each_version_and_where_it_begins(
     assert json.loads(b"".join(parts).split(b"\n\n")[-3][6:])["spangrad"] == field(middleware, (0, 3), (2, 4))
 
 
-async def test_a_call_that_arrives_in_a_pause_starts_after_it(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_middleware_call_during_pause_starts_after_resume(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     await call(middleware, "/pause?mode=keep", {})
     answering = asyncio.create_task(call(middleware, CHAT_PATH, ASKED))
     await asyncio.wait({answering}, timeout=0.05)
@@ -273,9 +271,7 @@ async def test_a_call_that_arrives_in_a_pause_starts_after_it(vllm: Vllm, middle
     assert json.loads(parts[0])["spangrad"] == field(middleware, (0, 4))
 
 
-async def test_a_pause_that_ends_calls_ends_those_that_wait_and_refuses_more_until_vllm_is_resumed(
-    vllm: Vllm, middleware: SpangradMiddleware
-) -> None:
+async def test_middleware_pause_that_aborts_refuses_waiting_calls_until_resume(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     await call(middleware, "/pause?mode=keep", {})
     waiting = asyncio.create_task(call(middleware, CHAT_PATH, ASKED))
     await asyncio.wait({waiting}, timeout=0.05)
@@ -286,7 +282,7 @@ async def test_a_pause_that_ends_calls_ends_those_that_wait_and_refuses_more_unt
     assert (await call(middleware, CHAT_PATH, ASKED))[0] == 200
 
 
-async def test_a_pause_that_vllm_refuses_holds_nobody(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_middleware_pause_refused_by_vllm_delays_no_call(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     vllm.refuses = True
     await call(middleware, "/pause?mode=keep", {})
     assert (await asyncio.wait_for(call(middleware, CHAT_PATH, ASKED), 1))[0] == 400
@@ -309,5 +305,5 @@ async def test_a_pause_that_vllm_refuses_holds_nobody(vllm: Vllm, middleware: Sp
         (MESSAGES_PATH, {}, {}),
     ],
 )
-def test_what_is_asked_beyond_the_client(path: str, asked: dict[str, Any], added: dict[str, Any]) -> None:
+def test_ask_adds_ids_and_logprobs_to_request(path: str, asked: dict[str, Any], added: dict[str, Any]) -> None:
     assert with_ids(path, asked) == {**asked, **added}

@@ -54,7 +54,7 @@ def chat(*parts: Any) -> dict[str, Any]:
         (MESSAGES_PATH, {"system": [IMAGE_BLOCK], "messages": []}, "image"),
     ],
 )
-def test_modality_of_a_prompt_names_what_is_not_text(path: str, fields: dict[str, Any], kinds: str) -> None:
+def test_modality_of_prompt_names_content_that_is_not_text(path: str, fields: dict[str, Any], kinds: str) -> None:
     assert asked(path, **fields) == kinds
 
 
@@ -71,7 +71,7 @@ def test_modality_of_a_prompt_names_what_is_not_text(path: str, fields: dict[str
         (MESSAGES_PATH, {"content": [TEXT, {"type": "tool_use", "input": IMAGE_BLOCK}]}, ""),
     ],
 )
-def test_modality_of_an_answer_names_what_is_not_text(path: str, answer: dict[str, Any], kinds: str) -> None:
+def test_modality_of_answer_names_content_that_is_not_text(path: str, answer: dict[str, Any], kinds: str) -> None:
     assert asked(path, answer, messages=[], input="say rome") == kinds
 
 
@@ -91,11 +91,11 @@ def test_modality_of_an_answer_names_what_is_not_text(path: str, answer: dict[st
         (COMPLETIONS, {"prompt": [1, 2, 3]}),
     ],
 )
-def test_modality_of_text_that_speaks_of_images_is_empty(path: str, fields: dict[str, Any]) -> None:
+def test_modality_of_text_about_images_is_empty(path: str, fields: dict[str, Any]) -> None:
     assert asked(path, {"choices": [{"message": {"content": 'the "image"'}}]}, **fields) == ""
 
 
-def test_modality_sees_through_escapes() -> None:
+def test_modality_of_escaped_json_is_found() -> None:
     raw = json.dumps(chat({"type": "image_url", "image_url": URL})).replace('"image_url"', '"\\u0069mage\\u005furl"').encode()
     assert modality(DIALECTS[CHAT].parse(raw), None) == "image"
 
@@ -112,12 +112,12 @@ def test_modality_of_any_json_never_fails(content: Any, answer: Any) -> None:
     assert isinstance(modality(request, answer if isinstance(answer, bytes) else json.dumps(answer).encode()), str)
 
 
-def test_modality_of_content_nested_beyond_reading_is_empty() -> None:
+def test_modality_of_too_deeply_nested_content_is_empty() -> None:
     assert modality(DIALECTS[CHAT].parse(b'{"messages": []}'), b'{"content": ' + b'[{"type": "image", "content": ' * 5000) == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_with_an_image_says_so_on_its_span_and_others_say_nothing(stream: bool) -> None:
+async def test_modality_of_image_call_is_on_its_span_only(stream: bool) -> None:
     async with staged(FakeEngine()) as stage:
         await stage.chat(stream=stream)
         await stage.chat(stream=stream, **chat({"type": "image_url", "image_url": URL}))

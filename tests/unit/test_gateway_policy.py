@@ -41,7 +41,7 @@ async def begun(policy: Policy, attempt: AttemptKey | None) -> asyncio.Task[Upst
     return task
 
 
-async def test_the_least_busy_backend_answers_and_equals_take_turns() -> None:
+async def test_acquire_takes_least_busy_backend_in_turns() -> None:
     policy, (first, second, third) = policy_of(None, None, None)
     assert [await policy.acquire(None) for _ in range(4)] == [first, second, third, first]
     policy.give_back(second)
@@ -52,7 +52,7 @@ async def test_the_least_busy_backend_answers_and_equals_take_turns() -> None:
     assert await policy.acquire(None) is third
 
 
-async def test_a_rollout_stays_with_the_backend_that_holds_its_prefix_until_that_is_much_busier() -> None:
+async def test_acquire_keeps_rollout_at_its_backend_until_much_busier() -> None:
     policy, (first, second) = policy_of(None, None)
     assert [await policy.acquire(A), await policy.acquire(B)] == [first, second]
     # Only b's calls: first is at 1, second at 1 more each time, and the ninth is too much.
@@ -65,14 +65,14 @@ async def test_a_rollout_stays_with_the_backend_that_holds_its_prefix_until_that
 
 
 @pytest.mark.parametrize("status", [BackendStatus.DOWN, BackendStatus.DRAINING, BackendStatus.PUBLISHING])
-async def test_a_rollout_leaves_a_backend_that_takes_no_calls(status: BackendStatus) -> None:
+async def test_acquire_leaves_backend_that_takes_no_calls(status: BackendStatus) -> None:
     policy, (first, second) = policy_of(None, None)
     assert await policy.acquire(A) is first
     first.set_status(status)
     assert await policy.acquire(A) is second
 
 
-async def test_more_calls_than_the_limits_allow_wait_and_rollouts_take_turns() -> None:
+async def test_acquire_beyond_limits_waits_and_alternates_rollouts() -> None:
     policy, (backend,) = policy_of(1)
     await policy.acquire(None)
     waiting = [(name, await begun(policy, attempt)) for name, attempt in (("a1", A), ("a2", A), ("a3", A), ("b1", B), ("c1", C), ("b2", B))]
@@ -87,7 +87,7 @@ async def test_more_calls_than_the_limits_allow_wait_and_rollouts_take_turns() -
     assert policy.waiting == 0
 
 
-async def test_a_full_queue_refuses_with_words() -> None:
+async def test_acquire_with_full_queue_raises_pool_full_error() -> None:
     policy, (backend,) = policy_of(1, queue_limit=1)
     await policy.acquire(A)
     waiting = await begun(policy, A)
@@ -97,7 +97,7 @@ async def test_a_full_queue_refuses_with_words() -> None:
     assert await waiting is backend
 
 
-async def test_a_call_that_is_cancelled_gives_its_turn_and_its_backend_back() -> None:
+async def test_acquire_cancelled_frees_turn_and_backend() -> None:
     policy, (backend,) = policy_of(1)
     await policy.acquire(None)
     first, second, third = [await begun(policy, attempt) for attempt in (A, B, C)]
@@ -110,7 +110,7 @@ async def test_a_call_that_is_cancelled_gives_its_turn_and_its_backend_back() ->
     assert [first.cancelled(), second.cancelled()] == [True, True]
 
 
-async def test_those_who_wait_are_refused_once_no_backend_is_left() -> None:
+async def test_acquire_waiting_without_backend_left_raises() -> None:
     policy, (first, second) = policy_of(1, 1)
     await policy.acquire(A)
     await policy.acquire(A)
@@ -127,7 +127,7 @@ async def test_those_who_wait_are_refused_once_no_backend_is_left() -> None:
         await Policy("other", 1).acquire(None)
 
 
-async def test_calls_wait_while_every_backend_takes_new_weights_and_then_spread_over_all() -> None:
+async def test_acquire_while_all_backends_publish_waits_and_then_spreads() -> None:
     policy, (first, second) = policy_of(None, None)
     policy.all_at_once = True
     first.set_status(BackendStatus.PUBLISHING)
@@ -142,7 +142,7 @@ async def test_calls_wait_while_every_backend_takes_new_weights_and_then_spread_
     assert sorted(backend.name for backend in await asyncio.gather(*waiting)) == [first.name] * 6 + [second.name] * 4
 
 
-async def test_one_backend_that_takes_new_weights_alone_serves_all_who_wait() -> None:
+async def test_acquire_while_single_backend_publishes_waits_and_all_are_served() -> None:
     policy, (backend,) = policy_of(None)
     policy.all_at_once = True
     backend.set_status(BackendStatus.PUBLISHING)
@@ -151,7 +151,7 @@ async def test_one_backend_that_takes_new_weights_alone_serves_all_who_wait() ->
     assert await asyncio.gather(*waiting, policy.acquire(B)) == [backend] * 4
 
 
-async def test_a_canary_gets_its_share_of_the_rollouts_and_no_other_call() -> None:
+async def test_canary_gets_its_share_of_rollouts_and_no_other_call() -> None:
     policy = Policy("policy", 100)
     canary, stable = [Backend(f"policy-{n}", BackendSettings(url=f"http://engine-{n}"), None, 1) for n in range(2)]  # type: ignore[arg-type]
     policy.backends += [canary, stable]
@@ -178,7 +178,7 @@ async def test_a_canary_gets_its_share_of_the_rollouts_and_no_other_call() -> No
     assert await policy.acquire(own) is stable
 
 
-async def test_an_engine_is_tried_before_it_was_reached_unless_it_would_hold_other_weights_than_were_published() -> None:
+async def test_acquire_unreached_engine_is_tried_unless_weights_were_published() -> None:
     policy = Policy("policy", 100)
     engine = Backend("policy-0", BackendSettings(url="http://engine"), None, 1)  # type: ignore[arg-type]
     policy.backends.append(engine)
@@ -188,14 +188,14 @@ async def test_an_engine_is_tried_before_it_was_reached_unless_it_would_hold_oth
         await policy.acquire(A)
 
 
-async def test_a_call_is_not_sent_where_it_could_not_connect() -> None:
+async def test_acquire_excludes_backends_that_could_not_connect() -> None:
     policy, (first, second) = policy_of(None, None)
     assert await policy.acquire(A, {first.name}) is second
     assert policy.may_become_free(A, {first.name})
     assert not policy.may_become_free(A, {first.name, second.name})
 
 
-async def test_a_frozen_upstream_is_left_alone_longer_each_time_it_cannot_be_reached() -> None:
+async def test_frozen_upstream_unreachable_rests_longer_each_time() -> None:
     loop = asyncio.get_running_loop()
     policy, (backend,) = policy_of(None)
     delays: list[float] = []
@@ -222,7 +222,7 @@ async def test_a_frozen_upstream_is_left_alone_longer_each_time_it_cannot_be_rea
         assert delays[-1] == 1
 
 
-async def test_an_upstream_that_leaves_while_it_rests_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_frozen_upstream_draining_during_rest_stays_draining(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "FIRST_BACKOFF_SECONDS", 0.0)
     policy, (backend, other) = policy_of(None, None)
     backend.could_not_connect(OSError("refused"))

@@ -43,7 +43,7 @@ async def upstream(answers: dict[str, tuple[int, Any]]) -> AsyncGenerator[tuple[
         await runner.cleanup()
 
 
-async def test_calls_go_to_the_least_busy_engine_and_a_rollout_stays_with_its_own() -> None:
+async def test_pool_calls_go_to_least_busy_engine_and_rollout_stays() -> None:
     engines = [FakeEngine(), FakeEngine()]
     async with several(*engines) as stage:
         for _ in range(3):
@@ -60,7 +60,7 @@ async def test_calls_go_to_the_least_busy_engine_and_a_rollout_stays_with_its_ow
         assert [(one["calls"], one["in_flight"]) for one in await backends(stage)] == [(4, 0), (2, 0)]
 
 
-async def test_a_call_that_cannot_connect_is_taken_by_another_engine_and_is_one_span() -> None:
+async def test_pool_call_that_cannot_connect_is_retried_at_another_engine_as_one_span() -> None:
     engines = [FakeEngine(), FakeEngine()]
     async with several(*engines) as stage:
         await stage.chat("/rollout/a/attempt/0")
@@ -76,7 +76,7 @@ async def test_a_call_that_cannot_connect_is_taken_by_another_engine_and_is_one_
             assert again.orders == ["spangrad_checksum", "probe"]
 
 
-async def test_a_call_is_not_repeated_once_its_engine_may_have_begun_to_answer_it() -> None:
+async def test_pool_call_whose_engine_began_to_answer_is_not_retried() -> None:
     engines = [FakeEngine(cut_after=2), FakeEngine()]
     async with several(*engines) as stage:
         with pytest.raises(Exception, match="payload is not completed"):
@@ -86,7 +86,7 @@ async def test_a_call_is_not_repeated_once_its_engine_may_have_begun_to_answer_i
     assert span.attributes[semconv.ERROR_TYPE] == "engine_unreachable"
 
 
-async def test_calls_beyond_the_limit_wait_and_beyond_the_queue_are_refused() -> None:
+async def test_pool_calls_beyond_limit_wait_and_beyond_queue_are_refused() -> None:
     engine = FakeEngine()
     listed = [{"url": f"http://127.0.0.1:{engine.port}", "limit": 1}]
     async with staged(engine, backends=listed, queue_limit=1) as stage:
@@ -108,7 +108,7 @@ async def test_calls_beyond_the_limit_wait_and_beyond_the_queue_are_refused() ->
         assert sorted(map(str, kinds)) == ["None", "None", "pool_full"]
 
 
-async def test_backends_come_and_go_at_run_time() -> None:
+async def test_backends_are_added_and_removed_at_run_time() -> None:
     async with staged() as stage:
         await all_serve(stage, 1)
         second = FakeEngine(version=0)
@@ -170,7 +170,7 @@ async def test_backends_come_and_go_at_run_time() -> None:
             assert answer.status == 503
 
 
-async def test_an_engine_that_leaves_while_it_takes_new_weights_gets_no_call_once_it_has_them(tmp_path: Path) -> None:
+async def test_backend_removed_while_publishing_gets_no_call(tmp_path: Path) -> None:
     save_file({"w": np.arange(6, dtype=np.float32)}, tmp_path / "model.safetensors")
     first, second = FakeEngine(), FakeEngine()
     async with several(first, second) as stage:
@@ -211,7 +211,7 @@ async def test_an_engine_that_leaves_while_it_takes_new_weights_gets_no_call_onc
         ({"url": "ENGINE", "policy": "other"}, 409, "serves another policy already"),
     ],
 )
-async def test_a_backend_that_cannot_be_right_is_refused_in_words(body: dict[str, Any], status: int, reason: str) -> None:
+async def test_backends_add_invalid_request_is_refused_with_reason(body: dict[str, Any], status: int, reason: str) -> None:
     async with staged() as stage:
         if body.get("url") == "ENGINE":
             body = {**body, "url": f"http://127.0.0.1:{stage.engine.port}/"}
@@ -220,7 +220,7 @@ async def test_a_backend_that_cannot_be_right_is_refused_in_words(body: dict[str
         assert len(await backends(stage)) == 1
 
 
-async def test_orders_to_what_is_not_there_are_refused_in_words() -> None:
+async def test_admin_orders_to_unknown_backend_or_policy_are_refused_with_reason() -> None:
     async with staged() as stage:
         for method, path, status, reason in (
             ("DELETE", "/admin/backends/nobody", 404, "there is no backend 'nobody'. There are: policy-0."),
@@ -232,7 +232,7 @@ async def test_orders_to_what_is_not_there_are_refused_in_words() -> None:
             assert (found, reason in answer["error"]["message"]) == (status, True), answer
 
 
-async def test_models_name_policies_and_the_engine_is_asked_by_its_own_name() -> None:
+async def test_models_setting_maps_names_to_policies() -> None:
     engines = [FakeEngine(), FakeEngine(policy="critic")]
     listed = [{"url": f"http://127.0.0.1:{engines[1].port}", "policy": "critic"}]
     async with several(*engines, backends=listed, models={"gpt-4o": "critic"}) as stage:
@@ -262,7 +262,7 @@ WHOLE = {
 KEY = "sk-0123456789-secret"
 
 
-async def test_another_models_server_is_asked_with_its_own_key_and_recorded_without_ids(caplog: pytest.LogCaptureFixture) -> None:
+async def test_openai_upstream_is_asked_with_own_key_and_recorded_without_ids(caplog: pytest.LogCaptureFixture) -> None:
     async with upstream({"/v1/chat/completions": (200, WHOLE)}) as (url, asked):
         judge = {"url": f"{url}/v1", "policy": "judge", "kind": "openai", "key": KEY, "model": "judge-large"}
         async with several(FakeEngine(), backends=[judge]) as stage:
@@ -290,7 +290,7 @@ async def test_another_models_server_is_asked_with_its_own_key_and_recorded_with
             assert (KEY in told, (await backends(stage))[1]["has_key"]) == (False, True)
 
 
-async def test_a_key_that_the_upstream_quotes_does_not_get_through() -> None:
+async def test_upstream_key_quoted_in_error_is_scrubbed() -> None:
     refusal = {"error": {"message": f"Incorrect API key provided: {KEY}", "type": "invalid_request_error"}}
     async with upstream({"/v1/chat/completions": (401, refusal)}) as (url, _):
         judge = {"url": url, "policy": "judge", "kind": "openai", "key": KEY}
@@ -301,7 +301,7 @@ async def test_a_key_that_the_upstream_quotes_does_not_get_through() -> None:
     assert KEY not in str(span)
 
 
-async def test_anthropics_own_interface_gets_its_key_and_version_and_messages_alone() -> None:
+async def test_anthropic_upstream_gets_key_version_and_messages_only() -> None:
     message = {
         "id": "m-1",
         "type": "message",
@@ -326,7 +326,7 @@ async def test_anthropics_own_interface_gets_its_key_and_version_and_messages_al
     assert semconv.OUTPUT_TOKEN_IDS not in span.attributes
 
 
-async def test_an_upstream_that_cannot_be_reached_is_left_alone_and_tried_again() -> None:
+async def test_frozen_upstream_unreachable_is_rested_and_retried() -> None:
     (port,) = free_ports(1)
     judge = {"url": f"http://127.0.0.1:{port}", "policy": "judge", "kind": "openai"}
     async with several(FakeEngine(), backends=[judge]) as stage:

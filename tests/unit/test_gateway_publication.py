@@ -36,7 +36,7 @@ async def state(stage: Stage) -> dict[str, Any]:
         return await answer.json()
 
 
-async def test_the_steps_come_in_order_and_the_version_is_served(weights: Path) -> None:
+async def test_publish_runs_steps_in_order_and_serves_version(weights: Path) -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
@@ -56,7 +56,7 @@ async def test_the_steps_come_in_order_and_the_version_is_served(weights: Path) 
         assert span.attributes["spangrad.policy.versions"] == "[[[0,1]]]"
 
 
-async def test_the_version_that_is_served_is_not_published_again(weights: Path) -> None:
+async def test_publish_served_version_again_does_nothing(weights: Path) -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         await publish(stage, weights)
@@ -75,7 +75,7 @@ async def test_the_version_that_is_served_is_not_published_again(weights: Path) 
         assert stage.engine.orders == []
 
 
-async def test_what_cannot_be_right_is_refused_before_the_engine_is_touched(weights: Path, tmp_path: Path) -> None:
+async def test_publish_invalid_request_is_refused_before_any_order(weights: Path, tmp_path: Path) -> None:
     truncated = tmp_path / "truncated"
     truncated.mkdir()
     (truncated / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes()[:-4])
@@ -102,7 +102,7 @@ async def test_what_cannot_be_right_is_refused_before_the_engine_is_touched(weig
 
 
 @pytest.mark.parametrize("step", ["reload_weights", "spangrad_checksum", "/update_weight_version", "/resume"])
-async def test_a_failure_after_the_reload_takes_the_engine_out_until_it_is_published_to_again(weights: Path, step: str) -> None:
+async def test_publish_failing_after_reload_takes_engine_out_until_next(weights: Path, step: str) -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
@@ -125,7 +125,7 @@ async def test_a_failure_after_the_reload_takes_the_engine_out_until_it_is_publi
         assert (await stage.chat())[0] == 200
 
 
-async def test_weights_that_did_not_get_into_the_engine_are_found_by_checksum(weights: Path) -> None:
+async def test_publish_with_wrong_checksum_after_reload_fails(weights: Path) -> None:
     async with staged(FakeEngine(wrong_after_reload=True)) as stage:
         await stage.readiness("serving")
         status, answer = await publish(stage, weights)
@@ -136,7 +136,7 @@ async def test_weights_that_did_not_get_into_the_engine_are_found_by_checksum(we
         assert "/resume" not in stage.engine.orders
 
 
-async def test_a_failure_before_the_reload_leaves_the_old_version_served(weights: Path) -> None:
+async def test_publish_failing_before_reload_keeps_old_version(weights: Path) -> None:
     async with staged(FakeEngine(refuses="/pause")) as stage:
         await stage.readiness("serving")
         status, answer = await publish(stage, weights)
@@ -145,7 +145,7 @@ async def test_a_failure_before_the_reload_leaves_the_old_version_served(weights
         assert (await stage.chat())[0] == 200
 
 
-async def test_an_engine_that_is_out_is_not_resumed_by_a_publication_that_fails_early(weights: Path) -> None:
+async def test_publish_failing_early_does_not_resume_engine_that_is_down(weights: Path) -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         for stage.engine.refuses in ("reload_weights", "/pause"):
@@ -155,7 +155,7 @@ async def test_an_engine_that_is_out_is_not_resumed_by_a_publication_that_fails_
         assert (await stage.chat())[0] == 503
 
 
-async def test_new_calls_wait_while_weights_are_published_and_calls_in_flight_go_on(weights: Path) -> None:
+async def test_publish_delays_new_calls_and_continues_calls_in_flight(weights: Path) -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
@@ -178,7 +178,7 @@ async def test_new_calls_wait_while_weights_are_published_and_calls_in_flight_go
         assert [span.attributes["spangrad.policy.versions"] for span in await stage.spans(2)] == ["[[[0,0]]]", "[[[0,1]]]"]
 
 
-async def test_a_trainer_that_leaves_does_not_leave_the_engine_half_way(weights: Path) -> None:
+async def test_publish_whose_trainer_disconnects_completes(weights: Path) -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         stage.engine.hold_reload.clear()
@@ -191,7 +191,7 @@ async def test_a_trainer_that_leaves_does_not_leave_the_engine_half_way(weights:
         assert await state(stage) == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}
 
 
-async def test_a_restarted_engine_is_admitted_again_with_the_version_that_it_has(weights: Path) -> None:
+async def test_restarted_engine_is_admitted_with_its_version(weights: Path) -> None:
     engine = FakeEngine()
     async with staged(engine) as stage:
         await stage.readiness("serving")
@@ -206,7 +206,7 @@ async def test_a_restarted_engine_is_admitted_again_with_the_version_that_it_has
             assert (await stage.chat())[0] == 200
 
 
-async def test_a_fault_of_ours_in_a_publication_leaves_no_call_frozen(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_publish_with_internal_error_takes_engine_out(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(*_: object) -> None:
         raise RuntimeError("we have not thought of this")
 

@@ -16,7 +16,7 @@ from tests.support.gateways import ASKED, FullDisk, staged
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 
 
-async def test_a_whole_answer_waits_for_its_span(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recorder_whole_answer_waits_for_span_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FullDisk(monkeypatch)
     async with staged() as stage:
         call = asyncio.create_task(stage.chat())
@@ -29,7 +29,7 @@ async def test_a_whole_answer_waits_for_its_span(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["chat-stream", "completions-stream", "messages-stream", "responses-stream"])
-async def test_the_event_that_ends_a_stream_waits_for_its_span(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+async def test_recorder_last_event_of_stream_waits_for_span_on_disk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Streams as a real vLLM sent them, over connections that it leaves open for a while."""
     given = json.loads((GOLDEN / f"{name}.json").read_text())
     body = given["plugged"]["body"].encode()
@@ -59,7 +59,7 @@ async def _come_so_far(answer: aiohttp.ClientResponse) -> bytes:
     return got
 
 
-async def test_a_client_that_leaves_at_the_end_of_its_answer_has_one_span_that_is_whole() -> None:
+async def test_recorder_client_leaving_at_end_of_answer_has_one_whole_span() -> None:
     async with staged() as stage:
         async with stage.client.post("/v1/chat/completions", json={**ASKED, "stream": True}) as answer:
             async for line in answer.content:
@@ -70,7 +70,7 @@ async def test_a_client_that_leaves_at_the_end_of_its_answer_has_one_span_that_i
         assert (span.attributes.get("spangrad.aborted", False), span.attributes["http.response.status_code"]) == (False, 200)
 
 
-async def test_a_call_that_cannot_be_recorded_whole_leaves_a_span_and_its_client_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recorder_failure_leaves_minimal_span_and_client_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> bytes:
         raise OverflowError("the words of the call")
 
@@ -103,7 +103,7 @@ async def test_a_call_that_cannot_be_recorded_whole_leaves_a_span_and_its_client
     )
 
 
-async def test_a_request_that_is_nested_too_deeply_is_refused_and_not_counted() -> None:
+async def test_gateway_too_deeply_nested_request_is_refused_and_not_counted() -> None:
     deep = b'{"model": "policy", "messages": [], "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     path = "/rollout/r1/attempt/0"
     async with staged() as stage:

@@ -67,7 +67,7 @@ def redacted(request: str, response: str | None = None, /, *rules: str, paths: t
         "too deep",
     ],
 )
-def test_what_an_expression_finds_is_replaced_however_it_is_written(text: str, rule: str, kept: str) -> None:
+def test_redactor_expression_is_replaced_in_any_json_spelling(text: str, rule: str, kept: str) -> None:
     assert redacted(text, None, rule) == {"spangrad.request.json": kept, "spangrad.redacted": True}
     assert redacted('{"prompt":1}', text, rule) == {
         "spangrad.request.json": '{"prompt":1}',
@@ -76,12 +76,12 @@ def test_what_an_expression_finds_is_replaced_however_it_is_written(text: str, r
     }
 
 
-def test_rules_that_overlap_take_out_all_that_any_of_them_finds() -> None:
+def test_redactor_overlapping_expressions_replace_all_matches() -> None:
     kept = redacted('{"a":"key-1234-end, 99999"}', None, r"\d{4}", "key-1234", "1234-end")
     assert kept["spangrad.request.json"] == '{"a":"[redacted], [redacted]9"}'
 
 
-def test_a_call_without_a_find_keeps_its_ids_and_the_engines_own_numbers_are_no_find() -> None:
+def test_redactor_call_without_match_keeps_ids_and_ignores_engine_numbers() -> None:
     answer = '{"id":"chatcmpl-x","created":1700000000,"choices":[{"index":0}],"usage":{"prompt_tokens":1000000}}'
     assert redacted('{"seed":1234567,"messages":[]}', answer, r"\d{7}") == {
         "spangrad.request.json": '{"seed":1234567,"messages":[]}',
@@ -101,20 +101,20 @@ def test_a_call_without_a_find_keeps_its_ids_and_the_engines_own_numbers_are_no_
         ("[*][*]", '[{"role":"user","content":"b"}]', '[{"role":"[redacted]","content":"[redacted]"}]'),
     ],
 )
-def test_what_a_path_leads_to_is_replaced(path: str, messages: str, kept: str) -> None:
+def test_redactor_path_is_replaced(path: str, messages: str, kept: str) -> None:
     found = redacted(f'{{"messages":{messages}}}', None, paths=(f"messages{path}",))
     assert found == {"spangrad.request.json": f'{{"messages":{kept}}}', "spangrad.redacted": True}
 
 
 @pytest.mark.parametrize("text", ['{"messages":[]}', '{"messages":"x"}', '{"messages":[7,"x",{"content":""}]}', "7"])
-def test_a_path_that_leads_nowhere_finds_nothing(text: str) -> None:
+def test_redactor_path_without_match_changes_nothing(text: str) -> None:
     assert redacted(text, None, paths=("messages[*].content", "tools[3].name")) == {
         "spangrad.request.json": text,
         "spangrad.input.token_ids": b"ids!",
     }
 
 
-def test_where_there_are_paths_what_is_no_json_is_withheld_whole_and_so_are_errors() -> None:
+def test_redactor_with_paths_withholds_invalid_json_and_errors() -> None:
     rules = Redactor(GatewaySettings(redact_paths=("messages",)))
     request, answer = "spangrad.request.json", "spangrad.response.json"
     kept = rules.redact("chat", "x", {request: '{"messages":"secret"}', answer: "sec", "error.type": "400"})
@@ -122,7 +122,7 @@ def test_where_there_are_paths_what_is_no_json_is_withheld_whole_and_so_are_erro
     assert kept == ("chat", MARK, attributes)
 
 
-def test_a_redacted_call_keeps_no_ids_that_stand_in_its_json_either() -> None:
+def test_redactor_redacted_call_keeps_no_ids_in_json() -> None:
     kept = redacted(
         '{"prompt":[[1,2],[3]],"stop":["secret"],"logprobs":true}',
         '{"choices":[{"logprobs":{"tokens":["se","cret"]},"token_ids":[1],"index":0}]}',
@@ -141,7 +141,7 @@ def test_a_redacted_call_keeps_no_ids_that_stand_in_its_json_either() -> None:
     levels=st.integers(0, 3),
     ascii_only=st.booleans(),
 )
-def test_a_secret_is_found_in_json_in_json(secret: str, around: str, levels: int, ascii_only: bool) -> None:
+def test_redactor_secret_in_nested_json_is_replaced(secret: str, around: str, levels: int, ascii_only: bool) -> None:
     text = around + secret + around
     for _ in range(levels):
         text = json.dumps({"inner": text}, ensure_ascii=ascii_only)
@@ -170,7 +170,7 @@ def test_a_secret_is_found_in_json_in_json(secret: str, around: str, levels: int
         ({"redact_paths": ("a[x]",)}, "gateway.redact_paths has 'a[x]', which is no path."),
     ],
 )
-def test_a_rule_that_cannot_be_read_is_named(rules: dict[str, tuple[str, ...]], message: str) -> None:
+def test_redactor_invalid_rule_raises_and_names_it(rules: dict[str, tuple[str, ...]], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         Redactor(GatewaySettings.model_validate(rules))
     assert str(caught.value).startswith(message)
@@ -208,7 +208,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 @pytest.mark.parametrize(
     "asked", [{}, {"stream": True}, {"n": 2}, {"n": 2, "stream": True, "logprobs": True, "return_token_ids": True}], ids=str
 )
-async def test_nothing_that_is_written_spells_the_secret(
+async def test_redact_setting_leaves_secret_nowhere_in_span(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, secret: str, asked: dict[str, Any]
 ) -> None:
     written = Written(monkeypatch)
@@ -229,13 +229,13 @@ async def test_nothing_that_is_written_spells_the_secret(
     assert "spangrad.redacted" not in span.attributes
 
 
-async def test_a_clients_answer_is_not_redacted() -> None:
+async def test_redact_setting_leaves_client_answer_unchanged() -> None:
     async with staged() as open_stage, staged(redact=["rome"]) as stage:
         assert await stage.chat() == await open_stage.chat()
         assert await stage.chat(stream=True) == await open_stage.chat(stream=True)
 
 
-async def test_a_redacted_call_keeps_its_ids_where_it_is_told_to() -> None:
+async def test_redact_keep_ids_keeps_ids_of_redacted_call() -> None:
     async with staged(redact=["rome"], redact_keep_ids=True) as stage:
         await stage.chat()
         (span,) = await stage.spans()
@@ -247,7 +247,7 @@ async def test_a_redacted_call_keeps_its_ids_where_it_is_told_to() -> None:
     assert (uint32s(prompt), uint32s(response), float32s(logprobs)) == ([1, 4, 7, 12, 2, 1, 5], [9, 12, 2], [-0.25, -0.5, -0.125])
 
 
-async def test_names_errors_and_models_are_redacted_too() -> None:
+async def test_redact_setting_covers_names_errors_and_models() -> None:
     error = {"message": "x" * 1990 + " sk-1234", "type": "BadRequestError", "param": None, "code": 400}
     engine = FakeEngine(answers={"/v1/completions": Recorded(json.dumps({"error": error}).encode(), status=400)})
     async with staged(engine, redact=["sk-1234", "gpt-secret"]) as stage:
@@ -264,7 +264,7 @@ async def test_names_errors_and_models_are_redacted_too() -> None:
     "name", ["chat-tool", "completions-echo", "messages-tool", "responses-tool", "responses-logprobs", "responses-messages"]
 )
 @pytest.mark.parametrize("form", ["", "-stream"])
-async def test_no_dialect_keeps_ids_or_single_tokens_of_a_redacted_call(monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
+async def test_redact_setting_keeps_no_ids_or_single_tokens_in_any_dialect(monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
     """Answers as a real vLLM gave them."""
     given = json.loads((GOLDEN / f"{name}{form}.json").read_text())
     engine = FakeEngine(answers={given["path"]: Recorded(given["plugged"]["body"].encode(), given["plugged"]["type"])})

@@ -30,7 +30,7 @@ async def publish(stage: Any, weights: list[Path], version: int, **more: object)
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "drain", "abort"])
-async def test_publish_of_the_weights_that_are_served_moves_the_label_while_calls_go_on(weights: list[Path], in_flight: str) -> None:
+async def test_publish_of_served_weights_changes_version_while_calls_continue(weights: list[Path], in_flight: str) -> None:
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
         assert (await publish(stage, weights, 1))[0] == 200
@@ -48,7 +48,7 @@ async def test_publish_of_the_weights_that_are_served_moves_the_label_while_call
         assert (await publish(stage, weights, 1))[0] == 409, "it is older than what is served now"
 
 
-async def test_publish_to_several_engines_loads_into_those_that_differ_alone(weights: list[Path]) -> None:
+async def test_publish_to_several_engines_loads_only_those_that_differ(weights: list[Path]) -> None:
     engines = started(weights, 2)
     engines[0].version, engines[0].checksum, engines[0].model = 1, checksum_directory(weights[1]), str(weights[1])
     async with several(*engines) as stage:
@@ -60,7 +60,7 @@ async def test_publish_to_several_engines_loads_into_those_that_differ_alone(wei
         assert [(one["version"], one["status"]) for one in await backends(stage)] == [(2, "serving")] * 2
 
 
-async def test_an_adapter_of_zeros_is_its_base_under_another_number(tmp_path: Path) -> None:
+async def test_publish_zero_adapter_changes_version_of_base_only(tmp_path: Path) -> None:
     base = models(tmp_path, 1)[0]
     checksum = checksum_directory(base)
     async with staged(FakeEngine(lora_rank=8, checksum=checksum, base_checksum=checksum)) as stage:
@@ -71,7 +71,7 @@ async def test_an_adapter_of_zeros_is_its_base_under_another_number(tmp_path: Pa
         assert stage.engine.orders == RELABELLING
 
 
-async def test_an_engine_that_holds_other_weights_than_the_gateway_knows_is_loaded(weights: list[Path]) -> None:
+async def test_publish_to_engine_with_unexpected_weights_loads_them(weights: list[Path]) -> None:
     """It was restarted a moment ago, and who watches it has not seen that yet."""
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
@@ -83,7 +83,7 @@ async def test_an_engine_that_holds_other_weights_than_the_gateway_knows_is_load
         assert stage.engine.checksum == checksum_directory(weights[2])
 
 
-async def test_a_label_that_the_engine_does_not_take_leaves_the_old_version_served(weights: list[Path]) -> None:
+async def test_publish_version_refused_by_engine_keeps_old_version(weights: list[Path]) -> None:
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
         assert (await publish(stage, weights, 1))[0] == 200
@@ -96,7 +96,7 @@ async def test_a_label_that_the_engine_does_not_take_leaves_the_old_version_serv
         assert [(one["version"], one["status"]) for one in await backends(stage)] == [(2, "serving")]
 
 
-async def test_calls_that_do_not_end_in_the_time_of_a_drain_go_on_with_the_new_weights(weights: list[Path]) -> None:
+async def test_publish_drain_timeout_continues_calls_with_new_weights(weights: list[Path]) -> None:
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
         stage.engine.go_on.clear()
@@ -110,7 +110,7 @@ async def test_calls_that_do_not_end_in_the_time_of_a_drain_go_on_with_the_new_w
         assert (await call)[0] == 200
 
 
-async def test_a_publication_that_aborts_has_the_engine_end_its_calls(weights: list[Path]) -> None:
+async def test_publish_with_abort_ends_calls_in_flight(weights: list[Path]) -> None:
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
         assert (await publish(stage, weights, 1, in_flight="abort"))[0] == 200

@@ -82,7 +82,7 @@ def relaxed(path: str, names: tuple[Relaxation, ...] = ALL, **fields: Any) -> tu
         ),
     ],
 )
-def test_relax_in_each_dialect_takes_out_what_reshapes_and_names_it(
+def test_relax_in_each_dialect_removes_reshaping_fields_and_names_them(
     path: str, asked: dict[str, Any], for_engine: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     assert is_constrained(asked) or "top_p" in names or "penalties" in names
@@ -104,7 +104,7 @@ def test_relax_in_each_dialect_takes_out_what_reshapes_and_names_it(
     ],
     ids=str,
 )
-def test_relax_of_neutral_refused_or_insisted_on_requests_returns_the_same_object(fields: dict[str, Any]) -> None:
+def test_relax_of_neutral_invalid_or_explicit_constraints_returns_same_object(fields: dict[str, Any]) -> None:
     request = DIALECTS[CHAT].parse(json.dumps(fields).encode())
     again, applied = relax(request, ALL)
     assert again is request
@@ -130,7 +130,7 @@ def test_relax_of_any_request_is_idempotent_and_never_fails(fields: dict[str, An
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_train_call_with_strict_tools_is_unconstrained_by_default_and_says_so(stream: bool) -> None:
+async def test_train_call_with_strict_tools_is_relaxed_by_default(stream: bool) -> None:
     async with staged() as stage:
         status, body = await stage.chat(headers=TRAIN, tools=[CHAT_TOOL], stream=stream)
         (span,) = await stage.spans()
@@ -145,7 +145,7 @@ async def test_a_train_call_with_strict_tools_is_unconstrained_by_default_and_sa
 
 
 @pytest.mark.parametrize("mode", ["validate", "probe", "greedy", "trial", "production", ""])
-async def test_a_call_of_another_mode_reaches_the_engine_as_it_is(mode: str) -> None:
+async def test_calls_of_other_modes_are_not_relaxed(mode: str) -> None:
     baggage = TRAIN["baggage"].replace("mode=train", f"mode={mode}") if mode else "spangrad.rollout.id=r1"
     async with staged(relax=list(ALL)) as stage:
         await stage.chat(headers={"baggage": baggage}, tools=[CHAT_TOOL], top_p=0.5)
@@ -157,7 +157,7 @@ async def test_a_call_of_another_mode_reaches_the_engine_as_it_is(mode: str) -> 
 
 
 @pytest.mark.parametrize("name", ["chat-stream", "completions-stream", "messages-stream", "responses-stream"])
-async def test_a_relaxed_call_in_each_dialect_records_the_parameters_in_effect(name: str) -> None:
+async def test_relaxed_call_in_each_dialect_records_parameters_in_effect(name: str) -> None:
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
     engine = FakeEngine()
     engine.answers[golden["path"]] = Recorded(golden["plugged"]["body"].encode(), golden["plugged"]["type"])
@@ -172,7 +172,7 @@ async def test_a_relaxed_call_in_each_dialect_records_the_parameters_in_effect(n
     assert json.loads(str(span.attributes["spangrad.request.json"])) == request
 
 
-async def test_an_upstream_that_is_no_engine_of_ours_is_asked_as_the_agent_asked() -> None:
+async def test_train_call_to_frozen_upstream_is_not_relaxed() -> None:
     engine = FakeEngine(policy="judge")
     backend = {"url": f"http://127.0.0.1:{engine.port}", "policy": "judge", "kind": "openai"}
     async with staged(engine, engine_url="", backends=[backend], relax=list(ALL)) as stage:
@@ -180,7 +180,7 @@ async def test_an_upstream_that_is_no_engine_of_ours_is_asked_as_the_agent_asked
         assert [(asked["tools"], asked["top_p"]) for asked in engine.requests] == [([CHAT_TOOL], 0.5)]
 
 
-async def test_gateway_relax_that_is_empty_relaxes_nothing() -> None:
+async def test_relax_setting_empty_relaxes_nothing() -> None:
     assert GatewaySettings().relax == ("strict_tools",)
     async with staged(relax=[]) as stage:
         await stage.chat(headers=TRAIN, tools=[CHAT_TOOL])

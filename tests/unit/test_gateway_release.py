@@ -50,7 +50,7 @@ async def wait_for(stage: Stage, status: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_an_older_version_is_served_only_where_that_is_asked_for(weights: list[Path]) -> None:
+async def test_publish_older_version_is_refused_unless_rollback(weights: list[Path]) -> None:
     async with several(*started(weights, 2)) as stage:
         assert (await publish(stage, weights, 2))[0] == 200
         status, said = await publish(stage, weights, 1)
@@ -64,7 +64,7 @@ async def test_an_older_version_is_served_only_where_that_is_asked_for(weights: 
         assert await versions(stage) == [2, 2]
 
 
-async def test_all_engines_take_new_weights_at_once_and_calls_wait_for_the_first(weights: list[Path]) -> None:
+async def test_publish_all_at_once_reloads_every_engine_and_calls_wait_for_first(weights: list[Path]) -> None:
     engines = started(weights, 3)
     async with several(*engines) as stage:
         for engine in engines:
@@ -93,7 +93,7 @@ async def test_all_engines_take_new_weights_at_once_and_calls_wait_for_the_first
         assert {version_of(span) for span in await stage.spans(6)} == {1}
 
 
-async def test_in_rolling_order_one_engine_at_a_time_is_closed_and_the_rest_serve_on(weights: list[Path]) -> None:
+async def test_publish_rolling_closes_one_engine_at_a_time(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
         for engine in engines:
@@ -110,7 +110,7 @@ async def test_in_rolling_order_one_engine_at_a_time_is_closed_and_the_rest_serv
         assert [len(engine.requests) for engine in engines] == [1, 1]
 
 
-async def test_rolling_ends_with_the_first_engine_that_fails_and_a_later_one_is_only_taken_out(weights: list[Path]) -> None:
+async def test_publish_rolling_fails_with_first_engine_and_takes_out_later_failing_engine(weights: list[Path]) -> None:
     engines = started(weights, 3)
     async with several(*engines) as stage:
         engines[0].refuses = "reload_weights"
@@ -134,7 +134,7 @@ async def test_rolling_ends_with_the_first_engine_that_fails_and_a_later_one_is_
         assert engines[0].orders == []
 
 
-async def test_an_engine_that_is_behind_answers_nothing_until_it_is_brought_up(weights: list[Path]) -> None:
+async def test_engine_behind_served_version_gets_no_calls_until_published(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
         engines[1].refuses = "/pause"
@@ -151,7 +151,7 @@ async def test_an_engine_that_is_behind_answers_nothing_until_it_is_brought_up(w
         assert {version_of(span) for span in await stage.spans(3)} == {1}
 
 
-async def test_an_engine_that_was_restarted_is_given_the_served_version_before_it_answers(weights: list[Path]) -> None:
+async def test_restarted_engine_gets_served_version_before_calls(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
         await publish(stage, weights, 2)
@@ -165,7 +165,7 @@ async def test_an_engine_that_was_restarted_is_given_the_served_version_before_i
             assert (await versions(stage), again.checksum) == ([2, 2], checksum_directory(weights[2]))
 
 
-async def test_calls_in_flight_may_end_before_the_weights_change(weights: list[Path]) -> None:
+async def test_publish_with_drain_waits_for_calls_in_flight(weights: list[Path]) -> None:
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
@@ -181,7 +181,7 @@ async def test_calls_in_flight_may_end_before_the_weights_change(weights: list[P
         assert stage.engine.orders == ["chat", *STEPS]
 
 
-async def test_a_canary_serves_its_share_until_it_is_promoted(weights: list[Path]) -> None:
+async def test_canary_serves_its_share_until_promoted(weights: list[Path]) -> None:
     engines = started(weights, 3)
     async with several(*engines) as stage:
         assert (await publish(stage, weights, 1, canary=0.3))[0] == 200
@@ -203,7 +203,7 @@ async def test_a_canary_serves_its_share_until_it_is_promoted(weights: list[Path
         assert state == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving", "before": 0}
 
 
-async def test_calls_that_wait_while_the_canary_takes_its_version_do_not_get_it_unless_they_are_its_own(weights: list[Path]) -> None:
+async def test_canary_publication_keeps_waiting_calls_of_other_rollouts_at_old_version(weights: list[Path]) -> None:
     first, second = started(weights, 2)
     limited = [{"url": f"http://127.0.0.1:{engine.port}", "limit": 1} for engine in (first, second)]
     async with second.running(), staged(first, backends=limited) as stage:
@@ -221,7 +221,7 @@ async def test_calls_that_wait_while_the_canary_takes_its_version_do_not_get_it_
         assert [version_of(span) for span in await stage.spans(3)] == [0] * 3
 
 
-async def test_a_canary_that_fails_is_none(weights: list[Path]) -> None:
+async def test_canary_that_fails_cannot_be_promoted(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
         engines[0].refuses = "reload_weights"
@@ -230,7 +230,7 @@ async def test_a_canary_that_fails_is_none(weights: list[Path]) -> None:
         assert (await stage.chat())[0] == 200
 
 
-async def test_a_canary_that_is_rolled_back_takes_the_old_weights_and_is_not_published_again_by_mistake(weights: list[Path]) -> None:
+async def test_rollback_of_canary_restores_old_weights_and_refuses_its_republication(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
         await publish(stage, weights, 1, canary=0.5)
@@ -243,7 +243,7 @@ async def test_a_canary_that_is_rolled_back_takes_the_old_weights_and_is_not_pub
         assert await versions(stage) == [1, 1]
 
 
-async def test_a_canary_that_cannot_be_is_refused(weights: list[Path]) -> None:
+async def test_canary_with_invalid_share_or_one_engine_is_refused(weights: list[Path]) -> None:
     async with several(*started(weights, 2)) as stage:
         for share in (0, 1, -0.5):
             status, answer = await publish(stage, weights, 1, canary=share)
@@ -254,7 +254,7 @@ async def test_a_canary_that_cannot_be_is_refused(weights: list[Path]) -> None:
         assert (status, "a canary needs two engines that serve" in answer["error"]["message"]) == (409, True)
 
 
-async def test_a_rollback_leads_to_the_version_served_before_and_then_to_the_one_before_that(weights: list[Path]) -> None:
+async def test_rollback_serves_previous_version_and_then_the_one_before(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
         await publish(stage, weights, 1)
@@ -270,7 +270,7 @@ async def test_a_rollback_leads_to_the_version_served_before_and_then_to_the_one
         assert version_of(span) == 0
 
 
-async def test_a_rollback_mends_what_a_publication_spoiled(weights: list[Path]) -> None:
+async def test_rollback_after_failed_publication_restores_engines(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
         for engine in engines:
@@ -285,7 +285,7 @@ async def test_a_rollback_mends_what_a_publication_spoiled(weights: list[Path]) 
         assert (await stage.chat())[0] == 200
 
 
-async def test_a_rollback_to_weights_that_are_gone_changes_nothing(weights: list[Path]) -> None:
+async def test_rollback_to_missing_weights_changes_nothing(weights: list[Path]) -> None:
     engines = started(weights, 1)
     async with staged(*engines) as stage:
         await stage.readiness("serving")
@@ -297,7 +297,7 @@ async def test_a_rollback_to_weights_that_are_gone_changes_nothing(weights: list
         assert (engines[0].orders, await versions(stage)) == ([], [1])
 
 
-async def test_an_engine_sleeps_without_calls_and_shows_its_weights_when_it_wakes(weights: list[Path]) -> None:
+async def test_sleep_waits_for_calls_and_wake_up_checks_weights(weights: list[Path]) -> None:
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
         stage.engine.go_on.clear()
@@ -322,7 +322,7 @@ async def test_an_engine_sleeps_without_calls_and_shows_its_weights_when_it_wake
         assert stage.engine.orders == ["/sleep", "/wake_up", "spangrad_checksum", "probe", "chat"]
 
 
-async def test_an_engine_that_forgot_its_weights_is_given_them_when_it_wakes(weights: list[Path]) -> None:
+async def test_wake_up_of_engine_without_weights_loads_them(weights: list[Path]) -> None:
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
         await ask(stage, "POST", "/admin/backends/policy-0/sleep", {"level": 2})
@@ -333,7 +333,7 @@ async def test_an_engine_that_forgot_its_weights_is_given_them_when_it_wakes(wei
         assert stage.engine.checksum == checksum_directory(weights[0])
 
 
-async def test_new_weights_wake_an_engine_that_sleeps(weights: list[Path]) -> None:
+async def test_publish_wakes_sleeping_engine(weights: list[Path]) -> None:
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
         await ask(stage, "POST", "/admin/backends/policy-0/sleep")
@@ -342,7 +342,7 @@ async def test_new_weights_wake_an_engine_that_sleeps(weights: list[Path]) -> No
         assert stage.engine.orders == ["/wake_up", *STEPS]
 
 
-async def test_an_engine_that_does_not_wake_is_down_with_its_reason(weights: list[Path]) -> None:
+async def test_wake_up_that_fails_takes_engine_out_with_reason(weights: list[Path]) -> None:
     async with staged(started(weights, 1)[0]) as stage:
         await stage.readiness("serving")
         await ask(stage, "POST", "/admin/backends/policy-0/sleep")

@@ -122,7 +122,7 @@ CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": 
         ),
     ],
 )
-def test_ids_are_made_from_text(
+def test_retokenizer_fills_ids_from_text(
     route: str, request_: dict[str, Any], response: dict[str, Any], prompts: list[str], answers: list[str], special: int
 ) -> None:
     # Of several choices without ids the recorder says how long each is: nothing.
@@ -139,7 +139,7 @@ def test_ids_are_made_from_text(
         {semconv.ABORTED: True},
     ],
 )
-def test_what_has_ids_or_must_have_none_stays_as_it_is(attributes: dict[str, Any]) -> None:
+def test_retokenizer_leaves_spans_with_ids_or_redaction_unchanged(attributes: dict[str, Any]) -> None:
     recorded = span(CHAT, {"messages": MESSAGES}, answered("yes"), **attributes)
     assert Retokenizer(Letters(), "h4sh")([recorded]) == [recorded]
 
@@ -154,13 +154,15 @@ def test_what_has_ids_or_must_have_none_stays_as_it_is(attributes: dict[str, Any
         (COMPLETIONS, {"prompt": [1, 2]}, {"choices": [{"text": "c"}]}),
     ],
 )
-def test_what_cannot_be_read_goes_without_ids(route: str, request_: object, response: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_retokenizer_leaves_unreadable_spans_without_ids(
+    route: str, request_: object, response: object, caplog: pytest.LogCaptureFixture
+) -> None:
     recorded = span(route, request_, response)
     assert Retokenizer(Letters(), "h4sh")([recorded]) == [recorded]
     assert "say rome" not in caplog.text
 
 
-def test_a_directory_s_tokenizer_and_chat_template_are_used(tiny_model: Path) -> None:
+def test_retokenizer_load_uses_tokenizer_and_chat_template_of_directory(tiny_model: Path) -> None:
     (filled,) = load(tiny_model)([span(CHAT, {"messages": MESSAGES}, answered(ANSWER_TEXT))])
     from transformers import AutoTokenizer
 
@@ -171,7 +173,7 @@ def test_a_directory_s_tokenizer_and_chat_template_are_used(tiny_model: Path) ->
     assert facts[semconv.TOKENIZER_HASH] == tokenizer_hash(tiny_model)
 
 
-def test_what_cannot_be_loaded_is_refused_in_words(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retokenizer_load_of_unusable_directory_raises(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GatewayError, match=r"gateway.retokenize = '.*' holds no tokenizer that can be used: .* no tokenizer.json"):
         load(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -183,7 +185,7 @@ def test_what_cannot_be_loaded_is_refused_in_words(tmp_path: Path, tiny_model: P
         load(tiny_model)
 
 
-async def test_clients_do_not_wait_and_every_call_is_marked(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retokenizer_runs_after_answer_and_marks_every_call(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen upstream beside the engine: its calls are filled after their answers, the engine's are left alone."""
     hold, loop_thread, threads = threading.Event(), threading.get_ident(), set[int]()
     loaded = load(tiny_model)

@@ -55,9 +55,7 @@ async def held(stage: Stage, *engines: FakeEngine) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("canary", [None, 0.5])
-async def test_an_engine_that_could_not_be_paused_in_a_rollback_takes_the_old_version_before_it_answers(
-    weights: list[Path], canary: float | None
-) -> None:
+async def test_rollback_engine_that_refused_pause_takes_old_version_before_calls(weights: list[Path], canary: float | None) -> None:
     first, second = engines(weights)
     async with several(first, second) as stage:
         await publish(stage, weights, 1)
@@ -72,7 +70,7 @@ async def test_an_engine_that_could_not_be_paused_in_a_rollback_takes_the_old_ve
         assert await held(stage, first, second) == [(1, checksum_directory(weights[1]))] * 2
 
 
-async def test_an_engine_that_was_away_during_a_rollback_takes_the_old_version_before_it_answers(weights: list[Path]) -> None:
+async def test_rollback_engine_that_was_away_takes_old_version_before_calls(weights: list[Path]) -> None:
     first, second = engines(weights)
     async with several(second) as stage:
         running = first.running()
@@ -88,7 +86,7 @@ async def test_an_engine_that_was_away_during_a_rollback_takes_the_old_version_b
             assert await held(stage, second, first) == [(1, checksum_directory(weights[1]))] * 2
 
 
-async def test_an_engine_that_missed_an_older_version_takes_it_though_the_newer_may_be_published_again(weights: list[Path]) -> None:
+async def test_publish_older_version_missed_by_engine_is_still_applied(weights: list[Path]) -> None:
     first, second = engines(weights)
     async with several(first, second) as stage:
         await publish(stage, weights, 2)
@@ -101,7 +99,7 @@ async def test_an_engine_that_missed_an_older_version_takes_it_though_the_newer_
         assert await held(stage, first, second) == [(1, checksum_directory(weights[1]))] * 2
 
 
-async def test_an_engine_that_was_started_with_a_newer_version_keeps_it(weights: list[Path]) -> None:
+async def test_engine_started_with_newer_version_keeps_it_after_rollback(weights: list[Path]) -> None:
     first, second = engines(weights)
     async with several(first, second) as stage:
         await publish(stage, weights, 1)

@@ -23,7 +23,7 @@ NEUTRAL = {
 UNREAD: dict[str, Any] = {semconv.SAMPLING_CONSTRAINED: True}
 
 
-async def test_the_engines_word_on_how_it_sampled_wins_over_the_requests() -> None:
+async def test_sampling_reported_by_engine_overrides_request() -> None:
     """As with --generation-config auto, where the model's directory says how to sample what the client leaves out."""
     reported = {**SAMPLING, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
     async with staged(FakeEngine(sampling=reported)) as stage:
@@ -50,9 +50,7 @@ async def test_the_engines_word_on_how_it_sampled_wins_over_the_requests() -> No
     ],
     ids=str,
 )
-async def test_sampling_is_recorded_as_vllm_reads_it_and_what_cannot_be_read_is_never_neutral(
-    asked: dict[str, Any], recorded: dict[str, Any]
-) -> None:
+async def test_sampling_is_recorded_as_vllm_reads_request(asked: dict[str, Any], recorded: dict[str, Any]) -> None:
     async with staged() as stage:
         status, _ = await stage.chat(**{"temperature": 1.0, **asked})
         (span,) = await stage.spans()

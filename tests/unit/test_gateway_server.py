@@ -34,7 +34,7 @@ def bare(answer: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "extra", [{}, {"logprobs": True}, {"return_token_ids": True}, {"logprobs": True, "return_token_ids": True}, {"n": 2}]
 )
-async def test_a_whole_answer_is_what_vllm_would_have_sent(stage: Stage, extra: dict[str, Any]) -> None:
+async def test_gateway_whole_answer_equals_that_of_vllm(stage: Stage, extra: dict[str, Any]) -> None:
     status, body = await stage.chat(**extra)
     assert (status, json.loads(body)) == (200, bare(stage.engine.whole({**ASKED, **extra})))
     assert stage.engine.requests == [{**ASKED, **extra, "logprobs": True, "return_token_ids": True}]
@@ -45,14 +45,14 @@ async def test_a_whole_answer_is_what_vllm_would_have_sent(stage: Stage, extra: 
 @pytest.mark.parametrize(
     "extra", [{}, {"logprobs": True}, {"return_token_ids": True}, {"n": 2}, {"stream_options": {"include_usage": True}}], ids=str
 )
-async def test_a_stream_is_event_by_event_what_vllm_would_have_sent(tool_call: bool, silent: bool, extra: dict[str, Any]) -> None:
+async def test_gateway_stream_equals_that_of_vllm_event_by_event(tool_call: bool, silent: bool, extra: dict[str, Any]) -> None:
     async with staged(FakeEngine(tool_call=tool_call, silent_chunks=silent)) as stage:
         _, body = await stage.chat(stream=True, **extra)
         chunks = stage.engine.chunks({**ASKED, **extra})
         assert body == b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
 
 
-async def test_a_call_is_a_span_with_everything_that_training_needs(stage: Stage) -> None:
+async def test_gateway_call_span_has_attributes_for_training(stage: Stage) -> None:
     status, _ = await stage.chat(headers={"traceparent": TRACEPARENT, "baggage": BAGGAGE}, max_tokens=8)
     (span,) = await stage.spans()
     attributes = dict(span.attributes)
@@ -100,7 +100,7 @@ async def test_a_call_is_a_span_with_everything_that_training_needs(stage: Stage
     assert stage.engine.headers[0]["traceparent"] == f"00-{TRACE}-{span.span_id}-01"
 
 
-async def test_a_stream_leaves_the_same_span_as_a_whole_answer(stage: Stage) -> None:
+async def test_gateway_stream_span_equals_that_of_whole_answer(stage: Stage) -> None:
     await stage.chat()
     await stage.chat(stream=True)
     whole, stream = await stage.spans(2)
@@ -115,7 +115,7 @@ async def test_a_stream_leaves_the_same_span_as_a_whole_answer(stage: Stage) -> 
     }
 
 
-async def test_several_choices_stand_one_after_the_other(stage: Stage) -> None:
+async def test_gateway_several_choices_are_concatenated_in_span(stage: Stage) -> None:
     await stage.chat(n=2, stream=True)
     (span,) = await stage.spans()
     assert uint32s(span.attributes[semconv.OUTPUT_TOKEN_IDS]) == [9, 12, 2, 109, 112, 102]  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ async def test_several_choices_stand_one_after_the_other(stage: Stage) -> None:
     assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["stop", "stop"]
 
 
-async def test_a_streamed_tool_call_is_put_together() -> None:
+async def test_gateway_streamed_tool_call_is_assembled() -> None:
     async with staged(FakeEngine(tool_call=True)) as stage:
         await stage.chat(stream=True)
         (span,) = await stage.spans()
@@ -132,7 +132,7 @@ async def test_a_streamed_tool_call_is_put_together() -> None:
     assert choice["message"]["tool_calls"] == [{"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 
 
-async def test_a_stream_is_not_buffered(stage: Stage) -> None:
+async def test_gateway_stream_is_not_buffered(stage: Stage) -> None:
     stage.engine.go_on.clear()
     async with stage.client.post("/v1/chat/completions", json={**ASKED, "stream": True}) as answer:
         first = await answer.content.readuntil(b"\n\n")
@@ -141,7 +141,7 @@ async def test_a_stream_is_not_buffered(stage: Stage) -> None:
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_client_that_leaves_a_stream_stops_the_engine_and_leaves_the_ids_so_far(stage: Stage) -> None:
+async def test_gateway_client_leaving_stream_aborts_engine_and_records_ids_so_far(stage: Stage) -> None:
     async with stage.client.put("/rollout/r1/attempt/2", json={"run_id": "run 1", "mode": "train"}):
         stage.engine.go_on.clear()
     stage.engine.stall_after = 2
@@ -158,7 +158,7 @@ async def test_a_client_that_leaves_a_stream_stops_the_engine_and_leaves_the_ids
     assert await stage.count("/rollout/r1/attempt/2") == (200, {"calls": 1, "overflowed": False})
 
 
-async def test_a_client_that_leaves_a_whole_answer_stops_the_engine(stage: Stage) -> None:
+async def test_gateway_client_leaving_whole_answer_aborts_engine(stage: Stage) -> None:
     stage.engine.go_on.clear()
     call = asyncio.create_task(stage.chat())
     await asyncio.wait_for(stage.engine.arrived.wait(), 5)
@@ -168,7 +168,7 @@ async def test_a_client_that_leaves_a_whole_answer_stops_the_engine(stage: Stage
     assert (span.attributes[semconv.ABORTED], semconv.HTTP_STATUS in span.attributes) == (True, False)
 
 
-async def test_the_engines_refusal_passes_as_it_is(stage: Stage) -> None:
+async def test_gateway_engine_refusal_passes_unchanged(stage: Stage) -> None:
     stage.engine.status = 400
     status, body = await stage.chat()
     (span,) = await stage.spans()
@@ -179,14 +179,14 @@ async def test_the_engines_refusal_passes_as_it_is(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"id": "x", "choices": [{"mess', b"{}", b'{"choices": [{}]}', b'{"choices": 3}'])
-async def test_an_answer_that_cannot_be_read_passes_and_counts_as_failed(stage: Stage, body: bytes) -> None:
+async def test_gateway_malformed_answer_passes_and_is_recorded_as_failed(stage: Stage, body: bytes) -> None:
     stage.engine.body = body
     assert await stage.chat() == (200, body)
     (span,) = await stage.spans()
     assert (span.status, span.attributes[semconv.ERROR_TYPE]) == ("ERROR", "malformed_answer")
 
 
-async def test_an_error_in_the_midst_of_a_stream_passes_and_counts_as_failed(stage: Stage) -> None:
+async def test_gateway_error_within_stream_passes_and_is_recorded_as_failed(stage: Stage) -> None:
     stage.engine.error_after = 2
     _, body = await stage.chat(stream=True)
     (span,) = await stage.spans()
@@ -196,7 +196,7 @@ async def test_an_error_in_the_midst_of_a_stream_passes_and_counts_as_failed(sta
     assert (span.attributes[semconv.ERROR_TYPE], uint32s(span.attributes[semconv.OUTPUT_TOKEN_IDS])) == ("engine_error", [9])  # type: ignore[arg-type]
 
 
-async def test_a_stream_that_the_engine_breaks_breaks_for_the_client_too(stage: Stage) -> None:
+async def test_gateway_stream_broken_by_engine_breaks_for_client(stage: Stage) -> None:
     stage.engine.cut_after = 2
     with pytest.raises(aiohttp.ClientPayloadError):
         await stage.chat(stream=True)
@@ -205,7 +205,7 @@ async def test_a_stream_that_the_engine_breaks_breaks_for_the_client_too(stage: 
     assert uint32s(span.attributes[semconv.OUTPUT_TOKEN_IDS]) == [9]  # type: ignore[arg-type]
 
 
-async def test_a_dead_engine_is_named_with_its_remedy() -> None:
+async def test_gateway_with_dead_engine_answers_502_with_remedy() -> None:
     (nobody,) = free_ports(1)
     async with staged(engine_url=f"http://127.0.0.1:{nobody}") as stage:
         status, body = await stage.chat()
@@ -219,7 +219,7 @@ async def test_a_dead_engine_is_named_with_its_remedy() -> None:
     assert ready.status == 503
 
 
-async def test_an_engine_that_takes_too_long_is_a_timeout() -> None:
+async def test_gateway_request_timeout_answers_504() -> None:
     async with staged(request_timeout_seconds=0.2) as stage:
         stage.engine.go_on.clear()
         status, body = await stage.chat()
@@ -228,7 +228,7 @@ async def test_an_engine_that_takes_too_long_is_a_timeout() -> None:
 
 
 @pytest.mark.parametrize("body", [b"[1]", b"nonsense", b""])
-async def test_a_request_that_is_no_object_is_refused_and_not_recorded(stage: Stage, body: bytes) -> None:
+async def test_gateway_request_not_an_object_is_refused_and_not_recorded(stage: Stage, body: bytes) -> None:
     async with stage.client.post("/rollout/r/attempt/0/v1/chat/completions", data=body) as answer:
         assert (answer.status, (await answer.json())["error"]["type"]) == (400, "invalid_request_error")
     assert (await stage.count("/rollout/r/attempt/0"))[0] == 404
@@ -236,7 +236,7 @@ async def test_a_request_that_is_no_object_is_refused_and_not_recorded(stage: St
 
 
 @pytest.mark.parametrize("path", ["/v2/embed", "/rollout/r/attempt/x/v1/models"])
-async def test_what_is_not_supported_says_what_is(stage: Stage, path: str) -> None:
+async def test_gateway_unsupported_path_answers_404_with_supported_paths(stage: Stage, path: str) -> None:
     async with stage.client.post(path, json={}) as answer:
         message = (await answer.json())["error"]["message"]
     assert (answer.status, message.partition(" is")[0]) == (404, f"POST {path}")
@@ -244,12 +244,12 @@ async def test_what_is_not_supported_says_what_is(stage: Stage, path: str) -> No
 
 
 @pytest.mark.parametrize("prefix", ["", "/rollout/r/attempt/0"])
-async def test_models_are_the_engines(stage: Stage, prefix: str) -> None:
+async def test_gateway_models_route_lists_models_of_engine(stage: Stage, prefix: str) -> None:
     async with stage.client.get(f"{prefix}/v1/models") as answer:
         assert await answer.json() == {"object": "list", "data": [{"id": "policy", "object": "model"}]}
 
 
-async def test_headers_pass_both_ways_but_for_credentials_and_context(stage: Stage) -> None:
+async def test_gateway_headers_pass_except_credentials_and_context(stage: Stage) -> None:
     sent = {"x-request-id": "r-1", "authorization": "Bearer agent's", "baggage": BAGGAGE, "cookie": "a=b"}
     async with stage.client.post("/v1/chat/completions", json=ASKED, headers=sent) as answer:
         assert answer.headers["x-request-id"] == "r-1"
@@ -258,7 +258,7 @@ async def test_headers_pass_both_ways_but_for_credentials_and_context(stage: Sta
     assert not {"authorization", "baggage", "cookie", "accept-encoding"} & set(got)
 
 
-async def test_the_url_names_the_rollout_before_baggage_and_the_announcement_fills_the_rest(stage: Stage) -> None:
+async def test_gateway_rollout_is_named_by_url_then_baggage_and_announcement(stage: Stage) -> None:
     announced = {"run_id": "run 7", "mode": "validate", "traceparent": TRACEPARENT}
     async with stage.client.put("/rollout/r7/attempt/1", json=announced) as answer:
         assert answer.status == 200
@@ -283,13 +283,13 @@ async def test_the_url_names_the_rollout_before_baggage_and_the_announcement_fil
 
 
 @pytest.mark.parametrize("body", [{}, {"run_id": "r", "mode": "train", "traceparent": "x"}, {"run_id": "r", "mode": "train", "more": 1}])
-async def test_a_malformed_announcement_is_refused(stage: Stage, body: object) -> None:
+async def test_gateway_malformed_announcement_is_refused(stage: Stage, body: object) -> None:
     async with stage.client.put("/rollout/r/attempt/0", json=body) as answer:
         assert answer.status == 400
     assert (await stage.count("/rollout/r/attempt/0"))[0] == 404
 
 
-async def test_odd_requests_are_recorded_and_break_nothing(stage: Stage) -> None:
+async def test_gateway_odd_sampling_parameters_are_recorded(stage: Stage) -> None:
     path = "/rollout/r1/attempt/0"
     async with stage.client.put(path, json={"run_id": "run", "mode": "train"}):
         pass
@@ -305,7 +305,7 @@ async def test_odd_requests_are_recorded_and_break_nothing(stage: Stage) -> None
     assert await stage.count(path) == (200, {"calls": 2, "overflowed": False})
 
 
-async def test_calls_are_counted_once_each_and_wait_for_those_in_flight(stage: Stage) -> None:
+async def test_gateway_call_count_waits_for_calls_in_flight(stage: Stage) -> None:
     path = "/rollout/r1/attempt/2"
     async with stage.client.put(path, json={"run_id": "run", "mode": "train"}):
         assert await stage.count(path) == (200, {"calls": 0, "overflowed": False})
@@ -330,7 +330,7 @@ async def test_calls_are_counted_once_each_and_wait_for_those_in_flight(stage: S
     )
 
 
-async def test_a_token_is_asked_of_everybody_but_health_checks() -> None:
+async def test_gateway_token_is_required_except_for_health_checks() -> None:
     async with staged(token="secret") as stage:
         assert (await stage.chat())[0] == 200
         status, body = await stage.chat(headers={"Authorization": "Bearer wrong"})
@@ -341,7 +341,7 @@ async def test_a_token_is_asked_of_everybody_but_health_checks() -> None:
                 assert answer.status == expected
 
 
-async def test_readiness_waits_for_the_engine_to_be_warm_and_probed() -> None:
+async def test_gateway_readiness_waits_for_warm_and_probed_engine() -> None:
     async with staged(FakeEngine(warm=False)) as stage:
         async with stage.client.get("/readyz") as answer:
             assert answer.status == 503
@@ -361,7 +361,7 @@ async def test_readiness_waits_for_the_engine_to_be_warm_and_probed() -> None:
         (FakeEngine(paused=True), "it is paused"),
     ],
 )
-async def test_an_engine_that_cannot_be_trained_from_is_not_admitted(engine: FakeEngine, reason: str) -> None:
+async def test_gateway_unfit_engine_is_not_admitted(engine: FakeEngine, reason: str) -> None:
     async with staged(engine) as stage:
         await stage.readiness(reason)
         status, body = await stage.chat()

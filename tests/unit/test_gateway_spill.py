@@ -56,7 +56,9 @@ def reopened(directory: Path) -> list[bytes]:
 
 @FILES
 @given(spans=SPANS, data=st.data())
-def test_a_cut_loses_only_the_spans_that_it_cuts(spans: list[bytes], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_spill_cut_at_any_byte_loses_only_cut_spans(
+    spans: list[bytes], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     whole = framed(directory := tmp_path_factory.mktemp("spill"), spans)
     cut = data.draw(st.integers(0, len(whole)))
     ends = [sum(HEADER_BYTES + len(span) for span in spans[: place + 1]) for place in range(len(spans))]
@@ -67,7 +69,7 @@ def test_a_cut_loses_only_the_spans_that_it_cuts(spans: list[bytes], data: st.Da
 
 @FILES
 @given(spans=SPANS, data=st.data())
-def test_a_flipped_byte_in_the_last_frame_loses_only_its_span(
+def test_spill_flipped_byte_in_last_frame_loses_only_its_span(
     spans: list[bytes], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     whole = bytearray(framed(directory := tmp_path_factory.mktemp("spill"), spans))
@@ -80,7 +82,7 @@ def test_a_flipped_byte_in_the_last_frame_loses_only_its_span(
 
 @FILES
 @given(spans=SPANS, data=st.data())
-def test_a_flipped_byte_of_a_span_or_its_checksum_loses_only_that_span(
+def test_spill_flipped_byte_in_span_or_checksum_loses_only_that_span(
     spans: list[bytes], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     whole = bytearray(framed(tmp_path_factory.mktemp("spill"), spans))
@@ -94,7 +96,7 @@ def test_a_flipped_byte_of_a_span_or_its_checksum_loses_only_that_span(
 
 @FILES
 @given(spans=SPANS, zeros=st.integers(1, 50))
-def test_a_tail_of_zeros_is_no_span(spans: list[bytes], zeros: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_spill_trailing_zeros_are_no_span(spans: list[bytes], zeros: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     whole = framed(directory := tmp_path_factory.mktemp("spill"), spans)
     (path,) = directory.glob("*.spill")
     path.write_bytes(whole + bytes(zeros))
@@ -103,7 +105,7 @@ def test_a_tail_of_zeros_is_no_span(spans: list[bytes], zeros: int, tmp_path_fac
 
 @FILES
 @given(spans=SPANS, segment_bytes=st.integers(1, 100), limit=st.integers(1, 100), released=st.integers(0, 6), restart=st.booleans())
-def test_order_holds_over_segments_restarts_and_releases(
+def test_spill_order_is_kept_over_segments_restarts_and_releases(
     spans: list[bytes], segment_bytes: int, limit: int, released: int, restart: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     directory = tmp_path_factory.mktemp("spill")
@@ -129,7 +131,7 @@ def test_order_holds_over_segments_restarts_and_releases(
         kept.close()
 
 
-def test_released_segments_are_deleted_and_the_rest_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spill_released_segments_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "SEGMENT_BYTES", 100)
     kept = Spill(tmp_path)
     ends = [kept.append(bytes(42)) for _ in range(4)]
@@ -143,7 +145,7 @@ def test_released_segments_are_deleted_and_the_rest_at_the_end(tmp_path: Path, m
     assert list(tmp_path.glob("*.spill")) == []
 
 
-def test_a_directory_has_one_owner(tmp_path: Path) -> None:
+def test_spill_directory_in_use_raises(tmp_path: Path) -> None:
     kept = Spill(tmp_path)
     with pytest.raises(GatewayError) as caught:
         Spill(tmp_path)
@@ -155,13 +157,13 @@ def test_a_directory_has_one_owner(tmp_path: Path) -> None:
     Spill(tmp_path).close()
 
 
-def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+def test_spill_path_not_a_directory_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(GatewayError, match=r"gateway.spill_path = .*file cannot be used: File exists\. Set it to a directory"):
         Spill(tmp_path / "file")
 
 
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spill_append_on_full_disk_leaves_nothing_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Spill(tmp_path)
     kept.append(b"first")
     before = contents(tmp_path)
@@ -183,7 +185,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
     kept.close()
 
 
-def test_what_cannot_be_taken_back_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spill_partial_frame_that_cannot_be_removed_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Spill(tmp_path)
     writev = os.writev
 

@@ -33,7 +33,7 @@ def stream(end: bytes, data: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("data", [b"data: ", b"data:"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-async def test_an_event_leaves_as_it_came_and_as_soon_as_it_has_come(end: bytes, data: bytes) -> None:
+async def test_stream_of_other_line_ends_passes_event_by_event_unchanged(end: bytes, data: bytes) -> None:
     (port,) = free_ports(1)
     seen = asyncio.Event()
     events = stream(end, data)
@@ -68,7 +68,7 @@ async def test_an_event_leaves_as_it_came_and_as_soon_as_it_has_come(end: bytes,
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 7, 10**9])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_an_events_end_is_found_wherever_the_stream_is_cut(end: bytes, at_once: int) -> None:
+def test_stream_reader_finds_events_at_any_cut(end: bytes, at_once: int) -> None:
     reader = DIALECTS[CHAT].stream(DIALECTS[CHAT].parse(b"{}"))
     body = b"".join(stream(end, b"data: ")) + b"rest"
     given = [reader.feed(body[start : start + at_once]) for start in range(0, len(body), at_once)]
@@ -89,5 +89,5 @@ def test_an_events_end_is_found_wherever_the_stream_is_cut(end: bytes, at_once: 
         (b"", False),
     ],
 )
-def test_the_event_that_ends_a_stream_is_known_however_its_lines_end(events: bytes, end: bool) -> None:
+def test_is_end_detects_last_event_with_any_line_end(events: bytes, end: bool) -> None:
     assert _is_end(events) is end

@@ -131,7 +131,7 @@ def told(event: bytes) -> Any:
     return json.loads(event.partition(b"data: ")[2]).get("spangrad")
 
 
-async def test_a_whole_answer_tells_what_the_engine_was_asked_and_gave(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_tap_whole_answer_reports_prompts_tokens_and_sampling(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     vllm.whole = True
     (body,) = await call(middleware, vllm, MESSAGES_PATH)
     assert json.loads(body) == {
@@ -154,9 +154,7 @@ async def test_a_whole_answer_tells_what_the_engine_was_asked_and_gave(vllm: Vll
 
 
 @pytest.mark.parametrize("last", [b"response.completed", b"message_stop"])
-async def test_a_stream_tells_in_each_event_what_is_new_and_completely_in_its_last(
-    vllm: Vllm, middleware: SpangradMiddleware, last: bytes
-) -> None:
+async def test_tap_stream_reports_new_tokens_per_event_and_all_in_last(vllm: Vllm, middleware: SpangradMiddleware, last: bytes) -> None:
     vllm.last = last
     events = await call(middleware, vllm)
     names = [event.partition(b"\n")[0] for event in events]
@@ -173,7 +171,7 @@ async def test_a_stream_tells_in_each_event_what_is_new_and_completely_in_its_la
     ]
 
 
-async def test_each_time_that_the_engine_is_asked_is_a_generation_of_its_own(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_tap_each_engine_request_is_one_generation(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     """As where vLLM runs a tool itself, and asks again."""
     vllm.whole, vllm.generations = True, 2
     (body,) = await call(middleware, vllm)
@@ -186,7 +184,7 @@ async def test_each_time_that_the_engine_is_asked_is_a_generation_of_its_own(vll
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 0), (0, 0), (3, 3)])
-async def test_logprobs_are_asked_of_the_engine_where_the_route_asks_for_none(
+async def test_tap_asks_engine_for_logprobs_where_route_does_not(
     vllm: Vllm, middleware: SpangradMiddleware, asked: int | None, given: int
 ) -> None:
     vllm.kept.logprobs = asked
@@ -196,14 +194,12 @@ async def test_logprobs_are_asked_of_the_engine_where_the_route_asks_for_none(
     assert vllm.kept == Sampling(asked)
 
 
-async def test_the_request_passes_byte_for_byte(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_tap_leaves_request_body_unchanged(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     await call(middleware, vllm)
     assert vllm.bodies == [ASKED]
 
 
-async def test_a_route_that_gives_ids_itself_is_asked_nothing_more_and_tells_versions_and_sampling(
-    vllm: Vllm, middleware: SpangradMiddleware
-) -> None:
+async def test_tap_on_route_with_ids_reports_versions_and_sampling_only(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     await call(middleware, vllm)
     vllm.state.engine_client.asked.clear()
     vllm.whole = True
@@ -213,7 +209,7 @@ async def test_a_route_that_gives_ids_itself_is_asked_nothing_more_and_tells_ver
     assert vllm.state.engine_client.asked[0] is vllm.kept
 
 
-async def test_other_routes_get_the_engines_own_generator(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_tap_other_routes_use_engine_generator(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     await call(middleware, vllm)
     await call(middleware, vllm, "/tokenize")
     assert vllm.state.engine_client.asked[-1] is vllm.kept
@@ -235,7 +231,7 @@ async def test_other_routes_get_the_engines_own_generator(vllm: Vllm, middleware
     ],
     ids=str,
 )
-def test_versions_are_those_of_the_labels_that_the_engine_core_put_on_tokens(
+def test_tap_versions_follow_weight_versions_of_tokens(
     middleware: SpangradMiddleware, labels: list[tuple[str, int, int]] | None, versions: list[tuple[int, int]]
 ) -> None:
     tap = Tap(reads_ids=False)
@@ -250,7 +246,7 @@ def test_versions_are_those_of_the_labels_that_the_engine_core_put_on_tokens(
     [({}, False), ({"min_tokens": 4}, True), ({"thinking_token_budget": 8}, True), ({"thinking_token_budget": -1}, False)],
     ids=str,
 )
-def test_sampling_is_reported_as_vllm_will_sample(middleware: SpangradMiddleware, changes: dict[str, Any], constrained: bool) -> None:
+def test_tap_sampling_is_reported_as_vllm_samples(middleware: SpangradMiddleware, changes: dict[str, Any], constrained: bool) -> None:
     tap = Tap(reads_ids=False)
     tap.begin(Sampling(**changes))
     assert middleware.facts(tap, False, True)["sampling"] == {**REPORTED, "constrained": constrained}
@@ -258,13 +254,13 @@ def test_sampling_is_reported_as_vllm_will_sample(middleware: SpangradMiddleware
     assert "sampling" not in middleware.facts(tap, False, False)
 
 
-async def test_two_requests_at_once_are_told_apart(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_tap_concurrent_requests_are_separate(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     vllm.whole = True
     bodies = await asyncio.gather(*(call(middleware, vllm) for _ in range(8)))
     assert {len(json.loads(body)["spangrad"]["generations"][0]["token_ids"]) for (body,) in bodies} == {3}
 
 
-async def test_a_route_that_gives_up_ends_the_engines_generation(vllm: Vllm) -> None:
+async def test_tap_route_that_closes_ends_generation_of_engine(vllm: Vllm) -> None:
     client = vllm.state.engine_client
 
     async def leave() -> None:

@@ -49,7 +49,7 @@ async def publish(stage: Stage, sender: WeightsSender, version: tuple[Path, str]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_the_gateway_orders_and_the_trainer_sends(sender: WeightsSender, version: tuple[Path, str], dtype: str) -> None:
+async def test_publish_transfer_gateway_orders_and_trainer_sends(sender: WeightsSender, version: tuple[Path, str], dtype: str) -> None:
     async with staged(FakeEngine(transfer="http", checksum=f"{dtype}:{0:016x}")) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
@@ -66,7 +66,9 @@ async def test_the_gateway_orders_and_the_trainer_sends(sender: WeightsSender, v
         assert stage.engine.orders == [*BEFORE, *SENDING, *AFTER], "they have met already"
 
 
-async def test_what_cannot_be_sent_is_refused_before_the_engine_is_touched(sender: WeightsSender, version: tuple[Path, str]) -> None:
+async def test_publish_transfer_invalid_request_is_refused_before_engine_is_touched(
+    sender: WeightsSender, version: tuple[Path, str]
+) -> None:
     async with staged(FakeEngine()) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
@@ -93,7 +95,7 @@ async def test_what_cannot_be_sent_is_refused_before_the_engine_is_touched(sende
 
 
 @pytest.mark.parametrize("order", [*MEETING, *SENDING])
-async def test_an_order_that_fails_leaves_the_old_version_or_takes_the_engine_out(
+async def test_publish_transfer_failing_order_keeps_old_version_or_takes_engine_out(
     sender: WeightsSender, version: tuple[Path, str], order: str
 ) -> None:
     async with staged(FakeEngine(transfer="http", refuses=order)) as stage:
@@ -109,7 +111,7 @@ async def test_an_order_that_fails_leaves_the_old_version_or_takes_the_engine_ou
         assert (await stage.chat())[0] == 200
 
 
-async def test_a_way_back_reads_files(sender: WeightsSender, version: tuple[Path, str], tmp_path: Path) -> None:
+async def test_rollback_after_transfer_reads_files(sender: WeightsSender, version: tuple[Path, str], tmp_path: Path) -> None:
     async with staged(FakeEngine(transfer="http")) as stage:
         await stage.readiness("serving")
         assert (await publish(stage, sender, version))[0] == 200

@@ -31,7 +31,7 @@ async def second_is_down(stage: Stage) -> str:
     return told[1]["reason"]
 
 
-async def test_weights_that_cannot_be_read_keep_out_the_engine_that_needs_them_and_no_other(weights: list[Path], tmp_path: Path) -> None:
+async def test_admission_with_unreadable_weights_keeps_only_that_engine_out(weights: list[Path], tmp_path: Path) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
         body = release_of(weights, 1)
@@ -64,7 +64,7 @@ async def test_admission_of_an_engine_with_several_servers_or_ranks_refuses(coun
         assert not engines[1].requests
 
 
-async def test_a_fault_of_ours_at_one_engine_takes_that_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_admission_with_internal_error_takes_only_that_engine_out(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = [FakeEngine(), FakeEngine()]
     admit = watch._try_to_admit
 

@@ -65,7 +65,7 @@ def url(answers: list[bytes]) -> Iterator[str]:
 
 @pytest.mark.parametrize("client", [blocking, awaited])
 @pytest.mark.parametrize("answer", [HALF, b"SSH-2.0-OpenSSH_9.6\r\n\r\n", b""])
-def test_ask_a_response_that_is_not_whole_reads_as_no_answer(client: Ask, answer: bytes, answers: list[bytes], url: str) -> None:
+def test_ask_incomplete_response_raises_no_answer(client: Ask, answer: bytes, answers: list[bytes], url: str) -> None:
     answers[:] = [answer]
     with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(.+\)\. Start it with `spangrad queue`") as caught:
         client(queue_service(url, None))
@@ -74,13 +74,13 @@ def test_ask_a_response_that_is_not_whole_reads_as_no_answer(client: Ask, answer
 
 @pytest.mark.parametrize("client", [blocking, awaited])
 @pytest.mark.parametrize("failure", [HALF, b"", BUSY, b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"])
-def test_ask_a_failure_that_may_pass_is_retried(client: Ask, failure: bytes, answers: list[bytes], url: str) -> None:
+def test_ask_transient_failure_is_retried(client: Ask, failure: bytes, answers: list[bytes], url: str) -> None:
     answers[:] = [failure, failure, WHOLE]
     assert client(queue_service(url, None, 20)) == {"a": 1}
 
 
 @pytest.mark.parametrize("client", [blocking, awaited])
-def test_ask_a_refusal_is_final_and_names_value_place_and_status(client: Ask, answers: list[bytes], url: str) -> None:
+def test_ask_refusal_is_final_and_names_value_place_and_status(client: Ask, answers: list[bytes], url: str) -> None:
     answers[:] = [REFUSED, WHOLE]
     with pytest.raises(QueueError, match=rf"the queue at {url} refuses POST /x \(404\): no") as caught:
         client(queue_service(url, None, 20))
@@ -88,7 +88,7 @@ def test_ask_a_refusal_is_final_and_names_value_place_and_status(client: Ask, an
     assert answers == [WHOLE]
 
 
-def test_ask_a_refusal_whose_body_breaks_off_is_told_by_its_phrase(answers: list[bytes], url: str) -> None:
+def test_ask_refusal_with_broken_body_gives_http_reason(answers: list[bytes], url: str) -> None:
     answers[:] = [BUSY]
     with pytest.raises(QueueError, match=r"\(503\): Full House"):
         blocking(queue_service(url, None))
@@ -98,7 +98,7 @@ def test_ask_a_refusal_whose_body_breaks_off_is_told_by_its_phrase(answers: list
     ("body", "reason"),
     [({"error": "no"}, "no"), ({"error": {"message": "no"}}, "no"), ([], "[]"), ("", '""')],
 )
-def test_of_response_reads_the_message_of_each_form(body: object, reason: str) -> None:
+def test_request_error_of_response_reads_message_of_each_form(body: object, reason: str) -> None:
     assert RequestError.of_response(400, json.dumps(body).encode(), None, "Bad Request").reason == reason
     assert RequestError.of_response(400, b" ", None, "Bad Request").reason == "Bad Request"
 
@@ -108,12 +108,12 @@ async def _hangs(url: str) -> Awaitable[bytes]:
         return await client.send("GET", "/", within_seconds=0.2)  # type: ignore[return-value]
 
 
-def test_send_a_server_that_says_nothing_ends_within_the_time_limit() -> None:
+def test_send_to_silent_server_ends_within_time_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RequestError, match="no response in time"):
         asyncio.run(_hangs(f"http://127.0.0.1:{silent.getsockname()[1]}"))
 
 
-def test_a_token_is_sent_and_never_shown() -> None:
+def test_service_token_is_sent_and_never_shown() -> None:
     service = queue_service("http://127.0.0.1:1", "secret")
     assert service.headers["Authorization"] == "Bearer secret"
     assert "secret" not in repr(service)

@@ -64,36 +64,36 @@ async def answer(port: int, *pieces: bytes, pause: float = 0.05) -> bytes:
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /", HEAD[:-9]], ids=["nothing", "half a line", "half a head"])
-async def test_a_connection_without_a_whole_head_is_ended(begun: bytes) -> None:
+async def test_silent_connections_without_whole_head_are_closed(begun: bytes) -> None:
     async with served() as port:
         assert await answer(port, begun) == b""
 
 
-async def test_a_body_that_does_not_get_on_is_refused_in_words() -> None:
+async def test_arriving_body_that_stalls_answers_408() -> None:
     async with served() as port:
         said = await answer(port, HEAD + b"\r\n", b"ab")
     assert said.startswith(b"HTTP/1.1 408 ")
     assert said.endswith(b"only 2 bytes of the body came in time; it may take 0.2 s, and a second more for each 65536 bytes")
 
 
-async def test_a_body_that_comes_in_pieces_is_waited_for() -> None:
+async def test_arriving_body_in_pieces_is_awaited() -> None:
     async with served() as port:
         assert (await answer(port, HEAD + b"Connection: close\r\n\r\n", b"ab", b"cd")).endswith(b"\r\n\r\nabcd")
 
 
-async def test_large_bodies_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_arriving_large_body_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_timeouts, "BODY_BYTES_A_SECOND", 2)
     async with served() as port:
         assert (await answer(port, HEAD + b"Connection: close\r\n\r\n", b"a", b"b", b"c", b"d", pause=0.15)).endswith(b"\r\n\r\nabcd")
 
 
-async def test_a_connection_that_spoke_is_kept_between_its_requests() -> None:
+async def test_silent_connections_keep_idle_connection_between_requests() -> None:
     async with served() as port:
         said = await answer(port, HEAD + b"\r\nabcd", HEAD + b"Connection: close\r\n\r\nefgh", pause=0.4)
     assert (said.count(b"200 OK"), said[-4:]) == (2, b"efgh")
 
 
-async def test_a_timeout_of_somebody_else_stays_one() -> None:
+async def test_arriving_other_timeout_error_stays_unchanged() -> None:
     with pytest.raises(TimeoutError) as caught:
         async with arriving(0.2):
             raise TimeoutError("somebody else's")
@@ -101,7 +101,7 @@ async def test_a_timeout_of_somebody_else_stays_one() -> None:
 
 
 @pytest.mark.parametrize("pack", ["gzip", "deflate", "zstd", "lz4"])
-def test_unpacking_ends_where_the_budget_does(pack: str) -> None:
+def test_decompress_stops_when_hold_raises(pack: str) -> None:
     from tests.support.hostile_otlp import packed
 
     body = packed(pack, bytes(64 * 2**20))

@@ -32,7 +32,7 @@ def proposed(model: ModelFacts = MODEL, machine: MachineFacts = MACHINE) -> dict
     return {proposal.key: proposal.value for proposal in propose(model, machine, Ports())}
 
 
-def test_a_models_own_files_state_its_facts() -> None:
+def test_facts_of_model_files() -> None:
     assert (MODEL.architecture, MODEL.context_tokens, MODEL.dtype, MODEL.kv_values_a_token) == ("LlamaForCausalLM", 256, "float32", 128)
     text = {**CONFIG, "torch_dtype": "bfloat16", "dtype": None}
     nested = facts_of(Path("/m"), {"model_type": "x", "text_config": text}, 1, has_chat_template=True)
@@ -44,24 +44,24 @@ def test_a_models_own_files_state_its_facts() -> None:
 @pytest.mark.parametrize(
     ("model", "wanted", "context"), [(256, None, 256), (256, 4096, 256), (32768, None, 4096), (32768, 8192, 8192), (None, 99, 99)]
 )
-def test_the_context_stays_within_the_models(model: int | None, wanted: int | None, context: int) -> None:
+def test_context_of_is_bounded_by_model(model: int | None, wanted: int | None, context: int) -> None:
     assert context_of(model, wanted) == context
 
 
-def test_the_cache_fits_the_memory_and_holds_one_context_at_least() -> None:
+def test_cache_bytes_fit_memory_and_hold_one_context() -> None:
     assert cache_bytes(1024, 4096, 2**40) == 64 * 4096 * 1024
     assert cache_bytes(2**20, 4096, 2**30) == 4096 * 2**20
     assert cache_bytes(2**16, 4096, 4 * 2**30) == 2**30
 
 
-def test_a_machine_without_a_gpu_gets_a_bounded_cache() -> None:
+def test_propose_without_gpu_bounds_kv_cache() -> None:
     values = proposed()
     assert (values["engine.max_model_len"], values["engine.dtype"], values["engine.kv_cache_bytes"]) == (256, "float32", 64 * 2**20)
     assert "engine.extra_args" not in values
     assert values["engine.model"] == values["trainer.model"] == "/m"
 
 
-def test_on_one_gpu_the_engine_leaves_memory_to_the_trainer() -> None:
+def test_propose_on_one_gpu_leaves_memory_to_trainer() -> None:
     values = proposed(machine=replace(MACHINE, gpus=(GPU,)))
     assert values["engine.extra_args"] == ["--gpu-memory-utilization", "0.4"]
     assert "engine.dtype" not in values
@@ -76,12 +76,12 @@ def test_on_one_gpu_the_engine_leaves_memory_to_the_trainer() -> None:
         (replace(MODEL, weight_bytes=14 * 2**30, dtype="bfloat16"), MACHINE, "Take a smaller model or a larger machine"),
     ],
 )
-def test_what_cannot_start_is_refused_with_its_remedy(model: ModelFacts, machine: MachineFacts, sentence: str) -> None:
+def test_propose_impossible_combination_raises_with_remedy(model: ModelFacts, machine: MachineFacts, sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         propose(model, machine, Ports())
 
 
-def test_the_file_holds_the_proposals_and_their_reasons(tmp_path: Path) -> None:
+def test_settings_text_holds_proposals_and_reasons(tmp_path: Path) -> None:
     proposals = propose(MODEL, MACHINE, Ports(gateway=9000))
     file = tmp_path / "spangrad.toml"
     file.write_text(settings_text(proposals, "For a test."))
@@ -90,7 +90,7 @@ def test_the_file_holds_the_proposals_and_their_reasons(tmp_path: Path) -> None:
     assert "max_model_len = 256  # tokens of prompt and answer; the model takes 256 tokens" in file.read_text()
 
 
-def test_a_directory_that_is_no_model_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+def test_read_model_invalid_directory_raises(tmp_path: Path) -> None:
     def lacks(sentence: str) -> None:
         with pytest.raises(SettingsError, match=sentence):
             read_model(tmp_path / "model")

@@ -38,7 +38,7 @@ def play(shape: Shape, seed: int, forgets: bool) -> tuple[Done, list[int], dict[
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(0, 2**32), st.booleans())
-def test_a_search_ends_and_measures_every_candidate_once_and_never_gets_worse(shape: Shape, seed: int, forgets: bool) -> None:
+def test_next_step_measures_every_candidate_once_and_never_gets_worse(shape: Shape, seed: int, forgets: bool) -> None:
     done, measured, scores = play(shape, seed, forgets)
     assert len(measured) == len(set(measured))
     assert set(measured) == set(done.entered)
@@ -51,7 +51,7 @@ def test_a_search_ends_and_measures_every_candidate_once_and_never_gets_worse(sh
         assert [scores[version] for version in one.beam] == sorted((scores[version] or 0.0 for version in one.beam), reverse=True)
 
 
-def test_of_equals_the_older_one_stays_and_an_edit_to_an_old_text_is_no_new_candidate() -> None:
+def test_next_step_keeps_older_of_equals_and_ignores_edit_to_known_text() -> None:
     edits = {EditPosition(1, 7, 0): 9, EditPosition(1, 7, 1): 3, EditPosition(1, 7, 2): 7}
     scores = {7: 0.5, 9: 0.5, 3: 0.5}
     assert next_step(7, Shape(1, 2, 3), edits, scores) == Done((Round(0, (7,)), Round(1, (7, 9))), (7, 9, 3))
@@ -62,7 +62,7 @@ def test_of_equals_the_older_one_stays_and_an_edit_to_an_old_text_is_no_new_cand
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=1, max_size=20))
-def test_a_gain_is_the_mean_difference_and_less_probable_in_one_direction_only(pairs: list[tuple[int, int]]) -> None:
+def test_gain_is_mean_difference_and_one_sided_p(pairs: list[tuple[int, int]]) -> None:
     base, candidate = ({str(i): float(pair[side]) for i, pair in enumerate(pairs)} for side in (0, 1))
     there, back = gain(base, candidate, 0), gain(candidate, base, 0)
     assert there.mean == -back.mean
@@ -72,7 +72,7 @@ def test_a_gain_is_the_mean_difference_and_less_probable_in_one_direction_only(p
     assert gain(base, base, 0).p == 1
 
 
-def test_the_p_of_a_sure_gain_is_one_of_all_assignments() -> None:
+def test_gain_p_of_certain_gain_is_share_of_sign_assignments() -> None:
     assert gain(dict.fromkeys("abcdef", 0.0), dict.fromkeys("abcdef", 1.0), 0).p == 1 / 64
     assert gain({"a": 0.0, "b": 0.0, "c": 1.0}, {"a": 1.0, "b": 1.0, "c": 0.0}, 0).p == 0.5
     many = [f"task {i}" for i in range(40)]

@@ -98,7 +98,7 @@ def search(world: World, **changes: object) -> SearchResult:
     return asyncio.run(Search(QUESTION, chosen, world, world, world.run, world).go())
 
 
-def test_a_search_that_is_killed_at_any_step_goes_on_and_does_nothing_twice() -> None:
+def test_search_killed_at_any_step_resumes_and_repeats_nothing() -> None:
     for dies_at in range(1, 200):
         world = World(dies_at=dies_at)
         try:
@@ -119,7 +119,7 @@ def test_a_search_that_is_killed_at_any_step_goes_on_and_does_nothing_twice() ->
     assert world.done == before, "all is known: nothing is done"
 
 
-def test_a_search_never_changes_what_is_published_and_says_where_candidates_came_from() -> None:
+def test_search_changes_no_published_prompt_and_names_edits() -> None:
     result = search(World())
     first, *rest = result.candidates
     assert (first.version, first.edit) == (1, None)
@@ -127,7 +127,7 @@ def test_a_search_never_changes_what_is_published_and_says_where_candidates_came
     assert result.gain.mean == pytest.approx((result.best.score or 0) - (first.score or 0))
 
 
-def test_a_start_without_rewards_is_said_and_failures_may_be_given_a_score() -> None:
+def test_search_start_without_rewards_raises_unless_failed_score_is_set() -> None:
     with pytest.raises(PromptError, match=r"has no reward on 1 held-out tasks \(held 1\): 1 rollouts failed.*prompts.failed_score"):
         search(World(failing=frozenset({"held 1"})))
     worst = search(World(failing=frozenset({"held 1"})), failed_score=-1.0)
@@ -135,7 +135,7 @@ def test_a_start_without_rewards_is_said_and_failures_may_be_given_a_score() -> 
     assert worst.candidates[0].failed == 1
 
 
-def test_a_failing_task_to_learn_from_is_shown_as_the_worst() -> None:
+def test_choose_includes_failed_trial_as_worst() -> None:
     trials = [Trial(f"r{i}", 0, 1, f"t{i}", float(i), "", "") for i in range(6)]
     broken = Trial("broken", 0, 1, "t", None, "timeout", "not done after 5 s")
     for seed in range(20):
@@ -149,7 +149,7 @@ def test_a_failing_task_to_learn_from_is_shown_as_the_worst() -> None:
     assert shown(broken, "x").splitlines() == ["task: ", "it failed: timeout. not done after 5 s"]
 
 
-def test_a_transcript_tells_a_message_once_and_takes_the_room_that_it_has() -> None:
+def test_ask_for_critique_shows_each_message_once_within_its_room() -> None:
     first = Exchange((("system", "be good"), ("user", "a")), "b")
     then = Exchange((("system", "be good"), ("user", "a"), ("assistant", "b"), ("user", "c")), "d")
     trial = Trial("r", 0, 1, "t", 0.5, "", "", '"a"', (first, then))
@@ -162,7 +162,7 @@ def test_a_transcript_tells_a_message_once_and_takes_the_room_that_it_has() -> N
     assert "END" in said
 
 
-def test_what_cannot_be_read_is_no_prompt() -> None:
+def test_read_edit_without_prompt_is_none() -> None:
     assert [read_edit(text) for text in ("a <prompt>\n b \n</prompt> c", "<prompt>  </prompt>", "nothing", "<prompt>open")] == [
         " b ", None, None, None
     ]  # fmt: skip
@@ -182,11 +182,11 @@ def test_what_cannot_be_read_is_no_prompt() -> None:
         ("no json", "an error", Exchange((), "an error")),
     ],
 )
-def test_a_call_is_read_in_the_dialects_of_the_gateway(request_: str, response: str, read: Exchange) -> None:
+def test_read_exchange_in_each_dialect(request_: str, response: str, read: Exchange) -> None:
     assert read_exchange(request_, response) == read
 
 
-def test_a_search_has_the_name_of_its_question() -> None:
+def test_search_id_depends_on_question_only() -> None:
     def name(start: PromptText = START, agent: str = "agent", **prompts: object) -> str:
         chosen = Settings(prompts=PromptSettings.model_validate(prompts))
         return search_id(start, QUESTION.learn, QUESTION.held_out, chosen, [agent])

@@ -12,7 +12,7 @@ from spangrad.types import POLICY_FAILURES, AttemptFailure
 from tests.support.runners import failed, queue_settings, serving, some
 
 
-async def test_fail_with_rewards_ends_the_rollout_and_nobody_tries_it_again(tmp_path: Path) -> None:
+async def test_fail_with_rewards_ends_rollout_without_retry(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", max_attempts=3)) as (client, _):
         await client.enqueue("run", some(2))
         first, second = await client.lease("run", "worker", 2)
@@ -29,7 +29,7 @@ async def test_fail_with_rewards_ends_the_rollout_and_nobody_tries_it_again(tmp_
 
 
 @pytest.mark.parametrize("reason", list(AttemptFailure))
-def test_failure_with_rewards_of_infrastructure_is_refused(reason: AttemptFailure) -> None:
+def test_fail_with_rewards_for_infrastructure_failure_is_refused(reason: AttemptFailure) -> None:
     body = {"failures": [{"rollout_id": "r", "attempt": 0, "reason": reason.value, "rewards": {"reward": 0.0}}]}
     if reason in POLICY_FAILURES:
         assert msgspec.convert(body, Fail).failures[0].rewards == {"reward": 0.0}

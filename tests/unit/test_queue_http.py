@@ -43,12 +43,12 @@ def url(answers: list[bytes]) -> Iterator[str]:
         thread.join()
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(url: str, answers: list[bytes]) -> None:
+def test_queue_http_answer_that_breaks_off_is_retried(url: str, answers: list[bytes]) -> None:
     answers[:] = [HALF, WHOLE]
     assert QueueHttp(url, None, "run").ended(0, 1) == ([], 7)
 
 
-def test_answers_that_always_break_off_are_said(url: str) -> None:
+def test_queue_http_answers_that_always_break_off_raise(url: str) -> None:
     said = rf"the queue at {url} does not answer \(IncompleteRead"
     with pytest.raises(QueueError, match=said):
         QueueHttp(url, None, "run", retry_seconds=0).ended(0, 1)

@@ -17,7 +17,7 @@ def text(record: Record) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def test_a_whole_rollout() -> None:
+def test_draw_whole_rollout() -> None:
     assert text(WHOLE) == (
         """\
 rollout rollout-1
@@ -42,7 +42,7 @@ reward = 1 (evaluation_event), tool = -0.1 (air)
     )
 
 
-def test_nothing_but_a_trace_of_its_own() -> None:
+def test_draw_rootless_trace() -> None:
     spans = [
         span("ChatCompletion", "2", "1", run="", mode="", names_rollout=False, process="", seq=0, started=1, service="app"),
         span("chat", "3", "2", run="", mode="", names_rollout=False, kind="gateway", process="g", duration=0),
@@ -71,7 +71,7 @@ not built yet
     )
 
 
-def test_spans_that_are_their_own_ancestors_end_somewhere() -> None:
+def test_draw_spans_in_a_cycle_terminates() -> None:
     spans = [span("one", "1", "2"), span("two", "2", "1"), span("below", "3", "2")]
     assert text(Record("circle", spans, [], [], [])) == (
         """\
@@ -85,14 +85,14 @@ not built yet
     )
 
 
-def test_who_counts_nothing_is_ordered_by_its_clock() -> None:
+def test_draw_spans_without_sequence_orders_by_time() -> None:
     one = {"run": "", "mode": "", "process": "~instance", "seq": 0}
     spans = [span("later", "1", "9", started=2, **one), span("first", "2", "9", started=1, **one), span("team", "9", **one)]
     drawn = text(Record("foreign", spans, [], [], [])).splitlines()[3:]
     assert [line.split(" · ")[0] for line in drawn] == ["└── team", "    ├── first", "    └── later"]
 
 
-def test_several_builds_are_told_apart() -> None:
+def test_draw_several_builds_names_each() -> None:
     kept = Conclusion(0, "t0", "2", 0, "", "policy", 3, 0)
     dropped = Conclusion(0, "t0", "2", 0, "", "policy", reason="over_length", detail="9 tokens")
     builds = [Build("0123456789abcdef", [kept], "default@1"), Build("fedcba9876543210", [dropped])]

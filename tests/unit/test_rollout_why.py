@@ -52,7 +52,7 @@ WHOLE_SPANS = (FAILED_FIRST, ENDED, CLIENT, FIRST_CALL, SECOND_CALL, FIRST_CALL)
 EARNED = [Reward("t1", "b0", "reward", "1", "event")]
 
 
-def test_a_rollout_that_was_built() -> None:
+def test_explain_built_rollout() -> None:
     assert told(record(*WHOLE_SPANS, builds=(BUILD,), rewards=EARNED)) == (
         f"""\
 Rollout rollout-1 of run run-1 (mode train): task paris, group g7 of 8, 2 attempts.
@@ -70,7 +70,7 @@ It is not trained: its group g7 has 7 of 8 rollouts built so far.
     )
 
 
-def test_a_rollout_that_waits_says_for_what() -> None:
+def test_explain_waiting_rollout_names_missing_parts() -> None:
     lost = replace(ENDED, attributes={**ENDED.attributes, "spangrad.rollout.calls": "4"})
     assert told(record(lost, FIRST_CALL)) == (
         """\
@@ -116,11 +116,11 @@ CALL_SPAN = span("ChatCompletion", "2", "1", run="", mode="", names_rollout=Fals
         ((AGENT_SPAN,), [], "It is not built: nothing in it calls a model, as far as any dialect knows."),
     ],
 )
-def test_what_is_not_built_waits_for_something(spans: tuple[Any, ...], rewards: list[Reward], sentence: str) -> None:
+def test_explain_unbuilt_rollout_names_cause(spans: tuple[Any, ...], rewards: list[Reward], sentence: str) -> None:
     assert last(record(*spans, rewards=rewards)) == sentence
 
 
-def test_what_nobody_announced_is_production_s() -> None:
+def test_explain_rootless_rollout_as_production() -> None:
     first, second, *_ = explain(record(AGENT_SPAN, CALL_SPAN), SETTINGS)
     assert first == (
         "Rollout rollout-1: no runner announced it (it is known by its session, conversation or trace), so it counts as mode production."
@@ -166,11 +166,11 @@ LOOK = f"If `spangrad train` has skipped it, the reason is in its log and its le
         ),
     ],
 )
-def test_why_it_is_not_trained(build: Build, facts: dict[str, Any], sentence: str) -> None:
+def test_explain_untrained_rollout_names_cause(build: Build, facts: dict[str, Any], sentence: str) -> None:
     assert last(record(*WHOLE_SPANS, builds=(build,), **facts)) == f"It is not trained: {sentence}"
 
 
-def test_a_ledger_that_is_silent_leaves_open_what_was_skipped() -> None:
+def test_explain_with_unreachable_ledger_leaves_skips_open() -> None:
     told = last(record(*WHOLE_SPANS, builds=(WHOLE_GROUP,), ledger_silent="the ledger postgresql://HOST/NAME failed (no answer)."))
     assert told == (
         "It is not trained: its group is whole and waits for `spangrad train`. Whether a trainer has skipped its group is not known: the "
@@ -178,19 +178,19 @@ def test_a_ledger_that_is_silent_leaves_open_what_was_skipped() -> None:
     )
 
 
-def test_only_the_trainer_s_modes_are_trained() -> None:
+def test_explain_mode_outside_trainer_modes_is_not_trained() -> None:
     held_out = [replace(one, mode="validate") for one in WHOLE_SPANS]
     assert last(record(*held_out, builds=(WHOLE_GROUP,))) == "It is not trained: trainer.modes takes train only, and this is validate."
 
 
-def test_a_greedy_rollout_is_there_for_the_others() -> None:
+def test_explain_greedy_rollout_as_baseline() -> None:
     greedy = [replace(one, mode="greedy") for one in WHOLE_SPANS]
     assert last(record(*greedy, builds=(WHOLE_GROUP,))) == (
         "It is not trained: it is greedy: what the other rollouts of its group g7 are compared with (trainer.credit.estimator = 'remax')."
     )
 
 
-def test_what_was_trained_names_the_version() -> None:
+def test_explain_trained_rollout_names_version() -> None:
     used = TrainedBatch("run-1", BUILD.spec, "policy", "main", 5, "b-1", 1, "committed")
     assert last(record(*WHOLE_SPANS, builds=(BUILD,), trained=[used])) == (
         "It is trained: batch b-1 made version 5 of policy policy (branch main)."
@@ -212,7 +212,7 @@ def test_what_was_trained_names_the_version() -> None:
     )
 
 
-def test_a_rollout_without_calls_is_told_of_itself() -> None:
+def test_explain_rollout_without_calls_names_its_drop() -> None:
     alone = Conclusion(1, "t1", "", 0, "", "", reason="attempt_failed", detail="timeout")
     lines = explain(record(KEPT, builds=(replace(BUILD, conclusions=[alone], calls=0),)), SETTINGS)
     assert lines[-3:-1] == [
@@ -221,7 +221,7 @@ def test_a_rollout_without_calls_is_told_of_itself() -> None:
     ]
 
 
-def test_two_runs_with_a_rollout_of_one_id_are_told_one_after_the_other() -> None:
+def test_explain_same_id_in_two_runs_explains_each() -> None:
     other = replace(ENDED, run="run-2", trace="t9")
     lines = explain(record(*WHOLE_SPANS, other, builds=(BUILD,)), SETTINGS)
     place = lines.index("")
@@ -231,7 +231,7 @@ def test_two_runs_with_a_rollout_of_one_id_are_told_one_after_the_other() -> Non
     assert lines[-1].startswith("It is not built yet")
 
 
-def test_roles_of_a_run_are_named_with_those_that_the_trainer_counts() -> None:
+def test_explain_names_roles_and_those_that_trainer_counts() -> None:
     earned = [Reward("t1", "b0", "reward", value, "event", role) for role, value in {"white": "1", "black": "-1"}.items()]
     kept = replace(KEPT_CALL, rewards=[("reward", 1.0, "runner", "white"), ("reward", -1.0, "runner", "black")])
     game = record(*WHOLE_SPANS, rewards=earned, builds=(replace(BUILD, conclusions=[kept]),))

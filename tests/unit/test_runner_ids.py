@@ -9,7 +9,7 @@ import pytest
 from runner.ids import ordered_ids
 
 
-def test_a_series_is_in_order_and_its_own() -> None:
+def test_ordered_ids_are_sorted_and_unique_across_series() -> None:
     first, second = (list(islice(ordered_ids(), 1000)) for _ in range(2))
 
     assert first == sorted(first)
@@ -17,7 +17,7 @@ def test_a_series_is_in_order_and_its_own() -> None:
     assert {len(one) for one in first} == {32}
 
 
-def test_a_later_series_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordered_ids_later_series_sorts_after(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_800_000_000_000_000_000
     monkeypatch.setattr("runner.ids.time.time_ns", lambda: now)
     earlier = next(ordered_ids())

@@ -40,12 +40,12 @@ CALLS = pl.DataFrame(
         (Selection(agents="nobody"), []),
     ],
 )
-def test_every_pattern_that_is_given_matches_a_name_in_full(selection: Selection, taken: list[int]):
+def test_selection_expression_matches_names_in_full(selection: Selection, taken: list[int]):
     assert CALLS.select(expression(selection)).to_series().to_list() == [i in taken for i in range(4)]
     assert CALLS.clear().filter(expression(selection)).is_empty()
 
 
-def test_each_condition_says_what_it_was_held_against():
+def test_selection_conditions_give_compared_values():
     chosen = Selection(agents="a", policies="p", tools="t")
     found = {one.what: CALLS.select(one.value).to_series().to_list() for one in conditions(chosen)}
     assert found == {
@@ -56,6 +56,6 @@ def test_each_condition_says_what_it_was_held_against():
 
 
 @pytest.mark.parametrize(("field", "pattern"), [("policies", "("), ("tools", "[a"), ("components", "a{2,1}")])
-def test_what_is_no_regular_expression_is_refused_by_its_name(field: str, pattern: str):
+def test_selection_invalid_pattern_raises_with_field(field: str, pattern: str):
     with pytest.raises(SettingsError, match=rf"selection\.{field} = .* is no regular expression \(.+\)\. Fix it"):
         expression(Selection(**{field: pattern}))

@@ -12,7 +12,7 @@ from spangrad.settings.explain import explain_key
 from spangrad.settings.sources import Origin, explain_settings, load_settings
 
 
-def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
+def test_load_settings_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[store]\notlp_http_port = 1\notlp_grpc_port = 2\nclickhouse_port = 3\n[runner]\nrun_id = "from file"\n')
     env = {"SPANGRAD_STORE__OTLP_HTTP_PORT": "11", "SPANGRAD_STORE__OTLP_GRPC_PORT": "12", "SPANGRAD_ENGINE__EXTRA_ARGS": '["--seed", "7"]'}
@@ -27,12 +27,12 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     ]
 
 
-def test_load_settings_with_an_environment_of_its_own_ignores_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_settings_with_own_environment_ignores_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAD_STORE__URL", "http://elsewhere")
     assert load_settings(env={}).store.url == Settings().store.url == "http://127.0.0.1:8123"
 
 
-def test_config_variable_names_the_file(tmp_path: Path) -> None:
+def test_load_settings_config_variable_names_file(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[trainer]\npolicy = "p"\n')
     assert load_settings(env={"SPANGRAD_CONFIG": str(file)}).trainer.policy == "p"
@@ -56,7 +56,7 @@ def test_config_variable_names_the_file(tmp_path: Path) -> None:
         ({}, {"SPANGRAD_GATEWAY__PORT": "null"}, "", "setting gateway.port = None (environment SPANGRAD_GATEWAY__PORT)"),
     ],
 )
-def test_errors_name_the_value_the_place_and_the_remedy(
+def test_load_settings_errors_name_value_place_and_remedy(
     tmp_path: Path, flags: dict[str, object], env: dict[str, str], toml: str, message: str
 ) -> None:
     file = tmp_path / "s.toml"
@@ -66,12 +66,12 @@ def test_errors_name_the_value_the_place_and_the_remedy(
     assert message.replace("{file}", str(file)) in str(caught.value)
 
 
-def test_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_load_settings_missing_file_raises(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.toml does not exist"):
         load_settings(file=tmp_path / "none.toml", env={})
 
 
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_load_settings_unreadable_file_raises(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'[runner]\nrun_id = "\xe9"\n')
     with pytest.raises(SettingsError) as caught:
         load_settings(file=tmp_path, env={})
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         load_settings(env={"SPANGRAD_CONFIG": str(tmp_path / "latin.toml")})
 
 
-def test_none_is_a_value_that_every_source_can_say(tmp_path: Path) -> None:
+def test_load_settings_none_can_be_given_by_every_source(tmp_path: Path) -> None:
     days, variable = "queue.keep_days", "SPANGRAD_QUEUE__KEEP_DAYS"
     null, week = tmp_path / "null.toml", tmp_path / "week.toml"
     null.write_text('[queue]\nkeep_days = "null"\n')
@@ -102,11 +102,11 @@ def test_none_is_a_value_that_every_source_can_say(tmp_path: Path) -> None:
     ]
 
 
-def test_binaries_are_not_settings() -> None:
+def test_load_settings_ignores_binary_variables() -> None:
     assert load_settings(env={"SPANGRAD_CHGO": "/x", "SPANGRAD_OTELCOL": "/y"}) == load_settings(env={})
 
 
-def test_build_specification_follows_what_decides_a_build_and_nothing_else() -> None:
+def test_build_spec_changes_with_build_settings_only() -> None:
     base = BuilderSettings()
     assert base.spec == BuilderSettings(poll_seconds=9, incomplete_after_seconds=1, quiet_seconds=2).spec
     others = [
@@ -117,7 +117,7 @@ def test_build_specification_follows_what_decides_a_build_and_nothing_else() -> 
     assert len({base.spec, *(other.spec for other in others)}) == 4
 
 
-def test_a_section_within_a_section_is_reached_by_every_road(tmp_path: Path) -> None:
+def test_load_settings_nested_section_is_set_by_every_source(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[builder.selection]\nagents = "a"\nmodels = "m"\ntools = "t"\n')
     env = {"SPANGRAD_BUILDER__SELECTION__MODELS": "n", "SPANGRAD_TRAINER__SELECTION": '{"agents": "b"}'}
@@ -132,7 +132,7 @@ def test_a_section_within_a_section_is_reached_by_every_road(tmp_path: Path) -> 
     ]
 
 
-def test_a_mistake_deep_in_a_table_names_its_place_and_source() -> None:
+def test_load_settings_error_in_nested_table_names_place_and_source() -> None:
     rules = [{"name": "slow", "kind": "latency", "reward": "much"}]
     with pytest.raises(SettingsError, match=r"setting builder.rules.0.reward = 'much' \(flag\)"):
         load_settings({"builder.rules": rules}, env={})

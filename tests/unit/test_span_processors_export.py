@@ -44,7 +44,7 @@ def emit(provider: TracerProvider, count: int, **attributes: str) -> None:
         tracer.start_span(f"span-{number}", attributes=attributes).end()
 
 
-def test_spans_arrive_whole_with_headers() -> None:
+def test_lossless_span_processor_sends_spans_whole_with_headers() -> None:
     with OtlpSink() as sink:
         provider = tracer_provider("unit", sink.url, {**bearer("secret"), **parse_headers("x-team=a%20b")})
         tracer = provider.get_tracer("scope")
@@ -65,7 +65,7 @@ def test_spans_arrive_whole_with_headers() -> None:
         ]
 
 
-def test_an_unsampled_span_is_not_sent() -> None:
+def test_lossless_span_processor_skips_unsampled_spans() -> None:
     with OtlpSink() as sink:
         processor = LosslessSpanProcessor(traces_url(sink.url))
         provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
@@ -75,7 +75,7 @@ def test_an_unsampled_span_is_not_sent() -> None:
         assert (sink.requests, processor.lost) == ([], 0)
 
 
-def test_nothing_is_lost_while_the_store_is_down() -> None:
+def test_lossless_span_processor_while_store_is_down_loses_no_span() -> None:
     (port,) = free_ports(1)
     processor = LosslessSpanProcessor(f"http://127.0.0.1:{port}/v1/traces", batch_bytes=2000, delay_seconds=0.01)
     provider = provider_with(processor)
@@ -91,7 +91,7 @@ def test_nothing_is_lost_while_the_store_is_down() -> None:
         provider.shutdown()
 
 
-def test_a_store_that_asks_for_time_gets_it() -> None:
+def test_lossless_span_processor_respects_retry_after() -> None:
     refusals = [(503, {"retry-after": "0.3"}), (429, {"retry-after": "0.3"}), (408, {}), (500, {})]
     with OtlpSink(refusals=refusals) as sink:
         processor = LosslessSpanProcessor(traces_url(sink.url))
@@ -104,7 +104,9 @@ def test_a_store_that_asks_for_time_gets_it() -> None:
         provider.shutdown()
 
 
-def test_spans_refused_for_good_are_counted_and_said(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lossless_span_processor_counts_and_reports_refused_spans(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     with OtlpSink(refusals=[(400, {})]) as sink:
         processor = LosslessSpanProcessor(traces_url(sink.url))
         provider = provider_with(processor)
@@ -118,7 +120,7 @@ def test_spans_refused_for_good_are_counted_and_said(caplog: pytest.LogCaptureFi
         assert capsys.readouterr().err == f"spangrad: 2 spans were not delivered to {sink.url}/v1/traces and are lost.\n"
 
 
-def test_a_full_queue_delays_an_agent_once_then_drops(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lossless_span_processor_full_queue_delays_once_then_drops(capsys: pytest.CaptureFixture[str]) -> None:
     (port,) = free_ports(1)
     processor = LosslessSpanProcessor(
         f"http://127.0.0.1:{port}/v1/traces", queue_bytes=5000, batch_bytes=1000, full_wait_seconds=0.2, shutdown_seconds=0.3
@@ -135,7 +137,7 @@ def test_a_full_queue_delays_an_agent_once_then_drops(capsys: pytest.CaptureFixt
     assert processor.lost == 50
 
 
-def test_many_flushes_share_few_requests() -> None:
+def test_lossless_span_processor_concurrent_flushes_share_requests() -> None:
     with OtlpSink() as sink:
         provider = provider_with(LosslessSpanProcessor(traces_url(sink.url), delay_seconds=60))
         ready = threading.Barrier(32)
@@ -155,7 +157,7 @@ def test_many_flushes_share_few_requests() -> None:
         provider.shutdown()
 
 
-def test_batches_are_bounded_by_bytes() -> None:
+def test_lossless_span_processor_batches_are_bounded_by_bytes() -> None:
     with OtlpSink() as sink:
         provider = provider_with(LosslessSpanProcessor(traces_url(sink.url), batch_bytes=10_000, delay_seconds=60))
         emit(provider, 30, text="x" * 3000)
@@ -165,7 +167,7 @@ def test_batches_are_bounded_by_bytes() -> None:
         provider.shutdown()
 
 
-def test_one_bad_span_does_not_take_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lossless_span_processor_invalid_span_affects_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     with OtlpSink() as sink:
         processor = LosslessSpanProcessor(traces_url(sink.url))
         provider = provider_with(processor)
@@ -176,6 +178,6 @@ def test_one_bad_span_does_not_take_others_along(monkeypatch: pytest.MonkeyPatch
         provider.shutdown()
 
 
-def test_an_address_that_is_none_is_said_at_once() -> None:
+def test_lossless_span_processor_invalid_address_raises() -> None:
     with pytest.raises(ValueError, match="is not an http"):
         LosslessSpanProcessor("localhost:4318/v1/traces")

@@ -19,14 +19,14 @@ def service(name: str, *needs: str) -> ServiceSpec:
     return ServiceSpec(name, ("true",), Path(f"{name}.log"), needs=needs)
 
 
-def test_services_start_after_those_that_they_need() -> None:
+def test_start_order_puts_services_after_their_needs() -> None:
     ordered = start_order((service("gateway", "store", "engine"), service("engine", "store"), service("store")))
     assert [each.name for each in ordered] == ["store", "engine", "gateway"]
     with pytest.raises(ValueError, match="missing: a, b"):
         start_order((service("a", "b"), service("b", "a")))
 
 
-def test_delays_double_up_to_the_longest() -> None:
+def test_restart_policy_delays_double_up_to_longest() -> None:
     policy = RestartPolicy(first_seconds=1, longest_seconds=30)
     assert [policy.delay(failures) for failures in (1, 2, 3, 6, 10_000)] == [1, 2, 4, 30, 30]
 
@@ -43,9 +43,7 @@ def test_delays_double_up_to_the_longest() -> None:
         (2, 1, True, True),
     ],
 )
-def test_a_service_that_ended_is_restarted_unless_it_never_became_ready(
-    exit_code: int, failures: int, was_ready: bool, restarts: bool
-) -> None:
+def test_restart_policy_restarts_unless_service_was_never_ready(exit_code: int, failures: int, was_ready: bool, restarts: bool) -> None:
     assert RestartPolicy(tries=3).restarts(exit_code, failures, was_ready=was_ready) is restarts
     assert not NEVER.restarts(exit_code, failures, was_ready=was_ready)
 
@@ -59,7 +57,7 @@ def test_a_service_that_ended_is_restarted_unless_it_never_became_ready(
         ("", "its log is empty"),
     ],
 )
-def test_the_cause_of_an_end_is_found_in_the_log(log: str, cause: str) -> None:
+def test_cause_of_log_finds_error(log: str, cause: str) -> None:
     assert cause_of(log) == cause
 
 
@@ -68,7 +66,7 @@ def names(values: dict[str, object], *agent: str) -> dict[str, tuple[str, ...]]:
     return {each.name: each.needs for each in training_services(settings, Path("logs"), ["--config", "f.toml"], agent)}
 
 
-def test_the_settings_decide_which_services_run_here() -> None:
+def test_training_services_follow_settings() -> None:
     own = ["store", "engine", "gateway", "build", "train"]
     assert list(names({})) == own
     assert list(names({"store.url": "http://elsewhere:8123"})) == own[1:]
@@ -80,7 +78,7 @@ def test_the_settings_decide_which_services_run_here() -> None:
     assert names(queue, "--tasks", "t.jsonl")["run"] == ("store", "queue", "gateway")
 
 
-def test_services_get_the_same_file_and_both_the_model() -> None:
+def test_training_services_share_settings_file_and_model() -> None:
     settings = load_settings({"trainer.model": "weights"}, env={})
     services = {each.name: each.command for each in training_services(settings, Path("logs"), ["--config", "f.toml"])}
     assert services["engine"][-5:] == ("engine", "--config", "f.toml", "--model", "weights")
@@ -88,12 +86,12 @@ def test_services_get_the_same_file_and_both_the_model() -> None:
 
 
 @pytest.mark.parametrize(("values", "agent", "sentence"), [({"engine.model": None}, (), "spangrad init"), ({}, ("x",), "needs a queue")])
-def test_what_cannot_be_started_is_refused(values: dict[str, object], agent: tuple[str, ...], sentence: str) -> None:
+def test_training_services_with_invalid_settings_raise(values: dict[str, object], agent: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         names(values, *agent)
 
 
-def test_the_status_names_states_causes_and_progress() -> None:
+def test_status_table_names_states_causes_and_progress() -> None:
     row = {"pid": 7, "seconds": 61.2, "restarts": 2, "waits_for": [], "cause": "", "log": "logs/x.log"}
     rows = [
         {**row, "name": "store", "state": "ready", "cause": "an old failure"},

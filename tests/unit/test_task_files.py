@@ -29,7 +29,7 @@ def lines(rows: list[Any]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def test_the_same_rows_are_the_same_tasks_from_every_kind_of_source(tmp_path: Path) -> None:
+def test_read_tasks_same_rows_of_any_source_give_same_tasks(tmp_path: Path) -> None:
     import datasets
 
     (tmp_path / "rows.jsonl").write_text(lines(ROWS) + "\n")
@@ -49,7 +49,7 @@ def test_the_same_rows_are_the_same_tasks_from_every_kind_of_source(tmp_path: Pa
             read_tasks(tmp_path / source)
 
 
-def test_rows_without_either_field_are_inputs_themselves(tmp_path: Path) -> None:
+def test_read_tasks_rows_without_task_fields_are_inputs(tmp_path: Path) -> None:
     expected = [Task(f"train:{n}", row) for n, row in enumerate(QUESTIONS, 1)]
     (tmp_path / "train.jsonl").write_text(lines(QUESTIONS))
     pl.DataFrame(QUESTIONS).write_parquet(tmp_path / "train.parquet")
@@ -77,13 +77,13 @@ def test_rows_without_either_field_are_inputs_themselves(tmp_path: Path) -> None
         ("t.parquet", "PAR", " cannot be read as Parquet"),
     ],
 )
-def test_what_is_no_task_is_said_with_its_place(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_read_tasks_invalid_row_raises_with_place(tmp_path: Path, name: str, text: str, said: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(AgentError, match=re.escape(f"{tmp_path / name}{said}")):
         read_tasks(tmp_path / name)
 
 
-def test_other_values_and_other_places_are_said(tmp_path: Path) -> None:
+def test_read_tasks_unusable_source_raises(tmp_path: Path) -> None:
     pl.DataFrame([{"q": "x", "day": date(2026, 1, 1)}]).write_parquet(tmp_path / "days.parquet")
     (tmp_path / "latin.jsonl").write_bytes(b'{"q": "\xe9"}')
     (tmp_path / "empty").mkdir()
@@ -97,7 +97,7 @@ def test_other_values_and_other_places_are_said(tmp_path: Path) -> None:
             read_tasks(tmp_path / source)
 
 
-def test_a_dataset_of_the_hub_is_asked_of_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_tasks_hub_dataset_is_loaded_by_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     asked: list[tuple[str, str]] = []
@@ -128,7 +128,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x0
 
 
 @given(st.lists(st.tuples(NAMES, JSON), min_size=1, max_size=5))
-def test_any_json_comes_back_as_it_was_written(rows: list[tuple[str, Any]]) -> None:
+def test_read_tasks_any_json_round_trips(rows: list[tuple[str, Any]]) -> None:
     import tempfile
 
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8", errors="surrogatepass") as file:

@@ -37,7 +37,7 @@ def versions(returns: list[float], successes: list[float]) -> list[dict[str, flo
         pytest.param([9.0, 0.6, 0.1, 0.3, 0.5, 0.6], [0.0, 9.0, 0.0, 0.0, 0.0, 0.0], 1, id="only the last versions count"),
     ],
 )
-def test_table(returns: list[float], successes: list[float], alarm: float) -> None:
+def test_gaming_alarm_by_returns_and_successes(returns: list[float], successes: list[float], alarm: float) -> None:
     assert gaming(versions(returns, successes), RULE)["gaming_alarm"] == alarm
 
 
@@ -54,32 +54,32 @@ def test_table(returns: list[float], successes: list[float], alarm: float) -> No
         pytest.param(versions([0.1, 0.3, 0.5, 0.6], [0.0] * 4), AlarmSettings(gaming_versions=0), id="turned off"),
     ],
 )
-def test_nothing_is_said_of_what_is_not_known(history: list[dict[str, float]], rule: AlarmSettings) -> None:
+def test_gaming_of_unknown_values_is_empty(history: list[dict[str, float]], rule: AlarmSettings) -> None:
     assert gaming(history, rule) == {}
 
 
 @given(series, numbers)
-def test_a_rise_does_not_depend_on_where_it_begins(values: list[float], offset: float) -> None:
+def test_rise_is_independent_of_offset(values: list[float], offset: float) -> None:
     assert rise([value + offset for value in values]) == pytest.approx(rise(values), abs=1e-6)
 
 
 @given(series)
-def test_a_rise_read_backwards_is_a_fall(values: list[float]) -> None:
+def test_rise_of_reversed_values_is_negated(values: list[float]) -> None:
     assert rise(values[::-1]) == pytest.approx(-rise(values), abs=1e-6)
 
 
 @given(numbers, numbers, st.integers(2, 30))
-def test_of_a_line_the_rise_is_from_its_first_place_to_its_last(begin: float, slope: float, count: int) -> None:
+def test_rise_of_line_is_from_first_to_last_value(begin: float, slope: float, count: int) -> None:
     assert rise([begin + slope * place for place in range(count)]) == pytest.approx(slope * (count - 1), abs=1e-6)
 
 
 @given(series)
-def test_a_return_that_is_success_is_never_gamed(values: list[float]) -> None:
+def test_gaming_with_return_equal_to_success_is_no_alarm(values: list[float]) -> None:
     assert gaming(versions(values, values), RULE)["gaming_alarm"] == 0
 
 
 @given(series, st.lists(numbers, min_size=30, max_size=30), st.floats(0.01, 100))
-def test_success_in_other_units_with_the_return_changes_nothing(returns: list[float], successes: list[float], unit: float) -> None:
+def test_gaming_is_independent_of_units(returns: list[float], successes: list[float], unit: float) -> None:
     successes = successes[: len(returns)]
     plain = gaming(versions(returns, successes), AlarmSettings(gaming_versions=4, gaming_rise=0))
     scaled = gaming(
@@ -89,7 +89,7 @@ def test_success_in_other_units_with_the_return_changes_nothing(returns: list[fl
     assert near or scaled["gaming_alarm"] == plain["gaming_alarm"]
 
 
-def test_the_trainer_warns_once_and_writes_it_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_gaming_alarm_in_trainer_warns_once_and_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two groups a version; what `progress` pays rises by 1 from version to version, `reward` stays as it is."""
     names = list("abcdefghij")
     paid = {name: {"Rewards.Name": ["reward", "progress"], "Rewards.Value": [0.5, float(place // 2)]} for place, name in enumerate(names)}

@@ -17,7 +17,7 @@ ROWS = pl.DataFrame(
 )
 
 
-def test_whole_layout_with_no_op_rows():
+def test_layout_with_no_op_rows_places_every_value():
     batch = layout(separate(ROWS, pl.Series([1.5, -0.5])), lineage=[2, 3], divisor=3)
     assert batch.prompts.tolist() == [[0, 0, 7], [4, 5, 6], [0, 0, 0]]
     assert batch.responses.tolist() == [[8, 9, 10], [2, 0, 0], [0, 0, 0]]
@@ -32,7 +32,7 @@ def test_whole_layout_with_no_op_rows():
     assert (batch.real_rows, batch.trainable, batch.token_counts) == (2, True, [4, 4, 1])
 
 
-def test_layout_of_a_call_that_crossed_versions_tells_each_tokens_own():
+def test_layout_of_call_across_versions_has_version_per_token():
     crossed = {"Version": 1, "Versions.Start": [0, 1, 3], "Versions.Version": [1, 4, 9]}
     rows = pl.DataFrame([transition_row("a", ResponseIds=[5, 6, 7, 8], Logprobs=[-1.0] * 4, **crossed), transition_row("b", Version=4)])
     batch = layout(separate(rows, pl.Series([1.0, 1.0])), lineage=[1, 2, 4])
@@ -40,7 +40,7 @@ def test_layout_of_a_call_that_crossed_versions_tells_each_tokens_own():
     assert batch.staleness.tolist() == [[2, 0, 0, -1], [0, 0, -1, -1]], "9 is not of this branch"
 
 
-def test_observations_of_a_merged_sequence_are_context_right_of_the_seam():
+def test_layout_of_merged_sequence_masks_observations():
     rows = pl.DataFrame(
         [
             transition_row("a", 0, PromptIds=[7, 8], ResponseIds=[9], Logprobs=[-1.0]),
@@ -58,12 +58,12 @@ def test_observations_of_a_merged_sequence_are_context_right_of_the_seam():
     assert (batch.real_rows, batch.token_counts) == (2, [7, 2])
 
 
-def test_zero_advantages_are_not_trainable():
+def test_layout_of_zero_advantages_is_not_trainable():
     batch = layout(separate(ROWS, pl.Series([0.0, 0.0])), lineage=[3])
     assert (batch.real_rows, len(batch.prompts), batch.trainable) == (2, 2, False)
 
 
-def test_ids_and_logprobs_keep_their_bits():
+def test_layout_ids_and_logprobs_keep_their_bits():
     rows = pl.DataFrame([transition_row("a", PromptIds=[2**31 + 5], ResponseIds=[2**32 - 1], Logprobs=[np.float32(-0.1).item()])])
     for make in (separate, merge):
         batch = layout(make(rows, pl.Series([1.0])), lineage=[0])

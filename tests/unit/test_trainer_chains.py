@@ -17,7 +17,7 @@ from trainer.data.source import BatchRollout, Group, Loaded
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
 
 
-def test_rewards_of_calls_that_are_not_trained_go_to_the_call_before_or_the_first():
+def test_chains_rewards_of_untrained_calls_go_to_call_before_or_first():
     rows = pl.DataFrame(
         [
             transition_row("a", 0, rewards=(1.0,), Policy="other"),
@@ -39,7 +39,7 @@ def test_rewards_of_calls_that_are_not_trained_go_to_the_call_before_or_the_firs
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(-8, 8), st.booleans()), min_size=1, max_size=4), min_size=1, max_size=5), st.randoms())
-def test_a_chains_rewards_add_up_to_the_return_whatever_the_order(rollouts: list[list[tuple[int, bool]]], dice: object):
+def test_chains_rewards_sum_to_return_in_any_order(rollouts: list[list[tuple[int, bool]]], dice: object):
     rows = [
         transition_row(f"r{i}", turn, rewards=(float(reward),), Policy="policy" if own else "other")
         for i, turns in enumerate(rollouts)
@@ -59,7 +59,7 @@ def test_a_chains_rewards_add_up_to_the_return_whatever_the_order(rollouts: list
         assert found["Turn"][rows_of].to_list() == sorted(found["Turn"][rows_of].to_list())
 
 
-def test_a_batch_for_an_estimator_of_tokens_leaves_advantages_to_the_engine():
+def test_assemble_for_token_estimator_leaves_advantages_to_optimizer():
     rows = pl.DataFrame(
         [
             transition_row("b", 0, rewards=(1.0,)),

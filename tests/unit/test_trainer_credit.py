@@ -56,7 +56,7 @@ TWO_TURNS = [
 """Returns 1 and 4."""
 
 
-def test_the_return_is_the_sum_of_all_rewards_of_all_calls():
+def test_returns_sum_rewards_of_all_calls():
     rows = frame(
         [
             transition_row("a", 0, rewards=(-0.25,)),
@@ -72,7 +72,7 @@ def test_the_return_is_the_sum_of_all_rewards_of_all_calls():
     ]
 
 
-def test_weights_multiply_rewards_by_their_names():
+def test_reward_weights_multiply_rewards_by_name():
     names = pl.Series([["reward", "brevity"], [], ["other", "brevity", "brevity"]])
     rows = frame([transition_row("a", 0, rewards=(1.0, 0.5)), transition_row("a", 1), transition_row("b", 0, rewards=(2.0, 4.0, 8.0))])
     rows = rows.with_columns(names.alias("Rewards.Name"))
@@ -107,7 +107,7 @@ def test_weights_multiply_rewards_by_their_names():
         ("gigpo", "rollout", {"step_weight": 0.0}, [-HALF, -HALF, HALF, HALF]),
     ],
 )
-def test_each_formula_by_hand(how: Credit, baseline: Baseline, facts: dict[str, float], by_hand: list[float]):
+def test_advantages_of_each_scheme_match_hand_computation(how: Credit, baseline: Baseline, facts: dict[str, float], by_hand: list[float]):
     assert advantages(frame(TWO_TURNS), how, baseline, **facts) == pytest.approx(by_hand, abs=1e-4)
 
 
@@ -146,7 +146,7 @@ def test_gigpo_compares_steps_of_equal_prompts_within_the_group():
     assert advantages(rows, "gigpo", "rollout", gamma=0.5, step_weight=2.0) == pytest.approx(by_hand, abs=1e-4)
 
 
-def test_reward_to_go_counts_what_follows_whatever_the_order_of_rows():
+def test_reward_to_go_sums_later_rewards_in_any_row_order():
     rows = frame(
         [
             transition_row("a", 2, rewards=(4.0,)),
@@ -159,20 +159,20 @@ def test_reward_to_go_counts_what_follows_whatever_the_order_of_rows():
     assert assignment.discounted(rows, 0.0).to_list() == [4.0, 16.0, 1.0, 2.0]
 
 
-def test_a_dropped_call_counts_as_time_and_choices_of_one_call_do_not():
+def test_discounted_counts_dropped_calls_and_not_choices_as_time():
     rows = frame([transition_row("a", turn) for turn in (0, 0, 3)]).with_columns(Reward=pl.Series([1.0, 2.0, 8.0]))
     assert assignment.discounted(rows, 0.5).to_list() == [2.0, 3.0, 8.0]
 
 
 @pytest.mark.parametrize(("how", "baseline"), [(how, baseline) for how, baseline in PAIRS if baseline == "rollout"])
-def test_a_rollout_counts_once_however_many_turns_it_has(how: Credit, baseline: Baseline):
+def test_advantages_count_rollout_once_for_any_number_of_turns(how: Credit, baseline: Baseline):
     """By rows a 9-turn win and a 1-turn loss would be +0.32 and -2.85 (facts of verl's own grouping)."""
     prompts = [{**row, "PromptIds": [i + 1]} for i, row in enumerate(NINE_TURN_WIN + ONE_TURN_LOSS)]
     earlier = 0.0 if how == "final_only" else HALF
     assert advantages(frame(prompts), how, baseline) == pytest.approx([earlier] * 8 + [HALF, -HALF], abs=1e-4)
 
 
-def test_turn_groups_compare_calls_of_the_same_turn_only():
+def test_baseline_turn_compares_calls_of_same_turn_only():
     rows = frame(
         [
             transition_row("a", 0, rewards=(0.0,)),
@@ -188,14 +188,14 @@ def test_turn_groups_compare_calls_of_the_same_turn_only():
 
 
 @pytest.mark.parametrize(("how", "baseline"), PAIRS)
-def test_one_value_alone_and_equal_values_have_no_advantage(how: Credit, baseline: Baseline):
+def test_advantages_of_single_or_equal_values_are_0(how: Credit, baseline: Baseline):
     assert advantages(frame(ONE_TURN_LOSS), how, baseline) == [0.0]
     third = 0.1 + 0.2  # 0.30000000000000004
     assert advantages(frame([transition_row("a", rewards=(third,)), transition_row("b", rewards=(0.3,))]), how, baseline) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("how", "baseline"), PAIRS)
-def test_groups_and_modes_are_never_compared_with_each_other(how: Credit, baseline: Baseline):
+def test_advantages_compare_within_group_and_mode_only(how: Credit, baseline: Baseline):
     rows = frame(
         [
             transition_row("a", rewards=(1.0,)),
@@ -220,7 +220,7 @@ def test_groups_and_modes_are_never_compared_with_each_other(how: Credit, baseli
         ("final_only", "transition", "compares all calls of a group. Set trainer.credit.baseline = 'rollout'"),
     ],
 )
-def test_pairs_without_a_meaning_are_refused(how: Credit, baseline: Baseline, says: str):
+def test_credit_rule_unsupported_scheme_and_baseline_raise(how: Credit, baseline: Baseline, says: str):
     with pytest.raises(SettingsError, match=says):
         advantages(frame(NINE_TURN_WIN), how, baseline)
     assert (how, baseline) not in PAIRS
@@ -233,12 +233,12 @@ def test_pairs_without_a_meaning_are_refused(how: Credit, baseline: Baseline, sa
         ({"step_weight": float("inf")}, r"trainer\.credit\.step_weight = inf is not finite"),
     ],
 )
-def test_weights_are_numbers(facts: dict[str, object], says: str):
+def test_credit_rule_check_of_weights_that_are_no_finite_numbers_raises(facts: dict[str, object], says: str):
     with pytest.raises(SettingsError, match=says):
         CreditRule.of(trainer_settings(**facts)).check()  # type: ignore[arg-type]
 
 
-def test_the_rule_is_the_settings():
+def test_credit_rule_is_read_from_settings():
     settings = trainer_settings(credit__scheme="gigpo", gamma=0.5, step_weight=3.0, reward_weights={"a": 2.0})
     assert CreditRule.of(settings) == CreditRule("gigpo", "rollout", 0.5, 3.0, {"a": 2.0})
 
@@ -248,7 +248,9 @@ ROLLOUTS = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=4), min_si
 
 
 @given(rollouts=ROLLOUTS, pair=st.sampled_from(PAIRS), gamma=st.sampled_from([0.0, 0.5, 0.9, 1.0]), data=st.data())
-def test_laws(rollouts: list[list[float]], pair: tuple[Credit, Baseline], gamma: float, data: st.DataObject):
+def test_advantages_of_any_rollouts_obey_credit_laws(
+    rollouts: list[list[float]], pair: tuple[Credit, Baseline], gamma: float, data: st.DataObject
+):
     rows = [
         transition_row(
             str(i), turn, rewards=(reward,), GroupId=str(i % 2), PromptIds=[data.draw(st.integers(1, 2))], Policy=data.draw(POLICIES)
@@ -272,7 +274,7 @@ def test_laws(rollouts: list[list[float]], pair: tuple[Credit, Baseline], gamma:
 
 
 @given(rollouts=ROLLOUTS)
-def test_a_groups_rollouts_cancel_and_final_only_sums_to_the_rollouts_advantage(rollouts: list[list[float]]):
+def test_advantages_of_group_sum_to_0_and_final_only_sums_to_that_of_rollout(rollouts: list[list[float]]):
     whole = frame(
         [
             transition_row(str(i), turn, rewards=(reward,), GroupId=str(i % 2))
@@ -291,7 +293,7 @@ def test_a_groups_rollouts_cancel_and_final_only_sums_to_the_rollouts_advantage(
 
 
 @pytest.mark.parametrize(("how", "baseline"), [pair for pair in PAIRS if pair[0] != "own"])
-def test_rewards_on_another_policys_calls_count_and_only_own_calls_get_an_advantage(how: Credit, baseline: Baseline):
+def test_advantages_count_rewards_of_other_policies_and_go_to_own_calls(how: Credit, baseline: Baseline):
     rows = frame(
         [
             transition_row("won", 0, Policy="planner", PromptIds=[1]),
@@ -314,7 +316,7 @@ SCOPES = [
 
 
 @pytest.mark.parametrize(("scope", "seen"), [("group", [1, 0]), ("batch", [1, 0, 1, 1]), ("all", [1, 0, 1, 1, 3])])
-def test_an_estimator_sees_what_it_compares(scope: Scope, seen: list[float]):
+def test_advantages_scope_selects_compared_values(scope: Scope, seen: list[float]):
     rows, told = frame(SCOPES), list[float]()
 
     def watch(units: Units) -> np.ndarray:
@@ -328,13 +330,13 @@ def test_an_estimator_sees_what_it_compares(scope: Scope, seen: list[float]):
 
 
 @pytest.mark.parametrize("scope", ["batch", "all"])
-def test_nothing_is_compared_where_all_values_are_equal(scope: Scope):
+def test_advantages_of_equal_values_skip_normalise(scope: Scope):
     rows = frame(SCOPES[2:4])
     found = assignment.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=lambda _: np.full(2, np.nan))
     assert found.to_list() == [0, 0]
 
 
-def test_rewards_of_each_name_come_apart_and_add_up():
+def test_advantages_units_separate_rewards_by_name():
     names = {"Rewards.Name": ["reward", "style"]}
     rows = frame([transition_row("a", rewards=(1.0, 0.0), **names), transition_row("b", rewards=(0.0, 2.0), **names)])
     told: list[Units] = []
@@ -350,7 +352,7 @@ def test_rewards_of_each_name_come_apart_and_add_up():
     assert units.values.tolist() == [1, 1], "equal values, unlike parts: GDPO tells them apart"
 
 
-def test_live_groups_have_a_value_that_differs():
+def test_live_groups_have_differing_values():
     rows = frame([*SCOPES, transition_row("f", rewards=(9.0,), GroupId="equal", Policy="other")])
     own = rows["Policy"] == "policy"
     assert assignment.live_groups(rows, own, CreditRule())["GroupId"].to_list() == ["mixed"]

@@ -87,7 +87,7 @@ ONE = [[Call(1.0), Call(2.0, DROPPED), Call(4.0, NO_TURN), Call(8.0)], [Call(16.
 """Kept are r0-0 (turn 0), r0-3 (turn 2) and r1-2 (turn 1)."""
 
 
-def test_dropped_calls_rewards_are_carried_with_who_earned_them_and_when() -> None:
+def test_spread_of_dropped_calls_keeps_call_id_and_turn_of_rewards() -> None:
     rows = transitions(ONE).select("CallId", "Turn", "Rewards.Value", "Rewards.CallId", "Rewards.Turn").rows()
     assert rows == [
         ("r0-0", 0, [1.0, 2.0, 4.0], ["r0-0", "r0-1", "r0-2"], [0, 1, 2]),
@@ -105,24 +105,24 @@ def test_dropped_calls_rewards_are_carried_with_who_earned_them_and_when() -> No
         ("reward_to_go", 0.5, {"r0-0": 1 + 2 / 2 + (4 + 8 + LAST) / 4, "r0-3": LAST + 8, "r1-2": LAST + 64}),
     ],
 )
-def test_a_call_is_worth_what_it_earned_and_led_to_not_what_it_carries(how: Credit, gamma: float, expected: dict[str, float]) -> None:
+def test_advantages_use_rewards_earned_and_caused_not_carried(how: Credit, gamma: float, expected: dict[str, float]) -> None:
     assert values(transitions(ONE), how, gamma=gamma) == pytest.approx(expected)
 
 
-def test_the_return_counts_every_reward_whoever_carries_it() -> None:
+def test_returns_count_every_reward_of_any_call() -> None:
     frame = transitions(ONE)
     assert returns(frame)["Return"].to_list() == [LAST + 15, LAST + 112]
     assert set(values(frame, "identical", "rollout").values()) == {LAST + 15, LAST + 112}
 
 
-def test_gigpos_steps_are_worth_what_they_led_to() -> None:
+def test_gigpo_step_values_are_reward_to_go() -> None:
     frame = transitions(ONE)
     # All prompts are alike: one state, whose steps are compared by their reward-to-go.
     returned, togo = values(frame, "identical", "rollout"), values(frame, "reward_to_go")
     assert values(frame, "gigpo", "rollout") == pytest.approx({call: returned[call] + togo[call] for call in returned})
 
 
-def test_weights_multiply_the_rewards_of_dropped_calls_too() -> None:
+def test_reward_weights_multiply_rewards_of_dropped_calls() -> None:
     frame = transitions(ONE)
     rule = CreditRule("reward_to_go", "turn", scope="all", reward_weights={"air": 0.5})
     own = pl.repeat(value=True, n=len(frame), eager=True)
@@ -130,13 +130,13 @@ def test_weights_multiply_the_rewards_of_dropped_calls_too() -> None:
     assert found.to_list() == [LAST + 7.5, LAST + 4, LAST + 32]
 
 
-def test_chains_pay_what_came_after_a_call_and_nothing_that_came_before_the_first() -> None:
+def test_chains_rewards_start_at_first_trained_call() -> None:
     frame = transitions(ONE)
     rows, links = chains(frame, pl.repeat(value=True, n=len(frame), eager=True), {})
     assert dict(zip(rows["CallId"], links.rewards, strict=True)) == {"r0-0": 7.0, "r0-3": LAST + 8, "r1-2": LAST + 64}
 
 
-def test_a_masked_calls_reward_is_its_predecessors_consequence_and_nobodys_own() -> None:
+def test_chains_reward_of_masked_call_goes_to_predecessor() -> None:
     frame = transitions([[Call(1.0), Call(2.0), Call(4.0)], [Call(8.0), Call(16.0), Call(32.0)]])
     trained = frame["CallId"].is_in(["r0-0", "r0-2", "r1-1", "r1-2"])
     assert values(frame, "own", trained=trained) == {"r0-0": 1.0, "r0-2": LAST + 4, "r1-1": 16.0, "r1-2": LAST + 32}
@@ -153,13 +153,13 @@ some_rollouts = st.lists(
 
 
 @given(some_rollouts)
-def test_returns_are_the_same_whichever_calls_are_dropped(rollouts: Rollouts) -> None:
+def test_returns_are_independent_of_dropped_calls(rollouts: Rollouts) -> None:
     expected = [LAST + sum(call.reward for call in rollout) for rollout in rollouts]
     assert returns(transitions(rollouts))["Return"].to_list() == pytest.approx(expected)
 
 
 @given(some_rollouts, st.sampled_from([1.0, 0.5, 0.0]), st.data())
-def test_values_of_kept_calls_are_those_of_the_whole_rollout(rollouts: Rollouts, gamma: float, data: st.DataObject) -> None:
+def test_advantages_of_kept_calls_equal_those_of_whole_rollout(rollouts: Rollouts, gamma: float, data: st.DataObject) -> None:
     """Own values do not know of dropped calls' rewards; reward-to-go knows those that came after, whoever carries them."""
     own, togo = dict[str, float](), dict[str, float]()
     for name, rollout in enumerate(rollouts):
@@ -177,7 +177,7 @@ def test_values_of_kept_calls_are_those_of_the_whole_rollout(rollouts: Rollouts,
 
 
 @given(some_rollouts, st.data())
-def test_from_each_call_on_a_chain_pays_what_came_from_it_on(rollouts: Rollouts, data: st.DataObject) -> None:
+def test_chains_rewards_from_any_call_sum_to_its_reward_to_go(rollouts: Rollouts, data: st.DataObject) -> None:
     frame = transitions(rollouts)
     trained = pl.Series(data.draw(st.lists(st.booleans(), min_size=len(frame), max_size=len(frame))), dtype=pl.Boolean)
     rows, links = chains(frame, trained, {})

@@ -47,7 +47,7 @@ def loaded(*rollouts: tuple[str, int | None]) -> Loaded:
     return Loaded([BatchRollout(of, f"r{n}", 0, 0, failure) for n, (failure, _) in enumerate(rollouts)], pl.DataFrame(rows + judged))
 
 
-def test_failed_shares_by_reason_and_by_the_version_that_sampled() -> None:
+def test_failed_shares_by_reason_and_version() -> None:
     batch = loaded(("timeout", 4), ("", 4), ("", 4), ("", 4), ("timeout", 2), ("exception", 2), ("crash", None), ("", 7))
     assert failed_shares(batch, "policy", [0, 2, 4], 0.5) == {
         "failed_share": 0.5,
@@ -63,7 +63,7 @@ def test_failed_shares_by_reason_and_by_the_version_that_sampled() -> None:
     assert failed_shares(Loaded([], pl.DataFrame()), "policy", [0], 0.5) == {}
 
 
-def test_trainer_warns_once_where_many_rollouts_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_alarm_in_trainer_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Failing(FakeSource):
         def load(self, groups: list[Group]) -> Loaded:  # type: ignore[override]
             found = super().load(groups)

@@ -66,18 +66,18 @@ NEW = {"Version": 3, "Versions.Start": [0], "Versions.Version": [3]}
         ([greedy(Policy="judge")], SkipReason.NO_BASELINE),
     ],
 )
-def test_a_group_is_compared_with_a_sound_greedy_rollout_or_not_trained(of_greedy: list[dict[str, object]], reason: SkipReason | None):
+def test_find_skips_remax_group_without_sound_greedy_rollout_is_no_baseline(of_greedy: list[dict[str, object]], reason: SkipReason | None):
     rows = [{**row, **NEW} for row in rollouts(1.0, 0.0)]
     assert reasons(rows, of_greedy) == ({GROUP: reason} if reason else {})
 
 
-def test_the_bound_of_staleness_holds_for_the_greedy_rollout_too():
+def test_find_skips_remax_max_staleness_applies_to_greedy_rollout():
     rows = [{**row, **NEW} for row in rollouts(1.0, 0.0)]
     assert reasons(rows, [greedy(Version=2)], max_staleness=1) == {}
     assert reasons(rows, [greedy(Version=1)], max_staleness=1) == {GROUP: SkipReason.NO_BASELINE}
 
 
-def test_a_rollout_alone_is_trained_and_equal_ones_are_unless_they_equal_the_greedy_one():
+def test_find_skips_remax_single_rollout_is_trained_and_one_equal_to_greedy_skipped():
     for rewards, skip, reason in (
         ((1.0,), True, None),
         ((1.0, 1.0), True, None),
@@ -89,7 +89,7 @@ def test_a_rollout_alone_is_trained_and_equal_ones_are_unless_they_equal_the_gre
 
 
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=6), st.lists(st.floats(-2, 2), min_size=1, max_size=3), st.randoms())
-def test_an_advantage_is_the_return_less_the_greedy_one_s(rewards: list[float], of_greedy: list[float], random):
+def test_minus_greedy_advantage_is_return_less_mean_greedy_return(rewards: list[float], of_greedy: list[float], random):
     """Law: for each rollout by itself, whatever others there are and in whatever order; several greedy rollouts count as their mean."""
     rows, names = rollouts(*rewards), {"Rewards.Name": ["reward"]}
     baselines = [{**greedy(reward), **names, "RolloutId": f"greedy-{i}"} for i, reward in enumerate(of_greedy)]
@@ -100,7 +100,7 @@ def test_an_advantage_is_the_return_less_the_greedy_one_s(rewards: list[float], 
     assert found.to_list() == pytest.approx([row["Rewards.Value"][0] - mean for row in rows], abs=1e-8)  # type: ignore[index]
 
 
-def test_rewards_are_weighted_on_both_sides_and_every_call_has_its_rollouts_advantage():
+def test_minus_greedy_weights_rewards_on_both_sides():
     turns = [
         transition_row("r0", 0),
         transition_row("r0", 1, rewards=(1.0,)),
@@ -131,7 +131,7 @@ class WithGreedy(FakeSource):
         return replace(found, greedy=pl.DataFrame(rows, schema=pl.DataFrame([greedy()]).schema))
 
 
-def test_a_step_of_remax_from_whole_groups_to_the_batch(tmp_path: Path):
+def test_remax_trainer_step_uses_greedy_returns(tmp_path: Path):
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", estimator="remax")
     optimizer = FakeOptimizer()
     source = WithGreedy(["a", "b", "c"], returns={"a": 1.0, "b": None, "c": 0.25})

@@ -36,7 +36,7 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
     ],
     ids=str,
 )
-def test_merges_by_default_where_no_micro_batch_decides_the_gradient(facts: dict[str, Any], merged: bool) -> None:
+def test_merges_by_default_unless_micro_batches_change_gradient(facts: dict[str, Any], merged: bool) -> None:
     assert learning.merges(trainer_settings(**facts)) is merged
 
 
@@ -79,7 +79,7 @@ def test_merges_by_default_where_no_micro_batch_decides_the_gradient(facts: dict
         ({"loss__name": "bypass_mode", **RECOMPUTED}, "Set trainer.loss.recompute_logprobs = false"),
     ],
 )
-def test_what_cannot_be_done_is_refused(facts: dict[str, Any], says: str):
+def test_learning_check_of_unsupported_settings_raises(facts: dict[str, Any], says: str):
     with pytest.raises(SettingsError, match=says):
         learning.check(trainer_settings(**facts))
 
@@ -101,12 +101,12 @@ def test_what_cannot_be_done_is_refused(facts: dict[str, Any], says: str):
         {"loss__name": "geo_mean", "baseline": "transition"},
     ],
 )
-def test_what_goes_together_is_taken(facts: dict[str, Any]):
+def test_learning_check_of_supported_settings_passes(facts: dict[str, Any]):
     learning.check(trainer_settings(**facts))
 
 
 @pytest.mark.parametrize("mode", ["validate", "probe", "greedy", "trial"])
-def test_modes_that_are_held_out_are_refused(mode: str):
+def test_trainer_modes_held_out_mode_is_refused(mode: str):
     with pytest.raises(ValidationError, match=f"rollouts of mode {mode} .* are never trained. Take {mode} out of trainer.modes"):
         trainer_settings(modes=("train", mode))
     assert trainer_settings(modes=("train", "production", "my-own")).modes == ("train", "production", "my-own")
@@ -137,7 +137,7 @@ def numbered(real: int, padding: int) -> Batch:
 
 
 @given(st.integers(1, 20), st.integers(0, 3), st.integers(1, 6), st.integers(1, 4), st.randoms())
-def test_parts_share_the_rows_out(real: int, padding: int, count: int, divisor: int, dice: Any):
+def test_split_and_take_share_rows_among_mini_batches(real: int, padding: int, count: int, divisor: int, dice: Any):
     order = list(range(real))
     dice.shuffle(order)
     batch = numbered(real, padding)

@@ -34,7 +34,7 @@ def test_statistics_of_two_tokens_are_the_formulas():
     assert found["probs_pearson"] == 1, "constant probabilities have no correlation to lose"
 
 
-def test_pearson_is_verls():
+def test_statistics_pearson_matches_verl():
     from trainer.optim.process import choose_platform
 
     choose_platform()  # verl reads it when it is first imported
@@ -46,11 +46,11 @@ def test_pearson_is_verls():
     assert statistics(recorded.ravel(), computed.ravel(), (0.2, 0.2))["probs_pearson"] == pytest.approx(of_verl, abs=1e-9)
 
 
-def test_k3_is_capped_and_stays_finite_where_one_token_is_far_off():
+def test_statistics_k3_is_capped_and_finite():
     assert statistics(np.array([-800.0]), np.array([-0.1]), (0.2, 0.2))["rollout_kl_k3"] == 10
 
 
-def test_metrics_stand_by_staleness_and_omit_empty_classes():
+def test_logprob_metrics_by_staleness_omit_empty_classes():
     recorded, staleness = np.zeros(4), np.array([0, 0, 1, 3], np.int16)
     found = metrics(recorded, np.array([0.1, 0.3, 1.0, 2.0]), staleness, (0.2, 0.2))
     means = {name.removeprefix("logprob_gap_mean"): value for name, value in found.items() if name.startswith("logprob_gap_mean")}
@@ -59,12 +59,12 @@ def test_metrics_stand_by_staleness_and_omit_empty_classes():
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 1000))
-def test_rows_that_differ_by_rounding_are_never_named(rows: int, tokens: int, seed: int):
+def test_bad_rows_of_rounding_differences_are_none(rows: int, tokens: int, seed: int):
     assert len(bad_rows(*noisy(rows, tokens, seed), LIMITS)) == 0
 
 
 @given(st.integers(3, 40), st.integers(1, 60), st.integers(0, 1000))
-def test_one_row_far_off_is_named_alone(rows: int, tokens: int, seed: int):
+def test_bad_rows_of_one_row_far_off_are_that_row(rows: int, tokens: int, seed: int):
     recorded, computed, mask = noisy(rows, tokens, seed)
     row = seed % rows
     computed[row] -= 3
@@ -72,31 +72,31 @@ def test_one_row_far_off_is_named_alone(rows: int, tokens: int, seed: int):
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 1000))
-def test_a_difference_of_all_rows_names_every_row_that_has_tokens(rows: int, tokens: int, seed: int):
+def test_bad_rows_of_difference_in_all_rows_are_all_with_tokens(rows: int, tokens: int, seed: int):
     recorded, computed, mask = noisy(rows, tokens, seed)
     mask[0] = rows == 1
     assert bad_rows(recorded, computed - 0.2, mask, LIMITS).tolist() == list(range(0 if rows == 1 else 1, rows))
 
 
-def test_a_few_rows_that_pull_the_mean_are_named_and_the_others_are_not():
+def test_bad_rows_of_few_rows_that_shift_mean_are_those():
     recorded, computed, mask = noisy(20, 50)
     computed[3:6] -= 0.33
     assert not beyond(recorded, computed, np.arange(20)[:, None] * np.ones(50) > 5, LIMITS)
     assert bad_rows(recorded, computed, mask, LIMITS).tolist() == [3, 4, 5]
 
 
-def test_tokens_that_are_not_compared_name_nobody():
+def test_bad_rows_ignore_masked_tokens():
     recorded, computed, mask = noisy(4, 4)
     assert len(bad_rows(recorded, computed - 5, mask & False, LIMITS)) == 0
 
 
-def test_correlation_of_a_policy_that_is_sure_is_no_fault():
+def test_bad_rows_of_certain_policy_are_none():
     recorded = np.full((10, 50), np.log(0.999))
     computed = recorded + np.random.default_rng(0).normal(0, 1e-4, recorded.shape)
     assert len(bad_rows(recorded, computed, np.ones((10, 50), bool), LIMITS)) == 0
 
 
-def test_limits_are_the_settings_and_else_the_dtypes_own():
+def test_limits_of_settings_or_dtype_defaults():
     dtypes: list[tuple[Literal["fp32", "bf16"], Literal["fp32", "bf16"]]] = [
         ("fp32", "fp32"),
         ("fp32", "bf16"),

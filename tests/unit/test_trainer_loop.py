@@ -56,7 +56,7 @@ def base(tmp_path: Path) -> Path:
     return write_base(tmp_path / "base")
 
 
-def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+def test_trainer_once_takes_whole_batches_oldest_first(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     trainer = wired(settings(base, tmp_path / "policies", checkpoint__keep=1), FakeSource(["d", "a", "c", "b", "e"]))
     trainer.run(follow=False)
@@ -89,7 +89,7 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
     assert list(committed(trainer)) == [0, 1, 2], "a second run trains nothing"
 
 
-def test_the_batch_holds_the_advantages_and_knows_what_is_on_policy(tmp_path: Path, base: Path):
+def test_trainer_batch_has_advantages_and_staleness(tmp_path: Path, base: Path):
     optimizer = FakeOptimizer()
     trainer = wired(settings(base, tmp_path), FakeSource(["a", "b", "c", "d"]), optimizer)
     trainer.run(follow=False)
@@ -108,7 +108,7 @@ def test_stale_groups_are_skipped_once_and_counted(tmp_path: Path, base: Path, c
     )
 
 
-def test_a_group_that_may_not_be_trained_is_replaced_by_the_next(tmp_path: Path, base: Path):
+def test_trainer_skipped_group_is_replaced_by_next(tmp_path: Path, base: Path):
     source = FakeSource(["a", "b", "c"], changes={"a": {"Temperature": 0.0}})
     trainer = wired(settings(base, tmp_path), source)
     trainer.run(follow=False)
@@ -116,7 +116,7 @@ def test_a_group_that_may_not_be_trained_is_replaced_by_the_next(tmp_path: Path,
     assert trainer.ledger.skipped() == {group("a"): SkipReason.GREEDY}
 
 
-def test_calls_that_no_device_takes_are_left_out_and_told_of(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+def test_trainer_calls_over_max_tokens_per_device_are_masked_and_logged(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     long = Turns([[1, 2], [1, 2, 3, 4, 5, 6, 7, 8]])
     optimizer = FakeOptimizer()
@@ -131,13 +131,13 @@ def test_calls_that_no_device_takes_are_left_out_and_told_of(tmp_path: Path, bas
     assert "4 transitions, 4 calls masked, return +0.50" in caplog.text
 
 
-def test_a_group_without_a_call_that_fits_is_skipped(tmp_path: Path, base: Path):
+def test_trainer_group_without_fitting_call_is_skipped_as_too_long(tmp_path: Path, base: Path):
     trainer = wired(settings(base, tmp_path, max_tokens_per_device=4), FakeSource(["a", "b"]))
     trainer.run(follow=False)
     assert trainer.ledger.skipped() == {group("a"): SkipReason.TOO_LONG, group("b"): SkipReason.TOO_LONG}
 
 
-def test_groups_with_nothing_to_learn_from_are_skipped_where_asked(tmp_path: Path, base: Path):
+def test_trainer_skip_equal_groups_skips_and_refills(tmp_path: Path, base: Path):
     """DAPO's filter: the next groups fill the batch."""
     equal = {"Rewards.Value": [1.0]}
     trainer = wired(settings(base, tmp_path, skip_equal_groups=True), FakeSource(["a", "b", "c"], changes={"a": equal}))
@@ -146,7 +146,7 @@ def test_groups_with_nothing_to_learn_from_are_skipped_where_asked(tmp_path: Pat
     assert trainer.ledger.skipped() == {group("a"): SkipReason.EQUAL}
 
 
-def test_merging_trains_the_same_tokens_in_fewer_rows(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+def test_trainer_merge_trains_same_tokens_in_fewer_rows(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     prompts = [[1, 2], [1, 2, 4, 5, 6], [9, 9]]
     found = {}
@@ -165,7 +165,7 @@ def test_merging_trains_the_same_tokens_in_fewer_rows(tmp_path: Path, base: Path
     assert "12 transitions, 1.4x fewer tokens in 8 sequences, return +0.50" in caplog.text
 
 
-def test_only_selected_calls_are_trained_and_the_others_rewards_count(tmp_path: Path, base: Path):
+def test_trainer_selection_trains_selected_calls_and_counts_other_rewards(tmp_path: Path, base: Path):
     optimizer = FakeOptimizer()
     source = Turns([[1], [2], [3]], agents=["planner", "coder", "planner"])
     trainer = wired(settings(base, tmp_path, selection=Selection(agents="cod.*")), source, optimizer)
@@ -177,7 +177,7 @@ def test_only_selected_calls_are_trained_and_the_others_rewards_count(tmp_path: 
     assert nobody.ledger.skipped() == {group("a"): SkipReason.NO_TRANSITIONS, group("b"): SkipReason.NO_TRANSITIONS}
 
 
-def test_a_branch_of_a_branch_trains_on_what_the_old_one_sampled(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+def test_trainer_branch_of_branch_trains_rollouts_of_parent(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     names = ["a", "b", "c", "d"]
     main = wired(settings(base, tmp_path / "policies"), FakeSource(names))
@@ -200,7 +200,7 @@ def test_a_branch_of_a_branch_trains_on_what_the_old_one_sampled(tmp_path: Path,
     assert stranger.ledger.skipped()[group("a")] is SkipReason.UNKNOWN_VERSION, "without main's past its versions mean nothing"
 
 
-def test_a_checkpoint_that_another_branch_begins_with_is_kept(tmp_path: Path, base: Path):
+def test_trainer_keeps_checkpoint_that_another_branch_begins_with(tmp_path: Path, base: Path):
     main = wired(settings(base, tmp_path, checkpoint__keep=1), FakeSource(["a", "b"]))
     main.run(follow=False)
     path = Path(loop.newest_version(main.ledger).policy_version.path)
@@ -214,7 +214,7 @@ def test_a_checkpoint_that_another_branch_begins_with_is_kept(tmp_path: Path, ba
     loop.prepare(Ledger(tmp_path, "policy", "fork"), settings(path, tmp_path, branch="fork"))
 
 
-def test_a_batch_without_advantages_commits_the_parents_weights(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+def test_trainer_batch_without_advantages_commits_weights_of_parent(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     trainer = wired(settings(base, tmp_path), FakeSource(["a", "b"], rewards=(0.5, 0.5)))
     trainer.run(follow=False)
@@ -224,7 +224,7 @@ def test_a_batch_without_advantages_commits_the_parents_weights(tmp_path: Path, 
     assert "all advantages 0: weights as before" in caplog.text
 
 
-def test_follow_ends_after_max_steps_of_the_branch(tmp_path: Path, base: Path):
+def test_trainer_follow_ends_after_max_steps_of_branch(tmp_path: Path, base: Path):
     names = [f"g{i}" for i in range(8)]
     wired(settings(base, tmp_path), FakeSource(names[:2])).ledger.close()
     trainer = wired(settings(base, tmp_path, max_steps=3), FakeSource(names))
@@ -234,7 +234,7 @@ def test_follow_ends_after_max_steps_of_the_branch(tmp_path: Path, base: Path):
     assert list(committed(trainer)) == [0, 1, 2, 3]
 
 
-def test_a_refused_step_frees_its_groups_and_keeps_the_weights(tmp_path: Path, base: Path):
+def test_trainer_refused_step_frees_groups_and_keeps_weights(tmp_path: Path, base: Path):
     source = FakeSource(["a", "b"])
     trainer = wired(settings(base, tmp_path), source, FakeOptimizer(fails=TrainerError("gap")))
     with pytest.raises(TrainerError, match="gap"):
@@ -249,7 +249,7 @@ def test_a_refused_step_frees_its_groups_and_keeps_the_weights(tmp_path: Path, b
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_waiting_ends_the_loop(tmp_path: Path, base: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch):
+def test_trainer_signal_while_waiting_ends_loop(tmp_path: Path, base: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch):
     trainer = wired(settings(base, tmp_path), FakeSource(["a"]))
     monkeypatch.setattr(loop.time, "sleep", lambda _: os.kill(os.getpid(), number))
     with pytest.raises(Stopped), trainer.shutdown.listening():
@@ -257,7 +257,7 @@ def test_a_signal_while_waiting_ends_the_loop(tmp_path: Path, base: Path, number
     assert trainer.shutdown.requested == number.name
 
 
-def test_a_signal_during_a_step_undoes_the_lease_at_once(tmp_path: Path, base: Path):
+def test_trainer_signal_during_step_undoes_lease(tmp_path: Path, base: Path):
     trainer = wired(settings(base, tmp_path), FakeSource(["a", "b"]), FakeOptimizer(interrupted=True))
     with pytest.raises(Stopped), trainer.shutdown.listening():
         trainer.run(follow=True)
@@ -266,7 +266,7 @@ def test_a_signal_during_a_step_undoes_the_lease_at_once(tmp_path: Path, base: P
     assert list(tmp_path.glob("policy/main/*")) == []
 
 
-def test_a_signal_inside_a_transaction_waits_for_its_end():
+def test_shutdown_signal_within_shield_waits_for_its_end():
     shutdown = Shutdown()
     done = []
 
@@ -281,7 +281,7 @@ def test_a_signal_inside_a_transaction_waits_for_its_end():
     assert done == ["transaction"]
 
 
-def test_settings_that_cannot_be_trained_are_refused(tmp_path: Path, base: Path):
+def test_trainer_with_invalid_settings_raises(tmp_path: Path, base: Path):
     with pytest.raises(SettingsError, match=r"trainer\.model is not set"):
         wired(settings(base, tmp_path, model=None), FakeSource([]))
     contradiction = settings(base, tmp_path, credit__scheme="reward_to_go", baseline="rollout")
@@ -294,7 +294,7 @@ def test_settings_that_cannot_be_trained_are_refused(tmp_path: Path, base: Path)
         loop.newest_version(ledger)
 
 
-def test_a_restarted_engine_gets_the_newest_version_before_its_stale_groups_are_skipped(tmp_path: Path, base: Path):
+def test_trainer_start_publishes_newest_version_to_restarted_engine(tmp_path: Path, base: Path):
     served = tmp_path / "policies/served.json"
     source = FakeSource(["a", "b"])
     trainer = wired(settings(base, tmp_path / "policies", max_staleness=0), source)
@@ -307,7 +307,7 @@ def test_a_restarted_engine_gets_the_newest_version_before_its_stale_groups_are_
     assert (committed(trainer)[1], json.loads(served.read_text())) == (["a-0", "a-1", "b-0", "b-1"], [0, 1])
 
 
-def test_a_version_that_another_trainer_has_gone_on_from_is_not_published(tmp_path: Path, base: Path):
+def test_trainer_does_not_publish_version_that_another_continued(tmp_path: Path, base: Path):
     """It is refused, being older than what the other one published meanwhile; a refusal for another reason is told."""
     chosen = settings(base, tmp_path / "policies", groups_per_batch=1)
     trainer = wired(chosen, FakeSource(["a", "b"]))
@@ -336,7 +336,7 @@ def test_a_version_that_another_trainer_has_gone_on_from_is_not_published(tmp_pa
         trainer.run(follow=False)
 
 
-def test_a_trainer_that_another_overtook_loads_the_head_once_and_forgets_what_it_held(tmp_path: Path, base: Path):
+def test_trainer_overtaken_loads_head_once_and_frees_old_optimizer(tmp_path: Path, base: Path):
     chosen = settings(base, tmp_path / "policies")
     ours, theirs = wired(chosen, FakeSource([*"abcdef"])), wired(chosen, FakeSource([*"abcd"]))
     loads, held = list[tuple[int, bool]](), list[weakref.ref[Any]]()
@@ -360,7 +360,7 @@ def test_a_trainer_that_another_overtook_loads_the_head_once_and_forgets_what_it
     assert (ours.optimizer.weight, ours.ledger.committed_versions()) == (5, [0, 1, 2, 3, 4, 5]), "one step a version, whoever made it"
 
 
-def test_an_idle_trainer_sees_that_the_newest_version_is_served(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trainer_idle_republishes_newest_version(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
     served = tmp_path / "policies/served.json"
     trainer = wired(settings(base, tmp_path / "policies"), FakeSource(["a", "b"]))
     trainer.run(follow=False)

@@ -41,7 +41,7 @@ def merged(*rows: dict[str, object]) -> list[tuple[list[str], str]]:
     return told(merge(frame(list(rows)), pl.Series([1.0] * len(rows))))
 
 
-def test_a_growing_conversation_is_one_sequence():
+def test_merge_growing_conversation_is_one_sequence():
     rows = frame([call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 5], [6]), call(2, [1, 2, 3, 4, 5, 6], [7, 8])])
     found = merge(rows, pl.Series([0.5, -1.0, 2.0]))
     assert told(found) == [(["a-0", "a-1", "a-2"], "1 2 | [3] [4] 5 [6] [7] [8]")]
@@ -54,7 +54,7 @@ def test_a_growing_conversation_is_one_sequence():
     assert (found.logprobs.dtype, found.ids.dtype) == (np.float32, np.uint32)
 
 
-def test_a_break_forks_and_mends_nothing():
+def test_merge_rewritten_history_forks_sequences():
     first, rewritten = call(0, [1], [2, 3]), call(1, [1, 2, 9, 4], [5])
     assert merged(first, rewritten) == [(["a-0"], "1 | [2] [3]"), (["a-1"], "1 2 9 4 | [5]")]
     # What follows a break goes on from it, and what goes back to the first end goes on from there.
@@ -62,11 +62,11 @@ def test_a_break_forks_and_mends_nothing():
     assert merged(first, rewritten, after, back) == [(["a-0", "a-3"], "1 | [2] [3] 8 [9]"), (["a-1", "a-2"], "1 2 9 4 | [5] 6 [7]")]
 
 
-def test_history_cut_in_the_middle_of_a_response_is_a_break():
+def test_merge_history_cut_within_response_forks_sequence():
     assert merged(call(0, [1], [2, 3]), call(1, [1, 2], [3])) == [(["a-0"], "1 | [2] [3]"), (["a-1"], "1 2 | [3]")]
 
 
-def test_choices_of_one_call_fork_and_the_next_call_continues_the_one_that_it_tells_of():
+def test_merge_choices_of_one_call_fork_and_next_call_continues_its_own():
     left = call(0, [1], [2])
     right = {**call(0, [1], [3]), "CallId": "call-a-0b"}
     assert merged(left, right, call(1, [1, 3, 4], [5])) == [(["a-0"], "1 | [2]"), (["a-0b", "a-1"], "1 | [3] 4 [5]")]
@@ -74,14 +74,14 @@ def test_choices_of_one_call_fork_and_the_next_call_continues_the_one_that_it_te
     assert merged(left, equal, call(1, [1, 2], [5])) == [(["a-0"], "1 | [2]"), (["a-0b", "a-1"], "1 | [2] [5]")]
 
 
-def test_of_two_calls_that_extend_the_same_end_the_first_continues_it():
+def test_merge_two_calls_that_extend_same_end_first_continues():
     assert merged(call(0, [1], [2]), call(1, [1, 2, 3], [4]), call(2, [1, 2, 5], [6])) == [
         (["a-0", "a-1"], "1 | [2] 3 [4]"),
         (["a-2"], "1 2 5 | [6]"),
     ]
 
 
-def test_the_longest_end_is_continued():
+def test_merge_continues_longest_end():
     assert merged(call(0, [1], [2]), call(1, [1, 2, 3, 4], [5]), call(2, [1], [2, 3]), call(3, [1, 2, 3, 9], [7])) == [
         (["a-0", "a-1"], "1 | [2] 3 4 [5]"),
         (["a-2", "a-3"], "1 | [2] [3] 9 [7]"),
@@ -92,12 +92,12 @@ def test_the_longest_end_is_continued():
     "other",
     [{"Temperature": 0.5}, {"Policy": "q"}, {"TokenizerHash": "t"}, {"RolloutId": "b"}, {"Attempt": 1}, {"GroupId": "h"}],
 )
-def test_only_calls_of_one_rollout_policy_tokenizer_and_temperature_are_one_sequence(other: dict[str, Any]):
+def test_merge_joins_calls_of_same_rollout_policy_tokenizer_and_temperature_only(other: dict[str, Any]):
     rows = [call(0, [1], [2]), {**call(1, [1, 2, 3], [4]), **other}]
     assert sorted(told(merge(frame(rows), pl.Series([1.0, 1.0])))) == [(["a-0"], "1 | [2]"), (["a-1"], "1 2 3 | [4]")]
 
 
-def test_merge_calls_of_several_versions_are_one_sequence_with_each_tokens_own_version():
+def test_merge_calls_of_several_versions_keep_version_of_each_token():
     first = {**call(0, [1], [2, 2, 2]), "Versions.Start": [0, 1], "Versions.Version": [3, 4], "Version": 3}
     second = {**call(1, [1, 2, 2, 2, 5], [6, 6]), "Versions.Start": [0, 1], "Versions.Version": [4, 7], "Version": 4}
     found = merge(frame([first, second]), pl.Series([1.0, 2.0]))
@@ -105,7 +105,7 @@ def test_merge_calls_of_several_versions_are_one_sequence_with_each_tokens_own_v
     assert found.versions.tolist() == [-1, 3, 4, 4, -1, 4, 7]
 
 
-def test_ids_are_compared_whole_not_by_their_bytes():
+def test_merge_compares_whole_ids_not_bytes():
     """513 is 1 and 2 in its first two bytes: a prefix of bytes must be one of tokens."""
     assert merged(call(0, [1, 2], [3]), call(1, [513, 3, 3], [4])) == [(["a-0"], "1 2 | [3]"), (["a-1"], "513 3 3 | [4]")]
     big = [2**31 + 5, 2**32 - 1]
@@ -128,7 +128,7 @@ def test_separate_keeps_each_call_in_its_place():
         ({"Logprobs": [-1.0]}, "transition-a-0 has 2 response tokens and 1 logprobs"),
     ],
 )
-def test_rows_that_cannot_be_trained_are_named(changes: dict[str, Any], says: str):
+def test_merge_and_separate_untrainable_row_raises(changes: dict[str, Any], says: str):
     rows = frame([transition_row("b"), transition_row("a", **changes)])
     for make in (separate, merge):
         with pytest.raises(TrainerError, match=says):
@@ -145,7 +145,7 @@ TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=3)
 
 
 @given(data=st.data())
-def test_every_sampled_token_is_trained_once_in_its_own_context(data: st.DataObject):
+def test_merge_trains_every_sampled_token_once_in_its_context(data: st.DataObject):
     """Of rollouts that grow, break, fork and repeat themselves, over an alphabet so small that prefixes meet by accident."""
     rows: list[dict[str, object]] = []
     for rollout in ("a", "b"):

@@ -37,7 +37,7 @@ def test_split_to_makes_as_many_micro_batches_as_the_other_ranks_have(lengths: l
     assert all(split)
 
 
-def test_split_to_more_than_there_are_units_is_refused():
+def test_split_to_beyond_number_of_units_raises():
     with pytest.raises(TrainerError, match=r"make 2 micro-batches at most, and another worker needs 3"):
         split_to([[0, 1, 2]], 3, units=[0, 0, 1])
 

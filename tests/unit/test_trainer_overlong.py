@@ -37,13 +37,13 @@ def frame(*rows: dict[str, object]) -> pl.DataFrame:
 
 
 @pytest.mark.parametrize(("tokens", "by_hand"), [(1, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (21, -1.0), (900, -1.0)])
-def test_punishment_of_a_length_is_dapos_equation_13(tokens: int, by_hand: float):
+def test_punishment_matches_dapo_equation_13(tokens: int, by_hand: float):
     """L_max 20, L_cache 4: nothing up to 16 tokens, then a quarter a token, 1 from 20 on."""
     found = pl.DataFrame({"n": [tokens]}, schema={"n": pl.UInt32}).select(punishment(pl.col("n"), 20, 4)).item()
     assert found == by_hand
 
 
-def test_with_overlong_adds_a_reward_to_the_policys_long_calls_alone():
+def test_with_overlong_adds_reward_to_long_calls_of_policy_only():
     rows = frame(
         call("a", 0, 18, rewards=(1.0,)), call("a", 1, 3), call("b", 0, 30, Policy="other"), call("b", 1, 40, rewards=(0.5, 0.25)),
     )  # fmt: skip
@@ -67,7 +67,7 @@ def test_with_overlong_adds_a_reward_to_the_policys_long_calls_alone():
         ("reject", ["truncated", "truncated", None, None]),
     ],
 )
-def test_truncated_calls_are_masked_with_their_rollouts_where_asked(truncated: Any, expected: list[str | None]):
+def test_masks_of_truncated_calls_follow_setting(truncated: Any, expected: list[str | None]):
     rows = frame(call("a", 0, 2), call("a", 1, 3, cut=True), call("b", 0, 2), call("c", 0, 2))
     assert masks(rows, trainer_settings(truncated=truncated), lineage=[0]).to_list() == expected
     others = rows.with_columns(Policy=pl.Series(["policy", "other", "policy", "policy"]))
@@ -76,7 +76,7 @@ def test_truncated_calls_are_masked_with_their_rollouts_where_asked(truncated: A
 
 
 @pytest.mark.parametrize(("truncated", "trained"), [("train", 4), ("mask", 3), ("reject", 2)])
-def test_masked_truncated_calls_stay_in_the_baseline(truncated: Any, trained: int):
+def test_masks_of_truncated_calls_keep_them_in_baseline(truncated: Any, trained: int):
     """Returns 0, 1 and 0.5 whoever is masked: the mean is 0.5, so b has +0.5 and c 0."""
     rows = frame(
         call("a", 0, 2), call("a", 1, 3, cut=True, rewards=(0.0,)), call("b", 0, 2, rewards=(1.0,)), call("c", 0, 2, rewards=(0.5,)),
@@ -98,13 +98,13 @@ def test_masked_truncated_calls_stay_in_the_baseline(truncated: Any, trained: in
 
 
 @pytest.mark.parametrize(("tokens", "buffer"), [(20, 0), (0, 4), (4, 20)])
-def test_overlong_settings_without_a_meaning_are_refused(tokens: int, buffer: int):
+def test_learning_check_of_overlong_settings_without_meaning_raises(tokens: int, buffer: int):
     with pytest.raises(SettingsError, match=r"Set trainer\.credit\.overlong_tokens to the limit of a response"):
         learning.check(trainer_settings(overlong_tokens=tokens, overlong_buffer=buffer))
     learning.check(trainer_settings(overlong_tokens=20, overlong_buffer=4))
 
 
-def test_the_pages_settings_of_dapo_are_complete_and_go_together():
+def test_dapo_settings_of_docs_page_are_complete_and_supported():
     page = (Path(__file__).parents[2] / "docs" / "guides" / "learning.md").read_text()
     block = page.split("## DAPO")[1].split("```toml\n")[1].split("```")[0]
     settings = trainer_settings(**tomllib.loads(block)["trainer"])

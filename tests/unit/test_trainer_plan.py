@@ -40,7 +40,7 @@ def fates(made: TrainPlan) -> dict[str, tuple[str, int | None, str | None]]:
     return {one.group_id: (one.outcome.value, one.batch, one.reason) for one in made.groups}
 
 
-def test_later_batches_age_with_the_versions_that_earlier_ones_make():
+def test_planned_later_batches_age_with_earlier_versions():
     """All were sampled by version 0; the third batch would train version 2, which is one too far."""
     made = plan(states("a", "b", "c", "d", "e", "f", "g"))
     stale = ("skipped", None, SkipReason.STALE)
@@ -51,7 +51,7 @@ def test_later_batches_age_with_the_versions_that_earlier_ones_make():
     assert made.demand == "4 more groups are needed: 4 are to be in flight, 0 are there; 3 groups are skipped (3 stale)."
 
 
-def test_every_reason_not_to_train_is_told():
+def test_planned_every_reason_not_to_train_is_reported():
     of = [
         *states("left"), *states("whole", built=1, size=4), *states("", built=5, size=0, mode="train"), *states("held", mode="validate"),
         *states("old"), *states("gone"), *states("busy"),
@@ -74,7 +74,7 @@ def test_every_reason_not_to_train_is_told():
     assert plan(of, past, in_flight=3).demand == ""
 
 
-def test_a_branch_that_begins_at_anothers_version_is_planned_from_there(tmp_path: Path):
+def test_past_of_branch_of_branch_begins_at_parent_version(tmp_path: Path):
     """What the old branch sampled is as stale here as there; unknown weights have the policy's next number."""
     base = write_base(tmp_path / "base")
     old = wired(settings(base, tmp_path / "policies"), FakeSource(["a", "b", "c", "d"]))
@@ -96,7 +96,7 @@ def test_a_branch_that_begins_at_anothers_version_is_planned_from_there(tmp_path
     assert history_of(fork, None, SPEC).lineage == (0,)
 
 
-def test_an_empty_store_names_what_else_it_holds():
+def test_planned_empty_store_names_other_runs():
     assert plan([]).summary == "there is nothing to train: nothing is built of run 'run' by specification spec."
     told = plan([], elsewhere=("3 rollouts of run 'default'",)).summary
     assert (
@@ -105,7 +105,7 @@ def test_an_empty_store_names_what_else_it_holds():
 
 
 @pytest.mark.parametrize(("staleness", "skip"), [(0, False), (1, True), (9, True), (9, False)])
-def test_the_plan_is_what_a_run_then_does(tmp_path: Path, staleness: int, skip: bool):
+def test_planned_batches_equal_those_of_run(tmp_path: Path, staleness: int, skip: bool):
     """Against the loop itself: the same groups in the same batches, and the same skipped for the same reasons."""
     names = [f"g{i}" for i in range(7)]
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=staleness, skip_equal_groups=skip)

@@ -28,5 +28,5 @@ GRPO = "max_tokens_per_device 16384, estimator grpo, loss vanilla (token-mean)"
     ],
     ids=str,
 )
-def test_describe_choices_names_what_device_and_estimator_decide(facts: dict[str, Any], device: str, line: str) -> None:
+def test_describe_choices_names_defaults_of_device_and_estimator(facts: dict[str, Any], device: str, line: str) -> None:
     assert describe_choices(trainer_settings(**facts), device) == line

@@ -59,14 +59,14 @@ def publisher(gateway: Gateway, token: str | None = None) -> Publisher:
     return Publisher(GatewaySettings(url=f"http://127.0.0.1:{gateway.server_port}/", token=SecretStr(token) if token else None))
 
 
-def test_publishing_sends_version_path_and_checksum(gateway: Gateway):
+def test_publisher_publish_sends_version_path_and_checksum(gateway: Gateway):
     gateway.answer = {"policy": "org/policy", "version": 3, "checksum": "float32:0a", "seconds": 0.125}
     assert publisher(gateway, token="secret").publish(VERSION) == 0.125
     body = {"version": 3, "path": "/policies/v3", "checksum": "float32:0a"}
     assert gateway.asked == [("POST", "/admin/policies/org%2Fpolicy/versions", body, "Bearer secret")]
 
 
-def test_the_stages_are_those_of_the_engine_that_took_the_longest(gateway: Gateway):
+def test_publisher_stages_are_those_of_slowest_engine(gateway: Gateway):
     stages = {"policy-0": {"pause": 0.25, "reload": 0.5}, "policy-1": {"pause": 0.125, "reload": 0.75}}
     gateway.answer = {"policy": "org/policy", "version": 3, "checksum": "float32:0a", "seconds": 1.0, "stages": stages}
     publishing = publisher(gateway)
@@ -77,7 +77,7 @@ def test_the_stages_are_those_of_the_engine_that_took_the_longest(gateway: Gatew
     assert publishing.stages == {}, "it was served already"
 
 
-def test_asking_for_the_served_version(gateway: Gateway):
+def test_publisher_served_gives_version_of_gateway(gateway: Gateway):
     gateway.answer = {"policy": "org/policy", "version": 2, "tokenizer_hash": "t", "status": "serving"}
     assert publisher(gateway).served("org/policy") == 2
     assert gateway.asked == [("GET", "/admin/policies/org%2Fpolicy", None, None)]
@@ -86,7 +86,7 @@ def test_asking_for_the_served_version(gateway: Gateway):
 @pytest.mark.parametrize(
     ("answer", "says"), [({"error": {"message": "checksum differs."}}, "checksum differs."), (b"Bad Gateway", "Bad Gateway"), ([], "[]")]
 )
-def test_a_refusal_gives_the_gateways_words_and_a_remedy(gateway: Gateway, answer: object, says: str):
+def test_publisher_refusal_raises_with_message_and_remedy(gateway: Gateway, answer: object, says: str):
     gateway.status, gateway.answer = 409, answer
     with pytest.raises(GatewayError) as caught:
         publisher(gateway).publish(VERSION)
@@ -94,7 +94,7 @@ def test_a_refusal_gives_the_gateways_words_and_a_remedy(gateway: Gateway, answe
     assert "is published when `spangrad train` starts again" in str(caught.value)
 
 
-def test_nobody_there():
+def test_publisher_without_gateway_raises_with_remedy():
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(GatewayError, match=r"does not answer \(.*refused.*\)\. Start it with `spangrad gateway`"):
         Publisher(GatewaySettings(url=url)).served("policy")

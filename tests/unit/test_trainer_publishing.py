@@ -55,7 +55,7 @@ def served(chosen: Settings) -> list[int]:
     return json.loads((chosen.trainer.directory / "served.json").read_text())
 
 
-def test_publish_while_the_gateway_is_away_trains_on_and_publishes_the_newest_alone(
+def test_publication_while_gateway_is_away_trains_on_and_publishes_newest_only(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -85,7 +85,7 @@ def test_publish_while_the_gateway_is_away_trains_on_and_publishes_the_newest_al
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_publish_that_is_refused_for_good_ends_the_run(tmp_path: Path, base: Path, follow: bool) -> None:
+def test_publication_refused_for_good_ends_run(tmp_path: Path, base: Path, follow: bool) -> None:
     class Refusing(Away):
         def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
             if self.attempts:
@@ -99,7 +99,7 @@ def test_publish_that_is_refused_for_good_ends_the_run(tmp_path: Path, base: Pat
     assert list(committed(trainer)) == [0, 1], "what was trained stays committed"
 
 
-def test_publish_at_the_end_of_a_run_is_waited_for_and_given_up_in_time(tmp_path: Path, base: Path) -> None:
+def test_publication_at_end_of_run_is_awaited_until_start_timeout(tmp_path: Path, base: Path) -> None:
     chosen = settings(base, tmp_path / "policies")
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"start_timeout_seconds": 0.3})})
     trainer = with_publisher(wired(chosen, FakeSource(["a", "b"])), Away(tmp_path / "policies/served.json"))
@@ -109,7 +109,7 @@ def test_publish_at_the_end_of_a_run_is_waited_for_and_given_up_in_time(tmp_path
     trainer.close()
 
 
-def test_a_signal_while_a_publication_is_waited_for_ends_the_trainer_at_once(tmp_path: Path, base: Path) -> None:
+def test_publication_awaited_ends_at_signal(tmp_path: Path, base: Path) -> None:
     trainer = with_publisher(wired(settings(base, tmp_path / "policies"), FakeSource(["a", "b"])), Away(tmp_path / "policies/served.json"))
     times: list[float] = []
 
@@ -156,9 +156,7 @@ class Closing(FakeOptimizer):
 
 
 @pytest.mark.parametrize("status", [None, 404, 502, 503])
-def test_a_gateway_that_is_restarted_in_the_middle_of_a_run_is_published_to_when_it_is_back(
-    tmp_path: Path, base: Path, status: int | None
-) -> None:
+def test_publication_to_restarted_gateway_resumes_with_newest_version(tmp_path: Path, base: Path, status: int | None) -> None:
     """None: nobody listens at the port meanwhile; else a proxy answers in its place."""
     versions, (port,) = [0], free_ports(1)
     gateways = [Gateway(port, versions)]
@@ -186,7 +184,7 @@ def test_a_gateway_that_is_restarted_in_the_middle_of_a_run_is_published_to_when
     gateways[0].close()
 
 
-def test_start_waits_for_a_gateway_that_starts_beside_it(tmp_path: Path, base: Path) -> None:
+def test_trainer_start_waits_for_starting_gateway(tmp_path: Path, base: Path) -> None:
     class Starting(FakePublisher):
         asked = 0
 
@@ -202,7 +200,7 @@ def test_start_waits_for_a_gateway_that_starts_beside_it(tmp_path: Path, base: P
     assert served(chosen) == [0, 0, 0]
 
 
-def test_retries_of_transfers_read_the_weights_of_the_version_from_its_files(tmp_path: Path, base: Path) -> None:
+def test_publication_retry_of_transfer_reads_weights_from_files(tmp_path: Path, base: Path) -> None:
     """Those in memory are in the middle of the next step by then."""
     chosen = settings(base, tmp_path / "policies", weight_sync__method="transfer", groups_per_batch=1)
     sent: list[list[float]] = []
@@ -227,7 +225,7 @@ def test_retries_of_transfers_read_the_weights_of_the_version_from_its_files(tmp
     assert (sent, newest_version(trainer.ledger).version) == ([[1.0]], 1)
 
 
-def test_an_outage_is_logged_at_its_two_ends_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_is_logged_at_both_ends_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     outage = Outage("the gateway")
     outage.over()
@@ -240,7 +238,7 @@ def test_an_outage_is_logged_at_its_two_ends_and_counted(caplog: pytest.LogCaptu
     assert [outage.take_retries(), outage.take_retries()] == [3, 0]
 
 
-def test_sleep_in_a_shield_ends_with_the_signal() -> None:
+def test_shutdown_sleep_in_shield_ends_at_signal() -> None:
     shutdown = Shutdown()
     began = time.monotonic()
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()

@@ -80,7 +80,7 @@ def estimates(policy: Floats, processed: Floats, threshold: str = "2.0") -> tupl
 
 
 @pytest.mark.parametrize("penalty", [0.2, 0.3])
-def test_correction_of_a_penalty_gives_the_exact_gradient(penalty: float) -> None:
+def test_corrected_gradient_of_penalty_is_exact(penalty: float) -> None:
     """A penalty leaves every token possible, so nothing is lost while no weight is truncated."""
     policy, processed = softmax(LOGITS), penalised(LOGITS, penalty)
     with_it, without = estimates(policy, processed)
@@ -90,7 +90,7 @@ def test_correction_of_a_penalty_gives_the_exact_gradient(penalty: float) -> Non
 
 
 @pytest.mark.parametrize("top_p", [0.7, 0.8, 0.9, 0.97])
-def test_correction_of_top_p_lacks_exactly_what_was_never_sampled(top_p: float) -> None:
+def test_corrected_gradient_of_top_p_lacks_unsampled_tokens_only(top_p: float) -> None:
     policy, processed = softmax(LOGITS), nucleus(LOGITS, top_p)
     with_it, without = estimates(policy, processed)
     tail = processed == 0
@@ -103,7 +103,7 @@ def test_correction_of_top_p_lacks_exactly_what_was_never_sampled(top_p: float) 
     assert np.abs(without - inside / mass).max() < 1e-9, "uncorrected, what is sampled counts 1 / mass times too much"
 
 
-def test_corrected_estimates_of_samples_converge_to_what_they_should() -> None:
+def test_corrected_estimates_of_samples_converge() -> None:
     """By sampling, as training does: 200,000 draws from the nucleus."""
     policy, processed = softmax(LOGITS), nucleus(LOGITS, 0.9)
     batch, logprobs = of_tokens(policy, processed)
@@ -128,7 +128,7 @@ def test_truncated_weights_follow_the_threshold(threshold: str, weights: list[fl
     assert truncated(np.array([0.1, 1.0, 3.0, 8.0], np.float32), threshold).tolist() == pytest.approx(weights)
 
 
-def test_truncated_refuses_a_threshold_that_is_none() -> None:
+def test_truncated_invalid_threshold_raises() -> None:
     with pytest.raises(SettingsError, match="neither UPPER nor LOWER_UPPER"):
         truncated(np.ones(1, np.float32), "much")
 
@@ -144,7 +144,7 @@ def rows() -> pl.DataFrame:
 
 
 @pytest.mark.parametrize("how", [merge, separate])
-def test_reshaped_rows_are_not_checked_and_never_merged_with_others(how: type[object]) -> None:
+def test_layout_marks_reshaped_rows_and_merge_keeps_them_apart(how: type[object]) -> None:
     sequences = how(rows(), pl.Series(np.ones(6)))  # type: ignore[call-arg]
     batch = layout(sequences, lineage=[0], divisor=4)  # type: ignore[arg-type]
     held = dict(zip([*sequences.calls.list.first()], batch.reshaped.tolist(), strict=False))  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def test_reshaped_rows_are_not_checked_and_never_merged_with_others(how: type[ob
     assert take(batch, np.array([last, 0]), divisor=4).reshaped.tolist() == [*batch.reshaped[[last, 0]].tolist(), False, False]
 
 
-def test_corrected_leaves_other_rows_as_they_are() -> None:
+def test_corrected_leaves_other_rows_unchanged() -> None:
     batch = layout(separate(rows(), pl.Series(np.ones(6))), lineage=[0])
     made, metrics = corrected(batch, np.full_like(batch.logprobs, -1.0), "2.0")
     others = ~batch.reshaped
@@ -173,7 +173,7 @@ def test_corrected_leaves_other_rows_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_corrected_names_rows_whose_logprobs_are_no_numbers(value: float) -> None:
+def test_corrected_rows_with_infinite_or_nan_logprobs_raise(value: float) -> None:
     batch = layout(separate(rows(), pl.Series(np.ones(6))), lineage=[0])
     batch.logprobs[3, 0] = value
     with pytest.raises(BadRowsError, match="no finite numbers") as refused:

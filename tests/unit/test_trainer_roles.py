@@ -48,7 +48,7 @@ ENTRIES = st.lists(
 
 
 @given(st.lists(st.lists(ENTRIES, min_size=1, max_size=3), min_size=1, max_size=4), st.sets(st.sampled_from(["white", "black", "red"])))
-def test_count_roles_keeps_exactly_the_rewards_of_its_roles_and_everybodys(rollouts: list[list[Entries]], chosen: set[str]) -> None:
+def test_count_roles_keeps_rewards_of_its_roles_and_of_none(rollouts: list[list[Entries]], chosen: set[str]) -> None:
     transitions = frame(rollouts)
     counted = count_roles(transitions, sorted(chosen))
     kept = [[[entry for entry in call if not chosen or entry[1] in {*chosen, ""}] for call in calls] for calls in rollouts]
@@ -58,7 +58,7 @@ def test_count_roles_keeps_exactly_the_rewards_of_its_roles_and_everybodys(rollo
     assert counted.columns == transitions.columns
 
 
-def test_returns_of_a_zero_sum_game_are_each_policys_own_with_its_role() -> None:
+def test_returns_of_zero_sum_game_by_role_are_own() -> None:
     transitions = duel(1.0, -1.0, 1.0, -1.0)
     of = {
         role: returns(count_roles(transitions, roles))["Return"].to_list()
@@ -80,7 +80,7 @@ def test_returns_of_a_zero_sum_game_are_each_policys_own_with_its_role() -> None
         (frame([[[("reward", "", value)]] for value in (0.0, 1.0, 0.0, 1.0)]), None),
     ],
 )
-def test_role_metrics_tell_whether_the_parts_of_returns_cancel(rollouts: pl.DataFrame, expected: float | None) -> None:
+def test_role_metrics_report_whether_roles_cancel(rollouts: pl.DataFrame, expected: float | None) -> None:
     assert role_metrics(rollouts, {}).get("roles_cancel") == expected
     warning = cancelling_roles(rollouts, {})
     assert bool(warning) is (expected == 1.0)
@@ -95,7 +95,7 @@ def test_role_metrics_look_at_weighted_returns() -> None:
     assert role_metrics(frame(named), {"lost": 2.0})["roles_cancel"] == 1.0
 
 
-def test_missing_roles_are_named_where_no_reward_is_of_those_that_count() -> None:
+def test_missing_roles_names_roles_without_rewards() -> None:
     transitions = duel(1.0, -1.0)
     assert missing_roles(transitions, ("White",)) == (
         "no reward is of the roles in trainer.credit.reward_roles (White): those of the batch are of black, white. Name the policy's own "
@@ -107,7 +107,7 @@ def test_missing_roles_are_named_where_no_reward_is_of_those_that_count() -> Non
     ] * 3
 
 
-def test_reward_roles_give_each_policy_of_a_game_its_own_return_and_advantage_from_spans_on() -> None:
+def test_reward_roles_give_each_policy_own_return_and_advantage() -> None:
     """Four games between two policies, as spans of two agents: white wins the first three, and what one wins the other loses."""
     spans = fakes.SpanFactory()
     for number, white in enumerate((1.0, 1.0, 1.0, -1.0)):

@@ -44,7 +44,7 @@ def fetched(url: str) -> bytes:
         return answer.read()
 
 
-def test_weights_are_fetched_once_in_the_engines_dtype(sender: WeightsSender):
+def test_sender_weights_are_fetched_once_in_dtype_of_engine(sender: WeightsSender):
     with sender.offering(lambda: iter(WEIGHTS.items())) as said:
         assert said == {"url": sender.url, "token": sender.token}
         for dtype, size in (("float32", 4), ("bfloat16", 2)):
@@ -72,7 +72,7 @@ def test_weights_are_fetched_once_in_the_engines_dtype(sender: WeightsSender):
     [("another", "9999999999", 401), (None, "9999999999", 413), (None, "-1", 411), (None, "x", 411), (None, "", 411)],
     ids=["another token", "too long", "negative", "no number", "none"],
 )
-def test_a_body_is_not_read_before_token_and_length_are_checked(sender: WeightsSender, token: str | None, length: str, status: int):
+def test_sender_checks_token_and_length_before_reading_body(sender: WeightsSender, token: str | None, length: str, status: int):
     """The client sends no body: a sender that waited for it would not answer."""
     host, port = sender.url.removeprefix("http://").split(":")
     lengths = f"Content-Length: {length}\r\n" if length else ""
@@ -83,7 +83,7 @@ def test_a_body_is_not_read_before_token_and_length_are_checked(sender: WeightsS
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_weights_are_read_from_the_trainer_only_when_somebody_asks(sender: WeightsSender):
+def test_sender_reads_weights_from_trainer_on_first_request_only(sender: WeightsSender):
     reads: list[int] = []
 
     def weights() -> Iterator[tuple[str, Any]]:
@@ -97,7 +97,7 @@ def test_weights_are_read_from_the_trainer_only_when_somebody_asks(sender: Weigh
         assert reads == [1]
 
 
-def test_strangers_and_what_cannot_be_are_refused(sender: WeightsSender):
+def test_sender_wrong_token_or_request_is_refused(sender: WeightsSender):
     with sender.offering(lambda: iter(WEIGHTS.items())):
         assert ask(sender, "/transfers", ASKED, token="wrong") == (401, "another token is needed.")
         assert ask(sender, "/checksum", {"dtype": "float16"})[0] == 409
@@ -106,7 +106,7 @@ def test_strangers_and_what_cannot_be_are_refused(sender: WeightsSender):
         assert ask(sender, "/elsewhere", ASKED) == (409, "there is no /elsewhere.")
 
 
-def test_nccl_without_a_gpu_is_refused_with_the_remedy(sender: WeightsSender, monkeypatch: pytest.MonkeyPatch):
+def test_sender_nccl_without_gpu_is_refused_with_remedy(sender: WeightsSender, monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with sender.offering(lambda: iter(WEIGHTS.items())):
@@ -114,7 +114,7 @@ def test_nccl_without_a_gpu_is_refused_with_the_remedy(sender: WeightsSender, mo
     assert (status, "sees no GPU. Give it one of its own" in said) == (409, True)
 
 
-def test_a_port_that_is_taken_is_told(sender: WeightsSender):
+def test_sender_transfer_port_in_use_raises(sender: WeightsSender):
     taken = int(sender.url.rpartition(":")[2])
     with pytest.raises(SettingsError, match=rf"trainer\.weight_sync\.transfer_port = {taken}: cannot listen there"):
         WeightsSender(trainer_settings(transfer_port=taken))

@@ -77,12 +77,12 @@ def test_find_skips_gives_the_reason_of_a_group_that_cannot_be_trained(rows: lis
     assert reasons(rows) == {GROUP: reason}
 
 
-def test_find_skips_where_versions_begin_in_order_takes_the_group() -> None:
+def test_find_skips_of_versions_in_order_is_none() -> None:
     assert reasons([*PAIR, transition_row("c", **{"Versions.Start": [0, 1], "Versions.Version": [0, 0]})]) == {}
     assert reasons([*PAIR, transition_row("c", **{"Versions.Start": [], "Versions.Version": []})]) == {}
 
 
-def test_find_skips_names_the_row_that_contradicts_itself_and_the_value_that_is_not_finite() -> None:
+def test_find_skips_names_contradictory_row_and_non_finite_value() -> None:
     rows = [*PAIR, transition_row("c", Logprobs=[-0.5]), *(transition_row(name, GroupId="other") for name in "de")]
     rows += [transition_row("f", GroupId="other", rewards=(float("nan"),))]
     assert skips(rows, GROUP, OTHER) == {
@@ -91,7 +91,7 @@ def test_find_skips_names_the_row_that_contradicts_itself_and_the_value_that_is_
     }
 
 
-def test_find_skips_of_a_bad_group_leaves_its_neighbours_alone() -> None:
+def test_find_skips_of_bad_group_leaves_other_groups_alone() -> None:
     """A reward that is no number reaches no other group's comparison."""
     bad = [transition_row(name, GroupId="other", rewards=(reward,)) for name, reward in (("c", float("nan")), ("d", 1.0))]
     assert reasons([*PAIR, *bad], skip_equal_groups=True) == {}
@@ -130,7 +130,7 @@ def test_find_skips_of_one_odd_call_among_many_skips_nothing(odd: dict[str, obje
     assert {float(value) for row, value in zip(batch.rollout, batch.advantages[:, 0], strict=True) if row == 3} == {0.5}
 
 
-def test_masks_of_a_call_is_that_of_its_oldest_token() -> None:
+def test_masks_of_call_use_its_oldest_token() -> None:
     rows = [
         transition_row("a", Version=4, **{"Versions.Start": [0, 1], "Versions.Version": [4, 6]}),
         transition_row("b", Version=6, **{"Versions.Start": [0, 1], "Versions.Version": [6, 5]}),
@@ -143,7 +143,7 @@ def test_masks_of_a_call_is_that_of_its_oldest_token() -> None:
 
 
 @given(st.lists(st.sampled_from([{}, *ODD]), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_masks_of_a_call_depend_on_no_other_call(odds: list[dict[str, object]], random: Any) -> None:
+def test_masks_of_call_are_independent_of_other_calls(odds: list[dict[str, object]], random: Any) -> None:
     rows = [transition_row(f"r{place}", **{"Version": 5, **odd}) for place, odd in enumerate(odds)]  # type: ignore[arg-type]
     random.shuffle(rows)
     chosen = changed(SETTINGS, {"max_staleness": 2})
@@ -162,7 +162,7 @@ def test_find_skips_where_every_call_is_masked_gives_the_most_frequent_reason() 
     )
 
 
-def test_find_skips_takes_a_call_without_a_tokenizer_hash() -> None:
+def test_find_skips_of_call_without_tokenizer_hash_is_none() -> None:
     assert reasons([*PAIR, transition_row("c", TokenizerHash="")]) == {}
 
 
@@ -175,11 +175,11 @@ def test_find_skips_counts_committed_versions_as_staleness() -> None:
     assert reasons(old, lineage=(0, 4, 6, 7), max_staleness=9) == {}
 
 
-def test_find_skips_of_a_rollout_alone_takes_it_where_nothing_is_compared_within_groups() -> None:
+def test_find_skips_of_single_rollout_is_none_for_batch_estimators() -> None:
     assert reasons([transition_row("a")], estimator="reinforce_plus_plus") == {}
 
 
-def test_find_skips_where_asked_skips_equal_groups_and_those_whose_masked_calls_alone_differ() -> None:
+def test_find_skips_skip_equal_groups_ignores_masked_calls() -> None:
     equal = [transition_row(name, GroupId="other", rewards=(1.0,)) for name in "cd"]
     assert skips([*PAIR, *equal], GROUP, OTHER, skip_equal_groups=True) == {OTHER: Skip(SkipReason.EQUAL)}
     assert skips([*PAIR, *equal], GROUP, OTHER) == {}
@@ -209,7 +209,7 @@ def test_batch_groups_are_numbered_as_the_rows_of_the_batch() -> None:
     assert [groups[number].group_id if number >= 0 else None for number in batch.group] == ["b", "b", "m", "m", "z", "z", None, None]
 
 
-def test_each_reason_says_what_it_depends_on_and_a_failure_how_it_is_fixed() -> None:
+def test_skip_reasons_have_dependences_and_failures_have_remedies() -> None:
     assert set(DEPENDENCES) == set(SkipReason)
     assert set(REMEDIES) == set(FAILURES)
     named = {name for dependence in DEPENDENCES.values() for name in dependence.settings}
@@ -217,7 +217,7 @@ def test_each_reason_says_what_it_depends_on_and_a_failure_how_it_is_fixed() -> 
     assert not set(MASKS) & set(FAILURES)
 
 
-def test_basis_changes_with_the_settings_that_a_reason_depends_on_and_with_no_other() -> None:
+def test_basis_changes_with_settings_of_its_reason_only() -> None:
     before = bases(SETTINGS)
     after = bases(changed(SETTINGS, {"max_staleness": 3, "learning_rate": 1.0}))
     differing = {reason for reason in SkipReason if before[reason] != after[reason]}

@@ -86,7 +86,7 @@ def test_step_that_names_rows_skips_their_groups_and_refills_the_batch(tmp_path:
     assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "2.0"
 
 
-def test_step_that_is_refused_with_too_few_groups_left_waits_for_more(tmp_path: Path, base: Path):
+def test_step_refused_with_too_few_groups_left_waits_for_more(tmp_path: Path, base: Path):
     source = Counted(["bad", "b"], changes=bad("bad"))
     trainer = wired(settings(base, tmp_path), source, Refusing())
     trainer.run(follow=False)
@@ -98,7 +98,7 @@ def test_step_that_is_refused_with_too_few_groups_left_waits_for_more(tmp_path: 
 
 
 @pytest.mark.parametrize("refilled", [True, False])
-def test_a_refilled_batch_is_the_one_that_a_fresh_start_would_take(tmp_path: Path, base: Path, refilled: bool):
+def test_batch_refilled_after_skip_equals_that_of_fresh_start(tmp_path: Path, base: Path, refilled: bool):
     """Rows, their order and all that is computed of them: a crash between a skip and the step that follows changes nothing."""
     optimizer = Refusing()
     trainer = wired(settings(base, tmp_path), Counted(["z", "bad", "a"], changes=bad("bad")), optimizer)
@@ -112,7 +112,7 @@ def test_a_refilled_batch_is_the_one_that_a_fresh_start_would_take(tmp_path: Pat
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_step_that_fails_as_a_whole_skips_the_batch(tmp_path: Path, base: Path, named: bool):
+def test_step_that_fails_without_bad_row_skips_whole_batch(tmp_path: Path, base: Path, named: bool):
     """A gradient is not finite, and no row is to blame more than the others."""
 
     class Exploding(FakeOptimizer):
@@ -128,7 +128,7 @@ def test_step_that_fails_as_a_whole_skips_the_batch(tmp_path: Path, base: Path, 
     assert [version.status for version in trainer.mirror.written if version.version == 1] == [VersionStatus.ORPHANED]  # type: ignore[attr-defined]
 
 
-def test_rounds_of_a_filter_load_each_group_once(tmp_path: Path, base: Path):
+def test_batch_refills_load_each_group_once(tmp_path: Path, base: Path):
     equal: dict[str, object] = {"Rewards.Value": [1.0]}
     source = Counted([*"abcde"], changes={"a": equal, "c": equal, "d": equal})
     trainer = wired(settings(base, tmp_path, skip_equal_groups=True), source)
@@ -137,7 +137,7 @@ def test_rounds_of_a_filter_load_each_group_once(tmp_path: Path, base: Path):
     assert source.loads == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
-def test_a_rollout_id_of_two_groups_is_trained_once_and_the_other_group_is_skipped(tmp_path: Path, base: Path):
+def test_rollout_id_in_two_groups_is_trained_once_and_other_group_skipped(tmp_path: Path, base: Path):
     source = Counted([*"abcde"], ids={"a-0": "same", "b-0": "same", "e-1": "same"})
     trainer = wired(settings(base, tmp_path, groups_per_batch=2), source)
     trainer.run(follow=False)
@@ -153,7 +153,7 @@ def test_a_rollout_id_of_two_groups_is_trained_once_and_the_other_group_is_skipp
     }
 
 
-def test_a_lease_that_the_ledger_refuses_skips_the_groups_that_it_names(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
+def test_lease_refused_by_ledger_skips_groups_it_names(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
     """Another trainer of the branch may have been faster."""
     source = Counted([*"abcd"], ids={"c-0": "a-0"})
     trainer = wired(settings(base, tmp_path), source)
@@ -163,7 +163,7 @@ def test_a_lease_that_the_ledger_refuses_skips_the_groups_that_it_names(tmp_path
     assert trainer.ledger.skipped() == {group("c"): SkipReason.ALREADY_TRAINED}
 
 
-def test_a_group_whose_rows_are_missing_waits_and_is_trained_once_they_are_there(
+def test_group_with_missing_rows_waits_until_they_arrive(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("trainer.data.batch_queue._SOON_SECONDS", 0.0)
@@ -182,7 +182,7 @@ def test_a_group_whose_rows_are_missing_waits_and_is_trained_once_they_are_there
     assert caplog.text.count("group a is not ready yet: rollout 'x' has 3 of 4 transitions. It is looked at again.") == 1
 
 
-def test_missing_rows_compares_transitions_and_rewards_with_what_was_built():
+def test_missing_rows_compares_transitions_and_rewards_with_built_counts():
     rows = [
         transition_row(rollout, turn, rewards=(1.0,) if turn == 3 else (), Content=1, GroupId=f"g-{rollout}")
         for rollout in ("whole", "short", "unpaid", "absent")
@@ -202,7 +202,7 @@ def test_missing_rows_compares_transitions_and_rewards_with_what_was_built():
     }
 
 
-def test_what_a_rollback_makes_fresh_again_is_trained(tmp_path: Path, base: Path):
+def test_rollback_trains_groups_that_are_fresh_again(tmp_path: Path, base: Path):
     names = [*"abcd"]
     trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource(names))
     trainer.run(follow=False)
@@ -213,7 +213,7 @@ def test_what_a_rollback_makes_fresh_again_is_trained(tmp_path: Path, base: Path
     assert (trainer.ledger.skipped(), trainer.ledger.lineage()) == ({}, [0, 2])
 
 
-def test_what_a_rollback_that_is_taken_back_makes_known_again_is_trained(tmp_path: Path, base: Path):
+def test_rollback_undone_trains_groups_of_known_versions_again(tmp_path: Path, base: Path):
     source = FakeSource([*"abcd"], changes={"c": {"Version": 1}, "d": {"Version": 1}})
     chosen = settings(base, tmp_path, max_staleness=0)
     trainer = wired(chosen, FakeSource([*"ab"]))
@@ -230,7 +230,7 @@ def test_what_a_rollback_that_is_taken_back_makes_known_again_is_trained(tmp_pat
     assert committed(again)[2] == ["c-0", "c-1", "d-0", "d-1"]
 
 
-def test_a_changed_setting_brings_back_what_was_skipped_for_it(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+def test_setting_changed_restores_groups_skipped_for_it(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     source = FakeSource([*"abcde"])
     first = wired(settings(base, tmp_path, max_staleness=0), source)
@@ -249,7 +249,7 @@ def test_a_changed_setting_brings_back_what_was_skipped_for_it(tmp_path: Path, b
     assert "2 groups that were skipped as stale are looked at again: what the reason depends on has changed" in caplog.text
 
 
-def test_a_look_without_news_judges_nothing_again(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
+def test_look_without_changes_judges_no_skip_again(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
     trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource([*"abcd"]))
     calls = list[list[int]]()
     judge = trainer.ledger.skips.remove_outdated
@@ -275,7 +275,7 @@ def failing(tmp_path: Path, base: Path, names: Sequence[str], sick: Sequence[str
 
 
 @pytest.mark.usefixtures("window_of_8_groups")
-def test_a_run_in_which_too_many_groups_fail_stops_with_the_reason_and_the_remedy(tmp_path: Path, base: Path):
+def test_run_with_too_many_failed_groups_stops_with_reason_and_remedy(tmp_path: Path, base: Path):
     sick = [f"bad{i}" for i in range(4)]
     trainer = failing(tmp_path, base, [*sick, *"abcd"], sick)
     with pytest.raises(TrainerError) as caught:
@@ -302,7 +302,7 @@ def test_a_run_in_which_too_many_groups_fail_stops_with_the_reason_and_the_remed
 
 
 @pytest.mark.usefixtures("window_of_8_groups")
-def test_failures_that_sound_groups_have_followed_count_no_more(tmp_path: Path, base: Path):
+def test_failures_followed_by_sound_groups_do_not_count(tmp_path: Path, base: Path):
     names = [f"g{i:02}" for i in range(24)]
     sick = names[::6]
     trainer = failing(tmp_path, base, names, sick)
@@ -315,7 +315,7 @@ def test_failures_that_sound_groups_have_followed_count_no_more(tmp_path: Path, 
 
 
 @pytest.mark.usefixtures("window_of_8_groups")
-def test_stale_and_equal_groups_are_no_failures(tmp_path: Path, base: Path):
+def test_failures_exclude_stale_and_equal_groups(tmp_path: Path, base: Path):
     names = [f"g{i:02}" for i in range(12)]
     trainer = failing(tmp_path, base, names, [], max_staleness=0)
     trainer.run(follow=False)
@@ -326,7 +326,7 @@ def overrides(ledger: Path) -> list[str]:
     return [f"trainer.directory={ledger}", "trainer.run_id=run"]
 
 
-def test_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]):
     source = FakeSource(["bad", "b", "c", "d"], changes=bad("bad") | {"d": {"PromptIds": []}})
     trainer = wired(settings(base, tmp_path), source, Refusing())
     trainer.run(follow=False)
@@ -359,7 +359,7 @@ def test_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path, base:
     assert list(committed(more).values())[-1] == ["bad-0", "bad-1", "e-0", "e-1"], "what failed in a step is tried again"
 
 
-def test_restore_refuses_what_names_nothing(tmp_path: Path, base: Path):
+def test_train_restore_with_invalid_arguments_raises(tmp_path: Path, base: Path):
     own = overrides(tmp_path)
     with pytest.raises(LedgerError, match="there is no ledger in"):
         skipped(set_=own)
@@ -384,7 +384,7 @@ def test_enter_keeps_the_first_reason_of_a_group(tmp_path: Path, base: Path):
     assert (row.reason, row.detail, row.head) == (SkipReason.STALE, "old", 0)
 
 
-def test_together_and_only_are_each_other_s_inverse():
+def test_loaded_only_and_addition_are_inverse():
     source = FakeSource([])
     whole = source.load([group("a"), group("b"), group("c")])
     parts = whole.only([group("b")]) + whole.only([group("a"), group("c")])

@@ -72,7 +72,7 @@ class Kept:
         self.told.append("closed")
 
 
-def test_a_watcher_that_fails_stops_neither_training_nor_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_watcher_that_fails_stops_neither_training_nor_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = wired(settings(write_base(tmp_path / "base"), tmp_path / "policies"), FakeSource(["a", "b", "c", "d"]))
     kept = Kept()
     trainer.watchers = Watchers([Broken(), kept])
@@ -85,7 +85,7 @@ def test_a_watcher_that_fails_stops_neither_training_nor_the_others(tmp_path: Pa
     assert all(seconds[f"seconds_{name}"] >= 0 for name in ("idle", *stages))
 
 
-def test_idle_time_is_what_lay_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_idle_seconds_are_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("trainer.monitor.watching.time.monotonic", lambda: now[0])
     clock = Clock()
@@ -100,7 +100,7 @@ def test_idle_time_is_what_lay_between_two_steps(monkeypatch: pytest.MonkeyPatch
     assert step().idle_share == 0.75, "6 s of waiting and 2 s of work"
 
 
-def test_a_log_has_a_line_a_step_and_one_for_held_out_rollouts(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_have_one_line_per_step_and_evaluation(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     LogLines().stepped(step(masked_too_long=2.0, updated=0.0))
     LogLines().evaluated(version(validate_rollouts=64, validate_return=0.75, validate_success=0.7), 4)
@@ -111,7 +111,7 @@ def test_a_log_has_a_line_a_step_and_one_for_held_out_rollouts(caplog: pytest.Lo
     ]
 
 
-def test_a_terminal_has_a_table_of_the_last_steps_with_the_log_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_view_shows_table_of_last_steps_below_log(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=140, color_system=None)
     stream = io.StringIO()
@@ -140,7 +140,7 @@ def test_a_terminal_has_a_table_of_the_last_steps_with_the_log_above_it(monkeypa
     assert len(lines) == 14
 
 
-def test_held_out_rollouts_become_metrics_by_name() -> None:
+def test_validation_gives_metrics_by_reward_name() -> None:
     weighted = trainer_settings(reward_weights={"tool": 0.5})
     rows = [{"reward": 1.0, "tool": -1.0}, {"reward": 0.0}, {"style": 2.0}]
     assert validation(rows, weighted) == {
@@ -149,7 +149,7 @@ def test_held_out_rollouts_become_metrics_by_name() -> None:
     }  # fmt: skip
 
 
-def test_the_best_version_is_measured_often_enough_and_still_there(tmp_path: Path) -> None:
+def test_best_version_has_enough_rollouts_and_a_checkpoint(tmp_path: Path) -> None:
     chosen = trainer_settings(best_rollouts=8)
     here = str(tmp_path)
 
@@ -164,14 +164,14 @@ def test_the_best_version_is_measured_often_enough_and_still_there(tmp_path: Pat
     assert best([few, gone], chosen) is None
 
 
-def test_metrics_have_groups() -> None:
+def test_grouped_gives_metrics_a_section() -> None:
     names = ["loss", "seconds_train", "validate_reward_reward", "mean_reward_tool", "logprob_gap_max", "logprob_gap_mean", "staleness_max"]
     assert [grouped(name) for name in names] == [
         "train/loss", "seconds/train", "validate/reward_reward", "mean_reward/tool", "logprob_gap/max", "logprob_gap/mean", "staleness/max",
     ]  # fmt: skip
 
 
-def test_a_tracker_that_is_not_installed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_without_package_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "_PACKAGES", {"clearml": "no_such_package_at_all"})
     with pytest.raises(
         SettingsError, match=r"trainer\.trackers names 'clearml', whose package is not installed\. Run `pip install no_such"

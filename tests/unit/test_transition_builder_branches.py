@@ -51,14 +51,14 @@ def alone(number: int) -> dict[str, Any]:
     return ids(1000 + number)
 
 
-def test_one_call_after_the_other_is_one_branch() -> None:
+def test_reconstruct_sequential_calls_are_one_branch() -> None:
     spans = fakes.SpanFactory()
     agent = spans.span("solver", spans.root(), kind="AGENT")
     first, second, third = (spans.call(spans.client(spans.span("turn", agent, kind="CHAIN")), **alone(number)) for number in range(3))
     assert lines(spans) == {first: ("", 0), second: (first, 0), third: (second, 0)}
 
 
-def test_parallel_calls_have_one_parent_and_branches_of_their_own() -> None:
+def test_reconstruct_parallel_calls_share_parent_and_open_branches() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     first = spans.call(spans.client(root, **SHORT))
@@ -68,7 +68,7 @@ def test_parallel_calls_have_one_parent_and_branches_of_their_own() -> None:
     assert lines(spans) == {first: ("", 0), calls[0]: (first, 0), calls[1]: (first, 1), calls[2]: (first, 2), last: (calls[2], 2)}
 
 
-def test_a_prompt_that_goes_on_from_a_response_tells_parallel_threads_apart() -> None:
+def test_reconstruct_prompt_continuing_a_response_separates_parallel_threads() -> None:
     """Two conversations of one agent at once, whose calls take turns: the latest call is the other conversation's."""
     spans = fakes.SpanFactory()
     root = spans.root()
@@ -79,7 +79,7 @@ def test_a_prompt_that_goes_on_from_a_response_tells_parallel_threads_apart() ->
     assert lines(spans) == {a: ("", 0), b: (a, 0), a2: (a, 1), b2: (b, 0), a3: (a2, 1)}
 
 
-def test_the_choice_that_the_prompt_goes_on_from_is_the_parent() -> None:
+def test_reconstruct_parent_is_choice_that_prompt_continues() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     first = spans.call(spans.client(root), choices=2, PromptIds=[1])
@@ -89,7 +89,7 @@ def test_the_choice_that_the_prompt_goes_on_from_is_the_parent() -> None:
     assert place(spans).calls.sort("Order", "Choice")["ParentCallId"].to_list() == ["", "", chosen]
 
 
-def test_a_sub_agents_first_call_comes_after_the_call_that_caused_its_tool() -> None:
+def test_reconstruct_sub_agent_begins_after_call_that_caused_its_tool() -> None:
     spans = fakes.SpanFactory()
     planner = spans.span("planner", spans.root(), kind="AGENT")
     before = spans.call(spans.client(planner))
@@ -110,7 +110,7 @@ def test_a_sub_agents_first_call_comes_after_the_call_that_caused_its_tool() -> 
     assert ran(spans) == {tools[0]: cause, tools[1]: cause}
 
 
-def test_a_sub_agent_without_a_tool_comes_after_its_callers_own_call() -> None:
+def test_reconstruct_sub_agent_without_tool_begins_after_call_of_caller() -> None:
     spans = fakes.SpanFactory()
     planner = spans.span("planner", spans.root(), kind="AGENT")
     first = spans.call(spans.client(planner))
@@ -120,7 +120,7 @@ def test_a_sub_agent_without_a_tool_comes_after_its_callers_own_call() -> None:
     assert lines(spans) == {first: ("", 0), one: (first, 1), two: (first, 2), last: (first, 0)}
 
 
-def test_a_hand_over_goes_on_the_same_branch() -> None:
+def test_reconstruct_hand_over_continues_branch() -> None:
     spans = fakes.SpanFactory()
     workflow = spans.span("workflow", spans.root(), kind="CHAIN")
     triage = spans.span("triage", workflow, kind="AGENT")
@@ -129,14 +129,14 @@ def test_a_hand_over_goes_on_the_same_branch() -> None:
     assert lines(spans) == {first: ("", 0), second: (first, 0), third: (second, 0)}
 
 
-def test_agents_that_take_turns_keep_to_their_threads_where_their_spans_are_new_in_each_turn() -> None:
+def test_reconstruct_alternating_agents_keep_their_branches() -> None:
     spans = fakes.SpanFactory()
     chat = spans.span("round robin", spans.root(), kind="CHAIN")
     a, b, a2, b2 = (spans.call(spans.client(spans.span(name, chat, kind="AGENT"))) for name in "abab")
     assert lines(spans) == {a: ("", 0), b: (a, 1), a2: (a, 0), b2: (b, 1)}
 
 
-def test_what_failed_or_was_not_used_is_nobodys_parent_and_opens_no_branch() -> None:
+def test_reconstruct_failed_or_unused_calls_are_no_parents() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     failed = spans.call(spans.client(root), HttpStatus=500)
@@ -149,7 +149,7 @@ def test_what_failed_or_was_not_used_is_nobodys_parent_and_opens_no_branch() -> 
     assert lines(spans) == expected
 
 
-def test_calls_of_two_workers_do_not_come_before_each_other() -> None:
+def test_reconstruct_calls_of_two_workers_are_not_ordered() -> None:
     spans = fakes.SpanFactory(clocks={"a": 100, "b": -100})
     root = spans.root()
     first = spans.call(spans.client(root))
@@ -164,7 +164,7 @@ def test_calls_of_two_workers_do_not_come_before_each_other() -> None:
     }
 
 
-def test_clocks_of_two_hosts_of_one_service_are_not_compared() -> None:
+def test_reconstruct_clocks_of_two_hosts_are_not_compared() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     hosts = {name: {"process": name, "service": "shop", "ProcessId": f"~{name}", "Seq": 0} for name in ("one", "two")}
@@ -173,21 +173,21 @@ def test_clocks_of_two_hosts_of_one_service_are_not_compared() -> None:
     assert lines(spans) == {early[0]: ("", 0), early[1]: (early[0], 0), late: ("", 1)}
 
 
-def test_raw_calls_come_after_each_other_as_the_gateway_counted_them() -> None:
+def test_reconstruct_gateway_calls_without_clients_follow_sequence_number() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     calls = [spans.call(root) for _ in range(3)]
     assert lines(spans) == {calls[0]: ("", 0), calls[1]: (calls[0], 0), calls[2]: (calls[1], 0)}
 
 
-def test_a_call_inside_another_ones_span_comes_after_it() -> None:
+def test_reconstruct_call_within_span_of_another_follows_it() -> None:
     spans = fakes.SpanFactory()
     outer = spans.span("generate", spans.root(), kind="LLM", **LONG)
     inner = spans.call(spans.client(spans.span("search", outer, kind="TOOL")))
     assert lines(spans) == {outer: ("", 0), inner: (outer, 1)}
 
 
-def test_a_rollout_inside_anothers_call_begins_a_tree_of_its_own() -> None:
+def test_reconstruct_rollout_within_call_of_another_begins_own_tree() -> None:
     spans = fakes.SpanFactory()
     outer = spans.client(spans.root("outer", trace="shared"), rollout="outer", trace="shared", **LONG)
     tool = spans.span("run", outer, kind="TOOL", rollout="outer", trace="shared")
@@ -197,7 +197,7 @@ def test_a_rollout_inside_anothers_call_begins_a_tree_of_its_own() -> None:
     assert lines(spans) == {outer: ("", 0), inner: ("", 0)}
 
 
-def test_components_and_tools_are_named_outermost_first_and_in_order() -> None:
+def test_reconstruct_components_and_tools_are_ordered() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     graph = spans.span("graph", root, kind="CHAIN")
@@ -213,7 +213,7 @@ def test_components_and_tools_are_named_outermost_first_and_in_order() -> None:
     assert build(spans.frames(), BuilderSettings()).transitions.select(columns).rows() == expected
 
 
-def test_the_call_that_asked_for_a_tool_by_its_id_caused_it() -> None:
+def test_reconstruct_tool_call_id_names_causing_call() -> None:
     spans = fakes.SpanFactory()
     agent = spans.span("solver", spans.root(), kind="AGENT")
     asking = {"llm.output_messages.0.message.tool_calls.0.tool_call.id": "call_0"}
@@ -228,7 +228,7 @@ def test_the_call_that_asked_for_a_tool_by_its_id_caused_it() -> None:
     assert place(spans).caused.select("SpanId", "Asked").rows() == [(named, True), (unnamed, False), (strange, False)]
 
 
-def test_spans_of_one_tool_call_inside_each_other_are_one_and_failed_where_any_did() -> None:
+def test_reconstruct_nested_spans_of_one_tool_call_are_one_and_failed_if_any() -> None:
     spans = fakes.SpanFactory()
     agent = spans.span("solver", spans.root(), kind="AGENT")
     call = spans.call(spans.client(agent))
@@ -242,7 +242,7 @@ def test_spans_of_one_tool_call_inside_each_other_are_one_and_failed_where_any_d
     assert call in lines(spans)
 
 
-def test_a_tool_call_before_every_call_has_no_cause() -> None:
+def test_reconstruct_tool_call_before_every_call_has_no_cause() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     tool = spans.span("search", root, kind="TOOL")
@@ -291,25 +291,25 @@ def shuffled_alike(spans: fakes.SpanFactory, random: Any) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(SHAPES, st.randoms(use_true_random=False))
-def test_the_order_of_rows_changes_nothing(shape: list[tuple[str, int, str, int, int]], random: Any) -> None:
+def test_reconstruct_is_independent_of_row_order(shape: list[tuple[str, int, str, int, int]], random: Any) -> None:
     shuffled_alike(grown(shape), random)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_tools_of_two_processes_that_called_nothing_have_an_order_of_their_own(seed: int) -> None:
+def test_reconstruct_tools_of_two_processes_without_calls_have_stable_order(seed: int) -> None:
     shape = [("TOOL", 0, "agent", 0, 0), ("TOOL", 0, "worker", 0, 0), ("AGENT", 0, "agent", 0, 0), ("AGENT", 0, "agent", 0, 0)]
     shuffled_alike(grown([*shape, ("call", 0, "agent", 0, 0), ("call", 1, "agent", 0, 0)]), Random(seed))
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_client_beside_two_frameworks_spans_as_deep_goes_below_the_first_of_them(seed: int) -> None:
+def test_reconstruct_client_beside_equally_deep_spans_is_below_first(seed: int) -> None:
     shape = [("LLM", 0, "agent", 0, 0), ("LLM", 1, "agent", 0, 1), ("client", 0, "agent", 1, 1), ("LLM", 1, "agent", 0, 0)]
     shuffled_alike(grown(shape), Random(seed))
 
 
 @settings(max_examples=80, deadline=None)
 @given(SHAPES, st.sampled_from([-30.0, 30.0]))
-def test_parents_stand_before_their_children_and_no_clock_of_another_process_moves_them(
+def test_reconstruct_puts_parents_first_and_ignores_clocks_of_other_processes(
     shape: list[tuple[str, int, str, int, int]], skew: float
 ) -> None:
     spans = grown(shape)
@@ -327,7 +327,7 @@ def test_parents_stand_before_their_children_and_no_clock_of_another_process_mov
 
 
 @pytest.mark.parametrize("size", [300])
-def test_many_parallel_calls_cost_no_more_than_their_square(size: int) -> None:
+def test_reconstruct_300_parallel_calls_opens_a_branch_each(size: int) -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     for client in [spans.client(root, Duration=10_000 * SECOND) for _ in range(size)]:

@@ -35,7 +35,7 @@ def reasons(built: Built) -> dict[str, tuple[str, str]]:
     return {span: (reason, detail) for span, reason, detail in built.drops.select("SpanId", "Reason", "Detail").rows()}
 
 
-def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
+def test_build_transition_has_fields_for_training() -> None:
     spans = fakes.SpanFactory()
     root = spans.root(calls=1, GroupId="g7", GroupSize=4, TaskId="task-1")
     spans.evaluation(root, 0.25)
@@ -121,7 +121,7 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
         ({"Policy": "", "Model": "judge", "HttpStatus": 500}, ("not_selected", "policy judge")),
     ],
 )
-def test_what_befell_a_call_is_its_reason(facts: dict[str, Any], expected: tuple[str, str]) -> None:
+def test_build_faulty_call_drops_with_its_reason(facts: dict[str, Any], expected: tuple[str, str]) -> None:
     spans = fakes.SpanFactory()
     root = spans.root(calls=2)
     spans.evaluation(root)
@@ -138,7 +138,7 @@ def test_what_befell_a_call_is_its_reason(facts: dict[str, Any], expected: tuple
     assert kept(built) == [(good, 0, turn, "agent", [1.0])]
 
 
-def test_retokenised_calls_are_kept_when_they_are_asked_for() -> None:
+def test_build_keeps_retokenized_calls_when_asked() -> None:
     spans = fakes.SpanFactory()
     root = spans.root(calls=1)
     spans.evaluation(root)
@@ -150,7 +150,7 @@ def test_retokenised_calls_are_kept_when_they_are_asked_for() -> None:
     ]
 
 
-def test_a_call_of_several_versions_is_kept_with_a_version_for_each_token() -> None:
+def test_build_call_of_several_versions_has_version_per_token() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root(calls=2))
     linked_call(spans, root, choices=1, ResponseIds=[4, 5, 6], Logprobs=[-1.0, -2.0, -3.0], **fakes.versions((0, 3), (1, 4), (2, 9)))
@@ -163,7 +163,7 @@ def test_a_call_of_several_versions_is_kept_with_a_version_for_each_token() -> N
     ]
 
 
-def test_parameters_that_reshape_nothing_drop_nothing() -> None:
+def test_build_neutral_sampling_parameters_drop_nothing() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root(calls=1))
     call = linked_call(spans, root, TopK=-1)
@@ -182,9 +182,7 @@ def test_parameters_that_reshape_nothing_drop_nothing() -> None:
     ],
     ids=str,
 )
-def test_direct_mode_takes_the_engines_word_for_the_sampling_never_the_spans(
-    reported: dict[str, Any], dropped: tuple[str, str] | None
-) -> None:
+def test_build_direct_mode_uses_sampling_reported_by_engine(reported: dict[str, Any], dropped: tuple[str, str] | None) -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root())
     call = spans.client(root, Attributes={"llm.invocation_parameters": '{"temperature": 0.7, "top_p": 1}'})
@@ -197,14 +195,14 @@ def test_direct_mode_takes_the_engines_word_for_the_sampling_never_the_spans(
         assert built.transitions["Temperature"].to_list() == [0.3]
 
 
-def test_a_redacted_call_that_kept_its_ids_is_trained() -> None:
+def test_build_redacted_call_with_ids_is_kept() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root(calls=1))
     call = linked_call(spans, root, Redacted=True)
     assert kept(build(spans.frames(), SPEC)) == [(call, 0, 0, "agent", [1.0])]
 
 
-def test_only_selected_agents_are_built_and_counted_as_turns() -> None:
+def test_build_selection_keeps_and_counts_turns_of_selected_agents_only() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root(calls=3))
     planner = spans.span("planner", root, kind="AGENT")
@@ -216,7 +214,7 @@ def test_only_selected_agents_are_built_and_counted_as_turns() -> None:
     assert reasons(built) == {other: ("not_selected", "agent writer")}
 
 
-def test_what_befell_a_rollout_is_the_reason_of_all_its_calls() -> None:
+def test_build_fault_of_rollout_drops_all_its_calls() -> None:
     spans = fakes.SpanFactory()
     failed = linked_call(spans, spans.root("failed", calls=1, failure="timeout"), rollout="failed")
     late = linked_call(spans, spans.root("late", calls=2, Verdict="incomplete", Detail="1 of 2"), rollout="late")
@@ -238,7 +236,7 @@ def test_what_befell_a_rollout_is_the_reason_of_all_its_calls() -> None:
     assert kept(built) == [(new, 0, 0, "agent", [1.0])]
 
 
-def test_build_of_a_failed_attempt_keeps_its_calls_where_the_runner_gave_it_a_reward() -> None:
+def test_build_of_failed_attempt_with_runner_reward_keeps_its_calls() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root("slow", calls=3, failure="timeout"), -1.0)
     agent = spans.span("planner", root, rollout="slow", kind="AGENT")
@@ -257,7 +255,7 @@ def test_build_of_a_failed_attempt_keeps_its_calls_where_the_runner_gave_it_a_re
     assert builds.select("Failure", "Transitions", "Drops", "Rewards").rows() == [("timeout", 2, 1, 2)]
 
 
-def test_build_of_a_failed_attempt_that_only_its_agent_rewarded_drops_its_calls() -> None:
+def test_build_of_failed_attempt_with_agent_reward_only_drops_its_calls() -> None:
     spans = fakes.SpanFactory()
     agent = spans.span("planner", spans.root("crashed", calls=1, failure="crash"), rollout="crashed", kind="AGENT")
     spans.evaluation(agent, 1.0)
@@ -269,7 +267,7 @@ def test_build_of_a_failed_attempt_that_only_its_agent_rewarded_drops_its_calls(
     assert (built.transitions.height, built.rewards.height) == (0, 0)
 
 
-def test_a_rollout_without_calls_leaves_one_drop_of_its_own() -> None:
+def test_build_rollout_without_calls_has_one_drop() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(quiet := spans.root("quiet", calls=0))
     spans.evaluation(slow := spans.root("slow", calls=0, failure="timeout"))
@@ -290,7 +288,7 @@ def test_a_rollout_without_calls_leaves_one_drop_of_its_own() -> None:
     assert built.transitions.height == 0
 
 
-def test_a_span_delivered_twice_counts_once() -> None:
+def test_build_span_delivered_twice_counts_once() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root(calls=1))
     linked_call(spans, root, choices=2)
@@ -303,7 +301,7 @@ def test_a_span_delivered_twice_counts_once() -> None:
     assert once.transitions.height == 2
 
 
-def test_a_call_whose_span_has_not_reached_the_lean_table_is_built_all_the_same() -> None:
+def test_build_call_without_row_in_rollout_spans_is_built() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root(calls=1))
     call = linked_call(spans, spans.span("solver", root, kind="AGENT"))
@@ -311,7 +309,7 @@ def test_a_call_whose_span_has_not_reached_the_lean_table_is_built_all_the_same(
     assert kept(build(spans.frames(), SPEC)) == [(call, 0, 0, "solver", [1.0])]
 
 
-def test_nothing_to_build_gives_empty_frames() -> None:
+def test_build_of_nothing_gives_empty_frames() -> None:
     built = build(
         fakes.SpanFactory().frames(), BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",)),))
     )
@@ -373,7 +371,7 @@ def random_rollout(spans: fakes.SpanFactory, rollout: str, attempts: list[list[t
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(ATTEMPTS, ENDS), min_size=1, max_size=4))
-def test_every_call_leaves_once_and_rewards_are_preserved(rollouts: list[tuple[list[list[tuple[Any, ...]]], str]]) -> None:
+def test_build_any_rollouts_conclude_every_call_once_and_keep_rewards(rollouts: list[tuple[list[list[tuple[Any, ...]]], str]]) -> None:
     spans = fakes.SpanFactory()
     expected: dict[str, str] = {}
     without_calls = set[str]()
@@ -421,7 +419,7 @@ def only(frames: Frames, rollout: str) -> Frames:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(CALLS, min_size=1, max_size=5), st.dictionaries(st.sampled_from(["agent", "gateway", "runner"]), st.floats(-1e5, 1e5)))
-def test_clocks_change_nothing(calls: list[tuple[Any, ...]], clocks: dict[str, float]) -> None:
+def test_build_is_independent_of_clocks(calls: list[tuple[Any, ...]], clocks: dict[str, float]) -> None:
     def outcome(factory: fakes.SpanFactory) -> Built:
         random_rollout(factory, "r", [calls], "")
         return build(factory.frames(), BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",)),)))
@@ -432,7 +430,7 @@ def test_clocks_change_nothing(calls: list[tuple[Any, ...]], clocks: dict[str, f
     assert_frame_equal(right.rewards, skewed.rewards)
 
 
-def test_a_call_that_may_be_of_several_rollouts_is_trained_in_none() -> None:
+def test_build_call_of_shared_trace_is_trained_in_no_rollout() -> None:
     spans = fakes.SpanFactory()
     for rollout in ("a", "b"):
         root = spans.root(rollout, trace="shared")

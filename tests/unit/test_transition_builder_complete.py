@@ -54,7 +54,7 @@ class Arrivals:
         return row
 
 
-def test_as_many_calls_as_the_gateway_answered_and_a_reward() -> None:
+def test_decide_complete_with_counted_calls_and_reward() -> None:
     arrivals = Arrivals().root(Calls=3).calls(0, 2)
     assert arrivals.verdict(1) == ("waiting", "")
     arrivals.calls(0, 1)
@@ -63,12 +63,12 @@ def test_as_many_calls_as_the_gateway_answered_and_a_reward() -> None:
     assert arrivals.verdict(1) == ("complete", "")
 
 
-def test_more_calls_than_were_counted_do_not_keep_it_waiting() -> None:
+def test_decide_more_calls_than_counted_is_complete() -> None:
     assert Arrivals().root(Calls=1).calls(0, 2).here(0, 0, 1).verdict(1) == ("complete", "")
 
 
 @pytest.mark.parametrize("changes", [{"rewards_from": "rules"}, {"sql_rewards": ("brevity",)}])
-def test_no_reward_is_waited_for_where_rules_or_sql_give_it(changes: dict[str, Any]) -> None:
+def test_decide_with_rule_or_sql_rewards_waits_for_no_reward(changes: dict[str, Any]) -> None:
     spec = SPEC.model_copy(update=changes)
     arrivals = Arrivals().root(Calls=2).calls(0, 1)
     assert arrivals.verdict(1, spec) == ("waiting", "")
@@ -77,13 +77,13 @@ def test_no_reward_is_waited_for_where_rules_or_sql_give_it(changes: dict[str, A
     assert arrivals.verdict(1) == ("waiting", "")
 
 
-def test_a_failure_needs_no_reward_but_all_its_calls() -> None:
+def test_decide_failed_attempt_needs_calls_and_no_reward() -> None:
     arrivals = Arrivals().root(Calls=1, Failure="crash")
     assert arrivals.verdict(1) == ("waiting", "")
     assert arrivals.calls(0, 1).verdict(1) == ("complete", "")
 
 
-def test_missing_calls_end_the_wait_as_incomplete_and_a_missing_reward_as_complete() -> None:
+def test_decide_after_wait_missing_calls_are_incomplete_and_missing_reward_complete() -> None:
     short = Arrivals().root(Calls=3).calls(0, 2).here(0, 1, 1)
     assert short.verdict(599.9) == ("waiting", "")
     assert short.verdict(600) == ("incomplete", "2 of 3 calls arrived within 600 s")
@@ -96,7 +96,7 @@ def test_missing_calls_end_the_wait_as_incomplete_and_a_missing_reward_as_comple
     assert mute.verdict(600) == ("complete", "")
 
 
-def test_without_a_count_it_is_complete_when_nothing_new_comes() -> None:
+def test_decide_without_call_count_is_complete_when_quiet() -> None:
     arrivals = Arrivals().root().here(0, 0, 1)
     assert arrivals.verdict(29.9) == ("waiting", "")
     assert arrivals.verdict(30) == ("complete", "")
@@ -107,33 +107,33 @@ def test_without_a_count_it_is_complete_when_nothing_new_comes() -> None:
     assert Arrivals().root().verdict(600) == ("complete", "")
 
 
-def test_calls_of_earlier_attempts_are_waited_for_but_cost_the_final_one_nothing() -> None:
+def test_decide_calls_of_earlier_attempts_are_awaited_but_not_required() -> None:
     arrivals = Arrivals().root(0, final=False, Calls=2, Failure="crash").calls(0, 1).root(1, Calls=1).calls(1, 1).here(1, 1, 1)
     assert arrivals.verdict(1) == ("waiting", "")
     assert arrivals.verdict(600) == ("complete", "")
     assert arrivals.calls(0, 1).verdict(1) == ("complete", "")
 
 
-def test_the_root_of_an_earlier_attempt_is_waited_for() -> None:
+def test_decide_root_of_earlier_attempt_is_awaited() -> None:
     arrivals = Arrivals().root(1, Calls=0).here(1, 0, 1)
     assert arrivals.verdict(1) == ("waiting", "")
     assert arrivals.verdict(600) == ("complete", "")
     assert arrivals.root(0, final=False, Calls=0).verdict(1) == ("complete", "")
 
 
-def test_of_two_roots_of_an_attempt_the_final_one_counts() -> None:
+def test_decide_two_roots_of_attempt_uses_final_one() -> None:
     """A worker wrote its attempt's and died; then the rollout was cancelled."""
     arrivals = Arrivals().root(Calls=1, final=False, Failure="exception").calls(0, 1)
     arrivals.root(Calls=1, Failure="cancelled", IngestedAt=fakes.SpanFactory.time(60))
     assert arrivals.verdict(60) == ("complete", "")
 
 
-def test_rewards_of_an_earlier_attempt_do_not_count() -> None:
+def test_decide_rewards_of_earlier_attempt_do_not_count() -> None:
     arrivals = Arrivals().root(0, final=False, Calls=0).here(0, 0, 1).root(1, Calls=0)
     assert arrivals.verdict(1) == ("waiting", "")
 
 
-def test_a_rollout_that_has_not_ended_has_no_verdict() -> None:
+def test_decide_rollout_without_final_root_has_no_verdict() -> None:
     facts = Facts(
         pl.DataFrame(Arrivals().root(final=False, Calls=0).roots, schema=dict(ROOTS)),
         pl.DataFrame(schema=dict(PRESENCE)),
@@ -149,12 +149,12 @@ def test_a_rollout_that_has_not_ended_has_no_verdict() -> None:
         ({"RunId": "other run"}, "waiting"),
     ],
 )
-def test_whose_call_it_is(facts: dict[str, Any], verdict: str) -> None:
+def test_decide_calls_of_other_run_do_not_count(facts: dict[str, Any], verdict: str) -> None:
     assert Arrivals().root(Calls=1).here(0, 0, 1).calls(0, 1, **facts).verdict(1) == (verdict, "")
 
 
 @pytest.mark.parametrize(("shared", "owner"), [(False, [("run", "r", 1)]), (True, [])])
-def test_a_trace_that_two_attempts_share_decides_nothing(shared: bool, owner: list[tuple[str, str, int]]) -> None:
+def test_resolve_trace_shared_by_attempts_gives_no_owner(shared: bool, owner: list[tuple[str, str, int]]) -> None:
     arrivals = Arrivals().here(1, 0)
     if shared:
         arrivals.here(0, 0, TraceId="t1")

@@ -11,7 +11,7 @@ from transition_builder.completeness.complete import facts
 from transition_builder.schemas import ARRIVALS, COUNTS, PRESENCE, ROOTS
 
 
-def test_a_rollout_s_facts_count_each_span_once_and_date_its_last_delivery() -> None:
+def test_facts_count_each_span_once_and_date_last_delivery() -> None:
     spans = fakes.SpanFactory()
     failed = spans.root(attempt=0, calls=1, final=False, failure="crash")
     spans.call(failed, attempt=0)
@@ -47,7 +47,7 @@ def arrived(spans: fakes.SpanFactory) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=dict(ARRIVALS))
 
 
-def test_only_calls_that_a_gateway_counts_for_the_attempt_are_counted() -> None:
+def test_facts_count_gateway_calls_of_attempt_only() -> None:
     """It counts those that name it. Of two gateways behind each other, the outer one's span is the call's."""
     spans = fakes.SpanFactory()
     root = spans.root(calls=2)
@@ -60,7 +60,7 @@ def test_only_calls_that_a_gateway_counts_for_the_attempt_are_counted() -> None:
     assert counts.rows() == [("run", "r", "rollout", 0, spans.trace("run.r.0"), 1)]
 
 
-def test_of_two_deliveries_of_a_root_the_final_one_counts() -> None:
+def test_facts_two_deliveries_of_root_use_final_one() -> None:
     spans = fakes.SpanFactory()
     spans.root(final=False, failure="exception")
     again = spans.spans[0] | {"Attributes": {"spangrad.rollout.final": "true", "spangrad.rollout.failure": "cancelled"}}
@@ -68,6 +68,6 @@ def test_of_two_deliveries_of_a_root_the_final_one_counts() -> None:
     assert facts(arrived(spans)).roots.select("Final", "Failure", "IngestedAt").rows() == [(True, "cancelled", spans.time(1))]
 
 
-def test_nothing_tells_nothing() -> None:
+def test_facts_of_no_arrivals_are_empty() -> None:
     told = facts(pl.DataFrame(schema=dict(ARRIVALS)))
     assert [frame.height for frame in (told.roots, told.presence, told.counts)] == [0, 0, 0]

@@ -73,12 +73,12 @@ def assert_same(one: Built, other: Built) -> None:
         assert_frame_equal(left.drop(dated), right.drop(dated))
 
 
-def test_every_file_is_counted() -> None:
+def test_fixture_files_are_all_counted() -> None:
     assert {file.stem for file in SPANS.glob("*.jsonl")} == set(CALLS)
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_a_file_has_as_many_calls_as_its_agent_made(name: str) -> None:
+def test_build_fixture_has_calls_of_its_agent(name: str) -> None:
     built = concluded(name)
     named = built.drops.filter(pl.col("CallId") != "")
     calls = [*built.transitions["CallId"], *named["CallId"]]
@@ -88,7 +88,7 @@ def test_a_file_has_as_many_calls_as_its_agent_made(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_clocks_of_processes_change_nothing(name: str) -> None:
+def test_build_fixture_is_independent_of_process_clocks(name: str) -> None:
     frames = captured(name)
     processes = frames.spans["ProcessId"].unique().sort().to_list()
     assert len(processes) > 1  # the runner's among them
@@ -103,7 +103,7 @@ def test_clocks_of_processes_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_deliveries_change_nothing(name: str) -> None:
+def test_build_fixture_is_independent_of_deliveries(name: str) -> None:
     frames, random = captured(name), Random(name)
     mixed = {}
     for table in ("spans", "calls", "answers"):

@@ -32,7 +32,7 @@ def usage(read: int, written: int, model: str = "m") -> dict[str, str]:
     return {"llm.token_count.prompt": str(read), "llm.token_count.completion": str(written), "llm.model_name": model}
 
 
-def test_the_gateways_span_speaks_for_the_client_above_it_and_for_all_its_retries() -> None:
+def test_call_group_gateway_span_speaks_for_client_and_retries() -> None:
     spans = fakes.SpanFactory()
     client = spans.client(spans.span("ChatOpenAI", spans.root(), kind="LLM"))
     posts = [spans.span("POST", client) for _ in range(2)]
@@ -41,7 +41,7 @@ def test_the_gateways_span_speaks_for_the_client_above_it_and_for_all_its_retrie
     assert concluded(spans) == {failed: "call_failed", good: ""}
 
 
-def test_without_a_parent_link_the_response_id_tells() -> None:
+def test_call_group_without_parent_link_is_matched_by_response_id() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     client = spans.client(root)
@@ -50,7 +50,7 @@ def test_without_a_parent_link_the_response_id_tells() -> None:
     assert concluded(spans) == {call: ""}
 
 
-def test_a_client_that_the_gateway_did_not_see_is_a_call_of_the_direct_mode() -> None:
+def test_call_group_client_without_gateway_span_is_direct_mode_call() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     recorded = spans.call(spans.client(root))
@@ -60,7 +60,7 @@ def test_a_client_that_the_gateway_did_not_see_is_a_call_of_the_direct_mode() ->
     assert failed not in concluded(spans)
 
 
-def test_without_a_gateway_a_clients_error_is_a_failed_call() -> None:
+def test_call_group_client_error_without_gateway_drops_as_call_failed() -> None:
     spans = fakes.SpanFactory()
     failed = spans.client(spans.root(), status="Error", StatusMessage="APITimeoutError: too late")
     spans.evaluation(str(spans.roots[0]["SpanId"]))
@@ -68,7 +68,7 @@ def test_without_a_gateway_a_clients_error_is_a_failed_call() -> None:
     assert built.drops.select("SpanId", "Reason", "Detail").rows() == [(failed, "call_failed", "APITimeoutError")]
 
 
-def test_a_direct_call_carries_what_its_answer_says() -> None:
+def test_call_group_direct_mode_call_has_facts_of_its_answer() -> None:
     spans = fakes.SpanFactory()
     client = spans.client(spans.root(), Attributes={"llm.invocation_parameters": '{"model": "m", "temperature": 0.5}'})
     other = spans.client(str(spans.roots[0]["SpanId"]))
@@ -98,7 +98,7 @@ def test_a_direct_call_carries_what_its_answer_says() -> None:
     ]
 
 
-def test_a_frameworks_span_is_a_call_only_where_nothing_is_closer_to_the_wire() -> None:
+def test_call_group_framework_span_is_call_without_client_or_gateway_span() -> None:
     alone = fakes.SpanFactory()
     inner = alone.span("ChatOpenAI", alone.span("generation", alone.root(), kind="LLM"), kind="LLM")
     assert concluded(alone) == {inner: "no_token_ids"}
@@ -118,7 +118,7 @@ def test_a_frameworks_span_is_a_call_only_where_nothing_is_closer_to_the_wire() 
     assert concluded(recorded) == {call: ""}
 
 
-def test_two_instrumentations_of_one_client_are_one_call_named_by_the_one_with_ids() -> None:
+def test_call_group_two_instrumentations_of_client_are_one_call() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     outer = spans.client(root)
@@ -130,7 +130,7 @@ def test_two_instrumentations_of_one_client_are_one_call_named_by_the_one_with_i
     assert concluded(spans) == {outer: "", inner: "", bare: "no_token_ids"}
 
 
-def test_a_tool_or_an_agent_between_two_spans_makes_them_two_calls() -> None:
+def test_call_group_tool_or_agent_between_spans_separates_calls() -> None:
     spans = fakes.SpanFactory()
     outer = spans.client(spans.root())
     inner = spans.client(spans.span("search", outer, kind="TOOL"))
@@ -140,7 +140,7 @@ def test_a_tool_or_an_agent_between_two_spans_makes_them_two_calls() -> None:
 
 
 @pytest.mark.parametrize("kept", [(), ("model",), ("model", "tokens")])
-def test_a_frameworks_span_and_a_client_that_is_not_linked_to_it_are_one_call_of_the_frameworks_agent(kept: tuple[str, ...]) -> None:
+def test_call_group_unlinked_framework_and_client_spans_are_one_call(kept: tuple[str, ...]) -> None:
     """LangChain without the link: of calls that overlap, equal token counts tell, else who began first."""
     spans = fakes.SpanFactory()
     root = spans.root()
@@ -161,7 +161,7 @@ def test_a_frameworks_span_and_a_client_that_is_not_linked_to_it_are_one_call_of
     assert built.drops.rows() == []
 
 
-def test_a_frameworks_span_during_which_no_client_began_is_a_call() -> None:
+def test_call_group_framework_span_without_client_within_is_call() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     other = spans.span("ChatAnthropic", root, kind="LLM", Duration=MILLISECOND)
@@ -171,7 +171,7 @@ def test_a_frameworks_span_during_which_no_client_began_is_a_call() -> None:
     assert concluded(spans) == {other: "no_token_ids", client: ""}
 
 
-def test_the_response_id_joins_spans_of_two_processes() -> None:
+def test_call_group_response_id_joins_spans_of_two_processes() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     agent = spans.span("planner", root, kind="AGENT")
@@ -190,7 +190,7 @@ def test_the_response_id_joins_spans_of_two_processes() -> None:
     assert built.drops.rows() == []
 
 
-def test_equal_token_ids_join_a_client_that_names_no_response_id() -> None:
+def test_call_group_equal_token_ids_join_client_without_response_id() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     other = spans.call(root, PromptIds=[9], ResponseIds=[8], Logprobs=[-1.0])
@@ -201,7 +201,7 @@ def test_equal_token_ids_join_a_client_that_names_no_response_id() -> None:
     assert built.transitions.select("SpanId", "AgentName").rows() == [(other, "runner"), (call, "solver")]
 
 
-def test_token_counts_join_what_nothing_else_does() -> None:
+def test_call_group_token_counts_join_otherwise_unmatched_spans() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     calls = [spans.call(root, Model="m", ResponseIds=[4] * (place + 2), Logprobs=[-1.0] * (place + 2)) for place in range(2)]
@@ -212,7 +212,7 @@ def test_token_counts_join_what_nothing_else_does() -> None:
     assert built.drops.rows() == []
 
 
-def test_calls_of_the_gateway_that_nobody_speaks_for_account_for_as_many_spans() -> None:
+def test_call_group_unmatched_gateway_calls_account_for_as_many_framework_spans() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     recorded = [spans.call(root) for _ in range(2)]
@@ -220,7 +220,7 @@ def test_calls_of_the_gateway_that_nobody_speaks_for_account_for_as_many_spans()
     assert concluded(spans) == {**dict.fromkeys(recorded, ""), frameworks[2]: "no_token_ids"}
 
 
-def test_an_engines_own_span_is_the_call_that_it_belongs_to_or_a_call_where_nothing_else_tells() -> None:
+def test_call_group_engine_span_joins_its_call_or_is_one() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     client = spans.client(root)
@@ -238,7 +238,7 @@ def test_an_engines_own_span_is_the_call_that_it_belongs_to_or_a_call_where_noth
     assert concluded(alone) == {engine: "no_token_ids"}
 
 
-def test_a_request_to_a_model_that_nobody_recognises_is_dropped_by_name() -> None:
+def test_call_group_unrecognized_model_request_drops_as_unknown_convention() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     client = spans.client(root)
@@ -251,7 +251,7 @@ def test_a_request_to_a_model_that_nobody_recognises_is_dropped_by_name() -> Non
     assert concluded(spans) == {client: "", inner: "", suspect: "unknown_convention"}
 
 
-def test_the_gateways_span_below_a_bare_request_is_the_call() -> None:
+def test_call_group_gateway_span_below_bare_request_is_call() -> None:
     spans = fakes.SpanFactory()
     call = spans.call(spans.span("POST", spans.root(), **REQUEST))
     assert concluded(spans) == {call: ""}
@@ -260,7 +260,7 @@ def test_the_gateways_span_below_a_bare_request_is_the_call() -> None:
 @pytest.mark.parametrize(
     ("answered", "used"), [("", 2), (0, 0), (2, 2)], ids=["the last that was answered well", "the one that the client names", "the same"]
 )
-def test_of_a_clients_tries_only_the_one_that_was_used_is_trained(answered: Any, used: int) -> None:
+def test_call_group_retries_drop_except_used_one(answered: Any, used: int) -> None:
     spans = fakes.SpanFactory()
     client = spans.client(spans.root())
     posts = [spans.span("POST", client) for _ in range(4)]
@@ -272,14 +272,14 @@ def test_of_a_clients_tries_only_the_one_that_was_used_is_trained(answered: Any,
     assert concluded(spans) == expected
 
 
-def test_choices_are_no_retries() -> None:
+def test_call_group_choices_are_no_retries() -> None:
     spans = fakes.SpanFactory()
     call = spans.call(spans.client(spans.root()), choices=3)
     built = spans_built(spans)
     assert built.transitions.select("SpanId", "Choice").rows() == [(call, 0), (call, 1), (call, 2)]
 
 
-def test_a_call_that_two_gateways_recorded_is_trained_once() -> None:
+def test_call_group_call_recorded_by_two_gateways_is_trained_once() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     outer = spans.call(spans.client(root), ResponseId="a")
@@ -297,7 +297,7 @@ def spans_built(spans: fakes.SpanFactory) -> Any:
     return build(spans.frames(), BuilderSettings())
 
 
-def test_a_call_of_which_attributes_were_kept_back_says_so() -> None:
+def test_call_group_with_dropped_attributes_drops_as_attributes_dropped() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     client, whole = spans.client(root), spans.client(root)
@@ -309,7 +309,7 @@ def test_a_call_of_which_attributes_were_kept_back_says_so() -> None:
     assert dict(built.drops.select("SpanId", "Reason").rows()) == {client: "attributes_dropped", whole: "no_token_ids"}
 
 
-def test_an_empty_response_id_tells_no_retry_from_another() -> None:
+def test_call_group_empty_response_id_matches_no_retry() -> None:
     spans = fakes.SpanFactory()
     client = spans.client(spans.root())
     posts = [spans.span("POST", client) for _ in range(2)]

@@ -38,7 +38,7 @@ def counts(rows: list[Row]) -> dict[tuple[str, str], int]:
 
 
 @given(ROWS)
-def test_a_rollout_s_rows_are_those_that_name_it_and_the_nameless_ones_of_their_traces(rows: list[Row]) -> None:
+def test_late_spans_count_rows_of_rollout_and_unnamed_rows_of_its_traces(rows: list[Row]) -> None:
     expected = dict[tuple[str, str], int]()
     for run in ("", "one", "two"):
         for rollout in ("a", "b", "t1"):
@@ -57,7 +57,7 @@ def built(rollout: str, *, watermark: float, at: float, read: int = 1) -> dict[s
     return row | {"Watermark": TIME(watermark), "RowsRead": read, "IngestedAt": TIME(at)}
 
 
-def test_only_what_was_built_lately_and_soon_after_it_came_is_in_doubt() -> None:
+def test_late_spans_doubtful_are_recent_builds_soon_after_arrival() -> None:
     rows = [
         built("of old", watermark=999, at=1000),
         built("long there", watermark=0, at=2000),
@@ -67,7 +67,7 @@ def test_only_what_was_built_lately_and_soon_after_it_came_is_in_doubt() -> None
     assert late_spans.maybe_incomplete(pl.DataFrame(rows, schema=dict(BUILT)))["RolloutId"].to_list() == ["fresh", "a little before"]
 
 
-def test_more_rows_than_were_read_and_never_fewer() -> None:
+def test_late_spans_more_lists_rollouts_with_more_rows_than_read() -> None:
     rows = pl.DataFrame([built(name, watermark=0, at=1, read=3) for name in ("same", "more", "expired", "gone")], schema=dict(BUILT))
     there = pl.DataFrame({"RunId": ["run"] * 3, "RolloutId": ["same", "more", "expired"], "Rows": [3, 4, 2]})
     assert late_spans.with_new_rows(rows, there).rows() == [("run", "more", 4)]

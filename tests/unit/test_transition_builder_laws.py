@@ -191,7 +191,7 @@ def mixed(rows: pl.DataFrame, data: st.DataObject) -> pl.DataFrame:
 
 @SLOWLY
 @given(FORESTS, st.data())
-def test_order_and_repetition_change_nothing(forest: Forest, data: st.DataObject) -> None:
+def test_build_any_forest_is_independent_of_order_and_repetition(forest: Forest, data: st.DataObject) -> None:
     frames = forest.frames
     other = replace(
         frames,
@@ -205,7 +205,7 @@ def test_order_and_repetition_change_nothing(forest: Forest, data: st.DataObject
 
 @SLOWLY
 @given(FORESTS)
-def test_every_call_of_every_forest_leaves_once(forest: Forest) -> None:
+def test_build_any_forest_concludes_every_call_once(forest: Forest) -> None:
     frames = forest.frames
     built = build(frames, SPEC)
     concluded = built.drops.filter(pl.col("CallId") != "")
@@ -234,7 +234,7 @@ def test_every_call_of_every_forest_leaves_once(forest: Forest) -> None:
 
 @SLOWLY
 @given(FORESTS)
-def test_rewards_go_to_kept_calls_and_none_is_lost(forest: Forest) -> None:
+def test_build_any_forest_moves_rewards_to_kept_calls_without_loss(forest: Forest) -> None:
     built = build(forest.frames, SPEC)
     keeping = built.transitions.select("RolloutId").unique()
     given_ = built.rewards.join(keeping, on="RolloutId", how="semi")
@@ -244,7 +244,7 @@ def test_rewards_go_to_kept_calls_and_none_is_lost(forest: Forest) -> None:
 
 @SLOWLY
 @given(FORESTS)
-def test_rollouts_are_built_alike_together_and_apart(forest: Forest) -> None:
+def test_build_any_forest_gives_same_rows_together_and_apart(forest: Forest) -> None:
     frames = forest.frames
     together = build(frames, SPEC)
     apart = [build(replace(frames, rollouts=one), SPEC) for one in frames.rollouts.iter_slices(1)]
@@ -259,7 +259,7 @@ def test_rollouts_are_built_alike_together_and_apart(forest: Forest) -> None:
 
 @SLOWLY
 @given(FORESTS, st.data())
-def test_what_comes_late_leads_to_the_same_rows_in_a_new_revision(forest: Forest, data: st.DataObject) -> None:
+def test_revise_after_late_spans_gives_same_rows_in_new_revision(forest: Forest, data: st.DataObject) -> None:
     frames = forest.frames
     early = data.draw(st.lists(st.booleans(), min_size=frames.spans.height, max_size=frames.spans.height))
     first = replace(frames, spans=frames.spans.filter(pl.Series(early, dtype=pl.Boolean)))

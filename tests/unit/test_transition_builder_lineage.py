@@ -28,7 +28,7 @@ def marked(*names: int, size: int) -> Mask:
     return np.isin(np.arange(size), names)
 
 
-def test_ancestors_are_found_through_chains_of_any_depth() -> None:
+def test_span_forest_finds_ancestors_at_any_depth() -> None:
     chain = forest(-1, *range(999))
     assert chain.nearest(marked(0, 500, size=1000))[[0, 499, 500, 999]].tolist() == [0, 0, 500, 500]
     assert chain.outermost(marked(3, 500, size=1000))[[2, 3, 499, 999]].tolist() == [1000, 3, 3, 3]
@@ -37,7 +37,7 @@ def test_ancestors_are_found_through_chains_of_any_depth() -> None:
     assert (chain.count_below(np.array([3, 500]))[[0, 3, 4, 500, 501]]).tolist() == [2, 2, 1, 1, 0]
 
 
-def test_cycles_are_cut_off_and_cost_nothing_else() -> None:
+def test_span_forest_cuts_cycles() -> None:
     tangled = forest(1, 2, 0, 2, -1, 4, 6)  # 0 > 1 > 2 > 0, 3 hangs on it, 6 is its own parent
     assert tangled.nearest(marked(0, 4, size=7)).tolist() == [0, 7, 7, 7, 4, 4, 7, 7]
     assert tangled.depth.tolist() == [1, 1, 1, 1, 1, 2, 1, 0]
@@ -54,7 +54,7 @@ def ended(spans: fakes.SpanFactory) -> str:
     return root
 
 
-def test_the_agents_own_count_decides_and_not_the_gateways_arrivals() -> None:
+def test_call_order_follows_sequence_of_agent_not_gateway_arrivals() -> None:
     spans = fakes.SpanFactory()
     root = ended(spans)
     first, second = spans.span("POST", root), spans.span("POST", root)
@@ -63,7 +63,7 @@ def test_the_agents_own_count_decides_and_not_the_gateways_arrivals() -> None:
     assert order_of(spans) == [early, late]
 
 
-def test_a_clock_that_jumps_back_within_a_process_changes_nothing() -> None:
+def test_call_order_ignores_clock_jump_within_process() -> None:
     spans = fakes.SpanFactory()
     root = ended(spans)
     posts = [spans.span("POST", root) for _ in range(2)]
@@ -72,14 +72,14 @@ def test_a_clock_that_jumps_back_within_a_process_changes_nothing() -> None:
     assert order_of(spans) == calls
 
 
-def test_calls_below_one_span_are_in_the_gateways_order() -> None:
+def test_call_order_below_one_span_follows_gateway() -> None:
     spans = fakes.SpanFactory()
     step = spans.span("step", ended(spans), kind="CHAIN")
     calls = [spans.call(step) for _ in range(3)]
     assert order_of(spans) == calls
 
 
-def test_a_worker_process_stands_where_it_was_started() -> None:
+def test_call_order_places_worker_process_where_it_was_started() -> None:
     spans = fakes.SpanFactory()
     root = ended(spans)
     before, spawn, after = (spans.span(name, root) for name in ("before", "spawn", "after"))
@@ -89,7 +89,7 @@ def test_a_worker_process_stands_where_it_was_started() -> None:
     assert order_of(spans) == [first, *inner, last]
 
 
-def test_of_two_workers_the_one_whose_call_was_taken_first_goes_first() -> None:
+def test_call_order_of_two_workers_follows_first_gateway_call() -> None:
     spans = fakes.SpanFactory()
     spawn = spans.span("spawn", ended(spans))
     posts = {name: [spans.span("POST", spawn, process=name) for _ in range(2)] for name in ("a", "b")}
@@ -98,7 +98,7 @@ def test_of_two_workers_the_one_whose_call_was_taken_first_goes_first() -> None:
     assert order_of(spans) == [*b, *a]
 
 
-def test_raw_calls_stand_among_instrumented_ones_where_the_gateway_took_them() -> None:
+def test_call_order_of_raw_calls_among_instrumented_follows_gateway() -> None:
     spans = fakes.SpanFactory(clocks={"gateway": -1000})
     root = ended(spans)
     agent = spans.span("agent", root)
@@ -106,7 +106,7 @@ def test_raw_calls_stand_among_instrumented_ones_where_the_gateway_took_them() -
     assert order_of(spans) == calls
 
 
-def test_a_raw_call_beside_a_worker_leaves_the_workers_count_alone_elsewhere() -> None:
+def test_call_order_of_raw_call_beside_worker_keeps_sequence_elsewhere() -> None:
     """Only what branches off where the raw call does is in the gateway's order: one order for all, no cycle."""
     spans = fakes.SpanFactory()
     root = ended(spans)
@@ -119,7 +119,7 @@ def test_a_raw_call_beside_a_worker_leaves_the_workers_count_alone_elsewhere() -
     assert order_of(spans) == [early, late, raw, inner]
 
 
-def test_counts_of_two_gateways_are_not_compared() -> None:
+def test_call_order_does_not_compare_two_gateways() -> None:
     spans = fakes.SpanFactory()
     root = ended(spans)
     posts = [spans.span("POST", root) for _ in range(2)]
@@ -129,7 +129,7 @@ def test_counts_of_two_gateways_are_not_compared() -> None:
     assert order_of(spans) == [early, late, raw]
 
 
-def test_spans_without_our_processors_are_ordered_by_their_services_clock() -> None:
+def test_call_order_without_sequence_follows_clock_of_service() -> None:
     spans = fakes.SpanFactory(clocks={"gateway": -1000})
     root = ended(spans)
     first, second = (spans.span("POST", root, service="shop", ProcessId="", Seq=0) for _ in range(2))
@@ -137,7 +137,7 @@ def test_spans_without_our_processors_are_ordered_by_their_services_clock() -> N
     assert order_of(spans) == [early, late]
 
 
-def test_an_absurd_sequence_number_harms_nobody() -> None:
+def test_call_order_with_huge_sequence_number_is_unchanged() -> None:
     spans = fakes.SpanFactory()
     root = ended(spans)
     posts = [spans.span("POST", root) for _ in range(2)]
@@ -160,14 +160,14 @@ def agents_of(spans: fakes.SpanFactory) -> list[str]:
         ({"kind": "CHAIN"}, "outer"),
     ],
 )
-def test_the_nearest_ancestor_names_the_agent(inner: dict[str, Any], name: str) -> None:
+def test_agent_name_is_of_nearest_agent_ancestor(inner: dict[str, Any], name: str) -> None:
     spans = fakes.SpanFactory()
     outer = spans.span("outer", ended(spans), kind="AGENT")
     spans.call(spans.client(spans.span("step", spans.span("inner", outer, **inner), kind="CHAIN")))
     assert agents_of(spans) == [name]
 
 
-def test_without_agents_the_outermost_chain_then_the_service_names_it() -> None:
+def test_agent_name_without_agents_is_outermost_chain_then_service() -> None:
     spans = fakes.SpanFactory()
     root = ended(spans)
     graph = spans.span("LangGraph", root, kind="CHAIN", service="shop")
@@ -192,7 +192,7 @@ def summary(built: Built) -> list[tuple[Any, ...]]:
     return built.transitions.select("AgentName", pl.col("ResponseIds").list.len(), "Rewards.Name").rows()
 
 
-def test_langgraph_with_a_failing_tool() -> None:
+def test_build_langgraph_fixture_with_failing_tool() -> None:
     built, names = captured("langgraph_tool_error.jsonl")
     assert summary(built) == [("agent", 12, ["tool_error"]), ("agent", 5, ["reward"])]
     assert [names[span] for span in built.transitions["SpanId"]] == ["ChatCompletion", "ChatCompletion"]
@@ -200,13 +200,13 @@ def test_langgraph_with_a_failing_tool() -> None:
     assert built.drops.rows() == []
 
 
-def test_langchains_agent() -> None:
+def test_build_langchain_fixture_agent_is_named() -> None:
     built, _ = captured("langchain_linked.jsonl")
     assert summary(built) == [("calc_agent", 7, []), ("calc_agent", 5, ["reward", "tool_error"])]
     assert built.drops.rows() == []
 
 
-def test_the_agents_sdk_hands_over_from_one_agent_to_another() -> None:
+def test_build_openai_agents_fixture_hands_over_between_agents() -> None:
     built, names = captured("openai_agents+gateway.jsonl")
     assert summary(built) == [("Triage", 7, []), ("Triage", 4, []), ("Specialist", 5, ["tool_error"]), ("Specialist", 5, ["reward"])]
     assert {names[span] for span in built.transitions["SpanId"]} == {"chat"}
@@ -216,7 +216,7 @@ def test_the_agents_sdk_hands_over_from_one_agent_to_another() -> None:
 @pytest.mark.parametrize(
     ("name", "calls"), [("parallel_calls+gateway.jsonl", 50), ("clock_skew+gateway.jsonl", 3), ("raw_http+gateway.jsonl", 2)]
 )
-def test_the_gateways_calls_are_counted_once_and_in_the_agents_order(name: str, calls: int) -> None:
+def test_build_gateway_fixture_calls_count_once_in_order(name: str, calls: int) -> None:
     built, names = captured(name)
     assert [names[span] for span in built.transitions["SpanId"]] == ["chat"] * calls
     assert built.transitions["Turn"].to_list() == list(range(calls))

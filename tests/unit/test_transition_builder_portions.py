@@ -28,7 +28,7 @@ def rollouts(calls: list[int | None]) -> pl.DataFrame:
 
 
 @given(st.lists(st.none() | st.integers(0, 9000), max_size=30))
-def test_every_rollout_is_in_one_portion_oldest_first(calls: list[int | None]) -> None:
+def test_portions_contain_every_rollout_once_oldest_first(calls: list[int | None]) -> None:
     cut = list(BuildBatches().of(rollouts(calls)))
     assert [name for portion in cut for name in portion["RolloutId"]] == [f"r{place}" for place in reversed(range(len(calls)))]
     first = batch_sizes.BYTES_A_BUILD // (20 * 2**10)
@@ -37,7 +37,7 @@ def test_every_rollout_is_in_one_portion_oldest_first(calls: list[int | None]) -
         assert sum((16 if many is None else many) + 1 for many in portion["Calls"].to_list()[:-1]) <= first
 
 
-def test_what_calls_weigh_decides_how_many_come_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portions_follow_measured_size_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = fakes.SpanFactory()
     spans.call(spans.root("r", calls=1), rollout="r", PromptIds=[1] * 10_000)
     frames = spans.frames()

@@ -53,7 +53,7 @@ def reason(*args: object, **facts: object) -> tuple[str, str]:
     return concluded(*args, **facts).select("Reason", "Detail").row(0)  # type: ignore[arg-type]
 
 
-def test_a_call_without_a_fault_is_kept() -> None:
+def test_conclude_call_without_fault_is_kept() -> None:
     assert concluded().select("Reason", "Detail", "Turn").row(0) == ("", "", 0)
 
 
@@ -80,7 +80,7 @@ FAULTS: list[tuple[str, dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("expected", "facts", "detail"), FAULTS, ids=[f"{fault[0]}-{place}" for place, fault in enumerate(FAULTS)])
-def test_each_fault_of_a_call_has_its_reason(expected: str, facts: dict[str, object], detail: str) -> None:
+def test_conclude_each_fault_of_call_has_its_drop_reason(expected: str, facts: dict[str, object], detail: str) -> None:
     assert reason(**facts) == (expected, detail)
 
 
@@ -93,7 +93,7 @@ def test_each_fault_of_a_call_has_its_reason(expected: str, facts: dict[str, obj
         ("no_reward", {}, "no evaluation", "no evaluation"),
     ],
 )
-def test_what_befell_the_rollout(expected: str, root: dict[str, object], fault: str | None, detail: str) -> None:
+def test_conclude_each_fault_of_rollout_has_its_drop_reason(expected: str, root: dict[str, object], fault: str | None, detail: str) -> None:
     spans = fakes.SpanFactory()
     spans.root("r", **{"attempt": 0, **root})  # type: ignore[arg-type]
     calls = concluded(root={"attempt": 0} | root, fault=fault, Attempt=0)
@@ -109,7 +109,7 @@ def test_what_befell_the_rollout(expected: str, root: dict[str, object], fault: 
         ({"PresencePenalty": -0.5, "Constrained": True}, "presence_penalty=-0.5, masked tokens"),
     ],
 )
-def test_reshaped_calls_are_kept_where_the_settings_say_so_or_nothing_is_trained(facts: dict[str, object], reshaping: str) -> None:
+def test_conclude_reshaped_calls_are_kept_by_setting_or_held_out_mode(facts: dict[str, object], reshaping: str) -> None:
     columns = ["Reason", "Detail", "Reshaping"]
     dropped = ("other_distribution", f"sampled with {reshaping}", reshaping) if reshaping else ("", "", "")
     kept = ("", "", reshaping)
@@ -121,11 +121,11 @@ def test_reshaped_calls_are_kept_where_the_settings_say_so_or_nothing_is_trained
     assert concluded(root={"Mode": "production"}, **facts).select(columns).row(0) == dropped  # type: ignore[arg-type]
 
 
-def test_a_call_of_an_unknown_temperature_drops_whatever_the_settings_say() -> None:
+def test_conclude_unknown_temperature_drops_with_any_setting() -> None:
     assert reason(BuilderSettings(reshaped="keep"), Temperature=None) == ("unknown_sampling", "")
 
 
-def test_the_order_is_the_documented_one() -> None:
+def test_conclude_order_of_reasons_is_documented() -> None:
     """Faults are put on one call, the last of the list first: each new one is the one that is written."""
     told = re.findall(r"[a-z]+_[a-z_]+|aborted|retried|unfinished|redacted|retokenized|duplicate|incomplete", reconcile.__doc__ or "")
     order = [DropReason(name) for name in dict.fromkeys(told) if name in set(DropReason) and name != "no_calls"]
@@ -168,7 +168,7 @@ def test_the_order_is_the_documented_one() -> None:
     assert found == [name.value for name in of_call]
 
 
-def test_calls_of_several_versions_are_kept_unless_they_are_to_be_dropped() -> None:
+def test_conclude_mixed_versions_setting_keeps_or_drops() -> None:
     facts = fakes.versions((0, 3), (1, 4))
     assert reason(**facts) == ("", "")
     assert reason(BuilderSettings(mixed_versions="drop"), **facts) == ("mixed_versions", "versions 3, 4")
@@ -186,30 +186,30 @@ def test_calls_of_several_versions_are_kept_unless_they_are_to_be_dropped() -> N
         (Selection(agents="agent", tools="add", components="critic|judge"), "component agent, plan"),
     ],
 )
-def test_what_is_not_selected_says_which_name_did_not_match(selection: Selection, detail: str) -> None:
+def test_conclude_not_selected_names_field_that_did_not_match(selection: Selection, detail: str) -> None:
     spec = BuilderSettings(selection=selection)
     assert concluded(spec).select("Reason", "Detail", "Turn").row(0) == ("not_selected", detail, None)
 
 
-def test_what_is_selected_by_any_tool_or_component() -> None:
+def test_conclude_selection_matches_any_tool_or_component() -> None:
     spec = BuilderSettings(selection=Selection(agents="a.*", models="policy", policies="policy", tools="add", components="plan|x"))
     assert reason(spec) == ("", "")
     assert reason(spec, Tools=[]) == ("not_selected", "tool none")
     assert reason(BuilderSettings(selection=Selection(policies="gpt")), Policy="", Model="gpt") == ("", "")
 
 
-def test_a_turn_is_one_that_the_agent_used() -> None:
+def test_conclude_turn_is_given_to_used_calls_only() -> None:
     for facts in ({"Retried": True}, {"DuplicateOf": "c"}, {"Convention": "unknown"}, {"HttpStatus": 500}):
         assert concluded(**facts)["Turn"][0] is None  # type: ignore[arg-type]
     assert concluded(Logprobs=[-0.5])["Turn"][0] == 0
 
 
-def test_length_counts_prompt_and_response() -> None:
+def test_conclude_over_length_counts_prompt_and_response() -> None:
     assert reason(BuilderSettings(max_tokens=5)) == ("", "")
     assert reason(BuilderSettings(max_tokens=4)) == ("over_length", "5 tokens; builder.max_tokens = 4")
 
 
-def test_columns_that_nobody_gives_are_no_fault() -> None:
+def test_conclude_missing_optional_columns_are_no_fault() -> None:
     spans = fakes.SpanFactory()
     spans.call(spans.root("r"), rollout="r")
     calls = pl.DataFrame(
@@ -237,7 +237,7 @@ def meanings() -> dict[str, str]:
     }
 
 
-def test_every_reason_has_a_meaning_and_a_remedy_of_one_sentence() -> None:
+def test_drop_reasons_have_meaning_and_remedy_of_one_sentence() -> None:
     assert [*meanings()] == [reason.value for reason in DropReason]
     assert len({reason.remedy for reason in DropReason}) == len(DropReason)
     for one in DropReason:
@@ -245,6 +245,6 @@ def test_every_reason_has_a_meaning_and_a_remedy_of_one_sentence() -> None:
         assert one.remedy.count(". ") == 0, one
 
 
-def test_the_page_of_reasons_is_the_enumeration() -> None:
+def test_drops_page_matches_drop_reason() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", (ROOT / "docs/reference/drops.md").read_text().split("\n## ")[0], re.MULTILINE)
     assert rows == [(reason.value, meanings()[reason.value], reason.remedy) for reason in DropReason]

@@ -28,7 +28,7 @@ def given(built: Built) -> list[list[tuple[str, float, str]]]:
     return [list(zip(*one, strict=True)) for one in lists]
 
 
-def test_the_first_source_that_names_a_reward_wins() -> None:
+def test_rewards_of_one_name_come_from_first_source() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     work = spans.span("work", root)
@@ -48,7 +48,7 @@ def test_the_first_source_that_names_a_reward_wins() -> None:
     assert given(built) == [[("reward", 1.0, "runner"), ("style", 4.0, "evaluation_event"), ("tone", 6.0, "evaluation_log")]]
 
 
-def test_every_source_stands_below_the_ones_before_it(tmp_path: Path) -> None:
+def test_rewards_sources_have_order_of_precedence(tmp_path: Path) -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     score = {f"spangrad.reward.{name}": "4" for name in "abcd"}
@@ -67,7 +67,7 @@ def test_every_source_stands_below_the_ones_before_it(tmp_path: Path) -> None:
     ]
 
 
-def test_air_is_believed_last_and_only_where_it_speaks_of_the_same_call() -> None:
+def test_air_reward_counts_last_and_per_call_only() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1, name="slow")
@@ -82,7 +82,7 @@ def test_air_is_believed_last_and_only_where_it_speaks_of_the_same_call() -> Non
     ]
 
 
-def test_a_score_in_a_spans_attributes_is_its_calls_or_the_rollouts() -> None:
+def test_span_attribute_reward_belongs_to_call_or_rollout() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     client = spans.client(root, Attributes={"spangrad.reward": "0.5"})
@@ -95,7 +95,7 @@ def test_a_score_in_a_spans_attributes_is_its_calls_or_the_rollouts() -> None:
     ]
 
 
-def test_a_score_in_a_spans_attributes_that_is_no_number_is_no_reward() -> None:
+def test_span_attribute_reward_not_a_number_drops_as_no_reward() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.call(spans.span("work", root, Attributes={"spangrad.reward": "good"}))
@@ -127,7 +127,7 @@ def by_sql(spans: fakes.SpanFactory, directory: Path, *rows: dict[str, object]) 
         (float("inf"), "not a finite number, by SQL: short"),
     ],
 )
-def test_a_rollout_without_a_finite_value_by_sql_is_not_trained(tmp_path: Path, value: float | None, detail: str) -> None:
+def test_sql_reward_without_finite_value_drops_as_no_reward(tmp_path: Path, value: float | None, detail: str) -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -137,7 +137,7 @@ def test_a_rollout_without_a_finite_value_by_sql_is_not_trained(tmp_path: Path, 
     assert made.rewards["Name"].to_list() == ["reward"]
 
 
-def test_a_reward_by_sql_is_a_final_one(tmp_path: Path) -> None:
+def test_sql_reward_is_final_reward(tmp_path: Path) -> None:
     spans = fakes.SpanFactory()
     spans.call(spans.root())
     made = by_sql(spans, tmp_path, sql_row("short", 0.0))
@@ -145,7 +145,7 @@ def test_a_reward_by_sql_is_a_final_one(tmp_path: Path) -> None:
     assert given(made) == [[("short", 0.0, "sql")]]
 
 
-def test_a_row_by_sql_is_of_the_call_that_it_names_by_id_by_span_or_by_a_tool_that_it_caused(tmp_path: Path) -> None:
+def test_sql_reward_row_names_call_by_id_span_or_caused_tool(tmp_path: Path) -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -169,7 +169,7 @@ def test_a_row_by_sql_is_of_the_call_that_it_names_by_id_by_span_or_by_a_tool_th
     ]
 
 
-def test_a_span_is_believed_the_last_time_and_different_spans_add_up() -> None:
+def test_evaluations_of_one_span_last_counts_and_different_spans_sum() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     first, second = spans.span("step", root), spans.span("step", root)
@@ -183,7 +183,7 @@ def test_a_span_is_believed_the_last_time_and_different_spans_add_up() -> None:
 
 
 @pytest.mark.parametrize("ahead", [-30, 0, 30])
-def test_of_judges_in_several_processes_none_is_believed_for_its_clock(ahead: int) -> None:
+def test_evaluations_of_judges_in_several_processes_lowest_last_one_counts(ahead: int) -> None:
     """Of what each says last, by its own count, the lowest counts."""
     spans = fakes.SpanFactory()
     root = spans.root()
@@ -198,7 +198,7 @@ def test_of_judges_in_several_processes_none_is_believed_for_its_clock(ahead: in
     assert built.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: reward")]
 
 
-def test_an_evaluation_on_a_calls_own_span_is_the_calls() -> None:
+def test_evaluation_on_span_of_call_belongs_to_call() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     client = spans.client(root)
@@ -223,7 +223,7 @@ def test_an_evaluation_on_a_calls_own_span_is_the_calls() -> None:
     ]
 
 
-def test_rewards_of_dropped_calls_move_to_the_nearest_earlier_kept_one_else_to_the_first() -> None:
+def test_rewards_of_dropped_calls_move_to_nearest_earlier_kept_call_or_first() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -246,7 +246,7 @@ def test_rewards_of_dropped_calls_move_to_the_nearest_earlier_kept_one_else_to_t
     }
 
 
-def test_the_reward_of_a_call_that_is_no_turn_was_earned_at_the_next() -> None:
+def test_reward_of_call_without_turn_has_turn_of_next_call() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -260,7 +260,7 @@ def test_the_reward_of_a_call_that_is_no_turn_was_earned_at_the_next() -> None:
 
 
 @pytest.mark.parametrize("score", ["NaN", "inf", "-Infinity", "1e999", "good", ""])
-def test_a_score_that_is_no_finite_number_is_no_reward(score: str) -> None:
+def test_evaluation_score_not_finite_drops_as_no_reward(score: str) -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1, name="fine")
@@ -271,7 +271,7 @@ def test_a_score_that_is_no_finite_number_is_no_reward(score: str) -> None:
     assert built.rewards.select("Name", "Value").rows() == [("fine", 1.0)]
 
 
-def test_a_bad_score_that_loses_to_a_better_source_does_no_harm() -> None:
+def test_evaluation_score_not_finite_of_overridden_source_is_ignored() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -280,7 +280,7 @@ def test_a_bad_score_that_loses_to_a_better_source_does_no_harm() -> None:
     assert given(build(spans.frames(), BuilderSettings())) == [[("reward", 1.0, "runner")]]
 
 
-def test_an_evaluation_without_a_score_is_no_reward() -> None:
+def test_evaluation_without_score_is_no_reward() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root)
@@ -300,7 +300,7 @@ def blamed(spans: fakes.SpanFactory, spec: BuilderSettings = AIR) -> list[str]:
     return [spans_of[row["CallId"]] for row in sorted(errors, key=lambda row: row["SpanId"])]
 
 
-def test_a_failed_tool_rewards_the_call_before_it() -> None:
+def test_tool_error_rule_rewards_causing_call() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -323,7 +323,7 @@ def test_a_failed_tool_rewards_the_call_before_it() -> None:
     assert build(spans.frames(), BuilderSettings()).rewards["Name"].to_list() == ["reward"]
 
 
-def test_only_the_tools_that_the_rule_names_count() -> None:
+def test_tool_error_rule_counts_named_tools_only() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -334,7 +334,7 @@ def test_only_the_tools_that_the_rule_names_count() -> None:
     assert blamed(spans) == [call, call]
 
 
-def test_of_two_agents_at_once_the_tools_own_is_blamed() -> None:
+def test_tool_error_of_parallel_agents_rewards_call_of_same_agent() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -345,7 +345,7 @@ def test_of_two_agents_at_once_the_tools_own_is_blamed() -> None:
     assert blamed(spans) == calls
 
 
-def test_a_tool_that_no_common_count_places_after_a_call_blames_nobody() -> None:
+def test_tool_error_without_ordered_call_rewards_none() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -355,7 +355,7 @@ def test_a_tool_that_no_common_count_places_after_a_call_blames_nobody() -> None
     assert blamed(spans) == []
 
 
-def test_a_call_inside_another_tool_is_not_blamed() -> None:
+def test_tool_error_skips_calls_within_other_tools() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -367,7 +367,7 @@ def test_a_call_inside_another_tool_is_not_blamed() -> None:
     assert blamed(spans) == [asked, asked]
 
 
-def test_a_tool_call_id_decides_where_both_spans_have_it() -> None:
+def test_tool_error_is_matched_by_tool_call_id() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -379,7 +379,7 @@ def test_a_tool_call_id_decides_where_both_spans_have_it() -> None:
 
 
 @pytest.mark.parametrize("ahead", [-30, 0, 30])
-def test_of_two_gateways_calls_below_one_span_the_later_by_count_asked_for_the_tool(ahead: int) -> None:
+def test_tool_error_of_two_gateway_calls_below_one_span_rewards_later(ahead: int) -> None:
     spans = fakes.SpanFactory(clocks={"first gateway": ahead})
     root = spans.root()
     spans.evaluation(root, 1)
@@ -391,7 +391,7 @@ def test_of_two_gateways_calls_below_one_span_the_later_by_count_asked_for_the_t
     assert blamed(spans) == [asked]
 
 
-def test_a_failed_attempt_has_no_rewards() -> None:
+def test_failed_attempt_has_no_rewards() -> None:
     spans = fakes.SpanFactory()
     root = spans.root(failure="crash")
     spans.call(spans.span("POST", root))
@@ -429,7 +429,7 @@ def test_rewards_of_one_name_and_several_roles_are_different_rewards(tmp_path: P
     assert sorted(zip(*last, strict=True)) == sorted((name, role, value) for name, role, value, _ in roles(made))
 
 
-def test_rule_with_a_role_gives_that_roles_reward_of_the_calls_it_finds() -> None:
+def test_air_rule_with_role_gives_reward_of_that_role() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1.0)

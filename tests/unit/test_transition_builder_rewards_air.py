@@ -60,7 +60,7 @@ def agent_of_two_tools() -> tuple[fakes.SpanFactory, list[str]]:
     return spans, calls
 
 
-def test_an_always_ok_read_only_tool_earns_nothing_unless_it_is_named() -> None:
+def test_tool_ok_rule_rewards_named_tools_only() -> None:
     """The gaming of docs/guides/rewards.md: paid for every ok, a policy calls the tool that is always ok and never advances."""
     spans, (read, write, _) = agent_of_two_tools()
     named = AirRule(name="progress", kind="tool_ok", reward=0.1, tools=("write",))
@@ -68,7 +68,7 @@ def test_an_always_ok_read_only_tool_earns_nothing_unless_it_is_named() -> None:
     assert air(built(spans, named.model_copy(update={"tools": ("*",)}))) == [(read, "progress", 0.1), (write, "progress", 0.1)]
 
 
-def test_rules_of_several_kinds_and_names_stand_beside_each_other() -> None:
+def test_air_rules_of_several_kinds_and_names_all_apply() -> None:
     spans, (_, write, failed) = agent_of_two_tools()
     rules = (
         AirRule(name="tool", kind="tool_ok", reward=0.25, tools=("write",)),
@@ -81,7 +81,7 @@ def test_rules_of_several_kinds_and_names_stand_beside_each_other() -> None:
     assert sorted(made.transitions["Rewards.Value"].to_list()[-1]) == [-1.0, -0.5, 1.0]
 
 
-def test_only_the_agents_that_a_rule_names_count() -> None:
+def test_air_rule_agents_selects_calls() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -91,7 +91,7 @@ def test_only_the_agents_that_a_rule_names_count() -> None:
     assert [span for span, *_ in air(built(spans, slow.model_copy(update={"agents": "writer"})))] == [calls["writer"]]
 
 
-def test_latency_counts_a_call_once_and_leaves_failed_tries_alone() -> None:
+def test_latency_rule_counts_call_once_and_skips_failed_retries() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -101,7 +101,7 @@ def test_latency_counts_a_call_once_and_leaves_failed_tries_alone() -> None:
     assert air(built(spans, AirRule(name="slow", kind="latency", reward=-1, seconds=2))) == [(slow, "slow", -1.0)]
 
 
-def test_an_empty_result_is_one_that_says_so() -> None:
+def test_empty_result_rule_matches_empty_successful_results() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -121,7 +121,7 @@ def test_an_empty_result_is_one_that_says_so() -> None:
     assert [span for span, *_ in air(built(spans, AirRule(name="empty", kind="empty_result", reward=-1, tools=("search",))))] == empty
 
 
-def test_malformed_arguments_are_those_that_are_no_json_object() -> None:
+def test_malformed_arguments_rule_counts_arguments_that_are_no_json_object() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -136,7 +136,7 @@ def test_malformed_arguments_are_those_that_are_no_json_object() -> None:
     assert air(built(spans, rule, answers=answers)) == [(calls[1], "malformed", -1.5)]
 
 
-def test_a_repeated_call_is_the_same_tool_call_right_after_by_the_same_agent() -> None:
+def test_repeated_call_rule_matches_same_tool_call_right_after_by_same_agent() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -155,7 +155,7 @@ def test_a_repeated_call_is_the_same_tool_call_right_after_by_the_same_agent() -
     assert air(built(spans, rule, answers=answers)) == [(calls[1], "again", -1.0), (calls[5], "again", -1.0)]
 
 
-def test_two_workers_who_ask_alike_at_the_same_time_repeat_nothing() -> None:
+def test_repeated_call_rule_ignores_parallel_workers() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -165,7 +165,7 @@ def test_two_workers_who_ask_alike_at_the_same_time_repeat_nothing() -> None:
     assert air(built(spans, AirRule(name="again", kind="repeated_call", reward=-1, tools=("*",)), answers=answers)) == []
 
 
-def test_where_no_answer_was_recorded_the_tools_that_ran_tell_of_a_repetition() -> None:
+def test_repeated_call_rule_without_recorded_answers_uses_tool_spans() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -178,7 +178,7 @@ def test_where_no_answer_was_recorded_the_tools_that_ran_tell_of_a_repetition() 
 
 
 @pytest.mark.parametrize(("form", "wrong"), [("json", [1, 2]), (r"(?s)Answer: .*", [0, 2]), (r"\{.*\}", [1, 2])])
-def test_an_unparsable_output_is_a_text_that_is_not_of_the_form(form: str, wrong: list[int]) -> None:
+def test_unparsable_output_rule_matches_text_not_of_form(form: str, wrong: list[int]) -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -207,7 +207,7 @@ def test_an_unparsable_output_is_a_text_that_is_not_of_the_form(form: str, wrong
         ("ARRAY_CONTAINS(AskedTools, 'search')", [1, 0]),
     ],
 )
-def test_an_expression_speaks_of_the_columns_of_a_call(where: str, values: list[float]) -> None:
+def test_expression_rule_reads_columns_of_call(where: str, values: list[float]) -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -219,7 +219,7 @@ def test_an_expression_speaks_of_the_columns_of_a_call(where: str, values: list[
     assert [found.get(span, 0) for span in (first, second)] == [2 * value for value in values]
 
 
-def test_an_expression_that_is_no_finite_number_keeps_the_rollout_from_training() -> None:
+def test_expression_rule_not_finite_drops_as_no_reward() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -229,7 +229,7 @@ def test_an_expression_that_is_no_finite_number_keeps_the_rollout_from_training(
     assert made.rewards["Name"].to_list() == ["reward"]
 
 
-def test_what_a_file_says_of_calls_is_multiplied(tmp_path: Path) -> None:
+def test_sql_rule_multiplies_value_of_file_by_reward(tmp_path: Path) -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -246,7 +246,7 @@ def test_what_a_file_says_of_calls_is_multiplied(tmp_path: Path) -> None:
 SLOW = AirRule(name="slow", kind="latency", reward=-1, seconds=2)
 
 
-def test_air_alone_is_no_final_reward() -> None:
+def test_air_rewards_without_final_reward_drop_as_no_reward() -> None:
     spans = fakes.SpanFactory()
     spans.call(spans.span("POST", spans.root()), Duration=9 * 10**9)
     made = built(spans, SLOW)
@@ -254,7 +254,7 @@ def test_air_alone_is_no_final_reward() -> None:
     assert "builder.rewards_from = 'rules'" in DropReason.NO_REWARD.remedy
 
 
-def test_rewards_from_rules_keeps_rollouts_that_rules_alone_reward_and_gives_0_where_none_finds_anything() -> None:
+def test_rewards_from_rules_keeps_rollouts_without_final_reward() -> None:
     spans = fakes.SpanFactory()
     slow, fast, judged = spans.root("slow"), spans.root("fast"), spans.root("judged")
     spans.call(spans.span("POST", slow, rollout="slow"), rollout="slow", Duration=9 * 10**9)
@@ -269,7 +269,7 @@ def test_rewards_from_rules_keeps_rollouts_that_rules_alone_reward_and_gives_0_w
     assert build(spans.frames(), spec_of(SLOW)).transitions["RolloutId"].to_list() == ["judged"]
 
 
-def test_rewards_from_rules_still_refuses_what_is_no_number() -> None:
+def test_rewards_from_rules_with_non_finite_reward_drops_as_no_reward() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, float("nan"))
@@ -278,7 +278,7 @@ def test_rewards_from_rules_still_refuses_what_is_no_number() -> None:
     assert made.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: reward")]
 
 
-def test_rewards_from_decides_a_build_and_needs_a_rule() -> None:
+def test_rewards_from_changes_build_spec_and_needs_a_rule() -> None:
     assert spec_of(SLOW).spec != spec_of(SLOW, rewards_from="rules").spec
     with pytest.raises(SettingsError, match=r"rewards_from = 'rules' needs a rule of builder\.rules or a name of builder\.sql_rewards"):
         load_settings({"builder.rewards_from": "rules"}, env={})
@@ -300,7 +300,7 @@ def test_rewards_from_decides_a_build_and_needs_a_rule() -> None:
         ({"kind": "tool_ok", "tools": ["a"], "reward": float("nan")}, "finite number"),
     ],
 )
-def test_a_rule_that_cannot_be_meant_is_refused(rule: dict[str, object], message: str) -> None:
+def test_air_rule_with_contradictory_fields_raises(rule: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError) as error:
         load_settings({"builder.rules": [{"name": "r", **rule}]}, env={})
     assert str(error.value).startswith("setting builder.rules.0")
@@ -317,7 +317,7 @@ def test_a_rule_that_cannot_be_meant_is_refused(rule: dict[str, object], message
         (AirRule(name="r", kind="expression", reward=1, where="Tools"), "no number over the columns of a call"),
     ],
 )
-def test_a_rule_that_cannot_be_evaluated_is_refused_before_anything_is_built(rule: AirRule, message: str) -> None:
+def test_check_rule_that_cannot_be_evaluated_raises(rule: AirRule, message: str) -> None:
     with pytest.raises(BuilderError) as error:
         check(spec_of(rule))
     assert message in str(error.value)

@@ -74,13 +74,13 @@ def values(made: Built) -> list[tuple[str, int, float]]:
         ("return [None] * calls.height", [None, None, None]),
     ],
 )
-def test_a_function_gives_a_number_for_each_call_and_null_is_no_reward(rules: Path, body: str, expected: list[float | None]) -> None:
+def test_python_rule_gives_a_value_per_call_and_null_is_no_reward(rules: Path, body: str, expected: list[float | None]) -> None:
     given = values(built(rule_of(rules, body, reward=10)))
     calls = [("a", 0), ("a", 1), ("b", 0)]
     assert given == [(*call, 10 * value) for call, value in zip(calls, expected, strict=True) if value is not None]
 
 
-def test_a_function_is_called_once_a_build_with_the_columns_of_all_calls(rules: Path) -> None:
+def test_python_rule_is_called_once_per_build_with_columns_of_all_calls(rules: Path) -> None:
     rule = rule_of(rules, f"open('{rules}.log', 'a').write(','.join(calls.columns) + str(calls.height) + ';'); return [0] * calls.height")
     built(rule)
     assert (rules.parent / f"{rules.name}.log").read_text() == ",".join([*IDENTITY, *COLUMNS]) + "3;"
@@ -88,7 +88,7 @@ def test_a_function_is_called_once_a_build_with_the_columns_of_all_calls(rules: 
     assert (rules.parent / f"{rules.name}.log").read_text().split(";")[1] == "RunId,RolloutId,Attempt,CallId,Seconds,Text3"
 
 
-def test_agents_choose_whose_calls_a_function_rewards(rules: Path) -> None:
+def test_python_rule_agents_selects_calls(rules: Path) -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
@@ -98,7 +98,7 @@ def test_agents_choose_whose_calls_a_function_rewards(rules: Path) -> None:
     assert [value for *_, value in values(made)] == [2]
 
 
-def test_a_value_that_is_no_finite_number_keeps_the_rollout_from_training(rules: Path) -> None:
+def test_python_rule_not_finite_drops_as_no_reward(rules: Path) -> None:
     made = built(rule_of(rules, "return [1.0, float('nan'), 1.0]"))
     assert made.drops.select("RolloutId", "Reason", "Detail").unique().rows() == [("a", "no_reward", "not a finite number: own")]
     assert made.transitions["RolloutId"].to_list() == ["b"]
@@ -120,7 +120,7 @@ def test_a_value_that_is_no_finite_number_keeps_the_rollout_from_training(rules:
         ("return {}['missing']", "raised KeyError: 'missing' (line 5 of "),
     ],
 )
-def test_a_function_that_gives_something_else_is_an_error_that_names_it(rules: Path, body: str, what: str) -> None:
+def test_python_rule_with_wrong_result_raises_rule_error(rules: Path, body: str, what: str) -> None:
     rule = rule_of(rules, body)
     with pytest.raises(RuleError) as error:
         built(rule)
@@ -136,7 +136,7 @@ def test_a_function_that_gives_something_else_is_an_error_that_names_it(rules: P
         ("itertools:chain", SettingsError, "'itertools' has no source file in Python"),
     ],
 )
-def test_a_specification_whose_function_has_no_source_is_refused(where: str, error: type[Exception], says: str) -> None:
+def test_build_spec_of_rule_without_source_raises(where: str, error: type[Exception], says: str) -> None:
     rule = AirRule(name="own", kind="python", reward=1, where=where)
     with pytest.raises(error, match=r"builder\.rules names the function") as raised:
         _ = BuilderSettings(rules=(rule,)).spec
@@ -152,7 +152,7 @@ def test_a_specification_whose_function_has_no_source_is_refused(where: str, err
         ("{module}:rule", ("Second",), "a call has no Second. Name columns among AgentName"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_refused_before_anything_is_built(
+def test_check_python_rule_that_cannot_be_used_raises(
     rules: Path, where: str, columns: tuple[str, ...] | None, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules.write_text("HEAD = 1\ndef rule(calls):\n    return calls['Seconds']\n")
@@ -162,7 +162,7 @@ def test_a_function_that_cannot_be_used_is_refused_before_anything_is_built(
     assert says in str(error.value)
 
 
-def test_an_edited_function_is_another_specification_and_is_what_runs(rules: Path) -> None:
+def test_python_rule_edited_changes_build_spec_and_runs(rules: Path) -> None:
     rule = rule_of(rules, "return [1.0] * 3")
     spec = BuilderSettings(rules=(rule,))
     before = spec.spec, rule_hash(rule, spec)
@@ -173,7 +173,7 @@ def test_an_edited_function_is_another_specification_and_is_what_runs(rules: Pat
     assert set(built(rule).rewards.filter(pl.col("Source") == "air")["RuleHash"]) == {rule_hash(rule, spec)}
 
 
-def test_a_function_is_found_in_a_file_and_in_a_package_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_rule_is_loaded_from_file_and_package_of_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     package = tmp_path / f"package_{os.urandom(4).hex()}"
     (package / "deep").mkdir(parents=True)
@@ -185,14 +185,12 @@ def test_a_function_is_found_in_a_file_and_in_a_package_of_the_working_directory
         assert [value for *_, value in values(made)] == [1, 3, 5]
 
 
-def test_the_specification_is_known_without_running_the_module(rules: Path) -> None:
+def test_build_spec_is_computed_without_running_rule_module(rules: Path) -> None:
     rules.write_text("raise SystemExit('a trainer that asks for the specification runs no rules')\n")
     assert len(BuilderSettings(rules=(AirRule(name="own", kind="python", reward=1, where=f"{rules.stem}:rule"),)).spec) == 16
 
 
-def test_the_example_of_the_documentation_rewards_retries_and_punishes_a_last_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_rule_example_of_docs_rewards_retries_and_last_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text()
     blocks = re.findall(r"```(python|toml)\n(.*?)```", page, re.DOTALL)
     (code,) = (text for kind, text in blocks if kind == "python")

@@ -67,7 +67,7 @@ def expression(where: str) -> AirRule:
     return AirRule(name="e", kind="expression", reward=1, where=where)
 
 
-def test_a_tool_exception_is_one_whose_whole_type_matches_and_counts_once_a_tool_call() -> None:
+def test_tool_exception_rule_matches_whole_type_once_per_tool_call() -> None:
     tools = Tools()
     tools.call()
     for _ in range(2):
@@ -81,7 +81,7 @@ def test_a_tool_exception_is_one_whose_whole_type_matches_and_counts_once_a_tool
     assert tools.rewards(of_types(".*Timeout.*", tools=["read"])) == [(1, ".*Timeout.*", -1.0)]
 
 
-def test_the_type_of_an_exception_is_an_events_or_a_log_records_else_the_spans_own() -> None:
+def test_tool_exception_type_prefers_event_then_log_then_span() -> None:
     tools = Tools()
     for attributes, event, log in (
         ({"error.type": "timeout"}, "", ""),
@@ -101,7 +101,7 @@ def test_the_type_of_an_exception_is_an_events_or_a_log_records_else_the_spans_o
     assert tools.rewards(expression("ARRAY_LENGTH(ToolExceptionTypes)")) == [(call, "e", 1) for call in range(4)]
 
 
-def test_records_of_spans_of_one_tool_call_inside_each_other_are_the_tool_calls() -> None:
+def test_tool_records_of_nested_spans_belong_to_one_tool_call() -> None:
     tools = Tools()
     tools.call()
     inner = tools.tool(parent=tools.tool())
@@ -112,7 +112,7 @@ def test_records_of_spans_of_one_tool_call_inside_each_other_are_the_tool_calls(
     assert tools.rewards(expression("ToolLogSeverity")) == [(0, "e", 13.0)]
 
 
-def test_records_are_the_calls_that_caused_the_tools_in_order() -> None:
+def test_tool_records_belong_to_causing_call_in_order() -> None:
     tools = Tools()
     tools.call()
     for body in ("first", "second"):
@@ -139,18 +139,18 @@ def test_records_are_the_calls_that_caused_the_tools_in_order() -> None:
         ({"kind": "expression", "reward": -1, "where": "Seconds", "columns": ["Seconds"]}, "does not use columns. Leave it out."),
     ],
 )
-def test_a_rule_about_records_or_in_python_that_cannot_be_meant_is_refused(rule: dict[str, object], message: str) -> None:
+def test_air_rule_on_records_or_in_python_with_contradictory_fields_raises(rule: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError) as error:
         load_settings({"builder.rules": [{"name": "r", **rule}]}, env={})
     assert message in str(error.value)
 
 
-def test_types_that_are_no_regular_expression_are_refused_before_anything_is_built() -> None:
+def test_check_tool_exception_types_of_invalid_pattern_raises() -> None:
     with pytest.raises(BuilderError, match=r"the rule '\(' has types = '\(', which is no regular expression: .* Fix it\."):
         check(BuilderSettings(rules=(of_types("("),)))
 
 
-def test_a_specification_uses_the_columns_that_its_rules_look_at() -> None:
+def test_used_columns_are_those_of_rules() -> None:
     rules = (of_types(".*"), expression("LENGTH(Text) + ToolLogSeverity"))
     assert used(BuilderSettings(rules=rules)) == {"ToolExceptionTypes", "Text", "ToolLogSeverity"}
     assert used(BuilderSettings(rules=(AirRule(name="slow", kind="latency", reward=-1, seconds=1),))) == frozenset()

@@ -36,7 +36,7 @@ def parse(text: str) -> list[tuple[int, str, list[tuple[str, str]]]]:
         ("responses-named", [(0, "", [("weather", '{"city": "lima"}')])]),
     ],
 )
-def test_every_dialect_of_the_gateway_is_read(name: str, expected: list[tuple[int, str, list[tuple[str, str]]]]) -> None:
+def test_parse_response_of_each_dialect(name: str, expected: list[tuple[int, str, list[tuple[str, str]]]]) -> None:
     assert parse(golden(name)) == expected
 
 
@@ -55,18 +55,18 @@ def test_every_dialect_of_the_gateway_is_read(name: str, expected: list[tuple[in
         ('{"output":[{"type":"reasoning","content":[{"type":"text","text":"hm"}]},{"type":"message","content":"a"}]}', [(0, "a", [])]),
     ],
 )
-def test_older_and_other_forms_are_read(text: str, expected: list[tuple[int, str, list[tuple[str, str]]]]) -> None:
+def test_parse_response_of_older_forms(text: str, expected: list[tuple[int, str, list[tuple[str, str]]]]) -> None:
     assert parse(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "hello", "{", "[]", "null", '{"choices":1}', '{"choices":[1]}', '{"choices":[{"message":{"tool_calls":[{}]}}]}']
 )
-def test_what_is_no_answer_has_no_rows(text: str) -> None:
+def test_parse_response_without_answer_has_no_rows(text: str) -> None:
     assert parse(text) == []
 
 
-def test_answers_are_read_only_when_a_rule_looks_at_them() -> None:
+def test_used_columns_include_answers_only_where_a_rule_needs_them() -> None:
     def asks(**rule: object) -> bool:
         return not columns.ANSWERS.isdisjoint(columns.used(BuilderSettings(rules=(AirRule(name="r", reward=-1, **rule),))))  # type: ignore[arg-type]
 

@@ -39,7 +39,7 @@ def names(written: Written) -> list[list[Any]]:
     return [frame["RolloutId"].to_list() for frame in (rows.rewards, rows.transitions, rows.drops, written.builds)]
 
 
-def test_a_rollout_that_nobody_built_is_revision_0() -> None:
+def test_revise_new_rollout_is_revision_0() -> None:
     frames, built = some()
     written = revise(built, frames.rollouts, empty(BUILT), SPEC, "me")
     assert names(written) == [["a", "b"]] * 4
@@ -60,14 +60,14 @@ def test_a_rollout_that_nobody_built_is_revision_0() -> None:
     assert written.rows.transitions["TransitionId"].to_list() == [transition_id(call, SPEC, 0) for call in built.transitions["CallId"]]
 
 
-def test_the_same_in_any_order_is_no_news() -> None:
+def test_revise_same_rows_in_any_order_writes_nothing() -> None:
     frames, built = some()
     first = revise(built, frames.rollouts, empty(BUILT), SPEC)
     turned = Built(built.transitions.reverse(), built.drops.reverse(), built.rewards.reverse())
     assert names(revise(turned, frames.rollouts, before(first), SPEC)) == [[], [], [], []]
 
 
-def test_another_reward_is_the_next_revision_of_its_rollout_alone() -> None:
+def test_revise_other_reward_is_next_revision_of_its_rollout_only() -> None:
     frames, built = some()
     first = revise(built, frames.rollouts, empty(BUILT), SPEC)
     frames, better = some(reward=2.0)
@@ -79,7 +79,7 @@ def test_another_reward_is_the_next_revision_of_its_rollout_alone() -> None:
     assert names(revise(better, frames.rollouts, before(second), SPEC)) == [["a"]] * 4  # which nobody has built, as far as is known
 
 
-def test_a_call_that_came_late_is_another_content() -> None:
+def test_contents_change_with_late_call() -> None:
     _, built = some()
     fewer = Built(built.transitions, built.drops.filter(pl.col("RolloutId") == "a"), built.rewards)
     whole, less = (dict(contents(one).select("RolloutId", "Content").iter_rows()) for one in (built, fewer))

@@ -48,7 +48,7 @@ FOREIGN = {"RunId": "", "Mode": "", "RolloutKey": "t", "RolloutKeySource": "trac
         (FOREIGN, {"RunId": "run", "Mode": "train"}, ("run", "train", "t", 0, False)),
     ],
 )
-def test_a_call_is_its_own_witness_then_its_trace_is(
+def test_rollouts_of_call_prefer_its_own_attributes_then_its_trace(
     facts: dict[str, Any], owned: dict[str, Any], rollout: tuple[str, str, str, int, bool]
 ) -> None:
     found = rollouts_of(call(**facts), owner(**owned), active())
@@ -56,7 +56,7 @@ def test_a_call_is_its_own_witness_then_its_trace_is(
 
 
 @pytest.mark.parametrize(("runs", "expected"), [(["x"], ("x", True)), (["x", "y"], ("", False)), ([], ("", False))])
-def test_a_run_that_nobody_names_is_the_rollouts_only_one(runs: list[str], expected: tuple[str, bool]) -> None:
+def test_rollouts_of_call_without_run_id_use_only_run_of_rollout(runs: list[str], expected: tuple[str, bool]) -> None:
     known = active(*({"RunId": run} for run in ["", *runs]))
     found = rollouts_of(call(RunId="", Mode=""), owner(), known)
     assert found.select("RunId", "Announced").rows() == [expected]
@@ -83,7 +83,7 @@ def verdict(
     return judged.select("RunId", "Mode", "RolloutId", "GroupId", "Verdict", "Detail").rows()
 
 
-def test_a_runners_rollout_is_incomplete_after_the_long_silence() -> None:
+def test_judge_announced_rollout_is_incomplete_after_incomplete_after_seconds() -> None:
     without = [("run", "train", "r", "", "incomplete", "no final root arrived")]
     assert (verdict(599.9), verdict(600)) == ([], without)
     assert (verdict(650, spans=100), verdict(700, spans=100)) == ([], without)
@@ -92,13 +92,13 @@ def test_a_runners_rollout_is_incomplete_after_the_long_silence() -> None:
     assert verdict(1e6, root=True) == []
 
 
-def test_a_trace_without_a_runner_is_complete_after_the_short_one() -> None:
+def test_judge_rootless_trace_is_complete_after_quiet_seconds() -> None:
     whole = [("", "production", "t", "", "complete", "")]
     assert (verdict(29.9, FOREIGN), verdict(30, FOREIGN)) == ([], whole)
     assert (verdict(30, FOREIGN, spans=10), verdict(40, FOREIGN, spans=10)) == ([], whole)
 
 
-def test_a_trace_with_an_open_span_is_waited_for() -> None:
+def test_judge_trace_with_open_span_waits() -> None:
     assert (verdict(599.9, FOREIGN, torn=True), len(verdict(600, FOREIGN, torn=True))) == ([], 1)
 
 
@@ -128,12 +128,12 @@ def arrived(*rows: tuple[str, float]) -> pl.DataFrame:
         ([("", 9), ("x", 6)], [("x", "r", TIME(9)), ("y", "r", TIME(9))]),
     ],
 )
-def test_what_came_after_a_build_makes_it_stale(rows: list[tuple[str, float]], found: list[tuple[Any, ...]]) -> None:
+def test_stale_builds_have_rows_that_arrived_later(rows: list[tuple[str, float]], found: list[tuple[Any, ...]]) -> None:
     known = pl.DataFrame([built("x", 5), built("y", 8)], schema=dict(BUILT))
     assert sorted(outdated_rollouts(arrived(*rows), known).rows()) == found
 
 
-def test_what_goes_on_is_remembered_once_and_dated_anew() -> None:
+def test_merge_known_traces_keeps_one_row_with_newest_time() -> None:
     known = call().with_columns(CheckedAt=pl.lit(TIME(3)))
     merged = merge(known, pl.concat([call(IngestedAt=TIME(9)), call(TraceId="u", IngestedAt=TIME(2))]))
     assert merged.select("TraceId", "IngestedAt", "CheckedAt").rows() == [("t", TIME(9), TIME(9)), ("u", TIME(2), TIME(2))]

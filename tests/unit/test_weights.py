@@ -40,18 +40,18 @@ def reference(words: list[int]) -> int:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
-def test_words_are_mixed_as_documented(words: list[int]) -> None:
+def test_mix_words_matches_reference(words: list[int]) -> None:
     assert mix_words(np.array(words, dtype=np.uint64)) == reference(words)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1), st.integers(0, 3), st.randoms())
-def test_order_and_zero_padding_count_nothing(words: list[int], padding: int, dice: object) -> None:
+def test_mix_words_ignores_order_and_zero_padding(words: list[int], padding: int, dice: object) -> None:
     shuffled = [*words, *[0] * padding]
     dice.shuffle(shuffled)  # type: ignore[attr-defined]
     assert mix_words(np.array(shuffled, dtype=np.uint64)) == mix_words(np.array(words, dtype=np.uint64))
 
 
-def test_fused_and_split_files_agree_and_a_changed_bit_does_not(tmp_path: Path) -> None:
+def test_checksum_directory_of_fused_and_split_files_agrees_unlike_changed_bit(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     split = write(tmp_path / "split", "model.safetensors", "F32", {"q": values[:2], "k": values[2:4], "v": values[4:]})
     fused = write(tmp_path / "fused", "a.safetensors", "F32", {"qkv": values[:4]})
@@ -62,7 +62,7 @@ def test_fused_and_split_files_agree_and_a_changed_bit_does_not(tmp_path: Path) 
     assert checksum_directory(other) != checksum_directory(split)
 
 
-def test_cast_to_bfloat16_is_torchs(tmp_path: Path) -> None:
+def test_checksum_directory_cast_to_bfloat16_matches_torch(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     wide = write(tmp_path / "wide", "m.safetensors", "F32", {"w": values.numpy()})
@@ -70,7 +70,7 @@ def test_cast_to_bfloat16_is_torchs(tmp_path: Path) -> None:
     assert checksum_directory(wide, "bfloat16") == checksum_directory(narrow)
 
 
-def test_faults_are_named(tmp_path: Path) -> None:
+def test_checksum_directory_of_invalid_files_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors"):
         checksum_directory(tmp_path)
     whole = write(tmp_path / "cut", "m.safetensors", "F32", {"w": np.ones(8, dtype=np.float32)}) / "m.safetensors"
@@ -93,20 +93,20 @@ def test_faults_are_named(tmp_path: Path) -> None:
         "{",
     ],
 )
-def test_a_header_that_is_none_is_named(tmp_path: Path, header: str) -> None:
+def test_checksum_directory_of_invalid_header_raises(tmp_path: Path, header: str) -> None:
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * 8)
     with pytest.raises(CheckpointError, match=r"m\.safetensors is not a safetensors file: its header cannot be read"):
         checksum_directory(tmp_path)
 
 
-def test_a_tensor_of_half_a_value_is_named(tmp_path: Path) -> None:
+def test_checksum_directory_of_partial_value_raises(tmp_path: Path) -> None:
     header = b'{"w": {"dtype": "F32", "data_offsets": [0, 6]}}'
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 6)
     with pytest.raises(CheckpointError, match="tensor w has 6 bytes, which are no float32 values"):
         checksum_directory(tmp_path)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_checksum_directory_of_unreadable_files_raises(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"cannot be read: .*No such file or directory: .*m\.safetensors"):
         checksum_directory(tmp_path)

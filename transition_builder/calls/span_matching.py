@@ -123,9 +123,9 @@ def _group(spans: Sequence[Mapping[str, Any]], inside: frozenset[int]) -> CallSp
     tokens += [pair for pair in counts if None not in pair]
     # The model that the agent requested takes precedence over the one that a gateway in between may have set.
     models = [*(span["Model"] for span in spans), *(requested for *_, requested in recorded)]
-    speaking = next((kind for kind in (CLIENT, FRAMEWORK) if kind in distances), None)
-    speakers = [span for span in spans if span["Distance"] == speaking]
-    innermost = min(speakers, key=lambda span: (-span["Depth"], _start_key(span)), default=top)
+    nearest = next((kind for kind in (CLIENT, FRAMEWORK) if kind in distances), None)
+    reporters = [span for span in spans if span["Distance"] == nearest]
+    innermost = min(reporters, key=lambda span: (-span["Depth"], _start_key(span)), default=top)
     return CallSpans(
         name=top["Node"],
         innermost=innermost["Node"],

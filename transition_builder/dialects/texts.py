@@ -112,7 +112,7 @@ def response(texts: Iterable[str]) -> dict[int, tuple[str, list[tuple[str, str]]
     """
     for given in texts:
         try:
-            choices = {choice: _spoken(reply.messages) for choice, reply in replies(_json(given)).items()}
+            choices = {choice: _text_and_tools(reply.messages) for choice, reply in replies(_json(given)).items()}
         except (TypeError, ValueError, LookupError, AttributeError):
             continue  # its fields have other types than those of the form
         if choices and all(name for _, calls in choices.values() for name, _ in calls):
@@ -120,7 +120,7 @@ def response(texts: Iterable[str]) -> dict[int, tuple[str, list[tuple[str, str]]
     return {}
 
 
-def _spoken(messages: Sequence[Message]) -> tuple[str, list[tuple[str, str]]]:
+def _text_and_tools(messages: Sequence[Message]) -> tuple[str, list[tuple[str, str]]]:
     contents = [message["content"] for message in messages]
     texts = (content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content) for content in contents)
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
