@@ -24,7 +24,7 @@ from transition_builder.source.rollouts import RolloutReader
 
 _Result = TypeVar("_Result")
 _TIMES = {"Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp"}
-_SORT = ["RolloutKey", "TraceId", "SpanId", "Choice", "RowKind"]
+_SORT = ["RolloutKey", "TraceId", "SpanId", "EventIndex", "RowKind"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ _REWARDS = f"""
 SELECT RolloutKey, Attempt, SpanId, Attributes
 FROM spangrad_internal.rollout_spans FINAL
 WHERE RolloutKey IN {{ids:Array(String)}} AND RowKind != 'span' AND mapContains(Attributes, '{semconv.EVALUATION_SCORE}')
-ORDER BY RolloutKey, Attempt, TraceId, SpanId, Choice
+ORDER BY RolloutKey, Attempt, TraceId, SpanId, EventIndex
 """
 _CALLS = f"""
 SELECT SpanAttributes['{semconv.ROLLOUT_ID}'] AS Rollout, SpanAttributes['{semconv.ROLLOUT_ATTEMPT}'] AS Attempt,

@@ -56,7 +56,9 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
 
     calls = _with_shared(calls, frames, owners)
     concluded = reconcile.conclude(calls, rollouts, given.faults, spec)
-    known = concluded.join(final, on=ATTEMPT, how="semi").select(*ATTEMPT, "CallId", "Order", "Choice", "Turn", Kept=pl.col("Reason") == "")
+    known = concluded.join(final, on=ATTEMPT, how="semi").select(
+        *ATTEMPT, "CallId", "Order", "ChoiceIndex", "Turn", Kept=pl.col("Reason") == ""
+    )
     return Built(
         transitions=_transitions(
             concluded.filter(pl.col("Reason") == ""), rewards.spread(given.rewards, known), placed.calls.select(*reconcile.ARRAYS), spec
@@ -135,7 +137,7 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, 
         .with_columns(Version=pl.col("Versions.Version").list.first())
         .join(given, on="CallId", how="left")
         .with_columns(pl.col(f"Rewards.{name}" for name in rewards.SPREAD).fill_null([]))
-        .sort(*ATTEMPT, "Turn", "Choice", "CallId")
+        .sort(*ATTEMPT, "Turn", "ChoiceIndex", "CallId")
     )
     return conform(rows.hstack(arrays[rows["Row"]]), TRANSITIONS)
 
@@ -194,4 +196,4 @@ def _times(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _drops(dropped: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
-    return conform(_stamp(dropped, spec).sort(*ATTEMPT, "Order", "Choice", "CallId"), DROPS)
+    return conform(_stamp(dropped, spec).sort(*ATTEMPT, "Order", "ChoiceIndex", "CallId"), DROPS)

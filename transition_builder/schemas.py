@@ -20,7 +20,7 @@ ATTEMPT = [*ROLLOUT, "Attempt"]
 """Columns that name an attempt."""
 SPAN = ["TraceId", "SpanId"]
 """Columns that name a span."""
-CHOICE = [*SPAN, "Choice"]
+CHOICE = [*SPAN, "ChoiceIndex"]
 """Columns that name a choice of a call, or a row of spangrad_internal.rollout_spans."""
 
 _IDENTITY: Schema = {
@@ -32,12 +32,12 @@ _IDENTITY: Schema = {
     "Timestamp": NANOSECONDS,
     "TraceId": _TEXT,
     "SpanId": _TEXT,
-    "Choice": pl.UInt16(),
+    "ChoiceIndex": pl.UInt16(),
 }
 
 SPANS: Schema = {
-    **_IDENTITY,
-    "Choice": pl.UInt64(),
+    **{name: dtype for name, dtype in _IDENTITY.items() if name != "ChoiceIndex"},
+    "EventIndex": pl.UInt64(),
     "RowKind": _TEXT,
     "ParentSpanId": _TEXT,
     "ProcessId": _TEXT,
@@ -50,7 +50,7 @@ SPANS: Schema = {
     "StatusMessage": _TEXT,
     "Attributes": pl.Map(pl.String(), pl.String()),
 }
-"""Rows of spangrad_internal.rollout_spans: spans, and evaluation events and evaluation logs, whose Choice tells those of one span apart."""
+"""Rows of spangrad_internal.rollout_spans: spans, and evaluation events and logs, whose EventIndex tells those of one span apart."""
 
 NAMING = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
 """Columns by which a row names its rollout."""
@@ -105,7 +105,7 @@ CALLS: Schema = {
 }
 """Rows of spangrad_internal.calls: a choice of a call that the gateway recorded."""
 
-ANSWERS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "Choice": pl.UInt16(), **_ANSWER, **SAMPLING}
+ANSWERS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "ChoiceIndex": pl.UInt16(), **_ANSWER, **SAMPLING}
 """Answers in `output.value` of openai-level spans in direct mode, a row a choice; empty where there is none."""
 
 ROOTS: Schema = {
@@ -132,7 +132,7 @@ COUNTS: Schema = {**NAMES, "Calls": pl.UInt64()}
 """Number of arrived calls that a gateway counts, a row a trace."""
 
 ROOTLESS: Schema = {
-    **{name: dtype for name, dtype in _IDENTITY.items() if name not in {"Timestamp", "SpanId", "Choice"}},
+    **{name: dtype for name, dtype in _IDENTITY.items() if name not in {"Timestamp", "SpanId", "ChoiceIndex"}},
     "IngestedAt": MICROSECONDS,
 }
 """Unconcluded rows with the rollout that they name, a row a trace; IngestedAt: of the newest."""
@@ -201,7 +201,7 @@ TRANSITIONS: Schema = {
     "CallId": _TEXT,
     "TraceId": _TEXT,
     "SpanId": _TEXT,
-    "Choice": pl.UInt16(),
+    "ChoiceIndex": pl.UInt16(),
     "Timestamp": NANOSECONDS,
     "ParentCallId": _TEXT,
     "Branch": pl.UInt32(),
@@ -232,7 +232,7 @@ DROPS: Schema = {
     "CallId": _TEXT,
     "TraceId": _TEXT,
     "SpanId": _TEXT,
-    "Choice": pl.UInt16(),
+    "ChoiceIndex": pl.UInt16(),
     "Timestamp": NANOSECONDS,
     "AgentName": _TEXT,
     "Policy": _TEXT,
@@ -280,7 +280,7 @@ null where the file gives none."""
 RESPONSES: Schema = {
     "TraceId": _TEXT,
     "SpanId": _TEXT,
-    "Choice": pl.UInt16(),
+    "ChoiceIndex": pl.UInt16(),
     "Text": _TEXT,
     "ToolCalls": pl.List(pl.Struct({"Name": pl.String(), "Arguments": pl.String()})),
 }

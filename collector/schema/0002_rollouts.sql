@@ -29,7 +29,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.rollout_spans (
     Timestamp DateTime64(9) CODEC(Delta(8), Default),
     TraceId String,
     SpanId String,
-    Choice UInt64 COMMENT 'Of a span 0; tells the evaluations of a span and nanosecond apart',
+    EventIndex UInt64 COMMENT 'Of a span 0; tells the evaluations of a span and nanosecond apart',
     RowKind LowCardinality(String),
     ParentSpanId String,
     ProcessId LowCardinality(String),
@@ -48,14 +48,14 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.rollout_spans (
     INDEX idx_trace_id TraceId TYPE bloom_filter(0.001) GRANULARITY 1
 ) ENGINE = ReplacingMergeTree(DedupRank)
 PARTITION BY toYYYYMM(Timestamp)
-ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
+ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, EventIndex)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
 -- A span and the evaluation events on it, in one view, so that an insert makes one part of both: row 0 is the span, row n its n-th event.
 CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.rollout_spans_mv TO spangrad_internal.rollout_spans AS
 SELECT
     RunId, Mode, RolloutKey, RolloutKeySource, SessionId, ConversationId, Attempt, Timestamp, TraceId, SpanId,
-    toUInt64(event) AS Choice,
+    toUInt64(event) AS EventIndex,
     if(event = 0, 'span', 'evaluation_event') AS RowKind,
     ParentSpanId, ProcessId, Seq,
     if(event = 0, SpanName, 'gen_ai.evaluation.result') AS SpanName,
@@ -112,7 +112,7 @@ SELECT
     toUInt16OrZero(LogAttributes['spangrad.rollout.attempt']) AS Attempt,
     Timestamp, TraceId, SpanId,
     -- Several evaluations may share a span and a nanosecond: their content tells them apart.
-    bitOr(cityHash64(mapKeys(LogAttributes), mapValues(LogAttributes)), bitShiftLeft(toUInt64(1), 63)) AS Choice,
+    bitOr(cityHash64(mapKeys(LogAttributes), mapValues(LogAttributes)), bitShiftLeft(toUInt64(1), 63)) AS EventIndex,
     'evaluation_log' AS RowKind,
     '' AS ParentSpanId,
     LogAttributes['spangrad.process.id'] AS ProcessId,
@@ -185,8 +185,8 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.calls (
     Timestamp DateTime64(9) CODEC(Delta(8), Default),
     TraceId String,
     SpanId String,
-    Choice UInt16,
-    CallId String MATERIALIZED lower(hex(substring(SHA256(concat(TraceId, ':', SpanId, ':', toString(Choice))), 1, 16))),
+    ChoiceIndex UInt16,
+    CallId String MATERIALIZED lower(hex(substring(SHA256(concat(TraceId, ':', SpanId, ':', toString(ChoiceIndex))), 1, 16))),
     ParentSpanId String,
     ProcessId LowCardinality(String),
     Seq UInt64,
@@ -224,7 +224,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.calls (
     INDEX idx_trace_id TraceId TYPE bloom_filter(0.001) GRANULARITY 1
 ) ENGINE = ReplacingMergeTree(DedupRank)
 PARTITION BY toYYYYMM(Timestamp)
-ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
+ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, ChoiceIndex)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
 -- Whatever a sender puts into these attributes, the view must not fail: a call without sound ids is dropped by the builder, with a reason.
@@ -257,7 +257,7 @@ SELECT
     if(SpanAttributes['spangrad.rollout.id'] != '', 'rollout', 'trace') AS RolloutKeySource,
     toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
     Timestamp, TraceId, SpanId,
-    toUInt16(choice_index - 1) AS Choice,
+    toUInt16(choice_index - 1) AS ChoiceIndex,
     ParentSpanId,
     SpanAttributes['spangrad.process.id'] AS ProcessId,
     toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,

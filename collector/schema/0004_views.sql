@@ -15,7 +15,7 @@ FROM (
     GROUP BY TraceId);
 
 CREATE VIEW IF NOT EXISTS spangrad.rollout_spans AS
-SELECT RolloutKey AS RolloutId, RunId, Mode, Attempt, RolloutKey, RolloutKeySource, Timestamp, TraceId, SpanId, Choice, RowKind, ParentSpanId,
+SELECT RolloutKey AS RolloutId, RunId, Mode, Attempt, RolloutKey, RolloutKeySource, Timestamp, TraceId, SpanId, EventIndex, RowKind, ParentSpanId,
     ProcessId, Seq, SpanName, SpanKind, ServiceName, ScopeName, Duration, StatusCode, StatusMessage, Attributes, IngestedAt
 FROM spangrad_internal.rollout_spans FINAL
 WHERE RolloutKeySource = 'rollout' AND RunId != ''
@@ -23,7 +23,7 @@ UNION ALL
 SELECT multiIf(s.RolloutKeySource = 'rollout', s.RolloutKey, t.Attempts > 1, '', t.RolloutId != '', t.RolloutId, s.RolloutKey),
     if(t.RunId != '', t.RunId, s.RunId), if(t.Mode != '', t.Mode, s.Mode),
     multiIf(s.RolloutKeySource = 'rollout', s.Attempt, t.Attempts = 1, t.Attempt, 0),
-    s.RolloutKey, s.RolloutKeySource, s.Timestamp, s.TraceId, s.SpanId, s.Choice, s.RowKind, s.ParentSpanId, s.ProcessId, s.Seq, s.SpanName,
+    s.RolloutKey, s.RolloutKeySource, s.Timestamp, s.TraceId, s.SpanId, s.EventIndex, s.RowKind, s.ParentSpanId, s.ProcessId, s.Seq, s.SpanName,
     s.SpanKind, s.ServiceName, s.ScopeName, s.Duration, s.StatusCode, s.StatusMessage, s.Attributes, s.IngestedAt
 FROM (SELECT * FROM spangrad_internal.rollout_spans FINAL WHERE RolloutKeySource != 'rollout' OR RunId = '') AS s
 LEFT JOIN spangrad_internal.trace_owners AS t ON s.TraceId = t.TraceId

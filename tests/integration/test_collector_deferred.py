@@ -267,8 +267,8 @@ def test_rollout_spans_view_with_3000_evaluations_needs_memory_once_each(store: 
     store.spans.commit([trace_body(request, request.SerializeToString())])
 
     assert store.spans.settle()
-    said = f"""SELECT countIf(RowKind = 'span' AND Attributes = map()), uniqExactIf(Choice, RowKind = 'evaluation_event'),
-        countIf(Attributes['gen_ai.evaluation.name'] = concat('judge ', toString(intDiv(Choice - 1, 2))))
+    said = f"""SELECT countIf(RowKind = 'span' AND Attributes = map()), uniqExactIf(EventIndex, RowKind = 'evaluation_event'),
+        countIf(Attributes['gen_ai.evaluation.name'] = concat('judge ', toString(intDiv(EventIndex - 1, 2))))
         FROM spangrad.rollout_spans WHERE ServiceName = '{name}'"""
     assert asking.query(said).body == b"1\t3000\t3000\n"
 

@@ -57,8 +57,8 @@ def post(url: str, body: bytes) -> tuple[int, bytes]:
 
 
 def calls_of(client: Client, trace_id: bytes) -> list[tuple[object, ...]]:
-    columns = "Choice, PromptIds, ResponseIds, Logprobs, IdsSource"
-    asked = f"SELECT {columns} FROM spangrad.calls WHERE TraceId = {{t:String}} ORDER BY Choice"
+    columns = "ChoiceIndex, PromptIds, ResponseIds, Logprobs, IdsSource"
+    asked = f"SELECT {columns} FROM spangrad.calls WHERE TraceId = {{t:String}} ORDER BY ChoiceIndex"
     return [tuple(row) for row in client.query(asked, parameters={"t": trace_id.hex()}).result_rows]
 
 

@@ -79,7 +79,7 @@ def rows(gateway: Settings) -> Callable[[str, int], list[dict[str, Any]]]:
     client = connect(gateway.store)
 
     def of_rollout(rollout: str, expected: int) -> list[dict[str, Any]]:
-        query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, Choice"
+        query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, ChoiceIndex"
         wait_until(lambda: client.query(query).row_count >= expected, 10, "the calls' rows")
         return list(client.query(query).named_results())
 
@@ -126,9 +126,9 @@ def test_gateway_dialect_answers_as_vllm_and_records_ids(
     prompts, responses = engine_ids(bare, path, dict(asked))
     choices = len(responses)
     found = rows(f"dialect-{name}", 2 * choices)
-    assert [row["Choice"] for row in found] == [*range(choices)] * 2
+    assert [row["ChoiceIndex"] for row in found] == [*range(choices)] * 2
     for row in found:
-        expected = ([], []) if name == "completions-echo" else (prompts[row["Choice"]], responses[row["Choice"]])
+        expected = ([], []) if name == "completions-echo" else (prompts[row["ChoiceIndex"]], responses[row["ChoiceIndex"]])
         assert (row["PromptIds"], row["ResponseIds"]) == expected
         assert len(row["Logprobs"]) == len(row["ResponseIds"])
         assert row["IdsSource"] == ("none" if name == "completions-echo" else "engine")

@@ -38,7 +38,7 @@ def rows(gateway: Settings) -> Callable[[str, int], list[dict[str, Any]]]:
 
     def of_rollout(rollout: str, expected: int) -> list[dict[str, Any]]:
         """The calls of a rollout, once as many spans have arrived."""
-        query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, Choice"
+        query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, ChoiceIndex"
         wait_until(lambda: len({row["SpanId"] for row in client.query(query).named_results()}) >= expected, 10, "the calls' rows")
         return list(client.query(query).named_results())
 
@@ -174,7 +174,7 @@ def test_gateway_calls_are_stored_with_tokens_of_engine(gateway: Settings, engin
     for row in (whole, stream):
         assert {name: row[name] for name in expected} == expected
         assert row["Logprobs"] == pytest.approx([one["logprob"] for one in choice["logprobs"]["content"]], abs=1e-6)
-    assert [(row["Choice"], row["PromptIds"], row["TopK"]) for row in (first, second)] == [
+    assert [(row["ChoiceIndex"], row["PromptIds"], row["TopK"]) for row in (first, second)] == [
         (0, direct["prompt_token_ids"], 5),
         (1, direct["prompt_token_ids"], 5),
     ]

@@ -98,7 +98,7 @@ def test_attempts_are_there_before_anything_is_built(store: StoreSettings) -> No
     assert rows(store, asked) == [("waiting", 1, 2, True, "", "t")]
 
 
-def test_builds_newest_revision_counts_and_first_of_equal_ones(store: StoreSettings) -> None:
+def test_builds_newest_revision_counts_and_the_first_of_equals(store: StoreSettings) -> None:
     with connect(store) as client:
         for revision, content, minute in ((0, 9, 1), (2, 5, 3), (2, 4, 2), (1, 8, 4)):
             at = datetime(2026, 1, 1, 0, minute, tzinfo=UTC)

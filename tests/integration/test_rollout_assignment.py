@@ -23,7 +23,7 @@ from transition_builder.source.queries import StoreReader
 from transition_builder.source.rollouts import RolloutReader
 
 ROLLOUTS = ("ra", "rb", "rb-2")
-_ROW = ["TraceId", "SpanId", "Choice", "RowKind"]
+_ROW = ["TraceId", "SpanId", "EventIndex", "RowKind"]
 _KEYS = ["RolloutId", "Attempt"]
 
 

@@ -309,7 +309,7 @@ def require_exact(reference: Reference, rows: list[dict[str, Any]]) -> None:
         gaps = {version: reference.gaps(row, version) for version in versions}
         for start, end, version in zip(starts, [*starts[1:], None], versions, strict=True):
             largest = gaps[version][start:end].max()
-            assert largest < EXACT, (row["RolloutKey"], row["Choice"], start, version, largest)
+            assert largest < EXACT, (row["RolloutKey"], row["ChoiceIndex"], start, version, largest)
         for start, before, after in zip(starts[1:], versions, versions[1:], strict=False):
             others += [gaps[after][start - 3 : start], gaps[before][start : start + 3]]
     assert (np.concatenate(others) < EXACT).mean() < 0.2, "versions that cannot be told apart prove nothing of the boundary"

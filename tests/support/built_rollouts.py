@@ -34,7 +34,7 @@ from transition_builder.loop import build_once
 
 SPEC = BuilderSettings().spec
 CALL = {
-    "TaskId": "task", "Choice": 0, "Timestamp": datetime(2026, 1, 1, tzinfo=UTC), "AgentName": "agent", "Policy": "policy",
+    "TaskId": "task", "ChoiceIndex": 0, "Timestamp": datetime(2026, 1, 1, tzinfo=UTC), "AgentName": "agent", "Policy": "policy",
     "Model": "policy", "FinishReason": "stop", "BuildSpec": SPEC,
 }  # fmt: skip
 
@@ -100,7 +100,7 @@ class BuiltRollouts:
 
 def _drop(row: dict[str, Any]) -> dict[str, Any]:
     """A rollout that ended without a call."""
-    columns = {"RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "TaskId", "RolloutId", "Attempt", "Revision", "Choice", "Policy"}
+    columns = {"RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "TaskId", "RolloutId", "Attempt", "Revision", "ChoiceIndex", "Policy"}
     kept = {name: value for name, value in row.items() if name in columns}
     return {"Mode": "train", "Attempt": 0, "Revision": 0, **kept, "CallId": "", "TraceId": "t", "SpanId": "s", "Reason": "no_calls"}
 
@@ -165,7 +165,7 @@ def outcome(store: StoreSettings, run: str) -> tuple[list[tuple[Any, ...]], list
     transitions = rows(
         store,
         f"SELECT RolloutId, Attempt, SpanId, Turn, PromptIds, ResponseIds, Version, Rewards.Value FROM spangrad.transitions "
-        f"WHERE RunId = '{run}' ORDER BY RolloutId, Turn, Choice",
+        f"WHERE RunId = '{run}' ORDER BY RolloutId, Turn, ChoiceIndex",
     )
     drops = rows(
         store,

@@ -308,7 +308,7 @@ class SpanFactory:
                 "TraceId": self.trace(trace or f"{self.run}.{rollout}.{attempt}"),
                 "SpanId": span,
             }
-            | {"Choice": 0, "RowKind": "span", "ParentSpanId": parent, "ProcessId": process, "Seq": seq, "SpanName": name}
+            | {"EventIndex": 0, "RowKind": "span", "ParentSpanId": parent, "ProcessId": process, "Seq": seq, "SpanName": name}
             | {"ServiceName": service or process, "ScopeName": scope, "StatusCode": status, "StatusMessage": "", "Attributes": attributes}
             | facts
         )
@@ -322,7 +322,9 @@ class SpanFactory:
         index = 1 + sum(row["SpanId"] == span and row["RowKind"] != "span" for row in self.spans)
         of_role = {"spangrad.reward.role": role} if role else {}
         said = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": str(value), **of_role}
-        self.spans.append(owner | {"RowKind": kind, "Choice": index, "SpanName": "gen_ai.evaluation.result", "Attributes": said} | facts)
+        self.spans.append(
+            owner | {"RowKind": kind, "EventIndex": index, "SpanName": "gen_ai.evaluation.result", "Attributes": said} | facts
+        )
 
     def call(self, parent: str, *, choices: int = 1, process: str = "gateway", **facts: object) -> str:
         """A gateway span and its rows in calls; `facts` replace columns of those rows, or rollout, attempt and trace of both."""
@@ -347,7 +349,7 @@ class SpanFactory:
         for choice in range(choices):
             self.calls.append(
                 {name: made[name] for name in same}
-                | {"Choice": choice, "CallId": call_id(str(made["TraceId"]), span, choice)}
+                | {"ChoiceIndex": choice, "CallId": call_id(str(made["TraceId"]), span, choice)}
                 | {
                     "Policy": "policy",
                     "Versions.Start": [0],
@@ -374,7 +376,7 @@ class SpanFactory:
             {
                 "TraceId": owner["TraceId"],
                 "SpanId": span,
-                "Choice": 0,
+                "ChoiceIndex": 0,
                 "Policy": "policy",
                 "Versions.Start": [0],
                 "Versions.Version": [3],
@@ -456,7 +458,7 @@ class SpanFactory:
             logprobs = [token["logprob"] for token in (choice.get("logprobs") or {}).get("content", ())]
             arrays = {"PromptIds": said.get("prompt_token_ids") or [], "ResponseIds": choice.get("token_ids") or [], "Logprobs": logprobs}
             self.answer(
-                span, Choice=choice.get("index", 0), ResponseId=said["id"], FinishReason=choice.get("finish_reason") or "", **arrays
+                span, ChoiceIndex=choice.get("index", 0), ResponseId=said["id"], FinishReason=choice.get("finish_reason") or "", **arrays
             )
 
     def otlp(self, *spans: str) -> bytes:

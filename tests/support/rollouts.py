@@ -87,7 +87,7 @@ class StoredRollouts:
             rollout, {"Mode": mode, "GroupId": group, "TaskId": task, "GroupSize": 2, "Calls": 0, "Transitions": 0, "Drops": 0}
         )
         same = {"RunId": self.name, "RolloutId": rollout, "Mode": mode, "GroupId": group, "TaskId": task, "GroupSize": 2, "Attempt": 0}
-        same |= {"CallId": call, "TraceId": trace, "SpanId": span, "Choice": choice, "Timestamp": time}
+        same |= {"CallId": call, "TraceId": trace, "SpanId": span, "ChoiceIndex": choice, "Timestamp": time}
         about = {"AgentName": "planner", "Policy": "policy", "Model": "policy"}
         build["Calls"] += 1
         if dropped:

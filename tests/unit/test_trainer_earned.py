@@ -53,7 +53,7 @@ def transitions(rollouts: Rollouts) -> pl.DataFrame:
             identity = {**attempt, "CallId": f"r{name}-{order}"}
             given_rows.append({**identity, **about, "Name": "air", "Value": call.reward, "Source": "air"})
             of_turn = None if call.fate == NO_TURN else turn
-            placed.append({**identity, "Order": order, "Choice": 0, "Turn": of_turn, "Kept": call.fate == KEPT})
+            placed.append({**identity, "Order": order, "ChoiceIndex": 0, "Turn": of_turn, "Kept": call.fate == KEPT})
     rows = pl.DataFrame(placed, schema_overrides={"Turn": pl.Int64, "Attempt": pl.UInt16})
     lists = {row["CallId"]: row for row in spread(pl.DataFrame(given_rows, schema=dict(GIVEN)), rows).iter_rows(named=True)}
     kept = [

@@ -85,8 +85,8 @@ def test_reconstruct_parent_is_choice_that_prompt_continues() -> None:
     first = spans.call(spans.client(root), choices=2, PromptIds=[1])
     spans.calls[-1] |= {"ResponseIds": [9], "Logprobs": [-1.0]}
     spans.call(spans.client(root), PromptIds=[1, 9, 3])
-    chosen = next(str(row["CallId"]) for row in spans.calls if row["SpanId"] == first and row["Choice"] == 1)
-    assert place(spans).calls.sort("Order", "Choice")["ParentCallId"].to_list() == ["", "", chosen]
+    chosen = next(str(row["CallId"]) for row in spans.calls if row["SpanId"] == first and row["ChoiceIndex"] == 1)
+    assert place(spans).calls.sort("Order", "ChoiceIndex")["ParentCallId"].to_list() == ["", "", chosen]
 
 
 def test_reconstruct_sub_agent_begins_after_call_that_caused_its_tool() -> None:

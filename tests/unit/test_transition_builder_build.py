@@ -28,7 +28,7 @@ def linked_call(spans: fakes.SpanFactory, parent: str, **facts: Any) -> str:
 
 
 def kept(built: Built) -> list[tuple[Any, ...]]:
-    return built.transitions.select("SpanId", "Choice", "Turn", "AgentName", "Rewards.Value").rows()
+    return built.transitions.select("SpanId", "ChoiceIndex", "Turn", "AgentName", "Rewards.Value").rows()
 
 
 def reasons(built: Built) -> dict[str, tuple[str, str]]:
@@ -60,7 +60,7 @@ def test_build_transition_has_fields_for_training() -> None:
         "CallId": name,
         "TraceId": fakes.SpanFactory.trace("run.r.0"),
         "SpanId": call,
-        "Choice": 0,
+        "ChoiceIndex": 0,
         "Timestamp": fakes.SpanFactory.time(5),
         "ParentCallId": "",
         "Branch": 0,

@@ -74,12 +74,12 @@ def test_call_group_direct_mode_call_has_facts_of_its_answer() -> None:
     other = spans.client(str(spans.roots[0]["SpanId"]))
     spans.evaluation(str(spans.roots[0]["SpanId"]))
     spans.answer(client, Policy="p", Model="", TokenizerHash="h", FinishReason="length", Temperature=0.25, **fakes.versions((0, 8)))
-    spans.answer(other, Choice=0)
-    spans.answer(other, Choice=1, ResponseIds=[9])
+    spans.answer(other, ChoiceIndex=0)
+    spans.answer(other, ChoiceIndex=1, ResponseIds=[9])
     built = build(spans.frames(), BuilderSettings())
     columns = [
         "SpanId",
-        "Choice",
+        "ChoiceIndex",
         "Turn",
         "Policy",
         "Version",
@@ -276,7 +276,7 @@ def test_call_group_choices_are_no_retries() -> None:
     spans = fakes.SpanFactory()
     call = spans.call(spans.client(spans.root()), choices=3)
     built = spans_built(spans)
-    assert built.transitions.select("SpanId", "Choice").rows() == [(call, 0), (call, 1), (call, 2)]
+    assert built.transitions.select("SpanId", "ChoiceIndex").rows() == [(call, 0), (call, 1), (call, 2)]
 
 
 def test_call_group_call_recorded_by_two_gateways_is_trained_once() -> None:

@@ -214,7 +214,12 @@ def test_evaluation_on_span_of_call_belongs_to_call() -> None:
     spans.evaluation(root, 16, name="named", kind="evaluation_log")
     spans.spans[-1]["Attributes"]["gen_ai.response.id"] = f"id-{plain}"  # type: ignore[index]
     built = build(spans.frames(), BuilderSettings())
-    assert built.transitions.select("SpanId", "Choice").rows() == [(call_with_retries, 0), (call_with_retries, 1), (plain, 0), (last, 0)]
+    assert built.transitions.select("SpanId", "ChoiceIndex").rows() == [
+        (call_with_retries, 0),
+        (call_with_retries, 1),
+        (plain, 0),
+        (last, 0),
+    ]
     assert given(built) == [
         [("reward", 1.0, "evaluation_event")],
         [],

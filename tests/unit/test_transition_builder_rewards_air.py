@@ -31,7 +31,13 @@ def spec_of(*rules: AirRule, **changes: Any) -> BuilderSettings:
 def built(spans: fakes.SpanFactory, *rules: AirRule, answers: Sequence[Answer] = (), sql: Sequence[dict[str, Any]] = ()) -> Built:
     trace = {str(row["SpanId"]): str(row["TraceId"]) for row in spans.spans}
     rows = [
-        {"TraceId": trace[span], "SpanId": span, "Choice": 0, "Text": text, "ToolCalls": [{"Name": n, "Arguments": a} for n, a in calls]}
+        {
+            "TraceId": trace[span],
+            "SpanId": span,
+            "ChoiceIndex": 0,
+            "Text": text,
+            "ToolCalls": [{"Name": n, "Arguments": a} for n, a in calls],
+        }
         for span, text, calls in answers
     ]
     frames = replace(
@@ -42,7 +48,9 @@ def built(spans: fakes.SpanFactory, *rules: AirRule, answers: Sequence[Answer] =
 
 def air(made: Built) -> list[tuple[str, str, float]]:
     """Span of the call, name and value of each AIR reward, in the order of the calls."""
-    names = {call_id(trace, span, choice): span for trace, span, choice in made.transitions.select("TraceId", "SpanId", "Choice").rows()}
+    names = {
+        call_id(trace, span, choice): span for trace, span, choice in made.transitions.select("TraceId", "SpanId", "ChoiceIndex").rows()
+    }
     rows = made.rewards.filter(pl.col("Source") == "air").select("CallId", "Name", "Value").rows()
     return sorted((names[call], name, value) for call, name, value in rows)
 

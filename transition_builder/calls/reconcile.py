@@ -221,7 +221,7 @@ def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit(DropReason.ATTEMPT_FAILED.value))
         .otherwise(pl.lit(DropReason.NO_CALLS.value)),
         Detail=pl.when(incomplete).then("Detail").otherwise("Failure"),
-        Choice=pl.lit(0),
+        ChoiceIndex=pl.lit(0),
         Timestamp=pl.lit(0, pl.Int64).cast(NANOSECONDS),
         **{name: pl.lit("") for name in ("CallId", "AgentName", "Policy", "Model", "Convention")},
     )

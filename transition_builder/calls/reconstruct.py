@@ -99,7 +99,7 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     before = came_before(forest, clocks, agents, events)
     number_of_event = np.append(np.where(is_call, np.cumsum(is_call) - 1, NO_CALL), NO_CALL)
     in_order = events.take(calls)
-    by_call = np.lexsort((choices["Choice"].to_numpy(), call_of_row))
+    by_call = np.lexsort((choices["ChoiceIndex"].to_numpy(), call_of_row))
     first_choice = np.searchsorted(call_of_row[by_call], np.arange(len(calls)))
     parent, parent_row, goes_on = parents(in_order, number_of_event[before[calls]], choices, by_call, first_choice)
     branch = branches(forest, agents, in_order, parent, goes_on)

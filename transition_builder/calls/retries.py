@@ -67,7 +67,7 @@ def duplicates(calls: pl.DataFrame, chained: Indices, none: int) -> pl.Series:
         chained: for each row the gateway's span above it.
         none: the value of `chained` and ClientNode where there is none.
     """
-    repeated = calls["ResponseId"].set(calls["Choice"] != 0, "")
+    repeated = calls["ResponseId"].set(calls["ChoiceIndex"] != 0, "")
     is_repeated = repeated.is_duplicated() & (repeated != "")
     linked = np.flatnonzero(chained != none)
     if not is_repeated.any() and not len(linked):
@@ -82,14 +82,14 @@ def duplicates(calls: pl.DataFrame, chained: Indices, none: int) -> pl.Series:
     order = calls.select(*ATTEMPT, *CHOICE, "ResponseId", row=pl.int_range(pl.len()), apart=pl.col("ClientNode") == none)
     among = order.filter(pl.col("ResponseId").is_in(repeated.filter(is_repeated).unique().implode())).sort("apart", *CHOICE)
     seen = dict[tuple[object, ...], int]()
-    for row, *key in among.select("row", *ATTEMPT, "ResponseId", "Choice").iter_rows():
+    for row, *key in among.select("row", *ATTEMPT, "ResponseId", "ChoiceIndex").iter_rows():
         ids = [calls[name][row].to_numpy().tobytes() for name in ("PromptIds", "ResponseIds")]
         if ids[1] and (first := seen.setdefault((*key, *ids), row)) != row:
             original[row] = first
-    spans = calls.select("Node", "Choice", ids=pl.col("PromptIds").list.len() > 0)
+    spans = calls.select("Node", "ChoiceIndex", ids=pl.col("PromptIds").list.len() > 0)
     at = {(node, choice): row for row, (node, choice, _) in enumerate(spans.iter_rows())} if len(linked) else {}
     for row in order[linked].sort("apart", *CHOICE)["row"].to_list():
-        outer = at.get((int(chained[row]), spans["Choice"][row]))
+        outer = at.get((int(chained[row]), spans["ChoiceIndex"][row]))
         if outer is None:
             continue
         counts, other = (row, outer) if spans["ids"][row] and not spans["ids"][outer] else (outer, row)

@@ -28,7 +28,7 @@ def facts(arrivals: pl.DataFrame, owners: pl.DataFrame | None = None) -> Facts:
     where = list(NAMES)
     evaluation_rows = arrivals.filter(pl.col("RowKind") != "span")
     scored = evaluation_rows.filter(attribute(semconv.EVALUATION_SCORE).is_not_null())
-    evaluations = scored.group_by(where).agg(pl.struct("SpanId", "Choice").n_unique().cast(pl.UInt64).alias("Evaluations"))
+    evaluations = scored.group_by(where).agg(pl.struct("SpanId", "EventIndex").n_unique().cast(pl.UInt64).alias("Evaluations"))
     presence = (
         arrivals.group_by(where)
         .agg(pl.col("IngestedAt").max().alias("LastArrival"))

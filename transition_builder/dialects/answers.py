@@ -114,7 +114,7 @@ WITH
     ) AS choices
 SELECT
     TraceId, SpanId,
-    choice.1 AS Choice,
+    choice.1 AS ChoiceIndex,
     answer.{semconv.ANSWER_FIELD}.policy AS Policy,
     tupleElement(versions[choice.1 + 1], 1) AS `Versions.Start`,
     tupleElement(versions[choice.1 + 1], 2) AS `Versions.Version`,
@@ -136,7 +136,7 @@ LEFT ARRAY JOIN choices AS choice
 WHERE ServiceName IN %(services)s AND SpanName IN %(names)s
     AND Timestamp BETWEEN fromUnixTimestamp64Nano(%(first)s) AND fromUnixTimestamp64Nano(%(last)s)
     AND TraceId IN %(traces)s AND SpanId IN %(spans)s
-LIMIT 1 BY TraceId, SpanId, Choice
+LIMIT 1 BY TraceId, SpanId, ChoiceIndex
 """
 """Query of the engine's extra fields, typed in the database: a row a choice, one empty row where the span holds no answer with ids.
 

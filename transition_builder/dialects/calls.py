@@ -37,14 +37,14 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         the call nor its outcome.
     """
     large_columns = [name for name in ("Attributes", "Scores", "ToolArguments", "ToolResult") if name in spans.columns]
-    light = spans.drop("Choice", *_REPORTED, *large_columns, strict=False).hstack(_reported(spans))
+    light = spans.drop("EventIndex", *_REPORTED, *large_columns, strict=False).hstack(_reported(spans))
     ids = pl.col("ResponseIds").list.len().fill_null(0) > 0
     failed = (pl.col("StatusCode") == "Error") | pl.col("reported_error").is_not_null()
     message = pl.col("StatusMessage").str.split(":").list.first().replace("", None)
     rows = (
         light.join(answers, on=SPAN, how="left", maintain_order="left")
         .with_columns(
-            pl.col("Choice").fill_null(0),
+            pl.col("ChoiceIndex").fill_null(0),
             pl.col("Policy", "TokenizerHash", "Modality").fill_null(""),
             pl.col("PromptIds", "ResponseIds", "Logprobs", *VERSIONS).fill_null([]),
             ErrorType=pl.when(failed).then(pl.coalesce("reported_error", message, pl.lit("error"))).otherwise(pl.lit("")),
@@ -65,7 +65,7 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         )
         .drop("reported_error", "reported_tokens", *(f"reported_{name}" for name in _REPORTED))
     )
-    names = [call_id(trace, span, choice) for trace, span, choice in rows.select(*SPAN, "Choice").iter_rows()]
+    names = [call_id(trace, span, choice) for trace, span, choice in rows.select(*SPAN, "ChoiceIndex").iter_rows()]
     return rows.with_columns(CallId=pl.Series(names, dtype=pl.String))
 
 

@@ -132,7 +132,7 @@ def read_dialogues(client: Client, url: str, calls: Sequence[Mapping[str, Any]])
     contents: dict[_Key, SpanText] = {}
     for start in range(0, len(ordered), _SPANS_A_QUERY):
         contents |= _read(client, url, ordered[start : start + _SPANS_A_QUERY])
-    return [_dialogue(contents.get((call["TraceId"], call["SpanId"])), call["Choice"]) for call in calls]
+    return [_dialogue(contents.get((call["TraceId"], call["SpanId"])), call["ChoiceIndex"]) for call in calls]
 
 
 def _dialogue(span: SpanText | None, choice: int) -> Dialogue | LeftOut:

@@ -52,7 +52,7 @@ _BUILD = ("RunId", "RolloutId", "Revision", "Content")
 _FACTS = "RunId, Mode, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision, Content, Calls, Transitions, Drops"
 _TIME = "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
 _COLUMNS = ", ".join(_TIME if name == "Timestamp" else f"`{name}`" for name in TRANSITIONS)
-_DROPS = f"RunId, RolloutId, Revision, Content, Attempt, CallId, TraceId, SpanId, Choice, {_TIME}, AgentName, Policy, Model, Reason"
+_DROPS = f"RunId, RolloutId, Revision, Content, Attempt, CallId, TraceId, SpanId, ChoiceIndex, {_TIME}, AgentName, Policy, Model, Reason"
 _REWARD = ("CallId", "Name", "Source", "RuleHash", "TraceId", "SpanId")
 _KEYS = {
     "transitions": (("RunId", "Mode", "GroupId", "RolloutId"), ("CallId",)),

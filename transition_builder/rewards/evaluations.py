@@ -65,7 +65,7 @@ def scores(nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     if having.is_empty():
         return empty(REPORTED)
     scored = (
-        having.select(*ATTEMPT, *SPAN, "Timestamp", "Choice", pl.col("Scores").alias("score"), Role=_ROLE)
+        having.select(*ATTEMPT, *SPAN, "Timestamp", "EventIndex", pl.col("Scores").alias("score"), Role=_ROLE)
         .join(rollouts.select(*ATTEMPT, "Mode"), on=ATTEMPT)
         .explode("score")
         .unnest("score")
@@ -126,8 +126,8 @@ def resolve_targets(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataF
 
 def _targets(calls: pl.DataFrame, nodes: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return calls by their spans, and by their response ids: the latest call, its first choice."""
-    identity = calls.select(*ATTEMPT, *SPAN, "Order", "Choice", "CallId", "ResponseId", "ClientNode")
-    latest = identity.sort("Order", "Choice", descending=[True, False])
+    identity = calls.select(*ATTEMPT, *SPAN, "Order", "ChoiceIndex", "CallId", "ResponseId", "ClientNode")
+    latest = identity.sort("Order", "ChoiceIndex", descending=[True, False])
     client = nodes.select(*SPAN).with_row_index("ClientNode").with_columns(pl.col("ClientNode").cast(pl.Int64))
     own = latest.select(*ATTEMPT, *SPAN, pl.col("CallId").alias("by_span"))
     through = latest.select(*ATTEMPT, "ClientNode", pl.col("CallId").alias("by_span")).join(client, on="ClientNode", maintain_order="left")

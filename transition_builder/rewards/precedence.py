@@ -26,7 +26,7 @@ REPORTED: Schema = {
     "Speaker": pl.String(),
     "Seq": pl.UInt64(),
     "Timestamp": NANOSECONDS,
-    "Choice": pl.UInt64(),
+    "EventIndex": pl.UInt64(),
 }
 """Reward that a source reports. CallId: null where the span or the response id has still to be looked up. Value: null where there is no
 finite number; Fault then describes it. Speaker: the process that reports it, else its service; Seq and Timestamp are the speaker's."""
@@ -48,7 +48,7 @@ def by_precedence(reported: pl.DataFrame) -> pl.DataFrame:
     span = [*_TARGET, "RuleHash", "TraceId", "SpanId"]
     return (
         reported.filter(rank == rank.min().over(_TARGET))
-        .sort("Seq", "Timestamp", "Choice", nulls_last=True, maintain_order=True)
+        .sort("Seq", "Timestamp", "EventIndex", nulls_last=True, maintain_order=True)
         .unique([*span, "Speaker"], keep="last", maintain_order=True)
         .sort("Value", nulls_last=False, maintain_order=True)
         .unique(span, keep="first", maintain_order=True)

@@ -57,7 +57,7 @@ def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, a
         for trace, span, *places in rows_read:
             for choice, (text, calls) in texts.response(places).items():
                 asked = [{"Name": name, "Arguments": arguments} for name, arguments in calls]
-                rows.append({"TraceId": trace, "SpanId": span, "Choice": choice, "Text": text, "ToolCalls": asked})
+                rows.append({"TraceId": trace, "SpanId": span, "ChoiceIndex": choice, "Text": text, "ToolCalls": asked})
     return pl.DataFrame(rows, schema=dict(RESPONSES))
 
 

@@ -26,9 +26,9 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
 
     Args:
         rewards: GIVEN rows.
-        placed: all calls of final attempts with RunId, RolloutId, Attempt, CallId, Order, Choice, Turn (null: no turn) and Kept.
+        placed: all calls of final attempts with RunId, RolloutId, Attempt, CallId, Order, ChoiceIndex, Turn (null: no turn) and Kept.
     """
-    calls = placed.sort("Order", "Choice", "CallId").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
+    calls = placed.sort("Order", "ChoiceIndex", "CallId").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
     kept = calls.filter("Kept").select(*ATTEMPT, "at", pl.col("CallId").alias("target"), pl.col("Turn").alias("of_target"))
     first = kept.unique(ATTEMPT, keep="first", maintain_order=True).select(
         *ATTEMPT, pl.col("target").alias("first"), pl.col("of_target").alias("of_first")

@@ -97,7 +97,7 @@ WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN {keys} AND Rollou
 GROUP BY TraceId
 """
 _TALLY = """
-SELECT RunId, RolloutKey, RolloutKeySource, TraceId, uniqExact(Attempt, Timestamp, SpanId, Choice) AS Rows
+SELECT RunId, RolloutKey, RolloutKeySource, TraceId, uniqExact(Attempt, Timestamp, SpanId, EventIndex) AS Rows
 FROM spangrad_internal.rollout_spans
 WHERE {arrived} AND {which}
 GROUP BY RunId, RolloutKey, RolloutKeySource, TraceId

@@ -24,7 +24,6 @@ from transition_builder.schemas import (
     ANSWERS,
     ARRIVALS,
     CALLS,
-    CHOICE,
     DROPPED,
     MICROSECONDS,
     ROLLOUT,
@@ -62,7 +61,7 @@ _SETTINGS = (
     " output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'none'"
 )
 """Settings for reads of few granules: one thread, and one block where it is no longer than the part of a result that is buffered."""
-_ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId", "Choice"]
+_ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId"]
 """Columns that are equal in all deliveries of a row: the sorting key of the tables."""
 
 
@@ -90,7 +89,7 @@ class RolloutReader:
     def frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, owners: pl.DataFrame) -> Frames:
         """Return the frames of the given rollouts (ROLLOUTS), from ARRIVALS that may include others', and OWNERS of their traces."""
         matching = arrivals.select(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())).to_series()
-        spans = _first_deliveries(arrivals if matching.all() else arrivals.filter(matching))
+        spans = _first_deliveries(arrivals if matching.all() else arrivals.filter(matching), "EventIndex")
         inherited = spans.select(pl.col("TraceId").filter(~NAMED & IS_GATEWAY)).to_series()
         return self._frames(_read_of(rollouts, spans), spans, self._calls(pl.concat([rollouts["RolloutId"], inherited])), owners)
 
@@ -102,10 +101,10 @@ class RolloutReader:
             traces: traces of calls of these rollouts.
         """
         by_key = self._by_keys(rollouts["RolloutId"], _ANY)
-        spans = _first_deliveries(self._with_inherited(by_key, traces))
+        spans = _first_deliveries(self._with_inherited(by_key, traces), "EventIndex")
         calls = self._calls(pl.concat([rollouts["RolloutId"], traces, by_key["TraceId"]]))
         owners = self._owners_of_traces(pl.concat([spans["TraceId"], calls["TraceId"]]))
-        once = spans.unique([*SPAN, "RowKind", "Choice"], maintain_order=True)
+        once = spans.unique([*SPAN, "RowKind", "EventIndex"], maintain_order=True)
         return self._frames(_read_of(rollouts, spans), claim(once, owners), conform(claim(calls, owners), CALLS), owners)
 
     def _with_inherited(self, by_key: pl.DataFrame, traces: pl.Series) -> pl.DataFrame:
@@ -129,7 +128,8 @@ class RolloutReader:
     def _calls(self, keys: pl.Series) -> pl.DataFrame:
         """Return CALLS by their keys."""
         schema = {**CALLS, "IngestedAt": MICROSECONDS}
-        return concat((_first_deliveries(self._read("calls", schema, key_batch, _ANY)) for key_batch in batches(keys)), CALLS)
+        read = (self._read("calls", schema, key_batch, _ANY) for key_batch in batches(keys))
+        return concat((_first_deliveries(rows, "ChoiceIndex") for rows in read), CALLS)
 
     def _read(self, table: str, schema: Schema, keys: Collection[bytes], where: str, constants: Iterable[str] = ()) -> pl.DataFrame:
         """Return rows of a table by their keys that meet a condition over some further constants."""
@@ -164,8 +164,8 @@ def _read_of(rollouts: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
     return conform(rollouts.drop("RowsRead").join(counted, on=ROLLOUT, how="left", maintain_order="left"), ROLLOUTS)
 
 
-def _first_deliveries(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows without repeated deliveries."""
-    if rows.select(CHOICE).is_unique().all():
+def _first_deliveries(rows: pl.DataFrame, index: str) -> pl.DataFrame:
+    """Return the rows without repeated deliveries; `index` is the column that tells the rows of one span apart."""
+    if rows.select(*SPAN, index).is_unique().all():
         return rows
-    return rows.sort("IngestedAt", maintain_order=True).unique(_ROW, keep="first", maintain_order=True)
+    return rows.sort("IngestedAt", maintain_order=True).unique([*_ROW, index], keep="first", maintain_order=True)

@@ -30,7 +30,7 @@ _OF_SPAN = (
 )  # fmt: skip
 """Columns of _ROWS, in the order of the fields of `Span`."""
 _CALLS = """
-SELECT TraceId, SpanId, Choice, Policy, `Versions.Version`, length(PromptIds), length(ResponseIds), FinishReason, ErrorType,
+SELECT TraceId, SpanId, ChoiceIndex, Policy, `Versions.Version`, length(PromptIds), length(ResponseIds), FinishReason, ErrorType,
     HttpStatus, Aborted
 FROM spangrad.calls
 WHERE RolloutKey IN {keys:Array(String)}
@@ -43,16 +43,16 @@ WHERE {_OF_ROLLOUT}
 ORDER BY BuildSpec, RunId
 """
 _TRANSITIONS = f"""
-SELECT RunId, BuildSpec, Attempt, TraceId, SpanId, Choice, AgentName, Policy, Version, Turn,
+SELECT RunId, BuildSpec, Attempt, TraceId, SpanId, ChoiceIndex, AgentName, Policy, Version, Turn,
     `Rewards.Name`, `Rewards.Value`, `Rewards.Source`, `Rewards.Role`
 FROM {rows_sql("transitions", where=_OF_ROLLOUT)} AS t
-ORDER BY Attempt, Turn, Choice, CallId
+ORDER BY Attempt, Turn, ChoiceIndex, CallId
 """
 _DROPS = f"""
-SELECT RunId, BuildSpec, Attempt, TraceId, if(CallId = '', '', SpanId), Choice, AgentName, if(Policy = '', Model, Policy), Reason, Detail,
-    Convention
+SELECT RunId, BuildSpec, Attempt, TraceId, if(CallId = '', '', SpanId), ChoiceIndex, AgentName, if(Policy = '', Model, Policy),
+    Reason, Detail, Convention
 FROM {rows_sql("drops", where=_OF_ROLLOUT)} AS d
-ORDER BY Attempt, Timestamp, Choice, CallId
+ORDER BY Attempt, Timestamp, ChoiceIndex, CallId
 """
 _GROUP = """
 SELECT uniqExact(RolloutId) FROM spangrad.builds

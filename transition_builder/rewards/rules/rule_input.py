@@ -64,7 +64,7 @@ class RuleInput:
     @cached_property
     def first(self) -> pl.DataFrame:
         """Return the first choice of each call."""
-        return self.used.filter(pl.col("Choice") == pl.col("Choice").min().over(*ATTEMPT, *SPAN))
+        return self.used.filter(pl.col("ChoiceIndex") == pl.col("ChoiceIndex").min().over(*ATTEMPT, *SPAN))
 
     @cached_property
     def tools(self) -> pl.DataFrame:
