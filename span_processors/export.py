@@ -132,7 +132,7 @@ class LosslessSpanProcessor(SpanProcessor):
         _after_fork_in_child(self._reset)
 
     def _reset(self) -> None:
-        """Start empty; after a fork the parent's spans stay with the parent, and its thread and lock are left behind."""
+        """Start empty; after a fork the parent's spans, thread and lock stay with the parent."""
         # A condition's lock is re-entrant, so a signal handler may flush while the interrupted code holds it.
         self._changed = threading.Condition()
         self._queue: deque[tuple[ReadableSpan, int]] = deque()

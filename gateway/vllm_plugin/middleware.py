@@ -107,7 +107,7 @@ class SpangradMiddleware:
             "warm": self.warm,
             "model": self.model,
             "lora_rank": self.lora_rank,
-            "bare": self.zero_adapter,
+            "zero_adapter": self.zero_adapter,
             "transfer": self.transfer,
             "api_servers": parallel._api_process_count,
             "data_parallel_size": parallel.data_parallel_size,

@@ -165,7 +165,7 @@ class FakeEngine:
         served = {"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm, "model": self.model}
         bare = "the bare adapter" if self.lora_rank else ""
         parallel = {"api_servers": self.api_servers, "data_parallel_size": self.data_parallel_size}
-        return web.json_response({**served, "lora_rank": self.lora_rank, "bare": bare, "transfer": self.transfer, **parallel})
+        return web.json_response({**served, "lora_rank": self.lora_rank, "zero_adapter": bare, "transfer": self.transfer, **parallel})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})

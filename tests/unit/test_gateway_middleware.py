@@ -202,7 +202,7 @@ async def test_middleware_with_lora_sends_calls_to_adapter(vllm: Vllm, plugin_en
     monkeypatch.setenv("SPANGRAD_ZERO_ADAPTER", "/bare")
     middleware = SpangradMiddleware(vllm)
     info = json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0])
-    assert (info["lora_rank"], info["bare"], info["transfer"]) == (8, "/bare", "")
+    assert (info["lora_rank"], info["zero_adapter"], info["transfer"]) == (8, "/bare", "")
     unnamed = {name: value for name, value in ASKED.items() if name != "model"}
     for asked in (ASKED, unnamed, {**ASKED, "model": None}, {**ASKED, "model": "policy-base"}, {**ASKED, "model": "other"}):
         await call(middleware, CHAT_PATH, asked)
@@ -236,7 +236,7 @@ async def test_middleware_version_changes_once_vllm_has_accepted(vllm: Vllm, mid
         "warm": False,
         "model": "",
         "lora_rank": 0,
-        "bare": "",
+        "zero_adapter": "",
         "transfer": "",
         "api_servers": 1,
         "data_parallel_size": 1,

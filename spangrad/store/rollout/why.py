@@ -166,7 +166,7 @@ def _call(conclusion: Conclusion, names: dict[tuple[str, str], str]) -> str:
 def _conclusion_text(conclusion: Conclusion) -> str:
     if conclusion.reason:
         detail = f" ({conclusion.detail})" if conclusion.detail else ""
-        convention = f", told by {conclusion.convention}" if conclusion.convention else ""
+        convention = f", reported by {conclusion.convention}" if conclusion.convention else ""
         return f"dropped as {conclusion.reason}{detail}{convention}."
     given = (f"{titled(name, role)} = {value:g} ({source})" for name, value, source, role in conclusion.rewards)
     rewards = ", ".join(given) or "no reward of its own"
@@ -214,7 +214,7 @@ def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
     if mode not in trainer.modes:
         return [f"trainer.modes takes {', '.join(trainer.modes)} only, and this is {mode}."]
     if not build.group_size:
-        return ["nobody said how many rollouts its group has, so that the group is never whole."]
+        return ["the size of its group is unknown, so that the group is never complete."]
     if build.group_built < build.group_size:
         return [f"its group {build.group} has {build.group_built} of {counted(build.group_size, 'rollout')} built so far."]
     if build.spec != settings.builder.spec and trainer.dataset is None:
@@ -230,7 +230,7 @@ def _ready(build: Build, record: Record, settings: Settings) -> str:
     if oldest is None:
         return f"none of its transitions is of policy {trainer.policy}, which the trainer, as it is set up here, trains."
     ledger = "trainer.ledger_url" if trainer.ledger_url else trainer.directory / LEDGER
-    remedy = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({ledger})."
+    remedy = f"If `spangrad train` has skipped it, the reason is in its log and its ledger ({ledger})."
     if record.ledger_silent:
         remedy = f"Whether a trainer has skipped its group is not known: {record.ledger_silent}"
     if newest is not None and newest - oldest > trainer.sampling.max_staleness:
