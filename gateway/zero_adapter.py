@@ -1,4 +1,4 @@
-"""The bare adapter: all zeros, so it changes nothing; an engine that takes adapters serves it until it is given another one.
+"""The zero adapter: all zeros, so it changes nothing; an engine that takes adapters serves it until it is given another one.
 
 In: the engine's settings and its model. Out: a directory in PEFT's layout. Invariant: all of its words are 0, so that what is computed, and
 its checksum, are the base model's; calls in flight when an engine goes back to the base go on with the base.
@@ -20,7 +20,7 @@ _KNOWN = "_proj.weight"
 
 def zero_adapter(engine: EngineSettings) -> Path:
     """Return the adapter's directory; one for each port, since engines that share a cache may have different models."""
-    return engine.cache_dir.absolute() / f"bare-adapter-{engine.port}"
+    return engine.cache_dir.absolute() / f"zero-adapter-{engine.port}"
 
 
 def write_zero_adapter(engine: EngineSettings, model: Path) -> None:

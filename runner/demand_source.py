@@ -35,7 +35,7 @@ Served = Callable[[str], Awaitable[int | None]]
 
 
 def task_at(tasks: Sequence[Task], number: int, seed: int) -> Task:
-    """Return the task of the run's group number `number` (from 0): all tasks in a shuffled order, then all of them in another order."""
+    """Return the task of the run's group `number` (from 0): all tasks in a shuffled order, then all of them in another order."""
     epoch, index = divmod(number, len(tasks))
     return tasks[_order(len(tasks), seed, epoch)[index]]
 

@@ -101,11 +101,11 @@ def otlp_url(environ: Mapping[str, str]) -> str:
     parts = urlsplit(url)
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or ""
     if parts.port == _GRPC_PORT:
-        transformed = parts._replace(
+        http_url = parts._replace(
             netloc=parts.netloc[: -len(str(_GRPC_PORT))] + str(_HTTP_PORT), path=parts.path.rstrip("/") or "/v1/traces"
         ).geturl()
-        _logger.warning("port %d takes OTLP/gRPC; spans are sent by OTLP/HTTP to %s instead of %s", _GRPC_PORT, transformed, url)
-        return transformed
+        _logger.warning("port %d takes OTLP/gRPC; spans are sent by OTLP/HTTP to %s instead of %s", _GRPC_PORT, http_url, url)
+        return http_url
     if protocol == "grpc":
         _logger.warning("OTEL_EXPORTER_OTLP_PROTOCOL=grpc is not used here: spans are sent by OTLP/HTTP to %s", url)
     return url

@@ -64,10 +64,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SHARE = 0.05
-_LONGEST_LOOK_SECONDS = 2.0
-"""Longest pause of an idle trainer between two polls, in seconds; shorter ones are `_LOOK_SHARE` of the time that it has waited."""
-_LOOK_SECONDS = 1.0
+_POLL_SHARE = 0.05
+_LONGEST_POLL_SECONDS = 2.0
+"""Longest pause of an idle trainer between two polls, in seconds; shorter ones are `_POLL_SHARE` of the time that it has waited."""
+_CHECK_SECONDS = 1.0
 """Interval at which an idle trainer checks the served version, in seconds."""
 
 
@@ -118,13 +118,13 @@ class Trainer:
 
     def _idle(self) -> None:
         """Pause while there is nothing to train; at intervals undo leases of dead processes, evaluate, and check the served version."""
-        if time.monotonic() - self._checked_at > _LOOK_SECONDS:
+        if time.monotonic() - self._checked_at > _CHECK_SECONDS:
             self._checked_at = time.monotonic()
             undo_leases(self.ledger, self.settings)
             self.evaluate()
             self._publish_again()
         # A group that becomes ready after a long wait is taken a little later, and an idle trainer costs little.
-        time.sleep(max(self.settings.trainer.poll_seconds, min(self.clock.waited * _LOOK_SHARE, _LONGEST_LOOK_SECONDS)))
+        time.sleep(max(self.settings.trainer.poll_seconds, min(self.clock.waited * _POLL_SHARE, _LONGEST_POLL_SECONDS)))
 
     def _record_late_publications(self) -> None:
         """Record the metrics of versions that were published late, after an outage of the gateway.

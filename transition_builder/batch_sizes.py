@@ -1,6 +1,6 @@
 """Sizes of build batches: rollouts that are built together.
 
-Invariant: each rollout is whole and in one portion; a portion holds as many calls as fit the bounds, or a single rollout.
+Invariant: each rollout is whole and in one batch; a batch holds as many calls as fit the bounds, or a single rollout.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SIZE = pl.col("Calls").cast(pl.Int64).fill_null(16) + 1
 
 
 class BuildBatches:
-    """Splits rollouts into portions by the measured memory per call."""
+    """Splits rollouts into batches by the measured memory per call."""
 
     def __init__(self) -> None:
         """Begin with an estimate; nothing has been measured yet."""
         self._bytes_a_call = _BYTES_A_CALL
 
     def of(self, rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:
-        """Yield ROLLOUTS in as few portions as the bounds allow, of similar size, oldest first."""
+        """Yield ROLLOUTS in as few batches as the bounds allow, of similar size, oldest first."""
         if rollouts.is_empty():
             return
         max_calls = max(1, min(CALLS_A_BUILD, BYTES_A_BUILD // self._bytes_a_call))
@@ -39,6 +39,6 @@ class BuildBatches:
         yield from (batch.drop("portion") for batch in numbered.partition_by("portion", maintain_order=True))
 
     def record(self, frames: Frames) -> None:
-        """Update the estimated memory per call from the frames read for a portion."""
+        """Update the estimated memory per call from the frames read for a batch."""
         weight = sum(frame.estimated_size() for frame in (frames.spans, frames.calls, frames.answers))
         self._bytes_a_call = int(weight) // int(frames.rollouts.select(_SIZE.sum()).item()) + 1

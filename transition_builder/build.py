@@ -1,6 +1,6 @@
 """Build transitions from the spans of ended rollouts: one pure function.
 
-Invariant (law 2): every policy call of every attempt of those rollouts leaves exactly once, in a transition or in a drop with the first
+Invariant: every policy call of every attempt of those rollouts leaves exactly once, in a transition or in a drop with the first
 reason that applies (`reconcile`); a rollout whose final attempt has no calls leaves one drop of its own. The same frames give the same
 rows, whatever else is among them.
 

@@ -21,7 +21,7 @@ ATTEMPT = [*ROLLOUT, "Attempt"]
 SPAN = ["TraceId", "SpanId"]
 """Columns that name a span."""
 CHOICE = [*SPAN, "ChoiceIndex"]
-"""Columns that name a choice of a call, or a row of spangrad_internal.rollout_spans."""
+"""Columns that name a choice of a call."""
 
 _IDENTITY: Schema = {
     "RunId": _TEXT,

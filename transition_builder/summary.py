@@ -1,4 +1,4 @@
-"""Counts of what a look at the store built; rows count when their revision is written."""
+"""Counts of what a pass of the builder built; rows count when their revision is written."""
 
 from __future__ import annotations
 

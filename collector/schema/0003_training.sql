@@ -103,7 +103,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.drops (
     AgentName LowCardinality(String) CODEC(ZSTD(1)),
     Policy LowCardinality(String) CODEC(ZSTD(1)),
     Model LowCardinality(String) CODEC(ZSTD(1)),
-    Convention LowCardinality(String) COMMENT 'Of the span that tells of the call' CODEC(ZSTD(1)),
+    Convention LowCardinality(String) COMMENT 'Of the span that describes the call' CODEC(ZSTD(1)),
     Reason LowCardinality(String) CODEC(ZSTD(1)),
     Detail String CODEC(ZSTD(1)),
     BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content) COMMENT 'As in spangrad_internal.builds' CODEC(ZSTD(1)),

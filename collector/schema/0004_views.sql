@@ -33,11 +33,7 @@ CREATE VIEW IF NOT EXISTS spangrad.rollout_traces AS
 SELECT DISTINCT RolloutKey AS RolloutId, TraceId FROM spangrad_internal.rollout_spans
 COMMENT 'Traces with a span that names the rollout, session or conversation itself, or none: all traces that a rollout may have spans in.';
 
-CREATE VIEW IF NOT EXISTS spangrad.rollout_traces AS
-SELECT DISTINCT RolloutKey AS RolloutId, TraceId FROM spangrad_internal.rollout_spans WHERE TraceId != ''
-COMMENT 'Traces with a span that names the rollout, session or conversation itself, or none: all traces that a rollout may have spans in.';
-
-CREATE VIEW IF NOT EXISTS spangrad.calls AS SELECT *, CallId FROM spangrad_internal.calls FINAL
+CREATE VIEW IF NOT EXISTS spangrad.calls AS SELECT * EXCEPT (DedupRank), CallId FROM spangrad_internal.calls FINAL
 COMMENT 'Policy calls that the gateway recorded, each choice once. Calls of direct mode are in transitions and drops.';
 
 -- BuildId of the newest revision of each rollout that was built. spangrad/store/datasets.py says the same as of a time.
@@ -130,9 +126,9 @@ FROM (
         UNION ALL
         SELECT b.RunId, b.Mode, b.BuildSpec, b.RolloutId, c.CallId, b.Revision, 0, 0, 0, 1
         FROM (
-            SELECT if(a.RunId != '', a.RunId, t.RunId) AS RunId, a.CallId AS CallId,
+            SELECT if(t.RunId = '' OR (a.RolloutKeySource = 'rollout' AND a.RunId != ''), a.RunId, t.RunId) AS RunId, a.CallId AS CallId,
                 if(a.RolloutKeySource = 'rollout' OR t.RolloutId = '', a.RolloutKey, t.RolloutId) AS RolloutId
-            FROM (SELECT DISTINCT RunId, RolloutKey, RolloutKeySource, TraceId, CallId FROM spangrad_internal.calls WHERE IdsSource != 'agent') AS a
+            FROM (SELECT DISTINCT RunId, RolloutKey, RolloutKeySource, TraceId, CallId FROM spangrad_internal.calls) AS a
             LEFT JOIN spangrad_internal.trace_owners AS t ON a.TraceId = t.TraceId
         ) AS c
         INNER JOIN (
@@ -144,9 +140,9 @@ FROM (
     )
     GROUP BY RunId, BuildSpec, RolloutId, CallId)
 GROUP BY RunId, BuildSpec, RolloutId
-COMMENT 'Law 2 as a question, a row a rollout and build: each call that the build counted has one row, and so has each that the gateway recorded.';
+COMMENT 'The accounting of calls as a question, a row a rollout and build: each call that the build counted has one row, and so has each that the gateway recorded.';
 
-CREATE VIEW IF NOT EXISTS spangrad.datasets AS SELECT * FROM spangrad_internal.datasets FINAL
+CREATE VIEW IF NOT EXISTS spangrad.datasets AS SELECT * EXCEPT (DedupRank) FROM spangrad_internal.datasets FINAL
 COMMENT 'Names of build specifications and their revisions.';
 
 CREATE VIEW IF NOT EXISTS spangrad.attempts AS

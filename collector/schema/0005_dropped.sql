@@ -7,7 +7,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.dropped_attributes (
     Timestamp DateTime64(9) CODEC(Delta(8), ZSTD(1)),
     ServiceName LowCardinality(String) CODEC(ZSTD(1)),
     ScopeName LowCardinality(String) CODEC(ZSTD(1)),
-    Name LowCardinality(String) COMMENT 'Of the span, or the event that the record tells of' CODEC(ZSTD(1)),
+    Name LowCardinality(String) COMMENT 'Of the span, or the event that the record describes' CODEC(ZSTD(1)),
     TraceId String CODEC(ZSTD(1)),
     SpanId String CODEC(ZSTD(1)),
     Attributes UInt64 COMMENT 'Of the span itself, its events and its links' CODEC(ZSTD(1)),

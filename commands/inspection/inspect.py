@@ -223,7 +223,7 @@ SELECT TraceId, SpanId, CallId, '' AS Reason FROM spangrad.transitions WHERE Tra
 UNION ALL
 SELECT TraceId, SpanId, CallId, Reason FROM spangrad.drops WHERE TraceId IN {traces:Array(String)} AND CallId != ''
 """
-_RECORDED = "SELECT CallId FROM spangrad.calls WHERE TraceId IN {traces:Array(String)} AND IdsSource != 'agent'"
+_RECORDED = "SELECT CallId FROM spangrad.calls WHERE TraceId IN {traces:Array(String)}"
 
 
 def _row(name: str, spans: _Spans, client: Any) -> FileReport:

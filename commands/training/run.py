@@ -61,7 +61,7 @@ def run(
         directory: directory of the agent's modules, or of its program's files.
         instrument: start the command under opentelemetry-instrument.
         image: container image of the agent, instead of a command; the words after `--` are then its arguments.
-        mode: purpose of the rollouts; only rollouts of the modes in trainer.sampling.modes are trained.
+        mode: purpose of the rollouts; only rollouts of the modes in trainer.modes are trained.
         group_size: number of rollouts per task; default: runner.group_size.
         run_id: id of the run that the rollouts belong to; default: runner.run_id.
         resume: finish the rollouts that a killed process left of the run, without starting new ones.

@@ -50,8 +50,8 @@ def show(plan: TrainPlan) -> None:
 
 
 def as_json(plan: TrainPlan) -> str:
-    """Return the plan as JSON: its fields, `batches`, `summary`, `wanted` (groups), `counts` by fate. Trained groups are only counted."""
+    """Return the plan as JSON: its fields, `batches`, `summary`, `wanted` (groups), `counts` by outcome. Trained groups are counted."""
     facts = asdict(plan)
     facts["groups"] = [asdict(group) for group in plan.groups if group.outcome != "trained"]
     counts = Counter(str(group.outcome) for group in plan.groups)
-    return json.dumps({**facts, "batches": plan.batches, "sentence": plan.summary, "wanted": plan.missing_groups, "counts": counts})
+    return json.dumps({**facts, "batches": plan.batches, "summary": plan.summary, "wanted": plan.missing_groups, "counts": counts})

@@ -24,8 +24,8 @@ def requests_ids(request: dict[str, Any]) -> bool:
 
 def requests_logprobs(path: str, request: dict[str, Any]) -> bool:
     """Return whether the client itself asks for logprobs: for a chat, 0 means no; for a completion, the sampled token's alone."""
-    extended = request.get("logprobs")
-    return extended is not None if path == COMPLETIONS_PATH else extended not in (None, False)
+    logprobs = request.get("logprobs")
+    return logprobs is not None if path == COMPLETIONS_PATH else logprobs not in (None, False)
 
 
 def is_passed_unchanged(path: str, request: dict[str, Any]) -> bool:

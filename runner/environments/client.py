@@ -91,8 +91,12 @@ class EnvironmentClient:
             if failure.status in _UNUSABLE:
                 await self._client.close()
                 raise self._client.service.error_for(failure, "GET", "/readyz") from failure
+        except BaseException:
+            await self._client.close()
+            raise
         self._heartbeat_task = asyncio.create_task(
-            beat(lambda: [one.lease_seconds for one in self._held.values()], self._changed, self._renew), name="environments heartbeat"
+            beat(lambda: [instance.lease_seconds for instance in self._held.values()], self._changed, self._renew),
+            name="environments heartbeat",
         )
         return self
 

@@ -232,7 +232,7 @@ class HostPool:
     """A fixed number of hosts, each with a fixed number of slots; a host that dies or hangs is replaced.
 
     A slot is normally one of stage run. Where hosts create environments themselves, it is one of the stages before: such an attempt takes
-    its slot of stage run (`AgentHost.places`) later, in the same host.
+    its slot of stage run (`AgentHost.stage_slots`) later, in the same host.
     """
 
     def __init__(self, spec: AgentSpec, settings: RunnerSettings, environment: Mapping[str, str]) -> None:

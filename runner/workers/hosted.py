@@ -111,7 +111,7 @@ class Hosted:
             self._stage_ended.set_result(stage)
 
     async def _cancelled(self, ends: Ends, failure: AttemptFailure, detail: str) -> AttemptOutcome:
-        """Cancel an attempt that was stopped or exceeded a time limit; the latter fails with `failure` and the detail `detail`."""
+        """Cancel an attempt that was stopped or exceeded a time limit; the latter fails with `failure` and `detail`."""
         done = await self._cancel()
         if any(one.done() for one in ends):
             return _STOPPED

@@ -28,8 +28,7 @@ from spangrad.agent.propagation import carrier_of, with_baggage
 from spangrad.agent.reward_values import Rewards, entries
 from spangrad.errors import StoreError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.bearer import bearer
-from spangrad.http.service import RemoteService
+from spangrad.http.service import RemoteService, bearer
 from spangrad.settings import StoreSettings
 from spangrad.types import Rollout
 

@@ -17,7 +17,7 @@ from spangrad.http.service import queue_service
 
 TEXT_MOST = 256 * 1024
 """Largest number of characters of a prompt."""
-PATIENCE_SECONDS = 30.0
+RETRY_SECONDS = 30.0
 """Time for which requests are retried while the server is unreachable, in seconds."""
 _ANSWER_SECONDS = 30.0
 
@@ -56,7 +56,7 @@ class Edit:
 class PromptStore:
     """Stateless client of the server of prompts: one connection for each request."""
 
-    def __init__(self, url: str, token: str | None = None, *, retry_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, url: str, token: str | None = None, *, retry_seconds: float = RETRY_SECONDS) -> None:
         """Use the server at `url` (queue.url) with `token` (queue.token; None: none), and retry for `retry_seconds`."""
         self._service = replace(queue_service(url, token, retry_seconds), error=PromptError)
 

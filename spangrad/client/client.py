@@ -300,10 +300,10 @@ def _stage_reference(name: str, function: Callable[..., Any], directory: Path) -
     Raises:
         AgentError: other processes cannot find it, or not in that directory.
     """
-    reference, index = reference_of(function, f"the {name}")
-    if index != directory and not is_file(reference):
+    reference, root = reference_of(function, f"the {name}")
+    if root != directory and not is_file(reference):
         raise AgentError(
-            f"the {name} {reference} lies below {index}, the agent's modules below {directory}: workers look in one place. Import it in "
+            f"the {name} {reference} lies below {root}, the agent's modules below {directory}: workers look in one place. Import it in "
             "the agent's file and wrap it in a function there, or name it as a text that the agent's environment can import."
         )
     return reference

@@ -87,7 +87,7 @@ class SilentConnections:
         """Register a middleware that notices which connections send requests."""
         self._seconds = first_head_seconds
         self._active: set[object] = set()
-        application.middlewares.append(self._notice)
+        application.middlewares.insert(0, self._notice)  # outermost: others may read the body, which has a time limit of its own
 
     async def watch(self, server: web.Server) -> None:
         """Close the server's silent connections, until cancelled."""

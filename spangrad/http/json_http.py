@@ -32,9 +32,12 @@ def ask(service: RemoteService, method: str, path: str, body: Mapping[str, objec
         SpangradError: of the service's class: it refuses, or does not answer.
     """
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(service.address(path), data, service.headers, method=method)
     retries = Retries(service, method, path)
     try:
+        try:
+            request = urllib.request.Request(service.address(path), data, service.headers, method=method)
+        except ValueError as error:  # not a URL, which no later try improves
+            raise RequestError.of_connection(error) from error
         while True:
             try:
                 return _send(request, seconds)

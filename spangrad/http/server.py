@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import SecretStr
 
-from spangrad.http.client_timeouts import FIRST_HEAD_SECONDS, SilentConnections, read_in_time
+from spangrad.http.client_timeouts import FIRST_HEAD_SECONDS, SilentConnections, TooSlowError, read_in_time
 from spangrad.http.tokens import credential, is_token
 from spangrad.processes import require_free_port, require_safe_bind
 
@@ -96,7 +96,11 @@ class HttpServer:
         await self._runner.setup()
         assert self._runner.server
         self._watcher = asyncio.create_task(self._silent.watch(self._runner.server), name="silent connections")
-        await web.TCPSite(self._runner, self.host, self.port, backlog=BACKLOG, ssl_context=self._tls).start()
+        try:
+            await web.TCPSite(self._runner, self.host, self.port, backlog=BACKLOG, ssl_context=self._tls).start()
+        except BaseException:
+            await self.stop()
+            raise
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -246,7 +250,7 @@ def _guard(address: Address, smaller: str, busy: type[Exception]) -> Any:
             return refusal(413, f"a body may have {BODY_BYTES} bytes. {smaller}")
         except web.HTTPException as error:
             return refusal(error.status, f"{request.method} {request.path} is not answered here. {address.page} lists what is.")
-        except TimeoutError as error:
+        except TooSlowError as error:
             return refusal(408, f"{error}. Send it faster.")
         except (msgspec.DecodeError, ValueError) as error:
             return refusal(400, f"{request.method} {request.path}: {error}")

@@ -67,6 +67,11 @@ class RequestError(Exception):
         return self.status is None or self.status in RETRIED_STATUSES
 
 
+def bearer(token: str | None) -> dict[str, str]:
+    """Return the header for a token; empty without one."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteService:
     """A server, and how its clients speak of it."""
@@ -92,8 +97,7 @@ class RemoteService:
     @property
     def headers(self) -> dict[str, str]:
         """Headers of each request: the token, JSON as the type of bodies, and the service's own."""
-        bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        return {"Content-Type": "application/json", **bearer, **self.own_headers}
+        return {"Content-Type": "application/json", **bearer(self.token), **self.own_headers}
 
     def error_for(self, failure: RequestError, method: str, path: str) -> SpangradError:
         """Return a failed request as an error for users; its `http_status` is that of a refusal."""
@@ -131,10 +135,10 @@ class Retries:
         if left <= 0 or not failure.may_pass:
             raise failure
         self._failures += 1
-        if failure.after_seconds is not None:
-            return min(failure.after_seconds, left)
         if self._failures == _LOGGED_FAILURE:
             logger.warning("%s Trying again for %.0f s.", self._service.error_for(failure, self._method, self._path), left)
+        if failure.after_seconds:  # 0 would be a loop without pauses
+            return min(failure.after_seconds, left)
         return min(random.uniform(0, min(_FIRST_SECONDS * 2.0**self._failures, _LONGEST_SECONDS)), left)
 
 

@@ -83,7 +83,9 @@ class RunDirectory:
                 logger.warning("waiting for services of an earlier run in %s, which was killed: %s", self.path, names)
                 logged = True
             if time.monotonic() > end:
+                services = [{"name": name, "holder": holder} for holder, name in running.items()]
                 self.__exit__(None, None, None)
+                (self.path / STATUS).write_text(json.dumps({"services": services}))
                 raise SpangradError(
                     f"services of an earlier run in {self.path}, which was killed, have not ended after {PREDECESSOR_SECONDS:g} s: {names}."
                     " Stop these processes with `kill`, or name another directory."

@@ -78,11 +78,11 @@ def test_engine_environment_has_plugin_and_no_misleading_variables(model: Path, 
     }
 
 
-def test_engine_with_lora_rank_serves_bare_adapter(model: Path, tmp_path: Path) -> None:
+def test_engine_with_lora_rank_serves_zero_adapter(model: Path, tmp_path: Path) -> None:
     weights = {"model.layers.0.self_attn.q_proj.weight": np.ones((6, 4), np.float32), "model.norm.weight": np.ones(4, np.float32)}
     save_file(weights, model / "model.safetensors")
     wanted = settings(model, tmp_path, lora_rank=9, port=9)
-    bare = tmp_path / "bare-adapter-9"
+    bare = tmp_path / "zero-adapter-9"
     words = command(wanted, model)
     told = {name: words[words.index(name) + 1] for name in ("--served-model-name", "--max-lora-rank", "--max-loras", "--lora-modules")}
     assert told == {

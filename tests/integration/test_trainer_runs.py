@@ -244,5 +244,5 @@ def test_train_plan_table_and_json_are_equal(service: Service, capsys: pytest.Ca
     assert (json.loads(printed), heavy) == (json.loads(as_json(plan)), set())
     told = json.loads(printed)
     assert told["counts"] == {"trained": 4, "left": 1, "waiting": 1, "other_mode": 1}
-    assert (told["batches"], told["version"], told["sentence"]) == (0, 2, plan.summary)
+    assert (told["batches"], told["version"], told["summary"]) == (0, 2, plan.summary)
     assert [one["group_id"] for one in told["groups"]] == ["e", "part", "kept"]

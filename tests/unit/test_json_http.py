@@ -10,11 +10,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from spangrad.errors import QueueError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.json_http import ask, status_of
-from spangrad.http.service import RemoteService, RequestError, queue_service
+from spangrad.http.server import HttpServer
+from spangrad.http.service import RemoteService, RequestError, Retries, queue_service
 
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}'
 HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"
@@ -123,3 +125,24 @@ def test_status_of_returns_the_status_or_none(answers: list[bytes], url: str) ->
     answers[:] = [REFUSED, WHOLE]
     assert [status_of(url), status_of(url)] == [404, 200]
     assert status_of("http://127.0.0.1:9") is None
+
+
+@pytest.mark.parametrize("send", [blocking, awaited])
+def test_requests_to_a_url_without_scheme_raise_the_services_error(send: Ask) -> None:
+    with pytest.raises(QueueError, match="queue:9"):
+        send(queue_service("queue:9", None))
+
+
+def test_retries_pause_after_retry_after_0() -> None:
+    retries = Retries(queue_service("http://127.0.0.1:9", None, 60.0), "GET", "/x")
+    assert 0 < retries.pause(RequestError("busy", 503, 0.0)) <= 1
+    assert retries.pause(RequestError("busy", 503, 7.0)) == 7
+
+
+async def test_http_server_on_a_taken_port_leaves_no_task() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = HttpServer(web.Application(), "127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(OSError, match="address already in use"):
+            await server.start()
+    await asyncio.sleep(0)
+    assert [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []

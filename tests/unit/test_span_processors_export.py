@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from span_processors.export import LosslessSpanProcessor, parse_headers, tracer_provider, traces_url
-from spangrad.http.bearer import bearer
+from spangrad.http.service import bearer
 from spangrad.processes import free_ports
 from spangrad.semconv import PROCESS_ID, SEQ
 from tests.support.fakes import OtlpSink

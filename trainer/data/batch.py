@@ -57,7 +57,7 @@ class Batch:
     reference_logprobs: NDArray[np.float32] | None = None
     """Logprobs (nats) of the sampled tokens under the reference weights. None: the loss has no KL term against a reference."""
     chains: Chains | None = None
-    """Order of the rows within their rollouts, where the estimator looks at each token. None: advantages are known."""
+    """Order of the rows within their rollouts, where the estimator works by token. None: advantages are known."""
     values: NDArray[np.float32] | None = None
     """Values of the sampled tokens, by the critic at the step's start. None: there is no critic."""
     returns: NDArray[np.float32] | None = None

@@ -1,10 +1,10 @@
 """Whole groups of a run, updated by the rollouts that were built since the last poll.
 
 In: the rows of `builds`. Out: the groups with as many built rollouts as their size. Invariant: history is scanned once; after that a
-look reads the rows that have arrived since the last one, and only the groups of those rollouts are counted again. The caller releases the
+poll reads the rows that have arrived since the last one, and only the groups of those rollouts are counted again. The caller releases the
 groups that it has trained or skipped, so that memory holds only those that wait to be trained.
 
-A row is dated when its insert begins and is seen when that ends. So each look reads again a few seconds before the last one, and every
+A row is dated when its insert begins and is seen when that ends. So each poll reads again a few seconds before the last one, and every
 30 seconds as much as the longest insert takes; rows that were seen already change nothing.
 """
 

@@ -43,7 +43,7 @@ class GroupOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """A group and its fate."""
+    """A group and its outcome."""
 
     mode: str
     group_id: str
@@ -103,7 +103,7 @@ class TrainPlan:
         return max((group.batch or 0 for group in self.groups), default=0)
 
     def with_outcome(self, *outcomes: GroupOutcome) -> list[PlannedGroup]:
-        """Return the groups with one of these fates."""
+        """Return the groups with one of these outcomes."""
         return [group for group in self.groups if group.outcome in outcomes]
 
     @property
@@ -177,7 +177,7 @@ class TrainPlan:
 def planned(
     states: Sequence[GroupState], load: Callable[[Sequence[Group]], Loaded], history: LedgerHistory, settings: TrainerSettings
 ) -> tuple[PlannedGroup, ...]:
-    """Return every group with its fate.
+    """Return every group with its outcome.
 
     Args:
         states: what is built of each group, in the order in which groups are taken.

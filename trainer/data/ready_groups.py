@@ -1,6 +1,6 @@
 """Groups that are ready to be trained: whole, and neither trained nor skipped.
 
-Invariant: a look costs what is new. The ledger is queried for groups that are new, and, when it has changed, for what was written since;
+Invariant: a poll costs what is new. The ledger is queried for groups that are new, and, when it has changed, for what was written since;
 groups that are done are released by the source. When the user has restored groups, both are read again from the beginning.
 """
 

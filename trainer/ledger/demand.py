@@ -53,7 +53,7 @@ class ConsumedGroups:
 
 
 def in_flight(settings: TrainerSettings, steps: int) -> int:
-    """Return the groups needed beyond those that are spent: a batch for each version within the staleness bound, or for each step left.
+    """Return the groups needed beyond those that are consumed: a batch for each version within the staleness bound, or for each step left.
 
     Args:
         settings: groups_per_batch, max_staleness, max_steps.
@@ -66,7 +66,7 @@ def in_flight(settings: TrainerSettings, steps: int) -> int:
 
 
 def groups_wanted(consumed_groups: ConsumedGroups, settings: TrainerSettings) -> int:
-    """Return the groups of mode train that the branch needs of the run since its beginning: those that are spent, and those in flight."""
+    """Return the groups of mode train that the branch needs of the run since its beginning: consumed ones and those in flight."""
     return consumed_groups.groups + in_flight(settings, consumed_groups.steps)
 
 
@@ -77,7 +77,7 @@ def demand(consumed_groups: ConsumedGroups, settings: TrainerSettings, lineage: 
         consumed_groups: by the ledger.
         settings: of the trainer.
         lineage: the committed versions that led to the one about to be trained, which is last.
-        ready: groups that are whole, and not spent yet, once a batch of them was taken.
+        ready: groups that are whole, and not consumed yet, once a batch of them was taken.
     """
     oldest = lineage[-1 - settings.sampling.max_staleness :][0]
     level = groups_wanted(consumed_groups, settings)
@@ -85,7 +85,7 @@ def demand(consumed_groups: ConsumedGroups, settings: TrainerSettings, lineage: 
 
 
 def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> ConsumedGroups:
-    """Read the spent groups from the ledger; groups that another specification skipped may still be trained by this one."""
+    """Read the consumed groups from the ledger; groups that another specification skipped may still be trained by this one."""
     branch, run = {"policy": settings.policy, "branch": settings.branch}, {"run_id": settings.run_id, "mode": Mode.TRAIN.value}
 
     committed = sa.select(VERSIONS.c.batch_id).where(
@@ -109,7 +109,7 @@ def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str) 
         )
 
     return ledger.database.remembered(
-        ("spent", settings.policy, settings.branch, settings.run_id, build_spec, settings.sampling.retrain_finetuned), read
+        ("consumed", settings.policy, settings.branch, settings.run_id, build_spec, settings.sampling.retrain_finetuned), read
     )
 
 
@@ -129,7 +129,7 @@ class DemandReporter:
         """Report the demand if the queue does not know it; an outage of the queue is logged once, and the report repeated later.
 
         Args:
-            ready: groups that are whole, and not spent yet, once a batch of them was taken.
+            ready: groups that are whole, and not consumed yet, once a batch of them was taken.
         """
         trainer = self._settings.trainer
         if self._settings.queue.url is None or Mode.TRAIN not in trainer.modes:

@@ -1,9 +1,8 @@
 """Copy of the ledger's versions and batches in the span store, where users query which rollouts trained which version.
 
 In: the ledger, and the calls that lie beside a version's weights. Out: rows of `policy_versions`, `batches`, `trained_calls` and
-`batch_files`. Invariant: the ledger is the authority and the
-store a copy that may lag behind it, never the reverse; writing a row again replaces it, so catching up after a crash is writing the rows
-that the store lacks.
+`batch_files`. Invariant: the ledger is the authority and the store a copy that may lag behind it, never the reverse; writing a row again
+replaces it, so catching up after a crash is writing the rows that the store lacks.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from opentelemetry.trace import Link, SpanContext, TraceFlags
 
 from span_processors.export import tracer_provider
 from spangrad import semconv
-from spangrad.http.bearer import bearer
+from spangrad.http.service import bearer
 from spangrad.store.clickhouse import LONG, batches, constant, store_errors
 
 if TYPE_CHECKING:

@@ -169,7 +169,7 @@ def remove(directory: Path, policy: str, branch: str, version: int) -> None:
 
 
 def prune(directory: Path, policy: str, branch: str, *, committed: Collection[int], keep: int, keep_also: Collection[int] = ()) -> None:
-    """Remove all but the newest `keep` committed versions and those that are `keep_also`; the newest of all always stays."""
+    """Remove all but the newest `keep` committed versions and those of `keep_also`; the newest of all always stays."""
     old = [version for version in sorted(committed)[: -max(keep, 1)] if version not in keep_also]
     adapted = _adapted(directory) if old else ()
     for version in old:

@@ -1,4 +1,4 @@
-"""Preceding calls: the call that led to another call or to a tool call, by the rules of docs/concepts/calls.md ("The call before").
+"""Preceding calls: the call that led to another call or to a tool call, by the rules of docs/concepts/calls.md ("Parent calls").
 
 Invariant: only what one process itself saw end before, or count before, comes before; clocks of two processes are never compared.
 """

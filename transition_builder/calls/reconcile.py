@@ -1,6 +1,6 @@
 """Conclusion of each call: kept, or dropped with the first reason that holds.
 
-Invariant (law 2): every call gets exactly one conclusion. The first reason that holds is the one that is written, in this order:
+Invariant: every call gets exactly one conclusion. The first reason that holds is the one that is written, in this order:
 
 1. its rollout and attempt: shared_trace, superseded_attempt;
 2. its record: duplicate, unknown_convention;
@@ -73,9 +73,9 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
     reason, detail = _first_reasons(known, rules)
     unselected = pl.any_horizontal(holds.fill_null(False) for reason, holds, _ in rules if reason in _UNSELECTED)
     counts = ~unselected & ~failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
-    rejected = known.with_columns(reason, detail, counts=counts)
+    concluded = known.with_columns(reason, detail, counts=counts)
     turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(ATTEMPT).cast(pl.Int64) - 1
-    return rejected.with_columns(Turn=turn)
+    return concluded.with_columns(Turn=turn)
 
 
 Rule = tuple[DropReason, pl.Expr, pl.Expr]

@@ -101,8 +101,8 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     in_order = events.take(calls)
     by_call = np.lexsort((choices["ChoiceIndex"].to_numpy(), call_of_row))
     first_choice = np.searchsorted(call_of_row[by_call], np.arange(len(calls)))
-    parent, parent_row, goes_on = parents(in_order, number_of_event[before[calls]], choices, by_call, first_choice)
-    branch = branches(forest, agents, in_order, parent, goes_on)
+    parent, parent_row, continues = parents(in_order, number_of_event[before[calls]], choices, by_call, first_choice)
+    branch = branches(forest, agents, in_order, parent, continues)
 
     # Causes of tool calls
     asked = causes.asked_by_id(nodes, tools, ran, attempt, event_of_span)

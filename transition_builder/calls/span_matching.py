@@ -72,9 +72,10 @@ def link(
     unrecorded = ~(groups.above_gateway | groups.gateway)[tops]
     if not unrecorded.any():
         return forest, groups, absorbed
-    attempts = nodes.select(ATTEMPT)[tops].with_columns(top=tops, bare=unrecorded)
-    # A single bare group needs no matching; a bare one beside linked ones may have ended in an error before it reached the gateway.
-    ambiguous = attempts.filter(pl.col("bare").any().over(ATTEMPT) & (pl.len().over(ATTEMPT) > 1))
+    attempts = nodes.select(ATTEMPT)[tops].with_columns(top=tops, unrecorded=unrecorded)
+    # A single unrecorded group needs no matching; beside linked ones it may have ended in an error before it
+    # reached the gateway.
+    ambiguous = attempts.filter(pl.col("unrecorded").any().over(ATTEMPT) & (pl.len().over(ATTEMPT) > 1))
     known = _call_spans(nodes, forest, groups, recorded, answers, ambiguous["top"].to_numpy())
     below = dict[int, int]()
     for of_attempt in ambiguous.group_by(ATTEMPT, maintain_order=True).agg("top")["top"].to_list():

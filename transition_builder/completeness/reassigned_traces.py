@@ -1,6 +1,6 @@
 """Reassigned traces: calls that were built under one rollout name and now belong to another.
 
-Invariant (law 2): a call counts in one rollout; the former rollout gets a revision without it.
+Invariant: a call counts in one rollout; the former rollout gets a revision without it.
 
 A trace that names no rollout is built under its session, its conversation or its own id. When a span with a more specific name
 arrives, its calls belong to that rollout.

@@ -1,7 +1,7 @@
 """Traces without a final root: the rollouts that they belong to, and the end of waiting for them.
 
 In: spans of unconcluded calls, and facts of their traces and rollouts. Out: rollouts to build in
-spite of the missing root. Invariant (law 2): every call that arrives is concluded in the end, and no rollout is concluded
+spite of the missing root. Invariant: every call that arrives is concluded in the end, and no rollout is concluded
 while anything of it still arrives.
 
 Two kinds. A rollout that a runner announced (its spans name run and mode) and that stays silent for

@@ -37,7 +37,7 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         the call nor its outcome.
     """
     large_columns = [name for name in ("Attributes", "Scores", "ToolArguments", "ToolResult") if name in spans.columns]
-    light = spans.drop("EventIndex", *_REPORTED, *large_columns, strict=False).hstack(_reported(spans))
+    light = spans.drop(*_REPORTED, *large_columns, strict=False).hstack(_reported(spans))
     ids = pl.col("ResponseIds").list.len().fill_null(0) > 0
     failed = (pl.col("StatusCode") == "Error") | pl.col("reported_error").is_not_null()
     message = pl.col("StatusMessage").str.split(":").list.first().replace("", None)

@@ -127,8 +127,8 @@ class AttributeColumns:
         entry_of = np.full(self.height, -1, dtype=np.int64)
         # The first of several, should a sender repeat a key.
         entry_of[self._rows[at[::-1]]] = at[::-1]
-        columns = pl.Series(entry_of, dtype=pl.Int64)
-        return self._values.gather(columns.set(columns < 0, None).cast(pl.UInt32)).alias(name)
+        entries = pl.Series(entry_of, dtype=pl.Int64)
+        return self._values.gather(entries.set(entries < 0, None).cast(pl.UInt32)).alias(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Discovery of changes in the store since the last pass.
 
-Invariant: history is scanned once, when the builder starts; after that each look reads what has arrived since the last one.
+Invariant: history is scanned once, when the builder starts; after that each pass reads what has arrived since the last one.
 
-A row is dated when its insert begins, and is seen when that ends, so that each look reads a little of what the last one read: enough
+A row is dated when its insert begins, and is seen when that ends, so that each pass reads a little of what the last one read: enough
 for nearly every insert. For all others there is a sweep now and then, whose overlap is longer than the longest insert.
 """
 

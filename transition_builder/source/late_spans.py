@@ -41,13 +41,13 @@ def count(tallied: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     by_name = rollouts.select(run="RunId", RolloutId="RolloutId").join(
         tallied.with_columns(RolloutId="RolloutKey"), on="RolloutId", maintain_order="left"
     )
-    named_rows = by_name.filter((pl.col("RunId") == "") | (pl.col("RunId") == pl.col("run")))
-    named_rows = named_rows.filter(NAMED | ~NAMED.any().over("run", "RolloutId"))
+    own_rows = by_name.filter((pl.col("RunId") == "") | (pl.col("RunId") == pl.col("run")))
+    own_rows = own_rows.filter(NAMED | ~NAMED.any().over("run", "RolloutId"))
     unnamed = tallied.filter(~NAMED & (pl.col("TraceId") != ""))
     if unnamed.height:
-        inherited = named_rows.select("run", "RolloutId", "TraceId").unique().join(unnamed, on="TraceId")
-        named_rows = pl.concat([named_rows, inherited.select(named_rows.columns)]).unique(["run", "RolloutId", *_GROUP])
-    counted = named_rows.group_by("run", "RolloutId").agg(pl.col("Rows").sum())
+        inherited = own_rows.select("run", "RolloutId", "TraceId").unique().join(unnamed, on="TraceId")
+        own_rows = pl.concat([own_rows, inherited.select(own_rows.columns)]).unique(["run", "RolloutId", *_GROUP])
+    counted = own_rows.group_by("run", "RolloutId").agg(pl.col("Rows").sum())
     return conform(counted.rename({"run": "RunId"}), _COUNTED)
 
 

@@ -1,7 +1,7 @@
 """Data of one rollout, as plain values: spans, calls, rewards, builds and trained batches.
 
 In: nothing. Out: the types that `reader` fills in, that `tree` orders and that `why` explains. Invariant: values are as the store holds
-them; a span or a call that was delivered several times may occur several times.
+them.
 """
 
 from __future__ import annotations

@@ -230,10 +230,10 @@ def _ready(build: Build, record: Record, settings: Settings) -> str:
     if oldest is None:
         return f"none of its transitions is of policy {trainer.policy}, which the trainer, as it is set up here, trains."
     ledger = "trainer.ledger_url" if trainer.ledger_url else trainer.directory / LEDGER
-    remedy = f"If `spangrad train` has skipped it, the reason is in its log and its ledger ({ledger})."
+    skip_text = f"If `spangrad train` has skipped it, the reason is in its log and its ledger ({ledger})."
     if record.ledger_silent:
-        remedy = f"Whether a trainer has skipped its group is not known: {record.ledger_silent}"
+        skip_text = f"Whether a trainer has skipped its group is not known: {record.ledger_silent}"
     if newest is not None and newest - oldest > trainer.sampling.max_staleness:
         staleness_text = f"its oldest call was sampled by version {oldest}, and version {newest} is to be trained"
-        return f"it is stale: {staleness_text} (trainer.sampling.max_staleness = {trainer.sampling.max_staleness}). {remedy}"
-    return f"its group is whole and waits for `spangrad train`. {remedy}"
+        return f"it is stale: {staleness_text} (trainer.sampling.max_staleness = {trainer.sampling.max_staleness}). {skip_text}"
+    return f"its group is whole and waits for `spangrad train`. {skip_text}"
