@@ -131,7 +131,7 @@ def test_schema_apply_after_dropped_table_reports_and_recreates_it(tmp_path: Pat
         execute("DROP TABLE spangrad_internal.calls SYNC")
         code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
         assert code == 3
-        assert stdout.splitlines()[2].endswith("incomplete: spangrad_internal.calls is gone")
+        assert stdout.splitlines()[2].endswith("incomplete: spangrad_internal.calls is missing")
     with running_store(settings, tmp_path / "again.log"), executing(settings) as execute:
         assert "0002_rollouts.sql" in (again := (tmp_path / "again.log").read_text())
         assert "spangrad_internal.calls was missing, and is created again, without its rows" in again

@@ -22,6 +22,7 @@ from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
 from tests.support.engines import engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from tests.support.fakes import IDS_OF_ANSWERS
 from trainer.data.failures import failed_shares
 from trainer.data.source import GroupReader
 from transition_builder.loop import build_once
@@ -204,8 +205,9 @@ def test_loop_in_direct_mode_builds_from_spans_of_agent(engine: Settings, store:
         " WHERE RunId = {run:String}",
     )
     assert rows == [([1, 4, 7, 14, 2, 1, 5], 1, version, 1.0, "policy")] * 3
-    same = "SELECT CallId, PromptIds, ResponseIds, Logprobs, Policy FROM spangrad.{} WHERE RunId = {{run:String}} ORDER BY CallId"
-    assert ask(settings, same.format("calls")) == ask(settings, same.format("transitions"))
+    built = ask(settings, "SELECT PromptIds, ResponseIds FROM spangrad.transitions WHERE RunId = {run:String}")
+    traces = "SELECT TraceId FROM spangrad.rollout_spans WHERE RunId = {run:String}"
+    assert sorted(ask(settings, IDS_OF_ANSWERS.format(traces))) == sorted(built)
 
 
 FAILS = """

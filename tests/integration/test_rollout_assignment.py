@@ -152,7 +152,7 @@ def test_rollout_assignment_of_nameless_spans_is_the_same_in_any_set_of_builds(s
         return spans
 
     def tools(run: str) -> list[Any]:
-        sql = f"SELECT RolloutId, ToolCalls FROM spangrad.builds WHERE RunId = '{run}' ORDER BY RolloutId"
+        sql = f"SELECT RolloutId, ToolCalls FROM spangrad.rollouts WHERE RunId = '{run}' ORDER BY RolloutId"
         return [tuple(row) for row in connect(store).query(sql).result_rows]
 
     together, apart = spans_of("beside"), spans_of("apart")

@@ -162,7 +162,7 @@ def test_rollout_why_before_and_after_build(store: StoreSettings, tmp_path: Path
     kept, dropped = (made[number][:8] for number in (0, 1))
     assert told[place + 1 : place + 5] == [
         f"- Attempt 0, span {kept} (chat) by agent: transition, turn 0, sampled by policy policy version 3; reward = 0.5 (runner).",
-        f"- Attempt 0, span {dropped} (chat) by agent: dropped as no_logprobs (1 logprobs for 2 tokens), told by gateway.",
+        f"- Attempt 0, span {dropped} (chat) by agent: dropped as no_logprobs (1 logprobs for 2 tokens), reported by gateway.",
         "no_logprobs: Have the engine return a logprob for each sampled token: the gateway and `spangrad engine` ask for them.",
         "It is not trained: its group g has 1 of 2 rollouts built so far.",
     ]

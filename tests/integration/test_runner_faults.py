@@ -173,7 +173,7 @@ async def test_runner_root_span_refused_by_store_is_not_completed_in_queue(tmp_p
     async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
         on.sink.refusals = [(400, {})]
         with pytest.raises(
-            StoreError, match=r"root spans did not get into the store at \S+ \(HTTP 400 not now\), and the queue is not told"
+            StoreError, match=r"root spans did not get into the store at \S+ \(HTTP 400 not now\), and the queue is not informed"
         ):
             await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
         (standing,) = (await on.runner.queue.rollouts(run_id="run")).rollouts

@@ -86,7 +86,7 @@ def everything(store: StoreSettings, table: str, schema: Schema) -> pl.DataFrame
 def comparable(frame: pl.DataFrame) -> pl.DataFrame:
     maps = [name for name, dtype in frame.schema.items() if isinstance(dtype, pl.Map)]
     entries = frame.with_columns(pl.col(name).map.entries().list.sort() for name in maps)
-    return entries.sort("RolloutKey", "TraceId", "SpanId", "EventIndex")
+    return entries.sort("RolloutKey", "TraceId", "SpanId", *({"ChoiceIndex", "EventIndex"} & set(frame.columns)))
 
 
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])

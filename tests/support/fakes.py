@@ -188,6 +188,15 @@ def _sunk(span: Any, service: str, scope: str) -> SunkSpan:
     )
 
 
+_ANSWER = "JSONExtractRaw(SpanAttributes['output.value'], 'choices', 1)"
+IDS_OF_ANSWERS = f"""SELECT JSONExtract(SpanAttributes['output.value'], 'prompt_token_ids', 'Array(UInt32)') AS prompt,
+    JSONExtract({_ANSWER}, 'token_ids', 'Array(UInt32)') AS response
+FROM otel.otel_traces
+WHERE TraceId IN ({{}}) AND position(SpanAttributes['output.value'], '"token_ids"') > 0
+ORDER BY length(prompt)"""
+"""Token ids in the answers that agents' spans keep, of the traces of a subquery or a list."""
+
+
 class AttemptGateway(HttpServer):
     """What the runner needs of a gateway, and chat completions: remembers announcements, counts calls, answers with `reply`."""
 
