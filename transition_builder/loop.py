@@ -11,7 +11,6 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
 from datetime import datetime
 
 import polars as pl
@@ -40,7 +39,7 @@ from transition_builder.source.queries import StoreReader
 from transition_builder.source.rollouts import RolloutReader
 from transition_builder.source.sink import Sink
 from transition_builder.stopping import stoppable
-from transition_builder.summary import Summary
+from transition_builder.summary import ProgressCallback, Summary, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +47,6 @@ _RECHECK_FRACTION = 0.05
 """Fraction of its waiting time after which a waiting rollout is checked again."""
 ROLLOUTS_PER_READ = 1024
 """Rollouts whose spans without attributes are read at a time; bounds memory."""
-ProgressCallback = Callable[[int, int], None]
-"""Function called with the number of concluded rollouts and the number of all known ones."""
-
-
-def _nothing(done: int, total: int) -> None:
-    pass
 
 
 class Builder:
@@ -70,7 +63,7 @@ class Builder:
         since: datetime | None = None,
         run: str | None = None,
         force: bool = False,
-        on_progress: ProgressCallback = _nothing,
+        on_progress: ProgressCallback = no_progress,
     ) -> None:
         """Connect to the store.
 
@@ -350,7 +343,7 @@ def build_once(settings: Settings) -> Summary:
     return summary
 
 
-def build_all(settings: Settings, on_progress: ProgressCallback = _nothing) -> Summary:
+def build_all(settings: Settings, on_progress: ProgressCallback = no_progress) -> Summary:
     """Conclude everything that has ended without waiting for late spans: those make a new revision.
 
     A rollout that a runner announced ends with its final root, or with `incomplete_after_seconds` of silence.
@@ -396,7 +389,7 @@ def follow(settings: Settings) -> None:
             retrying(builder.build_ready)
 
 
-def _started(settings: Settings, *, force: bool = False, on_progress: ProgressCallback = _nothing) -> Builder:
+def _started(settings: Settings, *, force: bool = False, on_progress: ProgressCallback = no_progress) -> Builder:
     """Return a builder whose specification is registered under the dataset's name."""
     builder = Builder(settings, force=force, on_progress=on_progress)
     builder.register(settings.builder.dataset)

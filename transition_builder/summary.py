@@ -1,13 +1,21 @@
-"""Counts of what a pass of the builder built; rows count when their revision is written."""
+"""Counts and progress of a pass of the builder; rows count when their revision is written."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import polars as pl
 
 from transition_builder.source.sink import Written
+
+ProgressCallback = Callable[[int, int], None]
+"""Function called with the number of concluded rollouts and the number of all known ones."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Report nothing."""
 
 
 @dataclass(slots=True)
