@@ -69,10 +69,10 @@ class Question:
 
 def search_id(start: PromptText, learn: Sequence[Task], held_out: Sequence[Task], settings: Settings, agent: Sequence[str]) -> str:
     """Return the id of a search: the same for the same prompt, tasks, settings and agent, so that the search can be continued."""
-    asked = settings.prompts.model_dump(mode="json", exclude={"critic_key", "max_p", "pin", "rounds"})
+    deciding_settings = settings.prompts.model_dump(mode="json", exclude={"critic_key", "max_p", "pin", "rounds"})
     policy = [settings.gateway.policy, settings.runner.max_attempts, settings.runner.timeout_seconds]
     tasks = [[[task.task_id, task.input] for task in group] for group in (learn, held_out)]
-    facts = [start.name, start.version, start.checksum, tasks, asked, policy, list(agent)]
+    facts = [start.name, start.version, start.checksum, tasks, deciding_settings, policy, list(agent)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:12]
 
 

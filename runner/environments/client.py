@@ -86,11 +86,7 @@ class EnvironmentClient:
             EnvironmentsError: the service does not answer, or refuses the token.
         """
         try:
-            await self._client.send("GET", "/readyz", within_seconds=_REQUEST_SECONDS, retry_seconds=0)
-        except RequestError as failure:
-            if failure.status in _UNUSABLE:
-                await self._client.close()
-                raise self._client.service.error_for(failure, "GET", "/readyz") from failure
+            await self._check_ready()
         except BaseException:
             await self._client.close()
             raise
@@ -99,6 +95,13 @@ class EnvironmentClient:
             name="environments heartbeat",
         )
         return self
+
+    async def _check_ready(self) -> None:
+        try:
+            await self._client.send("GET", "/readyz", within_seconds=_REQUEST_SECONDS, retry_seconds=0)
+        except RequestError as failure:
+            if failure.status in _UNUSABLE:
+                raise self._client.service.error_for(failure, "GET", "/readyz") from failure
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Release all leases, in bounded time."""

@@ -4,32 +4,9 @@ from __future__ import annotations
 
 import os
 
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-
 from span_processors.export import LosslessSpanProcessor, SequenceSpanProcessor, traces_url
 from spangrad.semconv import PROCESS_ID, SEQ
-from tests.support.fakes import OtlpSink
-
-
-class CountingIds(IdGenerator):
-    def __init__(self) -> None:
-        self._last = 0
-
-    def generate_span_id(self) -> int:
-        self._last += 1
-        return self._last
-
-    def generate_trace_id(self) -> int:
-        self._last += 1
-        return self._last
-
-
-def provider_with(processor: LosslessSpanProcessor) -> TracerProvider:
-    provider = TracerProvider(resource=Resource({"service.name": "unit"}), id_generator=CountingIds(), shutdown_on_exit=False)
-    provider.add_span_processor(processor)
-    return provider
+from tests.support.fakes import OtlpSink, provider_with
 
 
 def test_lossless_span_processor_in_forked_child_sends_own_spans_only() -> None:

@@ -15,6 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 
 
 def versions(*spans: tuple[int, int]) -> dict[str, object]:
@@ -575,3 +578,25 @@ def _otlp_value(value: Any) -> dict[str, object]:
     if isinstance(value, list):
         return {"arrayValue": {"values": [_otlp_value(one) for one in value]}}
     return {"stringValue": value}
+
+
+class CountingIds(IdGenerator):
+    """Ids that count up, so that a test knows them."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def generate_span_id(self) -> int:
+        self._last += 1
+        return self._last
+
+    def generate_trace_id(self) -> int:
+        self._last += 1
+        return self._last
+
+
+def provider_with(processor: SpanProcessor) -> TracerProvider:
+    """Return a provider whose ids count up, with one processor."""
+    provider = TracerProvider(resource=Resource({"service.name": "unit"}), id_generator=CountingIds(), shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    return provider

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from spangrad.http.async_http import AsyncClient
 from spangrad.http.json_http import ask, status_of
 from spangrad.http.server import HttpServer
 from spangrad.http.service import RemoteService, RequestError, Retries, queue_service
+from tests.support.servers import raw_server
 
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}'
 HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"
@@ -45,24 +45,8 @@ def answers() -> list[bytes]:
 
 @pytest.fixture
 def url(answers: list[bytes]) -> Iterator[str]:
-    """The URL of a server that sends raw bytes to whoever asks, and closes the connection."""
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return  # the test is over
-            with connection:
-                connection.recv(65536)
-                connection.sendall(answers.pop(0) if len(answers) > 1 else answers[0])
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
+    with raw_server(answers) as address:
+        yield address
 
 
 @pytest.mark.parametrize("client", [blocking, awaited])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +10,7 @@ from spangrad.client import demand
 from spangrad.client.queue_http import QueueHttp
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings
+from tests.support.servers import raw_server
 
 HALF = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"rollouts": ['
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 29\r\n\r\n{"rollouts": [], "cursor": 7}'
@@ -25,22 +24,8 @@ def answers() -> list[bytes]:
 
 @pytest.fixture
 def url(answers: list[bytes]) -> Iterator[str]:
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return  # the test is over
-            with connection:
-                connection.recv(65536)
-                connection.sendall(answers.pop(0) if len(answers) > 1 else answers[0])
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
+    with raw_server(answers) as address:
+        yield address
 
 
 def test_queue_http_answer_that_breaks_off_is_retried(url: str, answers: list[bytes]) -> None:

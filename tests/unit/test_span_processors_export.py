@@ -7,35 +7,14 @@ import threading
 import time
 
 import pytest
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from span_processors.export import LosslessSpanProcessor, parse_headers, tracer_provider, traces_url
 from spangrad.http.service import bearer
 from spangrad.processes import free_ports
 from spangrad.semconv import PROCESS_ID, SEQ
-from tests.support.fakes import OtlpSink
-
-
-class CountingIds(IdGenerator):
-    def __init__(self) -> None:
-        self._last = 0
-
-    def generate_span_id(self) -> int:
-        self._last += 1
-        return self._last
-
-    def generate_trace_id(self) -> int:
-        self._last += 1
-        return self._last
-
-
-def provider_with(processor: LosslessSpanProcessor) -> TracerProvider:
-    provider = TracerProvider(resource=Resource({"service.name": "unit"}), id_generator=CountingIds(), shutdown_on_exit=False)
-    provider.add_span_processor(processor)
-    return provider
+from tests.support.fakes import OtlpSink, provider_with
 
 
 def emit(provider: TracerProvider, count: int, **attributes: str) -> None:
