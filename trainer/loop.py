@@ -13,8 +13,9 @@ A batch whose every advantage is 0 takes no optimizer step, yet commits a versio
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,8 @@ from trainer.monitor.batch_metrics import batch_metrics
 from trainer.monitor.evaluate import Evaluation, best, describe_best
 from trainer.monitor.view import LogLines
 from trainer.monitor.watchers import watchers_of
-from trainer.monitor.watching import Clock, CommittedStep, Watchers
+from trainer.monitor.watching import Clock, CommittedStep, Watchers, timed
+from trainer.overlap import FollowUps, Lookahead
 from trainer.publish import checkpoint
 from trainer.publish.lora import adapter_of, model_of
 from trainer.publish.publisher import Publisher, publisher_of
@@ -100,20 +102,29 @@ class Trainer:
     """Holder of the step that this trainer waits for. None: it waits for no step."""
 
     def __post_init__(self) -> None:
+        self._main = threading.current_thread()
         self.transaction = StepTransaction(self.settings, self.ledger, self.clock, self.shutdown)
         self.demand = DemandReporter(self.settings, self.ledger, self.source.build_spec)
         self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown) if self.publisher else None
         self.batches = BatchQueue(self.settings.trainer, self.ledger, self.clock, self._publish_again)
+        self.lookahead = Lookahead(self._look, self.settings.trainer.poll_seconds)
+        self.follow_ups = FollowUps()
 
     def start(self) -> None:
         """Bring the store's copy and the gateway up to the ledger's newest commit."""
-        self.mirror.catch_up()
+        self._catch_up()
         if self.publishing:
             self.publishing.start(self.loaded, self._weights)
 
+    def _catch_up(self) -> None:
+        self.mirror.catch_up()
+
     def _publish_again(self) -> None:
-        """Publish the newest version to engines that were restarted, as they serve the weights that they started with."""
-        if self.publishing:
+        """Publish the newest version to engines that were restarted, as they serve the weights that they started with.
+
+        Not while a step is under way: its publication follows.
+        """
+        if self.publishing and threading.current_thread() is self._main and self.follow_ups.are_done:
             self.publishing.collect_or_retry(self.loaded, self._weights)
 
     def _idle(self) -> None:
@@ -121,8 +132,9 @@ class Trainer:
         if time.monotonic() - self._checked_at > _CHECK_SECONDS:
             self._checked_at = time.monotonic()
             undo_leases(self.ledger, self.settings)
-            self.evaluate()
-            self._publish_again()
+            if self.follow_ups.are_done:
+                self.evaluate()
+                self._publish_again()
         # A group that becomes ready after a long wait is taken a little later, and an idle trainer costs little.
         time.sleep(max(self.settings.trainer.poll_seconds, min(self.clock.waited * _POLL_SHARE, _LONGEST_POLL_SECONDS)))
 
@@ -134,19 +146,22 @@ class Trainer:
         """
         for late in self.publishing.collect() if self.publishing else ():
             self.ledger.add_metrics(late.version, dict(late.metrics))
-            self.mirror.write(self.ledger.version(late.version))
+            self._follow_up(lambda version=late.version: self.mirror.write(self.ledger.version(version)))
 
     def _await_publication(self) -> None:
-        """Wait until the gateway serves the newest version: the run is over, or the version is to be evaluated."""
+        """Wait until what follows the last step is done, and the gateway serves the newest version: the run is over."""
+        self.follow_ups.wait()
         if self.publishing:
             self.publishing.wait()
             self._record_late_publications()
+            self.follow_ups.wait()
 
     def run(self, *, follow: bool) -> None:
         """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready."""
         limit = self.settings.trainer.max_steps if follow else 0
         while True:
             self.shutdown.check()
+            self.follow_ups.check()
             self._record_late_publications()
             self.demand.call()
             if 0 < limit <= len(self.ledger.committed_versions()) - 1:
@@ -182,6 +197,11 @@ class Trainer:
             self.demand.call(ready=sum(group.mode == Mode.TRAIN for group in self.batches.ready))
         return loaded
 
+    def _look(self) -> None:
+        """Prepare the next batch while a step is under way, and report the demand that follows from it."""
+        self.batches.look(self.source, newest_version(self.ledger))
+        self.demand.call(ready=sum(group.mode == Mode.TRAIN for group in self.batches.ready))
+
     def _busy(self) -> bool:
         """Return whether another trainer's step is under way; log each such holder once."""
         holder = self.ledger.holder()
@@ -198,7 +218,7 @@ class Trainer:
             self.optimizer = self.load_optimizer(version)
         if moved:
             self.loaded = version
-            self.mirror.catch_up()
+            self._follow_up(self._catch_up)
             logger.info("version %d is loaded: branch %s was moved there by another process", version.version, version.branch)
         return self.optimizer
 
@@ -241,24 +261,41 @@ class Trainer:
         if committed is None:
             return False
         self.loaded = committed
-        self.batches.forget()
+        self.batches.forget(loaded)
         if committed.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
             logger.warning("%s", alarms.describe(committed.version, committed.metrics, settings.alarms))
         if committed.metrics.get("failed_alarm") and not parent.metrics.get("failed_alarm"):
             logger.warning("%s", failures.describe(committed.version, committed.metrics, settings.alarms.failed_share))
-        committed = self._publish(committed)
-        # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
-        self.mirror.write(committed)
-        number = len(self.ledger.committed_versions()) - 1
-        self.watchers.stepped(CommittedStep(number, committed, loaded.rollouts, self.clock.stages))
-        self.evaluate()
-        prune(self.ledger, self.settings)
-        if self.evaluation:
-            if self.evaluation.is_due(number):
-                self._await_publication()
-            self.evaluation.run_command(committed, number)
+        number, stages = len(self.ledger.committed_versions()) - 1, self.clock.stages
+        self._follow_up(lambda: self._finish(CommittedStep(number, committed, loaded.rollouts, stages)))
+        self.lookahead.check()
         self.clock.end()
         return True
+
+    @property
+    def _overlaps(self) -> bool:
+        """Return whether the next step may begin before the gateway serves the last one's version: its rollouts may be older."""
+        return self.settings.trainer.sampling.max_staleness > 0
+
+    def _follow_up(self, work: Callable[[], None]) -> None:
+        """Do what follows a commit: beside the next step where steps overlap, else now."""
+        if self._overlaps:
+            self.follow_ups.submit(work)
+        else:
+            work()
+
+    def _finish(self, step: CommittedStep) -> None:
+        """Publish the version of a step, copy it to the store, report it, and evaluate it where that is due."""
+        version = self._publish(step)
+        # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
+        self.mirror.write(version)
+        self.watchers.stepped(replace(step, version=version))
+        self.evaluate()
+        prune(self.ledger, self.settings)
+        if self.evaluation and self.evaluation.is_due(step.number):
+            if self.publishing:
+                self.publishing.wait()  # the held-out tasks are for this version, and the next is published after them
+            self.evaluation.run_command(version, step.number)
 
     def _refuse(self, error: BadRowsError | AlreadyTrainedError, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> None:
         """Skip the groups whose rows failed, and undo the lease; a crash between the two repeats the step without them."""
@@ -273,15 +310,16 @@ class Trainer:
                     self.batches.refuse(error, groups, batch.group.tolist(), parent)
         finally:
             for version in undo_leases(self.ledger, self.settings):
-                self.mirror.write(self.ledger.version(version))
+                self._follow_up(lambda version=version: self.mirror.write(self.ledger.version(version)))
         self.clock.end()
 
-    def _publish(self, committed: LedgerVersion) -> LedgerVersion:
-        """Publish a committed version, unless another trainer of the branch has trained on from it already."""
+    def _publish(self, step: CommittedStep) -> LedgerVersion:
+        """Publish the version of a step, unless another trainer of the branch has trained on from it already."""
+        committed = step.version
         if not self.publishing or newest_version(self.ledger).version != committed.version:
             return committed
-        with self.clock.stage("publish"):
-            served = self.publishing.publish(committed, self._weights)
+        with timed(step.stages, "publish"):
+            served = self.publishing.publish() if self._overlaps else self.publishing.publish(committed, self._weights)
         if served and served.version == committed.version:
             self.ledger.add_metrics(committed.version, dict(served.metrics))
         return self.ledger.version(committed.version)
@@ -303,10 +341,12 @@ class Trainer:
         lease = self.transaction.begin(loaded.rollouts, parent)
         if lease is None:
             return None
-        with beating(self.ledger, lease):
+        with beating(self.ledger, lease), self.lookahead.beside():
             optimizer = self._load(parent)
             with self.clock.stage("train"):
                 metrics = optimizer.step(batch)
+            with self.clock.stage("settle"):
+                self.follow_ups.wait()
             used = optimizer.token_advantages if batch.chains else batch.advantages
             calls = with_advantages(calls, batch.response_mask, used)
             adapter = adapter_of(Path(parent.policy_version.path), self.settings.trainer)
@@ -340,7 +380,9 @@ def train(settings: Settings, *, follow: bool) -> None:
 
 def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
-    store, outage = connect(settings.store, consistent=True), Outage("the span store")
+    outage = Outage("the span store")
+    # Two clients: groups are read while what follows the last step is written.
+    store, reader = (connect(settings.store, consistent=True) for _ in range(2))
     client = retrying_client(store, settings.store.url, outage, shutdown)
     ledger = open_ledger(settings)
     retry_transactions(ledger, Outage("the ledger's database"), shutdown)
@@ -367,7 +409,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             logger.info("training with %s", describe_choices(settings.trainer, engine.device))
             return engine
 
-        source = GroupReader(client, settings)
+        source = GroupReader(retrying_client(reader, settings.store.url, outage, shutdown), settings)
         watchers = watchers_of(settings, store)
         trainer = Trainer(
             settings=settings,
@@ -394,3 +436,4 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         ledger.close()
         watchers.close()
         store.close()
+        reader.close()

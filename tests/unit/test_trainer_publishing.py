@@ -218,6 +218,7 @@ def test_publication_retry_of_transfer_reads_weights_from_files(tmp_path: Path, 
     batch = trainer.take()
     assert batch
     trainer.step(batch)
+    trainer.follow_ups.wait()
     trainer.optimizer.weight = 7.0  # type: ignore[attr-defined]
     gateway.away = False
     assert trainer.publishing

@@ -23,7 +23,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
 from trainer.publish.checkpoint import WEIGHTS
 from trainer.publish.publisher import GatewayRefusedError, Publisher
-from trainer.retries import BACK_OFF, Outage, call_with_retries
+from trainer.retries import BACK_OFF, Outage, call_with_retries, without_retries
 from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ class HeadPublisher:
         self._retried(self._await_engine, end)
         self._retried(lambda: self._attempt(held.version, weights), end)
 
-    def publish(self, held: LedgerVersion, weights: Weights) -> ServedHead | None:
+    def publish(self, held: LedgerVersion | None = None, weights: Weights | None = None) -> ServedHead | None:
         """Publish the head.
 
         Args:
-            held: version that this process has in memory.
+            held: version that this process has in memory. None: a step may be changing it, and parameters are read from files.
             weights: yields its parameters, until this call returns.
 
         Returns:
@@ -105,7 +105,7 @@ class HeadPublisher:
             if self.is_behind:
                 return None  # the background reads the head again before it ends
         try:
-            return self._attempt(held.version, weights)
+            return self._attempt(held.version if held else None, weights)
         except GatewayRefusedError:
             raise
         except GatewayError as error:
@@ -223,7 +223,8 @@ class HeadPublisher:
         self._sleep(_FIRST_RETRY_SECONDS)
         while not self._closed.is_set():
             try:
-                publication = attempts(self._attempt)
+                with without_retries():
+                    publication = attempts(self._attempt)
             except GatewayRefusedError as error:
                 refused = error
             except (GatewayError, LedgerError):
