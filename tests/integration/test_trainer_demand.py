@@ -119,13 +119,25 @@ def test_spent_counts_trained_and_skipped_groups(place: Place):
 @pytest.mark.parametrize(("steps", "most", "flying"), [(0, 0, 4), (9, 0, 4), (0, 3, 4), (1, 3, 4), (2, 3, 2), (3, 3, 0), (4, 3, 0)])
 def test_in_flight_is_bounded_by_staleness_and_steps_left(steps: int, most: int, flying: int):
     chosen = TWO.model_copy(update={"max_steps": most})
-    assert in_flight(chosen, steps) == flying
-    gone = ConsumedGroups(steps, 2 * steps, {SkipReason.EQUAL: 5})
+    gone = ConsumedGroups(steps, 2 * steps, {SkipReason.STALE: 5})
+    assert in_flight(chosen, gone) == flying
     assert demand(gone, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1, 2 * steps + 5)
     assert demand(gone, chosen, [0], ready=3).filled == gone.groups + min(3, flying), "of those that are wanted"
-    cancelled = ConsumedGroups(steps, 2 * steps, {SkipReason.EQUAL: 5, SkipReason.CANCELLED: 7})
+    cancelled = ConsumedGroups(steps, 2 * steps, {SkipReason.STALE: 5, SkipReason.CANCELLED: 7})
     assert groups_wanted(cancelled, chosen) == groups_wanted(gone, chosen), "what was cancelled is not counted as enqueued, either"
     assert demand(gone, chosen, [7]).oldest_version == 7
+
+
+def test_in_flight_follows_filtered_share():
+    """Four groups can be used; as many more are in flight as will be filtered of them, once enough of both was seen."""
+    shares = {(0, 0): 4, (0, 8): 8, (40, 40): 7, (400, 400): 7, (4000, 4000): 7, (100, 1000): 12, (1000, 0): 4}
+    for (trained, filtered), flying in shares.items():
+        consumed = ConsumedGroups(trained // 2, trained, {SkipReason.EQUAL: filtered, SkipReason.STALE: 99, SkipReason.CANCELLED: 99})
+        assert in_flight(TWO, consumed) == flying, (trained, filtered)
+        assert consumed.filtered_share == pytest.approx(filtered / max(trained + filtered, 1))
+    half = ConsumedGroups(20, 40, {SkipReason.EQUAL: 40})
+    assert demand(half, TWO, [0], ready=3).filled == 83
+    assert demand(half, TWO, [0], ready=4).filled == demand(half, TWO, [0]).groups, "what is in hand is enough: the rest is not waited for"
 
 
 EVENTS = st.lists(st.sampled_from(["step", "crash", "skip", "restart", "back", "late"]), max_size=24)
@@ -147,7 +159,7 @@ def test_demand_level_never_falls_and_queue_ends_at_newest(events: list[str], mo
         def look() -> None:
             gone = consumed_groups(ledger, chosen, SPEC)
             stated.append(groups_wanted(gone, chosen))
-            assert stated[-1] - gone.groups == in_flight(chosen, gone.steps), "as many as the steps to come can use"
+            assert stated[-1] - gone.groups == in_flight(chosen, gone), "as many as the steps to come can use"
 
         ledger = opened()
         ledger.register_initial(**BASE)

@@ -75,7 +75,7 @@ def test_trainer_once_takes_whole_batches_oldest_first(tmp_path: Path, base: Pat
         "truncated_share": 0.0, "response_tokens_mean": 2.0, "response_tokens_p95": 2.0,
         "failed_share": 0.0, "failed_alarm": 0.0, "failed_share_staleness_1": 0.0,
         # Two groups are trained, and a batch of two is wanted for each of the 9 versions that calls may lie behind, and for the next.
-        "groups_wanted": 22.0, "groups_skipped": 0.0, "publish_retries": 0.0, "store_retries": 0.0,
+        "groups_wanted": 22.0, "groups_skipped": 0.0, "filtered_share": 0.0, "publish_retries": 0.0, "store_retries": 0.0,
         "groups_incomplete": 0.0, "groups_failed": 0.0,
     }  # fmt: skip
     # Published at the start as well: only the gateway can tell whether what it serves is sound.

@@ -4,8 +4,9 @@ Invariant: the level is a pure function of facts that only grow, so that under t
 leaves it right. A queue that does not answer delays nothing.
 
 Each group that is trained, or skipped (stale, or with nothing to learn from: DAPO's filter), is replaced by a new one. The demand in
-flight is the number of groups that the steps within the staleness bound can use. The number of whole groups is reported too: rollouts
-beyond the demand could not be used in time. A group that was cancelled is counted by neither.
+flight is the number of groups that the steps within the staleness bound can use, and as many more as the filter will take of them, by the
+share that it took so far. The number of whole groups is reported too: rollouts beyond the demand could not be used in time. A group that
+was cancelled is counted by neither.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 30.0
 """Interval at which an unchanged demand is sent again, in seconds, for a queue that has lost it."""
+_MOST_FILTERED = 2
+"""Largest number of groups that are demanded in advance for those that will be filtered, as a factor of those that the steps can use."""
 REQUEST_SECONDS = 5.0
 """Back-off after a failed request to the queue, in seconds."""
 
@@ -47,27 +50,42 @@ class ConsumedGroups:
     """Number of other groups that are skipped, by reason; cancelled ones included."""
 
     @property
+    def filtered(self) -> int:
+        """Return the number of skipped groups without those that came too late or were cancelled."""
+        return sum(count for reason, count in self.skipped.items() if reason not in {SkipReason.CANCELLED, SkipReason.STALE})
+
+    @property
+    def filtered_share(self) -> float:
+        """Return the share of filtered groups among those that were trained or filtered."""
+        return self.filtered / max(self.trained + self.filtered, 1)
+
+    @property
     def groups(self) -> int:
         """Return the number of groups without the cancelled ones, which the queue does not count as enqueued."""
         return self.trained + sum(count for reason, count in self.skipped.items() if reason is not SkipReason.CANCELLED)
 
 
-def in_flight(settings: TrainerSettings, steps: int) -> int:
-    """Return the groups needed beyond those that are consumed: a batch for each version within the staleness bound, or for each step left.
+def in_flight(settings: TrainerSettings, consumed: ConsumedGroups) -> int:
+    """Return the groups needed beyond those that are consumed: a batch for each version within the staleness bound, and replacements.
+
+    Replacements are demanded in advance, for groups in flight that will be filtered: F s / (t + 2 F) of them for F groups in flight, once t
+    were trained and s filtered, and 2 F at most. That approaches F s / t and never falls by more than t grows, so that the level does not
+    fall. There are none beyond the groups that the steps left can train.
 
     Args:
         settings: groups_per_batch, max_staleness, max_steps.
-        steps: number of steps that the branch has made.
+        consumed: groups that the branch has trained or skipped.
     """
-    batches = settings.sampling.max_staleness + 1
-    if settings.max_steps:
-        batches = min(batches, max(settings.max_steps - steps, 0))
-    return batches * settings.sampling.groups_per_batch
+    a_batch = settings.sampling.groups_per_batch
+    used = (settings.sampling.max_staleness + 1) * a_batch
+    ahead = _MOST_FILTERED * used
+    needed = used + min(used * consumed.filtered // (consumed.trained + ahead), ahead)
+    return min(needed, max(settings.max_steps - consumed.steps, 0) * a_batch) if settings.max_steps else needed
 
 
 def groups_wanted(consumed_groups: ConsumedGroups, settings: TrainerSettings) -> int:
     """Return the groups of mode train that the branch needs of the run since its beginning: consumed ones and those in flight."""
-    return consumed_groups.groups + in_flight(settings, consumed_groups.steps)
+    return consumed_groups.groups + in_flight(settings, consumed_groups)
 
 
 def demand(consumed_groups: ConsumedGroups, settings: TrainerSettings, lineage: Sequence[int], ready: int = 0) -> Demand:
@@ -81,7 +99,9 @@ def demand(consumed_groups: ConsumedGroups, settings: TrainerSettings, lineage: 
     """
     oldest = lineage[-1 - settings.sampling.max_staleness :][0]
     level = groups_wanted(consumed_groups, settings)
-    return Demand(settings.policy, settings.branch, level, oldest, min(consumed_groups.groups + ready, level))
+    usable = min((settings.sampling.max_staleness + 1) * settings.sampling.groups_per_batch, in_flight(settings, consumed_groups))
+    filled = level if ready >= usable else min(consumed_groups.groups + ready, level)
+    return Demand(settings.policy, settings.branch, level, oldest, filled)
 
 
 def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> ConsumedGroups:
@@ -152,11 +172,12 @@ class DemandReporter:
         self._reported, self._quiet_until = now, time.monotonic() + REPEAT_SECONDS
 
     def figures(self) -> dict[str, float]:
-        """Return metrics: number of groups needed in all, and number of skipped groups of the run."""
+        """Return metrics: number of groups needed in all, number of skipped groups of the run, and share of those that were filtered."""
         consumed = self._consumed()
         return {
             "groups_wanted": float(groups_wanted(consumed, self._settings.trainer)),
             "groups_skipped": float(sum(consumed.skipped.values())),
+            "filtered_share": consumed.filtered_share,
         }
 
     def _consumed(self) -> ConsumedGroups:
