@@ -236,7 +236,7 @@ class World:
         def rest(_: float) -> None:
             nonlocal left
             left -= 1
-            trainer.demand.figures()
+            trainer.demand.figures(ready=0)
             trainer._checked_at = float("-inf")  # pyright: ignore[reportPrivateUsage]
             if not left:
                 raise _EnoughError

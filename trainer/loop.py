@@ -163,9 +163,9 @@ class Trainer:
             self.shutdown.check()
             self.follow_ups.check()
             self._record_late_publications()
-            self.demand.call()
             if 0 < limit <= len(self.ledger.committed_versions()) - 1:
                 logger.info("trainer.max_steps = %d steps are done", limit)
+                self._report_demand()
                 self._await_publication()
                 return
             if not self._busy():
@@ -173,7 +173,6 @@ class Trainer:
                 if batch and self.step(batch):
                     continue
                 if not batch and not follow:
-                    self.demand.call()
                     self._await_publication()
                     self.evaluate()
                     return
@@ -193,14 +192,21 @@ class Trainer:
         """Return the oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
         self._head = newest_version(self.ledger)
         loaded = self.batches.take(self.source, self._head)
-        if loaded:
-            self.demand.call(ready=sum(group.mode == Mode.TRAIN for group in self.batches.ready))
+        self._report_demand()
         return loaded
 
     def _look(self) -> None:
         """Prepare the next batch while a step is under way, and report the demand that follows from it."""
         self.batches.look(self.source, newest_version(self.ledger))
-        self.demand.call(ready=sum(group.mode == Mode.TRAIN for group in self.batches.ready))
+        self._report_demand()
+
+    def _report_demand(self) -> None:
+        self.demand.call(self._ready)
+
+    @property
+    def _ready(self) -> int:
+        """Return the number of groups of mode train that are in hand, those of the step under way included."""
+        return sum(group.mode == Mode.TRAIN for group in self.batches.sound)
 
     def _busy(self) -> bool:
         """Return whether another trainer's step is under way; log each such holder once."""
@@ -249,7 +255,7 @@ class Trainer:
             batch, facts, calls = assemble(
                 loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash
             )
-            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures() | self._retries() | self.batches.figures()
+            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures(self._ready) | self._retries() | self.batches.figures()
             history = [version.metrics for version in self.ledger.versions() if version.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], settings.alarms)
         try:

@@ -69,6 +69,8 @@ class BatchQueue:
         self._held: Loaded | None = None
         self._sound: set[Group] = set()
         """Held groups that may be trained from `_head`."""
+        self._under_way: set[Group] = set()
+        """Groups of the batch that was taken last, until it is committed or refused."""
         self._head: LedgerVersion | None = None
         """Version that skips were last compared with."""
         self._incomplete: dict[Group, _Incomplete] = {}
@@ -117,6 +119,7 @@ class BatchQueue:
                 self.look(source, head)
                 continue
             self._clock.begin(began)
+            self._under_way = set(chosen)
             return loaded
         return None
 
@@ -132,6 +135,7 @@ class BatchQueue:
         Raises:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
+        self._under_way = set()
         skips: dict[Group, Skip] = {}
         for row, reason in error.rows.items():
             if rows[row] >= 0:
@@ -140,13 +144,20 @@ class BatchQueue:
 
     def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
         """Skip groups of which a rollout is in a batch already."""
+        self._under_way = set()
         self._skip({group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in groups.items()}, head)
 
     def forget(self, batch: Loaded) -> None:
         """Free what was loaded of a batch: it was committed."""
+        self._under_way = set()
         self._keep(
             {rollout.group for rollout in self._held.rollouts} - {rollout.group for rollout in batch.rollouts} if self._held else set()
         )
+
+    @property
+    def sound(self) -> set[Group]:
+        """Return the ready groups that may be trained, and those of the batch under way."""
+        return {group for group in self.ready if group in self._sound} | self._under_way
 
     def figures(self) -> dict[str, float]:
         """Return metrics: groups that wait for rows that the store does not show yet, and those that failed among the newest."""
