@@ -160,7 +160,8 @@ class Bench:
 
     def idle_cores(self, seconds: float) -> tuple[float, float, float]:
         """Return the cores that store, builder and trainer use while nothing arrives."""
-        assert self.builder and self.trainer
+        assert self.builder
+        assert self.trainer
         children = (self.store, self.builder, self.trainer)
         before = [_cpu_of(child) for child in children]
         began = time.perf_counter()
@@ -171,7 +172,7 @@ class Bench:
 
     def check(self, production: Sequence[SmallRollout]) -> dict[str, int]:
         """Compare all that was built with all that was sent."""
-        counts = dict.fromkeys(("lost", "double", "foreign", "wrong", "wrong_builds", "wrong_tools", "production"), 0)
+        counts: dict[str, int] = dict.fromkeys(("lost", "double", "foreign", "wrong", "wrong_builds", "wrong_tools", "production"), 0)
         for run, rollouts in self.sent.items():
             for name, count in self._check_run(run, rollouts).items():
                 counts[name] += count
