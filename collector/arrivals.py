@@ -11,7 +11,7 @@ import re
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -90,18 +90,18 @@ class ArrivalBoard:
             self.note(*topics)
 
     async def handle(self, request: web.Request) -> web.Response:
-        """Answer a request of `spangrad.store.arrivals`: at once if something has arrived since its position, else when it does."""
+        """Answer a request of `spangrad.store.arrivals`: at once if something has arrived since its positions, else when it does."""
         try:
-            topics = frozenset(Topic(name) for name in request.query["topics"].split(","))
-            seconds = min(LONGEST_SECONDS, max(0.0, float(request.query.get("seconds", "0"))))
+            topics = [Topic(name) for name in request.query["topics"].split(",")]
+            since = dict(zip(topics, request.query["since"].split(","), strict=True))
+            seconds = min(LONGEST_SECONDS, max(0.0, float(request.query["seconds"])))
         except (KeyError, ValueError):
-            return refusal(400, f"send topics ({', '.join(Topic)}), since and seconds.")
-        since = request.query.get("since", "")
-        position, new = self.since(topics, since)
-        if not new and seconds:
-            await self._wait(topics, since, seconds)
-            position, new = self.since(topics, since)
-        return json_response({"position": position, "topics": sorted(new)})
+            return refusal(400, f"send topics (of {', '.join(Topic)}), a position of each as since, and seconds.")
+        positions = self.positions(topics)
+        if positions == since and seconds:
+            await self._wait(since, seconds)
+            positions = self.positions(topics)
+        return json_response({"positions": positions})
 
     def close(self) -> None:
         """Answer all that wait, and from now on each at once."""
@@ -110,25 +110,21 @@ class ArrivalBoard:
             woken, self._waiters = [*self._waiters], set()
         _wake(woken)
 
-    def since(self, topics: frozenset[Topic], since: str) -> tuple[str, frozenset[Topic]]:
-        """Return the position now, and the topics of which something arrived since another one."""
-        instance, *counts = since.split(":")
+    def positions(self, topics: Iterable[Topic]) -> dict[Topic, str]:
+        """Return the positions now."""
         with self._lock:
-            now = [str(self._counts[topic]) for topic in Topic]
-        comparable = instance == self._instance and len(counts) == len(now)
-        new = frozenset(topic for topic, at, then in zip(Topic, now, counts, strict=True) if at != then) & topics if comparable else topics
-        return ":".join([self._instance, *now]), new
+            return {topic: f"{self._instance}:{self._counts[topic]}" for topic in topics}
 
-    async def _wait(self, topics: frozenset[Topic], since: str, seconds: float) -> None:
+    async def _wait(self, since: Mapping[Topic, str], seconds: float) -> None:
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(topics, loop.create_future(), loop)
+        waiter = _Waiter(frozenset(since), loop.create_future(), loop)
         with self._lock:
             if self._closed:
                 return
             self._waiters.add(waiter)
         try:
             # It may have arrived before the waiter was there.
-            if not self.since(topics, since)[1]:
+            if self.positions(since) == since:
                 await asyncio.wait([waiter.woken], timeout=seconds)
         finally:
             with self._lock:

@@ -1,6 +1,6 @@
 """Waiting for what arrives in the span store, in place of polls.
 
-In: the store's address, topics. Out: the topics of which something arrived. Invariant: whatever arrived after `wait` has returned ends the
+In: the store's address, topics. Out: the topics of which something arrived. Invariant: whatever arrives after `wait` has returned ends the
 next one, so that a caller that reads the store between two waits misses nothing that was visible when it arrived.
 
 `spangrad store` answers a request when something arrives, or after the request's time. Any other ClickHouse answers 404, and is asked by a
@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -69,19 +69,19 @@ class Arrivals:
         self._store = store
         self._topics = tuple(dict.fromkeys(topics))
         self._poll_seconds = poll_seconds
-        self._position = ""
-        self._newest: dict[str, object] = {}
+        self._positions: dict[Topic, object] = {}
         self.by_events = True
         """False: the store is not ours, and is polled."""
 
-    def wait(self, timeout: float) -> frozenset[Topic]:
-        """Return the topics of which something arrived since the last call, as soon as something did; empty when the time is over.
+    def wait(self, timeout: float, *topics: Topic) -> frozenset[Topic]:
+        """Return the topics of which something arrived since a call returned them, as soon as something did; empty when the time is over.
 
         The first call returns all topics at once. So does one after the store was restarted, and one while it does not answer, after a
         pause: the caller's next statement reports that.
 
         Args:
             timeout: longest wait, in seconds. 0: return what has arrived.
+            topics: topics to wait for now, of those of the constructor. None: all of them.
 
         Raises:
             StoreError: a statement to a store that is not ours failed.
@@ -89,42 +89,42 @@ class Arrivals:
         end = time.monotonic() + timeout
         while True:
             left = max(0.0, end - time.monotonic())
-            new = self._ask(min(left, LONGEST_SECONDS)) if self.by_events else self._poll(min(left, self._poll_seconds))
+            positions = self._ask(topics or self._topics, min(left, LONGEST_SECONDS)) if self.by_events else None
+            if positions is None:
+                positions = self._poll(topics or self._topics)
+            new = frozenset(topic for topic, position in positions.items() if position != self._positions.get(topic))
+            self._positions |= positions
             if new or time.monotonic() >= end:
                 return new
+            if not self.by_events:
+                time.sleep(max(0.0, min(self._poll_seconds, end - time.monotonic())))
 
-    def _ask(self, seconds: float) -> frozenset[Topic]:
+    def _ask(self, topics: Sequence[Topic], seconds: float) -> Mapping[Topic, object] | None:
+        """Return the topics' positions, when one of them changes or the time is over. None: the store is not ours."""
         parts = urllib.parse.urlsplit(self._store.url)
-        query = urllib.parse.urlencode({"topics": ",".join(self._topics), "since": self._position, "seconds": f"{seconds:.3f}"})
+        since = ",".join(str(self._positions.get(topic, "")) for topic in topics)
+        query = urllib.parse.urlencode({"topics": ",".join(topics), "since": since, "seconds": f"{seconds:.3f}"})
         token = self._store.token or self._store.read_token
         secret = token.get_secret_value() if token else urllib.parse.unquote(parts.password or "")
-        netloc = parts.netloc.rpartition("@")[2]
-        url = urllib.parse.urlunsplit((parts.scheme, netloc, PATH, query, ""))
+        url = urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], PATH, query, ""))
         try:
             with urllib.request.urlopen(urllib.request.Request(url, headers=bearer(secret)), timeout=seconds + _GRACE_SECONDS) as response:
-                answer = json.load(response)
+                return {Topic(name): position for name, position in json.load(response)["positions"].items()}
         except urllib.error.HTTPError as error:
             self.by_events = error.code != _NOT_FOUND
-            return frozenset() if error.code == _NOT_FOUND else self._pause(seconds)
+            return self._unknown(topics, seconds) if self.by_events else None
         except (OSError, ValueError):
-            return self._pause(seconds)
-        self._position = answer["position"]
-        return frozenset(Topic(name) for name in answer["topics"])
+            return self._unknown(topics, seconds)
 
-    def _pause(self, seconds: float) -> frozenset[Topic]:
-        """Wait a little for a store that does not answer; all of its topics may have arrived when it does."""
-        self._position = ""
+    def _unknown(self, topics: Sequence[Topic], seconds: float) -> Mapping[Topic, object]:
+        """Wait a little for a store that does not answer, and return positions that differ from all others."""
         time.sleep(min(seconds, _RECONNECT_SECONDS))
-        return frozenset(self._topics)
+        return {topic: object() for topic in topics}
 
-    def _poll(self, seconds: float) -> frozenset[Topic]:
-        newest = {table: self._state(table) for table in {_TABLES[topic] for topic in self._topics}}
-        new = frozenset(topic for topic in self._topics if newest[_TABLES[topic]] != self._newest.get(_TABLES[topic]))
-        self._newest = newest
-        if not new:
-            time.sleep(seconds)
-        return new
+    def _poll(self, topics: Sequence[Topic]) -> Mapping[Topic, object]:
+        newest = {table: self._newest(table) for table in {_TABLES[topic] for topic in topics}}
+        return {topic: newest[_TABLES[topic]] for topic in topics}
 
-    def _state(self, table: str) -> object:
+    def _newest(self, table: str) -> object:
         with store_errors(self._store.url):
             return self._client.query(_NEWEST.format(table=table)).result_rows
