@@ -11,16 +11,17 @@ import os
 import socket
 import time
 import uuid
-from datetime import datetime
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
 
 import polars as pl
-import tenacity
 
-from spangrad.errors import RuleError, StoreError
 from spangrad.settings import Settings
 from spangrad.store import datasets
+from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
-from transition_builder import specification
+from spangrad.types import Mode
+from transition_builder import specification, waiting
 from transition_builder.batch_sizes import BuildBatches
 from transition_builder.build import build
 from transition_builder.completeness import reassigned_traces
@@ -29,31 +30,34 @@ from transition_builder.completeness.reassigned_traces import CONCLUDED, REASSIG
 from transition_builder.completeness.resolve import NAMED, claim
 from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
-from transition_builder.frames import Frames, Verdict, empty
+from transition_builder.frames import Frames, Verdict, conform, empty
 from transition_builder.rewards import sql
-from transition_builder.schemas import BUILT, MICROSECONDS, ROLLOUT, ROOTLESS, ROOTS, SPAN
+from transition_builder.schemas import ARRIVED, BUILT, MICROSECONDS, PENDING, ROLLOUT, ROOTLESS, SPAN
 from transition_builder.source import late_spans
 from transition_builder.source.claims import Claims
-from transition_builder.source.discovery import OVERLAP, Discovery
+from transition_builder.source.discovery import BETWEEN_SWEEPS, OVERLAP, Discovery
+from transition_builder.source.known_builds import KnownBuilds
 from transition_builder.source.queries import StoreReader
 from transition_builder.source.rollouts import RolloutReader
 from transition_builder.source.sink import Sink
-from transition_builder.stopping import stoppable
 from transition_builder.summary import ProgressCallback, Summary, no_progress
 
 log = logging.getLogger(__name__)
 
-_RECHECK_FRACTION = 0.05
-"""Fraction of its waiting time after which a waiting rollout is checked again."""
 ROLLOUTS_PER_READ = 1024
 """Rollouts whose spans without attributes are read at a time; bounds memory."""
+BEHIND_SECONDS = 2.0
+"""Longest time, in seconds, for which spans that end no rollout wait for others; shorter where `builder.quiet_seconds` is."""
+_NAMES_ITSELF = NAMED & (pl.col("RunId") != "")
 
 
 class Builder:
     """Finds ended rollouts, remembers those that wait, builds those that are complete.
 
-    Traces that no final root claims come second: their unconcluded calls are remembered, until their rollout ends, is silent for long
-    enough, or turns out to have been built. Rollouts of which something arrives after they were built are processed like new ones.
+    A pass builds first what runners announced of training and validation. Production and trials come behind, in slices; between two slices
+    it looks for training again. Traces that no final root claims are among them: their unconcluded calls are remembered, until their
+    rollout ends, is silent for long enough, or turns out to have been built. Rollouts of which something arrives after they were built are
+    processed like new ones.
     """
 
     def __init__(
@@ -91,8 +95,14 @@ class Builder:
         self._discovery = Discovery(self._reader, since)
         self._source = RolloutReader(client, settings)
         self._claims = Claims(self._reader, name, settings.builder.lease_seconds)
-        self._sink = Sink(self._reader, name)
-        self._pending = empty({**ROOTS, "CheckedAt": MICROSECONDS})
+        self._known = KnownBuilds(self._reader)
+        self._sink = Sink(self._reader, self._known, name)
+        self._arrivals = Arrivals(client, settings.store, [Topic.ROOTS, Topic.SPANS], self._spec.poll_seconds)
+        self._now = self._claims.look()
+        self._looked = time.monotonic()
+        self._pending = empty({**PENDING, "CheckedAt": MICROSECONDS})
+        self._behind = empty(ARRIVED)
+        self._behind_due = time.monotonic()
         self._rootless = empty({**ROOTLESS, "CheckedAt": MICROSECONDS})
         of_rollouts = dict.fromkeys(ROLLOUT, pl.String())
         self._examined = empty(of_rollouts | {"Until": MICROSECONDS, "Examined": pl.UInt64()})
@@ -110,8 +120,11 @@ class Builder:
         """
         return datasets.register(self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides)
 
-    def build_ready(self) -> Summary:
+    def build_ready(self, *, urgent: bool = False) -> Summary:
         """Build all rollouts that are complete now.
+
+        Args:
+            urgent: leave production and trials to a later pass.
 
         Raises:
             BuilderError: a file of the specification was changed since the builder began.
@@ -121,45 +134,103 @@ class Builder:
         began = time.monotonic()
         specification.require_unchanged(self._spec, self._reader.spec)
         summary = Summary()
-        now = self._reader.now()
-        self._discover(now)
+        self._look()
         self._done = 0
         self._progress(0)
-        if self._reassigned.height:
-            self._rebuild_former(summary)
-        if self._pending.height:
-            self._conclude(now, summary)
-        if self._rootless.height:
-            self._conclude_rootless(now, summary)
+        self._build_announced(summary)
+        if not urgent:
+            self._build_behind(summary)
         summary.waiting = self._pending.height
         summary.seconds = time.monotonic() - began
         if summary.rollouts:
             log.info("built %s", summary)
         return summary
 
-    def _discover(self, now: datetime) -> None:
-        """Remember rollouts that ended, traces without a final root, and built rollouts that are out of date."""
-        self._discovery.begin(now)
-        self._add_pending(self._discovery.new_roots())
-        self._remember_stale(self._discovery.arrivals())
-        self._rootless = merge(self._rootless, self._of_run(self._discovery.rootless()))
-        self._discovery.done()
-        self._examined = self._examined.filter(now - pl.col("Until") < 2 * OVERLAP)
+    def wait(self) -> bool:
+        """Wait until there may be something to build; return whether it is urgent, so that production and trials can wait.
 
-    def _remember_stale(self, arrived: pl.DataFrame) -> None:
-        """Queue again the rollouts of which something has arrived since they were built."""
-        if arrived.is_empty():
-            return
-        keys = self._discovery.keys(arrived)
-        owners = self._discovery.owners(keys["TraceId"])
-        self._remember_reassigned(arrived, reassigned_traces.former_owners(keys, owners))
-        claimed = claim(arrived, owners).rename({"RolloutKey": "RolloutId"})
+        Raises:
+            StoreError: the store, which is not ours, failed.
+        """
+        rest = self._seconds_to_rest()
+        behind = self._behind_due - time.monotonic()
+        new = self._arrivals.wait(rest)
+        if Topic.SPANS in new and Topic.ROOTS not in new:
+            # What ends no rollout: more will come.
+            patience = self._spec.poll_seconds if self._pending.height else max(behind, self._spec.poll_seconds)
+            new |= self._arrivals.wait(patience, Topic.ROOTS)
+        return Topic.ROOTS in new and time.monotonic() < self._behind_due
+
+    def lags(self) -> Mapping[str, tuple[float, int]]:
+        """Return, by mode, the age in seconds of the oldest rollout that ended and is not built, and the number of those."""
+        now = self._clock()
+        return waiting.lags(self._pending, self._rootless.filter(now - pl.col("IngestedAt") >= self._silence()), now, [*Mode])
+
+    def _seconds_to_rest(self) -> float:
+        """Return the time until something is due by its age, in seconds, if nothing arrives."""
+        until = waiting.seconds_until_due(self._pending, self._rootless, self._silence(), self._clock())
+        if self._behind.height or self._reassigned.height:
+            until = min(until, self._behind_due - time.monotonic())
+        return max(self._spec.poll_seconds, min(until, BETWEEN_SWEEPS / timedelta(seconds=1)))
+
+    def _clock(self) -> datetime:
+        """Return the store's clock, as far as this process knows it."""
+        return self._now + timedelta(seconds=time.monotonic() - self._looked)
+
+    def _look(self) -> None:
+        """Remember rollouts that ended, built ones that are out of date, and all else that arrived, for later."""
+        now = self._now = self._claims.look()
+        self._looked = time.monotonic()
+        self._known.forget()
+        self._discovery.begin(now)
+        if self._discovery.is_first:
+            self._add_pending(self._discovery.new_roots())
+        arrived = self._discovery.arrivals()
+        self._pending = waiting.touched(self._pending, arrived)
+        named = arrived.filter(_NAMES_ITSELF)
+        if named.height:
+            built = self._remember_stale(named, named.rename({"RolloutKey": "RolloutId"}))
+            new = named.filter("HasRoot").rename({"RolloutKey": "RolloutId"}).join(built, on=ROLLOUT, how="anti")
+            self._add_pending(new)
+        self._behind = pl.concat([self._behind, arrived])
+        if self._discovery.sweeps:
+            self._look_behind(self._discovery.rootless())
+        self._discovery.done()
+        if self._examined.height:
+            self._examined = self._examined.filter(now - pl.col("Until") < 2 * OVERLAP)
+
+    def _look_behind(self, rootless: pl.DataFrame | None = None) -> None:
+        """Remember traces without a final root, and built rollouts that are out of date, of what arrived since the last time.
+
+        Args:
+            rootless: ROOTLESS of this pass, where it sweeps. None: of what arrived.
+        """
+        arrived = self._behind
+        if arrived.height:
+            keys = self._discovery.keys(arrived, whole=self._discovery.reads_all)
+            owners = self._discovery.owners(keys["TraceId"])
+            self._remember_reassigned(arrived, reassigned_traces.former_owners(keys, owners))
+            unnamed = arrived.filter(~_NAMES_ITSELF)
+            if unnamed.height:
+                self._remember_stale(unnamed, claim(unnamed, owners).rename({"RolloutKey": "RolloutId"}))
+        new = self._discovery.rootless_of(arrived) if rootless is None else rootless
+        if new.height:
+            self._rootless = merge(self._rootless, self._of_run(new))
+        self._behind = self._behind.clear()
+
+    def _remember_stale(self, arrived: pl.DataFrame, claimed: pl.DataFrame) -> pl.DataFrame:
+        """Queue again the rollouts of which something has arrived since they were built; return BUILT of all that it may belong to.
+
+        Args:
+            arrived: ARRIVED.
+            claimed: the same rows, with the RunId and RolloutId that they belong to.
+        """
         built = self._built(claimed["RolloutId"])
         outdated = outdated_rollouts(claimed, built)
         if self._discovery.sweeps:
             outdated = pl.concat([outdated, self._with_late_rows(built.join(outdated, on=ROLLOUT, how="anti"))])
         if outdated.is_empty():
-            return
+            return built
         roots = self._discovery.roots(outdated["RolloutId"]).filter("Final").join(outdated, on=ROLLOUT, how="semi")
         self._add_pending(roots)
         rootless = outdated.join(roots, on=ROLLOUT, how="anti")
@@ -167,11 +238,14 @@ class Builder:
         matching = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
             (pl.col("RunId") == "") | pl.struct(ROLLOUT).is_in(rootless.select(pl.struct(ROLLOUT)).to_series().implode())
         )
-        self._rootless = merge(self._rootless, self._of_run(arrived[matching["row"]]))
+        self._rootless = merge(self._rootless, self._of_run(conform(arrived[matching["row"]], ROOTLESS)))
+        return built
 
     def _remember_reassigned(self, arrived: pl.DataFrame, former_owners: pl.DataFrame) -> None:
         """Remember rollouts that were built with calls that now belong to another rollout."""
-        built = self._reader.built(former_owners["RolloutId"])
+        if former_owners.is_empty():
+            return
+        built = self._known.of(former_owners["RolloutId"])
         traces = self._discovery.concluded(built["RolloutId"]).join(
             former_owners, on=["TraceId", "RolloutId"], how="semi", maintain_order="left"
         )
@@ -181,7 +255,7 @@ class Builder:
 
     def _rebuild_former(self, summary: Summary) -> None:
         """Rebuild rollouts that lost calls to other rollouts, and queue those calls."""
-        built = self._reader.built(self._reassigned["RolloutId"])
+        built = self._known.of(self._reassigned["RolloutId"])
         for rollouts in self._batch_sizes.of(self._claims.take(reassigned_traces.to_rebuild(self._reassigned, built), built)):
             reassigned = self._reassigned.join(rollouts, on=ROLLOUT, how="semi")
             self._build(self._source.claimed_frames(rollouts, reassigned["TraceId"]), summary)
@@ -195,20 +269,46 @@ class Builder:
         self._late_rows = pl.concat([self._late_rows.join(incomplete, on=ROLLOUT, how="anti"), incomplete])
         return candidates.join(incomplete, on=ROLLOUT, how="semi").select(*ROLLOUT, LastArrival="Watermark")
 
-    def _conclude(self, now: datetime, summary: Summary) -> None:
-        """Decide on the rollouts that are due, and build those that no longer wait."""
-        due = _due(self._pending, now)
+    def _build_announced(self, summary: Summary) -> None:
+        """Build what is complete of training, validation and their baselines, the oldest first."""
+        due = waiting.due(self._pending.filter(~waiting.IS_BEHIND), self._now).sort("IngestedAt")
         for batch in due.iter_slices(ROLLOUTS_PER_READ):
-            arrivals = self._source.arrivals(batch)
-            owners = self._source.owners(arrivals)
-            judged = self._judged(batch, arrivals, owners, now)
-            # A rollout without a verdict has no final root any more, and waits like one that never had a root.
-            self._pending = self._pending.join(batch.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
-            for rollouts in self._batch_sizes.of(self._claimed(_ended(judged))):
-                frames = self._frames(rollouts, arrivals, owners, now)
-                if frames.rollouts.height:
-                    self._build(frames, summary)
-        self._pending = _checked(self._pending, due, ROLLOUT, now)
+            self._conclude(batch, summary)
+
+    def _build_behind(self, summary: Summary) -> None:
+        """Build what is complete of production and of trials in slices, and what ends of training between two of them."""
+        self._look_behind()
+        if self._reassigned.height:
+            self._rebuild_former(summary)
+        for batch in self._slices(waiting.due(self._pending.filter(waiting.IS_BEHIND), self._now), "RolloutId", summary):
+            self._conclude(batch, summary)
+        silent = self._rootless.filter(self._now - pl.col("IngestedAt") >= self._silence())
+        for batch in self._slices(waiting.due(silent, self._now), "RolloutKey", summary):
+            self._conclude_rootless(batch, summary)
+        self._behind_due = time.monotonic() + min(BEHIND_SECONDS, self._spec.quiet_seconds / 4)
+
+    def _slices(self, rows: pl.DataFrame, key: str, summary: Summary) -> Iterator[pl.DataFrame]:
+        """Yield rows by slices of rollouts; after each, build what has ended of training since."""
+        for batch in waiting.slices(rows, key):
+            yield batch
+            if self._arrivals.wait(0, Topic.ROOTS):
+                self._look()
+                self._build_announced(summary)
+
+    def _conclude(self, due: pl.DataFrame, summary: Summary) -> None:
+        """Decide on rollouts with a root that are due (PENDING), and build those that no longer wait."""
+        now = self._now
+        arrivals = self._source.arrivals(due)
+        owners = self._source.owners(arrivals)
+        judged = self._judged(due, arrivals, owners, now)
+        # A rollout without a verdict has no final root, and waits like one that never had a root.
+        if judged.height < due.height:
+            self._pending = self._pending.join(due.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
+        for rollouts in self._batch_sizes.of(self._claimed(_ended(judged))):
+            frames = self._frames(rollouts, arrivals, owners, now)
+            if frames.rollouts.height:
+                self._build(frames, summary)
+        self._pending = waiting.checked(self._pending, due, ROLLOUT, now)
 
     def _judged(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, owners: pl.DataFrame, now: datetime) -> pl.DataFrame:
         """Return ROLLOUTS for the given rollouts that have a final root."""
@@ -221,11 +321,14 @@ class Builder:
         built = self._built(rollouts["RolloutId"])
         current = rollouts.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("LastArrival"))
         self._forget(current)
-        return self._claims.take(rollouts.join(current, on=ROLLOUT, how="anti"), built)
+        taken = self._claims.take(rollouts.join(current, on=ROLLOUT, how="anti"), built)
+        if not self._claims.alone:
+            self._known.forget()
+        return taken
 
     def _built(self, rollouts: pl.Series) -> pl.DataFrame:
         """Return BUILT of the rollouts; rows that were examined and changed nothing count as read."""
-        built = self._reader.built(rollouts).join(self._examined, on=ROLLOUT, how="left").join(self._late_rows, on=ROLLOUT, how="left")
+        built = self._known.of(rollouts).join(self._examined, on=ROLLOUT, how="left").join(self._late_rows, on=ROLLOUT, how="left")
         read = pl.max_horizontal("RowsRead", "Examined")
         is_incomplete = (pl.col("Rows") > read).fill_null(False)
         until = (
@@ -252,33 +355,28 @@ class Builder:
         waiting = rollouts.filter(now - pl.col("LastArrival") < OVERLAP).join(incomplete, on="RolloutId", how="semi")
         return self._claimed_frames(rollouts.join(waiting, on=ROLLOUT, how="anti"), rootless, now) if waiting.height else frames
 
-    def _conclude_rootless(self, now: datetime, summary: Summary) -> None:
-        """Build the rollouts without a final root span that have been silent for long enough."""
-        due = _due(self._rootless.filter(now - pl.col("IngestedAt") >= self._minimum_silence()), now)
-        if due.is_empty():
-            return
+    def _conclude_rootless(self, due: pl.DataFrame, summary: Summary) -> None:
+        """Build those rollouts without a final root span that have been silent for long enough, of ROOTLESS that are due."""
+        now = self._now
         owners = self._discovery.owners(due["TraceId"])
         activity = self._discovery.activity(claim(due, owners)["RolloutKey"])
         rootless = rollouts_of(due, owners, activity)
         built = self._built(rootless["RolloutId"])
         current = rootless.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt"))
-        waiting = rootless.join(current, on=ROLLOUT, how="anti").join(self._pending, on=ROLLOUT, how="anti")
-        roots, traces = self._discovery.roots(waiting["RolloutId"]), self._discovery.traces(waiting["TraceId"])
-        silent = silent_rollouts(waiting, roots, activity, traces, now, self._spec, force=self._force)
-        self._rootless = _checked(self._rootless, due, ["TraceId", "RolloutKey"], now)
+        unbuilt = rootless.join(current, on=ROLLOUT, how="anti").join(self._pending, on=ROLLOUT, how="anti")
+        roots, traces = self._discovery.roots(unbuilt["RolloutId"]), self._discovery.traces(unbuilt["TraceId"])
+        silent = silent_rollouts(unbuilt, roots, activity, traces, now, self._spec, force=self._force)
+        self._rootless = waiting.checked(self._rootless, due, ["TraceId", "RolloutKey"], now)
         for batch in silent.iter_slices(ROLLOUTS_PER_READ):
             for rollouts in self._batch_sizes.of(self._claimed(batch)):
-                frames = self._claimed_frames(rollouts, waiting, now)
+                frames = self._claimed_frames(rollouts, unbuilt, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
         for batch in (current, rootless.join(roots.filter("Final"), on=ROLLOUT, how="semi")):
             self._rootless = self._rootless.join(batch, on="TraceId", how="anti")
 
-    def _minimum_silence(self) -> pl.Expr:
-        """Return the minimum silence of a row's rollout."""
-        announced = NAMED & (pl.col("RunId") != "") & (pl.col("Mode") != "")
-        seconds = pl.when(announced).then(self._spec.incomplete_after_seconds).otherwise(self._waiting_times.quiet_seconds)
-        return pl.duration(milliseconds=seconds * 1000)
+    def _silence(self) -> pl.Expr:
+        return waiting.silence(self._spec, self._waiting_times.quiet_seconds)
 
     def _build(self, frames: Frames, summary: Summary) -> None:
         self._batch_sizes.record(frames)
@@ -300,12 +398,15 @@ class Builder:
 
     def _progress(self, done: int) -> None:
         self._done += done
-        waiting = pl.concat([self._pending["RolloutId"], self._rootless["RolloutKey"].alias("RolloutId")]).n_unique()
-        self._on_progress(self._done, self._done + waiting)
+        left = pl.concat([self._pending["RolloutId"], self._rootless["RolloutKey"].alias("RolloutId")]).n_unique()
+        self._on_progress(self._done, self._done + left)
 
     def _add_pending(self, roots: pl.DataFrame) -> None:
+        """Remember rollouts by any frame with the columns of PENDING, and Attempt."""
+        if roots.is_empty():
+            return
         new = self._of_run(roots).sort("Attempt").unique(ROLLOUT, keep="last").join(self._pending, on=ROLLOUT, how="anti")
-        self._pending = pl.concat([self._pending, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
+        self._pending = pl.concat([self._pending, conform(new, PENDING).with_columns(CheckedAt=pl.col("IngestedAt"))])
 
     def _of_run(self, rows: pl.DataFrame) -> pl.DataFrame:
         return rows if self._run is None else rows.filter(pl.col("RunId") == self._run)
@@ -321,23 +422,13 @@ def _unseen(frames: Frames) -> pl.DataFrame:
     return frames.spans.filter(IS_GATEWAY & (pl.col("RowKind") == "span")).join(frames.calls, on=SPAN, how="anti")
 
 
-def _due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
-    return waiting.filter((now - pl.col("CheckedAt")) >= (pl.col("CheckedAt") - pl.col("IngestedAt")) * _RECHECK_FRACTION)
-
-
-def _checked(waiting: pl.DataFrame, due: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
-    """Return the waiting rows, with those that were due dated now."""
-    was_due = pl.struct(key).is_in(due.select(pl.struct(key)).to_series().implode())
-    return waiting.with_columns(CheckedAt=pl.when(was_due).then(now).otherwise("CheckedAt").cast(MICROSECONDS))
-
-
 def build_once(settings: Settings) -> Summary:
     """Build every rollout that is complete now.
 
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    summary = _started(settings).build_ready()
+    summary = started(settings).build_ready()
     if not summary.rollouts:
         log.info("nothing to build; %d rollouts wait", summary.waiting)
     return summary
@@ -351,7 +442,7 @@ def build_all(settings: Settings, on_progress: ProgressCallback = no_progress) -
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    return _started(settings, force=True, on_progress=on_progress).build_ready()
+    return started(settings, force=True, on_progress=on_progress).build_ready()
 
 
 def rebuild(settings: Settings, since: datetime, on_progress: ProgressCallback, run: str | None = None) -> Summary:
@@ -366,30 +457,7 @@ def rebuild(settings: Settings, since: datetime, on_progress: ProgressCallback, 
     return Builder(settings, since=since, run=run, force=True, on_progress=on_progress).build_ready()
 
 
-def follow(settings: Settings) -> None:
-    """Build rollouts as they become complete, until SIGTERM or SIGINT.
-
-    Failures of the store and of Python rules are retried with back-off while following.
-
-    Raises:
-        BuilderError: a file of the specification was changed.
-        RuleError: a Python rule fails at the start.
-        StoreError: the store does not answer at the start.
-    """
-    with stoppable():
-        builder = _started(settings)
-        builder.build_ready()
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((StoreError, RuleError)),
-            wait=tenacity.wait_exponential(multiplier=0.2, max=5),
-            before_sleep=lambda state: log.warning("%s Trying again.", state.outcome.exception() if state.outcome else ""),
-        )
-        while True:
-            time.sleep(settings.builder.poll_seconds)
-            retrying(builder.build_ready)
-
-
-def _started(settings: Settings, *, force: bool = False, on_progress: ProgressCallback = no_progress) -> Builder:
+def started(settings: Settings, *, force: bool = False, on_progress: ProgressCallback = no_progress) -> Builder:
     """Return a builder whose specification is registered under the dataset's name."""
     builder = Builder(settings, force=force, on_progress=on_progress)
     builder.register(settings.builder.dataset)

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from collector.arrivals import ArrivalBoard
 from collector.auth import TokenRole
 from collector.database import EmbeddedDatabase, EngineRefusedError, Handle, QueryAnswer
 from collector.sql.answer_clause import AnswerClause, find_answer_clause
@@ -92,9 +93,10 @@ class RunningStatement:
 class StatementRunner:
     """Executor of statements, with a thread pool for each role."""
 
-    def __init__(self, database: EmbeddedDatabase, spans: WriteBuffer, limits: ReaderLimits) -> None:
-        """Run on `database`, after the spans that wait in `spans` are stored in it; `limits` bound readers."""
+    def __init__(self, database: EmbeddedDatabase, spans: WriteBuffer, arrivals: ArrivalBoard, limits: ReaderLimits) -> None:
+        """Run on `database`, after the spans that wait in `spans` are stored in it; `limits` bound readers, `arrivals` notes inserts."""
         self._database = database
+        self._arrivals = arrivals
         self._spans = spans
         self._limits = limits
         self._handles = SessionPool(database.handle)
@@ -168,7 +170,9 @@ class StatementRunner:
             self._spans.settle()
         with self._handles.borrow(statement, request.role) as handle, self._registered(run, handle, request.query_id):
             try:
-                return self._run(run, handle, statement, request)
+                answer = self._run(run, handle, statement, request)
+                self._arrivals.note_insert(statement.sql)
+                return answer
             finally:
                 if statement.rows is None and not statement.answers:
                     self._spans.recheck()

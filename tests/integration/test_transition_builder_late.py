@@ -45,7 +45,7 @@ class Slow:
 @pytest.fixture
 def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look is a sweep."""
-    monkeypatch.setattr(discovery, "_BETWEEN_SWEEPS", timedelta(0))
+    monkeypatch.setattr(discovery, "BETWEEN_SWEEPS", timedelta(0))
 
 
 @pytest.fixture

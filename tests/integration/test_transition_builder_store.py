@@ -597,7 +597,7 @@ _FOLLOW = """
 import logging, sys
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
 from transition_builder import batch_sizes
-from transition_builder.loop import follow
+from transition_builder.following import follow
 logging.basicConfig(level="INFO")
 follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=BuilderSettings(selection=Selection(agents=sys.argv[2]))))
 """

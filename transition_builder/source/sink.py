@@ -18,6 +18,7 @@ import polars as pl
 from spangrad.types import transition_id
 from transition_builder.frames import Built, conform
 from transition_builder.schemas import BUILDS, DROPS, NANOSECONDS, REWARDS, ROLLOUT, TOOL_CALLS, TRANSITIONS, Schema
+from transition_builder.source.known_builds import KnownBuilds
 from transition_builder.source.queries import StoreReader
 
 _TABLES = {"rewards": REWARDS, "transitions": TRANSITIONS, "drops": DROPS, "tool_calls": TOOL_CALLS}
@@ -42,9 +43,10 @@ class Written:
 class Sink:
     """Writes for one build specification."""
 
-    def __init__(self, reader: StoreReader, builder: str = "") -> None:
-        """Write in a builder's name; this does not query the store yet."""
+    def __init__(self, reader: StoreReader, known: KnownBuilds, builder: str = "") -> None:
+        """Write in a builder's name what `known` does not have yet; this does not query the store yet."""
         self._reader = reader
+        self._known = known
         self._builder = builder
 
     def write(self, built: Built, rollouts: pl.DataFrame) -> Written:
@@ -57,10 +59,11 @@ class Sink:
         Raises:
             StoreError: the store failed; readers ignore the rows of an unfinished write.
         """
-        new_rows = revise(built, rollouts, self._reader.built(rollouts["RolloutId"]), self._reader.spec, self._builder)
+        new_rows = revise(built, rollouts, self._known.of(rollouts["RolloutId"]), self._reader.spec, self._builder)
         for table, rows in (*((table, getattr(new_rows.rows, table)) for table in _TABLES), ("builds", new_rows.builds)):
             if rows.height:
                 self._reader.insert(table, rows)
+        self._known.forget(rollouts["RolloutId"])
         return new_rows
 
 
