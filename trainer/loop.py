@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from spangrad.errors import BadRowsError
 from spangrad.selection import expression
 from spangrad.settings import Settings
+from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, VersionStatus
 from trainer.credit.assignment import CreditRule, Normalise
@@ -66,9 +67,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_SHARE = 0.05
-_LONGEST_POLL_SECONDS = 2.0
-"""Longest pause of an idle trainer between two polls, in seconds; shorter ones are `_POLL_SHARE` of the time that it has waited."""
 _CHECK_SECONDS = 1.0
 """Interval at which an idle trainer checks the served version, in seconds."""
 
@@ -90,12 +88,16 @@ class Trainer:
     loaded: LedgerVersion
     load_optimizer: Callable[[LedgerVersion], VerlOptimizer]
     """Function that returns an optimizer with a version's weights and state."""
+    arrived: Callable[[float], bool] = lambda seconds: time.sleep(seconds) is None
+    """Function that waits for new builds in the store, so many seconds at most, and returns whether there may be some."""
     evaluation: Evaluation | None = None
     """Evaluation on held-out rollouts. None: they are not read."""
     watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
     clock: Clock = field(default_factory=Clock)
     store_outage: Outage = field(default_factory=lambda: Outage("the span store"))
     _checked_at: float = 0.0
+    _news: bool = True
+    """True if builds may have arrived since held-out rollouts were read."""
     _head: LedgerVersion | None = None
     """Version that the last batch is to train. None: no batch was taken."""
     _awaited: str | None = None
@@ -107,7 +109,7 @@ class Trainer:
         self.demand = DemandReporter(self.settings, self.ledger, self.source.build_spec)
         self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown) if self.publisher else None
         self.batches = BatchQueue(self.settings.trainer, self.ledger, self.clock, self._publish_again)
-        self.lookahead = Lookahead(self._look, self.settings.trainer.poll_seconds)
+        self.lookahead = Lookahead(self._look, lambda: self.arrived(self.settings.trainer.poll_seconds))
         self.follow_ups = FollowUps()
 
     def start(self) -> None:
@@ -128,15 +130,16 @@ class Trainer:
             self.publishing.collect_or_retry(self.loaded, self._weights)
 
     def _idle(self) -> None:
-        """Pause while there is nothing to train; at intervals undo leases of dead processes, evaluate, and check the served version."""
+        """Wait for builds while there is nothing to train; at intervals undo leases of the dead, evaluate, and check the served version."""
         if time.monotonic() - self._checked_at > _CHECK_SECONDS:
             self._checked_at = time.monotonic()
             undo_leases(self.ledger, self.settings)
             if self.follow_ups.are_done:
-                self.evaluate()
+                if self._news:
+                    self.evaluate()
                 self._publish_again()
-        # A group that becomes ready after a long wait is taken a little later, and an idle trainer costs little.
-        time.sleep(max(self.settings.trainer.poll_seconds, min(self.clock.waited * _POLL_SHARE, _LONGEST_POLL_SECONDS)))
+                self._news = False
+        self._news |= self.arrived(_CHECK_SECONDS)
 
     def _record_late_publications(self) -> None:
         """Record the metrics of versions that were published late, after an outage of the gateway.
@@ -416,6 +419,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             return engine
 
         source = GroupReader(retrying_client(reader, settings.store.url, outage, shutdown), settings)
+        arrivals = Arrivals(reader, settings.store, [Topic.BUILDS], settings.trainer.poll_seconds)
         watchers = watchers_of(settings, store)
         trainer = Trainer(
             settings=settings,
@@ -430,6 +434,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             load_optimizer=load,
             evaluation=Evaluation(client, settings, source.build_spec),
             watchers=watchers,
+            arrived=lambda seconds: bool(arrivals.wait(seconds)),
             optimizer=load(newest) if follow else None,
         )
         trainer.start()

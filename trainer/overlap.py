@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ from spangrad.errors import LedgerError, StoreError
 from trainer.retries import Outage, without_retries
 from trainer.shutdown import Stopped
 
+_LOOK_SECONDS = 2.0
+"""Longest time between two looks, in seconds."""
 _SLICE_SECONDS = 0.1
 """Longest wait for a condition, in seconds: no signal is handled in it."""
 
@@ -22,15 +25,15 @@ _SLICE_SECONDS = 0.1
 class Lookahead:
     """Thread that loads and checks ready groups while a step is under way."""
 
-    def __init__(self, look: Callable[[], None], poll_seconds: float) -> None:
+    def __init__(self, look: Callable[[], None], arrived: Callable[[], bool]) -> None:
         """Store the arguments; no thread runs yet.
 
         Args:
             look: loads and checks what is ready.
-            poll_seconds: pause between two looks, in seconds.
+            arrived: waits a little for something new, and returns whether there may be something.
         """
         self._look = look
-        self._poll_seconds = poll_seconds
+        self._arrived = arrived
         self._outage = Outage("the span store, for the next batch,")
         self._failed: BaseException | None = None
 
@@ -67,7 +70,14 @@ class Lookahead:
                 except BaseException as error:
                     self._failed = error
                     return
-                over.wait(self._poll_seconds)
+                self._await_arrival(over)
+
+    def _await_arrival(self, over: threading.Event) -> None:
+        """Wait until something arrives, the step ends, or a look is due anyway: groups with missing rows are loaded again."""
+        end = time.monotonic() + _LOOK_SECONDS
+        while not over.is_set() and time.monotonic() < end:
+            if self._arrived():
+                return
 
 
 class FollowUps:

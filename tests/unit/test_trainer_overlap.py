@@ -126,7 +126,7 @@ def test_lookahead_store_outage_is_tolerated_and_other_errors_are_raised_after_s
         if looks == 3:
             raise SpangradError("too many groups have failed")
 
-    lookahead = Lookahead(look, 0.001)
+    lookahead = Lookahead(look, lambda: True)
     with lookahead.beside():
         end = time.monotonic() + SECONDS
         while looks < 3 and time.monotonic() < end:
