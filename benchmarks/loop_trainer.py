@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from spangrad.settings.sources import load_settings
-from trainer import loop
+from trainer import run
 from trainer.data.batch import Batch
 from trainer.publish.checkpoint import WEIGHTS, save_weights
 
@@ -76,7 +76,7 @@ def main() -> None:
     TimedOptimizer.step_seconds, TimedOptimizer.times = chosen.step_seconds, chosen.times
     optimizer: Any = TimedOptimizer
     with patch("trainer.optim.optimizer.VerlOptimizer", optimizer):
-        loop.train(load_settings(file=chosen.config), follow=True)
+        run.train(load_settings(file=chosen.config), follow=True)
 
 
 if __name__ == "__main__":

@@ -20,40 +20,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spangrad.errors import BadRowsError
-from spangrad.selection import expression
 from spangrad.settings import Settings
-from spangrad.store.arrivals import Arrivals, Topic
-from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, VersionStatus
-from trainer.credit.assignment import CreditRule, Normalise
-from trainer.credit.learning import check
+from trainer.credit.assignment import Normalise
 from trainer.data import failures
 from trainer.data.assemble import assemble, batch_groups, with_advantages
 from trainer.data.batch import Batch
 from trainer.data.batch_queue import BatchQueue
-from trainer.data.planning import plan_of
 from trainer.data.source import GroupReader, Loaded
 from trainer.ledger.batch_rollouts import AlreadyTrainedError
 from trainer.ledger.demand import DemandReporter
-from trainer.ledger.file_batches import has_trainers_state
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import earlier_checkpoints, newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
-from trainer.ledger.store_retries import retry_transactions, retrying_client
+from trainer.ledger.recovery import newest_version, prune, undo_leases
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor import alarms
 from trainer.monitor.batch_metrics import batch_metrics
+from trainer.monitor.batch_times import BatchTimes
 from trainer.monitor.evaluate import Evaluation, best, describe_best
 from trainer.monitor.view import LogLines
-from trainer.monitor.watchers import watchers_of
 from trainer.monitor.watching import Clock, CommittedStep, Watchers, timed
 from trainer.overlap import FollowUps, Lookahead
-from trainer.publish import checkpoint
-from trainer.publish.lora import adapter_of, model_of
-from trainer.publish.publisher import Publisher, publisher_of
+from trainer.publish.lora import adapter_of
+from trainer.publish.publisher import Publisher
 from trainer.publish.publishing import HeadPublisher
 from trainer.retries import Outage
-from trainer.shutdown import Shutdown, Stopped
+from trainer.shutdown import Shutdown
 from trainer.step import StepTransaction, beating
 
 if TYPE_CHECKING:
@@ -93,6 +85,8 @@ class Trainer:
     evaluation: Evaluation | None = None
     """Evaluation on held-out rollouts. None: they are not read."""
     watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
+    batch_times: BatchTimes = lambda _: {}
+    """Function that returns the times of a step's rollouts, for its metrics."""
     clock: Clock = field(default_factory=Clock)
     store_outage: Outage = field(default_factory=lambda: Outage("the span store"))
     _checked_at: float = 0.0
@@ -296,6 +290,8 @@ class Trainer:
     def _finish(self, step: CommittedStep) -> None:
         """Publish the version of a step, copy it to the store, report it, and evaluate it where that is due."""
         version = self._publish(step)
+        self.ledger.add_metrics(version.version, dict(self.batch_times(step.rollouts)))
+        version = self.ledger.version(version.version)
         # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
         self.mirror.write(version)
         self.watchers.stepped(replace(step, version=version))
@@ -363,88 +359,3 @@ class Trainer:
         metrics |= {**self.clock.seconds(), **facts}
         metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
         return self.transaction.commit(lease, written, metrics)
-
-
-def train(settings: Settings, *, follow: bool) -> None:
-    """Train until there is no whole batch (or, with `follow`, until trainer.max_steps or a signal).
-
-    Args:
-        settings: the whole tree; the trainer reads its own section, the store's, the gateway's and the builder's specification.
-        follow: wait for groups as they finish.
-
-    Raises:
-        SpangradError: a setting, the store, the gateway, a checkpoint or a batch is not as it must be; the ledger is left so that the
-            next call goes on.
-    """
-    CreditRule.of(settings.trainer).check()
-    check(settings.trainer)
-    expression(settings.trainer.selection)
-    shutdown = Shutdown()
-    try:
-        with shutdown.listening():
-            _train(settings, follow, shutdown)
-    except Stopped:
-        logger.info("stopped by %s", shutdown.requested)
-
-
-def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
-    require_beginning(settings)
-    outage = Outage("the span store")
-    # Two clients: groups are read while what follows the last step is written.
-    store, reader = (connect(settings.store, consistent=True) for _ in range(2))
-    client = retrying_client(store, settings.store.url, outage, shutdown)
-    ledger = open_ledger(settings)
-    retry_transactions(ledger, Outage("the ledger's database"), shutdown)
-    watchers, trainer = Watchers([]), None
-    try:
-        newest = prepare(ledger, settings)
-
-        from trainer.credit.estimators import estimator
-        from trainer.optim.optimizer import VerlOptimizer
-        from trainer.optim.process import describe_choices
-
-        def load(version: LedgerVersion) -> VerlOptimizer:
-            model = Path(version.policy_version.path)
-            checkpoint.verify(model, version.policy_version.checksum)
-            engine = VerlOptimizer(model_of(model), settings.trainer, engine_dtype=settings.engine.dtype)
-            try:
-                if has_trainers_state(ledger.database, version) or model_of(model) != model:
-                    engine.load_state(model)
-                engine.hold(earlier_checkpoints(ledger, version, engine.versions_to_hold))
-            except BaseException:
-                engine.close()
-                raise
-            logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
-            logger.info("training with %s", describe_choices(settings.trainer, engine.device))
-            return engine
-
-        source = GroupReader(retrying_client(reader, settings.store.url, outage, shutdown), settings)
-        arrivals = Arrivals(reader, settings.store, [Topic.BUILDS], settings.trainer.poll_seconds)
-        watchers = watchers_of(settings, store)
-        trainer = Trainer(
-            settings=settings,
-            ledger=ledger,
-            source=source,
-            normalise=estimator(settings.trainer),
-            mirror=Mirror(client, settings.store.url, ledger),
-            publisher=publisher_of(settings),
-            shutdown=shutdown,
-            store_outage=outage,
-            loaded=newest,
-            load_optimizer=load,
-            evaluation=Evaluation(client, settings, source.build_spec),
-            watchers=watchers,
-            arrived=lambda seconds: bool(arrivals.wait(seconds)),
-            optimizer=load(newest) if follow else None,
-        )
-        trainer.start()
-        trainer.run(follow=follow)
-        if newest_version(ledger).version == newest.version and not follow:
-            logger.info("%s", plan_of(settings, client, ledger).summary)
-    finally:
-        if trainer:
-            trainer.close()
-        ledger.close()
-        watchers.close()
-        store.close()
-        reader.close()

@@ -29,9 +29,9 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import Skip, SkipReason
-from trainer.loop import train
 from trainer.monitor.batch_metrics import batch_metrics
 from trainer.monitor.evaluate import Evaluation
+from trainer.run import train
 
 SPEC = BuilderSettings().spec
 

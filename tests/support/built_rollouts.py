@@ -26,7 +26,7 @@ from trainer import loop
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.skips import SkipReason
-from trainer.loop import train
+from trainer.run import train
 from trainer.shutdown import Shutdown
 from transition_builder.loop import build_once
 

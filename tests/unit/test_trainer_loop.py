@@ -21,7 +21,7 @@ from spangrad.types import PolicyVersion, VersionStatus
 from tests.support import trainers
 from tests.support.fakes import transition_row
 from tests.support.trainers import SPEC, FakeOptimizer, FakePublisher, FakeSource, committed, group, settings, wired, write_base
-from trainer import loop
+from trainer import loop, run
 from trainer.data.source import Group, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import MASKS, SkipReason
@@ -286,9 +286,9 @@ def test_trainer_with_invalid_settings_raises(tmp_path: Path, base: Path):
         wired(settings(base, tmp_path, model=None), FakeSource([]))
     contradiction = settings(base, tmp_path, credit__scheme="reward_to_go", baseline="rollout")
     with pytest.raises(SettingsError, match=r"trainer\.credit\.baseline = 'turn'"):
-        loop.train(contradiction, follow=False)
+        run.train(contradiction, follow=False)
     with pytest.raises(SettingsError, match="compares returns with that of a whole greedy rollout"):
-        loop.train(settings(base, tmp_path, estimator="remax", credit__scheme="own", baseline="turn"), follow=False)
+        run.train(settings(base, tmp_path, estimator="remax", credit__scheme="own", baseline="turn"), follow=False)
     ledger = Ledger(tmp_path, "empty", "main")
     with pytest.raises(LedgerError, match="no weights to train"):
         loop.newest_version(ledger)

@@ -22,7 +22,7 @@ from spangrad.settings import Settings
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
 from trainer.publish.checkpoint import WEIGHTS
-from trainer.publish.publisher import GatewayRefusedError, Publisher
+from trainer.publish.publisher import EngineUsage, GatewayRefusedError, Publisher
 from trainer.retries import BACK_OFF, Outage, call_with_retries, without_retries
 from trainer.shutdown import Shutdown
 
@@ -44,7 +44,7 @@ class ServedHead:
 
     version: int
     metrics: Mapping[str, float]
-    """Metrics: seconds_publish, and seconds_publish_STAGE of the engine that took the longest."""
+    """Metrics: seconds_publish, seconds_publish_STAGE of the engine that took the longest, engine_idle since the publication before."""
 
 
 class HeadPublisher:
@@ -65,6 +65,8 @@ class HeadPublisher:
         self._published: list[ServedHead] = []
         self._refused: GatewayRefusedError | None = None
         self._closed = threading.Event()
+        self._usage: EngineUsage | None = None
+        """Time of the engines at the last publication."""
 
     @property
     def is_behind(self) -> bool:
@@ -194,7 +196,12 @@ class HeadPublisher:
         self.outage.over()
         logger.info("version %d is served (%.2f s)%s", head.version, seconds, f": the branch went back from {served}" if back else "")
         stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
-        return ServedHead(head.version, {"seconds_publish": seconds, **stages})
+        return ServedHead(head.version, {"seconds_publish": seconds, **stages, **self._engine_idle()})
+
+    def _engine_idle(self) -> dict[str, float]:
+        before, self._usage = self._usage, self.publisher.usage
+        idle = self._usage.idle_share_since(before) if before and self._usage else None
+        return {} if idle is None else {"engine_idle": idle}
 
     def _from_files(self, path: Path) -> Weights | None:
         """Return a reader of a version's parameters from its files: those in memory may be in the middle of a step.
