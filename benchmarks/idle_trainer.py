@@ -28,10 +28,10 @@ from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.settings.trainer_learning import SamplingSettings
 from spangrad.settings.trainer_service import WeightSyncSettings
 from spangrad.store.clickhouse import connect
-from trainer import loop
 from trainer.data.source import BatchRollout, Group, GroupReader
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import open_ledger
 from trainer.ledger.tables import FILE
 from trainer.loop import Trainer
 from trainer.monitor.evaluate import Evaluation
@@ -152,7 +152,7 @@ class World:
         self.settings = settings
         self.groups, self.size = groups, size
         self.client = connect(settings.store)
-        self.ledger = loop.open_ledger(settings)
+        self.ledger = open_ledger(settings)
         self.ledger.register_initial(checksum="float32:0", path="/model", tokenizer_hash="t", run_id=RUN)
         self.spec = settings.builder.spec
         self._store = psutil.Process(store)

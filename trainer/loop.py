@@ -203,7 +203,7 @@ class Trainer:
     @property
     def _ready(self) -> int:
         """Return the number of groups of mode train that are in hand, those of the step under way included."""
-        return sum(group.mode == Mode.TRAIN for group in self.batches.sound)
+        return sum(group.mode == Mode.TRAIN for group in self.batches.sound_groups)
 
     def _busy(self) -> bool:
         """Return whether another trainer's step is under way; log each such holder once."""

@@ -103,7 +103,7 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
     engine_seconds: float = 0.0
     """Seconds that its engines have been in the pool, summed over engines."""
     busy_seconds: float = 0.0
-    """Of those, seconds in which the engine had a call in flight: the rest is idle."""
+    """Seconds of these in which the engine had a call in flight: the rest is idle."""
     before: int | None = None
     """The version that a rollback leads to. None: not known."""
     canary: CanaryState | None = None

@@ -24,6 +24,7 @@ from tests.support.trainers import SPEC, FakeOptimizer, FakePublisher, FakeSourc
 from trainer import loop, run
 from trainer.data.source import Group, Loaded
 from trainer.ledger.ledger import Ledger
+from trainer.ledger.recovery import prepare
 from trainer.ledger.skips import MASKS, SkipReason
 from trainer.ledger.tables import LedgerVersion
 from trainer.shutdown import Shutdown, Stopped
@@ -211,7 +212,7 @@ def test_trainer_keeps_checkpoint_that_another_branch_begins_with(tmp_path: Path
     assert list(committed(main)) == [0, 1, 2]
     assert path.is_dir()
     fork.ledger.close()
-    loop.prepare(Ledger(tmp_path, "policy", "fork"), settings(path, tmp_path, branch="fork"))
+    prepare(Ledger(tmp_path, "policy", "fork"), settings(path, tmp_path, branch="fork"))
 
 
 def test_trainer_batch_without_advantages_commits_weights_of_parent(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):

@@ -100,7 +100,7 @@ def test_version_is_published_beside_next_step_only_where_rollouts_may_be_older(
     assert [one.version for one in trainer.mirror.written][-2:] == [1, 2], "in the order of the commits"  # type: ignore[attr-defined]
 
 
-def test_follow_ups_fail_next_step_and_what_came_after_is_left_to_next_start():
+def test_follow_ups_after_failure_are_skipped_and_error_is_raised():
     follow_ups, done = FollowUps(), list[int]()
 
     def fail() -> None:

@@ -155,7 +155,7 @@ class BatchQueue:
         )
 
     @property
-    def sound(self) -> set[Group]:
+    def sound_groups(self) -> set[Group]:
         """Return the ready groups that may be trained, and those of the batch under way."""
         return {group for group in self.ready if group in self._sound} | self._under_way
 

@@ -39,7 +39,7 @@ class EngineUsage:
     seconds: float
     """Seconds that the engines were in the gateway's pool, summed over engines."""
     busy: float
-    """Of those, seconds in which they had a call in flight."""
+    """Seconds of these in which they had a call in flight."""
 
     def idle_share_since(self, before: EngineUsage) -> float | None:
         """Return the idle share of the engines' time since an earlier state. None: there was none, or the gateway began anew."""
