@@ -36,7 +36,7 @@ _CHOICES = msgspec.json.Decoder(_Choices)
 
 
 class ReadChoice(msgspec.Struct, gc=False):
-    """What we read of a choice."""
+    """Fields of a choice that are read."""
 
     index: Index
     finish_reason: str | UnsetType | None = UNSET
@@ -47,7 +47,7 @@ _C = TypeVar("_C", bound=ReadChoice)
 
 
 class ReadAnswer(msgspec.Struct, Generic[_C], gc=False):
-    """What we read of an answer or chunk."""
+    """Fields of an answer or chunk that are read."""
 
     id: Raw | UnsetType = UNSET
     model: Raw | UnsetType = UNSET
