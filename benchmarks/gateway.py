@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -31,6 +30,7 @@ from benchmarks.gateway_roads import Kind, Setup, bare, ours
 from benchmarks.measure import ROOT
 from benchmarks.meter import machine_cpu, tree
 from benchmarks.peers import agent_lightning_proxy
+from benchmarks.scratch import exit_code, scratch
 from spangrad.processes import Child, answers, free_ports, wait_until
 
 PATH = "/v1/chat/completions"
@@ -120,8 +120,7 @@ def main() -> int:
     bodies = Bodies(arguments.seed)
     began, machine = time.monotonic(), machine_cpu()
     own = _own_cpu()
-    with tempfile.TemporaryDirectory(prefix="gateway-") as scratch, ExitStack() as stack:
-        directory = Path(scratch)
+    with scratch("gateway") as directory, ExitStack() as stack:
         upstream = stack.enter_context(_Upstream(directory, arguments.seed))
         setups = dict(stack.enter_context(ours(directory / "ours", upstream.url)))
         setups |= stack.enter_context(bare(directory, upstream.url))
@@ -139,7 +138,7 @@ def main() -> int:
     result["ours"]["other_cores"] = round(others, 2)
     _print_table({name: result[name] for name in tallies})
     print(json.dumps({"benchmark": "gateway", **result}))
-    return 1 if any(result["checked"].values()) else 0
+    return exit_code(result["checked"])
 
 
 def report(tallies: Mapping[str, Tally], recorded: Mapping[str, Mapping[str, int]], bodies: Bodies) -> dict[str, Any]:
