@@ -20,7 +20,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from benchmarks.build_data import COLUMNS, GROUP_SIZE, OTHER_SPANS, SPANS_A_TURN, Rollout, Workload
 from benchmarks.peers import agent_lightning_triplets
+from benchmarks.scratch import exit_code, scratch
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
@@ -92,14 +92,14 @@ def main() -> int:
     result: dict[str, Any] = {"benchmark": "build", "ours": {}, "ratio": {}, "checked": {}}
     for calls in CALLS_A_ROLLOUT:
         workload = Workload(arguments.seed, _rollouts(arguments.calls, calls), calls)
-        with tempfile.TemporaryDirectory(prefix="build-") as scratch:
-            ours, checked, rows = _ours(Path(scratch), workload)
-            peers = _peers(Path(scratch), workload, arguments.peer, arguments.peer_calls) if arguments.peer else {}
+        with scratch("build") as directory:
+            ours, checked, rows = _ours(directory, workload)
+            peers = _peers(directory, workload, arguments.peer, arguments.peer_calls) if arguments.peer else {}
         _add(result, calls, ours, checked, {name: compare(rows, peer) for name, peer in peers.items()})
     for name in ("ours", *(name for name in result if name.startswith("peer"))):
         _print_table(name, result[name])
     print(json.dumps(result))
-    return 1 if any(result["checked"].values()) else 0
+    return exit_code(result["checked"])
 
 
 def _rollouts(calls: int, length: int) -> int:

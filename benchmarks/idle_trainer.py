@@ -12,7 +12,6 @@ import argparse
 import json
 import sqlite3
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import psutil
 
 from benchmarks.idle_trainer_peer import look_at_all_history
 from benchmarks.meter import tree
+from benchmarks.scratch import exit_code, scratch
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.settings.trainer_learning import SamplingSettings
@@ -85,8 +85,8 @@ def main() -> int:
     peer: dict[str, Cost] = {}
     checked: dict[str, int] = {}
     for name, steps in zip(("1k", "10k"), arguments.steps, strict=True):
-        with tempfile.TemporaryDirectory(prefix="idle-") as scratch:
-            ours[name], peer[name], counts = measure(Path(scratch), steps, arguments)
+        with scratch("idle") as directory:
+            ours[name], peer[name], counts = measure(directory, steps, arguments)
         checked |= {key: checked.get(key, 0) + count for key, count in counts.items()}
     for side, costs in (("ours", ours), ("peer", peer)):
         for name, cost in costs.items():
@@ -94,8 +94,9 @@ def main() -> int:
                 f"{side}, {name} steps: {cost.cpu_ms:8.2f} ms CPU ({cost.trainer_cpu_ms:.2f} trainer, {cost.store_cpu_ms:.2f} store), "
                 f"{cost.wall_ms:8.2f} ms"
             )
-    print(json.dumps(report(ours, peer, checked)))
-    return 1 if any(report(ours, peer, checked)["checked"].values()) else 0
+    result = report(ours, peer, checked)
+    print(json.dumps(result))
+    return exit_code(result["checked"])
 
 
 def report(ours: Mapping[str, Cost], peer: Mapping[str, Cost], checked: Mapping[str, int]) -> dict[str, Any]:
