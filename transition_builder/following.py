@@ -37,5 +37,6 @@ def follow(settings: Settings) -> None:
             urgent = bool(retrying(builder.wait))
             began = time.monotonic()
             retrying(builder.build_ready, urgent=urgent)
-            # Rollouts that end one after the other are built several at a time: at least half of the machine is theirs.
-            time.sleep(min(time.monotonic() - began, settings.builder.poll_seconds))
+            if urgent:
+                # Rollouts that end one after the other are built several at a time: the builder rests as long as it works.
+                time.sleep(min(time.monotonic() - began, settings.builder.poll_seconds))

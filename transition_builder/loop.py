@@ -83,7 +83,7 @@ class Builder:
             StoreError: the store does not answer.
         """
         specification.check(settings.builder)
-        client = connect(settings.store, consistent=True)
+        client = connect(settings.store, consistent=True, settled=True)
         sql.check(client, settings.store.url, settings.builder)
         self._spec = settings.builder
         self._waiting_times = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if force else self._spec
@@ -226,6 +226,8 @@ class Builder:
             claimed: the same rows, with the RunId and RolloutId that they belong to.
         """
         built = self._built(claimed["RolloutId"])
+        if built.is_empty():
+            return built
         outdated = outdated_rollouts(claimed, built)
         if self._discovery.sweeps:
             outdated = pl.concat([outdated, self._with_late_rows(built.join(outdated, on=ROLLOUT, how="anti"))])
@@ -319,16 +321,21 @@ class Builder:
         if rollouts.is_empty():
             return rollouts
         built = self._built(rollouts["RolloutId"])
-        current = rollouts.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("LastArrival"))
-        self._forget(current)
-        taken = self._claims.take(rollouts.join(current, on=ROLLOUT, how="anti"), built)
+        if built.height:
+            current = rollouts.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("LastArrival"))
+            self._forget(current)
+            rollouts = rollouts.join(current, on=ROLLOUT, how="anti")
+        taken = self._claims.take(rollouts, built)
         if not self._claims.alone:
             self._known.forget()
         return taken
 
     def _built(self, rollouts: pl.Series) -> pl.DataFrame:
         """Return BUILT of the rollouts; rows that were examined and changed nothing count as read."""
-        built = self._known.of(rollouts).join(self._examined, on=ROLLOUT, how="left").join(self._late_rows, on=ROLLOUT, how="left")
+        known = self._known.of(rollouts)
+        if known.is_empty():
+            return known
+        built = known.join(self._examined, on=ROLLOUT, how="left").join(self._late_rows, on=ROLLOUT, how="left")
         read = pl.max_horizontal("RowsRead", "Examined")
         is_incomplete = (pl.col("Rows") > read).fill_null(False)
         until = (
@@ -382,16 +389,21 @@ class Builder:
         self._batch_sizes.record(frames)
         summary.add(self._sink.write(build(frames, self._spec), frames.rollouts))
         self._forget(frames.rollouts)
-        read = frames.spans["TraceId"].unique()
-        self._rootless = self._rootless.filter(NAMED | ~pl.col("TraceId").is_in(read.implode()))
+        if self._rootless.height:
+            read = frames.spans["TraceId"].unique()
+            self._rootless = self._rootless.filter(NAMED | ~pl.col("TraceId").is_in(read.implode()))
         examined = frames.rollouts.select(*ROLLOUT, Until="LastArrival", Examined="RowsRead")
         self._examined = pl.concat([self._examined.join(examined, on=ROLLOUT, how="anti"), examined])
         self._progress(frames.rollouts.height)
 
     def _forget(self, rollouts: pl.DataFrame) -> None:
         """Forget rollouts that are built."""
-        self._late_rows = self._late_rows.join(rollouts, on=ROLLOUT, how="anti")
-        self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
+        if self._late_rows.height:
+            self._late_rows = self._late_rows.join(rollouts, on=ROLLOUT, how="anti")
+        if self._pending.height:
+            self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
+        if self._rootless.is_empty():
+            return
         named = pl.struct("RunId", RolloutId="RolloutKey").is_in(rollouts.select(pl.struct(ROLLOUT)).to_series().implode())
         any_run = (pl.col("RunId") == "") & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())
         self._rootless = self._rootless.filter(~(NAMED & (named | any_run)))

@@ -31,8 +31,9 @@ _DUE_AT = pl.col("CheckedAt") + (pl.col("CheckedAt") - pl.col("IngestedAt")) * _
 
 
 def due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
-    """Return the rows with CheckedAt and IngestedAt that are to be checked now."""
-    return waiting.filter(now >= _DUE_AT)
+    """Return the rows with CheckedAt and IngestedAt that are to be checked now: all that never were."""
+    # What arrived during this pass may be dated after its begin.
+    return waiting.filter((pl.col("CheckedAt") <= pl.col("IngestedAt")) | (now >= _DUE_AT))
 
 
 def checked(waiting: pl.DataFrame, rows: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
