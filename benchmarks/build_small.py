@@ -32,6 +32,7 @@ from spangrad.processes import Child, answers, free_ports, own_command, wait_unt
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.settings.trainer_learning import SamplingSettings
 from spangrad.settings.trainer_service import WeightSyncSettings
+from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
 from spangrad.types import Stage
 
@@ -114,6 +115,8 @@ class Bench:
         self.store = self._child("store", own_command("store", *self.config, "--path", str(directory / "store"), *flags))
         wait_until(lambda: answers(f"{self.url}/ping"), 60, "the store", [self.store])
         self.client = connect(self.settings.store)
+        self.reader = connect(self.settings.store, settled=True)
+        self.arrivals = Arrivals(self.reader, self.settings.store, [Topic.BUILDS])
         self.builder: Child | None = None
         self.trainer: Child | None = None
         self.sent: dict[str, list[SmallRollout]] = {}
@@ -134,6 +137,7 @@ class Bench:
     def close(self) -> None:
         """Stop all processes."""
         self.client.close()
+        self.reader.close()
         for child in (self.trainer, self.builder, self.store):
             if child:
                 child.stop()
@@ -148,6 +152,7 @@ class Bench:
         self.sent[run] = rollouts
         roots = request(rollout.root() for rollout in rollouts)
         before = self._cpu()
+        self.arrivals.wait(0)
         _send(self.otlp, roots)
         began = time.perf_counter()
         if self.builder:
@@ -203,12 +208,12 @@ class Bench:
     def _wait_for(self, run: str) -> None:
         query = _DONE.format(run=run, spec=self.settings.builder.spec)
         end = time.monotonic() + _LONGEST_ROUND
-        while self.client.query(query).result_rows[0][0] < len(self.sent[run]):
+        while self.reader.query(query).result_rows[0][0] < len(self.sent[run]):
             assert self.builder
             self.builder.check()
             if time.monotonic() > end:
                 raise SystemExit(f"{run} was not built within {_LONGEST_ROUND:g} s; the builder's log:\n{self.builder.tail()}")
-            time.sleep(0.02)
+            self.arrivals.wait(1.0)
 
     def _cpu(self) -> tuple[float, float]:
         return _cpu_of(self.store), _cpu_of(self.builder) if self.builder else 0.0

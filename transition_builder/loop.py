@@ -1,425 +1,21 @@
-"""Loop of the builder: build once, or follow the store and build rollouts as they end.
-
-Invariant: a builder that is killed anywhere can be started again: a rollout is forgotten here only after all its rows are written, and the
-sink writes no revision twice.
-"""
+"""Loop of the builder: build once, build all that has ended, or follow the store and build rollouts as they end."""
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
-import uuid
-from collections.abc import Iterator, Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 
-import polars as pl
+import tenacity
 
+from spangrad.errors import RuleError, StoreError
 from spangrad.settings import Settings
-from spangrad.store import datasets
-from spangrad.store.arrivals import Arrivals, Topic
-from spangrad.store.clickhouse import connect
-from spangrad.types import Mode
-from transition_builder import specification, waiting
-from transition_builder.batch_sizes import BuildBatches
-from transition_builder.build import build
-from transition_builder.completeness import reassigned_traces
-from transition_builder.completeness.complete import decide, facts
-from transition_builder.completeness.reassigned_traces import CONCLUDED, REASSIGNED
-from transition_builder.completeness.resolve import NAMED, claim
-from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts
-from transition_builder.dialects.conventions.gateway import IS_GATEWAY
-from transition_builder.frames import Frames, Verdict, conform, empty
-from transition_builder.rewards import sql
-from transition_builder.schemas import ARRIVED, BUILT, MICROSECONDS, PENDING, ROLLOUT, ROOTLESS, SPAN
-from transition_builder.source import late_spans
-from transition_builder.source.claims import Claims
-from transition_builder.source.discovery import BETWEEN_SWEEPS, OVERLAP, Discovery
-from transition_builder.source.known_builds import KnownBuilds
-from transition_builder.source.queries import StoreReader
-from transition_builder.source.rollouts import RolloutReader
-from transition_builder.source.sink import Sink
+from transition_builder.builder import Builder
+from transition_builder.metrics import serve_metrics
+from transition_builder.stopping import stoppable
 from transition_builder.summary import ProgressCallback, Summary, no_progress
 
 log = logging.getLogger(__name__)
-
-ROLLOUTS_PER_READ = 1024
-"""Rollouts whose spans without attributes are read at a time; bounds memory."""
-BEHIND_SECONDS = 2.0
-"""Longest time, in seconds, for which spans that end no rollout wait for others; shorter where `builder.quiet_seconds` is."""
-_NAMES_ITSELF = NAMED & (pl.col("RunId") != "")
-
-
-class Builder:
-    """Finds ended rollouts, remembers those that wait, builds those that are complete.
-
-    A pass builds first what runners announced of training and validation. Production and trials come behind, in slices; between two slices
-    it looks for training again. Traces that no final root claims are among them: their unconcluded calls are remembered, until their
-    rollout ends, is silent for long enough, or turns out to have been built. Rollouts of which something arrives after they were built are
-    processed like new ones.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        since: datetime | None = None,
-        run: str | None = None,
-        force: bool = False,
-        on_progress: ProgressCallback = no_progress,
-    ) -> None:
-        """Connect to the store.
-
-        Args:
-            settings: of the store and the build.
-            since: build what has arrived since then; None: everything that was not built.
-            run: build only rollouts whose spans name this run; None: of all runs.
-            force: conclude everything that has ended, whatever of it may still arrive.
-            on_progress: called with the progress.
-
-        Raises:
-            BuilderError: the specification is invalid.
-            StoreError: the store does not answer.
-        """
-        specification.check(settings.builder)
-        client = connect(settings.store, consistent=True)
-        sql.check(client, settings.store.url, settings.builder)
-        self._spec = settings.builder
-        self._waiting_times = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if force else self._spec
-        self._force = force
-        self._run = run
-        self._on_progress = on_progress
-        name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._reader = StoreReader(client, settings)
-        self._discovery = Discovery(self._reader, since)
-        self._source = RolloutReader(client, settings)
-        self._claims = Claims(self._reader, name, settings.builder.lease_seconds)
-        self._known = KnownBuilds(self._reader)
-        self._sink = Sink(self._reader, self._known, name)
-        self._arrivals = Arrivals(client, settings.store, [Topic.ROOTS, Topic.SPANS], self._spec.poll_seconds)
-        self._now = self._claims.look()
-        self._looked = time.monotonic()
-        self._pending = empty({**PENDING, "CheckedAt": MICROSECONDS})
-        self._behind = empty(ARRIVED)
-        self._behind_due = time.monotonic()
-        self._rootless = empty({**ROOTLESS, "CheckedAt": MICROSECONDS})
-        of_rollouts = dict.fromkeys(ROLLOUT, pl.String())
-        self._examined = empty(of_rollouts | {"Until": MICROSECONDS, "Examined": pl.UInt64()})
-        self._late_rows = empty(of_rollouts | {"Rows": pl.UInt64()})
-        self._reassigned = empty(REASSIGNED)
-        self._done = 0
-        self._batch_sizes = BuildBatches()
-
-    def register(self, dataset: str) -> datasets.Dataset:
-        """Register the specification under a dataset name.
-
-        Raises:
-            SettingsError: the name is invalid.
-            StoreError: the store failed.
-        """
-        return datasets.register(self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides)
-
-    def build_ready(self, *, urgent: bool = False) -> Summary:
-        """Build all rollouts that are complete now.
-
-        Args:
-            urgent: leave production and trials to a later pass.
-
-        Raises:
-            BuilderError: a file of the specification was changed since the builder began.
-            RuleError: a Python rule failed; nothing was written of the rollouts that it was evaluated for, and the next pass builds them.
-            StoreError: the store failed; the next pass continues where this one stopped.
-        """
-        began = time.monotonic()
-        specification.require_unchanged(self._spec, self._reader.spec)
-        summary = Summary()
-        self._look()
-        self._done = 0
-        self._progress(0)
-        self._build_announced(summary)
-        if not urgent:
-            self._build_behind(summary)
-        summary.waiting = self._pending.height
-        summary.seconds = time.monotonic() - began
-        if summary.rollouts:
-            log.info("built %s", summary)
-        return summary
-
-    def wait(self) -> bool:
-        """Wait until there may be something to build; return whether it is urgent, so that production and trials can wait.
-
-        Raises:
-            StoreError: the store, which is not ours, failed.
-        """
-        rest = self._seconds_to_rest()
-        behind = self._behind_due - time.monotonic()
-        new = self._arrivals.wait(rest)
-        if Topic.SPANS in new and Topic.ROOTS not in new:
-            # What ends no rollout: more will come.
-            patience = self._spec.poll_seconds if self._pending.height else max(behind, self._spec.poll_seconds)
-            new |= self._arrivals.wait(patience, Topic.ROOTS)
-        return Topic.ROOTS in new and time.monotonic() < self._behind_due
-
-    def lags(self) -> Mapping[str, tuple[float, int]]:
-        """Return, by mode, the age in seconds of the oldest rollout that ended and is not built, and the number of those."""
-        now = self._clock()
-        return waiting.lags(self._pending, self._rootless.filter(now - pl.col("IngestedAt") >= self._silence()), now, [*Mode])
-
-    def _seconds_to_rest(self) -> float:
-        """Return the time until something is due by its age, in seconds, if nothing arrives."""
-        until = waiting.seconds_until_due(self._pending, self._rootless, self._silence(), self._clock())
-        if self._behind.height or self._reassigned.height:
-            until = min(until, self._behind_due - time.monotonic())
-        return max(self._spec.poll_seconds, min(until, BETWEEN_SWEEPS / timedelta(seconds=1)))
-
-    def _clock(self) -> datetime:
-        """Return the store's clock, as far as this process knows it."""
-        return self._now + timedelta(seconds=time.monotonic() - self._looked)
-
-    def _look(self) -> None:
-        """Remember rollouts that ended, built ones that are out of date, and all else that arrived, for later."""
-        now = self._now = self._claims.look()
-        self._looked = time.monotonic()
-        self._known.forget()
-        self._discovery.begin(now)
-        if self._discovery.is_first:
-            self._add_pending(self._discovery.new_roots())
-        arrived = self._discovery.arrivals()
-        self._pending = waiting.touched(self._pending, arrived)
-        named = arrived.filter(_NAMES_ITSELF)
-        if named.height:
-            built = self._remember_stale(named, named.rename({"RolloutKey": "RolloutId"}))
-            new = named.filter("HasRoot").rename({"RolloutKey": "RolloutId"}).join(built, on=ROLLOUT, how="anti")
-            self._add_pending(new)
-        self._behind = pl.concat([self._behind, arrived])
-        if self._discovery.sweeps:
-            self._look_behind(self._discovery.rootless())
-        self._discovery.done()
-        if self._examined.height:
-            self._examined = self._examined.filter(now - pl.col("Until") < 2 * OVERLAP)
-
-    def _look_behind(self, rootless: pl.DataFrame | None = None) -> None:
-        """Remember traces without a final root, and built rollouts that are out of date, of what arrived since the last time.
-
-        Args:
-            rootless: ROOTLESS of this pass, where it sweeps. None: of what arrived.
-        """
-        arrived = self._behind
-        if arrived.height:
-            keys = self._discovery.keys(arrived, whole=self._discovery.reads_all)
-            owners = self._discovery.owners(keys["TraceId"])
-            self._remember_reassigned(arrived, reassigned_traces.former_owners(keys, owners))
-            unnamed = arrived.filter(~_NAMES_ITSELF)
-            if unnamed.height:
-                self._remember_stale(unnamed, claim(unnamed, owners).rename({"RolloutKey": "RolloutId"}))
-        new = self._discovery.rootless_of(arrived) if rootless is None else rootless
-        if new.height:
-            self._rootless = merge(self._rootless, self._of_run(new))
-        self._behind = self._behind.clear()
-
-    def _remember_stale(self, arrived: pl.DataFrame, claimed: pl.DataFrame) -> pl.DataFrame:
-        """Queue again the rollouts of which something has arrived since they were built; return BUILT of all that it may belong to.
-
-        Args:
-            arrived: ARRIVED.
-            claimed: the same rows, with the RunId and RolloutId that they belong to.
-        """
-        built = self._built(claimed["RolloutId"])
-        outdated = outdated_rollouts(claimed, built)
-        if self._discovery.sweeps:
-            outdated = pl.concat([outdated, self._with_late_rows(built.join(outdated, on=ROLLOUT, how="anti"))])
-        if outdated.is_empty():
-            return built
-        roots = self._discovery.roots(outdated["RolloutId"]).filter("Final").join(outdated, on=ROLLOUT, how="semi")
-        self._add_pending(roots)
-        rootless = outdated.join(roots, on=ROLLOUT, how="anti")
-        named = claimed.select(ROLLOUT).with_row_index("row")
-        matching = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
-            (pl.col("RunId") == "") | pl.struct(ROLLOUT).is_in(rootless.select(pl.struct(ROLLOUT)).to_series().implode())
-        )
-        self._rootless = merge(self._rootless, self._of_run(conform(arrived[matching["row"]], ROOTLESS)))
-        return built
-
-    def _remember_reassigned(self, arrived: pl.DataFrame, former_owners: pl.DataFrame) -> None:
-        """Remember rollouts that were built with calls that now belong to another rollout."""
-        if former_owners.is_empty():
-            return
-        built = self._known.of(former_owners["RolloutId"])
-        traces = self._discovery.concluded(built["RolloutId"]).join(
-            former_owners, on=["TraceId", "RolloutId"], how="semi", maintain_order="left"
-        )
-        newest = arrived.group_by("TraceId").agg(pl.col("IngestedAt").max())
-        reassigned = self._of_run(traces).join(newest, on="TraceId", maintain_order="left")
-        self._reassigned = pl.concat([self._reassigned.join(reassigned, on=list(CONCLUDED), how="anti"), reassigned])
-
-    def _rebuild_former(self, summary: Summary) -> None:
-        """Rebuild rollouts that lost calls to other rollouts, and queue those calls."""
-        built = self._known.of(self._reassigned["RolloutId"])
-        for rollouts in self._batch_sizes.of(self._claims.take(reassigned_traces.to_rebuild(self._reassigned, built), built)):
-            reassigned = self._reassigned.join(rollouts, on=ROLLOUT, how="semi")
-            self._build(self._source.claimed_frames(rollouts, reassigned["TraceId"]), summary)
-            self._rootless = merge(self._rootless, reassigned_traces.rootless(reassigned))
-            self._reassigned = self._reassigned.join(rollouts, on=ROLLOUT, how="anti")
-
-    def _with_late_rows(self, built: pl.DataFrame) -> pl.DataFrame:
-        """Return those of BUILT that lack rows in flight when they were read, in the form of `outdated_rollouts`. Remembered until read."""
-        candidates = late_spans.maybe_incomplete(built)
-        incomplete = late_spans.with_new_rows(candidates, late_spans.count(self._discovery.tally(candidates["RolloutId"]), candidates))
-        self._late_rows = pl.concat([self._late_rows.join(incomplete, on=ROLLOUT, how="anti"), incomplete])
-        return candidates.join(incomplete, on=ROLLOUT, how="semi").select(*ROLLOUT, LastArrival="Watermark")
-
-    def _build_announced(self, summary: Summary) -> None:
-        """Build what is complete of training, validation and their baselines, the oldest first."""
-        due = waiting.due(self._pending.filter(~waiting.IS_BEHIND), self._now).sort("IngestedAt")
-        for batch in due.iter_slices(ROLLOUTS_PER_READ):
-            self._conclude(batch, summary)
-
-    def _build_behind(self, summary: Summary) -> None:
-        """Build what is complete of production and of trials in slices, and what ends of training between two of them."""
-        self._look_behind()
-        if self._reassigned.height:
-            self._rebuild_former(summary)
-        for batch in self._slices(waiting.due(self._pending.filter(waiting.IS_BEHIND), self._now), "RolloutId", summary):
-            self._conclude(batch, summary)
-        silent = self._rootless.filter(self._now - pl.col("IngestedAt") >= self._silence())
-        for batch in self._slices(waiting.due(silent, self._now), "RolloutKey", summary):
-            self._conclude_rootless(batch, summary)
-        self._behind_due = time.monotonic() + min(BEHIND_SECONDS, self._spec.quiet_seconds / 4)
-
-    def _slices(self, rows: pl.DataFrame, key: str, summary: Summary) -> Iterator[pl.DataFrame]:
-        """Yield rows by slices of rollouts; after each, build what has ended of training since."""
-        for batch in waiting.slices(rows, key):
-            yield batch
-            if self._arrivals.wait(0, Topic.ROOTS):
-                self._look()
-                self._build_announced(summary)
-
-    def _conclude(self, due: pl.DataFrame, summary: Summary) -> None:
-        """Decide on rollouts with a root that are due (PENDING), and build those that no longer wait."""
-        now = self._now
-        arrivals = self._source.arrivals(due)
-        owners = self._source.owners(arrivals)
-        judged = self._judged(due, arrivals, owners, now)
-        # A rollout without a verdict has no final root, and waits like one that never had a root.
-        if judged.height < due.height:
-            self._pending = self._pending.join(due.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
-        for rollouts in self._batch_sizes.of(self._claimed(_ended(judged))):
-            frames = self._frames(rollouts, arrivals, owners, now)
-            if frames.rollouts.height:
-                self._build(frames, summary)
-        self._pending = waiting.checked(self._pending, due, ROLLOUT, now)
-
-    def _judged(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, owners: pl.DataFrame, now: datetime) -> pl.DataFrame:
-        """Return ROLLOUTS for the given rollouts that have a final root."""
-        return decide(facts(arrivals, owners), now, self._waiting_times).join(rollouts, on=ROLLOUT, how="semi")
-
-    def _claimed(self, rollouts: pl.DataFrame) -> pl.DataFrame:
-        """Claim those of the given ROLLOUTS that are still to be built by this builder; forget those that other builders have built."""
-        if rollouts.is_empty():
-            return rollouts
-        built = self._built(rollouts["RolloutId"])
-        current = rollouts.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("LastArrival"))
-        self._forget(current)
-        taken = self._claims.take(rollouts.join(current, on=ROLLOUT, how="anti"), built)
-        if not self._claims.alone:
-            self._known.forget()
-        return taken
-
-    def _built(self, rollouts: pl.Series) -> pl.DataFrame:
-        """Return BUILT of the rollouts; rows that were examined and changed nothing count as read."""
-        built = self._known.of(rollouts).join(self._examined, on=ROLLOUT, how="left").join(self._late_rows, on=ROLLOUT, how="left")
-        read = pl.max_horizontal("RowsRead", "Examined")
-        is_incomplete = (pl.col("Rows") > read).fill_null(False)
-        until = (
-            pl.when(is_incomplete)
-            .then(pl.lit(late_spans.LONG_AGO).cast(BUILT["Watermark"]))
-            .otherwise(pl.max_horizontal("Watermark", "Until"))
-        )
-        return built.with_columns(Watermark=until, RowsRead=read).drop("Until", "Examined", "Rows")
-
-    def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, owners: pl.DataFrame, now: datetime) -> Frames:
-        """Read the frames of ended rollouts, restricted to spans whose calls are visible as well."""
-        frames = self._source.frames(rollouts, arrivals, owners)
-        unseen = _unseen(frames)
-        if unseen.is_empty():
-            return frames
-        seen = arrivals.join(unseen, on=SPAN, how="anti")
-        return self._source.frames(_ended(self._judged(rollouts, seen, owners, now)), seen, owners)
-
-    def _claimed_frames(self, rollouts: pl.DataFrame, rootless: pl.DataFrame, now: datetime) -> Frames:
-        """Read the frames of silent rollouts, except those with calls not yet visible; `rootless`: rows of their calls, with TraceId."""
-        frames = self._source.claimed_frames(rollouts, rootless.join(rollouts, on=ROLLOUT, how="semi")["TraceId"])
-        incomplete = _unseen(frames).select(RolloutId="RolloutKey").unique()
-        # Later than any insert ends, there is nothing to wait for.
-        waiting = rollouts.filter(now - pl.col("LastArrival") < OVERLAP).join(incomplete, on="RolloutId", how="semi")
-        return self._claimed_frames(rollouts.join(waiting, on=ROLLOUT, how="anti"), rootless, now) if waiting.height else frames
-
-    def _conclude_rootless(self, due: pl.DataFrame, summary: Summary) -> None:
-        """Build those rollouts without a final root span that have been silent for long enough, of ROOTLESS that are due."""
-        now = self._now
-        owners = self._discovery.owners(due["TraceId"])
-        activity = self._discovery.activity(claim(due, owners)["RolloutKey"])
-        rootless = rollouts_of(due, owners, activity)
-        built = self._built(rootless["RolloutId"])
-        current = rootless.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt"))
-        unbuilt = rootless.join(current, on=ROLLOUT, how="anti").join(self._pending, on=ROLLOUT, how="anti")
-        roots, traces = self._discovery.roots(unbuilt["RolloutId"]), self._discovery.traces(unbuilt["TraceId"])
-        silent = silent_rollouts(unbuilt, roots, activity, traces, now, self._spec, force=self._force)
-        self._rootless = waiting.checked(self._rootless, due, ["TraceId", "RolloutKey"], now)
-        for batch in silent.iter_slices(ROLLOUTS_PER_READ):
-            for rollouts in self._batch_sizes.of(self._claimed(batch)):
-                frames = self._claimed_frames(rollouts, unbuilt, now)
-                if frames.rollouts.height:
-                    self._build(frames, summary)
-        for batch in (current, rootless.join(roots.filter("Final"), on=ROLLOUT, how="semi")):
-            self._rootless = self._rootless.join(batch, on="TraceId", how="anti")
-
-    def _silence(self) -> pl.Expr:
-        return waiting.silence(self._spec, self._waiting_times.quiet_seconds)
-
-    def _build(self, frames: Frames, summary: Summary) -> None:
-        self._batch_sizes.record(frames)
-        summary.add(self._sink.write(build(frames, self._spec), frames.rollouts))
-        self._forget(frames.rollouts)
-        read = frames.spans["TraceId"].unique()
-        self._rootless = self._rootless.filter(NAMED | ~pl.col("TraceId").is_in(read.implode()))
-        examined = frames.rollouts.select(*ROLLOUT, Until="LastArrival", Examined="RowsRead")
-        self._examined = pl.concat([self._examined.join(examined, on=ROLLOUT, how="anti"), examined])
-        self._progress(frames.rollouts.height)
-
-    def _forget(self, rollouts: pl.DataFrame) -> None:
-        """Forget rollouts that are built."""
-        self._late_rows = self._late_rows.join(rollouts, on=ROLLOUT, how="anti")
-        self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
-        named = pl.struct("RunId", RolloutId="RolloutKey").is_in(rollouts.select(pl.struct(ROLLOUT)).to_series().implode())
-        any_run = (pl.col("RunId") == "") & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())
-        self._rootless = self._rootless.filter(~(NAMED & (named | any_run)))
-
-    def _progress(self, done: int) -> None:
-        self._done += done
-        left = pl.concat([self._pending["RolloutId"], self._rootless["RolloutKey"].alias("RolloutId")]).n_unique()
-        self._on_progress(self._done, self._done + left)
-
-    def _add_pending(self, roots: pl.DataFrame) -> None:
-        """Remember rollouts by any frame with the columns of PENDING, and Attempt."""
-        if roots.is_empty():
-            return
-        new = self._of_run(roots).sort("Attempt").unique(ROLLOUT, keep="last").join(self._pending, on=ROLLOUT, how="anti")
-        self._pending = pl.concat([self._pending, conform(new, PENDING).with_columns(CheckedAt=pl.col("IngestedAt"))])
-
-    def _of_run(self, rows: pl.DataFrame) -> pl.DataFrame:
-        return rows if self._run is None else rows.filter(pl.col("RunId") == self._run)
-
-
-def _ended(judged: pl.DataFrame) -> pl.DataFrame:
-    """Return those of ROLLOUTS that no longer wait."""
-    return judged.filter(pl.col("Verdict") != Verdict.WAITING.value)
-
-
-def _unseen(frames: Frames) -> pl.DataFrame:
-    """Return gateway spans whose calls are not visible yet: an insert appears in one table before the other."""
-    return frames.spans.filter(IS_GATEWAY & (pl.col("RowKind") == "span")).join(frames.calls, on=SPAN, how="anti")
 
 
 def build_once(settings: Settings) -> Summary:
@@ -428,7 +24,7 @@ def build_once(settings: Settings) -> Summary:
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    summary = started(settings).build_ready()
+    summary = _started(settings).build_ready()
     if not summary.rollouts:
         log.info("nothing to build; %d rollouts wait", summary.waiting)
     return summary
@@ -442,7 +38,7 @@ def build_all(settings: Settings, on_progress: ProgressCallback = no_progress) -
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    return started(settings, force=True, on_progress=on_progress).build_ready()
+    return _started(settings, force=True, on_progress=on_progress).build_ready()
 
 
 def rebuild(settings: Settings, since: datetime, on_progress: ProgressCallback, run: str | None = None) -> Summary:
@@ -457,7 +53,36 @@ def rebuild(settings: Settings, since: datetime, on_progress: ProgressCallback, 
     return Builder(settings, since=since, run=run, force=True, on_progress=on_progress).build_ready()
 
 
-def started(settings: Settings, *, force: bool = False, on_progress: ProgressCallback = no_progress) -> Builder:
+def follow(settings: Settings) -> None:
+    """Build rollouts as they become complete, until SIGTERM or SIGINT.
+
+    Failures of the store and of Python rules are retried with back-off while following.
+
+    Raises:
+        BuilderError: a file of the specification was changed.
+        RuleError: a Python rule fails at the start.
+        StoreError: the store does not answer at the start.
+    """
+    with stoppable():
+        builder = _started(settings)
+        if settings.builder.metrics_address:
+            serve_metrics(settings.builder.metrics_address, builder.lags)
+        builder.build_ready()
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((StoreError, RuleError)),
+            wait=tenacity.wait_exponential(multiplier=0.2, max=5),
+            before_sleep=lambda state: log.warning("%s Trying again.", state.outcome.exception() if state.outcome else ""),
+        )
+        while True:
+            urgent = bool(retrying(builder.wait))
+            began = time.monotonic()
+            retrying(builder.build_ready, urgent=urgent)
+            if urgent:
+                # Rollouts that end one after the other are built several at a time: the builder rests as long as it works.
+                time.sleep(min(time.monotonic() - began, settings.builder.poll_seconds))
+
+
+def _started(settings: Settings, *, force: bool = False, on_progress: ProgressCallback = no_progress) -> Builder:
     """Return a builder whose specification is registered under the dataset's name."""
     builder = Builder(settings, force=force, on_progress=on_progress)
     builder.register(settings.builder.dataset)

@@ -31,8 +31,9 @@ _DUE_AT = pl.col("CheckedAt") + (pl.col("CheckedAt") - pl.col("IngestedAt")) * _
 
 
 def due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
-    """Return the rows with CheckedAt and IngestedAt that are to be checked now."""
-    return waiting.filter(now >= _DUE_AT)
+    """Return the rows with CheckedAt and IngestedAt that are to be checked now: all that never were."""
+    # What arrived during this pass may be dated after its begin.
+    return waiting.filter((pl.col("CheckedAt") <= pl.col("IngestedAt")) | (now >= _DUE_AT))
 
 
 def checked(waiting: pl.DataFrame, rows: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
@@ -58,18 +59,18 @@ def silence(spec: BuilderSettings, quiet_seconds: float) -> pl.Expr:
     return pl.duration(milliseconds=seconds * 1000)
 
 
-def seconds_until_due(pending: pl.DataFrame, rootless: pl.DataFrame, least: pl.Expr, now: datetime) -> float:
+def seconds_until_due(rows: pl.DataFrame, now: datetime, least: pl.Expr | None = None) -> float:
     """Return the time until the first of the rows is due; infinite where there is none.
 
     Args:
-        pending: PENDING with CheckedAt.
-        rootless: ROOTLESS with CheckedAt.
-        least: of `silence`.
+        rows: rows with IngestedAt and CheckedAt.
         now: the store's clock.
+        least: least age, as a duration. None: any.
     """
-    times = [pending.select(_DUE_AT.min()), rootless.select(pl.max_horizontal(pl.col("IngestedAt") + least, _DUE_AT).min())]
-    first = [frame.item() for frame in times if frame.height and frame.item() is not None]
-    return (min(first) - now) / timedelta(seconds=1) if first else float("inf")
+    if rows.is_empty():
+        return float("inf")
+    due_at = _DUE_AT if least is None else pl.max_horizontal(pl.col("IngestedAt") + least, _DUE_AT)
+    return (rows.select(due_at.min()).item() - now) / timedelta(seconds=1)
 
 
 def slices(rows: pl.DataFrame, key: str) -> Iterator[pl.DataFrame]:

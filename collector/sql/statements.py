@@ -1,7 +1,7 @@
 """Execution of statements of ClickHouse's HTTP interface: each on a worker thread, found by its id, cancelled if its client leaves.
 
-Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it arrived; one that only reads ends
-soon after its client has disconnected.
+Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it arrived, unless its client does not
+ask for that (SETTLED); one that only reads ends soon after its client has disconnected.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collector.sql.request import Statement, read_statement
 from collector.sql.sessions import SessionPool
 from collector.write.staging import Staging
 from collector.write.write_buffer import WriteBuffer
+from spangrad.store.clickhouse import SETTLED
 
 WORKERS = {TokenRole.WRITER: 16, TokenRole.READER: 8}
 """Number of concurrent statements, by role; more wait. Readers cannot delay the builder, the trainer or a collector."""
@@ -165,7 +166,7 @@ class StatementRunner:
         if request.role is TokenRole.READER:
             statement = replace(statement, settings=self._limits.settings(statement.settings))
         run.statement = statement
-        if statement.rows is None:
+        if statement.rows is None and not (statement.answers and request.headers.get(SETTLED) == "1"):
             # Queries, and changes of tables, see all that was acknowledged before.
             self._spans.settle()
         with self._handles.borrow(statement, request.role) as handle, self._registered(run, handle, request.query_id):

@@ -35,13 +35,13 @@ def build(
     log_to_stderr()
     # The builder's frames are small, so threads cost more CPU time than they save.
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
-    from transition_builder import following, loop
+    from transition_builder import loop
 
     if follow:
         from spangrad.http.readiness import await_services, need_of_store
 
         await_services(need_of_store(settings), settings.engine.start_timeout_seconds)
-        following.follow(settings)
+        loop.follow(settings)
     elif not everything:
         loop.build_once(settings)
     else:

@@ -12,8 +12,9 @@ from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
-from transition_builder import loop
-from transition_builder.loop import Builder, build_once
+from transition_builder import builder as builders
+from transition_builder.builder import Builder
+from transition_builder.loop import build_once
 from transition_builder.source import discovery
 
 
@@ -52,13 +53,13 @@ def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The runs of the rollouts that `build` was given."""
     given = list[str]()
-    original = loop.build
+    original = builders.build
 
     def build(frames: Any, spec: Any) -> Any:
         given.extend(frames.rollouts["RunId"])
         return original(frames, spec)
 
-    monkeypatch.setattr(loop, "build", build)
+    monkeypatch.setattr(builders, "build", build)
     return given
 
 

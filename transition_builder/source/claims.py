@@ -53,14 +53,14 @@ class Claims:
         """True if no other builder of the specification was at work at the last look."""
 
     def look(self) -> datetime:
-        """Return the store's clock, and see whether other builders are at work.
+        """Return the store's clock, when it has put all acknowledged spans into its tables; see whether other builders are at work.
 
         Raises:
             StoreError: the store failed.
         """
         if self._renew():
             time.sleep(SETTLE_SECONDS)
-        seen = self._reader.frame(_LOOK, {"spec": self._reader.spec, "lease": self._lease, "own": self._builder})
+        seen = self._reader.frame(_LOOK, {"spec": self._reader.spec, "lease": self._lease, "own": self._builder}, fresh=True)
         self.alone = seen["others"].item() == 0
         return self._reader.as_of or seen.select(pl.col("now").cast(MICROSECONDS)).item()
 
