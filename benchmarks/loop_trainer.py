@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +30,7 @@ class TimedOptimizer:
     device = "cpu"
     data_parallel_size = 1
     versions_to_hold = 0
+    pass_seconds: Mapping[str, float] = {}
 
     def __init__(self, model: Path, *_: object, **__: object) -> None:
         self._weight = float(load_file(model / WEIGHTS)["weight"][0])

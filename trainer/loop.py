@@ -323,7 +323,7 @@ class Trainer:
         committed = step.version
         if not self.publishing or newest_version(self.ledger).version != committed.version:
             return committed
-        with timed(step.stages, "publish"):
+        with timed(step.stages, "publish", beside=self._overlaps):
             served = self.publishing.publish() if self._overlaps else self.publishing.publish(committed, self._weights)
         if served and served.version == committed.version:
             self.ledger.add_metrics(committed.version, dict(served.metrics))
@@ -356,6 +356,6 @@ class Trainer:
             calls = with_advantages(calls, batch.response_mask, used)
             adapter = adapter_of(Path(parent.policy_version.path), self.settings.trainer)
             written = self.transaction.write(lease, parent, optimizer, calls=calls, adapter=adapter)
-        metrics |= {**self.clock.seconds(), **facts}
+        metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}
         metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
         return self.transaction.commit(lease, written, metrics)

@@ -97,6 +97,7 @@ class FakeOptimizer:
     interrupted: bool = False
     batches: list[Batch] = field(default_factory=list)
     data_parallel_size: int = 1
+    pass_seconds: dict[str, float] = field(default_factory=dict)
 
     def step(self, batch: Batch) -> dict[str, float]:
         self.batches.append(batch)

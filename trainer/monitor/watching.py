@@ -28,6 +28,8 @@ class StepStage:
     """Start, in nanoseconds since 1970, as are all times of spans."""
     ended: int
     """End, in nanoseconds since 1970."""
+    beside: bool = False
+    """True if it was done beside the next step, and took no time of the trainer's."""
 
     @property
     def seconds(self) -> float:
@@ -50,16 +52,17 @@ class CommittedStep:
     def idle_share(self) -> float:
         """Return the share of wall-clock time, from the previous step's end to this one's, in which the trainer waited for rollouts."""
         idle = self.version.metrics.get("seconds_idle", 0.0)
-        whole = idle + (self.stages[-1].ended - self.stages[0].began) / 1e9 if self.stages else idle
+        own = [stage for stage in self.stages if not stage.beside]
+        whole = idle + (own[-1].ended - own[0].began) / 1e9 if own else idle
         return idle / whole if whole > 0 else 0.0
 
 
 @contextmanager
-def timed(stages: list[StepStage], name: str) -> Generator[None]:
+def timed(stages: list[StepStage], name: str, *, beside: bool = False) -> Generator[None]:
     """Add a stage with the block's times; one that fails is not recorded."""
     began = time.time_ns()
     yield
-    stages.append(StepStage(name, began, max(time.time_ns(), began)))
+    stages.append(StepStage(name, began, max(time.time_ns(), began), beside))
 
 
 class Clock:
