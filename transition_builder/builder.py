@@ -98,8 +98,8 @@ class Builder:
         self._known = KnownBuilds(self._reader)
         self._sink = Sink(self._reader, self._known, name)
         self._arrivals = Arrivals(client, settings.store, [Topic.ROOTS, Topic.SPANS], self._spec.poll_seconds)
-        self._now = self._claims.look()
-        self._looked = time.monotonic()
+        self._claims.look()
+        self._now, self._looked = self._reader.now(), time.monotonic()
         self._pending = empty({**PENDING, "CheckedAt": MICROSECONDS})
         self._behind = empty(ARRIVED)
         self._behind_due = time.monotonic()
@@ -177,14 +177,14 @@ class Builder:
 
     def _look(self) -> None:
         """Remember rollouts that ended, built ones that are out of date, and all else that arrived, for later."""
-        now = self._now = self._claims.look()
-        self._looked = time.monotonic()
+        self._claims.look()
         self._known.forget()
-        self._discovery.begin(now)
+        self._discovery.begin(self._reader.as_of or self._clock())
+        arrived = self._discovery.arrivals()
+        self._now, self._looked = self._discovery.now, time.monotonic()
+        self._pending = waiting.touched(self._pending, arrived)
         if self._discovery.is_first:
             self._add_pending(self._discovery.new_roots())
-        arrived = self._discovery.arrivals()
-        self._pending = waiting.touched(self._pending, arrived)
         named = arrived.filter(_NAMES_ITSELF)
         if named.height:
             built = self._remember_stale(named, named.rename({"RolloutKey": "RolloutId"}))
@@ -195,7 +195,7 @@ class Builder:
             self._look_behind(self._discovery.rootless())
         self._discovery.done()
         if self._examined.height:
-            self._examined = self._examined.filter(now - pl.col("Until") < 2 * OVERLAP)
+            self._examined = self._examined.filter(self._now - pl.col("Until") < 2 * OVERLAP)
 
     def _look_behind(self, rootless: pl.DataFrame | None = None) -> None:
         """Remember traces without a final root, and built rollouts that are out of date, of what arrived since the last time.

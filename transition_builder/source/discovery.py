@@ -20,7 +20,7 @@ from transition_builder.completeness.reassigned_traces import CONCLUDED, KEYS
 from transition_builder.completeness.resolve import NAMED, owners_of
 from transition_builder.dialects import MODEL_SPAN_SQL
 from transition_builder.frames import concat, conform, empty
-from transition_builder.schemas import ACTIVITY, ARRIVED, NAMES, OWNERS, ROOTLESS, ROOTS, TALLY, TRACES, Schema
+from transition_builder.schemas import ACTIVITY, ARRIVED, MICROSECONDS, NAMES, OWNERS, ROOTLESS, ROOTS, TALLY, TRACES, Schema
 from transition_builder.source.queries import StoreReader, batches
 
 OVERLAP = timedelta(seconds=120)
@@ -78,7 +78,8 @@ GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
 """
 _ARRIVED = f"""
 SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS IngestedAt,
-    max(SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span' AND RolloutKeySource = 'rollout') = 1 AS HasRoot
+    max(SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span' AND RolloutKeySource = 'rollout') = 1 AS HasRoot,
+    toUnixTimestamp64Micro(now64(6)) AS Now
 FROM spangrad_internal.rollout_spans
 WHERE {{arrived}} AND {_SINCE} AND {{which}}
 GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
@@ -138,7 +139,7 @@ class Discovery:
         self._seen_next = self._seen
 
     def begin(self, now: datetime) -> None:
-        """Begin a pass, by the store's clock. It counts when it is `done`; else the next one reads the same again."""
+        """Begin a pass, about now. It counts when it is `done`; else the next one reads the same again."""
         self._now = now
 
     def done(self) -> None:
@@ -147,6 +148,12 @@ class Discovery:
             self._last_sweep = self._now
         self._last = self._now
         self._seen = self._seen_next
+
+    @property
+    def now(self) -> datetime:
+        """The store's clock at the begin of this pass."""
+        assert self._now is not None
+        return self._now
 
     @property
     def is_first(self) -> bool:
@@ -185,9 +192,15 @@ class Discovery:
         return self._by_keys(_OF_KEYED, arrived.select(pl.col("RolloutKey").filter(~NAMED)).to_series(), ROOTLESS)
 
     def arrivals(self) -> pl.DataFrame:
-        """Return ARRIVED: everything that has arrived, at first only what may belong to rollouts that are built."""
+        """Return ARRIVED: everything that has arrived, at first only what may belong to rollouts that are built.
+
+        The store puts all acknowledged spans into its tables before; `now` is its clock then.
+        """
         which = _EVER_BUILT if self.is_first else "true"
-        rows = conform(self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window), ARRIVED)
+        answered = self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window, fresh=True)
+        if answered.height and not self._reader.as_of:
+            self._now = answered.select(pl.col("Now").first().cast(MICROSECONDS)).item()
+        rows = conform(answered, ARRIVED)
         self._seen_next = rows
         return rows if self.sweeps else rows.join(self._seen, on=rows.columns, how="anti")
 

@@ -25,6 +25,7 @@ _QUERIES = 20
 """Number of statements from which one statement that reads everything is cheaper."""
 _WHOLE = {**LONG, "enable_http_compression": 0, "buffer_size": 16 * 2**20}
 """Query settings: one uncompressed block up to this many bytes; chunks and compression cost both sides more than copies do."""
+_OF_REVISION = ("Revision", "Content", "Watermark", "RowsRead")
 _NEWEST = """
 SELECT RunId, RolloutId, Revision, Content, toUnixTimestamp64Micro(Watermark) AS Watermark, RowsRead,
     toUnixTimestamp64Micro(v.IngestedAt) AS IngestedAt
@@ -61,7 +62,7 @@ class StoreReader:
         return concat((self._newest(f"{of_spec} AND RolloutId IN {constant(some)}") for some in batches(rollouts)), BUILT)
 
     def _newest(self, where: str) -> pl.DataFrame:
-        return conform(self.frame(_NEWEST.format(builds=builds_sql(where=where))), BUILT)
+        return conform(self.frame(_NEWEST.format(builds=builds_sql(where=where, facts=_OF_REVISION))), BUILT)
 
     def frame(self, sql: str, parameters: Mapping[str, Any] | None = None, *, fresh: bool = False) -> pl.DataFrame:
         """Return the result of a query.
