@@ -65,7 +65,7 @@ class TrainerSettings(Section):
     max_tokens_per_device: int = 16384
     """Largest number of tokens in a micro-batch of one device."""
     poll_seconds: float = 0.2
-    """Shortest time between two looks for ready groups, in seconds; an idle trainer looks less often."""
+    """Time between two looks for ready groups at a ClickHouse that is not `spangrad store`, which tells of them by itself, in seconds."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Type of the computation; weights, moments and sums of gradients are float32 (mixed precision). None: bf16 where there is a GPU."""
     packing: bool | None = None
