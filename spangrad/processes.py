@@ -109,31 +109,70 @@ def kill_group(leader: int) -> None:
         pass  # nothing is left of it
 
 
+_forking_pid = 0
+"""Process that forks, as its child finds it."""
+
+
+def _note_forking_pid() -> None:
+    global _forking_pid
+    _forking_pid = os.getpid()
+
+
+os.register_at_fork(before=_note_forking_pid)
+
+
 def die_with_parent() -> None:
-    """Request SIGTERM from Linux when the parent's thread dies, even by SIGKILL; runs in a child, before exec."""
+    """Request SIGTERM from Linux when the parent's thread dies, even by SIGKILL; runs in a child, before exec.
+
+    Invariant: no moment of the parent's death is missed. Python's handler of SIGTERM would take a signal that comes before exec, which
+    forgets it; and Linux sends none where the parent has died before it was asked.
+    """
     if sys.platform == "linux":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != _forking_pid:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 MARK = "SPANGRAD_HOST"
 """Environment variable whose value all descendants of one agent host inherit."""
 
 
-def kill_marked(mark: str) -> None:
-    """Send SIGKILL to every process but this one that has inherited a mark; safe to call in a signal handler.
+_KILL_SECONDS = 0.4
+"""Time limit of `kill_marked`, in seconds."""
 
-    Processes are found in /proc, so that children that were just started, or whose parent has died, are killed as well. Without /proc it
-    does nothing.
+
+def kill_marked(mark: str) -> None:
+    """Send SIGKILL to every process but this one that has inherited a mark, with its group; safe to call in a signal handler.
+
+    Processes are found in /proc, so that children that were just started, or whose parent has died, are killed as well. One look misses
+    what is forked during it, and a process within exec, whose environment is not there yet: it looks until it has seen none twice. Without
+    /proc it does nothing.
     """
-    variable, own_pid = f"{MARK}={mark}".encode(), str(os.getpid())
+    end = time.monotonic() + _KILL_SECONDS
+    clean_looks = 0
+    while clean_looks < 2 and time.monotonic() < end:
+        clean_looks = 0 if _kill_marked_once(f"{MARK}={mark}".encode()) else clean_looks + 1
+
+
+def _kill_marked_once(variable: bytes) -> bool:
+    """Kill the processes that have a variable in their environment now, and return whether there were any."""
+    own_pid, own_group = os.getpid(), os.getpgrp()
+    any_there = False
     for path in Path("/proc").glob("[0-9]*/environ"):
-        if path.parent.name == own_pid:
-            continue
+        pid = int(path.parent.name)
         try:
-            if variable in path.read_bytes().split(b"\0"):
-                os.kill(int(path.parent.name), signal.SIGKILL)
+            if pid == own_pid or variable not in path.read_bytes().split(b"\0"):
+                continue
+            any_there = True
+            # A group dies at once: what a member forks meanwhile, too.
+            if (group := os.getpgid(pid)) == own_group:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                os.killpg(group, signal.SIGKILL)
         except OSError:
             continue  # it has ended meanwhile, or belongs to another user
+    return any_there
 
 
 @cache

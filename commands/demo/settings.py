@@ -63,6 +63,7 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
         "trainer.credit.scheme": "reward_to_go",
         "trainer.credit.baseline": "turn",
         "trainer.optim.learning_rate": 1e-3,
+        "trainer.optim.mini_batches": 4,
         "trainer.poll_seconds": 0.05,
         "runner.run_id": "demo",
         "runner.directory": str(directory / "runner"),

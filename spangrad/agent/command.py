@@ -19,7 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from spangrad.agent.attempt_log import attempt_log
 from spangrad.agent.prompt_client import program_variables
@@ -90,16 +90,7 @@ class AgentCommand:
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, log.program() as stderr:
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                cwd=self._directory,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            process = await _start(command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=self._directory, env=environment)
             _groups.add(process.pid)
             self._on_group(process.pid, False)
             try:
@@ -116,6 +107,19 @@ class AgentCommand:
         if code:
             raise ExitCode(code)
         return _last_line(tail, whole=whole)
+
+
+async def _start(command: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
+    """Start a program in a group of its own; if this is cancelled, end the group, of which asyncio would end the leader alone."""
+    start = asyncio.create_subprocess_exec(*command, start_new_session=True, preexec_fn=die_with_parent, **options)
+    starting = asyncio.create_task(start)
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.wait([starting])
+        if starting.exception() is None:
+            kill_group(starting.result().pid)
+        raise
 
 
 def _ignore_group(leader: int, ended: bool) -> None:

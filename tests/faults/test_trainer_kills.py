@@ -5,6 +5,7 @@ The span store is fixed, the optimizer verl's, the trainer one process; it is ki
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ import pytest
 from spangrad.settings import Settings, StoreSettings
 from spangrad.types import VersionStatus
 from tests.support.built_rollouts import POISON, BuiltRollouts
-from tests.support.processes import LOADED, Nursery, nursery
+from tests.support.processes import OF_VERL, Forked, forked
 from tests.support.sections import trainer_settings
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
@@ -29,6 +30,22 @@ from trainer.publish import checkpoint
 
 GROUPS = 2
 """A step."""
+LOADED = "is loaded on"
+"""In the log once the weights are loaded."""
+TRAIN = """
+import json, logging, sys
+from spangrad.settings import Settings
+from trainer import loop
+logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+loop.train(Settings.model_validate(json.loads(sys.argv[1])), follow=False)
+"""
+
+
+def start(settings: Settings, log: Path) -> Forked:
+    """Begin to train, in a process of its own."""
+    values = {"trainer": settings.trainer.model_dump(mode="json"), "store": settings.store.model_dump(mode="json")}
+    with log.open("ab") as out:
+        return forked(["-c", TRAIN, json.dumps(values)], out, out, {**os.environ, **OF_VERL, "SPANGRAD_CONFIG": ""}, kind="trainer")
 
 
 @pytest.mark.timeout(1800)
@@ -59,54 +76,51 @@ def test_trainer_killed_at_random_points_ends_with_undisturbed_weights(
             world.group(f"g{i:02}-{reason}", [1.0, 0.0, 0.25], calls=({}, {}), spoil=partial(spoil, trained=""))
         world.group(f"g{i:02}", [1.0, 0.0, 0.25], calls=({}, {}))
 
-    with nursery(tmp_path / "log") as trainers:
-        whole = settings("whole")
-        trainers.start(whole)
-        wait_for_weights(trainers, 0)
-        began = time.monotonic()
-        assert trainers.wait() == 0, trainers.log.read_text()
-        seconds = time.monotonic() - began
-        expected = story(whole)
-        assert len({checksum for checksum, _ in expected}) == steps + 1, "every step moves the weights"
-        assert sorted(rollout for _, batch in expected for rollout in batch) == sorted(
-            f"g{i:02}-{j}" for i in range(steps * GROUPS) for j in range(3)
-        )
+    log = tmp_path / "log"
+    whole = settings("whole")
+    trainer = start(whole, log)
+    wait_for_weights(log, 0)
+    began = time.monotonic()
+    assert trainer.wait() == 0, log.read_text()
+    seconds = time.monotonic() - began
+    expected = story(whole)
+    assert len({checksum for checksum, _ in expected}) == steps + 1, "every step moves the weights"
+    assert sorted(rollout for _, batch in expected for rollout in batch) == sorted(
+        f"g{i:02}-{j}" for i in range(steps * GROUPS) for j in range(3)
+    )
 
-        fell = Counter[str]()
-        runs = 0
-        while fell.total() < kills:
-            runs += 1
-            killed = settings(f"killed-{runs}")
-            while True:
-                done = len(story(killed)) if (killed.trainer.directory / "ledger.db").exists() else 1
-                seen = len(trainers.log.read_text())
-                child = trainers.start(killed)
-                if fell.total() < kills and done <= steps:
-                    resolve_targets(killed, trainers, seen, chance, seconds * (steps + 1 - done) / steps)
-                    try:
-                        os.kill(child, signal.SIGKILL)
-                    except ProcessLookupError:
-                        pass  # it was done before
-                code = trainers.wait()
-                if code == 0:
-                    break
-                assert code == -signal.SIGKILL, trainers.log.read_text()[seen:]
-                fell[place(killed)] += 1
-            assert story(killed) == expected
-            assert skipped(killed) == {f"g{i:02}-{reason}": reason for i, (reason, _) in first_in.items()}
-            assert left_behind(killed) == set()
-            assert mirrored(world, killed) == [(one.version, one.status) for one in versions(killed)]
+    fell = Counter[str]()
+    runs = 0
+    while fell.total() < kills:
+        runs += 1
+        killed = settings(f"killed-{runs}")
+        while True:
+            done = len(story(killed)) if (killed.trainer.directory / "ledger.db").exists() else 1
+            seen = len(log.read_text())
+            trainer = start(killed, log)
+            if fell.total() < kills and done <= steps:
+                resolve_targets(killed, log, seen, chance, seconds * (steps + 1 - done) / steps)
+                trainer.kill()
+            code = trainer.wait()
+            if code == 0:
+                break
+            assert code == -signal.SIGKILL, log.read_text()[seen:]
+            fell[place(killed)] += 1
+        assert story(killed) == expected
+        assert skipped(killed) == {f"g{i:02}-{reason}": reason for i, (reason, _) in first_in.items()}
+        assert left_behind(killed) == set()
+        assert mirrored(world, killed) == [(one.version, one.status) for one in versions(killed)]
     tell(f"{fell.total()} kills in {runs} runs of {steps} steps ({seconds:.1f} s undisturbed): {dict(sorted(fell.items()))}")
 
 
-def resolve_targets(settings: Settings, trainers: Nursery, seen: int, chance: Random, seconds: float) -> None:
+def resolve_targets(settings: Settings, log: Path, seen: int, chance: Random, seconds: float) -> None:
     """Wait for the moment of a kill: a random one of the start or of all steps, or of the milliseconds around checkpoint and commit."""
     stage = chance.choice(["start", "steps", "checkpoint", "commit"])
     here = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
     if stage == "start":
         time.sleep(chance.uniform(0, 1))
         return
-    wait_for_weights(trainers, seen)
+    wait_for_weights(log, seen)
     if stage == "steps":
         time.sleep(chance.uniform(0, seconds))
         return
@@ -118,10 +132,10 @@ def resolve_targets(settings: Settings, trainers: Nursery, seen: int, chance: Ra
     time.sleep(chance.uniform(0, 0.02))
 
 
-def wait_for_weights(trainers: Nursery, seen: int) -> None:
+def wait_for_weights(log: Path, seen: int) -> None:
     end = time.monotonic() + 120
-    while LOADED not in trainers.log.read_text()[seen:]:
-        assert time.monotonic() < end, trainers.log.read_text()
+    while LOADED not in log.read_text()[seen:]:
+        assert time.monotonic() < end, log.read_text()
         time.sleep(0.002)
 
 

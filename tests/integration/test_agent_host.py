@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -98,7 +100,7 @@ class Hosted:
 
 
 @contextmanager
-def hosted(directory: Path, endpoint: str, *arguments: str, code: int = 0) -> Iterator[Hosted]:
+def hosted(directory: Path, endpoint: str, *arguments: str, code: int = 0) -> Generator[Hosted]:
     (directory / "gateway").mkdir()
     for file in ("runner.py", "trainer.py", "collector.py", "tests.py", "gateway/inner.py"):
         (directory / file).write_text("MINE = True\n")
@@ -245,6 +247,19 @@ def test_agent_command_with_too_long_last_line_answers_invalid_output(tmp_path: 
 async def test_agent_command_output_is_last_line_printed(tmp_path: Path, printed: str, output: object) -> None:
     (tmp_path / "printed").write_bytes(printed.encode())
     assert await AgentCommand(["cat", "printed"], tmp_path, instrument=False)(None, None) == output
+
+
+async def test_agent_command_cancelled_at_its_start_ends_its_process_group(tmp_path: Path) -> None:
+    (tmp_path / "agent.sh").write_text("sleep 600 & echo $! > pid; wait")
+    attempt = asyncio.create_task(AgentCommand(["sh", "agent.sh"], tmp_path, instrument=False)(None, None))
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text().endswith("\n")):
+        await asyncio.sleep(0)
+        time.sleep(0.05)  # noqa: ASYNC251  # the program goes on, and not our event loop, which has yet to see that it has begun
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    wait_until(lambda: _has_ended(int(pid.read_text())), 0.5, "the program's end", poll_seconds=0.01)
 
 
 def test_agent_host_terminated_ends_process_tree_of_programs(tmp_path: Path) -> None:

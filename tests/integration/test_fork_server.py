@@ -14,6 +14,7 @@ import pytest
 
 from spangrad.processes import Child, wait_until
 from tests.support import fork_server
+from tests.support.processes import ForkedChild, forked
 
 PROGRAM = """
 import os, signal, sys
@@ -85,3 +86,50 @@ def test_fork_ends_when_its_starter_is_killed(wrapper: Path) -> None:
 def test_fork_server_runs_other_commands_by_the_interpreter(wrapper: Path) -> None:
     done = subprocess.run([wrapper, "-c", "import sys; print(sys.argv[1:])", "a"], capture_output=True, text=True, check=True)
     assert done.stdout == "['a']\n"
+
+
+SHOWN = """
+import os, signal, sys
+print(os.getpid(), os.getppid(), os.getpgrp(), os.environ["WORD"], os.getcwd(), sys.argv, file=sys.stderr, flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+import atexit
+atexit.register(print, "ended")
+if sys.argv[1] == "wait":
+    signal.pause()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_forked_process_is_a_child_in_a_group_of_its_own_with_what_its_starter_gives(tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = forked(["-c", SHOWN, "3"], stdout, stderr, {"WORD": "word"}, tmp_path)
+    assert process.wait(30) == 3
+    pid = process.pid
+    assert err.read_text() == f"{pid} {os.getpid()} {pid} word {tmp_path} ['-c', '3']\n"
+    assert out.read_text() == "ended\n"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 7), (signal.SIGKILL, -signal.SIGKILL)])
+def test_forked_process_gets_signals_itself(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    child = ForkedChild("waiting", ["-c", SHOWN, "wait"], tmp_path / "log", {"WORD": "word"})
+    wait_until(lambda: "word" in child.log.read_text(), 30, "the program", [child], poll_seconds=0.01)
+    time.sleep(0.1)  # until it waits
+    child.process.send_signal(number)
+    assert child.process.wait(30) == code
+
+
+def test_forked_process_dies_with_its_starter(tmp_path: Path) -> None:
+    code = (
+        "import time; from pathlib import Path; from tests.support.processes import ForkedChild\n"
+        f"print(ForkedChild('c', ['-c', 'import time; time.sleep(60)'], Path({str(tmp_path / 'log')!r})).process.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=fork_server.ROOT)
+    assert starter.stdout
+    pid = int(starter.stdout.readline())
+    assert not ended(pid)
+    starter.kill()
+    starter.wait()
+    wait_until(lambda: ended(pid), 5, "its end", poll_seconds=0.01)

@@ -7,14 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from itertools import repeat
 from pathlib import Path
 
 import pytest
 
 from spangrad.errors import SpangradError
-from spangrad.processes import Child, free_ports, require_free_port, require_safe_bind, wait_until
+from spangrad.processes import MARK, Child, die_with_parent, free_ports, kill_marked, require_free_port, require_safe_bind, wait_until
 
 
 def alive(pid: int) -> bool:
@@ -102,3 +104,78 @@ def test_require_safe_bind_beyond_loopback_without_token_raises() -> None:
         require_safe_bind("0.0.0.0", "", "store")
     require_safe_bind("0.0.0.0", "token", "store")
     require_safe_bind("127.0.0.1", None, "store")
+
+
+FORKS_ON = """
+import os, sys, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+for _ in range(500):
+    if not os.fork():
+        if sys.argv[1] == "own groups":
+            os.setsid()
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.0002)
+"""
+
+
+@pytest.mark.parametrize("groups", ["one group", "own groups"])
+def test_kill_marked_kills_processes_forked_during_its_look(groups: str) -> None:
+    for _ in range(3):
+        mark = uuid.uuid4().hex
+        subprocess.run([sys.executable, "-SE", "-c", FORKS_ON, groups], env={MARK: mark}, check=True)
+        begin = time.monotonic()
+        kill_marked(mark)
+        assert time.monotonic() - begin < 0.5
+        assert [pid for pid in all_pids() if f"{MARK}={mark}".encode() in environment_of(pid)] == []
+
+
+def all_pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def environment_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_child_whose_parent_died_before_exec_dies(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    code = f"""
+import os, subprocess, sys, time
+from spangrad.processes import die_with_parent
+parent = os.getpid()
+def preexec():
+    print(os.getpid(), flush=True)
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    die_with_parent()
+subprocess.Popen(["touch", {str(late)!r}], preexec_fn=preexec)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    gone(child)
+    assert not late.exists()
+
+
+def test_child_of_thread_has_no_handler_of_sigterm_before_exec() -> None:
+    def preexec() -> None:
+        die_with_parent()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    codes: list[int] = []
+    try:
+        thread = threading.Thread(target=lambda: codes.append(subprocess.Popen(["true"], preexec_fn=preexec).wait()))
+        thread.start()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert codes == [-signal.SIGTERM]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.sources import load_settings
 from tests.support import fork_server
+from tests.support.processes import ForkedChild
 
 # A real vLLM and a real gateway, each in a process of its own, for tests.
 
@@ -93,7 +93,7 @@ def start(module: str, settings: Settings, log: Path) -> Child:
     # Secrets hide themselves in a dump.
     for section, token in (("store", settings.store.token), ("gateway", settings.gateway.token)):
         values[section]["token"] = token.get_secret_value() if token else None
-    return Child(module, [sys.executable, "-c", _SERVE, module, json.dumps(values)], log, {"PYTHONPATH": str(ROOT)})
+    return ForkedChild(module, ["-c", _SERVE, module, json.dumps(values)], log, {"PYTHONPATH": str(ROOT)})
 
 
 @contextmanager

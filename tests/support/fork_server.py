@@ -1,15 +1,19 @@
-"""An interpreter of vLLM that forks where another would start: vLLM's imports, six CPU seconds in each of its three processes, happen once.
+"""An interpreter that forks where another would start: what tests start often imports once what it imports.
 
-In: a socket's path. Out: forks, for a program that takes an interpreter's arguments (`write_wrapper`). Invariants: what
-starts vLLM has the fork's output and exit code, its signals reach it, and both end together, however the one or the other ends. The
-server runs Python in one thread only, so that a fork has all that it needs.
+In: a socket's path, and the modules to import; none: vLLM's, six CPU seconds in each of its three processes. Out: forks. vLLM is started
+through a program that takes an interpreter's arguments (`write_wrapper`): it has the fork's output and exit code, its signals reach the
+fork, and both end together. Our own commands are started by `processes.forked`, whose children the forks become. Invariant: the server
+imports, and no more: it runs Python in one thread only, so that a fork has all that it needs.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -17,6 +21,8 @@ import select
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -38,7 +44,7 @@ if sys.argv[1:3] != ["-m", {module!r}]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({path!r})
-order = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()]).encode()
+order = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), None]).encode()
 socket.send_fds(server, [len(order).to_bytes(8, "big")], [0, 1, 2])
 server.sendall(order)
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -86,8 +92,8 @@ def serve(path: str) -> None:
                 del forks[connection]
             if listener in ready:
                 connection, _ = listener.accept()
-                pid = _fork(connection, [listener, *forks])
-                forks[connection] = pid, os.pidfd_open(pid)
+                if pid := _fork(connection, [listener, *forks]):
+                    forks[connection] = pid, os.pidfd_open(pid)
 
 
 def _answer(connection: socket.socket, code: int) -> None:
@@ -102,15 +108,22 @@ def _fork(connection: socket.socket, others: list[socket.socket]) -> int:
     order = b""
     while len(order) < int.from_bytes(head, "big"):
         order += connection.recv(1 << 20)
-    arguments, environment, directory = json.loads(order)
+    arguments, environment, directory, parent = json.loads(order)
+    server = os.getpid()
     pid = os.fork()
     if pid:
         for fd in fds:
             os.close(fd)
-        return pid
+        if parent:
+            os.waitpid(pid, 0)
+            connection.close()
+        return 0 if parent else pid
     code = 1
     try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with this server
+        if parent:
+            _adopt(connection, parent)
+        else:
+            _die_with(server, signal.SIGKILL)
         os.setsid()
         for inherited in (connection, *others):
             inherited.close()
@@ -120,22 +133,60 @@ def _fork(connection: socket.socket, others: list[socket.socket]) -> int:
         _run(arguments, environment, directory)
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        code = _code(error)
     except BaseException:
         traceback.print_exc()
     finally:
+        if parent:
+            _finish()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
 
 
+def _adopt(connection: socket.socket, parent: int) -> None:
+    """Become a child of the process that asks, which takes in orphans just now: the process between ends."""
+    between = os.getpid()
+    if pid := os.fork():
+        connection.sendall(pid.to_bytes(4, "big"))
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(0.0002)
+    _die_with(parent, signal.SIGTERM)
+
+
+def _die_with(parent: int, number: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(1, number, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _finish() -> None:
+    """End as an interpreter does: its threads first, then what was registered for the exit."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
 def _run(arguments: list[str], environment: dict[str, str], directory: str) -> None:
+    """Run what an interpreter's arguments name: `-m MODULE` or `-c CODE`, and its own arguments."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.argv = arguments
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    option, program, *_ = arguments
+    if option == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(program, "<string>", "exec"), sys.modules["__main__"].__dict__)
 
 
 def _preload() -> None:
@@ -151,5 +202,11 @@ def _preload() -> None:
 
 
 if __name__ == "__main__":
-    _preload()
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    if not sys.argv[2:]:
+        _preload()
+    logging.root.handlers.clear()  # verl's: a process sets up its own before it imports verl
+    logging.root.setLevel(logging.WARNING)
+    gc.freeze()
     serve(sys.argv[1])

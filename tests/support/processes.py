@@ -1,28 +1,32 @@
-"""Processes that tests end: at a chosen boundary, by signals, under a moved clock, forked with all imported, in other environments."""
+"""Processes of tests: ended at a chosen boundary, forked with all imported, under a moved clock, measured, in other environments."""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import json
-import logging
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
 import traceback
 import venv
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from benchmarks.peers.environment import peer_environment
-from spangrad.settings import Settings
+from spangrad.processes import Child, wait_until
+from tests.support import fork_server
 
 # Crashes a child process at a chosen boundary, as a power cut would: no handler, no rollback code runs.
 
@@ -81,76 +85,97 @@ def _trace(functions: Mapping[str, set[str]], boundary: int) -> None:
     sys.settrace(watched)
 
 
-# Trains in children forked from a process that has imported everything, so that a start costs a second instead of ten.
+# Processes of ours that are forked from one that has imported what they import; but for that, they are as others are: children of the
+# tests' process, in groups of their own, with their own outputs, environment and working directory.
 
-LOADED = "is loaded on"
-"""In the log once the weights are loaded."""
-
-
-@dataclass
-class Nursery:
-    """The process that forks, as the test sees it."""
-
-    process: subprocess.Popen[str]
-    log: Path
-
-    def start(self, settings: Settings) -> int:
-        """Begin to train; the child's process id."""
-        values = {"trainer": settings.trainer.model_dump(mode="json"), "store": settings.store.model_dump(mode="json")}
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(values) + "\n")
-        self.process.stdin.flush()
-        return self._number()
-
-    def wait(self) -> int:
-        """The child's exit code; negative: the signal that ended it."""
-        return self._number()
-
-    def _number(self) -> int:
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        assert line, self.log.read_text()
-        return int(line)
+IMPORTED = {
+    "services": ("collector.server", "gateway.server", "runner.runner", "runner.workers.worker", "runner.queue.server", "spangrad.cli"),
+    "trainer": (
+        "verl.trainer.config",
+        "verl.trainer.ppo.core_algos",
+        "verl.workers.config",
+        "verl.workers.engine_workers",
+        "verl.workers.utils.losses",
+        "trainer.loop",
+        "trainer.optim.optimizer",
+        "spangrad.cli",
+    ),
+}
+"""Modules that a server imports, by its kind: those that start no threads but such as end before a fork, as OpenBLAS's do."""
+OF_VERL = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "trainer.optim.cpu_platform",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
+"""Variables that verl reads as it is imported; a trainer that is not forked sets them itself."""
+_PR_SET_CHILD_SUBREAPER = 36
+_adoption = threading.Lock()
 
 
-@contextmanager
-def nursery(log: Path) -> Generator[Nursery]:
-    """A process that forks trainers until the block ends."""
-    root = Path(__file__).parents[2]
-    # verl reads these as it is imported; the trainer would set them later.
-    of_verl = {
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "trainer.optim.cpu_platform",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.processes"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root), "SPANGRAD_CONFIG": "", **of_verl},
-        )  # fmt: skip
-    try:
-        yield Nursery(process, log)
-    finally:
-        process.kill()
-        process.wait()
+class Forked(subprocess.Popen[bytes]):
+    """A process that the fork server has started for us: our child."""
+
+    def __init__(self, args: Sequence[str], pid: int) -> None:
+        self.args, self.pid = list(args), pid
+        self.returncode = None
+        self.stdin = self.stdout = self.stderr = None
+        self._waitpid_lock = threading.Lock()
+        self._child_created = True
 
 
-def _serve(train: Callable[[Settings], None]) -> None:
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                train(Settings.model_validate(json.loads(line)))
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+@cache
+def _fork_server(kind: str) -> Path:
+    """The socket of a server that forks; it starts with the first call, and ends with us."""
+    directory = Path(tempfile.mkdtemp(prefix="spangrad-forks-"))
+    address = directory / "socket"
+    command = [sys.executable, "-P", fork_server.__file__, str(address), *IMPORTED[kind]]
+    variables = OF_VERL if kind == "trainer" else {}
+    server = Child(f"the fork server of {kind}", command, directory / "log", variables, inherit_settings=False)
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(server.stop)
+    wait_until(address.exists, 180, server.name, [server], poll_seconds=0.01)
+    return address
+
+
+def forked(
+    arguments: Sequence[str],
+    stdout: IO[Any] | int,
+    stderr: IO[Any] | int,
+    environment: Mapping[str, str],
+    directory: Path | None = None,
+    kind: str = "services",
+) -> Forked:
+    """Start a program (`-m MODULE` or `-c CODE`, and its arguments) as a child of ours, without input."""
+    address = str(_fork_server(kind))
+    order = json.dumps([list(arguments), dict(environment), str(directory or Path.cwd()), os.getpid()]).encode()
+    fds = [stream if isinstance(stream, int) else stream.fileno() for stream in (stdout, stderr)]
+    libc = ctypes.CDLL(None)
+    with _adoption, socket.socket(socket.AF_UNIX) as server, Path(os.devnull).open("rb") as empty:
+        server.connect(address)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            socket.send_fds(server, [len(order).to_bytes(8, "big")], [empty.fileno(), *fds])
+            server.sendall(order)
+            pid = int.from_bytes(server.recv(4), "big")
+            server.recv(1)  # the process between has ended
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    return Forked(arguments, pid)
+
+
+class ForkedChild(Child):
+    """A `Child` whose process is forked."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None, *, inherit_settings: bool = True
+    ) -> None:
+        """Start `arguments` (`forked`); the others as those of `Child`."""
+        inherited = {key: value for key, value in os.environ.items() if inherit_settings or not key.startswith("SPANGRAD_")}
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self.process = forked(arguments, out, out, {**inherited, **(env or {})})
 
 
 # A time of day that tests can move, for real: for a process and whatever runs in it (Python, SQLite), as if somebody had set the clock.
@@ -288,17 +313,3 @@ def run(environment: Path, program: Path, arguments: list[str], variables: Mappi
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     command = [str(environment / "opentelemetry-instrument"), str(environment / "python"), str(program), *arguments]
     return subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, timeout=120, check=False)
-
-
-if __name__ == "__main__":
-    import verl.trainer.config
-    import verl.trainer.ppo.core_algos
-    import verl.workers.config
-    import verl.workers.engine_workers
-    import verl.workers.utils.losses  # noqa: F401
-
-    from trainer.optim import optimizer  # noqa: F401
-    from trainer.run import train
-
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s", force=True)  # verl has its own
-    _serve(lambda settings: train(settings, follow=False))

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import urllib.error
@@ -32,6 +31,7 @@ from spangrad.processes import Child, answers, free_ports, own_command, wait_unt
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import INTERNAL, STOCK
+from tests.support.processes import ForkedChild
 
 # A real store in a process of its own, for tests: settings on free ports, started, ready, stopped.
 
@@ -74,7 +74,7 @@ def start_store(settings: StoreSettings, log: Path) -> Child:
     for name in ("token", "read_token"):
         secret = getattr(settings, name)
         values[name] = secret.get_secret_value() if secret else None
-    return Child("store", [sys.executable, "-c", _SERVE, json.dumps(values)], log)
+    return ForkedChild("store", ["-c", _SERVE, json.dumps(values)], log)
 
 
 @contextmanager
