@@ -67,6 +67,8 @@ def main() -> int:
     parser.add_argument("--peer", choices=PEERS, help="measured in the same run")
     parser.add_argument("--peer-calls", type=int, default=1600, help="that the peer builds, of the same rollouts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="short rollouts, from a running store to rows in it (build_small.py)")
+    parser.add_argument("--rounds", type=int, default=7, help="of --small")
     parser.add_argument("--measure", metavar="STORE_PROCESS", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -79,6 +81,14 @@ def main() -> int:
         drops.write_ipc(arguments.out / "drops")
         print(json.dumps(figures))
         return 0
+    if arguments.small:
+        from benchmarks.build_small import measure as measure_small
+
+        small = measure_small(rounds=arguments.rounds)
+        for name, value in small["ours"].items():
+            print(f"{name:24}{value:>12,}")
+        print(json.dumps(small))
+        return 1 if any(small["checked"].values()) else 0
     result: dict[str, Any] = {"benchmark": "build", "ours": {}, "ratio": {}, "checked": {}}
     for calls in CALLS_A_ROLLOUT:
         workload = Workload(arguments.seed, _rollouts(arguments.calls, calls), calls)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 
@@ -29,10 +28,10 @@ from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.settings.trainer_learning import SamplingSettings
 from spangrad.settings.trainer_service import WeightSyncSettings
 from spangrad.store.clickhouse import connect
-from trainer import loop
 from trainer.data.source import BatchRollout, Group, GroupReader
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import open_ledger
 from trainer.ledger.tables import FILE
 from trainer.loop import Trainer
 from trainer.monitor.evaluate import Evaluation
@@ -154,7 +153,7 @@ class World:
         self.settings = settings
         self.groups, self.size = groups, size
         self.client = connect(settings.store)
-        self.ledger = loop.open_ledger(settings)
+        self.ledger = open_ledger(settings)
         self.ledger.register_initial(checksum="float32:0", path="/model", tokenizer_hash="t", run_id=RUN)
         self.spec = settings.builder.spec
         self._store = psutil.Process(store)
@@ -234,19 +233,20 @@ class World:
         """Look so often, as `--follow` does between two waits, which are left out."""
         trainer, left = self.trainer, count
 
-        def rest(_: float) -> None:
+        def rest(_: float) -> bool:
             nonlocal left
             left -= 1
-            trainer.demand.figures()
+            trainer.demand.figures(ready=0)
             trainer._checked_at = float("-inf")  # pyright: ignore[reportPrivateUsage]
             if not left:
                 raise _EnoughError
+            return True
 
-        with patch("trainer.loop.time.sleep", rest):
-            try:
-                trainer.run(follow=True)
-            except _EnoughError:
-                return
+        trainer.arrived = rest
+        try:
+            trainer.run(follow=True)
+        except _EnoughError:
+            return
 
     def peer_looks(self, count: int) -> None:
         """Look so often at all history."""

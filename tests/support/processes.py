@@ -297,8 +297,8 @@ if __name__ == "__main__":
     import verl.workers.engine_workers
     import verl.workers.utils.losses  # noqa: F401
 
-    from trainer import loop
     from trainer.optim import optimizer  # noqa: F401
+    from trainer.run import train
 
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s", force=True)  # verl has its own
-    _serve(lambda settings: loop.train(settings, follow=False))
+    _serve(lambda settings: train(settings, follow=False))
