@@ -15,7 +15,7 @@ TORCH_INDEX ?=
 SEED ?= 0
 COLLECTOR ?= embedded
 GATEWAY ?= on
-BENCH ?= ingest lookup gateway span_export build publish dispatch idle_trainer
+BENCH ?= ingest lookup gateway span_export build publish dispatch rollouts idle_trainer
 ARGS ?=
 WORKERS ?= $(if $(ARGS),0,3)
 

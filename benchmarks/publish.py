@@ -72,6 +72,7 @@ FROM otel.otel_traces AS root
 INNER JOIN otel.otel_traces AS child ON child.TraceId = root.TraceId AND child.ParentSpanId = root.SpanId
 WHERE root.ServiceName = 'spangrad-trainer' AND root.SpanName = 'train step'
 """
+_COPIED = "SELECT max(Version) FROM spangrad.policy_versions WHERE BatchId != ''"
 _METRICS = "SELECT Version, Checksum, Path, Metrics FROM spangrad.policy_versions WHERE BatchId != '' ORDER BY Version"
 _CALLS = "SELECT ResponseId, `Versions.Version`[1], `Versions.Version`[-1] FROM spangrad.calls WHERE ResponseId IN %(ids)s"
 
@@ -162,6 +163,7 @@ def _measure(directory: Path, versions: int, group_size: int, seed: int, method:
         client = Client(settings.gateway.url.removeprefix("http://"))
         client.start()
         asyncio.run(_train(settings, services, versions))
+        _wait_copied(settings, versions)
         client.end()
         served = Publisher(settings.gateway).served("policy")
         checksums = json.loads(_post(settings.gateway.engine_url + "/collective_rpc", {"method": "spangrad_checksum"}))["results"]
@@ -194,7 +196,16 @@ async def _train(settings: Settings, services: TrainingSupervisor, versions: int
                     raise SystemExit(f"version {version} was not served within {STEP_SECONDS} s; see {services.directory}/logs/train.log")
                 await asyncio.sleep(0.05)
             print(f"version {version} is served", file=sys.stderr)
-        await asyncio.sleep(1)  # for the last version's first token
+
+
+def _wait_copied(settings: Settings, version: int) -> None:
+    """Wait until the store has the ledger's row of a version, which is copied after the publication, and its first token."""
+    store = connect(settings.store)
+    try:
+        wait_until(lambda: store.query(_COPIED).result_rows[0][0] >= version, STEP_SECONDS, f"the store's copy of version {version}")
+    finally:
+        store.close()
+    time.sleep(1)  # for the last version's first token
 
 
 def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: Sequence[str], failed: int, taking: str) -> dict[str, Any]:

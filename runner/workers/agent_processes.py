@@ -75,6 +75,8 @@ class AgentHost:
         self.stage_callbacks: dict[str, Callable[[str], None]] = {}
         """Callbacks by job id: called with the name of the next stage when a stage of the attempt is over."""
         self.stage_slots = stage_slots
+        self._messages: list[bytes] = []
+        """Messages of this turn of the event loop: they are written together, since each write wakes the process."""
         self._groups: set[int] = set()
         """Process groups of the programs that it runs, by leader."""
         self._process_task = asyncio.create_task(self._deliver_answers())
@@ -193,11 +195,18 @@ class AgentHost:
 
     def send(self, message: Mapping[str, object]) -> None:
         """Send a message, if the process can still read it."""
-        if not self._jobs.is_closing():
-            self._jobs.write(json.dumps(message).encode() + b"\n")
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._messages.append(json.dumps(message).encode() + b"\n")
+
+    def _write(self) -> None:
+        messages, self._messages = self._messages, []
+        if messages and not self._jobs.is_closing():
+            self._jobs.write(b"".join(messages))
 
     async def stop(self) -> None:
         """Let the process end by itself, for a bounded time, then kill its whole group; idempotent."""
+        self._write()
         self._jobs.close()
         try:
             if not self.retired:  # what hangs will not end by itself

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -83,7 +82,7 @@ class Hosted:
         if self._answer is not None or self._answered.done():
             return False
         self._stage_ended = asyncio.get_running_loop().create_future()
-        self._host.send({"go": self._job.id} if self._begun else asdict(self._job))
+        self._host.send({"go": self._job.id} if self._begun else self._job.message())
         self._begun = True
         await asyncio.wait([self._answered, self._stage_ended, *ends], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if self._answered.done():

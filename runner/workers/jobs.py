@@ -29,6 +29,10 @@ class Job:
     environment: object = None
     """Value of the instance that was leased for the attempt. None: no instance was leased, or its value is null."""
 
+    def message(self) -> dict[str, object]:
+        """Return the job as JSON's types; `dataclasses.asdict` would copy the whole input."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:

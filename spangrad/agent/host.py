@@ -248,16 +248,39 @@ def _private_pipes() -> tuple[int, int]:
     return jobs, answers
 
 
-def _write(answers: int, message: Mapping[str, object]) -> None:
-    line = json.dumps(message).encode() + b"\n"
-    while line:
-        line = line[os.write(answers, line) :]
+def _write(answers: int, *messages: Mapping[str, object]) -> None:
+    lines = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
+    while lines:
+        lines = lines[os.write(answers, lines) :]
+
+
+class LoopWriter:
+    """Writer of the event loop's messages: those of one turn together, since each write wakes the runner."""
+
+    def __init__(self, answers: int) -> None:
+        self._answers = answers
+        self._messages: list[Mapping[str, object]] = []
+
+    def put(self, message: Mapping[str, object]) -> None:
+        """Write a message at the end of this turn."""
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self.write)
+        self._messages.append(message)
+
+    def write(self) -> None:
+        """Write what waits."""
+        messages, self._messages = self._messages, []
+        _write(self._answers, *messages)
 
 
 async def _serve(host: Host, jobs: int, answers: int) -> bool:
     reader = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(jobs, "rb"))
-    return await host.serve(reader, lambda answer: _write(answers, answer))
+    writer = LoopWriter(answers)
+    try:
+        return await host.serve(reader, writer.put)
+    finally:
+        writer.write()
 
 
 def _end_all_on_sigterm() -> None:
