@@ -98,7 +98,7 @@ class Builder:
         self._known = KnownBuilds(self._reader)
         self._sink = Sink(self._reader, self._known, name)
         self._arrivals = Arrivals(client, settings.store, [Topic.ROOTS, Topic.SPANS], self._spec.poll_seconds)
-        self._claims.look()
+        self._claims.renew()
         self._now, self._looked = self._reader.now(), time.monotonic()
         self._pending = empty({**PENDING, "CheckedAt": MICROSECONDS})
         self._behind = empty(ARRIVED)
@@ -153,7 +153,7 @@ class Builder:
         Raises:
             StoreError: the store, which is not ours, failed.
         """
-        # What ends no rollout can wait for more of it, unless a rollout waits for it.
+        # What ends no rollout waits for more of it, unless a rollout waits for it.
         patience = max(self._spec.poll_seconds, 0.0 if self._pending.height else self._behind_due - time.monotonic())
         if self._arrivals.wait(self._seconds_to_rest()) == frozenset({Topic.SPANS}):
             self._arrivals.wait(patience, Topic.ROOTS)
@@ -178,7 +178,7 @@ class Builder:
 
     def _look(self) -> None:
         """Remember rollouts that ended, built ones that are out of date, and all else that arrived, for later."""
-        self._claims.look()
+        self._claims.renew()
         self._known.forget()
         self._discovery.begin(self._reader.as_of or self._clock())
         arrived = self._discovery.arrivals()
