@@ -68,7 +68,7 @@ class Builder:
         force: bool = False,
         on_progress: ProgressCallback = no_progress,
     ) -> None:
-        """Connect to the store.
+        """Connect to the store, and say that this builder is at work.
 
         Args:
             settings: of the store and the build.
@@ -153,10 +153,10 @@ class Builder:
         Raises:
             StoreError: the store, which is not ours, failed.
         """
-        # What ends no rollout waits for more of it, unless a rollout waits for it.
-        patience = max(self._spec.poll_seconds, 0.0 if self._pending.height else self._behind_due - time.monotonic())
         if self._arrivals.wait(self._seconds_to_rest()) == frozenset({Topic.SPANS}):
-            self._arrivals.wait(patience, Topic.ROOTS)
+            # They end no rollout: more of them will come, unless a rollout waits for these.
+            patience = 0.0 if self._pending.height else self._behind_due - time.monotonic()
+            self._arrivals.wait(max(self._spec.poll_seconds, patience), Topic.ROOTS)
         return time.monotonic() < self._behind_due
 
     def lags(self) -> Mapping[str, tuple[float, int]]:
