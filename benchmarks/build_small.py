@@ -175,6 +175,12 @@ class Bench:
         store, builder, trainer = ((_cpu_of(child) - begin) / wall for child, begin in zip(children, before, strict=True))
         return store, builder, trainer
 
+    def drain(self, production: Sequence[SmallRollout]) -> None:
+        """Wait until production is built, or the time is over."""
+        calls, end = sum(len(trace.calls) for trace in production), time.monotonic() + _LONGEST_ROUND
+        while len(self.client.query(_PRODUCTION).result_rows) < calls and time.monotonic() < end:
+            time.sleep(0.5)
+
     def check(self, production: Sequence[SmallRollout]) -> dict[str, int]:
         """Compare all that was built with all that was sent."""
         counts: dict[str, int] = dict.fromkeys(("lost", "double", "foreign", "wrong", "wrong_builds", "wrong_tools", "production"), 0)
@@ -251,7 +257,7 @@ def _measure(bench: Bench, rounds: int, production_a_second: float, idle_seconds
     time.sleep(2 * QUIET_SECONDS)
     beside = [bench.round(f"beside-{number}") for number in range(rounds)]
     streams[1].end()
-    time.sleep(2 * QUIET_SECONDS)
+    bench.drain([trace for stream in streams for trace in stream.sent])
     ingest, ingest_beside = (median(item.cpu_ms for item in items) for items in (taken, taken_beside))
     cpu, cpu_beside = median(item.cpu_ms for item in quiet) - ingest, median(item.cpu_ms for item in beside) - ingest_beside
     wall, wall_beside = (median(item.wall_ms for item in items) for items in (quiet, beside))

@@ -68,7 +68,7 @@ class Builder:
         force: bool = False,
         on_progress: ProgressCallback = no_progress,
     ) -> None:
-        """Connect to the store.
+        """Connect to the store, and say that this builder is at work.
 
         Args:
             settings: of the store and the build.
@@ -98,11 +98,12 @@ class Builder:
         self._known = KnownBuilds(self._reader)
         self._sink = Sink(self._reader, self._known, name)
         self._arrivals = Arrivals(client, settings.store, [Topic.ROOTS, Topic.SPANS], self._spec.poll_seconds)
-        self._claims.look()
+        self._claims.renew()
         self._now, self._looked = self._reader.now(), time.monotonic()
         self._pending = empty({**PENDING, "CheckedAt": MICROSECONDS})
         self._behind = empty(ARRIVED)
         self._behind_due = time.monotonic()
+        self._announced_at = float("-inf")
         self._rootless = empty({**ROOTLESS, "CheckedAt": MICROSECONDS})
         of_rollouts = dict.fromkeys(ROLLOUT, pl.String())
         self._examined = empty(of_rollouts | {"Until": MICROSECONDS, "Examined": pl.UInt64()})
@@ -152,10 +153,10 @@ class Builder:
         Raises:
             StoreError: the store, which is not ours, failed.
         """
-        # What ends no rollout can wait for more of it, unless a rollout waits for it.
-        patience = max(self._spec.poll_seconds, 0.0 if self._pending.height else self._behind_due - time.monotonic())
         if self._arrivals.wait(self._seconds_to_rest()) == frozenset({Topic.SPANS}):
-            self._arrivals.wait(patience, Topic.ROOTS)
+            # They end no rollout: more of them will come, unless a rollout waits for these.
+            patience = 0.0 if self._pending.height else self._behind_due - time.monotonic()
+            self._arrivals.wait(max(self._spec.poll_seconds, patience), Topic.ROOTS)
         return time.monotonic() < self._behind_due
 
     def lags(self) -> Mapping[str, tuple[float, int]]:
@@ -177,7 +178,7 @@ class Builder:
 
     def _look(self) -> None:
         """Remember rollouts that ended, built ones that are out of date, and all else that arrived, for later."""
-        self._claims.look()
+        self._claims.renew()
         self._known.forget()
         self._discovery.begin(self._reader.as_of or self._clock())
         arrived = self._discovery.arrivals()
@@ -217,10 +218,7 @@ class Builder:
         self._behind = self._behind.clear()
 
     def _remember_stale(self, arrived: pl.DataFrame, claimed: pl.DataFrame) -> pl.DataFrame:
-        """Queue again the rollouts of which something (ARRIVED) has arrived since they were built; return BUILT of all of them.
-
-        The rows of `claimed` are the same, with the RunId and RolloutId that they belong to.
-        """
+        """Queue again those of which something (ARRIVED; `claimed`: by rollout) has arrived since they were built; return BUILT."""
         built = self._built(claimed["RolloutId"])
         if built.is_empty():
             return built
@@ -270,6 +268,8 @@ class Builder:
     def _build_announced(self, summary: Summary) -> None:
         """Build what is complete of training, validation and their baselines, the oldest first."""
         due = waiting.due(self._pending.filter(~waiting.IS_BEHIND), self._now).sort("IngestedAt")
+        if due.height:
+            self._announced_at = time.monotonic()
         for batch in due.iter_slices(ROLLOUTS_PER_READ):
             self._conclude(batch, summary)
 
@@ -287,7 +287,7 @@ class Builder:
 
     def _slices(self, rows: pl.DataFrame, key: str, summary: Summary) -> Iterator[pl.DataFrame]:
         """Yield rows by slices of rollouts; after each, build what has ended of training since."""
-        for batch in waiting.slices(rows, key):
+        for batch in waiting.slices(rows, key, lambda: waiting.slice_seconds(time.monotonic() - self._announced_at)):
             yield batch
             if self._arrivals.wait(0, Topic.ROOTS):
                 self._look()
@@ -346,7 +346,8 @@ class Builder:
         built = self._built(rootless["RolloutId"])
         current = rootless.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt"))
         unbuilt = rootless.join(current, on=ROLLOUT, how="anti").join(self._pending, on=ROLLOUT, how="anti")
-        roots, traces = self._discovery.roots(unbuilt["RolloutId"]), self._discovery.traces(unbuilt["TraceId"])
+        roots = self._discovery.roots(unbuilt.select(pl.col("RolloutId").filter("Ours")).to_series())
+        traces = self._discovery.traces(unbuilt["TraceId"])
         silent = silent_rollouts(unbuilt, roots, activity, traces, now, self._spec, force=self._force)
         self._rootless = waiting.checked(self._rootless, due, ["TraceId", "RolloutKey"], now)
         for batch in silent.iter_slices(ROLLOUTS_PER_READ):

@@ -15,7 +15,7 @@ from spangrad.errors import SettingsError
 
 _PREFIX = "spangrad_builder_"
 Lags = Mapping[str, tuple[float, int]]
-"""By mode: the age in seconds of the oldest rollout that ended and is not built, and the number of those."""
+"""Age in seconds of the oldest rollout that ended and is not built, and the number of those, by mode."""
 
 
 class BuilderMetrics(Collector):

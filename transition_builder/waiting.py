@@ -7,7 +7,7 @@ comes first, and no rollout is in two slices.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
 import polars as pl
@@ -19,8 +19,10 @@ from transition_builder.schemas import MICROSECONDS
 
 BEHIND = frozenset({Mode.PRODUCTION, Mode.TRIAL})
 """Modes whose rollouts are built in slices, behind all others."""
-SLICE_SECONDS = 0.25
-"""Time that a slice should take, in seconds: so long training waits for it at most."""
+SLICE_SECONDS, LONG_SLICE_SECONDS = 0.25, 1.0
+"""Time that a slice should take, in seconds, while rollouts of training end, and while none does: training waits for one slice at most."""
+_BUSY_SECONDS = 10.0
+"""Time after a rollout of training has ended for which another one is expected."""
 _FIRST_SLICE, _SMALLEST_SLICE, _LARGEST_SLICE = 128, 32, 1024
 """Numbers of rollouts."""
 _RECHECK_FRACTION = 0.05
@@ -73,12 +75,18 @@ def seconds_until_due(rows: pl.DataFrame, now: datetime, least: pl.Expr | None =
     return (rows.select(due_at.min()).item() - now) / timedelta(seconds=1)
 
 
-def slices(rows: pl.DataFrame, key: str) -> Iterator[pl.DataFrame]:
-    """Yield the rows of some rollouts at a time, the oldest first, as many as take SLICE_SECONDS from one to the next.
+def slice_seconds(since_training: float) -> float:
+    """Return the time that a slice should take, in seconds, so long after the last rollout of training has ended."""
+    return SLICE_SECONDS if since_training < _BUSY_SECONDS else LONG_SLICE_SECONDS
+
+
+def slices(rows: pl.DataFrame, key: str, seconds: Callable[[], float]) -> Iterator[pl.DataFrame]:
+    """Yield the rows of some rollouts at a time, the oldest first, as many as take some time from one to the next.
 
     Args:
         rows: rows with IngestedAt.
         key: column that names their rollouts.
+        seconds: returns the time that the next slice should take.
     """
     oldest = rows.group_by(key).agg(Oldest=pl.col("IngestedAt").min()).sort("Oldest", key)
     begin, size = 0, _FIRST_SLICE
@@ -87,7 +95,7 @@ def slices(rows: pl.DataFrame, key: str) -> Iterator[pl.DataFrame]:
         yield rows.join(oldest[begin : begin + size], on=key, how="semi", maintain_order="left")
         begin += size
         took = max(time.monotonic() - started, 1e-3)
-        size = max(_SMALLEST_SLICE, min(_LARGEST_SLICE, 2 * size, round(size * SLICE_SECONDS / took)))
+        size = max(_SMALLEST_SLICE, min(_LARGEST_SLICE, 2 * size, round(size * seconds() / took)))
 
 
 def lags(pending: pl.DataFrame, silent: pl.DataFrame, now: datetime, modes: Sequence[str]) -> Mapping[str, tuple[float, int]]:

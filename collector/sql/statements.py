@@ -13,6 +13,7 @@ from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from collector.arrivals import ArrivalBoard
 from collector.auth import TokenRole
@@ -27,6 +28,7 @@ from collector.sql.sessions import SessionPool
 from collector.write.staging import Staging
 from collector.write.write_buffer import WriteBuffer
 from spangrad.store.clickhouse import SETTLED
+from spangrad.store.names import INTERNAL
 
 WORKERS = {TokenRole.WRITER: 16, TokenRole.READER: 8}
 """Number of concurrent statements, by role; more wait. Readers cannot delay the builder, the trainer or a collector."""
@@ -37,6 +39,7 @@ UNION ALL SELECT name FROM system.table_engines"""
 _SESSION_WORDS = frozenset({"SET", "USE"})
 _TEXT = re.compile(r"'([^'\\]*+)'")
 _PLAIN_ID = re.compile(r"[\w.:-]{1,128}")
+_OF_STAGE = re.compile(rf"\s*INSERT\s+INTO\s+`?{INTERNAL}`?\.", re.IGNORECASE)
 _KILL_AGAIN_SECONDS = 0.1
 _SYNTAX_ERROR = 62
 
@@ -104,6 +107,8 @@ class StatementRunner:
         self._workers = {role: ThreadPoolExecutor(count, f"clickhouse-{role}") for role, count in WORKERS.items()}
         self._ids: dict[str, RunningStatement] = {}
         """Running statements by their clients' ids."""
+        self._stagings: WeakKeyDictionary[Handle, Staging] = WeakKeyDictionary()
+        """Inserters of handles, which keep their temporary tables until a statement may have changed a table."""
         self._endings: set[asyncio.Task[None]] = set()
         handle = database.handle()
         self._guard = StatementGuard(handle.query(_ENGINE_NAMES).body.decode().split())
@@ -176,11 +181,16 @@ class StatementRunner:
                 return answer
             finally:
                 if statement.rows is None and not statement.answers:
+                    self._stagings.clear()
                     self._spans.recheck()
 
     def _run(self, run: RunningStatement, handle: Handle, statement: Statement, request: QueryRequest) -> QueryAnswer:
         _check_kind(handle, statement, request)
         if statement.rows is not None:
+            # Our own stages insert small batches often: half of the cost is that of making a temporary table.
+            if statement.session is None and _OF_STAGE.match(statement.sql):
+                staging = self._stagings.get(handle) or self._stagings.setdefault(handle, Staging(handle))
+                return staging.insert(statement.sql, statement.format, statement.rows, keep_staging=True)
             return Staging(handle).insert(statement.sql, statement.format, statement.rows)
         if statement.first_word == "KILL":
             statement = replace(statement, sql=_TEXT.sub(self._database_id, statement.sql))

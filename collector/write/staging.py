@@ -16,6 +16,8 @@ from collector.write.ingest import Refused
 
 _ANY_TYPE = "SETTINGS " + ", ".join(f"allow_suspicious_{kind}_types = 1" for kind in ("low_cardinality", "fixed_string", "variant"))
 """Settings that allow a staging table every type that its target may have."""
+_MOST_KEPT = 16
+"""Largest number of temporary tables that are kept."""
 _ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1"
 """Settings that keep every row, in its order, whatever the session's own settings are."""
 
@@ -57,7 +59,7 @@ class Staging:
             head: INSERT INTO a table, with or without columns and settings.
             input_format: of the rows.
             rows: in that format.
-            keep_staging: keep the temporary table for the next insert with this head; only for our own heads, of tables that do not change.
+            keep_staging: keep the temporary table for the next insert with this head; only while its table does not change.
 
         Raises:
             EngineRefusedError: the rows, or those of a view, were not all inserted.
@@ -72,7 +74,7 @@ class Staging:
             require_held(self._handle, staging, read, "rows that were read", why)
             if read:
                 self._handle.query(f"INSERT INTO {parts.table} ({columns}) {parts.settings} SELECT {columns} FROM {staging} {_ALL}")
-            if keep_staging:
+            if keep_staging and len(self._kept) < _MOST_KEPT:
                 self._handle.query(f"TRUNCATE TABLE {staging}")
                 self._kept[head] = staging, columns
         finally:

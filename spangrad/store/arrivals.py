@@ -40,7 +40,7 @@ WHERE {table}.IngestedAt >= bucket - INTERVAL 10 SECOND
 
 
 class Topic(StrEnum):
-    """Kind of what arrives in the store."""
+    """Kinds of arrivals in the store."""
 
     ROOTS = "roots"
     """Root spans of attempts, which end rollouts."""

@@ -81,7 +81,7 @@ def test_wait_returns_at_once_when_rows_of_builds_are_inserted(store: StoreSetti
     assert (topics, seconds < SOON) == ({Topic.BUILDS}, True)
 
 
-def test_wait_returns_what_arrived_between_two_waits(store: StoreSettings, arrivals: Arrivals) -> None:
+def test_wait_returns_arrivals_between_two_waits(store: StoreSettings, arrivals: Arrivals) -> None:
     connect(store).command(BUILD)
     post(store, _of_production())
     assert arrivals.wait(LONG) == {Topic.BUILDS, Topic.SPANS}
@@ -129,7 +129,7 @@ def _without_arrivals(store: StoreSettings) -> Generator[StoreSettings]:
     server.shutdown()
 
 
-def test_wait_at_a_store_that_is_not_ours_polls_by_statement(store: StoreSettings) -> None:
+def test_wait_at_another_database_polls_by_statement(store: StoreSettings) -> None:
     with _without_arrivals(store) as other:
         waiting = Arrivals(connect(store), other, [Topic.BUILDS], poll_seconds=0.05)
         assert waiting.wait(LONG) == {Topic.BUILDS}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import clickhouse_connect
 import pytest
 from clickhouse_connect.driver.exceptions import DatabaseError
 
 from collector.sql.sessions import MAX_IDLE
 from spangrad.settings import StoreSettings
+from tests.support.servers import running_store, store_settings
 from tests.support.sql_clients import ask, form
 
 # --- readonly, and other settings that nothing takes back ---
@@ -89,3 +92,20 @@ def test_sql_text_of_invalid_utf8_is_refused(store: StoreSettings) -> None:
 
     assert ask(store, body, headers=headers).code == 36
     assert ask(store, "SELECT 1", headers={"X-ClickHouse-Database": "\xff"}).code == 36
+
+
+def test_sql_inserts_into_stage_table_follow_its_changes(tmp_path: Path) -> None:
+    own = store_settings(tmp_path / "store")
+    with running_store(own, tmp_path / "log"):
+        head = "INSERT INTO spangrad_internal.claims (BuildSpec, RolloutId) FORMAT CSV"
+        added = "INSERT INTO spangrad_internal.claims FORMAT JSONEachRow"
+        assert ask(own, f"{head}\nspec,a\nspec,b\n").code == 0
+        assert ask(own, f"{head}\nspec,c\n").code == 0
+        assert ask(own, f'{added}\n{{"RolloutId": "d"}}\n').code == 0
+        assert ask(own, f'{added}\n{{"RolloutId": ').code != 0
+        assert ask(own, "ALTER TABLE spangrad_internal.claims ADD COLUMN Note String DEFAULT 'none'").code == 0
+        assert ask(own, f'{added}\n{{"RolloutId": "e", "Note": "new"}}\n').code == 0
+        assert ask(own, f"{head}\nspec,f\n").code == 0
+
+        rows = ask(own, "SELECT RolloutId, Note FROM spangrad_internal.claims ORDER BY RolloutId").body
+        assert rows == b"a\tnone\nb\tnone\nc\tnone\nd\tnone\ne\tnew\nf\tnone\n"

@@ -165,9 +165,9 @@ def test_tool_records_are_read_only_where_a_rule_needs_them(store: StoreSettings
     asked = list[str]()
     frame = StoreReader.frame
 
-    def counted(self: StoreReader, sql: str, parameters: Mapping[str, Any] | None = None) -> Any:
+    def counted(self: StoreReader, sql: str, parameters: Mapping[str, Any] | None = None, **how: Any) -> Any:
         asked.append(sql)
-        return frame(self, sql, parameters)
+        return frame(self, sql, parameters, **how)
 
     monkeypatch.setattr(StoreReader, "frame", counted)
 

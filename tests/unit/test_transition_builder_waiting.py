@@ -45,11 +45,10 @@ def test_touched_rows_are_due_again() -> None:
     assert waiting.due(waiting.touched(rows, arrived), NOW)["RolloutId"].to_list() == ["named", "traced"]
 
 
-def test_slices_hold_whole_rollouts_oldest_first_and_as_many_as_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.02)
+def test_slices_hold_whole_rollouts_oldest_first_and_as_many_as_take_their_time() -> None:
     rows = pl.concat([pending((f"r{age:03}", age, age), (f"r{age:03}", age - 1, age)) for age in range(300, 0, -1)])
     sizes, seen = list[int](), list[str]()
-    for rollouts in waiting.slices(rows, "RolloutId"):
+    for rollouts in waiting.slices(rows, "RolloutId", lambda: 0.02):
         names = rollouts["RolloutId"].unique(maintain_order=True).to_list()
         assert rollouts.height == 2 * len(names)
         sizes.append(len(names))

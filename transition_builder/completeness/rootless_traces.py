@@ -42,7 +42,7 @@ def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
 
 
 def rollouts_of(rootless: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows with the rollouts that they belong to, and Announced: a runner announced the rollout.
+    """Return the rows with the rollouts that they belong to; Ours: a span names it as a rollout; Announced: a runner announced it.
 
     Args:
         rootless: ROOTLESS.
@@ -63,7 +63,7 @@ def rollouts_of(rootless: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataF
         .with_columns(lone=(pl.col("RunId") == "") & pl.col("run").is_not_null())
         .with_columns(RunId=pl.when("lone").then("run").otherwise("RunId"), Mode=pl.when("lone").then("mode").otherwise("Mode"))
         .with_columns(Announced=pl.col("Ours") & (pl.col("RunId") != "") & (pl.col("Mode") != ""))
-        .drop("run", "mode", "lone", "Ours", "RolloutKeySource")
+        .drop("run", "mode", "lone", "RolloutKeySource")
     )
 
 

@@ -3,7 +3,7 @@
 Invariant: among builders that know of each other, a rollout that another one holds is left to it until it is built, or for
 `builder.lease_seconds`.
 
-Builders of a specification write that they are at work, and look a few times a lease who else is. A builder that is alone claims nothing.
+Builders of a specification write that they are at work, and see before they build who else is. A builder that is alone claims nothing.
 Among several, a builder writes its claims, waits for the claims of others to become visible, and reads which came first. A claim is done
 when its rollout has been built since, and expires with its lease. Claims save work and nothing else: two builders that build the same
 rollout write the same rows, or one of them the next revision.
@@ -22,12 +22,12 @@ from transition_builder.source.queries import StoreReader, batches
 
 SETTLE_SECONDS = 0.02
 """Wait after a claim, in seconds; longer than a claim usually takes to become visible."""
-_LOOKS = 6
-"""Number of times within a lease that a builder writes that it is at work, and sees who else is."""
+_RENEWED = 3
+"""Number of times within a lease that a builder writes that it is at work."""
 _CLAIMS = {"RunId": pl.String(), "RolloutId": pl.String(), "Builder": pl.String(), "ClaimedAt": MICROSECONDS}
 _AT_WORK = {"RunId": [""], "RolloutId": [""]}
 """Claim of no rollout: its builder is at work."""
-_LOOK = """
+_OTHERS = """
 SELECT countIf(c.Builder != %(own)s) AS others
 FROM spangrad_internal.claims AS c
 WHERE BuildSpec = %(spec)s AND RunId = '' AND RolloutId = '' AND c.IngestedAt > now64(6) - toIntervalMillisecond(%(lease)s)
@@ -48,24 +48,22 @@ class Claims:
         self._reader = reader
         self._builder = builder
         self._lease = round(lease_seconds * 1000)
-        self._looked = float("-inf")
+        self._renewed = float("-inf")
         self.alone = False
-        """True if no other builder of the specification was at work at the last look."""
+        """True if no other builder of the specification was at work when rollouts were taken last."""
 
-    def look(self) -> None:
-        """See whether other builders are at work, unless that was seen lately.
+    def renew(self) -> None:
+        """Write that this builder is at work, unless that was written lately.
 
         Raises:
             StoreError: the store failed.
         """
-        if (time.monotonic() - self._looked) * 1000 < self._lease / _LOOKS:
+        if (time.monotonic() - self._renewed) * 1000 < self._lease / _RENEWED:
             return
         self._write(pl.DataFrame(_AT_WORK))
-        if self._looked == float("-inf"):
+        if self._renewed == float("-inf"):
             time.sleep(SETTLE_SECONDS)
-        seen = self._reader.frame(_LOOK, {"spec": self._reader.spec, "lease": self._lease, "own": self._builder})
-        self.alone = seen["others"].item() == 0
-        self._looked = time.monotonic()
+        self._renewed = time.monotonic()
 
     def take(self, rollouts: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
         """Claim rollouts; return those that this builder holds now.
@@ -77,8 +75,12 @@ class Claims:
         Raises:
             StoreError: the store failed.
         """
-        self.look()
-        if rollouts.is_empty() or self.alone:
+        if rollouts.is_empty():
+            return rollouts
+        self.renew()
+        asked = {"spec": self._reader.spec, "lease": self._lease, "own": self._builder}
+        self.alone = self._reader.frame(_OTHERS, asked)["others"].item() == 0
+        if self.alone:
             return rollouts
         live = self._live(rollouts, built)
         free = rollouts.join(live.filter(pl.col("Builder") != self._builder), on=ROLLOUT, how="anti", maintain_order="left")

@@ -177,7 +177,7 @@ class Discovery:
     def new_roots(self) -> pl.DataFrame:
         """Return final ROOTS of rollouts that are not built."""
         sql = _ROOTS.format(arrived=self._arrived, which=_UNBUILT)
-        return conform(self._reader.frame(sql, self._window), ROOTS).filter("Final")
+        return conform(self._reader.frame(sql, self._window, scans=True), ROOTS).filter("Final")
 
     def rootless(self) -> pl.DataFrame:
         """Return ROOTLESS rows with a span that is, or may be, a call of a model, of traces and rollouts that are not concluded.
@@ -185,7 +185,8 @@ class Discovery:
         For sweeps: only they read rows that name their rollout, which wait for their root, or for a long timeout.
         """
         of_built = " UNION ALL ".join(_OF_BUILT_SINCE.format(table=table) for table in ("transitions", "drops"))
-        return conform(self._reader.frame(_ROOTLESS.format(arrived=self._arrived, of_built=of_built), self._window), ROOTLESS)
+        sql = _ROOTLESS.format(arrived=self._arrived, of_built=of_built)
+        return conform(self._reader.frame(sql, self._window, scans=True), ROOTLESS)
 
     def rootless_of(self, arrived: pl.DataFrame) -> pl.DataFrame:
         """Return ROOTLESS rows as `rootless` does, of those of ARRIVED that name no rollout; they may be concluded."""
@@ -197,7 +198,8 @@ class Discovery:
         The store puts all acknowledged spans into its tables before; `now` is its clock then.
         """
         which = _EVER_BUILT if self.is_first else "true"
-        answered = self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window, fresh=True)
+        sql = _ARRIVED.format(arrived=self._arrived, which=which)
+        answered = self._reader.frame(sql, self._window, fresh=True, scans=self.sweeps)
         if answered.height and not self._reader.as_of:
             self._now = answered.select(pl.col("Now").first().cast(MICROSECONDS)).item()
         rows = conform(answered, ARRIVED)
