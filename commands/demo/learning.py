@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from collector.otelcol import find_binary
 from commands.console import plain_console
 from commands.demo.report import DemoStep, conclude
-from commands.demo.services import TrainingSupervisor, make_model
+from commands.demo.services import TrainingSupervisor
 from commands.demo.settings import SETTINGS, collector_settings, demo_settings, direct_mode_settings, write_settings
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
@@ -87,9 +87,8 @@ def _learn(plan: DemoPlan, flags: Mapping[str, object], config: Path | None) -> 
     def on_event(text: str) -> None:
         console.print(f"{_clock(history)} {text}", style="dim")
 
-    on_event("making the tiny model")
-    make_model([sys.executable, str(plan.example / "model.py"), str(plan.directory / "model"), "--seed", str(plan.seed)], plan.directory)
-    with TrainingSupervisor(plan.directory, settings, on_event, otelcol) as services:
+    model = [sys.executable, str(plan.example / "model.py"), str(plan.directory / "model"), "--seed", str(plan.seed)]
+    with TrainingSupervisor(plan.directory, settings, on_event, otelcol, model=model) as services:
         services.start(settings.engine.start_timeout_seconds)
         held_out = asyncio.run(_loop(plan, settings, services, history, tasks, console))
         conclude(plan.directory, settings, services, history.steps, held_out, plan.seed, history.started, console)

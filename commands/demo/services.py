@@ -45,7 +45,11 @@ def make_model(command: Sequence[str], directory: Path) -> None:
 
 
 def demo_services(
-    directory: Path, settings: Settings, otelcol: str | None = None, further_engines: Mapping[str, str] | None = None
+    directory: Path,
+    settings: Settings,
+    otelcol: str | None = None,
+    further_engines: Mapping[str, str] | None = None,
+    model: Sequence[str] = (),
 ) -> list[ServiceSpec]:
     """Return the services of a run, which read the settings file in its directory.
 
@@ -53,6 +57,7 @@ def demo_services(
         directory: run directory.
         settings: the settings in its file.
         otelcol: path of the Collector's program. None: spans are sent to the store directly.
+        model: command that makes the model, beside what does not need one. Empty: it is made already.
         further_engines: engines beside the policy's, to which the trainer publishes nothing: name of a settings file in `directory` ->
             URL of the engine.
     """
@@ -63,6 +68,11 @@ def demo_services(
         command = tuple(own_command("engine", "--config", str(directory / file)))
         services.append(ServiceSpec(name, command, logs / f"{name}.log", f"{url}/health", ("store",)))
     services = [replace(service, env={"OMP_NUM_THREADS": "1"}) if service.name == "train" else service for service in services]
+    if model:
+        maker = ServiceSpec("model", tuple(model), logs / "model.log", ends=True)
+        # The engine's start is the longest of all; it needs no store.
+        needs = {"engine": ("model",), "train": ("store", "model")}
+        services = [maker, *(replace(service, needs=needs.get(service.name, service.needs)) for service in services)]
     if otelcol is None:
         return services
     after = [replace(service, needs=("collector",)) if service.needs == ("store",) else service for service in services]
@@ -81,9 +91,10 @@ class TrainingSupervisor(Supervisor):
         on_event: Callable[[str], None],
         otelcol: str | None = None,
         further_engines: Mapping[str, str] | None = None,
+        model: Sequence[str] = (),
     ) -> None:
         """Store the arguments, those of `demo_services` and of `Supervisor`; `start` starts the services."""
-        super().__init__(demo_services(directory, settings, otelcol, further_engines), on_event, inherit_settings=False)
+        super().__init__(demo_services(directory, settings, otelcol, further_engines, model), on_event, inherit_settings=False)
         self.directory = directory
         self._gateway = settings.gateway
 

@@ -52,7 +52,7 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
         "engine.kv_cache_bytes": 64 * 2**20,
         "engine.enforce_eager": True,
         "engine.cache_dir": str(directory.parent / ".vllm-cache"),
-        "engine.extra_args": ["--seed", str(seed)],
+        "engine.extra_args": ["--seed", str(seed), "--distributed-executor-backend", "uni"],
         "builder.poll_seconds": 0.1,
         "builder.selection": {"policies": "policy"},
         "builder.rules": [{"name": "tool_error", "kind": "tool_error", "reward": -0.2, "tools": ["weather", "clock"]}],

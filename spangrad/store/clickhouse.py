@@ -28,7 +28,7 @@ CONSISTENT = {"select_sequential_consistency": 1}
 LONG = {"max_query_size": 64 * 2**20}
 """Settings of statements with texts from outside, which may be longer than the 256 KiB that the database parses by default."""
 SETTLED = "X-Spangrad-Settled"
-"""Header of a statement: 1 where it may leave out spans that the store has acknowledged and not put into its tables yet; a statement without
+"""Header of a statement: 1 where it may leave out spans that the store has acknowledged and not put into its tables yet. One without
 it makes the store insert them first, few at a time where traffic is constant. Other databases ignore it."""
 KEYS_A_STATEMENT = 500
 _BYTES_A_STATEMENT = 48 * 2**10

@@ -195,6 +195,8 @@ class Supervisor:
         supervised.holder = holder_of(supervised.child.process.pid)
 
     def _check_health(self, supervised: _Supervised) -> None:
+        if supervised.service.ends:
+            return
         now = time.monotonic()
         url = supervised.service.ready_url
         if supervised.state is not ServiceState.STARTING and now - supervised.checked < self._policy.health_seconds:
@@ -218,7 +220,7 @@ class Supervisor:
         child.stop(0)  # what is left of its group
         supervised.child = None
         if code == 0:
-            self._on_event(f"{supervised.service.name} is done")
+            self._on_event(f"{supervised.service.name} is done ({time.monotonic() - supervised.since:.1f} s)")
             self._enter(supervised, ServiceState.DONE)
             return
         supervised.failures += 1

@@ -78,6 +78,23 @@ def test_supervisor_starts_in_order_of_needs_and_stops_in_reverse(tmp_path: Path
     assert set(states(supervisor).values()) == {"stopped"}
 
 
+def test_supervisor_command_that_ends_holds_back_what_needs_it_alone(tmp_path: Path) -> None:
+    events: list[str] = []
+    code = "import pathlib, time; time.sleep(1); pathlib.Path('{}').touch()"
+    maker = ServiceSpec("model", (sys.executable, "-c", code.format(tmp_path / "model")), tmp_path / "model.log", ends=True)
+    with Supervisor([maker, server("engine", tmp_path, "model"), server("store", tmp_path)], events.append) as supervisor:
+        supervisor.start(30)
+        assert states(supervisor) == {"model": "done", "engine": "ready", "store": "ready"}
+    order = [event.partition(" (")[0] for event in events]
+    assert order.index("store is ready") < order.index("model is done") < order.index("starting engine")
+    failing = ServiceSpec("model", (sys.executable, "-c", "raise SystemExit(3)"), tmp_path / "model.log", ends=True)
+    with (
+        Supervisor([failing, server("engine", tmp_path, "model")], events.append) as supervisor,
+        pytest.raises(SpangradError, match="model failed"),
+    ):
+        supervisor.start(30)
+
+
 def test_supervisor_crashed_service_is_restarted_with_back_off(tmp_path: Path) -> None:
     events: list[str] = []
     with Supervisor([server("store", tmp_path)], events.append, policy=QUICK) as supervisor:
