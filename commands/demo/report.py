@@ -40,6 +40,15 @@ WHERE RunId = {run:String} AND Final AND RolloutId NOT IN (SELECT RolloutId FROM
 STEP_METRICS = """
 SELECT sum(Metrics['seconds_train']), sum(Metrics['seconds_checkpoint']) + sum(Metrics['seconds_publish']), max(Metrics['logprob_gap_max'])
 FROM spangrad.policy_versions WHERE RunId = {run:String} AND Status = 'committed' AND BatchId != ''"""
+STAGES = ("build", "idle", "load", "credit", "forward", "backward", "checkpoint", "publish")
+"""Stages of a step that the picture shows, by their metrics' names without `seconds_`."""
+STEP_SECONDS = f"""
+SELECT Version, {", ".join(f"Seconds['seconds_{stage}']" for stage in STAGES)}
+FROM spangrad.steps WHERE RunId = {{run:String}} ORDER BY Version"""
+IDLE = """
+SELECT sum(Seconds['seconds_idle']) / sum(Seconds['seconds_idle'] + Seconds['seconds_step']),
+    avgOrNullIf(Metrics['engine_idle'], mapContains(Metrics, 'engine_idle'))
+FROM spangrad.steps WHERE RunId = {run:String}"""
 BUILD_SECONDS = """
 SELECT sum(seconds) FROM (
     SELECT b.Version, (max(t.IngestedAt) - max(r.IngestedAt))::Float64 AS seconds
@@ -109,7 +118,9 @@ def conclude(
     report = measure(client, settings, steps, held_out, seed)
     report["seconds"]["total"] = round(time.monotonic() - started, 1)
     (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    plot(directory / "curve.png", steps, held_out)
+    with store_errors(settings.store.url):
+        stages = client.query(STEP_SECONDS, parameters={"run": settings.runner.run_id}).result_rows
+    plot(directory / "curve.png", steps, held_out, stages)
     console.print()
     console.print(table(report))
     console.print(f"\nreport  {directory / 'report.json'}\ncurve   {directory / 'curve.png'}\n\nQuestions to ask, now or later:")
@@ -125,6 +136,7 @@ def measure(client: Client, settings: Settings, steps: Sequence[DemoStep], held_
             return client.query(query, parameters={"run": settings.runner.run_id}).result_rows
 
     seconds_train, seconds_reload, gap = ask(STEP_METRICS)[0]
+    trainer_idle, engine_idle = ask(IDLE)[0]
     drops = {str(reason): int(count) for reason, count in ask(DROPS)}
     return {
         "seed": seed,
@@ -135,6 +147,7 @@ def measure(client: Client, settings: Settings, steps: Sequence[DemoStep], held_
         "drops": drops,
         "dropped_calls": sum(drops.values()),
         "max_logprob_gap": float(gap),
+        "idle": {"trainer": round(float(trainer_idle), 3), "engine": None if engine_idle is None else round(float(engine_idle), 3)},
         "seconds": {
             "rollout": round(sum(step.seconds_rollout for step in steps), 1),
             "build": round(float(ask(BUILD_SECONDS)[0][0]), 1),
@@ -155,24 +168,40 @@ def table(report: dict[str, Any]) -> Table:
     for reason, count in report["drops"].items() or {"none": 0}.items():
         out.add_row(f"drops: {reason}", f"{count:,}")
     out.add_row("largest |rollout logprob - trainer logprob|", f"{report['max_logprob_gap']:.1e}")
+    for name, share in report["idle"].items():
+        out.add_row(f"idle share: {name}", "not counted" if share is None else f"{share:.0%}")
     for name, seconds in report["seconds"].items():
         out.add_row(f"seconds: {name}", f"{seconds:,.1f}")
     return out
 
 
-def plot(path: Path, steps: Sequence[DemoStep], held_out: float) -> None:
-    """Plot success rate and mean reward by step, and save the image."""
+def plot(path: Path, steps: Sequence[DemoStep], held_out: float, stages: Sequence[Sequence[float]]) -> None:
+    """Plot success rate and mean reward by step, below them the seconds of each step by stage, and save the image.
+
+    Args:
+        path: file of the image.
+        steps: steps of the demo.
+        held_out: success rate of the last version on held-out rollouts.
+        stages: of each version its number and the seconds of each of STAGES.
+    """
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
     numbers = [step.number for step in steps]
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, (axes, times) = plt.subplots(2, figsize=(8, 7), layout="constrained", height_ratios=(3, 2), sharex=True)
     axes.plot(numbers, [step.success for step in steps], color="#1f6feb", label="success rate")
     axes.plot(numbers, [step.mean_reward for step in steps], color="#8b949e", linewidth=1, label="mean final reward")
     axes.axhline(held_out, color="#2da44e", linestyle="--", linewidth=1, label=f"last version, held-out rollouts: {held_out:.2f}")
-    axes.set(xlabel="training step", ylim=(min(-1.0, *(step.mean_reward for step in steps)), 1.05), title="From spans to gradients")
+    versions, *columns = zip(*stages, strict=True) if stages else ((),)
+    bottom = [0.0] * len(versions)
+    for stage, seconds in zip(STAGES, columns, strict=False):
+        times.bar([version - 1 for version in versions], seconds, bottom=bottom, label=stage, width=0.8)
+        bottom = [below + each for below, each in zip(bottom, seconds, strict=True)]
+    times.set(xlabel="training step", ylabel="seconds by stage")
+    times.legend(ncols=4, fontsize="small")
+    axes.set(ylim=(min(-1.0, *(step.mean_reward for step in steps)), 1.05), title="From spans to gradients")
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)

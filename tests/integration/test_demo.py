@@ -64,6 +64,7 @@ def check_accounts(report: dict[str, Any]) -> None:
     assert report["policy_versions"] == report["steps"] + 1
     assert 0 < report["max_logprob_gap"] < 1e-3
     assert all(seconds > 0 for seconds in report["seconds"].values())
+    assert 0 < report["idle"]["trainer"] < 1
 
 
 @pytest.mark.parametrize("gateway", ["on", pytest.param("off", marks=pytest.mark.slow)])

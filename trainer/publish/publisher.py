@@ -42,9 +42,12 @@ class EngineUsage:
     """Seconds of these in which they had a call in flight."""
 
     def idle_share_since(self, before: EngineUsage) -> float | None:
-        """Return the idle share of the engines' time since an earlier state. None: there was none, or the gateway began anew."""
+        """Return the idle share of the engines' time since an earlier state.
+
+        None: there was no time, the gateway began anew, or it never saw a call, as in direct mode.
+        """
         seconds, busy = self.seconds - before.seconds, self.busy - before.busy
-        return 1 - busy / seconds if seconds > 0 and 0 <= busy <= seconds else None
+        return 1 - busy / seconds if self.busy and seconds > 0 and 0 <= busy <= seconds else None
 
 
 class Publisher:
