@@ -18,7 +18,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
 from spangrad import semconv
-from spangrad.otlp import Value, attribute
+from spangrad.encoding.otlp import Value, attribute
 
 TURNS = 6
 SPANS_A_TURN = 3

@@ -21,7 +21,8 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from gateway.recorder.spill import Spill
-from spangrad import __version__, otlp, semconv
+from spangrad import __version__, semconv
+from spangrad.encoding import otlp
 from spangrad.settings import Settings
 
 log = logging.getLogger(__name__)

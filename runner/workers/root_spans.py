@@ -23,9 +23,10 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from runner.workers.jobs import AttemptOutcome
 from runner.workers.slots import StageTime
 from span_processors.export import SEQUENCE, LosslessQueue, traces_url
-from spangrad import otlp, semconv
+from spangrad import semconv
 from spangrad.agent.propagation import carrier_of, with_baggage
 from spangrad.agent.reward_values import Rewards, entries
+from spangrad.encoding import otlp
 from spangrad.errors import StoreError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RemoteService, bearer
@@ -119,12 +120,12 @@ class RootSpans:
         for index, stage in enumerate(stages):
             self._put(self._stage(span, stage, index))
         times = span.began, ended
-        self._put(otlp.span(span.ids, semconv.ROOT_SPAN_NAME, otlp.Kind.INTERNAL, times, attributes, events=events, error=error))
+        self._put(otlp.span(span.ids, semconv.ROOT_SPAN_NAME, otlp.SpanKind.INTERNAL, times, attributes, events=events, error=error))
 
     def _stage(self, root: RootSpan, stage: StageTime, index: int) -> bytes:
         ids = otlp.SpanIds(root.ids.trace, _span_id(f"{root.ids.span.hex()}\0{stage.stage}\0{index}"), root.ids.span)
         times = stage.started_at, stage.started_at + round(stage.seconds * 1e9)
-        return otlp.span(ids, stage.stage, otlp.Kind.INTERNAL, times, {**_identity(root.rollout), **SEQUENCE.next()})
+        return otlp.span(ids, stage.stage, otlp.SpanKind.INTERNAL, times, {**_identity(root.rollout), **SEQUENCE.next()})
 
     def _put(self, span: bytes) -> None:
         self._sending.put(span, len(span))

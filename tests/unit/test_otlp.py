@@ -10,7 +10,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from spangrad import otlp
+from spangrad.encoding import otlp
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -31,7 +31,7 @@ def test_span_any_content_is_read_by_protobuf(
 ) -> None:
     ids, event = otlp.SpanIds(bytes(16), b"12345678", parent), otlp.SpanEvent(name, end, attributes)
     span = Span.FromString(
-        otlp.span(ids, name, otlp.Kind.SERVER, (begin, end), {**attributes, "absent": None}, events=[event, event], error=error)
+        otlp.span(ids, name, otlp.SpanKind.SERVER, (begin, end), {**attributes, "absent": None}, events=[event, event], error=error)
     )
     assert [(one.name, one.time_unix_nano) for one in span.events] == [(name, end)] * 2
     assert [pair.key for pair in span.events[1].attributes] == list(attributes)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-from spangrad.varint import varint
+from spangrad.encoding.varint import varint
 
 Value = str | bool | int | float | bytes | Sequence[str] | Sequence[int] | None
 """Value of an attribute. None: the attribute is absent."""
@@ -33,8 +33,8 @@ _TEXT, _TRUE, _FALSE, _INT, _DOUBLE_TAG, _ARRAY, _BYTES = b"\x0a", b"\x10\x01", 
 """Tags of the kinds of values, of booleans with the value."""
 
 
-class Kind(IntEnum):
-    """Kind of a span."""
+class SpanKind(IntEnum):
+    """SpanKind of a span."""
 
     INTERNAL = 1
     SERVER = 2
@@ -68,7 +68,7 @@ def message(number: int, body: bytes) -> bytes:
 def span(
     ids: SpanIds,
     name: str,
-    kind: Kind,
+    kind: SpanKind,
     times: tuple[int, int],
     attributes: Mapping[str, Value],
     *,
