@@ -72,7 +72,10 @@ FROM otel.otel_traces AS root
 INNER JOIN otel.otel_traces AS child ON child.TraceId = root.TraceId AND child.ParentSpanId = root.SpanId
 WHERE root.ServiceName = 'spangrad-trainer' AND root.SpanName = 'train step'
 """
-_COPIED = "SELECT max(Version) FROM spangrad.policy_versions WHERE BatchId != ''"
+_REPORTED = """
+SELECT count() FROM otel.otel_traces WHERE ServiceName = 'spangrad-trainer' AND SpanName = 'train step'
+    AND SpanAttributes['spangrad.trainer.version'] = %(version)s
+"""
 _METRICS = "SELECT Version, Checksum, Path, Metrics FROM spangrad.policy_versions WHERE BatchId != '' ORDER BY Version"
 _CALLS = "SELECT ResponseId, `Versions.Version`[1], `Versions.Version`[-1] FROM spangrad.calls WHERE ResponseId IN %(ids)s"
 
@@ -163,7 +166,7 @@ def _measure(directory: Path, versions: int, group_size: int, seed: int, method:
         client = Client(settings.gateway.url.removeprefix("http://"))
         client.start()
         asyncio.run(_train(settings, services, versions))
-        _wait_copied(settings, versions)
+        _wait_reported(settings, versions)
         client.end()
         served = Publisher(settings.gateway).served("policy")
         checksums = json.loads(_post(settings.gateway.engine_url + "/collective_rpc", {"method": "spangrad_checksum"}))["results"]
@@ -198,11 +201,13 @@ async def _train(settings: Settings, services: TrainingSupervisor, versions: int
             print(f"version {version} is served", file=sys.stderr)
 
 
-def _wait_copied(settings: Settings, version: int) -> None:
-    """Wait until the store has the ledger's row of a version, which is copied after the publication, and its first token."""
-    store = connect(settings.store)
+def _wait_reported(settings: Settings, version: int) -> None:
+    """Wait until the store has the span of a version's step, which the trainer sends after the publication and the ledger's copy."""
+    store, names = connect(settings.store), {"version": str(version)}
     try:
-        wait_until(lambda: store.query(_COPIED).result_rows[0][0] >= version, STEP_SECONDS, f"the store's copy of version {version}")
+        wait_until(
+            lambda: store.query(_REPORTED, parameters=names).result_rows[0][0] > 0, STEP_SECONDS, f"the span of version {version}'s step"
+        )
     finally:
         store.close()
     time.sleep(1)  # for the last version's first token

@@ -17,8 +17,8 @@ from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope, KeyVa
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from gateway.recorder.otlp import Value, attribute
 from spangrad import semconv
+from spangrad.encoding.otlp import Value, attribute
 
 TURNS = 6
 SPANS_A_TURN = 3

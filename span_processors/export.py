@@ -19,15 +19,16 @@ import sys
 import threading
 import uuid
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.instrumentation.utils import suppress_instrumentation
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.util.re import parse_env_headers
 
@@ -41,6 +42,7 @@ _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 2.0
 
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 def traces_url(endpoint: str) -> str:
@@ -76,13 +78,12 @@ class ProcessSequence:
         self._process_id = uuid.uuid4().hex
         self._counter = itertools.count()
 
-    def stamp(self, span: Span) -> None:
-        """Write the process's id and the next number on a span that starts."""
-        span.set_attribute(PROCESS_ID, self._process_id)
-        span.set_attribute(SEQ, next(self._counter))
+    def next(self) -> dict[str, str | int]:
+        """Return the attributes of a span that starts: the process's id and the next number."""
+        return {PROCESS_ID: self._process_id, SEQ: next(self._counter)}
 
 
-_sequence = ProcessSequence()
+SEQUENCE = ProcessSequence()
 """Sequence of the whole process, shared so that numbers of two providers do not collide."""
 
 
@@ -91,10 +92,10 @@ class SequenceSpanProcessor(SpanProcessor):
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Stamp the span."""
-        _sequence.stamp(span)
+        span.set_attributes(SEQUENCE.next())
 
 
-class LosslessSpanProcessor(SpanProcessor):
+class LosslessQueue(ABC, Generic[_T]):
     """Queue for ended spans, bounded by bytes, that sends them until they are acknowledged.
 
     Args:
@@ -135,7 +136,7 @@ class LosslessSpanProcessor(SpanProcessor):
         """Start empty; after a fork the parent's spans, thread and lock stay with the parent."""
         # A condition's lock is re-entrant, so a signal handler may flush while the interrupted code holds it.
         self._changed = threading.Condition()
-        self._queue: deque[tuple[ReadableSpan, int]] = deque()
+        self._queue: deque[tuple[_T, int]] = deque()
         self._held_bytes = 0
         self._in_flight = 0
         self._accepted = 0
@@ -159,12 +160,8 @@ class LosslessSpanProcessor(SpanProcessor):
         """Return the reason for the last loss, for users; empty while there is none."""
         return self._lost_because
 
-    def on_end(self, span: ReadableSpan) -> None:
-        """Queue the span; wait a bounded time when the queue is full, then count it as lost."""
-        context = span.get_span_context()
-        if context is None or not context.trace_flags.sampled:
-            return
-        size = approximate_bytes(span)
+    def put(self, span: _T, size: int) -> None:
+        """Queue a span of so many bytes; wait a bounded time when the queue is full, then count it as lost."""
         with self._changed:
             if self._closed or not self._room_for(size) or not self._start_thread():
                 self._lose(1, "there was no room for them, or no time")
@@ -229,7 +226,7 @@ class LosslessSpanProcessor(SpanProcessor):
     def _work(self) -> None:
         with suppress_instrumentation():
             while batch := self._next_batch():
-                for body, count in self._encode(batch):
+                for body, count in self.encode([span for span, _ in batch]):
                     self._deliver(body, count)
                 with self._changed:
                     self._held_bytes -= sum(size for _, size in batch)
@@ -237,12 +234,12 @@ class LosslessSpanProcessor(SpanProcessor):
                     self._in_flight = 0
                     self._changed.notify_all()
 
-    def _next_batch(self) -> list[tuple[ReadableSpan, int]]:
+    def _next_batch(self) -> list[tuple[_T, int]]:
         """Wait for spans, then for others to join them; empty when there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue) or self._closing)
             self._changed.wait_for(self._urgent, self._delay_seconds)
-            batch: list[tuple[ReadableSpan, int]] = []
+            batch: list[tuple[_T, int]] = []
             size = 0
             while self._queue and not self._closed and (not batch or size + self._queue[0][1] <= self._batch_bytes):
                 batch.append(self._queue.popleft())
@@ -253,17 +250,9 @@ class LosslessSpanProcessor(SpanProcessor):
     def _urgent(self) -> bool:
         return self._closing or self._held_bytes >= self._batch_bytes or self._settled < self._flush_to
 
-    def _encode(self, batch: Sequence[tuple[ReadableSpan, int]]) -> Iterator[tuple[bytes, int]]:
-        """Yield request bodies with their numbers of spans: one body, unless a span that cannot be encoded must be separated."""
-        try:
-            yield encode_spans([span for span, _ in batch]).SerializeToString(), len(batch)
-        except Exception as error:  # an attribute may hold anything
-            if len(batch) > 1:
-                for entry in batch:
-                    yield from self._encode([entry])
-            else:
-                _logger.error("span %r cannot be encoded and is dropped: %s", batch[0][0].name, error)
-                self._lose(1, f"span {batch[0][0].name!r} cannot be encoded: {error}")
+    @abstractmethod
+    def encode(self, spans: Sequence[_T]) -> Iterator[tuple[bytes, int]]:
+        """Yield request bodies with their numbers of spans."""
 
     def _deliver(self, body: bytes, count: int) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
@@ -299,6 +288,28 @@ class LosslessSpanProcessor(SpanProcessor):
             self._lost_because = because
 
 
+class LosslessSpanProcessor(LosslessQueue[ReadableSpan], SpanProcessor):
+    """Queue of the spans of OpenTelemetry's SDK."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue the span."""
+        context = span.get_span_context()
+        if context is not None and context.trace_flags.sampled:
+            self.put(span, approximate_bytes(span))
+
+    def encode(self, spans: Sequence[ReadableSpan]) -> Iterator[tuple[bytes, int]]:
+        """Yield one body, unless a span that cannot be encoded must be separated."""
+        try:
+            yield encode_spans(spans).SerializeToString(), len(spans)
+        except Exception as error:  # an attribute may hold anything
+            if len(spans) > 1:
+                for span in spans:
+                    yield from self.encode([span])
+            else:
+                _logger.error("span %r cannot be encoded and is dropped: %s", spans[0].name, error)
+                self._lose(1, f"span {spans[0].name!r} cannot be encoded: {error}")
+
+
 def approximate_bytes(span: ReadableSpan) -> int:
     """Return the approximate size of a span in bytes: its texts and arrays count, its fixed fields are a constant."""
     size = 200 + len(span.name)
@@ -320,23 +331,11 @@ def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str]
         endpoint: base URL, without `/v1/traces`.
         headers: headers of each request, such as `bearer(token)`.
     """
-    return provider_through(LosslessSpanProcessor(traces_url(endpoint), headers), service_name)
-
-
-def provider_through(sending: LosslessSpanProcessor, service_name: str, ids: IdGenerator | None = None) -> TracerProvider:
-    """Return such a provider for a given processor, which the caller can query for lost spans.
-
-    Args:
-        sending: processor that sends the spans to their endpoint.
-        service_name: `service.name` of the spans.
-        ids: generator of the spans' ids. None: they are random.
-    """
     provider = TracerProvider(
         sampler=ALWAYS_ON,
-        id_generator=ids,
         resource=Resource.create({SERVICE_NAME: service_name}),
         span_limits=SpanLimits(max_span_attributes=ATTRIBUTE_COUNT_LIMIT, max_attributes=ATTRIBUTE_COUNT_LIMIT),
     )
     provider.add_span_processor(SequenceSpanProcessor())
-    provider.add_span_processor(sending)
+    provider.add_span_processor(LosslessSpanProcessor(traces_url(endpoint), headers))
     return provider

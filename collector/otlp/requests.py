@@ -17,7 +17,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from collector.otlp.rows import unstorable
 from collector.otlp.values import value_text
 from collector.write.ingest import Refused
-from spangrad.varint import varint
+from spangrad.encoding.varint import varint
 
 _RESOURCE_SPANS = 0x0A
 """Tag of the only field of a request: number 1, with a length."""

@@ -20,9 +20,9 @@ import aiohttp
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-from gateway.recorder.otlp import message, resource, scope
 from gateway.recorder.spill import Spill
 from spangrad import __version__, semconv
+from spangrad.encoding import otlp
 from spangrad.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class SpanExporter:
         self._disk_limit = settings.gateway.spill_bytes
         self._memory_limit = settings.gateway.export_bytes
         self._delay = settings.gateway.export_delay_seconds
-        self._resource = resource({"service.name": "spangrad-gateway", "service.instance.id": instance_id})
-        self._scope = scope(semconv.GATEWAY_SCOPE, __version__)
+        self._resource = otlp.resource({"service.name": "spangrad-gateway", "service.instance.id": instance_id})
+        self._scope = otlp.scope(semconv.GATEWAY_SCOPE, __version__)
         self._queue: deque[_Queued] = deque()
         self._queue_bytes = 0
         self._read = self._spill.begin
@@ -293,7 +293,9 @@ class SpanExporter:
         """Send spans once; return the reason why the store did not take them (empty: it did), and whether the failure is permanent."""
         try:
             timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-            async with self._session.post(self._url, data=self._request(spans), headers=self._headers, timeout=timeout) as answer:
+            async with self._session.post(
+                self._url, data=otlp.request(self._resource, self._scope, spans), headers=self._headers, timeout=timeout
+            ) as answer:
                 body = await answer.read()
                 if answer.status // 100 == 2:
                     self._report_rejected(body)
@@ -312,8 +314,3 @@ class SpanExporter:
             self.refused += rejected.rejected_spans
             self.delivered -= rejected.rejected_spans
             log.error("%d spans are lost: the store at %s refuses them: %s", rejected.rejected_spans, self._url, rejected.error_message)
-
-    def _request(self, spans: list[bytes]) -> bytes:
-        """Return an ExportTraceServiceRequest of spans that are already serialized (field numbers of trace.proto)."""
-        body = b"".join(message(2, span) for span in spans)
-        return message(1, message(1, self._resource) + message(2, message(1, self._scope) + body))

@@ -19,8 +19,8 @@ from gateway.dialects.base import ClientRequest
 from gateway.proxy.context import CallContext
 from gateway.proxy.modality import modality
 from gateway.proxy.redaction import Redactor
-from gateway.recorder.otlp import Value, server_span
 from spangrad import semconv
+from spangrad.encoding.otlp import SpanIds, SpanKind, Value, span
 from spangrad.sampling import is_constrained
 
 PROVIDER = "vllm"
@@ -56,7 +56,7 @@ class CallFacts:
     """Sequence number among the calls of this process."""
     started_ns: int
     provider: str = PROVIDER
-    """Kind of the upstream that answers (`gen_ai.provider.name`)."""
+    """SpanKind of the upstream that answers (`gen_ai.provider.name`)."""
     answer: EngineAnswer = field(default_factory=EngineAnswer)
     http_status: int | None = None
     """HTTP status of the response to the client. None: the client disconnected before one."""
@@ -89,9 +89,9 @@ def bare_span(facts: CallFacts, process_id: str, ended_ns: int, fault: Exception
 
 def _serialized(facts: CallFacts, ended_ns: int, name: str, message: str, attributes: Mapping[str, Value]) -> bytes:
     context = facts.context
-    ids = (context.span.trace_id, context.span.span_id, context.parent.span_id if context.parent else b"")
+    ids = SpanIds(context.span.trace_id, context.span.span_id, context.parent.span_id if context.parent else b"")
     error = None if facts.error_type is None else message[:MESSAGE_CHARACTERS]
-    return server_span(ids, name, (facts.started_ns, ended_ns), attributes, error)
+    return span(ids, name, SpanKind.SERVER, (facts.started_ns, ended_ns), attributes, error=error)
 
 
 def _identity(facts: CallFacts, process_id: str) -> dict[str, Value]:

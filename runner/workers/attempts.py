@@ -16,8 +16,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from opentelemetry.trace import Span
-
 from runner.environments.client import EnvironmentClient, LeasedInstance, NoInstanceError
 from runner.queue.client import QueueClient
 from runner.queue.wire import AttemptRecord, QueuedRollout, RolloutLease, RolloutState
@@ -27,7 +25,7 @@ from runner.workers.attempt_files import AttemptFiles
 from runner.workers.gateway_client import GatewayClient
 from runner.workers.hosted import Ends, Hosted
 from runner.workers.jobs import AttemptOutcome, Job
-from runner.workers.root_spans import RootSpans, carrier
+from runner.workers.root_spans import RootSpan, RootSpans, carrier
 from runner.workers.slots import Slot, Slots, StageClock
 from spangrad.errors import SpangradError
 from spangrad.settings import RunnerSettings
@@ -114,7 +112,7 @@ class _AttemptState:
     clock: StageClock
     entry: Slot
     """Slot held until the attempt has a slot of stage run, or, where no stage comes before that, until it has run."""
-    span: Span | None = None
+    span: RootSpan | None = None
     """Root span. None: the attempt has not begun."""
     calls: int | None = 0
     """Number of policy calls. None: the attempt has begun, and they are not counted yet."""
@@ -285,7 +283,7 @@ class Attempts:
         """Open the root span, and announce the attempt to the gateway."""
         state.calls = None
         state.span = self.roots.open(state.rollout)
-        state.propagation = carrier(state.rollout, state.span)
+        state.propagation = carrier(state.span)
         if self.gateway is not None:
             await self.gateway.announce(state.rollout.key, state.rollout.mode, state.propagation["traceparent"])
 

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
-from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.trace import Span, StatusCode
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 
 from runner.workers.jobs import AttemptOutcome
 from runner.workers.slots import StageTime
-from span_processors.export import LosslessSpanProcessor, provider_through, traces_url
+from span_processors.export import SEQUENCE, LosslessQueue, traces_url
 from spangrad import semconv
 from spangrad.agent.propagation import carrier_of, with_baggage
 from spangrad.agent.reward_values import Rewards, entries
+from spangrad.encoding import otlp
 from spangrad.errors import StoreError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RemoteService, bearer
@@ -38,16 +39,36 @@ _FLUSH_MILLISECONDS = 5_000
 _CLAIMS_KEPT = 100_000
 
 
+@dataclass(frozen=True, slots=True)
+class RootSpan:
+    """A root span that has begun."""
+
+    rollout: Rollout
+    ids: otlp.SpanIds
+    began: int = field(default_factory=time.time_ns)
+    """Time in nanoseconds since 1970."""
+    sequence: Mapping[str, otlp.Value] = field(default_factory=SEQUENCE.next)
+    """Attributes of its place in the sequence of the process."""
+
+
+class _EncodedSpans(LosslessQueue[bytes]):
+    """Queue of spans that are encoded."""
+
+    _resource = otlp.resource(cast("Mapping[str, otlp.Value]", Resource.create({SERVICE_NAME: _SERVICE}).attributes))
+    _scope = otlp.scope(semconv.RUNNER_SCOPE)
+
+    def encode(self, spans: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
+        """Yield one body."""
+        yield otlp.request(self._resource, self._scope, spans), len(spans)
+
+
 class RootSpans:
     """Root spans of one process, and their exporter."""
 
     def __init__(self, store: StoreSettings) -> None:
         self._store = store
-        self._ids = _Ids()
         token = store.token.get_secret_value() if store.token else None
-        self._sending = LosslessSpanProcessor(traces_url(store.otlp_endpoint), bearer(token))
-        self._provider = provider_through(self._sending, _SERVICE, self._ids)
-        self._tracer = self._provider.get_tracer(semconv.RUNNER_SCOPE)
+        self._sending = _EncodedSpans(traces_url(store.otlp_endpoint), bearer(token))
         self._claims: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def claim(self, rollout_id: str, attempt: int) -> bool:
@@ -60,21 +81,12 @@ class RootSpans:
             self._claims.popitem(last=False)
         return True
 
-    def open(self, rollout: Rollout) -> Span:
+    def open(self, rollout: Rollout) -> RootSpan:
         """Begin the root span of an attempt: a trace of its own, independent of the caller's span."""
-        self._ids.key = "\0".join((rollout.key.run_id, rollout.key.rollout_id, str(rollout.key.attempt)))
-        return self._tracer.start_span(
-            semconv.ROOT_SPAN_NAME,
-            context=Context(),
-            attributes={
-                **_identity(rollout),
-                semconv.TASK_ID: rollout.task.task_id,
-                semconv.GROUP_ID: rollout.group_id,
-                semconv.GROUP_SIZE: rollout.group_size,
-            },
-        )
+        key = "\0".join((rollout.key.run_id, rollout.key.rollout_id, str(rollout.key.attempt)))
+        return RootSpan(rollout, otlp.SpanIds(hashlib.sha256(f"trace of {key}".encode()).digest()[:16], _span_id(key)))
 
-    def close(self, span: Span, answer: AttemptOutcome, calls: int | None, stages: Sequence[StageTime] = (), *, final: bool) -> None:
+    def close(self, span: RootSpan, answer: AttemptOutcome, calls: int | None, stages: Sequence[StageTime] = (), *, final: bool) -> None:
         """Write the result of an attempt to its root span, and its stages as children, and end it.
 
         Args:
@@ -84,29 +96,39 @@ class RootSpans:
             stages: times of the stages that the attempt reached.
             final: True if no other attempt follows.
         """
-        span.set_attribute(semconv.ROLLOUT_FINAL, final)
-        if calls is not None:
-            span.set_attribute(semconv.ROLLOUT_CALLS, calls)
-        if answer.failure is not None:
-            span.set_attribute(semconv.ROLLOUT_FAILURE, answer.failure)
-            span.set_status(StatusCode.ERROR, answer.detail)
-        for name, role, value in entries(by_name(answer.rewards) or {}):
-            of_role = {semconv.REWARD_ROLE: role} if role else {}
-            span.add_event(semconv.EVALUATION_EVENT, {semconv.EVALUATION_NAME: name, semconv.EVALUATION_SCORE: value, **of_role})
-        self._write_stages(span, stages)
-        span.end()
-
-    def _write_stages(self, root: Span, stages: Sequence[StageTime]) -> None:
-        """Write the child spans before their root ends: who receives the root has them all."""
-        if not isinstance(root, ReadableSpan) or not stages:
-            return
-        carried = {key: value for key in semconv.CONTEXT_KEYS if (value := (root.attributes or {}).get(key)) is not None}
-        for index, stage in enumerate(stages):
-            self._ids.key = f"{root.get_span_context().span_id:x}\0{stage.stage}\0{index}"
-            child = self._tracer.start_span(
-                stage.stage, trace.set_span_in_context(root, Context()), attributes=carried, start_time=stage.started_at
+        rollout, ended = span.rollout, time.time_ns()
+        attributes: dict[str, otlp.Value] = {
+            **_identity(rollout),
+            semconv.TASK_ID: rollout.task.task_id,
+            semconv.GROUP_ID: rollout.group_id,
+            semconv.GROUP_SIZE: rollout.group_size,
+            **span.sequence,
+            semconv.ROLLOUT_FINAL: final,
+            semconv.ROLLOUT_CALLS: calls,
+            semconv.ROLLOUT_FAILURE: answer.failure,
+        }
+        events = [
+            otlp.SpanEvent(
+                semconv.EVALUATION_EVENT,
+                ended,
+                {semconv.EVALUATION_NAME: name, semconv.EVALUATION_SCORE: value, semconv.REWARD_ROLE: role or None},
             )
-            child.end(stage.started_at + round(stage.seconds * 1e9))
+            for name, role, value in entries(by_name(answer.rewards) or {})
+        ]
+        error = None if answer.failure is None else answer.detail
+        # Children first: who receives the root has them all.
+        for index, stage in enumerate(stages):
+            self._put(self._stage(span, stage, index))
+        times = span.began, ended
+        self._put(otlp.span(span.ids, semconv.ROOT_SPAN_NAME, otlp.SpanKind.INTERNAL, times, attributes, events=events, error=error))
+
+    def _stage(self, root: RootSpan, stage: StageTime, index: int) -> bytes:
+        ids = otlp.SpanIds(root.ids.trace, _span_id(f"{root.ids.span.hex()}\0{stage.stage}\0{index}"), root.ids.span)
+        times = stage.started_at, stage.started_at + round(stage.seconds * 1e9)
+        return otlp.span(ids, stage.stage, otlp.SpanKind.INTERNAL, times, {**_identity(root.rollout), **SEQUENCE.next()})
+
+    def _put(self, span: bytes) -> None:
+        self._sending.put(span, len(span))
 
     async def acknowledged(self, retry_seconds: float) -> None:
         """Wait until the store has accepted the root spans that were closed before.
@@ -115,7 +137,7 @@ class RootSpans:
             StoreError: the time limit has passed, or a span was given up, before or now.
         """
         end = asyncio.get_running_loop().time() + retry_seconds
-        while not await asyncio.to_thread(self._provider.force_flush, _FLUSH_MILLISECONDS):
+        while not await asyncio.to_thread(self._sending.force_flush, _FLUSH_MILLISECONDS):
             if asyncio.get_running_loop().time() > end:
                 endpoint = self._store.otlp_endpoint
                 seconds = f"{retry_seconds:g} s"
@@ -128,13 +150,17 @@ class RootSpans:
 
     async def shut(self) -> None:
         """Send the remaining spans, in bounded time."""
-        await asyncio.to_thread(self._provider.shutdown)
+        await asyncio.to_thread(self._sending.shutdown)
 
 
-def carrier(rollout: Rollout, span: Span) -> dict[str, str]:
+def carrier(span: RootSpan) -> dict[str, str]:
     """Return `traceparent` and `baggage` of an attempt."""
-    carried = {name: str(value) for name, value in _identity(rollout).items()}
-    return carrier_of(with_baggage(trace.set_span_in_context(span, Context()), carried))
+    carried = {name: str(value) for name, value in _identity(span.rollout).items()}
+    return {"traceparent": f"00-{span.ids.trace.hex()}-{span.ids.span.hex()}-01", **carrier_of(with_baggage(Context(), carried))}
+
+
+def _span_id(key: str) -> bytes:
+    return hashlib.sha256(f"root of {key}".encode()).digest()[:8]
 
 
 def _identity(rollout: Rollout) -> dict[str, str | int]:
@@ -152,19 +178,6 @@ def _identity(rollout: Rollout) -> dict[str, str | int]:
 def by_name(rewards: Rewards | float | None) -> Rewards | None:
     """Return rewards by name: a lone number is the main reward."""
     return rewards if rewards is None or isinstance(rewards, Mapping) else {semconv.REWARD_NAME: rewards}
-
-
-class _Ids(IdGenerator):
-    """Generates the ids of the span of `key`; set it, then start the span in the same thread."""
-
-    def __init__(self) -> None:
-        self.key = ""
-
-    def generate_trace_id(self) -> int:
-        return int.from_bytes(hashlib.sha256(f"trace of {self.key}".encode()).digest()[:16])
-
-    def generate_span_id(self) -> int:
-        return int.from_bytes(hashlib.sha256(f"root of {self.key}".encode()).digest()[:8])
 
 
 async def require_store(store: StoreSettings) -> None:

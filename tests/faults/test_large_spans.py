@@ -14,9 +14,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
+from spangrad.encoding.varint import varint
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
-from spangrad.varint import varint
 from tests.support.load_spans import JSON, PROTOBUF
 
 TIME = 1_767_614_400_000_000_000

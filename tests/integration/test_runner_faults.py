@@ -183,8 +183,8 @@ async def test_runner_root_span_refused_by_store_is_not_completed_in_queue(tmp_p
 def test_root_spans_open_gives_same_ids_per_key_and_other_ids_per_run() -> None:
     roots = RootSpans(StoreSettings(otlp_endpoint="http://127.0.0.1:9"))
     keys = [RolloutKey(run, "r", attempt) for run in ("one", "other") for attempt in (0, 1)]
-    twice = [[roots.open(Rollout(key, Task("t", 1), Mode.TRAIN, "g", 1)).get_span_context() for key in keys] for _ in range(2)]
-    first, again = [[(one.trace_id, one.span_id) for one in spans] for spans in twice]
+    twice = [[roots.open(Rollout(key, Task("t", 1), Mode.TRAIN, "g", 1)).ids for key in keys] for _ in range(2)]
+    first, again = [[(one.trace, one.span) for one in spans] for spans in twice]
     assert first == again
     assert len({trace for trace, _ in first}) == len({span for _, span in first}) == 4
 

@@ -34,7 +34,7 @@ async def test_loop_writer_messages_of_one_turn_are_one_write(pipe: tuple[int, i
     assert [[json.loads(line)["id"] for line in data.splitlines()] for data in writes] == [["0", "1", "2"], ["3"]]
 
 
-async def test_loop_writer_write_sends_what_waits(pipe: tuple[int, int]) -> None:
+async def test_loop_writer_write_sends_waiting_messages(pipe: tuple[int, int]) -> None:
     writer = LoopWriter(pipe[1])
     writer.put({"id": "last"})
     writer.write()

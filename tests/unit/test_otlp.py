@@ -10,7 +10,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from gateway.recorder import otlp
+from spangrad.encoding import otlp
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -26,10 +26,15 @@ def decoded(value: AnyValue) -> Any:
 
 
 @given(st.binary(min_size=8, max_size=8) | st.just(b""), TEXTS, TIMES, TIMES, st.dictionaries(TEXTS, VALUES, max_size=8), st.none() | TEXTS)
-def test_server_span_any_content_is_read_by_protobuf(
+def test_span_any_content_is_read_by_protobuf(
     parent: bytes, name: str, begin: int, end: int, attributes: dict[str, Any], error: str | None
 ) -> None:
-    span = Span.FromString(otlp.server_span((bytes(16), b"12345678", parent), name, (begin, end), {**attributes, "absent": None}, error))
+    ids, event = otlp.SpanIds(bytes(16), b"12345678", parent), otlp.SpanEvent(name, end, attributes)
+    span = Span.FromString(
+        otlp.span(ids, name, otlp.SpanKind.SERVER, (begin, end), {**attributes, "absent": None}, events=[event, event], error=error)
+    )
+    assert [(one.name, one.time_unix_nano) for one in span.events] == [(name, end)] * 2
+    assert [pair.key for pair in span.events[1].attributes] == list(attributes)
     read = [(pair.key, decoded(pair.value)) for pair in span.attributes]
     assert (span.trace_id, span.span_id, span.parent_span_id, span.name) == (bytes(16), b"12345678", parent, name)
     assert (span.kind, span.flags, span.start_time_unix_nano, span.end_time_unix_nano) == (Span.SPAN_KIND_SERVER, 1, begin, end)

@@ -1,0 +1,1 @@
+"""Encoders of wire formats that several stages write."""
