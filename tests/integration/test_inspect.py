@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,13 +15,13 @@ from spangrad.errors import SettingsError
 from spangrad.settings import Settings
 from tests.support import fakes
 from tests.support.foreign_spans import FORESTS, planted
+from tests.support.processes import run_spangrad
 
 ROOT = Path(__file__).parents[2]
 
 
 def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "spangrad", "inspect", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
+    return run_spangrad("inspect", *arguments, directory=ROOT)
 
 
 def test_inspect_every_fixture_builds_with_nothing_unaccounted(tmp_path: Path) -> None:

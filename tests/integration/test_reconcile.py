@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ from spangrad.settings import BuilderSettings, Selection, Settings, StoreSetting
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from tests.support import fakes
+from tests.support.processes import run_spangrad
 from tests.support.servers import running_store, store_settings
 from transition_builder import loop
 from transition_builder.frames import Built, Frames
@@ -178,8 +178,7 @@ def test_reconcile_report_assigns_unnamed_calls_by_trace(own: StoreSettings) -> 
 def build_all(own: StoreSettings, *more: str) -> subprocess.CompletedProcess[str]:
     """`spangrad build --all`, as somebody starts it."""
     set_ = [f"store.url={own.url}", "builder.dataset=typed", "builder.selection.agents=.*|typed"]
-    command = [sys.executable, "-m", "spangrad", "build", "--all", *(word for one in set_ for word in ("--set", one)), *more]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return run_spangrad("build", "--all", *(word for one in set_ for word in ("--set", one)), *more)
 
 
 def test_build_all_exits_with_reconcile_report(own: StoreSettings) -> None:

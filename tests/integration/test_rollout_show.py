@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support import fakes
+from tests.support.processes import run_spangrad
 from tests.support.servers import running_store, store_settings
 from trainer.data.source import Group
 from trainer.ledger.ledger import Ledger
@@ -25,8 +25,7 @@ def post(store: StoreSettings, body: bytes) -> None:
 
 
 def show(store: StoreSettings, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "spangrad", "rollout", "show", *arguments, "--set", f"store.url={store.url}"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return run_spangrad("rollout", "show", *arguments, "--set", f"store.url={store.url}")
 
 
 def outline(printed: str) -> list[str]:
@@ -130,9 +129,7 @@ def test_rollout_why_without_calls_names_no_calls(store: StoreSettings, tmp_path
 
 def why(store: StoreSettings, rollout: str, *sets: str) -> list[str]:
     """Lines of `spangrad rollout why`."""
-    command = [sys.executable, "-m", "spangrad", "rollout", "why", rollout, "--set", f"store.url={store.url}"]
-    command += [word for one in sets for word in ("--set", one)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    answer = run_spangrad("rollout", "why", rollout, *(word for one in (f"store.url={store.url}", *sets) for word in ("--set", one)))
     assert (answer.returncode, answer.stderr) == (0, "")
     return answer.stdout.splitlines()
 
