@@ -20,7 +20,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from benchmarks.build_data import COLUMNS, GROUP_SIZE, OTHER_SPANS, SPANS_A_TURN, Rollout, Workload
 from benchmarks.peers import agent_lightning_triplets
+from benchmarks.scratch import exit_code, scratch
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
@@ -67,6 +67,8 @@ def main() -> int:
     parser.add_argument("--peer", choices=PEERS, help="measured in the same run")
     parser.add_argument("--peer-calls", type=int, default=1600, help="that the peer builds, of the same rollouts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="short rollouts, from a running store to rows in it (build_small.py)")
+    parser.add_argument("--rounds", type=int, default=7, help="of --small")
     parser.add_argument("--measure", metavar="STORE_PROCESS", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -79,17 +81,25 @@ def main() -> int:
         drops.write_ipc(arguments.out / "drops")
         print(json.dumps(figures))
         return 0
+    if arguments.small:
+        from benchmarks.build_small import measure as measure_small
+
+        small = measure_small(rounds=arguments.rounds)
+        for name, value in small["ours"].items():
+            print(f"{name:24}{value:>12,}")
+        print(json.dumps(small))
+        return 1 if any(small["checked"].values()) else 0
     result: dict[str, Any] = {"benchmark": "build", "ours": {}, "ratio": {}, "checked": {}}
     for calls in CALLS_A_ROLLOUT:
         workload = Workload(arguments.seed, _rollouts(arguments.calls, calls), calls)
-        with tempfile.TemporaryDirectory(prefix="build-") as scratch:
-            ours, checked, rows = _ours(Path(scratch), workload)
-            peers = _peers(Path(scratch), workload, arguments.peer, arguments.peer_calls) if arguments.peer else {}
+        with scratch("build") as directory:
+            ours, checked, rows = _ours(directory, workload)
+            peers = _peers(directory, workload, arguments.peer, arguments.peer_calls) if arguments.peer else {}
         _add(result, calls, ours, checked, {name: compare(rows, peer) for name, peer in peers.items()})
     for name in ("ours", *(name for name in result if name.startswith("peer"))):
         _print_table(name, result[name])
     print(json.dumps(result))
-    return 1 if any(result["checked"].values()) else 0
+    return exit_code(result["checked"])
 
 
 def _rollouts(calls: int, length: int) -> int:

@@ -15,7 +15,7 @@ import polars as pl
 
 from benchmarks.meter import machine_cpu
 from spangrad.settings import BuilderSettings, Settings, StoreSettings
-from transition_builder import loop
+from transition_builder import builder as builders
 from transition_builder.frames import Built, Frames, concat, empty
 from transition_builder.schemas import BUILDS, DROPS, TRANSITIONS
 from transition_builder.source.sink import Written
@@ -73,7 +73,7 @@ def _round(store: StoreSettings, number: int, store_process: int, sink: _Keep) -
     # The clock of another process's CPU time, in nanoseconds (clock_getcpuclockid).
     clock = (~store_process << 3) | 2
     cost = Round()
-    original = loop.build
+    original = builders.build
 
     def timed(frames: Frames, spec: BuilderSettings) -> Built:
         began = time.process_time()
@@ -81,9 +81,9 @@ def _round(store: StoreSettings, number: int, store_process: int, sink: _Keep) -
         cost.build += time.process_time() - began
         return built
 
-    loop.build = timed
+    builders.build = timed
     try:
-        builder = loop.Builder(settings)
+        builder = builders.Builder(settings)
         builder._sink = sink  # type: ignore[assignment]  # the loop as it is, but for what it writes
         machine, wall, store_cpu, own_cpu = machine_cpu(), time.perf_counter(), time.clock_gettime(clock), time.process_time()
         builder.build_ready()
@@ -91,7 +91,7 @@ def _round(store: StoreSettings, number: int, store_process: int, sink: _Keep) -
         cost.wall, cost.read, cost.store = time.perf_counter() - wall, own_cpu - cost.build, store_cpu
         cost.others = max(0.0, machine_cpu() - machine - own_cpu - store_cpu)
     finally:
-        loop.build = original
+        builders.build = original
     return cost
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.scratch import exit_code, scratch
 
 if TYPE_CHECKING:
     from benchmarks.credit_run import Arm, Result
@@ -66,7 +67,7 @@ def main() -> int:
     _print_table(results)
     print(f"picture: {arguments.out / PICTURE}")
     print(json.dumps(summary))
-    return 1 if any(summary["checked"].values()) else 0
+    return exit_code(summary["checked"])
 
 
 def arms(group: int | None = None) -> list[Arm]:
@@ -101,8 +102,8 @@ def _results(asked: Iterable[tuple[Arm, int]], steps: int, file: Path) -> Iterab
         known = {(one.task, one.arm, one.seed, one.group, one.steps): one for one in there}
         result = known.get((arm.task.name, arm.name, seed, arm.task.group, steps))
         if result is None:
-            with tempfile.TemporaryDirectory(prefix="credit-") as scratch:
-                result = run(arm, seed, steps, Path(scratch), _progress)
+            with scratch("credit") as directory:
+                result = run(arm, seed, steps, directory, _progress)
             with file.open("a") as out:
                 print(json.dumps(result.json()), file=out)
             _say(result, f"final {result.final:.3f}" if not result.refused else result.refused)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -23,6 +22,7 @@ from benchmarks.credit import LEARNED, STEPS, steps_to
 from benchmarks.credit_run import FRESH_ROLLOUTS, GROUPS, Result, success
 from benchmarks.credit_sampling import REPLY_TOKENS, Sampled, Sampler, write_model
 from benchmarks.credit_tasks import KINDS, Inbox
+from benchmarks.scratch import scratch
 
 CREDITS = ("own", "identical")
 
@@ -40,8 +40,8 @@ def main() -> None:
     for credit in arguments.credits:
         results: list[Result] = []
         for seed in arguments.seeds:
-            with tempfile.TemporaryDirectory(prefix="credit-plain-") as scratch:
-                results.append(run(Inbox(kinds=arguments.kinds, entropy=arguments.entropy), credit, seed, arguments.steps, Path(scratch)))
+            with scratch("credit-plain") as directory:
+                results.append(run(Inbox(kinds=arguments.kinds, entropy=arguments.entropy), credit, seed, arguments.steps, directory))
             print(f"{credit:12}seed {seed:3}  final {results[-1].final:.3f}  to 0.8: {steps_to(results[-1].success)}", flush=True)
         hits = [steps_to(one.success) for one in results]
         summary[credit] = {

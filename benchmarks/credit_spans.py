@@ -25,7 +25,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 
 from benchmarks.credit_sampling import Call, Sampled
 from benchmarks.credit_tasks import ERROR, RESPELLED, WORDS, Turn
-from gateway.recorder.record import PROVIDER, SAMPLING_DEFAULTS, attribute
+from benchmarks.rollout_spans import key_value
+from gateway.recorder.record import PROVIDER, SAMPLING_DEFAULTS
 from spangrad import semconv
 from spangrad.types import Mode
 
@@ -82,7 +83,7 @@ class Author:
                 _Rollout(self._run, self._task, rollouts[place], f"{step}-{place}", step, self._random, self._seq, scopes).write(served)
             yield ExportTraceServiceRequest(
                 resource_spans=[
-                    ResourceSpans(resource=Resource(attributes=[attribute("service.name", _SERVICES[name])]), scope_spans=[spans])
+                    ResourceSpans(resource=Resource(attributes=[key_value("service.name", _SERVICES[name])]), scope_spans=[spans])
                     for name, spans in scopes.items()
                 ]
             ).SerializeToString()
@@ -105,10 +106,10 @@ class _Rollout:
         trace = self.random.randbytes(16)
         begun = time.time_ns()
         named = [
-            attribute(semconv.RUN_ID, self.run),
-            attribute(semconv.ROLLOUT_ID, f"{self.run}-{self.name}"),
-            attribute(semconv.ROLLOUT_MODE, Mode.TRAIN.value),
-            attribute(semconv.ROLLOUT_ATTEMPT, 0),
+            key_value(semconv.RUN_ID, self.run),
+            key_value(semconv.ROLLOUT_ID, f"{self.run}-{self.name}"),
+            key_value(semconv.ROLLOUT_MODE, Mode.TRAIN.value),
+            key_value(semconv.ROLLOUT_ATTEMPT, 0),
         ]
         calls, ticks = self.sampled.calls, 4 * len(self.sampled.calls) + 2
 
@@ -124,7 +125,7 @@ class _Rollout:
                 attributes=named,
             )
             # One process of each kind writes everything of a run, and counts.
-            added.attributes.append(attribute(semconv.SEQ, next(self.seq)))
+            added.attributes.append(key_value(semconv.SEQ, next(self.seq)))
             added.attributes.extend([_constant(semconv.PROCESS_ID, f"{_SERVICES[scope]}-{self.run}"), *own])
             return added
 
@@ -163,11 +164,11 @@ class _Rollout:
             semconv.ROLLOUT_CALLS: calls,
             semconv.ROLLOUT_FINAL: True,
         }
-        return [attribute(key, value) for key, value in attributes.items()]
+        return [key_value(key, value) for key, value in attributes.items()]
 
 
 def _evaluate(span: Span, name: str, value: float) -> None:
-    attributes = [attribute(semconv.EVALUATION_NAME, name), attribute(semconv.EVALUATION_SCORE, float(value))]
+    attributes = [key_value(semconv.EVALUATION_NAME, name), key_value(semconv.EVALUATION_SCORE, float(value))]
     span.events.add(name=semconv.EVALUATION_EVENT, time_unix_nano=span.end_time_unix_nano, attributes=attributes)
 
 
@@ -181,7 +182,7 @@ def _answer(call: Call, served: Served) -> list[KeyValue]:
         semconv.OUTPUT_TOKEN_IDS: struct.pack(f"<{len(reply)}I", *reply),
         semconv.OUTPUT_LOGPROBS: struct.pack(f"<{len(call.logprobs)}f", *call.logprobs),
     }
-    return [*_every_answer(served), *(attribute(key, value) for key, value in own.items())]
+    return [*_every_answer(served), *(key_value(key, value) for key, value in own.items())]
 
 
 @lru_cache(maxsize=8)
@@ -199,10 +200,10 @@ def _every_answer(served: Served) -> list[KeyValue]:
         semconv.TOKENIZER_HASH: served.tokenizer_hash,
         semconv.HTTP_STATUS: 200,
     }
-    return [attribute(key, value) for key, value in attributes.items()]
+    return [key_value(key, value) for key, value in attributes.items()]
 
 
 @lru_cache(maxsize=1024)
 def _constant(key: str, value: str) -> KeyValue:
     """An attribute that many spans have: made once."""
-    return attribute(key, value)
+    return key_value(key, value)

@@ -18,7 +18,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from benchmarks.measure import ROOT
 from benchmarks.meter import machine_cpu, tree
 from benchmarks.peers import agent_lightning_dispatch
 from benchmarks.peers.agent_lightning import OFFLINE
+from benchmarks.scratch import exit_code, scratch
 from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.wire import RolloutState
 from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
@@ -233,21 +233,21 @@ def main() -> int:
     measured: dict[str, Measured] = {}
 
     def add(name: str, work: Callable[[Path], Measured]) -> None:
-        with tempfile.TemporaryDirectory(prefix="dispatch-") as scratch:
-            measured[name] = work(Path(scratch))
+        with scratch("dispatch") as directory:
+            measured[name] = work(directory)
         print(f"{name}: {measured[name].figures['rollouts_per_s']:,} rollouts/s", file=sys.stderr, flush=True)
 
-    add("ours", lambda scratch: ours(scratch, asked.rollouts, asked.waiting, asked.workers, batch=100, streams=2))
-    add("ours_singly", lambda scratch: ours(scratch, asked.rollouts // 4, asked.waiting, asked.workers, batch=1, streams=16))
+    add("ours", lambda directory: ours(directory, asked.rollouts, asked.waiting, asked.workers, batch=100, streams=2))
+    add("ours_singly", lambda directory: ours(directory, asked.rollouts // 4, asked.waiting, asked.workers, batch=1, streams=16))
     if asked.peer:
-        add("peer_runner", lambda scratch: peer(asked.peer, scratch, "runner", asked.peer_rollouts, asked.peer_workers))
-        add("peer_store", lambda scratch: peer(asked.peer, scratch, "store", asked.peer_rollouts, asked.workers))
+        add("peer_runner", lambda directory: peer(asked.peer, directory, "runner", asked.peer_rollouts, asked.peer_workers))
+        add("peer_store", lambda directory: peer(asked.peer, directory, "store", asked.peer_rollouts, asked.workers))
     result = report(measured)
     print(f"{'':40}" + "".join(f"{name:>16}" for name in measured))
     for key, label in ROWS.items():
         print(f"{label:40}" + "".join(f"{one.figures[key]:>16,}" for one in measured.values()))
     print(json.dumps({"benchmark": "dispatch", **result}))
-    return 1 if any(result["checked"].values()) else 0
+    return exit_code(result["checked"])
 
 
 def _cpu(pids: Sequence[int]) -> float:

@@ -1,8 +1,9 @@
 """Benchmark of the gateway: CPU and time added per call, calls a second, with a check of every span; ours against a peer.
 
 In: how many calls, the peer. Out: a table, and as the last line one JSON object; exit code 1 when a check fails.
-Invariant: upstream, client and roads are processes of their own, and only the road's CPU counts; all roads get the same requests for the
-same upstream, in turns; recording is on, and a road's CPU is read when its record holds every call of the turn.
+A bare proxy of the same HTTP libraries has its turns too: what it adds measures the machine. Invariant: upstream, client and roads are
+processes of their own, and only the road's CPU counts; all roads get the same requests for the same upstream, in turns; recording is on,
+and a road's CPU is read when its record holds every call of the turn.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -26,10 +26,11 @@ import psutil
 
 from benchmarks.gateway_bodies import Bodies, text_of
 from benchmarks.gateway_client import Order, Part
-from benchmarks.gateway_roads import Kind, Setup, ours
+from benchmarks.gateway_roads import Kind, Setup, bare, ours
 from benchmarks.measure import ROOT
 from benchmarks.meter import machine_cpu, tree
 from benchmarks.peers import agent_lightning_proxy
+from benchmarks.scratch import exit_code, scratch
 from spangrad.processes import Child, answers, free_ports, wait_until
 
 PATH = "/v1/chat/completions"
@@ -119,17 +120,17 @@ def main() -> int:
     bodies = Bodies(arguments.seed)
     began, machine = time.monotonic(), machine_cpu()
     own = _own_cpu()
-    with tempfile.TemporaryDirectory(prefix="gateway-") as scratch, ExitStack() as stack:
-        directory = Path(scratch)
+    with scratch("gateway") as directory, ExitStack() as stack:
         upstream = stack.enter_context(_Upstream(directory, arguments.seed))
         setups = dict(stack.enter_context(ours(directory / "ours", upstream.url)))
+        setups |= stack.enter_context(bare(directory, upstream.url))
         if arguments.peer:
             setups |= stack.enter_context(PEERS[arguments.peer](directory / "peer", upstream.url))
         client = stack.enter_context(_Client(arguments.seed))
         tallies = {name: Tally() for name in setups}
         for turn in range(-1, arguments.rounds):
             for name, setup in setups.items():
-                _turn(setup, tallies[name], client, upstream.url, full if name == "ours" else share, first=turn < 0)
+                _turn(setup, tallies[name], client, upstream.url, share if name.startswith("peer") else full, first=turn < 0)
                 print(f"turn {turn + 1} of {arguments.rounds}: {name}", file=sys.stderr, flush=True)
         recorded = {name: dict(setup.check(tallies[name].ids, bodies)) for name, setup in setups.items()}
         others = max(0.0, machine_cpu() - machine - (_own_cpu() - own)) / (time.monotonic() - began)
@@ -137,7 +138,7 @@ def main() -> int:
     result["ours"]["other_cores"] = round(others, 2)
     _print_table({name: result[name] for name in tallies})
     print(json.dumps({"benchmark": "gateway", **result}))
-    return 1 if any(result["checked"].values()) else 0
+    return exit_code(result["checked"])
 
 
 def report(tallies: Mapping[str, Tally], recorded: Mapping[str, Mapping[str, int]], bodies: Bodies) -> dict[str, Any]:
@@ -158,11 +159,13 @@ def report(tallies: Mapping[str, Tally], recorded: Mapping[str, Mapping[str, int
         checked |= {what if name == "ours" else f"{name}_{what}": count for what, count in counts.items()}
     ratio: dict[str, float] = {}
     for name, of_road in figures.items():
+        if not name.startswith("peer"):
+            continue
         suffix = name.removeprefix("peer")
         for key, short in {"cpu_us": "cpu", "cpu_us_stream": "cpu_stream", "p50_added_ms": "p50_added"}.items():
-            if name != "ours" and key in of_road:
+            if key in of_road:
                 ratio[short + suffix] = round(of_road[key] / own[key], 2)
-        if name != "ours" and "per_s" in of_road:
+        if "per_s" in of_road:
             ratio["throughput" + suffix] = round(own["per_s"] / of_road["per_s"], 2)
     return {**figures, "ratio": ratio, "checked": checked}
 

@@ -6,6 +6,7 @@ processes that carry the answers count as its cost, not those that keep the reco
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -92,6 +93,37 @@ def ours(directory: Path, upstream: str) -> Generator[Mapping[str, Setup]]:
             yield {"ours": Gateway(gateway, port, store.settings)}
         finally:
             gateway.stop()
+
+
+class Bare:
+    """A proxy that records nothing (benchmarks.gateway_bare), as a measure of the machine."""
+
+    def __init__(self, child: Child, url: str) -> None:
+        self.kinds = frozenset({Kind.WHOLE})
+        self.url = url
+        self.children: Sequence[Child] = [child]
+
+    def recorded(self) -> int:
+        """Return more than any benchmark sends: there is no record to wait for."""
+        return sys.maxsize
+
+    def check(self, ids: Sequence[str], bodies: Bodies) -> Mapping[str, int]:
+        """Return nothing."""
+        return {}
+
+
+@contextmanager
+def bare(directory: Path, upstream: str) -> Generator[Mapping[str, Setup]]:
+    """Run the bare proxy in a process of its own."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "benchmarks.gateway_bare", "--port", str(port), "--upstream", upstream]
+    child = Child("bare proxy", command, directory / "bare.log")
+    try:
+        wait_until(lambda: answers(f"{url}/is_paused"), START_SECONDS, "the bare proxy", [child])
+        yield {"bare": Bare(child, url)}
+    finally:
+        child.stop()
 
 
 def _gateway(directory: Path, upstream: str, store: SpanStore) -> tuple[Child, int]:

@@ -12,27 +12,26 @@ import argparse
 import json
 import sqlite3
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 
 from benchmarks.idle_trainer_peer import look_at_all_history
 from benchmarks.meter import tree
+from benchmarks.scratch import exit_code, scratch
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.settings.trainer_learning import SamplingSettings
 from spangrad.settings.trainer_service import WeightSyncSettings
 from spangrad.store.clickhouse import connect
-from trainer import loop
 from trainer.data.source import BatchRollout, Group, GroupReader
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import open_ledger
 from trainer.ledger.tables import FILE
 from trainer.loop import Trainer
 from trainer.monitor.evaluate import Evaluation
@@ -86,8 +85,8 @@ def main() -> int:
     peer: dict[str, Cost] = {}
     checked: dict[str, int] = {}
     for name, steps in zip(("1k", "10k"), arguments.steps, strict=True):
-        with tempfile.TemporaryDirectory(prefix="idle-") as scratch:
-            ours[name], peer[name], counts = measure(Path(scratch), steps, arguments)
+        with scratch("idle") as directory:
+            ours[name], peer[name], counts = measure(directory, steps, arguments)
         checked |= {key: checked.get(key, 0) + count for key, count in counts.items()}
     for side, costs in (("ours", ours), ("peer", peer)):
         for name, cost in costs.items():
@@ -95,8 +94,9 @@ def main() -> int:
                 f"{side}, {name} steps: {cost.cpu_ms:8.2f} ms CPU ({cost.trainer_cpu_ms:.2f} trainer, {cost.store_cpu_ms:.2f} store), "
                 f"{cost.wall_ms:8.2f} ms"
             )
-    print(json.dumps(report(ours, peer, checked)))
-    return 1 if any(report(ours, peer, checked)["checked"].values()) else 0
+    result = report(ours, peer, checked)
+    print(json.dumps(result))
+    return exit_code(result["checked"])
 
 
 def report(ours: Mapping[str, Cost], peer: Mapping[str, Cost], checked: Mapping[str, int]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class World:
         self.settings = settings
         self.groups, self.size = groups, size
         self.client = connect(settings.store)
-        self.ledger = loop.open_ledger(settings)
+        self.ledger = open_ledger(settings)
         self.ledger.register_initial(checksum="float32:0", path="/model", tokenizer_hash="t", run_id=RUN)
         self.spec = settings.builder.spec
         self._store = psutil.Process(store)
@@ -233,19 +233,20 @@ class World:
         """Look so often, as `--follow` does between two waits, which are left out."""
         trainer, left = self.trainer, count
 
-        def rest(_: float) -> None:
+        def rest(_: float) -> bool:
             nonlocal left
             left -= 1
-            trainer.demand.figures()
+            trainer.demand.figures(ready=0)
             trainer._checked_at = float("-inf")  # pyright: ignore[reportPrivateUsage]
             if not left:
                 raise _EnoughError
+            return True
 
-        with patch("trainer.loop.time.sleep", rest):
-            try:
-                trainer.run(follow=True)
-            except _EnoughError:
-                return
+        trainer.arrived = rest
+        try:
+            trainer.run(follow=True)
+        except _EnoughError:
+            return
 
     def peer_looks(self, count: int) -> None:
         """Look so often at all history."""

@@ -29,7 +29,7 @@ from trainer.loop import Trainer
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish.publisher import Publisher
 from trainer.shutdown import Shutdown
-from transition_builder.loop import Builder
+from transition_builder.builder import Builder
 
 _LOOKS = 100
 """Largest number of looks that the builder makes for a step's rollouts."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +21,7 @@ from benchmarks.peers import agent_lightning
 from benchmarks.plots import draw
 from benchmarks.receivers import Receiver, embedded, through_otelcol
 from benchmarks.rollout_spans import Ids, Mix
+from benchmarks.scratch import exit_code, scratch
 from benchmarks.workload import Workload
 
 Open = Callable[[Path], AbstractContextManager[Receiver]]
@@ -79,7 +79,7 @@ def main() -> int:
     draw(arguments.plot, {f"spangrad, {arguments.road}": ours.samples} | {name: peer.samples for name, peer in peers.items()})
     print(f"plot: {arguments.plot}")
     print(json.dumps({"benchmark": "ingest", "road": arguments.road, "mix": arguments.mix, **result}))
-    return 1 if any(result["checked"].values()) else 0
+    return exit_code(result["checked"])
 
 
 def report(ours: Measured, peers: Mapping[str, Measured]) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def report(ours: Measured, peers: Mapping[str, Measured]) -> dict[str, Any]:
 
 
 def _measured(receiver: Open, workload: Workload, spans: int) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="ingest-") as scratch, receiver(Path(scratch)) as running:
-        return measure(running, Path(scratch), workload, spans)
+    with scratch("ingest") as directory, receiver(directory) as running:
+        return measure(running, directory, workload, spans)
 
 
 def _print_table(measured: Mapping[str, Measured]) -> None:

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.scratch import exit_code, scratch
 from gateway.engine import command, environment
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import Settings, TrainerSettings
@@ -172,8 +172,7 @@ def main(arguments: list[str]) -> int:
     figures: dict[str, dict[str, float]] = {}
     beyond = 0
     print(f"{'model':12} {'engine':9} {'trainer':7} {'head':8}" + "".join(f"{name:>18}" for name in STATISTICS))
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
+    with scratch("logprob_gap") as directory:
         models = build_models(directory)
         for model in chosen:
             for dtype, head in ENGINES:
@@ -186,7 +185,7 @@ def main(arguments: list[str]) -> int:
                     beyond += excess(dtype, trainer, gaps) if head == "float32" else 0
                     print(f"{model:12} {dtype:9} {trainer:7} {head:8}" + "".join(f"{gaps[name]:18.7f}" for name in STATISTICS), flush=True)
     print(json.dumps({"benchmark": "logprob_gap", "ours": figures, "checked": {"beyond_the_default_limits": beyond}}))
-    return 1 if beyond else 0
+    return exit_code({"beyond_the_default_limits": beyond})
 
 
 if __name__ == "__main__":

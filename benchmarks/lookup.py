@@ -13,12 +13,12 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lookup_data import CALLS_A_ROLLOUT, FOREIGN_RUN, RUNS, SPANS_A_ROLLOUT, STEP, Workload
+from benchmarks.scratch import exit_code, scratch
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
@@ -43,12 +43,12 @@ def main() -> int:
     if arguments.read:
         print(json.dumps(_READERS[arguments.reader](workload, arguments.url, arguments.read, arguments.batches)))
         return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        result = _run(Path(scratch), workload, arguments)
+    with scratch("lookup") as directory:
+        result = _run(directory, workload, arguments)
     for name, figures in (("ours", result["ours"]), ("peer", result["peer"])):
         print(f"{name}: {', '.join(f'{key} {value}' for key, value in figures.items() if not isinstance(value, dict))}")
     print(json.dumps(result))
-    return 1 if any(result["checked"].values()) else 0
+    return exit_code(result["checked"])
 
 
 def _run(directory: Path, workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]:

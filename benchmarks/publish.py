@@ -18,7 +18,6 @@ import asyncio
 import http.client
 import json
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -28,6 +27,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.scratch import exit_code, scratch
 from commands.demo.services import TrainingSupervisor, make_model
 from commands.demo.settings import CHECKOUT, demo_settings, write_settings
 from runner.runner import Runner
@@ -125,8 +125,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--weight-sync", choices=METHODS, default="disk", help="trainer.weight_sync.method")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
-        result = measure(Path(scratch) / "run", arguments.versions, arguments.group_size, arguments.seed, arguments.weight_sync)
+    with scratch("publish") as directory:
+        result = measure(directory / "run", arguments.versions, arguments.group_size, arguments.seed, arguments.weight_sync)
     print(f"{'seconds':24}{'median':>10}{'largest':>10}")
     for name, samples in {"optimizer to first token": result["ours"]["each"], **result["ours"]["each_stage"]}.items():
         print(f"{name:24}{median(samples):>10.3f}{max(samples):>10.3f}")
@@ -134,7 +134,7 @@ def main() -> int:
         print(f"peer: {name:18}{seconds:>10.3f}")
     del result["ours"]["each"], result["ours"]["each_stage"]
     print(json.dumps({"benchmark": "publish", "weight_sync": arguments.weight_sync, **result}))
-    return 1 if any(result["checked"].values()) else 0
+    return exit_code(result["checked"])
 
 
 def sync_settings(method: str) -> dict[str, object]:

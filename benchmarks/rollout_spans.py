@@ -13,10 +13,11 @@ from enum import StrEnum
 
 import msgspec
 import numpy as np
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
+from gateway.recorder.otlp import Value, attribute
 from spangrad import semconv
 
 TURNS = 6
@@ -49,8 +50,6 @@ _SDK = {
     "telemetry.sdk.version": "1.45.1",
 }
 _VOWELS = ("a", "e", "i", "o", "u", "er", "in")
-
-_Value = str | bool | int | float | bytes | list[str] | list[int]
 
 
 class Mix(StrEnum):
@@ -125,14 +124,14 @@ class _Place:
     index: int
     trace: bytes
     ids: Sequence[bytes]
-    context: Mapping[str, _Value]
+    context: Mapping[str, Value]
 
     @property
     def started(self) -> int:
         return _EPOCH_NS + self.index * _ROLLOUT_INTERVAL_NS
 
     @property
-    def agent(self) -> dict[str, _Value]:
+    def agent(self) -> dict[str, Value]:
         return {**self.context, semconv.PROCESS_ID: f"agent-{self.index % 8}"}
 
 
@@ -216,7 +215,7 @@ class Author:
 
     def _call(self, place: _Place, own: int, parent: int | None, at: int, seq: int, exchange: _Exchange) -> Span:
         """Return the span that the gateway's recorder writes of a call (gateway/recorder/record.py)."""
-        attributes: dict[str, _Value] = {
+        attributes: dict[str, Value] = {
             semconv.GEN_AI_OPERATION: "chat",
             semconv.GEN_AI_PROVIDER: "vllm",
             semconv.GEN_AI_REQUEST_MODEL: _MODEL,
@@ -249,7 +248,7 @@ class Author:
             attributes = {name: value for name, value in attributes.items() if name in _LEAN}
         return _span(place, own, parent, f"chat {_MODEL}", (at + _STEP_NS // 3, at + _STEP_NS), attributes, Span.SPAN_KIND_SERVER)
 
-    def _token_ids(self, exchange: _Exchange) -> dict[str, _Value]:
+    def _token_ids(self, exchange: _Exchange) -> dict[str, Value]:
         if self._ids == Ids.BYTES:
             logprobs = -self._noise.exponential(0.5, exchange.answer_tokens).astype("<f4")
             return {
@@ -272,9 +271,9 @@ class Author:
         return "".join(self._random.choice("bcdfghjklmnprstvwz") + self._random.choice(_VOWELS) for _ in range(syllables))
 
 
-def _llm(exchange: _Exchange) -> dict[str, _Value]:
+def _llm(exchange: _Exchange) -> dict[str, Value]:
     """Return the attributes that OpenInference's instrumentor of openai writes of a call."""
-    flat: dict[str, _Value] = {}
+    flat: dict[str, Value] = {}
     for number, message in enumerate(exchange.messages):
         flat[f"llm.input_messages.{number}.message.role"] = message["role"]
         flat[f"llm.input_messages.{number}.message.content"] = message["content"]
@@ -296,7 +295,7 @@ def _llm(exchange: _Exchange) -> dict[str, _Value]:
     }
 
 
-def _tool(arguments: str, observation: str) -> dict[str, _Value]:
+def _tool(arguments: str, observation: str) -> dict[str, Value]:
     return {
         "openinference.span.kind": "TOOL",
         "tool.name": "search",
@@ -312,7 +311,7 @@ def _span(
     parent: int | None,
     name: str,
     lasted: tuple[int, int],
-    attributes: Mapping[str, _Value],
+    attributes: Mapping[str, Value],
     kind: Span.SpanKind.ValueType = Span.SPAN_KIND_INTERNAL,
     *,
     failure: str = "",
@@ -333,25 +332,13 @@ def _span(
     )
 
 
-def _attributes(values: Mapping[str, _Value]) -> list[KeyValue]:
-    return [KeyValue(key=key, value=_any_value(value)) for key, value in values.items()]
+def key_value(key: str, value: Value) -> KeyValue:
+    """Return an attribute as protobuf's class."""
+    return KeyValue.FromString(attribute(key, value))
 
 
-def _any_value(value: _Value | str | int) -> AnyValue:
-    match value:
-        case str():
-            return AnyValue(string_value=value)
-        case bytes():
-            return AnyValue(bytes_value=value)
-        # bool before int: True is an int.
-        case bool():
-            return AnyValue(bool_value=value)
-        case int():
-            return AnyValue(int_value=value)
-        case float():
-            return AnyValue(double_value=value)
-        case _:
-            return AnyValue(array_value=ArrayValue(values=[_any_value(one) for one in value]))
+def _attributes(values: Mapping[str, Value]) -> list[KeyValue]:
+    return [key_value(key, value) for key, value in values.items()]
 
 
 def _json(value: object) -> str:

@@ -10,10 +10,9 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
+from benchmarks.scratch import exit_code, scratch
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
@@ -77,10 +76,10 @@ def main() -> int:
     if arguments.emit:
         emit(arguments.emit, arguments.endpoint, arguments.spans)
         return 0
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch("span_export") as directory:
         grpc, http, sql = free_ports(3)
         store = StoreSettings(
-            path=Path(scratch) / "store",
+            path=directory / "store",
             otlp_grpc_port=grpc,
             otlp_http_port=http,
             clickhouse_port=sql,
@@ -88,7 +87,7 @@ def main() -> int:
             otlp_endpoint=f"http://127.0.0.1:{http}",
         )
         ports = ["--otlp-grpc-port", str(grpc), "--otlp-http-port", str(http), "--clickhouse-port", str(sql)]
-        child = Child("store", own_command("store", "--path", str(store.path), *ports), Path(scratch) / "log")
+        child = Child("store", own_command("store", "--path", str(store.path), *ports), directory / "log")
         try:
             wait_until(lambda: answers(f"{store.url}/ping"), 60, "the store", [child])
             figures_by_competitor = {competitor: measure(store, competitor, arguments.spans) for competitor in COMPETITORS}
@@ -103,7 +102,7 @@ def main() -> int:
     }
     checked = {"lost": ours["lost"], "duplicated": ours["duplicated"]}
     print(json.dumps({"benchmark": "span_export", "ours": ours, "peer": peer, "ratio": ratio, "checked": checked}))
-    return 1 if any(checked.values()) else 0
+    return exit_code(checked)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.scratch import exit_code, scratch
 
 if TYPE_CHECKING:
     from benchmarks.two_policies_run import Result
@@ -42,7 +43,7 @@ def main() -> int:
     _print_table(results)
     print(f"picture: {arguments.out / PICTURE}")
     print(json.dumps(summary))
-    return 1 if any(summary["checked"].values()) else 0
+    return exit_code(summary["checked"])
 
 
 def _results(seeds: Iterable[int], steps: int, group: int, file: Path) -> Iterable[Result]:
@@ -57,8 +58,8 @@ def _results(seeds: Iterable[int], steps: int, group: int, file: Path) -> Iterab
         there = [Result(**json.loads(line)) for line in file.read_text().splitlines()]
         result = next((one for one in there if (one.seed, one.group, one.steps) == (seed, group, steps)), None)
         if result is None:
-            with tempfile.TemporaryDirectory(prefix="two-policies-") as scratch:
-                result = run(Desk(group=group), seed, steps, Path(scratch), _progress)
+            with scratch("two-policies") as directory:
+                result = run(Desk(group=group), seed, steps, directory, _progress)
             with file.open("a") as out:
                 print(json.dumps(result.json()), file=out)
         yield result

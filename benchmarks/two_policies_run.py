@@ -27,7 +27,7 @@ from spangrad.settings.trainer_service import CheckpointSettings
 from spangrad.store.clickhouse import connect
 from trainer.ledger.recovery import newest_version
 from trainer.loop import Trainer
-from transition_builder.loop import Builder
+from transition_builder.builder import Builder
 
 GROUPS = 4
 """Groups of rollouts in a training step."""

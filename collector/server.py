@@ -14,6 +14,7 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from collector.arrivals import ArrivalBoard
 from collector.auth import Guardian
 from collector.confinement import confine
 from collector.database import EmbeddedDatabase, make_directory
@@ -94,14 +95,15 @@ async def _running(store: StoreSettings, database: EmbeddedDatabase) -> AsyncGen
     guardian = Guardian(token, read_token)
     traces, logs = (database.handle(schema_files=True), database.handle(schema_files=True)), database.handle()
     spans = WriteBuffer(traces, database.path / "journals", store.settle_seconds)
+    arrivals = ArrivalBoard()
     ingest = Ingest(
-        Inserter("insert-traces", spans.commit, store.linger_ms / 1000),
-        Inserter("insert-logs", LogStaging(logs).commit, store.linger_ms / 1000),
+        Inserter("insert-traces", arrivals.noting_traces(spans.commit), store.linger_ms / 1000),
+        Inserter("insert-logs", arrivals.noting_logs(LogStaging(logs).commit), store.linger_ms / 1000),
         store.queue_bytes,
     )
     expiry = Expiry(database.handle, store.ttl_days) if store.ttl_days else None
     limits = ReaderLimits(store.reader_max_rows, store.reader_max_seconds)
-    interface = ClickHouseInterface(database, spans, guardian, limits, Budget(store.queue_bytes))
+    interface = ClickHouseInterface(database, spans, arrivals, guardian, limits, Budget(store.queue_bytes))
     grpc_server = GRPCReceiver(ingest, guardian).server(f"{in_url(store.host)}:{store.otlp_grpc_port}")
     # Bodies are unpacked by our own code, with limits, off the event loop. A client that disconnects cancels its request: OTLP's are
     # committed all the same, statements that only read are cancelled.
@@ -118,6 +120,7 @@ async def _running(store: StoreSettings, database: EmbeddedDatabase) -> AsyncGen
     yield
     # First refuse new requests, then answer those in progress: the inserters commit meanwhile.
     ingest.flush_now()
+    arrivals.close()
     if expiry:
         expiry.stop()
     cancelling = asyncio.create_task(_cancel_statements(database))

@@ -13,7 +13,7 @@ from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, TRAINED, metric
 from dashboards.variables import is_
 from spangrad.types import POLICY_FAILURES
 
-_STAGES = ("idle", "load", "credit", "train", "checkpoint", "publish")
+_STAGES = ("build", "idle", "load", "credit", "forward", "backward", "settle", "checkpoint", "publish")
 
 _RETURNS = f"(SELECT Version, GroupId, any(Return) AS Return FROM {TRAINED} GROUP BY Version, RunId, GroupId, RolloutId)"
 
@@ -37,7 +37,7 @@ def build() -> dashboard.Dashboard:
     for panel in (_success(), _returns(), _advantage(), _staleness(), _failed()):
         page = page.with_panel(panel)
     page = page.with_row(dashboard.Row("The step"))
-    for panel in (_gap(), _loss(), _change(), _entropy(), _responses(), _tokens(), _speed(), _seconds(), _sizes()):
+    for panel in (_gap(), _loss(), _change(), _entropy(), _responses(), _tokens(), _speed(), _seconds(), _idle(), _sizes()):
         page = page.with_panel(panel)
     page = page.with_row(dashboard.Row("What was not trained"))
     for panel in (_drops(), _reasons()):
@@ -264,8 +264,9 @@ def _tokens() -> Panel:
 def _seconds() -> Panel:
     # Of the rollouts only what the batch itself waited for: from its first rollout's begin to its last one's end.
     sql = f"""
-        SELECT s.Version AS version, r.Seconds AS rollouts, {", ".join(f"s.{stage}" for stage in _STAGES)}
-        FROM (SELECT Version, {", ".join(f"{metric(f'seconds_{stage}')} AS {stage}" for stage in _STAGES)} FROM {STEPS}) AS s
+        SELECT s.Version AS version, r.Seconds AS rollouts, {", ".join(f"s.{stage}" for stage in _STAGES)},
+            s.train - ifNull(s.forward, 0) - ifNull(s.backward, 0) AS optimizer
+        FROM (SELECT Version, {", ".join(f"{metric(f'seconds_{stage}')} AS {stage}" for stage in (*_STAGES, "train"))} FROM {STEPS}) AS s
         LEFT JOIN (
             SELECT b.Version AS Version,
                 (max(toUnixTimestamp64Nano(a.Timestamp) + a.Duration) - min(toUnixTimestamp64Nano(a.Timestamp))) / 1e9 AS Seconds
@@ -279,9 +280,26 @@ def _seconds() -> Panel:
         "Seconds by stage",
         sql,
         "s",
-        "rollouts: from the first begin to the last end of the batch's rollouts. The others as the trainer measured them; idle: it waited"
-        " for whole groups. Rollouts of the next batch may overlap with all of them.",
+        "rollouts: from the first begin to the last end of the batch's rollouts. build: median time from a rollout's last span to its"
+        " build. The others as the trainer measured them; idle: it waited for whole groups; settle: for what follows the previous step."
+        " Rollouts and builds of the next batch overlap with all of them, and publish with the next step where rollouts may be older.",
         stacked=True,
+    )
+
+
+def _idle() -> Panel:
+    idle, step = metric("seconds_idle"), metric("seconds_step")
+    sql = f"""
+        SELECT Version AS version, {idle} / nullIf({idle} + {step}, 0) AS trainer, {metric("engine_idle")} AS engines,
+            {metric("filtered_share")} AS filtered
+        FROM {STEPS}
+        ORDER BY version"""
+    return over_versions(
+        "Idle shares",
+        sql,
+        "percentunit",
+        "trainer: share of the time in which it waited for whole groups. engines: share of the time since the version before in which an"
+        " engine had no call in flight. filtered: share of groups with nothing to learn from, which the demand follows.",
     )
 
 

@@ -32,6 +32,8 @@ class BackendSample:
     version: int | None
     """None: not known, or it has none."""
     in_flight: int
+    busy_seconds: float
+    """Seconds in which it had a call in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +148,14 @@ class GatewayMetrics(Collector):
         for (policy, status), count in collections.Counter((state.policy, state.status) for state in states).items():
             by_status.add_metric((policy, status), count)
         in_flight = GaugeMetricFamily(_PREFIX + "backend_in_flight", "Calls that a backend is answering.", labels=_BACKEND)
+        busy = CounterMetricFamily(_PREFIX + "backend_busy_seconds", "Seconds in which a backend had a call in flight.", labels=_BACKEND)
         version = GaugeMetricFamily(_PREFIX + "backend_version", "The policy version that a backend serves.", labels=_BACKEND)
         for state in states:
             in_flight.add_metric((state.name, state.policy), state.in_flight)
+            busy.add_metric((state.name, state.policy), state.busy_seconds)
             if state.version is not None:
                 version.add_metric((state.name, state.policy), state.version)
-        yield from (by_status, in_flight, version)
+        yield from (by_status, in_flight, busy, version)
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

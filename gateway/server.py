@@ -152,7 +152,7 @@ def application(
 
 def _state(backend: Upstream) -> BackendSample:
     version = backend.info.version if isinstance(backend, Backend) and backend.info else None
-    return BackendSample(backend.name, backend.policy, backend.status, version, backend.in_flight)
+    return BackendSample(backend.name, backend.policy, backend.status, version, backend.in_flight, backend.busy_seconds)
 
 
 async def _unknown(request: web.Request) -> web.Response:

@@ -200,6 +200,7 @@ def metrics_page() -> Iterator[str]:
     from gateway.metrics import GatewayMetrics
     from runner.environments.server import EnvironmentMetrics
     from runner.queue.metrics import QueueMetrics
+    from transition_builder.metrics import BuilderMetrics
 
     service: Any = SimpleNamespace(
         ended=Counter[str](),
@@ -219,6 +220,7 @@ def metrics_page() -> Iterator[str]:
         ("Gateway", gateway),
         ("Queue", QueueMetrics(service)),
         ("Environments", EnvironmentMetrics(pool)),
+        ("Builder", BuilderMetrics(lambda: {"train": (0.0, 0)})),
     ):
         yield f"## {title}"
         rows: list[tuple[str, ...]] = []

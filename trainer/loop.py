@@ -13,44 +13,39 @@ A batch whose every advantage is 0 takes no optimizer step, yet commits a versio
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spangrad.errors import BadRowsError
-from spangrad.selection import expression
 from spangrad.settings import Settings
-from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, VersionStatus
-from trainer.credit.assignment import CreditRule, Normalise
-from trainer.credit.learning import check
+from trainer.credit.assignment import Normalise
 from trainer.data import failures
 from trainer.data.assemble import assemble, batch_groups, with_advantages
 from trainer.data.batch import Batch
 from trainer.data.batch_queue import BatchQueue
-from trainer.data.planning import plan_of
 from trainer.data.source import GroupReader, Loaded
 from trainer.ledger.batch_rollouts import AlreadyTrainedError
 from trainer.ledger.demand import DemandReporter
-from trainer.ledger.file_batches import has_trainers_state
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import earlier_checkpoints, newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
-from trainer.ledger.store_retries import retry_transactions, retrying_client
+from trainer.ledger.recovery import newest_version, prune, undo_leases
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor import alarms
 from trainer.monitor.batch_metrics import batch_metrics
+from trainer.monitor.batch_times import BatchTimes
 from trainer.monitor.evaluate import Evaluation, best, describe_best
 from trainer.monitor.view import LogLines
-from trainer.monitor.watchers import watchers_of
-from trainer.monitor.watching import Clock, CommittedStep, Watchers
-from trainer.publish import checkpoint
-from trainer.publish.lora import adapter_of, model_of
-from trainer.publish.publisher import Publisher, publisher_of
+from trainer.monitor.watching import Clock, CommittedStep, Watchers, timed
+from trainer.overlap import FollowUps, Lookahead
+from trainer.publish.lora import adapter_of
+from trainer.publish.publisher import Publisher
 from trainer.publish.publishing import HeadPublisher
 from trainer.retries import Outage
-from trainer.shutdown import Shutdown, Stopped
+from trainer.shutdown import Shutdown
 from trainer.step import StepTransaction, beating
 
 if TYPE_CHECKING:
@@ -64,9 +59,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_SHARE = 0.05
-_LONGEST_POLL_SECONDS = 2.0
-"""Longest pause of an idle trainer between two polls, in seconds; shorter ones are `_POLL_SHARE` of the time that it has waited."""
 _CHECK_SECONDS = 1.0
 """Interval at which an idle trainer checks the served version, in seconds."""
 
@@ -88,43 +80,60 @@ class Trainer:
     loaded: LedgerVersion
     load_optimizer: Callable[[LedgerVersion], VerlOptimizer]
     """Function that returns an optimizer with a version's weights and state."""
+    arrived: Callable[[float], bool] = lambda seconds: time.sleep(seconds) is None
+    """Function that waits for new builds in the store, so many seconds at most, and returns whether there may be some."""
     evaluation: Evaluation | None = None
     """Evaluation on held-out rollouts. None: they are not read."""
     watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
+    batch_times: BatchTimes = lambda _: {}
+    """Function that returns the times of a step's rollouts, for its metrics."""
     clock: Clock = field(default_factory=Clock)
     store_outage: Outage = field(default_factory=lambda: Outage("the span store"))
     _checked_at: float = 0.0
+    _news: bool = True
+    """True if builds may have arrived since held-out rollouts were read."""
     _head: LedgerVersion | None = None
     """Version that the last batch is to train. None: no batch was taken."""
     _awaited: str | None = None
     """Holder of the step that this trainer waits for. None: it waits for no step."""
 
     def __post_init__(self) -> None:
+        self._main = threading.current_thread()
         self.transaction = StepTransaction(self.settings, self.ledger, self.clock, self.shutdown)
         self.demand = DemandReporter(self.settings, self.ledger, self.source.build_spec)
         self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown) if self.publisher else None
         self.batches = BatchQueue(self.settings.trainer, self.ledger, self.clock, self._publish_again)
+        self.lookahead = Lookahead(self._look, lambda: self.arrived(self.settings.trainer.poll_seconds))
+        self.follow_ups = FollowUps()
 
     def start(self) -> None:
         """Bring the store's copy and the gateway up to the ledger's newest commit."""
-        self.mirror.catch_up()
+        self._catch_up()
         if self.publishing:
             self.publishing.start(self.loaded, self._weights)
 
+    def _catch_up(self) -> None:
+        self.mirror.catch_up()
+
     def _publish_again(self) -> None:
-        """Publish the newest version to engines that were restarted, as they serve the weights that they started with."""
-        if self.publishing:
+        """Publish the newest version to engines that were restarted, as they serve the weights that they started with.
+
+        Not while a step is under way: its publication follows.
+        """
+        if self.publishing and threading.current_thread() is self._main and self.follow_ups.are_done:
             self.publishing.collect_or_retry(self.loaded, self._weights)
 
     def _idle(self) -> None:
-        """Pause while there is nothing to train; at intervals undo leases of dead processes, evaluate, and check the served version."""
+        """Wait for builds while there is nothing to train; at intervals undo leases of the dead, evaluate, and check the served version."""
         if time.monotonic() - self._checked_at > _CHECK_SECONDS:
             self._checked_at = time.monotonic()
             undo_leases(self.ledger, self.settings)
-            self.evaluate()
-            self._publish_again()
-        # A group that becomes ready after a long wait is taken a little later, and an idle trainer costs little.
-        time.sleep(max(self.settings.trainer.poll_seconds, min(self.clock.waited * _POLL_SHARE, _LONGEST_POLL_SECONDS)))
+            if self.follow_ups.are_done:
+                if self._news:
+                    self.evaluate()
+                self._publish_again()
+                self._news = False
+        self._news |= self.arrived(_CHECK_SECONDS)
 
     def _record_late_publications(self) -> None:
         """Record the metrics of versions that were published late, after an outage of the gateway.
@@ -134,23 +143,26 @@ class Trainer:
         """
         for late in self.publishing.collect() if self.publishing else ():
             self.ledger.add_metrics(late.version, dict(late.metrics))
-            self.mirror.write(self.ledger.version(late.version))
+            self._follow_up(lambda version=late.version: self.mirror.write(self.ledger.version(version)))
 
     def _await_publication(self) -> None:
-        """Wait until the gateway serves the newest version: the run is over, or the version is to be evaluated."""
+        """Wait until what follows the last step is done, and the gateway serves the newest version: the run is over."""
+        self.follow_ups.wait()
         if self.publishing:
             self.publishing.wait()
             self._record_late_publications()
+            self.follow_ups.wait()
 
     def run(self, *, follow: bool) -> None:
         """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready."""
         limit = self.settings.trainer.max_steps if follow else 0
         while True:
             self.shutdown.check()
+            self.follow_ups.check()
             self._record_late_publications()
-            self.demand.call()
             if 0 < limit <= len(self.ledger.committed_versions()) - 1:
                 logger.info("trainer.max_steps = %d steps are done", limit)
+                self._report_demand()
                 self._await_publication()
                 return
             if not self._busy():
@@ -158,7 +170,6 @@ class Trainer:
                 if batch and self.step(batch):
                     continue
                 if not batch and not follow:
-                    self.demand.call()
                     self._await_publication()
                     self.evaluate()
                     return
@@ -178,9 +189,21 @@ class Trainer:
         """Return the oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
         self._head = newest_version(self.ledger)
         loaded = self.batches.take(self.source, self._head)
-        if loaded:
-            self.demand.call(ready=sum(group.mode == Mode.TRAIN for group in self.batches.ready))
+        self._report_demand()
         return loaded
+
+    def _look(self) -> None:
+        """Prepare the next batch while a step is under way, and report the demand that follows from it."""
+        self.batches.look(self.source, newest_version(self.ledger))
+        self._report_demand()
+
+    def _report_demand(self) -> None:
+        self.demand.call(self._ready)
+
+    @property
+    def _ready(self) -> int:
+        """Return the number of groups of mode train that are in hand, those of the step under way included."""
+        return sum(group.mode == Mode.TRAIN for group in self.batches.sound_groups)
 
     def _busy(self) -> bool:
         """Return whether another trainer's step is under way; log each such holder once."""
@@ -198,7 +221,7 @@ class Trainer:
             self.optimizer = self.load_optimizer(version)
         if moved:
             self.loaded = version
-            self.mirror.catch_up()
+            self._follow_up(self._catch_up)
             logger.info("version %d is loaded: branch %s was moved there by another process", version.version, version.branch)
         return self.optimizer
 
@@ -229,7 +252,7 @@ class Trainer:
             batch, facts, calls = assemble(
                 loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash
             )
-            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures() | self._retries() | self.batches.figures()
+            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures(self._ready) | self._retries() | self.batches.figures()
             history = [version.metrics for version in self.ledger.versions() if version.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], settings.alarms)
         try:
@@ -241,24 +264,43 @@ class Trainer:
         if committed is None:
             return False
         self.loaded = committed
-        self.batches.forget()
+        self.batches.forget(loaded)
         if committed.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
             logger.warning("%s", alarms.describe(committed.version, committed.metrics, settings.alarms))
         if committed.metrics.get("failed_alarm") and not parent.metrics.get("failed_alarm"):
             logger.warning("%s", failures.describe(committed.version, committed.metrics, settings.alarms.failed_share))
-        committed = self._publish(committed)
-        # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
-        self.mirror.write(committed)
-        number = len(self.ledger.committed_versions()) - 1
-        self.watchers.stepped(CommittedStep(number, committed, loaded.rollouts, self.clock.stages))
-        self.evaluate()
-        prune(self.ledger, self.settings)
-        if self.evaluation:
-            if self.evaluation.is_due(number):
-                self._await_publication()
-            self.evaluation.run_command(committed, number)
+        number, stages = len(self.ledger.committed_versions()) - 1, self.clock.stages
+        self._follow_up(lambda: self._finish(CommittedStep(number, committed, loaded.rollouts, stages)))
+        self.lookahead.check()
         self.clock.end()
         return True
+
+    @property
+    def _overlaps(self) -> bool:
+        """Return whether the next step may begin before the gateway serves the last one's version: its rollouts may be older."""
+        return self.settings.trainer.sampling.max_staleness > 0
+
+    def _follow_up(self, work: Callable[[], None]) -> None:
+        """Do what follows a commit: beside the next step where steps overlap, else now."""
+        if self._overlaps:
+            self.follow_ups.submit(work)
+        else:
+            work()
+
+    def _finish(self, step: CommittedStep) -> None:
+        """Publish the version of a step, copy it to the store, report it, and evaluate it where that is due."""
+        version = self._publish(step)
+        self.ledger.add_metrics(version.version, dict(self.batch_times(step.rollouts)))
+        version = self.ledger.version(version.version)
+        # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
+        self.mirror.write(version)
+        self.watchers.stepped(replace(step, version=version))
+        self.evaluate()
+        prune(self.ledger, self.settings)
+        if self.evaluation and self.evaluation.is_due(step.number):
+            if self.publishing:
+                self.publishing.wait()  # the held-out tasks are for this version, and the next is published after them
+            self.evaluation.run_command(version, step.number)
 
     def _refuse(self, error: BadRowsError | AlreadyTrainedError, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> None:
         """Skip the groups whose rows failed, and undo the lease; a crash between the two repeats the step without them."""
@@ -273,15 +315,16 @@ class Trainer:
                     self.batches.refuse(error, groups, batch.group.tolist(), parent)
         finally:
             for version in undo_leases(self.ledger, self.settings):
-                self.mirror.write(self.ledger.version(version))
+                self._follow_up(lambda version=version: self.mirror.write(self.ledger.version(version)))
         self.clock.end()
 
-    def _publish(self, committed: LedgerVersion) -> LedgerVersion:
-        """Publish a committed version, unless another trainer of the branch has trained on from it already."""
+    def _publish(self, step: CommittedStep) -> LedgerVersion:
+        """Publish the version of a step, unless another trainer of the branch has trained on from it already."""
+        committed = step.version
         if not self.publishing or newest_version(self.ledger).version != committed.version:
             return committed
-        with self.clock.stage("publish"):
-            served = self.publishing.publish(committed, self._weights)
+        with timed(step.stages, "publish", beside=self._overlaps):
+            served = self.publishing.publish() if self._overlaps else self.publishing.publish(committed, self._weights)
         if served and served.version == committed.version:
             self.ledger.add_metrics(committed.version, dict(served.metrics))
         return self.ledger.version(committed.version)
@@ -303,94 +346,16 @@ class Trainer:
         lease = self.transaction.begin(loaded.rollouts, parent)
         if lease is None:
             return None
-        with beating(self.ledger, lease):
+        with beating(self.ledger, lease), self.lookahead.beside():
             optimizer = self._load(parent)
             with self.clock.stage("train"):
                 metrics = optimizer.step(batch)
+            with self.clock.stage("settle"):
+                self.follow_ups.wait()
             used = optimizer.token_advantages if batch.chains else batch.advantages
             calls = with_advantages(calls, batch.response_mask, used)
             adapter = adapter_of(Path(parent.policy_version.path), self.settings.trainer)
             written = self.transaction.write(lease, parent, optimizer, calls=calls, adapter=adapter)
-        metrics |= {**self.clock.seconds(), **facts}
+        metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}
         metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
         return self.transaction.commit(lease, written, metrics)
-
-
-def train(settings: Settings, *, follow: bool) -> None:
-    """Train until there is no whole batch (or, with `follow`, until trainer.max_steps or a signal).
-
-    Args:
-        settings: the whole tree; the trainer reads its own section, the store's, the gateway's and the builder's specification.
-        follow: wait for groups as they finish.
-
-    Raises:
-        SpangradError: a setting, the store, the gateway, a checkpoint or a batch is not as it must be; the ledger is left so that the
-            next call goes on.
-    """
-    CreditRule.of(settings.trainer).check()
-    check(settings.trainer)
-    expression(settings.trainer.selection)
-    shutdown = Shutdown()
-    try:
-        with shutdown.listening():
-            _train(settings, follow, shutdown)
-    except Stopped:
-        logger.info("stopped by %s", shutdown.requested)
-
-
-def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
-    require_beginning(settings)
-    store, outage = connect(settings.store, consistent=True), Outage("the span store")
-    client = retrying_client(store, settings.store.url, outage, shutdown)
-    ledger = open_ledger(settings)
-    retry_transactions(ledger, Outage("the ledger's database"), shutdown)
-    watchers, trainer = Watchers([]), None
-    try:
-        newest = prepare(ledger, settings)
-
-        from trainer.credit.estimators import estimator
-        from trainer.optim.optimizer import VerlOptimizer
-        from trainer.optim.process import describe_choices
-
-        def load(version: LedgerVersion) -> VerlOptimizer:
-            model = Path(version.policy_version.path)
-            checkpoint.verify(model, version.policy_version.checksum)
-            engine = VerlOptimizer(model_of(model), settings.trainer, engine_dtype=settings.engine.dtype)
-            try:
-                if has_trainers_state(ledger.database, version) or model_of(model) != model:
-                    engine.load_state(model)
-                engine.hold(earlier_checkpoints(ledger, version, engine.versions_to_hold))
-            except BaseException:
-                engine.close()
-                raise
-            logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
-            logger.info("training with %s", describe_choices(settings.trainer, engine.device))
-            return engine
-
-        source = GroupReader(client, settings)
-        watchers = watchers_of(settings, store)
-        trainer = Trainer(
-            settings=settings,
-            ledger=ledger,
-            source=source,
-            normalise=estimator(settings.trainer),
-            mirror=Mirror(client, settings.store.url, ledger),
-            publisher=publisher_of(settings),
-            shutdown=shutdown,
-            store_outage=outage,
-            loaded=newest,
-            load_optimizer=load,
-            evaluation=Evaluation(client, settings, source.build_spec),
-            watchers=watchers,
-            optimizer=load(newest) if follow else None,
-        )
-        trainer.start()
-        trainer.run(follow=follow)
-        if newest_version(ledger).version == newest.version and not follow:
-            logger.info("%s", plan_of(settings, client, ledger).summary)
-    finally:
-        if trainer:
-            trainer.close()
-        ledger.close()
-        watchers.close()
-        store.close()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import tenacity
@@ -19,6 +20,7 @@ from trainer.shutdown import Shutdown
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_thread = threading.local()
 BACK_OFF = tenacity.wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2)
 """Wait between a failed attempt and the next, in seconds."""
 
@@ -78,8 +80,18 @@ class Outage:
         return retries
 
 
+@contextmanager
+def without_retries() -> Generator[None]:
+    """Let the first error of each request of this thread be raised, until the block ends: its caller tries again by itself."""
+    _thread.at_once = True
+    try:
+        yield
+    finally:
+        _thread.at_once = False
+
+
 def call_with_retries(work: Callable[[], T], is_transient: Callable[[BaseException], bool], outage: Outage, shutdown: Shutdown) -> T:
-    """Repeat a request until it succeeds, with back-off between attempts.
+    """Repeat a request until it succeeds, with back-off between attempts; once only inside `without_retries`.
 
     Args:
         work: makes the request; it may be called several times.
@@ -87,6 +99,8 @@ def call_with_retries(work: Callable[[], T], is_transient: Callable[[BaseExcepti
         outage: counts and logs the attempts.
         shutdown: ends the wait; then the last error is raised, or `Stopped` where no shield holds it back.
     """
+    if getattr(_thread, "at_once", False):
+        return work()
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
         wait=BACK_OFF,

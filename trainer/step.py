@@ -24,6 +24,7 @@ from trainer.ledger.recovery import undo_leases
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.watching import Clock
 from trainer.publish import checkpoint
+from trainer.retries import without_retries
 from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
@@ -138,13 +139,14 @@ def beating(ledger: Ledger, lease: BatchLease) -> Generator[None]:
     done = threading.Event()
 
     def beat() -> None:
-        while not done.wait(ledger.lease_seconds / BEATS):
-            try:
-                if not ledger.renew(lease):
-                    logger.warning("the lease of version %d is lost: its step will not be committed", lease.version)
-                    return
-            except LedgerError as error:
-                logger.warning("the lease of version %d could not be renewed: %s", lease.version, error)
+        with without_retries():  # a beat that comes late is worth less than the next one
+            while not done.wait(ledger.lease_seconds / BEATS):
+                try:
+                    if not ledger.renew(lease):
+                        logger.warning("the lease of version %d is lost: its step will not be committed", lease.version)
+                        return
+                except LedgerError as error:
+                    logger.warning("the lease of version %d could not be renewed: %s", lease.version, error)
 
     thread = threading.Thread(target=beat, name="lease", daemon=True)
     thread.start()

@@ -137,6 +137,12 @@ ROOTLESS: Schema = {
 }
 """Unconcluded rows with the rollout that they name, a row a trace; IngestedAt: of the newest."""
 
+ARRIVED: Schema = {**ROOTLESS, "HasRoot": pl.Boolean()}
+"""Rows of any kind that have arrived, with the rollout that they name, a row a trace. HasRoot: an attempt's root span is among them."""
+
+PENDING: Schema = {**dict.fromkeys(("RunId", "Mode", "RolloutId", "TraceId"), _TEXT), "IngestedAt": MICROSECONDS}
+"""Rollouts that wait to be built, by their root; IngestedAt: its arrival."""
+
 OWNERS: Schema = {
     "TraceId": _TEXT,
     "RunId": _TEXT,

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 from aiohttp import web
 
+from collector.arrivals import ArrivalBoard
 from collector.auth import Guardian, TokenRole
 from collector.database import EmbeddedDatabase
 from collector.encodings import accepted_encoding
@@ -22,6 +23,8 @@ from collector.sql.readers import ReaderLimits
 from collector.sql.statements import QueryRequest, RunningStatement, StatementRunner
 from collector.write.ingest import Budget, Charge
 from collector.write.write_buffer import WriteBuffer
+from spangrad.http.server import refusal
+from spangrad.store.arrivals import PATH
 
 _HELD_WAITING = 4 * HELD
 """Bytes held in memory of an answer whose client waits for its end, before it is written to a file."""
@@ -30,12 +33,21 @@ _HELD_WAITING = 4 * HELD
 class ClickHouseInterface:
     """Handler of the interface's requests."""
 
-    def __init__(self, database: EmbeddedDatabase, spans: WriteBuffer, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
+    def __init__(
+        self,
+        database: EmbeddedDatabase,
+        spans: WriteBuffer,
+        arrivals: ArrivalBoard,
+        guardian: Guardian,
+        limits: ReaderLimits,
+        budget: Budget,
+    ) -> None:
         """Answer from `database`, including the spans that wait in `spans`; `limits` bound readers, `budget` the bytes of all bodies."""
         self._database = database
+        self._arrivals = arrivals
         self._guardian = guardian
         self._budget = budget
-        self._runner = StatementRunner(database, spans, limits)
+        self._runner = StatementRunner(database, spans, arrivals, limits)
         # One for each role, so that readers cannot delay writers.
         self._unpackers = {role: Unpacker(role) for role in TokenRole}
 
@@ -44,6 +56,7 @@ class ClickHouseInterface:
         application = web.Application(client_max_size=MAX_BODY)
         application.router.add_get("/ping", _ok)
         application.router.add_get("/replicas_status", _ok)
+        application.router.add_get(PATH, self._wait)
         application.router.add_route("*", "/", self._handle)
         return application
 
@@ -52,6 +65,11 @@ class ClickHouseInterface:
         for unpacker in self._unpackers.values():
             unpacker.close()
         self._runner.close()
+
+    async def _wait(self, request: web.Request) -> web.StreamResponse:
+        if self._guardian.clickhouse_role(request.headers, request.query) is None:
+            return refusal(401, "the token (ClickHouse password) is wrong or missing.")
+        return await self._arrivals.handle(request)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         query_id = request.query.get("query_id") or str(uuid.uuid4())

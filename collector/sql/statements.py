@@ -1,7 +1,7 @@
 """Execution of statements of ClickHouse's HTTP interface: each on a worker thread, found by its id, cancelled if its client leaves.
 
-Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it arrived; one that only reads ends
-soon after its client has disconnected.
+Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it arrived, unless its client does not
+ask for that (SETTLED); one that only reads ends soon after its client has disconnected.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from collector.arrivals import ArrivalBoard
 from collector.auth import TokenRole
 from collector.database import EmbeddedDatabase, EngineRefusedError, Handle, QueryAnswer
 from collector.sql.answer_clause import AnswerClause, find_answer_clause
@@ -25,6 +26,7 @@ from collector.sql.request import Statement, read_statement
 from collector.sql.sessions import SessionPool
 from collector.write.staging import Staging
 from collector.write.write_buffer import WriteBuffer
+from spangrad.store.clickhouse import SETTLED
 
 WORKERS = {TokenRole.WRITER: 16, TokenRole.READER: 8}
 """Number of concurrent statements, by role; more wait. Readers cannot delay the builder, the trainer or a collector."""
@@ -92,9 +94,10 @@ class RunningStatement:
 class StatementRunner:
     """Executor of statements, with a thread pool for each role."""
 
-    def __init__(self, database: EmbeddedDatabase, spans: WriteBuffer, limits: ReaderLimits) -> None:
-        """Run on `database`, after the spans that wait in `spans` are stored in it; `limits` bound readers."""
+    def __init__(self, database: EmbeddedDatabase, spans: WriteBuffer, arrivals: ArrivalBoard, limits: ReaderLimits) -> None:
+        """Run on `database`, after the spans that wait in `spans` are stored in it; `limits` bound readers, `arrivals` notes inserts."""
         self._database = database
+        self._arrivals = arrivals
         self._spans = spans
         self._limits = limits
         self._handles = SessionPool(database.handle)
@@ -163,12 +166,14 @@ class StatementRunner:
         if request.role is TokenRole.READER:
             statement = replace(statement, settings=self._limits.settings(statement.settings))
         run.statement = statement
-        if statement.rows is None:
+        if statement.rows is None and not (statement.answers and request.headers.get(SETTLED) == "1"):
             # Queries, and changes of tables, see all that was acknowledged before.
             self._spans.settle()
         with self._handles.borrow(statement, request.role) as handle, self._registered(run, handle, request.query_id):
             try:
-                return self._run(run, handle, statement, request)
+                answer = self._run(run, handle, statement, request)
+                self._arrivals.note_insert(statement.sql)
+                return answer
             finally:
                 if statement.rows is None and not statement.answers:
                     self._spans.recheck()

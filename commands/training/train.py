@@ -60,6 +60,6 @@ def _train(
         from spangrad.http.readiness import await_services, need_of_store
 
         await_services(need_of_store(settings), settings.engine.start_timeout_seconds)
-    from trainer.loop import train as run_trainer
+    from trainer.run import train as run_trainer
 
     run_trainer(settings, follow=follow)

@@ -9,21 +9,35 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.answer import Choice, EngineAnswer, Index, Logprob, TokenId
-from gateway.dialects.base import NULL, ClientRequest, Fields
-from gateway.dialects.choices import ChoicesDialect
+from gateway.dialects.answer import Choice, EngineAnswer, Logprob
+from gateway.dialects.base import ClientRequest
+from gateway.dialects.choices import ChoicesDialect, KnownAnswer, ReadAnswer, ReadChoice
 from gateway.vllm_plugin.request_fields import CHAT_PATH
 
 _TEXTS = frozenset({"role", "content", "refusal", "reasoning", "reasoning_content"})
 
 
-class _Logprob(msgspec.Struct):
+class _Logprob(msgspec.Struct, gc=False):
     logprob: Logprob
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Logprob] | None = None
+
+
+class _Choice(ReadChoice, gc=False):
+    """A choice; of a chunk, with a delta."""
+
+    logprobs: _Logprobs | UnsetType | None = UNSET
+    delta: dict[str, Any] | UnsetType = UNSET
+
+
+class _KnownChoice(_Choice, forbid_unknown_fields=True, gc=False):
+    message: Raw | UnsetType = UNSET
+    stop_reason: Raw | UnsetType = UNSET
+    routed_experts: Raw | UnsetType = UNSET
 
 
 class _Function(msgspec.Struct):
@@ -40,36 +54,34 @@ class _ToolCall(msgspec.Struct):
     function: _Function | None = None
 
 
-class ChatDialect(ChoicesDialect):
+class ChatDialect(ChoicesDialect[_Choice]):
     """OpenAI's chat completions."""
 
     path = CHAT_PATH
     operation = "chat"
     conversation = frozenset({"messages"})
 
-    def read_top(self, answer: EngineAnswer, top: Fields) -> None:
+    read_answer = msgspec.json.Decoder(ReadAnswer[_Choice])
+    known_answer = msgspec.json.Decoder(KnownAnswer[_KnownChoice])
+    choice_in_order = ("index", "message", "delta", "logprobs", "finish_reason", "stop_reason", "token_ids", "routed_experts")
+
+    def read_top(self, answer: EngineAnswer, top: ReadAnswer[_Choice]) -> None:
         """See `ChoicesDialect`."""
         super().read_top(answer, top)
-        if "prompt_token_ids" in top and not answer.prompts:
-            ids = msgspec.json.decode(top["prompt_token_ids"], type=list[TokenId] | None)
-            answer.prompts = [ids] if ids else []
+        if top.prompt_token_ids and not answer.prompts:
+            answer.prompts = [top.prompt_token_ids]
 
-    def read_choice(self, answer: EngineAnswer, fields: Fields, request: ClientRequest) -> bool:
+    def read_choice(self, answer: EngineAnswer, choice: _Choice, request: ClientRequest) -> bool:
         """See `ChoicesDialect`."""
-        # All of it is read before anything is kept: what is no choice leaves no trace.
-        index = msgspec.json.decode(fields["index"], type=Index)
-        token_ids = msgspec.json.decode(fields.get("token_ids", NULL), type=list[TokenId] | None)
-        logprobs = msgspec.json.decode(fields.get("logprobs", NULL), type=_Logprobs | None)
-        finish_reason = msgspec.json.decode(fields.get("finish_reason", NULL), type=str | None)
-        delta = msgspec.json.decode(fields.get("delta", b"{}"), type=dict[str, Any])
-        choice = answer.choices.get(index) or Choice()
-        _merge(choice.message, delta)
-        answer.choices[index] = choice
-        choice.token_ids += token_ids or []
-        choice.logprobs += [token.logprob for token in (logprobs.content if logprobs else None) or []]
-        choice.finish_reason = finish_reason or choice.finish_reason
+        kept = answer.choices.get(choice.index) or Choice()
+        delta = choice.delta or {}
+        _merge(kept.message, delta)
+        answer.choices[choice.index] = kept
+        kept.token_ids += choice.token_ids or []
+        kept.logprobs += [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]
+        kept.finish_reason = choice.finish_reason or kept.finish_reason
         # A chunk that has no ids came from an upstream that was not asked for any: nothing of it is ours to leave out.
-        return bool(delta) or finish_reason is not None or "token_ids" not in fields
+        return bool(delta) or choice.finish_reason not in (None, UNSET) or choice.token_ids is UNSET
 
     def whole(self, answer: EngineAnswer) -> dict[str, Any]:
         """See `ChoicesDialect`."""
@@ -86,7 +98,8 @@ def _merge(message: dict[str, Any], delta: dict[str, Any]) -> None:
     Raises:
         ValueError: it is no delta; the message is as it was.
     """
-    parts = msgspec.convert(delta.get("tool_calls") or [], list[_ToolCall])
+    added = delta.get("tool_calls")
+    parts = msgspec.convert(added, list[_ToolCall]) if added else list[_ToolCall]()
     calls: list[dict[str, Any]] = message.get("tool_calls") or []
     if any(not 0 <= part.index <= len(calls) + index for index, part in enumerate(parts)):
         raise ValueError("a tool call stands beyond the next place")

@@ -10,26 +10,45 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.answer import Choice, EngineAnswer, Index, Logprob, TokenId
-from gateway.dialects.base import NULL, ClientRequest, Fields
-from gateway.dialects.choices import ChoicesDialect
+from gateway.dialects.answer import Choice, EngineAnswer, Logprob, TokenId
+from gateway.dialects.base import ClientRequest
+from gateway.dialects.choices import ChoicesDialect, KnownAnswer, ReadAnswer, ReadChoice
 from gateway.vllm_plugin.request_fields import COMPLETIONS_PATH
 
 CHOICES_FORESEEN = 1024
 """Largest number of choices for which a stream's answer is prepared before it begins; a call may ask for more than the store can number."""
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     token_logprobs: list[Logprob | None] | None = None
 
 
-class CompletionsDialect(ChoicesDialect):
+class _Choice(ReadChoice, gc=False):
+    logprobs: _Logprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[TokenId] | UnsetType | None = UNSET
+    text: str | UnsetType | None = UNSET
+
+
+class _KnownChoice(_Choice, forbid_unknown_fields=True, gc=False):
+    stop_reason: Raw | UnsetType = UNSET
+    prompt_logprobs: Raw | UnsetType = UNSET
+    routed_experts: Raw | UnsetType = UNSET
+
+
+class CompletionsDialect(ChoicesDialect[_Choice]):
     """OpenAI's completions."""
 
     path = COMPLETIONS_PATH
     operation = "text_completion"
     conversation = frozenset({"prompt"})
+    read_answer = msgspec.json.Decoder(ReadAnswer[_Choice])
+    known_answer = msgspec.json.Decoder(KnownAnswer[_KnownChoice])
+    choice_in_order = (
+        *("index", "text", "logprobs", "finish_reason", "stop_reason", "token_ids"),
+        *("prompt_logprobs", "prompt_token_ids", "routed_experts"),
+    )
 
     def begin(self, request: ClientRequest) -> EngineAnswer:
         """See `ChoicesDialect`. No choice of a cut stream may be missing, or others would be taken for its prompt's."""
@@ -39,25 +58,19 @@ class CompletionsDialect(ChoicesDialect):
             return EngineAnswer(prompts=[[] for _ in range(prompts)], choices={index: Choice() for index in range(choices)})
         return EngineAnswer()
 
-    def read_choice(self, answer: EngineAnswer, fields: Fields, request: ClientRequest) -> bool:
+    def read_choice(self, answer: EngineAnswer, choice: _Choice, request: ClientRequest) -> bool:
         """See `ChoicesDialect`."""
-        # All of it is read before anything is kept: what is no choice leaves no trace.
-        index = msgspec.json.decode(fields["index"], type=Index)
-        text = msgspec.json.decode(fields.get("text", NULL), type=str | None)
-        reason = msgspec.json.decode(fields.get("finish_reason", NULL), type=str | None)
-        token_ids = msgspec.json.decode(fields.get("token_ids", NULL), type=list[TokenId] | None)
-        logprobs = msgspec.json.decode(fields.get("logprobs", NULL), type=_Logprobs | None)
-        prompt_ids = msgspec.json.decode(fields.get("prompt_token_ids", NULL), type=list[TokenId] | None)
-        choice = answer.choices.setdefault(index, Choice())
-        choice.message["text"] = choice.message.get("text", "") + (text or "")
-        choice.finish_reason = reason or choice.finish_reason
+        kept = answer.choices.setdefault(choice.index, Choice())
+        kept.message["text"] = kept.message.get("text", "") + (choice.text or "")
+        kept.finish_reason = choice.finish_reason or kept.finish_reason
         if not request.fields.get("echo"):
-            choice.token_ids += token_ids or []
-            choice.logprobs += [value for value in (logprobs.token_logprobs if logprobs else None) or [] if value is not None]
-            if prompt_ids:
-                prompt_index = index // _choices_each(request)
+            kept.token_ids += choice.token_ids or []
+            token_logprobs = (choice.logprobs and choice.logprobs.token_logprobs) or []
+            kept.logprobs += [logprob for logprob in token_logprobs if logprob is not None]
+            if choice.prompt_token_ids:
+                prompt_index = choice.index // _choices_each(request)
                 answer.prompts += [[] for _ in range(prompt_index + 1 - len(answer.prompts))]
-                answer.prompts[prompt_index] = prompt_ids
+                answer.prompts[prompt_index] = choice.prompt_token_ids
         return True
 
     def whole(self, answer: EngineAnswer) -> dict[str, Any]:

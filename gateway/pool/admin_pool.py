@@ -100,6 +100,10 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
     """Reason why calls are refused; empty: they are not."""
     waiting: int = 0
+    engine_seconds: float = 0.0
+    """Seconds that its engines have been in the pool, summed over engines."""
+    busy_seconds: float = 0.0
+    """Seconds of these in which the engine had a call in flight: the rest is idle."""
     before: int | None = None
     """The version that a rollback leads to. None: not known."""
     canary: CanaryState | None = None
@@ -241,6 +245,8 @@ def policy_state(policy: Policy) -> PolicyState:
         status=policy.status,
         reason=policy.why_down() if policy.status is BackendStatus.DOWN else "",
         waiting=policy.waiting,
+        engine_seconds=sum(engine.seconds_in_pool for engine in policy.engines),
+        busy_seconds=sum(engine.busy_seconds for engine in policy.engines),
         before=policy.releases[-2].version if len(policy.releases) > 1 else None,
         canary=CanaryState(canary.backend.name, canary.release.version, canary.share) if canary else None,
     )

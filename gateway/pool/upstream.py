@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, MutableMapping
 from enum import StrEnum
 
@@ -62,6 +63,10 @@ class Upstream:
         self.idle = asyncio.Event()
         """Set while no call is in flight."""
         self.idle.set()
+        self._added_at = time.monotonic()
+        self._busy_since: float | None = None
+        self._busy_seconds = 0.0
+        """Seconds of the ended periods in which a call was in flight."""
         self._key = settings.key.get_secret_value() if settings.key else ""
         self.changed: Callable[[], None] = lambda: None
         """Callback for changes of the status."""
@@ -98,6 +103,16 @@ class Upstream:
             headers.setdefault("anthropic-version", ANTHROPIC_VERSION)
 
     @property
+    def seconds_in_pool(self) -> float:
+        """Return the seconds since it was added."""
+        return time.monotonic() - self._added_at
+
+    @property
+    def busy_seconds(self) -> float:
+        """Return the seconds of those in which a call was in flight."""
+        return self._busy_seconds + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
+
+    @property
     def has_room(self) -> bool:
         """Return whether another call is within its limit."""
         return self.limit is None or self.in_flight < self.limit
@@ -117,6 +132,8 @@ class Upstream:
 
     def begin(self) -> None:
         """Count a call that goes to this backend."""
+        if not self.in_flight:
+            self._busy_since = time.monotonic()
         self.in_flight += 1
         self.calls += 1
         self.idle.clear()
@@ -125,6 +142,7 @@ class Upstream:
         """Count a call that has ended."""
         self.in_flight -= 1
         if not self.in_flight:
+            self._busy_seconds, self._busy_since = self.busy_seconds, None
             self.idle.set()
 
     def set_status(self, status: BackendStatus, reason: str = "") -> None:

@@ -5,25 +5,74 @@ In: HTTP requests. Out: JSON. Invariant: nothing here answers an agent, and ever
 
 from __future__ import annotations
 
+import asyncio
+from typing import Annotated
+
 import msgspec
 from aiohttp import web
 
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendStatus
-from gateway.proxy.context import Announcement, parse_traceparent
+from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
 from gateway.proxy.counts import Counts
-from gateway.proxy.http import error_response, url_attempt
+from gateway.proxy.http import error_response
 from spangrad.http.server import json_response
 
 COUNT_WAIT_SECONDS = 10
 """Longest time that a count waits for calls in flight."""
 
 
-class _AnnouncementRequest(msgspec.Struct, forbid_unknown_fields=True):
+_Number = Annotated[int, msgspec.Meta(ge=0, le=9999)]
+_Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class AnnouncedAttempt(msgspec.Struct, forbid_unknown_fields=True):
+    """Announcement of an attempt that is about to start."""
+
+    rollout_id: _Name
+    attempt: _Number
     run_id: str
     mode: str
     traceparent: str | None = None
     """Context of the attempt's root span, which becomes the parent of its calls. None: it has none."""
+
+
+class AnnouncementRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Announcement of attempts."""
+
+    attempts: list[AnnouncedAttempt]
+
+
+class AskedAttempt(msgspec.Struct, forbid_unknown_fields=True):
+    """Name of an attempt."""
+
+    rollout_id: _Name
+    attempt: _Number
+
+
+class CountRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Request for the calls of attempts."""
+
+    attempts: list[AskedAttempt]
+    wait: bool = True
+    """True if the response waits for calls in flight, for at most COUNT_WAIT_SECONDS."""
+
+
+class CountedAttempt(msgspec.Struct):
+    """Number of policy calls of an attempt."""
+
+    calls: int | None
+    """Number of accepted calls. None: the attempt was not announced to this process."""
+    overflowed: bool
+    """True if the last call that ended was refused because its prompt was longer than the model's context."""
+    in_flight: int
+    """Number of those calls that have not ended."""
+
+
+class CountedAttempts(msgspec.Struct):
+    """Numbers of policy calls, in the order of the request."""
+
+    attempts: list[CountedAttempt]
 
 
 class Admin:
@@ -36,31 +85,37 @@ class Admin:
     def routes(self) -> list[web.RouteDef]:
         """Return the routes that aiohttp registers."""
         return [
-            web.put(r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}", self.announce),
-            web.get(r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}/calls", self.calls),
+            web.post("/attempts", self.announce),
+            web.post("/attempts/calls", self.calls),
             web.get("/healthz", self.health),
             web.get("/readyz", self.ready),
         ]
 
     async def announce(self, request: web.Request) -> web.Response:
-        """Record that an attempt is about to start."""
+        """Record that attempts are about to start."""
         try:
-            announcement = msgspec.json.decode(await request.read(), type=_AnnouncementRequest)
+            announced = msgspec.json.decode(await request.read(), type=AnnouncementRequest).attempts
         except msgspec.DecodeError as error:
-            return error_response(400, f"an announcement is JSON with run_id, mode and traceparent: {error}")
-        parent = parse_traceparent(announcement.traceparent)
-        if announcement.traceparent is not None and parent is None:
-            return error_response(400, f"traceparent {announcement.traceparent!r} is malformed")
-        self._counts.announce(url_attempt(request), Announcement(announcement.run_id, announcement.mode, parent))
+            return error_response(400, f"an announcement is JSON with a list `attempts`: {error}")
+        parents = [parse_traceparent(attempt.traceparent) for attempt in announced]
+        for attempt, parent in zip(announced, parents, strict=True):
+            if attempt.traceparent is not None and parent is None:
+                return error_response(400, f"traceparent {attempt.traceparent!r} is malformed")
+        for attempt, parent in zip(announced, parents, strict=True):
+            self._counts.announce(AttemptKey(attempt.rollout_id, attempt.attempt), Announcement(attempt.run_id, attempt.mode, parent))
         return json_response({"status": "announced"})
 
     async def calls(self, request: web.Request) -> web.Response:
-        """Answer with the number of policy calls of an attempt, and whether the last one was refused for the length of its prompt."""
-        attempt = url_attempt(request)
-        calls = await self._counts.calls(attempt, COUNT_WAIT_SECONDS)
-        if calls is None:
-            return error_response(404, f"attempt {attempt.number} of rollout {attempt.rollout_id!r} was neither announced nor seen")
-        return json_response({"calls": calls, "overflowed": self._counts.overflowed(attempt)})
+        """Answer with the number of policy calls of attempts, and whether the last one was refused for the length of its prompt."""
+        try:
+            asked = msgspec.json.decode(await request.read(), type=CountRequest)
+        except msgspec.DecodeError as error:
+            return error_response(400, f"a request for calls is JSON with a list `attempts`: {error}")
+        keys = [AttemptKey(attempt.rollout_id, attempt.attempt) for attempt in asked.attempts]
+        if asked.wait:
+            await asyncio.gather(*(self._counts.wait_idle(key, COUNT_WAIT_SECONDS) for key in keys))
+        counts = [CountedAttempt(self._counts.calls(key), self._counts.overflowed(key), self._counts.in_flight(key)) for key in keys]
+        return json_response(CountedAttempts(counts))
 
     async def health(self, request: web.Request) -> web.Response:
         """Answer that the gateway is up."""

@@ -142,7 +142,8 @@ class Calls:
         finally:
             facts = exchange.facts
             self._counts.end(facts.context.attempt, overflowed=facts.http_status == 400 and names_context_overflow(facts.error_message))
-            self._count(exchange)
+            # After the answer's last byte: metrics are worth no wait.
+            asyncio.get_running_loop().call_soon(self._count, exchange, time.perf_counter())
 
     def _span(self, facts: CallFacts) -> bytes:
         """Return the call's serialized span; if it cannot be built, a bare one, so that every counted call is recorded."""
@@ -152,9 +153,9 @@ class Calls:
             log.exception("a call could not be recorded whole: %s", facts.context.span.header())
             return bare_span(facts, self._process_id, time.time_ns(), fault)
 
-    def _count(self, exchange: _Exchange) -> None:
-        """Add an ended call to the metrics."""
-        facts, now = exchange.facts, time.perf_counter()
+    def _count(self, exchange: _Exchange, now: float) -> None:
+        """Add a call that has ended now to the metrics."""
+        facts = exchange.facts
         answer = facts.answer
         self._metrics.ended(
             answer.engine.policy if answer.engine else self._named(facts.request.model),

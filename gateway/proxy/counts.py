@@ -1,6 +1,6 @@
 """Counts of the policy calls of each attempt, by which the completeness of a rollout is checked.
 
-In: the runner's announcements, beginnings and ends of calls. Out: a count that waits for calls in flight. Invariant: a
+In: the runner's announcements, beginnings and ends of calls. Out: counts, once no call is in flight. Invariant: a
 call is counted when it is accepted, and ends here only after its span is queued for export.
 """
 
@@ -58,21 +58,28 @@ class Counts:
             if not tally.in_flight:
                 tally.idle.set()
 
-    async def calls(self, attempt: AttemptKey, wait_seconds: float) -> int | None:
-        """Return the number of calls of an attempt, after waiting for those in flight; None when this process cannot know them all.
+    async def wait_idle(self, attempt: AttemptKey, wait_seconds: float) -> None:
+        """Wait until no call of an attempt is in flight; one that hangs is counted all the same: its span will come when it ends."""
+        tally = self._tallies.get(attempt)
+        if tally is not None and tally.in_flight:
+            try:
+                await asyncio.wait_for(tally.idle.wait(), wait_seconds)
+            except TimeoutError:
+                pass  # see above
+
+    def calls(self, attempt: AttemptKey) -> int | None:
+        """Return the number of calls of an attempt; None when this process cannot know them all.
 
         The runner announces an attempt before its first call. A tally without an announcement was begun by a gateway
         that was started later, or that had forgotten the attempt: earlier calls are missing from it.
         """
         tally = self._tallies.get(attempt)
-        if tally is None or tally.announced is NOTHING_ANNOUNCED:
-            return None
-        if tally.in_flight:
-            try:
-                await asyncio.wait_for(tally.idle.wait(), wait_seconds)
-            except TimeoutError:
-                pass  # a call that hangs is counted all the same: its span will come when it ends
-        return tally.calls
+        return None if tally is None or tally.announced is NOTHING_ANNOUNCED else tally.calls
+
+    def in_flight(self, attempt: AttemptKey) -> int:
+        """Return the number of an attempt's calls that have not ended."""
+        tally = self._tallies.get(attempt)
+        return tally.in_flight if tally is not None else 0
 
     def overflowed(self, attempt: AttemptKey) -> bool:
         """Return whether an attempt's last call that ended was refused because its prompt was longer than the model's context."""

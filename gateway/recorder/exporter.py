@@ -19,14 +19,11 @@ from dataclasses import dataclass
 import aiohttp
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
-from gateway.recorder.record import attribute
+from gateway.recorder.otlp import message, resource, scope
 from gateway.recorder.spill import Spill
 from spangrad import __version__, semconv
 from spangrad.settings import Settings
-from spangrad.varint import varint
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +88,8 @@ class SpanExporter:
         self._disk_limit = settings.gateway.spill_bytes
         self._memory_limit = settings.gateway.export_bytes
         self._delay = settings.gateway.export_delay_seconds
-        self._resource = Resource(
-            attributes=[attribute("service.name", "spangrad-gateway"), attribute("service.instance.id", instance_id)]
-        ).SerializeToString()
-        self._scope = InstrumentationScope(name=semconv.GATEWAY_SCOPE, version=__version__).SerializeToString()
+        self._resource = resource({"service.name": "spangrad-gateway", "service.instance.id": instance_id})
+        self._scope = scope(semconv.GATEWAY_SCOPE, __version__)
         self._queue: deque[_Queued] = deque()
         self._queue_bytes = 0
         self._read = self._spill.begin
@@ -320,10 +315,5 @@ class SpanExporter:
 
     def _request(self, spans: list[bytes]) -> bytes:
         """Return an ExportTraceServiceRequest of spans that are already serialized (field numbers of trace.proto)."""
-        body = b"".join(_message(2, span) for span in spans)
-        return _message(1, _message(1, self._resource) + _message(2, _message(1, self._scope) + body))
-
-
-def _message(number: int, body: bytes) -> bytes:
-    """Return a length-delimited protobuf field."""
-    return bytes([number << 3 | 2]) + varint(len(body)) + body
+        body = b"".join(message(2, span) for span in spans)
+        return message(1, message(1, self._resource) + message(2, message(1, self._scope) + body))

@@ -1,4 +1,4 @@
-"""Span of a policy call: OpenTelemetry's message, built directly.
+"""Span of a policy call: what is known of it, as the attributes of an OpenTelemetry span.
 
 In: the facts of a call. Out: the bytes of one `opentelemetry.proto.trace.v1.Span`. Invariant: token ids and logprobs are
 little-endian uint32 and float32 as bytes, exactly as the engine gave them; what is not known is absent, never zero.
@@ -7,13 +7,11 @@ little-endian uint32 and float32 as bytes, exactly as the engine gave them; what
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from pydantic import TypeAdapter, ValidationError
 
 from gateway.dialects.answer import EngineAnswer, Sampling
@@ -21,6 +19,7 @@ from gateway.dialects.base import ClientRequest
 from gateway.proxy.context import CallContext
 from gateway.proxy.modality import modality
 from gateway.proxy.redaction import Redactor
+from gateway.recorder.otlp import Value, server_span
 from spangrad import semconv
 from spangrad.sampling import is_constrained
 
@@ -29,7 +28,6 @@ MESSAGE_CHARACTERS = 2000
 """Most characters of an error's body that go into the span's status."""
 GATEWAY_ERROR = "gateway_error"
 """`error.type` of calls that failed by a fault of the gateway."""
-_SAMPLED_FLAG = 1
 
 SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
     "temperature": (semconv.GEN_AI_REQUEST_TEMPERATURE, 1.0),
@@ -46,8 +44,6 @@ _READ: dict[type[int | float], TypeAdapter[int] | TypeAdapter[float]] = {int: Ty
 
 LEAST_TEMPERATURE = 0.01
 """Smallest temperature above 0 that vLLM samples with; it raises smaller ones to this."""
-
-_Value = str | bool | int | float | bytes | Sequence[str] | Sequence[int] | None
 
 
 @dataclass(slots=True)
@@ -91,30 +87,14 @@ def bare_span(facts: CallFacts, process_id: str, ended_ns: int, fault: Exception
     return _serialized(replace(facts, error_type=GATEWAY_ERROR), ended_ns, facts.request.dialect.operation, message, attributes)
 
 
-def _serialized(facts: CallFacts, ended_ns: int, name: str, message: str, attributes: Mapping[str, _Value]) -> bytes:
+def _serialized(facts: CallFacts, ended_ns: int, name: str, message: str, attributes: Mapping[str, Value]) -> bytes:
     context = facts.context
-    span = Span(
-        trace_id=context.span.trace_id,
-        span_id=context.span.span_id,
-        parent_span_id=context.parent.span_id if context.parent else b"",
-        name=name.encode("utf-8", "replace").decode(),
-        kind=Span.SPAN_KIND_SERVER,
-        flags=_SAMPLED_FLAG,
-        start_time_unix_nano=facts.started_ns,
-        end_time_unix_nano=ended_ns,
-        attributes=[attribute(key, value) for key, value in attributes.items() if value is not None],
-    )
-    if facts.error_type is not None:
-        span.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message=message[:MESSAGE_CHARACTERS]))
-    return span.SerializeToString()
+    ids = (context.span.trace_id, context.span.span_id, context.parent.span_id if context.parent else b"")
+    error = None if facts.error_type is None else message[:MESSAGE_CHARACTERS]
+    return server_span(ids, name, (facts.started_ns, ended_ns), attributes, error)
 
 
-def attribute(key: str, value: _Value) -> KeyValue:
-    """Return one attribute of a span."""
-    return KeyValue(key=key, value=_any_value(value))
-
-
-def _identity(facts: CallFacts, process_id: str) -> dict[str, _Value]:
+def _identity(facts: CallFacts, process_id: str) -> dict[str, Value]:
     """Return the attributes that identify the call, and those of its outcome."""
     context = facts.context
     return {
@@ -133,7 +113,7 @@ def _identity(facts: CallFacts, process_id: str) -> dict[str, _Value]:
     }
 
 
-def _request_and_response_attributes(facts: CallFacts) -> dict[str, _Value]:
+def _request_and_response_attributes(facts: CallFacts) -> dict[str, Value]:
     """Return the attributes of the request and of the response."""
     answer, request = facts.answer, facts.request.fields
     engine, response = answer.engine, answer.response_json()
@@ -153,7 +133,7 @@ def _request_and_response_attributes(facts: CallFacts) -> dict[str, _Value]:
     }
 
 
-def _requested_sampling(request: Mapping[str, Any]) -> dict[str, _Value]:
+def _requested_sampling(request: Mapping[str, Any]) -> dict[str, Value]:
     """Return the sampling parameters of a request to another upstream, whose defaults are not known."""
     return {
         semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature"), float),
@@ -161,13 +141,13 @@ def _requested_sampling(request: Mapping[str, Any]) -> dict[str, _Value]:
     }
 
 
-def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str, _Value]:
+def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str, Value]:
     """Return the sampling parameters in effect: those that the engine reports, else the requested ones and the engine's defaults."""
     if sampling is not None:
-        in_effect: dict[str, _Value] = {key: getattr(sampling, name) for name, (key, _) in SAMPLING_DEFAULTS.items()}
+        in_effect: dict[str, Value] = {key: getattr(sampling, name) for name, (key, _) in SAMPLING_DEFAULTS.items()}
         return in_effect | {semconv.SAMPLING_CONSTRAINED: sampling.constrained or is_constrained(request)}
     asked = {key: (request.get(name), default) for name, (key, default) in SAMPLING_DEFAULTS.items()}
-    effective: dict[str, _Value] = {
+    effective: dict[str, Value] = {
         key: default if value is None else _number(value, type(default)) for key, (value, default) in asked.items()
     }
     # A value that cannot be read may reshape the distribution.
@@ -178,7 +158,7 @@ def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str
     return effective
 
 
-def _answer(answer: EngineAnswer, response: bytes | None) -> dict[str, _Value]:
+def _answer(answer: EngineAnswer, response: bytes | None) -> dict[str, Value]:
     choices = answer.ordered()
     response_json = response.decode(errors="replace") if response is not None else None
     if not choices:
@@ -215,25 +195,3 @@ def _number(value: object, kind: type[int | float]) -> int | float | None:
         return _READ[kind].validate_python(value)
     except ValidationError:
         return None
-
-
-def _any_value(value: _Value) -> AnyValue:
-    # bool before int: True is an int.
-    match value:
-        case bool():
-            return AnyValue(bool_value=value)
-        case str():
-            # Headers may hold bytes that are no UTF-8, which Python carries as lone surrogates.
-            return AnyValue(string_value=value.encode("utf-8", "replace").decode())
-        case bytes():
-            return AnyValue(bytes_value=value)
-        case int() if -(2**63) <= value < 2**63:
-            return AnyValue(int_value=value)
-        case int():
-            return AnyValue(string_value=str(value))
-        case float():
-            return AnyValue(double_value=value)
-        case None:
-            return AnyValue()
-        case _:
-            return AnyValue(array_value=ArrayValue(values=[_any_value(item) for item in value]))

@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 SWEEP_SECONDS = 0.25
 """Pause between two checks for expired leases and time limits, in seconds."""
+_GATHER_SECONDS = 0.01
+"""Time for which a request that waited for an ending waits for others, in seconds: attempts end in bursts."""
 _RETRY_SECONDS = 1.0
 """Pause after a failure of the database, in seconds."""
 _SWEEPS_PER_RENEWAL = 8
@@ -266,6 +268,7 @@ class Service:
             rollouts, cursor = await self.read(lambda connection: rows.ended(connection, run_id, after, limit))
             if rollouts or self._stopping or not await wait_for_event(event, end):
                 return Rollouts(rollouts=rollouts, cursor=cursor)
+            await asyncio.sleep(_GATHER_SECONDS)
 
     async def watch(self) -> None:
         """Renew the database's lock, and end attempts that have expired, until cancelled or replaced by another server.

@@ -6,11 +6,13 @@ Invariant: a gateway that is away for a moment is waited for; one that stays awa
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
 
+from runner.workers.batches import Batches
 from spangrad.errors import GatewayError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RequestError, gateway_service
@@ -36,10 +38,22 @@ class CallCount(msgspec.Struct, frozen=True):
     """True if the engine refused the last completed call because its prompt was longer than the model's context."""
 
 
-class _Announcement(msgspec.Struct, frozen=True, kw_only=True):
+class _Announced(msgspec.Struct, frozen=True):
+    rollout_id: str
+    attempt: int
     run_id: str
     mode: Mode
     traceparent: str
+
+
+class _Counted(msgspec.Struct, frozen=True):
+    calls: int | None
+    overflowed: bool
+    in_flight: int
+
+
+class _Counts(msgspec.Struct, frozen=True):
+    attempts: list[_Counted]
 
 
 class _PolicyState(msgspec.Struct, frozen=True):
@@ -47,11 +61,13 @@ class _PolicyState(msgspec.Struct, frozen=True):
 
 
 class GatewayClient:
-    """Connection to one gateway."""
+    """Connection to one gateway. Announcements, and requests for counts, that come while one is on its way share the next."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self._url = url.rstrip("/")
         self._client = AsyncClient(gateway_service(self._url, token, _RETRY_SECONDS), seconds=_REQUEST_SECONDS)
+        self._announcing = Batches(self._announce)
+        self._counting = Batches(self._count)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -88,7 +104,7 @@ class GatewayClient:
         Raises:
             GatewayError: the gateway refuses, or does not answer.
         """
-        await self._client.ask("PUT", _attempt(key), bytes, _Announcement(run_id=key.run_id, mode=mode, traceparent=traceparent))
+        await self._announcing.ask(_Announced(key.rollout_id, key.attempt, key.run_id, mode, traceparent))
 
     async def calls(self, key: RolloutKey) -> CallCount | None:
         """Count an attempt's policy calls, waiting for those in flight. None: the gateway does not know the attempt any more.
@@ -96,10 +112,21 @@ class GatewayClient:
         Raises:
             GatewayError: the gateway refuses, or does not answer.
         """
-        counted = await self._known(f"{_attempt(key)}/calls", CallCount)
-        if counted is None:
+        counted = await self._counting.ask(key)
+        if counted.in_flight:
+            (counted,) = await self._count([key], wait=True)  # alone, since it may take as long as the calls
+        if counted.calls is None:
             _logger.warning("the gateway at %s does not know attempt %d of rollout %s any more", self._url, key.attempt, key.rollout_id)
-        return counted
+            return None
+        return CallCount(counted.calls, counted.overflowed)
+
+    async def _announce(self, attempts: Sequence[_Announced]) -> Sequence[None]:
+        await self._client.ask("POST", "/attempts", bytes, {"attempts": attempts})
+        return [None] * len(attempts)
+
+    async def _count(self, keys: Sequence[RolloutKey], *, wait: bool = False) -> Sequence[_Counted]:
+        names = [{"rollout_id": key.rollout_id, "attempt": key.attempt} for key in keys]
+        return (await self._client.ask("POST", "/attempts/calls", _Counts, {"attempts": names, "wait": wait})).attempts
 
     async def served(self, policy: str) -> int | None:
         """Return the version of a policy that is served. None: its engine is not admitted, or the gateway does not know the policy.

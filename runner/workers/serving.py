@@ -31,6 +31,8 @@ _LONG_POLL_SECONDS = 20.0
 _RETRY_SECONDS = 2.0
 """Pause before the root spans of lost attempts are tried again, in seconds, when the gateway or the queue was away."""
 _PAGE = 1000
+_GATHER_SECONDS = 0.2
+"""Pause between two looks at rollouts that ended, in seconds: most succeeded, and concern no lost worker."""
 
 
 async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, ready: Callable[[], object]) -> None:
@@ -92,6 +94,7 @@ async def _close_lost_attempts(attempts: Attempts, run_id: str) -> None:
     cursor = await _until_done(partial(_close_earlier_lost, attempts, run_id))
     while True:
         cursor = await _until_done(partial(_close_next_lost, attempts, run_id, cursor))
+        await asyncio.sleep(_GATHER_SECONDS)
 
 
 async def _close_earlier_lost(attempts: Attempts, run_id: str) -> int:

@@ -25,7 +25,8 @@ _logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 2.0
 """Longest time that the queue may hold a request for leases, in seconds: a drain waits for its response."""
-_GATHER_SECONDS = 0.005
+_GATHER_SECONDS = 0.01
+"""Time for which free slots, and ended attempts, wait for others, in seconds: one request then serves all of them."""
 _RELEASED = StopReason(AttemptFailure.RELEASED, "its worker was stopped", final=False, reported=False)
 
 
@@ -162,9 +163,10 @@ class Worker:
             stop.now(StopReason(reason, result.refused or "the queue ended it", final=final, reported=True))
 
     async def _report_endings(self) -> None:
-        """Report endings, in batches of those that arrived while the previous batch was reported."""
+        """Report endings, in batches of those that arrived while the previous batch was reported, or soon after the first."""
         while True:
             ended = [await self._ended.get()]
+            await asyncio.sleep(_GATHER_SECONDS)
             while not self._ended.empty():
                 ended.append(self._ended.get_nowait())
             await self._attempts.roots.acknowledged(self._retry_seconds)

@@ -12,6 +12,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 _FLUSH_MILLISECONDS = 10_000
+_GATHER_SECONDS = 0.01
+"""Time for which a flush waits for further attempts to end, in seconds."""
 
 
 class Flusher:
@@ -29,6 +31,7 @@ class Flusher:
 
     async def _flush(self) -> bool:
         async with self._turn:
+            await asyncio.sleep(_GATHER_SECONDS)
             self._next = None  # spans that end from here on need another flush
             provider = trace.get_tracer_provider()
             if not isinstance(provider, TracerProvider) or await asyncio.to_thread(provider.force_flush, _FLUSH_MILLISECONDS):

@@ -114,7 +114,10 @@ class BuilderSettings(Section):
     dataset: str = "default"
     """Name under which the trainer and exports find what this build specification builds."""
     poll_seconds: float = 0.2
-    """Time between two looks of `spangrad build --follow` at the store, in seconds."""
+    """Time between two looks of `spangrad build --follow` at a store that does not tell when something arrives, in seconds; longest rest
+    after a pass."""
+    metrics_address: str | None = Field(default=None, pattern=r"^.+:\d+$")
+    """HOST:PORT at which `spangrad build --follow` serves /metrics. None: nowhere."""
     incomplete_after_seconds: float = 600
     """Time limit for missing calls or rewards, in seconds since the rollout's root span, after which the rollout drops. Without a root
     span (the runner was killed): longest silence of the rollout, in seconds."""
@@ -176,6 +179,7 @@ class BuilderSettings(Section):
             exclude={
                 "dataset",
                 "poll_seconds",
+                "metrics_address",
                 "incomplete_after_seconds",
                 "quiet_seconds",
                 "lease_seconds",

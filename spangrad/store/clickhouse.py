@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote, urlsplit
 
 from spangrad.errors import StoreError
@@ -19,6 +19,7 @@ from spangrad.settings import StoreSettings
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
+    from clickhouse_connect.driver.httpclient import HttpClient
 
 SHARDED = {"distributed_foreground_insert": 1, "distributed_product_mode": "global"}
 """Settings of statements over shards: an insert is acknowledged when the shards have it, and IN queries all of them."""
@@ -26,6 +27,9 @@ CONSISTENT = {"select_sequential_consistency": 1}
 """Settings of clients that draw conclusions from missing rows: a replica answers once it has every row that a quorum has acknowledged."""
 LONG = {"max_query_size": 64 * 2**20}
 """Settings of statements with texts from outside, which may be longer than the 256 KiB that the database parses by default."""
+SETTLED = "X-Spangrad-Settled"
+"""Header of a statement: 1 where it may leave out spans that the store has acknowledged and not put into its tables yet; a statement without
+it makes the store insert them first, few at a time where traffic is constant. Other databases ignore it."""
 KEYS_A_STATEMENT = 500
 _BYTES_A_STATEMENT = 48 * 2**10
 """Size limit of the keys of a statement, in bytes: two digits for each, and twice in a statement, fit the database's default."""
@@ -34,11 +38,12 @@ _BETWEEN = b"\xff"
 """Separator of texts: a byte that UTF-8 does not use."""
 
 
-def connect(store: StoreSettings, *, consistent: bool = False) -> Client:
+def connect(store: StoreSettings, *, consistent: bool = False, settled: bool = False) -> Client:
     """Open a client of the store.
 
     Args:
         store: settings of the store.
+        settled: True if its statements may leave out spans that are in no table yet (SETTLED), unless one says otherwise.
         consistent: True if the client draws conclusions from missing rows. Then its reads of a replicated store are sequentially
             consistent (`store.sequential_consistency`).
 
@@ -52,7 +57,7 @@ def connect(store: StoreSettings, *, consistent: bool = False) -> Client:
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise StoreError(f"store.url = {store.url!r} is not an http(s) URL. Give it as http://HOST:PORT.")
     with store_errors(store.url):
-        return clickhouse_connect.get_client(
+        client = clickhouse_connect.get_client(
             host=parts.hostname,
             port=parts.port or (8443 if parts.scheme == "https" else 8123),
             interface=parts.scheme,
@@ -61,6 +66,9 @@ def connect(store: StoreSettings, *, consistent: bool = False) -> Client:
             autogenerate_session_id=False,
             settings={**(SHARDED if store.sharded else {}), **(CONSISTENT if consistent and store.reads_in_sequence else {})},
         )
+    if settled:
+        cast("HttpClient", client).headers[SETTLED] = "1"
+    return client
 
 
 def batches(keys: Iterable[str | bytes]) -> Iterator[tuple[bytes, ...]]:

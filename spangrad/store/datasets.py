@@ -11,7 +11,7 @@ earlier ones stay where they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -160,17 +160,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
+def builds_sql(as_of: datetime | None = None, where: str = "", facts: Sequence[str] = _FACTS) -> str:
     """Return a subquery with the columns of `spangrad.builds`: of each rollout its newest revision.
 
     Args:
         as_of: time at which a revision was the newest, UTC where it names no zone. None: now.
         where: a condition over KEY, to read less. Over other columns it could select an older revision as the newest.
+        facts: columns to read beside KEY, IngestedAt and FirstBuiltAt.
     """
-    facts = ", ".join(f"newest.{index} AS {name}" for index, name in enumerate((*_FACTS, "IngestedAt"), 1))
+    selected = ", ".join(f"newest.{index} AS {name}" for index, name in enumerate((*facts, "IngestedAt"), 1))
     return (
-        f"(SELECT {', '.join(KEY)}, {facts}, FirstBuiltAt FROM (SELECT {', '.join(KEY)}, min(b.IngestedAt) AS FirstBuiltAt, "
-        f"argMax(({', '.join(_FACTS)}, b.IngestedAt), Precedence) AS newest "
+        f"(SELECT {', '.join(KEY)}, {selected}, FirstBuiltAt FROM (SELECT {', '.join(KEY)}, min(b.IngestedAt) AS FirstBuiltAt, "
+        f"argMax(({', '.join(facts)}, b.IngestedAt), Precedence) AS newest "
         f"FROM spangrad_internal.builds AS b{_among(as_of, where)} GROUP BY {', '.join(KEY)}))"
     )
 

@@ -25,6 +25,7 @@ from tests.support.sections import trainer_settings
 from trainer import loop
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import SkipReason
 from trainer.shutdown import Shutdown
 
@@ -56,8 +57,8 @@ def learn(
     )
     settings = Settings(store=store, trainer=learning)
     world, kinds = BuiltRollouts(settings, model), cycle(POISON.items())
-    ledger, injected, successes = loop.open_ledger(settings), dict[str, SkipReason](), list[float]()
-    begun = loop.prepare(ledger, settings)
+    ledger, injected, successes = open_ledger(settings), dict[str, SkipReason](), list[float]()
+    begun = prepare(ledger, settings)
     trainer = loop.Trainer(
         settings=settings,
         ledger=ledger,

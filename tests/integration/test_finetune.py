@@ -309,7 +309,7 @@ def test_lineage_of_finetuned_version_names_file_and_spans(traces: Traces, tmp_p
 def test_train_after_finetune_continues_and_skips_its_groups(store: StoreSettings, tiny_model: Path, tmp_path: Path):
     from tests.support.built_rollouts import SPEC
     from tests.support.built_rollouts import BuiltRollouts as Built
-    from trainer.loop import train
+    from trainer.run import train
 
     own = {"run_id": "finetuned-run", "policy": "policy", "branch": "finetuned-run", "groups_per_batch": 1, "max_staleness": 5}
     chosen = settings(tiny_model, tmp_path / "p", store, epochs=1, trainer=own)

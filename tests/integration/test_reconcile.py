@@ -19,7 +19,7 @@ from spangrad.store.names import stored
 from tests.support import fakes
 from tests.support.processes import run_spangrad
 from tests.support.servers import running_store, store_settings
-from transition_builder import loop
+from transition_builder import builder, loop
 from transition_builder.frames import Built, Frames
 from transition_builder.report import ReconcileReport, Wrong, reconcile_report
 
@@ -118,7 +118,7 @@ The sum is right: 5 calls = 4 transitions + 1 drops, and the gateway recorded no
 
 def test_reconcile_report_names_call_that_builder_lost(own: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """A builder with a fault: it forgets a transition of every rollout that has several, before anything is counted or written."""
-    real = loop.build
+    real = builder.build
 
     def forgetful(frames: Frames, spec: BuilderSettings, *more: object, **others: object) -> Built:
         built = real(frames, spec, *more, **others)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_reconcile_report_names_call_that_builder_lost(own: StoreSettings, monke
 
     settings = settings_of(own, "lost")
     post(own, rollouts("lost").otlp())
-    monkeypatch.setattr(loop, "build", forgetful)
+    monkeypatch.setattr(builder, "build", forgetful)
     loop.build_once(settings)
     assert [row for row in sums(settings, "lost") if row[-2:] != (0, 0)] == [("lost-1", "train", 1, 1, 0, 0, 1)]
     found = report(settings)

@@ -17,7 +17,7 @@ from spangrad.store.names import stored
 from tests.support import fakes
 from tests.support.built_rollouts import post, rows
 from tests.support.rollouts import SdkRollout, add_event
-from transition_builder import loop
+from transition_builder.builder import Builder
 from transition_builder.source.queries import StoreReader
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "spans" / "langgraph_tool_error.jsonl"
@@ -27,9 +27,9 @@ def settings_of(store: StoreSettings, run: str, *rules: AirRule, **builder: Any)
     return Settings(store=store, builder=BuilderSettings(dataset=run, rules=rules, **builder))
 
 
-def build(settings: Settings, run: str) -> loop.Builder:
+def build(settings: Settings, run: str) -> Builder:
     """Build the rollouts of a run, whatever else the store holds."""
-    builder = loop.Builder(settings, run=run)
+    builder = Builder(settings, run=run)
     builder.register(settings.builder.dataset)
     builder.build_ready()
     return builder
@@ -210,7 +210,7 @@ def test_air_rule_that_raises_writes_nothing_and_is_retried(
     (tmp_path / "flaky_rules.py").write_text(
         f"import os\n\ndef rule(calls):\n    assert os.path.exists({str(flag)!r}), 'the judge is away'\n    return calls['Place'] + 1\n"
     )
-    builder = loop.Builder(settings_of(store, run, AirRule(name="own", kind="python", reward=1, where="flaky_rules:rule")), run=run)
+    builder = Builder(settings_of(store, run, AirRule(name="own", kind="python", reward=1, where="flaky_rules:rule")), run=run)
     for _ in range(2):
         with pytest.raises(RuleError, match="raised AssertionError: the judge is away"):
             builder.build_ready()

@@ -17,7 +17,7 @@ from tests.support import fakes
 from tests.support.policies import PROMPT, sample
 from tests.support.sections import trainer_settings
 from tests.support.servers import running_store, store_settings
-from trainer.loop import train
+from trainer.run import train
 from transition_builder import loop
 
 BREVITY = Path(__file__).parents[2] / "examples/rewards/brevity.sql"

@@ -22,9 +22,9 @@ from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.ledger.ledger import Ledger
-from trainer.loop import train
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish import checkpoint
+from trainer.run import train
 from transition_builder.loop import build_once
 
 ALONE = trainer_settings(learning_rate=1e-2, lora__rank=4, lora__alpha=6, weight_sync__method="adapter")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
@@ -24,7 +25,7 @@ from tests.support.sections import trainer_settings
 from tests.support.trainers import SPEC, FakeSource, Place, committed, group, settings, wired, write_base
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
-from trainer.ledger.demand import ConsumedGroups, consumed_groups, demand, groups_wanted, in_flight
+from trainer.ledger.demand import ConsumedGroups, consumed_groups, demand, groups_wanted, in_flight, usable
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 
@@ -119,13 +120,22 @@ def test_spent_counts_trained_and_skipped_groups(place: Place):
 @pytest.mark.parametrize(("steps", "most", "flying"), [(0, 0, 4), (9, 0, 4), (0, 3, 4), (1, 3, 4), (2, 3, 2), (3, 3, 0), (4, 3, 0)])
 def test_in_flight_is_bounded_by_staleness_and_steps_left(steps: int, most: int, flying: int):
     chosen = TWO.model_copy(update={"max_steps": most})
-    assert in_flight(chosen, steps) == flying
-    gone = ConsumedGroups(steps, 2 * steps, {SkipReason.EQUAL: 5})
+    gone = ConsumedGroups(steps, 2 * steps, {SkipReason.STALE: 5})
+    assert in_flight(chosen, gone) == flying
     assert demand(gone, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1, 2 * steps + 5)
     assert demand(gone, chosen, [0], ready=3).filled == gone.groups + min(3, flying), "of those that are wanted"
-    cancelled = ConsumedGroups(steps, 2 * steps, {SkipReason.EQUAL: 5, SkipReason.CANCELLED: 7})
+    cancelled = ConsumedGroups(steps, 2 * steps, {SkipReason.STALE: 5, SkipReason.CANCELLED: 7})
     assert groups_wanted(cancelled, chosen) == groups_wanted(gone, chosen), "what was cancelled is not counted as enqueued, either"
     assert demand(gone, chosen, [7]).oldest_version == 7
+
+
+def test_in_flight_follows_filtered_share_and_ready_groups():
+    """Four groups can be used: of those that are not ready, as many are in flight as the filter is expected to leave four of."""
+    flying = {(0, 0, 0): 4, (0, 8, 0): 12, (40, 40, 0): 8, (400, 400, 0): 8, (400, 400, 3): 5, (400, 400, 9): 4, (100, 1000, 0): 12}
+    for (trained, filtered, ready), groups in flying.items():
+        consumed = ConsumedGroups(trained // 2, trained, {SkipReason.EQUAL: filtered, SkipReason.STALE: 99, SkipReason.CANCELLED: 99})
+        assert in_flight(TWO, consumed, ready) == groups, (trained, filtered, ready)
+        assert consumed.filtered_share == pytest.approx(filtered / max(trained + filtered, 1))
 
 
 EVENTS = st.lists(st.sampled_from(["step", "crash", "skip", "restart", "back", "late"]), max_size=24)
@@ -133,9 +143,9 @@ EVENTS = st.lists(st.sampled_from(["step", "crash", "skip", "restart", "back", "
 
 @given(EVENTS, st.integers(0, 4), st.randoms(use_true_random=False))
 @hypothesis_settings(max_examples=25, deadline=None)
-def test_demand_level_never_falls_and_queue_ends_at_newest(events: list[str], most: int, random):
+def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], most: int, random: Random):
     """Law: whatever order of commits, crashed steps, expiries, restarts and rollbacks; and stated levels may come late, or twice."""
-    chosen, queue, stated, serial = TWO.model_copy(update={"max_steps": most}), Queue(), list[int](), 0
+    chosen, queue, stated, used, serial = TWO.model_copy(update={"max_steps": most}), Queue(), list[int](), list[int](), 0
     with TemporaryDirectory() as directory:
 
         def opened() -> Ledger:
@@ -146,8 +156,12 @@ def test_demand_level_never_falls_and_queue_ends_at_newest(events: list[str], mo
 
         def look() -> None:
             gone = consumed_groups(ledger, chosen, SPEC)
-            stated.append(groups_wanted(gone, chosen))
-            assert stated[-1] - gone.groups == in_flight(chosen, gone.steps), "as many as the steps to come can use"
+            needed = usable(chosen, gone.steps)
+            used.append(gone.groups + needed)
+            stated.append(groups_wanted(gone, chosen, random.randrange(6)))
+            assert needed <= stated[-1] - gone.groups <= 3 * needed
+            assert in_flight(chosen, gone, needed) == needed, "what is ready is not replaced"
+            say(stated[-1])
 
         ledger = opened()
         ledger.register_initial(**BASE)
@@ -172,10 +186,9 @@ def test_demand_level_never_falls_and_queue_ends_at_newest(events: list[str], mo
                 case _:
                     say(random.choice(stated))
             look()
-        say(stated[-1])
         ledger.close()
-    assert stated == sorted(stated)
-    assert queue.groups == stated[-1]
+    assert used == sorted(used), "what steps can use never falls"
+    assert queue.groups == max(stated)
 
 
 def test_demand_state_and_read_over_http(queue: Queue):
@@ -261,7 +274,7 @@ def test_demand_with_absent_queue_warns_once_and_does_not_block(
     trainer.demand.call()
     queue.levels.clear()
     trainer.demand.call()
-    assert queue.groups == 5, "a queue that lost it is told again"
+    assert queue.groups == 6, "a queue that lost it is told again"
 
 
 def test_demand_without_queue_or_train_mode_is_not_stated(tmp_path: Path, queue: Queue):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,16 @@ def test_step_on_sampled_rows_has_small_logprob_gap(engine: VerlOptimizer, rows:
     assert metrics["grad_norm"] > 0
     assert metrics["clip_fraction"] == 0
     assert metrics["updated"] == 1
+
+
+def test_step_reports_seconds_of_forward_and_backward_passes(engine: VerlOptimizer, rows: pl.DataFrame):
+    began = time.perf_counter()
+    engine.step(batch(rows))
+    took = time.perf_counter() - began
+    seconds = engine.pass_seconds
+    assert seconds.keys() == {"seconds_forward", "seconds_backward"}
+    assert min(seconds.values()) > 0
+    assert sum(seconds.values()) < took
 
 
 def test_step_of_wrong_logprobs_names_its_rows_and_touches_nothing(engine: VerlOptimizer, rows: pl.DataFrame):

@@ -29,9 +29,10 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import Skip, SkipReason
-from trainer.loop import train
 from trainer.monitor.batch_metrics import batch_metrics
+from trainer.monitor.batch_times import batch_times
 from trainer.monitor.evaluate import Evaluation
+from trainer.run import train
 
 SPEC = BuilderSettings().spec
 
@@ -168,6 +169,22 @@ def test_load_with_missing_rows_reports_incomplete_and_trainer_waits(
     world.insert("transitions", written[1:2])
     assert source(settings, world).load([group]).incomplete == {}
     trainer.ledger.close()
+
+
+def test_batch_times_come_from_first_builds_of_rollouts(settings: Settings, world: BuiltRollouts, run: str):
+    for name, seconds, waited in (("a", 2.0, 0.5), ("b", 4.0, 1.5)):
+        world.group(name, [1.0, 0.0])
+        world.client.command(
+            f"ALTER TABLE spangrad_internal.builds UPDATE Seconds = {seconds}, IngestedAt = toDateTime64('2026-01-01 00:00:10', 6, 'UTC'),"
+            f" Watermark = toDateTime64('2026-01-01 00:00:{10 - waited}', 6, 'UTC') WHERE RunId = '{run}' AND GroupId = '{name}'"
+            " SETTINGS mutations_sync = 1"
+        )
+    rollouts = source(settings, world).load([Group(run, "train", SPEC, name) for name in "ab"]).rollouts
+    assert batch_times(world.client, settings.store.url, rollouts) == {
+        "seconds_rollout": 3.0,
+        "seconds_build": pytest.approx(1.0, abs=1e-3),
+    }
+    assert batch_times(world.client, settings.store.url, []) == {}
 
 
 def test_connect_with_sequential_consistency_sends_setting(store: StoreSettings):

@@ -12,8 +12,9 @@ from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
-from transition_builder import loop
-from transition_builder.loop import Builder, build_once
+from transition_builder import builder as builders
+from transition_builder.builder import Builder
+from transition_builder.loop import build_once
 from transition_builder.source import discovery
 
 
@@ -45,20 +46,20 @@ class Slow:
 @pytest.fixture
 def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look is a sweep."""
-    monkeypatch.setattr(discovery, "_BETWEEN_SWEEPS", timedelta(0))
+    monkeypatch.setattr(discovery, "BETWEEN_SWEEPS", timedelta(0))
 
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The runs of the rollouts that `build` was given."""
     given = list[str]()
-    original = loop.build
+    original = builders.build
 
     def build(frames: Any, spec: Any) -> Any:
         given.extend(frames.rollouts["RunId"])
         return original(frames, spec)
 
-    monkeypatch.setattr(loop, "build", build)
+    monkeypatch.setattr(builders, "build", build)
     return given
 
 

@@ -18,9 +18,9 @@ from spangrad.store.names import stored
 from tests.support import fakes
 from tests.support.built_rollouts import post, settings_of
 from tests.support.servers import running_store, store_settings
+from transition_builder.builder import Builder
 from transition_builder.completeness.complete import decide, facts
 from transition_builder.frames import Frames, conform
-from transition_builder.loop import Builder
 from transition_builder.schemas import CALLS, SPANS, Schema
 from transition_builder.source.rollouts import RolloutReader
 

@@ -10,7 +10,8 @@ from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect, constant
 from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
-from transition_builder.loop import Builder, build_all
+from transition_builder.builder import Builder
+from transition_builder.loop import build_all
 
 
 def nameless(spans: fakes.SpanFactory, *but: str) -> fakes.SpanFactory:

@@ -20,7 +20,8 @@ from tests.support import fake_engine, fakes
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
 from tests.support.servers import running_store, store_settings
 from transition_builder import batch_sizes
-from transition_builder.loop import Builder, build_all, build_once
+from transition_builder.builder import Builder
+from transition_builder.loop import build_all, build_once
 from transition_builder.source.queries import StoreReader
 from transition_builder.summary import Summary
 

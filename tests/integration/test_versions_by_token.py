@@ -34,7 +34,7 @@ from tests.support.sections import trainer_settings
 from tests.support.servers import running_store, store_settings
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import Ledger
-from trainer.loop import train
+from trainer.run import train
 from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm

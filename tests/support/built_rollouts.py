@@ -25,8 +25,9 @@ from tests.support.trainers import FakeOptimizer, saved
 from trainer import loop
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import SkipReason
-from trainer.loop import train
+from trainer.run import train
 from trainer.shutdown import Shutdown
 from transition_builder.loop import build_once
 
@@ -121,8 +122,8 @@ def _build(row: dict[str, Any], calls: Sequence[dict[str, Any]]) -> dict[str, An
 
 def trainer_over(world: BuiltRollouts, settings: Settings, optimizer: FakeOptimizer | None = None) -> loop.Trainer:
     """A trainer whose store is real and whose optimizer is a fake, begun; nothing is published."""
-    ledger = loop.open_ledger(settings)
-    newest = loop.prepare(ledger, settings)
+    ledger = open_ledger(settings)
+    newest = prepare(ledger, settings)
     trainer = loop.Trainer(
         settings=settings,
         ledger=ledger,

@@ -241,12 +241,16 @@ class AttemptGateway(HttpServer):
                 choice = {"index": 0, "message": message, "finish_reason": "stop"}
                 usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
                 return 200, {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice], "usage": usage}
-            if key is not None and method == "PUT":
-                self.announced[key] = body
+            if path == "/attempts":
+                self.announced |= {(one["rollout_id"], one["attempt"]): one for one in body["attempts"]}
                 return 200, {}
-            if key is not None and path.endswith("/calls") and key in self.announced and key[1] not in self.forgotten:
-                return 200, {"calls": self.calls.get(key, 0), "overflowed": self.overflow_all}
+            if path == "/attempts/calls":
+                return 200, {"attempts": [self._counted(one["rollout_id"], one["attempt"]) for one in body["attempts"]]}
         return 404, {"error": path}
+
+    def _counted(self, rollout: str, number: int) -> dict[str, Any]:
+        known = (rollout, number) in self.announced and number not in self.forgotten
+        return {"calls": self.calls.get((rollout, number), 0) if known else None, "overflowed": self.overflow_all, "in_flight": 0}
 
 
 class SpanFactory:

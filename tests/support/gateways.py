@@ -52,15 +52,29 @@ class Stage:
         await asyncio.to_thread(self.store.wait_for, lambda: len(self.store.spans) >= count)
         return self.store.spans
 
-    async def count(self, path: str) -> tuple[int, Any]:
-        async with self.client.get(f"{path}/calls") as answer:
-            return answer.status, await answer.json()
+    async def announce(self, path: str, **announced: str) -> int:
+        """Announce the attempt of a path such as `/rollout/r/attempt/0`; return the status."""
+        body = {"attempts": [_attempt(path) | {"run_id": "run", "mode": "train"} | announced]}
+        async with self.client.post("/attempts", json=body) as answer:
+            return answer.status
+
+    async def count(self, path: str) -> tuple[int | None, bool]:
+        """Return the calls of an attempt (None: it is not known), and whether the last one was too long."""
+        async with self.client.post("/attempts/calls", json={"attempts": [_attempt(path)]}) as answer:
+            (counted,) = (await answer.json())["attempts"]
+            assert counted["in_flight"] == 0
+            return counted["calls"], counted["overflowed"]
 
     async def readiness(self, until: str) -> None:
         """Wait until /readyz says so."""
         async with asyncio.timeout(10):
             while until not in await (await self.client.get("/readyz")).text():  # noqa: ASYNC110 - nobody tells us
                 await asyncio.sleep(0.02)
+
+
+def _attempt(path: str) -> dict[str, Any]:
+    _, _, rollout, _, number = path.split("/")
+    return {"rollout_id": rollout, "attempt": int(number)}
 
 
 class FullDisk:

@@ -24,7 +24,8 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeL
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from gateway.recorder.record import SAMPLING_DEFAULTS, attribute
+from benchmarks.rollout_spans import key_value
+from gateway.recorder.record import SAMPLING_DEFAULTS
 from spangrad import semconv
 from spangrad.types import call_id
 
@@ -114,14 +115,14 @@ class Rollouts:
             own = self._random.randbytes(8)
             at = next(counted)
             attributes = [
-                *(attribute(semconv.RUN_ID, self._run), attribute(semconv.ROLLOUT_ID, name), attribute(semconv.ROLLOUT_MODE, "train")),
+                *(key_value(semconv.RUN_ID, self._run), key_value(semconv.ROLLOUT_ID, name), key_value(semconv.ROLLOUT_MODE, "train")),
                 *(
-                    attribute(semconv.ROLLOUT_ATTEMPT, 0),
-                    attribute(semconv.PROCESS_ID, scope),
-                    attribute(semconv.SEQ, at),
-                    attribute(OWN_ID, own.hex()),
+                    key_value(semconv.ROLLOUT_ATTEMPT, 0),
+                    key_value(semconv.PROCESS_ID, scope),
+                    key_value(semconv.SEQ, at),
+                    key_value(OWN_ID, own.hex()),
                 ),
-                *(attribute(key, value) for key, value in more.items()),
+                *(key_value(key, value) for key, value in more.items()),
             ]
             made_one = Span(trace_id=trace, span_id=own, parent_span_id=parent, name=title, attributes=attributes)
             made_one.start_time_unix_nano = start + at * 10**6
@@ -132,7 +133,7 @@ class Rollouts:
         made: list[tuple[str, Span]] = []
         facts = {semconv.TASK_ID: "t", semconv.GROUP_ID: name, semconv.GROUP_SIZE: 1, semconv.ROLLOUT_CALLS: _TURNS}
         root = span(_RUNNER, semconv.ROOT_SPAN_NAME, b"", **facts, **{semconv.ROLLOUT_FINAL: True, semconv.ROLLOUT_FAILURE: ""})
-        score = [attribute(semconv.EVALUATION_NAME, semconv.REWARD_NAME), attribute(semconv.EVALUATION_SCORE, 1.0)]
+        score = [key_value(semconv.EVALUATION_NAME, semconv.REWARD_NAME), key_value(semconv.EVALUATION_SCORE, 1.0)]
         root.events.add(name=semconv.EVALUATION_EVENT, time_unix_nano=root.end_time_unix_nano, attributes=score)
         agent = span(_AGENT, "agent", root.span_id)
         for turn in range(_TURNS):
@@ -140,8 +141,8 @@ class Rollouts:
             own = span(_GATEWAY, "chat policy", agent.span_id, **_said(turn == 0))
             own.attributes.extend(_ids(own.span_id, 2 if turn == 0 else 1))
             span(_AGENT, "tool", agent.span_id, **{"tool.name": "search", "output.value": "x" * self._random.randrange(400)})
-        named = [attribute(semconv.RUN_ID, self._run), attribute(semconv.ROLLOUT_ID, name), attribute(semconv.ROLLOUT_MODE, "train")]
-        judged = [attribute(semconv.EVALUATION_NAME, "quality"), attribute(semconv.EVALUATION_SCORE, 0.5)]
+        named = [key_value(semconv.RUN_ID, self._run), key_value(semconv.ROLLOUT_ID, name), key_value(semconv.ROLLOUT_MODE, "train")]
+        judged = [key_value(semconv.EVALUATION_NAME, "quality"), key_value(semconv.EVALUATION_SCORE, 0.5)]
         records = [
             LogRecord(
                 time_unix_nano=start,
@@ -149,7 +150,7 @@ class Rollouts:
                 span_id=root.span_id,
                 event_name=event,
                 body=AnyValue(string_value=f"record of {name}"),
-                attributes=[*named, *more, attribute(OWN_ID, f"{event} {root.span_id.hex()}")],
+                attributes=[*named, *more, key_value(OWN_ID, f"{event} {root.span_id.hex()}")],
             )
             for event, more in ((semconv.EVALUATION_EVENT, judged), ("note", []))
         ]
@@ -160,7 +161,7 @@ class Rollouts:
         scopes: dict[str, ScopeSpans] = {}
         for scope, span in spans:
             scopes.setdefault(scope, ScopeSpans(scope=InstrumentationScope(name=scope))).spans.append(span)
-        resource = Resource(attributes=[attribute("service.name", "load")])
+        resource = Resource(attributes=[key_value("service.name", "load")])
         request = ExportTraceServiceRequest(resource_spans=[ResourceSpans(resource=resource, scope_spans=list(scopes.values()))])
         alone = [span for _, span in spans]
         held = Held(
@@ -206,11 +207,11 @@ def _call(span_id: bytes, choice: int) -> Call:
 
 def _ids(span_id: bytes, choices: int) -> Iterator[KeyValue]:
     calls = [_call(span_id, choice) for choice in range(choices)]
-    yield attribute(semconv.INPUT_TOKEN_IDS, struct.pack("<3I", *calls[0][0]))
-    yield attribute(semconv.OUTPUT_TOKEN_IDS, b"".join(struct.pack("<2I", *call[1]) for call in calls))
-    yield attribute(semconv.OUTPUT_LOGPROBS, b"".join(struct.pack("<2f", *call[2]) for call in calls))
+    yield key_value(semconv.INPUT_TOKEN_IDS, struct.pack("<3I", *calls[0][0]))
+    yield key_value(semconv.OUTPUT_TOKEN_IDS, b"".join(struct.pack("<2I", *call[1]) for call in calls))
+    yield key_value(semconv.OUTPUT_LOGPROBS, b"".join(struct.pack("<2f", *call[2]) for call in calls))
     if choices > 1:
-        yield attribute(semconv.OUTPUT_LENGTHS, [2] * choices)
+        yield key_value(semconv.OUTPUT_LENGTHS, [2] * choices)
 
 
 def _said(two: bool) -> dict[str, Any]:

@@ -96,7 +96,7 @@ IMPORTED = {
         "verl.workers.config",
         "verl.workers.engine_workers",
         "verl.workers.utils.losses",
-        "trainer.loop",
+        "trainer.run",
         "trainer.optim.optimizer",
         "spangrad.cli",
     ),

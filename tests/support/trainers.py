@@ -27,6 +27,7 @@ from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.publish import checkpoint
@@ -96,6 +97,7 @@ class FakeOptimizer:
     interrupted: bool = False
     batches: list[Batch] = field(default_factory=list)
     data_parallel_size: int = 1
+    pass_seconds: dict[str, float] = field(default_factory=dict)
 
     def step(self, batch: Batch) -> dict[str, float]:
         self.batches.append(batch)
@@ -183,8 +185,8 @@ def settings(base: Path, directory: Path, **changes: object) -> Settings:
 
 def wired(chosen: Settings, source: FakeSource, optimizer: FakeOptimizer | None = None) -> Trainer:
     """A trainer as `train` wires it, begun."""
-    ledger = loop.open_ledger(chosen)
-    newest = loop.prepare(ledger, chosen)
+    ledger = open_ledger(chosen)
+    newest = prepare(ledger, chosen)
     source.changes = {name: {"TokenizerHash": newest.tokenizer_hash, **source.changes.get(name, {})} for name in source.names}
     served = chosen.trainer.directory / "served.json"
     if not served.exists():

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from collector.arrivals import ArrivalBoard
 from collector.auth import TokenRole
 from collector.database import EmbeddedDatabase, Kind, QueryAnswer
 from collector.sql import body as bodies
@@ -76,7 +77,7 @@ def run(body: bytes, number: int) -> RunningStatement:
 
 
 async def test_statement_of_disconnected_client_frees_body_and_files(engine: BusyEngine) -> None:
-    runner = StatementRunner(cast(EmbeddedDatabase, engine), cast(WriteBuffer, engine), ReaderLimits(100, 60))
+    runner = StatementRunner(cast(EmbeddedDatabase, engine), cast(WriteBuffer, engine), ArrivalBoard(), ReaderLimits(100, 60))
     crowd = [run(b"SELECT 1", number) for number in range(WORKERS[TokenRole.READER])]
     for one in crowd:
         runner.start(one)

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.pool.admin_pool import BackendRequest, BackendState, OrderRequest, PolicyState, PoolAdmin, SleepRequest
-from gateway.proxy.admin import Admin
+from gateway.proxy.admin import Admin, AnnouncementRequest, CountedAttempts, CountRequest
 from gateway.weights.release import Publication, PublicationRequest
 from tests.support.engines import fetch
 from tests.support.fake_engine import FakeEngine
@@ -54,24 +54,12 @@ class _Removed(msgspec.Struct):
     status: str
 
 
-class _Announcement(msgspec.Struct, forbid_unknown_fields=True):
-    run_id: str
-    mode: str
-    traceparent: str | None = None
-
-
 class _Status(msgspec.Struct):
     status: str
 
 
-class _Count(msgspec.Struct):
-    calls: int
-    overflowed: bool
-
-
-BODIES = (BackendRequest, SleepRequest, PublicationRequest, OrderRequest, _Announcement)
-ANSWERS = (_Failure, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, _Count)
-ROLLOUT = {"rollout": {"type": "string", "minLength": 1}, "attempt": {"type": "integer", "minimum": 0, "maximum": 9999}}
+BODIES = (BackendRequest, SleepRequest, PublicationRequest, OrderRequest, AnnouncementRequest, CountRequest)
+ANSWERS = (_Failure, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts)
 BACKEND = {"backend": {"type": "string", "minLength": 1}}
 POLICY = {"policy": {"type": "string", "enum": ["policy", "other"]}}
 OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] = [
@@ -85,8 +73,8 @@ OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] 
     ("post", "/admin/policies/{policy}/versions", POLICY, PublicationRequest, Publication, [200, 400, 404, 409, 502]),
     ("post", "/admin/policies/{policy}/promote", POLICY, OrderRequest, Publication, [200, 400, 404, 409, 502]),
     ("post", "/admin/policies/{policy}/rollback", POLICY, OrderRequest, Publication, [200, 400, 404, 409, 502]),
-    ("put", "/rollout/{rollout}/attempt/{attempt}", ROLLOUT, _Announcement, _Status, [200, 400, 404]),
-    ("get", "/rollout/{rollout}/attempt/{attempt}/calls", ROLLOUT, None, _Count, [200, 404]),
+    ("post", "/attempts", {}, AnnouncementRequest, _Status, [200, 400]),
+    ("post", "/attempts/calls", {}, CountRequest, CountedAttempts, [200, 400]),
     ("get", "/healthz", {}, None, _Status, [200]),
     ("get", "/readyz", {}, None, _Status, [200, 503]),
 ]

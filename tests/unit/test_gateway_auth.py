@@ -36,7 +36,7 @@ CLIENTS = [
     {"name": "anyone", "token": "any-key"},
     {"name": "trainer", "token": "trainer-key", "may_admin": True},
 ]
-ANNOUNCED = {"run_id": "run", "mode": "train"}
+ANNOUNCED = {"rollout_id": "eval-1", "attempt": 0, "run_id": "run", "mode": "train"}
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -126,8 +126,8 @@ async def test_gateway_client_limited_to_policies_must_name_one(body: bytes) -> 
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
-        ("PUT", "/rollout/eval-1/attempt/0", ANNOUNCED),
-        ("GET", "/rollout/eval-1/attempt/0/calls", None),
+        ("POST", "/attempts", {"attempts": [ANNOUNCED]}),
+        ("POST", "/attempts/calls", {"attempts": []}),
         ("GET", "/admin/policies/policy", None),
         ("POST", "/admin/policies/policy/versions", {"version": 1}),
         ("GET", "/metrics", None),
@@ -192,7 +192,7 @@ async def test_gateway_body_over_max_request_bytes_answers_413(chunked: bool) ->
 
         refused = (413, "request_too_large: the request's body has more than gateway.max_request_bytes = 1000 bytes. Send a smaller one.")
         assert await ask(stage, "POST", CHAT, {}, data=pieces() if chunked else b" " * 1001) == refused
-        assert await ask(stage, "PUT", "/rollout/r/attempt/0", {}, data=b" " * 1001) == refused
+        assert await ask(stage, "POST", "/attempts", {}, data=b" " * 1001) == refused
         assert (await stage.chat())[0] == 200
 
 

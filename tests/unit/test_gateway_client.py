@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from runner.workers.gateway_client import CallCount, GatewayClient
@@ -46,5 +48,33 @@ async def test_gateway_client_calls_reports_overflowed_last_call() -> None:
             assert await call(400, TOO_LONG) == CallCount(2, overflowed=True)
             assert await call(200, "") == CallCount(3, overflowed=False), "the agent made its prompt shorter"
             assert await call(500, TOO_LONG) == CallCount(4, overflowed=False)
+        finally:
+            await client.close()
+
+
+async def test_gateway_client_calls_in_flight_delays_no_other_attempt() -> None:
+    async with staged() as stage:
+        client = GatewayClient(str(stage.client._base_url), None)
+        busy, idle = RolloutKey("run", "busy", 0), RolloutKey("run", "idle", 0)
+        try:
+            await asyncio.gather(*(client.announce(key, Mode.TRAIN, TRACEPARENT) for key in (busy, idle)))
+            stage.engine.go_on.clear()
+            call = asyncio.create_task(stage.chat("/rollout/busy/attempt/0"))
+            await stage.engine.arrived.wait()
+            waiting = asyncio.create_task(client.calls(busy))
+            assert await asyncio.wait_for(client.calls(idle), 2) == CallCount(0, overflowed=False)
+            assert not waiting.done()
+            stage.engine.go_on.set()
+            assert (await call)[0] == 200
+            assert await waiting == CallCount(1, overflowed=False)
+        finally:
+            await client.close()
+
+
+async def test_gateway_client_unknown_attempt_has_no_count() -> None:
+    async with staged() as stage:
+        client = GatewayClient(str(stage.client._base_url), None)
+        try:
+            assert await client.calls(RolloutKey("run", "r", 0)) is None
         finally:
             await client.close()

@@ -85,17 +85,17 @@ async def test_counts_forget_least_recent_attempts_without_calls_in_flight(monke
     tally.begin(AttemptKey("busy", 0))
     tally.announce(AttemptKey("old", 0), Announcement("run"))
     tally.announce(AttemptKey("new", 0), Announcement("run"))
-    assert [await tally.calls(AttemptKey(name, 0), 0) for name in ("busy", "old", "new")] == [1, None, 0]
+    assert [tally.calls(AttemptKey(name, 0)) for name in ("busy", "old", "new")] == [1, None, 0]
     assert tally.announced(AttemptKey("old", 0)) == NOTHING_ANNOUNCED
     tally.end(AttemptKey("busy", 0))
-    assert await tally.calls(AttemptKey("busy", 0), 0) == 1
+    assert tally.calls(AttemptKey("busy", 0)) == 1
 
 
 async def test_counts_of_attempt_not_announced_are_none() -> None:
     tally = counts.Counts()
     tally.begin(AttemptKey("before a restart", 0))
     tally.end(AttemptKey("before a restart", 0))
-    assert await tally.calls(AttemptKey("before a restart", 0), 0) is None
+    assert tally.calls(AttemptKey("before a restart", 0)) is None
 
 
 def test_attempt_of_number_out_of_range_is_0() -> None:

@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from benchmarks.rollout_spans import key_value
 from gateway.recorder import exporter as exporter_module
 from gateway.recorder import spill
 from gateway.recorder.exporter import SpanExporter
-from gateway.recorder.record import attribute
 from spangrad.processes import free_ports
 from spangrad.settings.sources import load_settings
 from tests.support.fakes import OtlpSink
@@ -26,7 +26,7 @@ Exporting = Callable[..., AbstractAsyncContextManager[SpanExporter]]
 
 def span(name: str, filling: int = 0) -> bytes:
     return Span(
-        name=name, trace_id=os.urandom(16), span_id=os.urandom(8), attributes=[attribute("filling", "x" * filling)]
+        name=name, trace_id=os.urandom(16), span_id=os.urandom(8), attributes=[key_value("filling", "x" * filling)]
     ).SerializeToString()
 
 

@@ -22,7 +22,7 @@ async def test_greedy_rollout_call_reaches_engine_at_temperature_0(by: str, aske
         path, headers = "", {"baggage": BAGGAGE}
         if by == "endpoint":
             path, headers = "/rollout/r1/attempt/0", {}
-            await stage.client.put(path, json={"run_id": "run", "mode": "greedy"})
+            await stage.announce(path, mode="greedy")
         async with stage.client.post(f"{path}/v1/chat/completions", json=body, headers=headers) as answer:
             assert answer.status == 200
         (asked_engine,) = stage.engine.requests

@@ -116,7 +116,7 @@ async def test_metrics_publications_are_timed_by_outcome(tmp_path: Path) -> None
 
 def test_gateway_metrics_registry_contains_no_process_metrics() -> None:
     metrics = GatewayMetrics()
-    metrics.backends = lambda: [BackendSample("b-0", "b", "down", None, 0), BackendSample("a-0", "a", "serving", 7, 2)]
+    metrics.backends = lambda: [BackendSample("b-0", "b", "down", None, 0, 1.5), BackendSample("a-0", "a", "serving", 7, 2, 0.0)]
     metrics.spans = lambda: SpanState(delivered=3, refused=1, waiting_bytes=10, memory_bytes=4)
     metrics.calls_waiting = lambda: 5
     metrics.published("a", "ok", 2.0)
@@ -134,6 +134,8 @@ def test_gateway_metrics_registry_contains_no_process_metrics() -> None:
         ("backends", (("policy", "a"), ("status", "serving"))): 1,
         ("backend_in_flight", (("backend", "b-0"), ("policy", "b"))): 0,
         ("backend_in_flight", (("backend", "a-0"), ("policy", "a"))): 2,
+        ("backend_busy_seconds_total", (("backend", "b-0"), ("policy", "b"))): 1.5,
+        ("backend_busy_seconds_total", (("backend", "a-0"), ("policy", "a"))): 0,
         ("backend_version", (("backend", "a-0"), ("policy", "a"))): 7,
         ("publication_seconds_count", (("outcome", "ok"), ("policy", "a"))): 1,
         ("publication_seconds_sum", (("outcome", "ok"), ("policy", "a"))): 2,

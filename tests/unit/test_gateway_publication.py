@@ -50,7 +50,7 @@ async def test_publish_runs_steps_in_order_and_serves_version(weights: Path) -> 
         )
         assert stage.engine.orders == STEPS
         assert 0 < seconds < 5
-        assert await state(stage) == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}
+        assert (await state(stage)).items() >= {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}.items()
         await stage.chat()
         (span,) = await stage.spans()
         assert span.attributes["spangrad.policy.versions"] == "[[[0,1]]]"
@@ -188,7 +188,7 @@ async def test_publish_whose_trainer_disconnects_completes(weights: Path) -> Non
         assert (await state(stage))["status"] == "publishing"
         stage.engine.hold_reload.set()
         assert (await stage.chat())[0] == 200
-        assert await state(stage) == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}
+        assert (await state(stage)).items() >= {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}.items()
 
 
 async def test_restarted_engine_is_admitted_with_its_version(weights: Path) -> None:

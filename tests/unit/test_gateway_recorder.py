@@ -76,12 +76,11 @@ async def test_recorder_failure_leaves_minimal_span_and_client_answer(monkeypatc
 
     path = "/rollout/r1/attempt/2"
     async with staged() as stage:
-        async with stage.client.put(path, json={"run_id": "run", "mode": "train"}):
-            pass
+        await stage.announce(path)
         monkeypatch.setattr(calls, "build_span", fails)
         status, body = await stage.chat(path)
         (span,) = await stage.spans()
-        assert await stage.count(path) == (200, {"calls": 1, "overflowed": False})
+        assert await stage.count(path) == (1, False)
     assert (status, json.loads(body)["choices"][0]["finish_reason"]) == (200, "stop")
     process = span.attributes.pop("spangrad.process.id")
     assert isinstance(process, str)
@@ -107,11 +106,10 @@ async def test_gateway_too_deeply_nested_request_is_refused_and_not_counted() ->
     deep = b'{"model": "policy", "messages": [], "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     path = "/rollout/r1/attempt/0"
     async with staged() as stage:
-        async with stage.client.put(path, json={"run_id": "run", "mode": "train"}):
-            pass
+        await stage.announce(path)
         async with stage.client.post(f"{path}/v1/chat/completions", data=deep) as answer:
             said = await answer.json()
         assert (answer.status, said["error"]["message"]) == (400, "the request is not a JSON object: it is nested too deeply")
-        assert await stage.count(path) == (200, {"calls": 0, "overflowed": False})
+        assert await stage.count(path) == (0, False)
         async with stage.client.post("/v1/embeddings", data=deep) as answer:
             assert (answer.status, stage.engine.bodies) == (418, [deep])

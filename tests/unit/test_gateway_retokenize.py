@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from benchmarks.rollout_spans import key_value
 from gateway.proxy.retokenize import Retokenizer, load
-from gateway.recorder.record import attribute
 from spangrad import semconv
 from spangrad.errors import GatewayError
 from spangrad.weights.checksums import tokenizer_hash
@@ -30,7 +30,7 @@ def answered(*texts: str, **more: Any) -> dict[str, Any]:
 
 def span(route: str, request: object, response: object, **attributes: Any) -> bytes:
     texts = {semconv.REQUEST_JSON: json.dumps(request), semconv.RESPONSE_JSON: json.dumps(response), semconv.HTTP_ROUTE: route}
-    return Span(name="chat m", attributes=[attribute(key, value) for key, value in {**texts, **attributes}.items()]).SerializeToString()
+    return Span(name="chat m", attributes=[key_value(key, value) for key, value in {**texts, **attributes}.items()]).SerializeToString()
 
 
 def said(serialized: bytes) -> dict[str, Any]:

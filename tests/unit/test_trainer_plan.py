@@ -18,6 +18,7 @@ from trainer import loop
 from trainer.data.plan import GroupOutcome, LedgerHistory, TrainPlan, planned
 from trainer.data.planning import history_of
 from trainer.data.source import Group, GroupState
+from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import SkipReason
 
 SETTINGS = trainer_settings(groups_per_batch=2, max_staleness=1)
@@ -82,16 +83,16 @@ def test_past_of_branch_of_branch_begins_at_parent_version(tmp_path: Path):
     for begun, lineage in ((1, [0, 1]), (2, [0, 1, 2])):
         files = Path(old.ledger.version(begun).policy_version.path)
         fork = settings(files, tmp_path / "policies", branch=f"fork-{begun}")
-        ledger = loop.open_ledger(fork)
+        ledger = open_ledger(fork)
         planned_from = history_of(fork, ledger, SPEC)
-        loop.prepare(ledger, fork)
+        prepare(ledger, fork)
         assert list(planned_from.lineage) == ledger.lineage() == lineage
         assert planned_from.tokenizer_hash == loop.newest_version(ledger).tokenizer_hash
         ledger.close()
     other = write_base(tmp_path / "other")
     save_file({"weight": np.ones(1, np.float32) * 7}, other / "model.safetensors")
     fork = settings(other, tmp_path / "policies", branch="new")
-    ledger = loop.open_ledger(fork)
+    ledger = open_ledger(fork)
     assert history_of(fork, ledger, SPEC).lineage == (3,)
     assert history_of(fork, None, SPEC).lineage == (0,)
 

@@ -20,7 +20,7 @@ from spangrad.types import PolicyVersion
 from tests.support.fakes import HttpServer
 from tests.support.trainers import FakeOptimizer, FakePublisher, FakeSource, committed, settings, wired, write_base
 from trainer.loop import Trainer, newest_version
-from trainer.publish.publisher import GatewayRefusedError, Publisher
+from trainer.publish.publisher import EngineUsage, GatewayRefusedError, Publisher
 from trainer.retries import Outage
 from trainer.shutdown import Shutdown, Stopped
 
@@ -218,11 +218,28 @@ def test_publication_retry_of_transfer_reads_weights_from_files(tmp_path: Path, 
     batch = trainer.take()
     assert batch
     trainer.step(batch)
+    trainer.follow_ups.wait()
     trainer.optimizer.weight = 7.0  # type: ignore[attr-defined]
     gateway.away = False
     assert trainer.publishing
     trainer.publishing.wait()
     assert (sent, newest_version(trainer.ledger).version) == ([[1.0]], 1)
+
+
+def test_publication_reports_idle_share_of_engines_since_the_one_before(tmp_path: Path, base: Path) -> None:
+    """A gateway that began anew has counted less than before: nothing is reported for once."""
+    usages = [EngineUsage(10.0, 4.0), EngineUsage(14.0, 7.0), EngineUsage(3.0, 1.0), EngineUsage(5.0, 3.0), EngineUsage(9.0, 3.0)]
+
+    class Counting(FakePublisher):
+        def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
+            self.usage = usages.pop(0)
+            return super().publish(version, again=again, weights=weights)
+
+    trainer = wired(settings(base, tmp_path / "policies"), FakeSource([]))
+    assert trainer.publishing
+    trainer.publishing.publisher = Counting(tmp_path / "policies" / "served.json")
+    reported = [trainer.publishing.publish() for _ in range(5)]
+    assert [served.metrics.get("engine_idle") for served in reported if served] == [None, 0.25, None, 0.0, 1.0]
 
 
 def test_outage_is_logged_at_both_ends_and_counted(caplog: pytest.LogCaptureFixture) -> None:

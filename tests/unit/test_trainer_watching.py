@@ -78,7 +78,7 @@ def test_watcher_that_fails_stops_neither_training_nor_others(tmp_path: Path, ca
     trainer.watchers = Watchers([Broken(), kept])
     trainer.run(follow=False)
     trainer.watchers.close()
-    stages = ["load", "credit", "train", "checkpoint", "publish"]
+    stages = ["load", "credit", "train", "settle", "checkpoint", "publish"]
     assert kept.told == [(1, 1, stages, 4), (2, 2, stages, 4), "closed"]
     assert caplog.text.count("Broken failed, and training continues: ConnectionError: no route") == 3
     seconds = trainer.ledger.versions()[-1].metrics
@@ -135,9 +135,19 @@ def test_live_view_shows_table_of_last_steps_below_log(monkeypatch: pytest.Monke
     Console(file=plain, width=140).print(table)
     lines = [line.split() for line in plain.getvalue().splitlines()]
     assert " ".join(lines[0]) == "policy/[/s]: 14 steps, waited for rollouts 75% of 112 s"
-    assert lines[2] == ["3", "3", "+0.25", "0.50", "-", "2e-06", "0.5", "1.00", "-", "1.00", "-", "0.50", "75%"]
-    assert lines[-1] == ["14", "14", "+0.25", "0.50", "+0.75", "2e-06", "0.5", "1.00", "-", "1.00", "-", "0.50", "75%"]
+    assert lines[2] == ["3", "3", "+0.25", "0.50", "-", "2e-06", "0.5", "-", "1.00", "-", "1.00", "-", "0.50", "75%", "-"]
+    assert lines[-1] == ["14", "14", "+0.25", "0.50", "+0.75", "2e-06", "0.5", "-", "1.00", "-", "1.00", "-", "0.50", "75%", "-"]
     assert len(lines) == 14
+
+
+def test_step_idle_share_leaves_out_stages_beside_next_step_and_line_names_engines(caplog: pytest.LogCaptureFixture) -> None:
+    stages = [StepStage("train", 0, 2 * SECOND), StepStage("publish", 2 * SECOND, 9 * SECOND, beside=True)]
+    own = CommittedStep(3, version(seconds_idle=6.0, engine_idle=0.125), [], stages)
+    assert own.idle_share == 0.75
+    assert replace(own, stages=[replace(stage, beside=False) for stage in stages]).idle_share == 0.4
+    caplog.set_level(logging.INFO)
+    LogLines().stepped(own)
+    assert caplog.messages[-1].endswith("idle 75%, engines idle 12%")
 
 
 def test_validation_gives_metrics_by_reward_name() -> None:

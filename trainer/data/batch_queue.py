@@ -1,17 +1,19 @@
 """The next batch: groups that are ready, loaded, checked, and skipped where they may not be trained.
 
 Invariant: a group leaves the queue of ready ones in two ways only, trained or skipped with a reason; one of which rows are missing stays,
-and is looked at again later.
+and is looked at again later. A group is loaded once, as soon as it is ready, and memory holds no more of them than the steps within the
+staleness bound can use.
 
-Groups that fail a check in the step itself are skipped by `refuse`; the next batch is filled up with the next ones, and what was loaded of
-the sound ones is kept.
+Groups are checked when they are ready, not when a batch is full, so that one that is decided is replaced at once: a group that may not be
+trained from one version may not be trained from a later one either. Groups that fail a check in the step itself are skipped by `refuse`;
+the next batch is filled up with the next ones, and what was loaded of the sound ones is kept.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from spangrad.errors import BadRowsError, TrainerError
@@ -65,11 +67,37 @@ class BatchQueue:
         self._on_stale = on_stale
         self._groups = ReadyGroups(ledger, settings)
         self._held: Loaded | None = None
+        self._sound: set[Group] = set()
+        """Held groups that may be trained from `_head`."""
+        self._under_way: set[Group] = set()
+        """Groups of the batch that was taken last, until it is committed or refused."""
         self._head: LedgerVersion | None = None
         """Version that skips were last compared with."""
         self._incomplete: dict[Group, _Incomplete] = {}
         self.ready: list[Group] = []
         """Groups that were ready, and not used yet, when a batch was last requested."""
+
+    def look(self, source: GroupReader, head: LedgerVersion) -> None:
+        """Load and check the oldest ready groups that were not yet, and skip those that may not be trained.
+
+        Raises:
+            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
+        """
+        self._judge_again(source.build_spec, head)
+        waiting = self._waiting()
+        self.ready = [group for group in self._groups.poll(source) if group not in waiting]
+        while unchecked := [group for group in self.ready[: self._most_held] if group not in self._sound]:
+            loaded = self._load(source, unchecked)
+            for group in unchecked:
+                if group not in loaded.incomplete:
+                    self._incomplete.pop(group, None)
+            if loaded.incomplete:
+                self._wait(loaded.incomplete)
+            complete = [group for group in unchecked if group not in loaded.incomplete]
+            skips = self._checked(complete, loaded.only(set(complete)) if loaded.incomplete else loaded, head) if complete else {}
+            self._sound |= set(complete) - skips.keys()
+            if skips:
+                self._skip(skips, head)
 
     def take(self, source: GroupReader, head: LedgerVersion) -> Loaded | None:
         """Return the oldest sound groups that make a whole batch, once those that may not be trained are skipped.
@@ -80,23 +108,19 @@ class BatchQueue:
         Raises:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
-        self._judge_again(source.build_spec, head)
-        settings, waiting = self._settings, self._waiting()
-        self.ready = [group for group in self._groups.poll(source) if group not in waiting]
-        while len(self.ready) >= settings.sampling.groups_per_batch:
-            chosen = self.ready[: settings.sampling.groups_per_batch]
-            self._clock.begin()
-            with self._clock.stage("load"):
-                loaded = self._load(source, chosen)
-            for group in chosen:
-                if group not in loaded.incomplete:
-                    self._incomplete.pop(group, None)
-            if loaded.incomplete:
-                self._wait(loaded.incomplete)
-            elif skips := self._checked(chosen, loaded, head):
+        began = time.time_ns()
+        self.look(source, head)
+        count = self._settings.sampling.groups_per_batch
+        while len(chosen := [group for group in self.ready if group in self._sound][:count]) == count:
+            assert self._held
+            loaded = self._held.only(set(chosen))
+            if skips := self._claimed(chosen, loaded):
                 self._skip(skips, head)
-            else:
-                return loaded
+                self.look(source, head)
+                continue
+            self._clock.begin(began)
+            self._under_way = set(chosen)
+            return loaded
         return None
 
     def refuse(self, error: BadRowsError, groups: Sequence[Group], rows: Sequence[int], head: LedgerVersion) -> None:
@@ -111,6 +135,7 @@ class BatchQueue:
         Raises:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
+        self._under_way = set()
         skips: dict[Group, Skip] = {}
         for row, reason in error.rows.items():
             if rows[row] >= 0:
@@ -119,16 +144,30 @@ class BatchQueue:
 
     def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
         """Skip groups of which a rollout is in a batch already."""
+        self._under_way = set()
         self._skip({group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in groups.items()}, head)
 
-    def forget(self) -> None:
-        """Free what was loaded: the batch was committed."""
-        self._held = None
+    def forget(self, batch: Loaded) -> None:
+        """Free what was loaded of a batch: it was committed."""
+        self._under_way = set()
+        self._keep(
+            {rollout.group for rollout in self._held.rollouts} - {rollout.group for rollout in batch.rollouts} if self._held else set()
+        )
+
+    @property
+    def sound_groups(self) -> set[Group]:
+        """Return the ready groups that may be trained, and those of the batch under way."""
+        return {group for group in self.ready if group in self._sound} | self._under_way
 
     def figures(self) -> dict[str, float]:
         """Return metrics: groups that wait for rows that the store does not show yet, and those that failed among the newest."""
         failures = self._ledger.skips.failures(self._settings.run_id, self._window)
         return {"groups_incomplete": float(len(self._incomplete)), "groups_failed": float(failures.count)}
+
+    @property
+    def _most_held(self) -> int:
+        """Largest number of ready groups that are held: a batch more than the steps within the staleness bound can use."""
+        return (self._settings.sampling.max_staleness + 2) * self._settings.sampling.groups_per_batch
 
     @property
     def _window(self) -> int:
@@ -137,6 +176,8 @@ class BatchQueue:
     def _judge_again(self, build_spec: str, head: LedgerVersion) -> None:
         """Forget skips whose reason no longer holds: at the start, since settings may have changed, and after the branch went back."""
         before, self._head = self._head, head
+        if before is None or head.version != before.version:
+            self._sound.clear()
         if before is None:
             self._stop_if_too_many_failed()
         elif head.version == before.version or (head.parent_branch, head.policy_version.parent) == (before.branch, before.version):
@@ -146,21 +187,32 @@ class BatchQueue:
             logger.info("%d groups that were skipped as %s are looked at again: what the reason depends on has changed", count, reason)
 
     def _load(self, source: GroupReader, chosen: Sequence[Group]) -> Loaded:
-        """Load the groups that are not held yet, and hold all of them."""
-        held = {rollout.group for rollout in self._held.rollouts} if self._held else set[Group]()
-        kept = [group for group in chosen if group in held]
-        missing = [group for group in chosen if group not in held]
-        parts = [self._held.only(kept)] if self._held and kept else []
-        parts += [source.load(missing)] if missing else []
-        self._held = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-        return self._held
+        """Load the groups that are not held yet, and return what is held of all of them."""
+        held = self._groups_held()
+        if missing := [group for group in chosen if group not in held]:
+            loaded = source.load(missing)
+            self._held = self._held + loaded if self._held else loaded
+        assert self._held
+        return self._held.only(set(chosen))
 
-    def _checked(self, chosen: Sequence[Group], loaded: Loaded, head: LedgerVersion) -> dict[Group, Skip]:
-        """Return the groups that may not be trained now; ids are compared last, so that a sound group of two with one id is trained."""
+    def _groups_held(self) -> set[Group]:
+        return {rollout.group for rollout in self._held.rollouts} if self._held else set()
+
+    def _keep(self, groups: Collection[Group]) -> None:
+        """Free what is held of other groups."""
+        self._sound &= set(groups)
+        if self._held:
+            self._held = self._held.only(groups) if groups else None
+
+    def _checked(self, groups: Sequence[Group], loaded: Loaded, head: LedgerVersion) -> dict[Group, Skip]:
+        """Return those of the groups that may not be trained now."""
         lineage = self._ledger.lineage()
-        skips = find_skips(chosen, loaded, self._settings, lineage=lineage, tokenizer_hash=head.tokenizer_hash)
-        if skips:
-            return skips
+        skips = find_skips(groups, loaded, self._settings, lineage=lineage, tokenizer_hash=head.tokenizer_hash)
+        claimed = self._ledger.claimed([rollout for rollout in loaded.rollouts if rollout.group not in skips])
+        return skips | {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()}
+
+    def _claimed(self, chosen: Sequence[Group], loaded: Loaded) -> dict[Group, Skip]:
+        """Return those groups of a batch of which a rollout is trained by now, or is in an earlier group of the batch as well."""
         claimed = self._ledger.claimed(loaded.rollouts)
         return {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()} or same_ids(loaded.rollouts, chosen)
 
@@ -174,6 +226,7 @@ class BatchQueue:
             detail = f". {groups[0].group_id}: {skips[groups[0]].detail}" if skips[groups[0]].detail else ""
             logger.warning("%d groups are skipped (%s): %s%s", len(groups), reason, names, detail)
         self.ready = [group for group in self.ready if group not in skips]
+        self._keep(self._groups_held() - skips.keys())
         if any(skip.reason in FAILURES for skip in skips.values()):
             self._stop_if_too_many_failed()
 
@@ -191,8 +244,7 @@ class BatchQueue:
                 logger.warning("group %s is not ready yet: %s It is looked at again.", group.group_id, detail)
             self._incomplete[group] = _Incomplete(detail, delay, time.monotonic() + delay)
         self.ready = [group for group in self.ready if group not in incomplete]
-        if self._held:
-            self._held = self._held.only({rollout.group for rollout in self._held.rollouts} - set(incomplete))
+        self._keep(self._groups_held() - incomplete.keys())
 
     def _stop_if_too_many_failed(self) -> None:
         """End the run where too many groups failed.

@@ -5,6 +5,7 @@ In: settings. Out: a `TrainPlan`. Invariant: store and ledger are only read.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spangrad.settings import Settings
@@ -13,7 +14,7 @@ from spangrad.types import Mode
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from trainer.data.plan import LedgerHistory, TrainPlan, planned
 from trainer.data.source import GroupReader
-from trainer.ledger.demand import consumed_groups, in_flight
+from trainer.ledger.demand import ConsumedGroups, consumed_groups, in_flight
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import existing_ledger, require_beginning
 from trainer.monitor.evaluate import best, describe_best
@@ -45,8 +46,9 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainP
     history = history_of(settings, ledger, source.build_spec)
     trainer = settings.trainer
     groups = planned(source.states(), source.load, history, trainer)
-    steps = consumed_groups(ledger, trainer, source.build_spec).steps if ledger else 0
-    steps += max((group.batch or 0 for group in groups), default=0) + bool(history.leased)
+    consumed = consumed_groups(ledger, trainer, source.build_spec) if ledger else ConsumedGroups(0, 0, {})
+    planned_steps = max((group.batch or 0 for group in groups), default=0) + bool(history.leased)
+    consumed = replace(consumed, steps=consumed.steps + planned_steps)
     best_version = best(ledger.versions(), trainer) if ledger else None
     return TrainPlan(
         policy=trainer.policy,
@@ -55,7 +57,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainP
         build_spec=source.build_spec,
         version=history.lineage[-1],
         groups_per_batch=trainer.sampling.groups_per_batch,
-        in_flight=in_flight(trainer, steps) if Mode.TRAIN in trainer.modes else 0,
+        in_flight=in_flight(trainer, consumed) if Mode.TRAIN in trainer.modes else 0,
         groups=groups,
         unbuilt=source.unbuilt(),
         elsewhere=() if groups else tuple(source.elsewhere()),

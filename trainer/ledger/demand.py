@@ -1,11 +1,12 @@
 """Demand of the trainer: the total number of groups of rollouts that it needs of its run, reported to the queue.
 
-Invariant: the level is a pure function of facts that only grow, so that under the same settings it never falls, and a crash anywhere
+Invariant: the level is a pure function of what is consumed and what is ready, and the queue keeps the largest, so that a crash anywhere
 leaves it right. A queue that does not answer delays nothing.
 
 Each group that is trained, or skipped (stale, or with nothing to learn from: DAPO's filter), is replaced by a new one. The demand in
-flight is the number of groups that the steps within the staleness bound can use. The number of whole groups is reported too: rollouts
-beyond the demand could not be used in time. A group that was cancelled is counted by neither.
+flight is the number of groups that the steps within the staleness bound can use; those of them that are not ready yet are multiplied by
+what the filter leaves of them, so that as many as are needed will pass it. The number of whole groups is reported too: rollouts beyond the
+demand could not be used in time. A group that was cancelled is counted by neither.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 30.0
 """Interval at which an unchanged demand is sent again, in seconds, for a queue that has lost it."""
+_MOST_AHEAD = 3
+"""Largest number of groups that are demanded for each one that is missing, since the filter leaves a part of them."""
 REQUEST_SECONDS = 5.0
 """Back-off after a failed request to the queue, in seconds."""
 
@@ -47,13 +50,23 @@ class ConsumedGroups:
     """Number of other groups that are skipped, by reason; cancelled ones included."""
 
     @property
+    def filtered(self) -> int:
+        """Return the number of skipped groups without those that came too late or were cancelled."""
+        return sum(count for reason, count in self.skipped.items() if reason not in {SkipReason.CANCELLED, SkipReason.STALE})
+
+    @property
+    def filtered_share(self) -> float:
+        """Return the share of filtered groups among those that were trained or filtered."""
+        return self.filtered / max(self.trained + self.filtered, 1)
+
+    @property
     def groups(self) -> int:
         """Return the number of groups without the cancelled ones, which the queue does not count as enqueued."""
         return self.trained + sum(count for reason, count in self.skipped.items() if reason is not SkipReason.CANCELLED)
 
 
-def in_flight(settings: TrainerSettings, steps: int) -> int:
-    """Return the groups needed beyond those that are consumed: a batch for each version within the staleness bound, or for each step left.
+def usable(settings: TrainerSettings, steps: int) -> int:
+    """Return the groups that steps can use beyond those that are consumed: a batch for each version within the staleness bound.
 
     Args:
         settings: groups_per_batch, max_staleness, max_steps.
@@ -65,23 +78,39 @@ def in_flight(settings: TrainerSettings, steps: int) -> int:
     return batches * settings.sampling.groups_per_batch
 
 
-def groups_wanted(consumed_groups: ConsumedGroups, settings: TrainerSettings) -> int:
+def in_flight(settings: TrainerSettings, consumed: ConsumedGroups, ready: int = 0) -> int:
+    """Return the groups needed beyond those that are consumed: ready ones, and others, of which the filter will leave what is missing.
+
+    The share that it leaves is (t + F) / (t + s + F) after t trained and s filtered groups, F being the usable ones, and 1/3 at least.
+
+    Args:
+        settings: groups_per_batch, max_staleness, max_steps.
+        consumed: groups that the branch has trained or skipped.
+        ready: groups that are whole, sound, and not consumed yet.
+    """
+    needed = usable(settings, consumed.steps)
+    missing = max(needed - ready, 0)
+    passed = consumed.trained + needed
+    return needed - missing + min(-(-missing * (passed + consumed.filtered) // max(passed, 1)), _MOST_AHEAD * missing)
+
+
+def groups_wanted(consumed: ConsumedGroups, settings: TrainerSettings, ready: int = 0) -> int:
     """Return the groups of mode train that the branch needs of the run since its beginning: consumed ones and those in flight."""
-    return consumed_groups.groups + in_flight(settings, consumed_groups.steps)
+    return consumed.groups + in_flight(settings, consumed, ready)
 
 
-def demand(consumed_groups: ConsumedGroups, settings: TrainerSettings, lineage: Sequence[int], ready: int = 0) -> Demand:
+def demand(consumed: ConsumedGroups, settings: TrainerSettings, lineage: Sequence[int], ready: int = 0) -> Demand:
     """Return the demand that is reported to the queue.
 
     Args:
-        consumed_groups: by the ledger.
+        consumed: groups that the branch has trained or skipped.
         settings: of the trainer.
         lineage: the committed versions that led to the one about to be trained, which is last.
-        ready: groups that are whole, and not consumed yet, once a batch of them was taken.
+        ready: groups that are whole, sound, and not consumed yet, those of the step under way included.
     """
     oldest = lineage[-1 - settings.sampling.max_staleness :][0]
-    level = groups_wanted(consumed_groups, settings)
-    return Demand(settings.policy, settings.branch, level, oldest, min(consumed_groups.groups + ready, level))
+    level = groups_wanted(consumed, settings, ready)
+    return Demand(settings.policy, settings.branch, level, oldest, min(consumed.groups + ready, level))
 
 
 def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> ConsumedGroups:
@@ -129,7 +158,7 @@ class DemandReporter:
         """Report the demand if the queue does not know it; an outage of the queue is logged once, and the report repeated later.
 
         Args:
-            ready: groups that are whole, and not consumed yet, once a batch of them was taken.
+            ready: groups that are whole, sound, and not consumed yet, those of the step under way included.
         """
         trainer = self._settings.trainer
         if self._settings.queue.url is None or Mode.TRAIN not in trainer.modes:
@@ -151,12 +180,17 @@ class DemandReporter:
             logger.info("%d groups of run %s are wanted in all, %d are enqueued", now.groups, trainer.run_id, there.enqueued)
         self._reported, self._quiet_until = now, time.monotonic() + REPEAT_SECONDS
 
-    def figures(self) -> dict[str, float]:
-        """Return metrics: number of groups needed in all, and number of skipped groups of the run."""
+    def figures(self, ready: int) -> dict[str, float]:
+        """Return metrics: number of groups needed in all, number of skipped groups of the run, and share of those that were filtered.
+
+        Args:
+            ready: as for `demand`.
+        """
         consumed = self._consumed()
         return {
-            "groups_wanted": float(groups_wanted(consumed, self._settings.trainer)),
+            "groups_wanted": float(groups_wanted(consumed, self._settings.trainer, ready)),
             "groups_skipped": float(sum(consumed.skipped.values())),
+            "filtered_share": consumed.filtered_share,
         }
 
     def _consumed(self) -> ConsumedGroups:

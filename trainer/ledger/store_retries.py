@@ -6,7 +6,6 @@ writes of rows that replace themselves; a transaction of the ledger only before 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -72,15 +71,9 @@ def retrying_client(client: Client, url: str, outage: Outage, shutdown: Shutdown
 
 
 def retry_transactions(ledger: Ledger, outage: Outage, shutdown: Shutdown) -> None:
-    """Make a ledger's transactions wait before they begin while its database does not answer or is locked.
-
-    Those of other threads do not wait: a lease's renewal is repeated anyway.
-    """
-    thread = threading.get_ident()
+    """Make a ledger's transactions wait before they begin while its database does not answer or is locked."""
 
     def connect_with(work: Callable[[], T]) -> T:
-        if threading.get_ident() != thread:
-            return work()
         return call_with_retries(work, lambda error: _is_unavailable(error, is_file=ledger.database.is_sqlite), outage, shutdown)
 
     ledger.database.connect_with = connect_with

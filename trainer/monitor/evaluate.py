@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from spangrad.processes import die_with_parent
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.store.clickhouse import store_errors
 from spangrad.store.datasets import rows_sql
@@ -103,7 +104,7 @@ class Evaluation:
         if not self.is_due(step):
             return
         try:
-            process = subprocess.Popen(command)
+            process = subprocess.Popen(command, preexec_fn=die_with_parent)
         except OSError as error:
             logger.warning("trainer.evaluation.command cannot be started (%s): version %d is not evaluated", error, version.version)
             return

@@ -89,7 +89,8 @@ class LiveView:
         whole = self._seconds["all"]
         idle = f", waited for rollouts {self._seconds['idle'] / whole:.0%} of {whole:.0f} s" if whole else ""
         title = f"{self._settings.policy}/{self._settings.branch}: {self._count} {'step' if self._count == 1 else 'steps'}{idle}"
-        columns = ("step", "version", "return", "success", "held out", "gap", "behind", *(f"{name} s" for name in _STAGES), "idle")
+        stages = (f"{name} s" for name in ("build", *_STAGES))
+        columns = ("step", "version", "return", "success", "held out", "gap", "behind", *stages, "idle", "engines idle")
         table = Table(title=Text(title, "table.title"), title_justify="left", box=None, pad_edge=False)
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
@@ -116,8 +117,10 @@ def row(step: CommittedStep, validation: Mapping[str, float]) -> list[str]:
         _number(held_out, "+.2f"),
         _number(metrics.get("logprob_gap_max"), ".0e"),
         _number(metrics.get("staleness_mean"), ".1f"),
+        _number(metrics.get("seconds_build"), ".2f"),
         *(seconds.get(name, "-") for name in _STAGES),
         f"{step.idle_share:.0%}",
+        _number(metrics.get("engine_idle"), ".0%"),
     ]
 
 
@@ -140,6 +143,7 @@ def describe(step: CommittedStep) -> str:
         f"train {m['seconds_train']:.2f} s",
         *([f"publish {m['seconds_publish']:.2f} s"] if "seconds_publish" in m else []),
         f"idle {step.idle_share:.0%}",
+        *([f"engines idle {m['engine_idle']:.0%}"] if "engine_idle" in m else []),
         *([] if m.get("updated", 1) else ["all advantages 0: weights as before"]),
     ]
     return f"step {step.number} -> version {version.version}: {', '.join(parts)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,11 +23,13 @@ class StepStage:
     """Timed stage of a step."""
 
     name: str
-    """Name of the stage: load, credit, train, checkpoint or publish."""
+    """Name of the stage: load, credit, train, settle (wait for what follows the previous step), checkpoint or publish."""
     began: int
     """Start, in nanoseconds since 1970, as are all times of spans."""
     ended: int
     """End, in nanoseconds since 1970."""
+    beside: bool = False
+    """True if it was done beside the next step, and took no time of the trainer's."""
 
     @property
     def seconds(self) -> float:
@@ -44,14 +46,23 @@ class CommittedStep:
     version: LedgerVersion
     rollouts: Sequence[BatchRollout]
     """Rollouts that it trained on."""
-    stages: Sequence[StepStage]
+    stages: list[StepStage]
 
     @property
     def idle_share(self) -> float:
         """Return the share of wall-clock time, from the previous step's end to this one's, in which the trainer waited for rollouts."""
         idle = self.version.metrics.get("seconds_idle", 0.0)
-        whole = idle + (self.stages[-1].ended - self.stages[0].began) / 1e9 if self.stages else idle
+        own = [stage for stage in self.stages if not stage.beside]
+        whole = idle + (own[-1].ended - own[0].began) / 1e9 if own else idle
         return idle / whole if whole > 0 else 0.0
+
+
+@contextmanager
+def timed(stages: list[StepStage], name: str, *, beside: bool = False) -> Generator[None]:
+    """Add a stage with the block's times; one that fails is not recorded."""
+    began = time.time_ns()
+    yield
+    stages.append(StepStage(name, began, max(time.time_ns(), began), beside))
 
 
 class Clock:
@@ -67,21 +78,23 @@ class Clock:
         """Return the seconds of the wait so far."""
         return time.monotonic() - self._free_since
 
-    def begin(self) -> None:
-        """End the wait: rollouts for a batch are there."""
-        self.stages = []
-        self._idle = time.monotonic() - self._free_since
+    def begin(self, load_began: int | None = None) -> None:
+        """End the wait: rollouts for a batch are there.
+
+        Args:
+            load_began: time at which the look began that found and loaded them, in nanoseconds since 1970: the wait ended then. None: now.
+        """
+        now = time.time_ns()
+        self.stages = [] if load_began is None else [StepStage("load", load_began, max(now, load_began))]
+        self._idle = max(self.waited - sum(stage.seconds for stage in self.stages), 0.0)
 
     def end(self) -> None:
         """End the step, and begin the next wait."""
         self._free_since = time.monotonic()
 
-    @contextmanager
-    def stage(self, name: str) -> Generator[None]:
-        """Time a stage; one that fails is not recorded."""
-        began = time.time_ns()
-        yield
-        self.stages.append(StepStage(name, began, max(time.time_ns(), began)))
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Time a stage of the step under way."""
+        return timed(self.stages, name)
 
     def seconds(self) -> dict[str, float]:
         """Return metrics: seconds of the wait, of each stage so far, and of all stages together."""

@@ -68,6 +68,8 @@ class VerlOptimizer:
         self._versions_to_hold = settings.sampling.max_staleness if held is None else held
         self._held_versions = 0
         self.token_advantages = np.zeros((0, 0), np.float32)
+        self.pass_seconds: dict[str, float] = {}
+        """Metrics of the last step: seconds_forward and seconds_backward of the first rank."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -117,6 +119,7 @@ class VerlOptimizer:
             self._workers.everywhere("undo_step")
             self._order.set_state(order)
             raise
+        self.pass_seconds = self._workers.everywhere("pass_times")
         self._workers.everywhere("end_step")
         self._held_versions = min(self._held_versions + 1, self._versions_to_hold)
         return metrics

@@ -26,6 +26,7 @@ from verl.utils import tensordict_utils as tu
 from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from trainer.optim import snapshots, staged_step
+from trainer.optim.pass_times import PassTimes
 from trainer.optim.process import check_device, join_group, quiet
 from trainer.optim.snapshots import EarlierWeights
 from trainer.optim.verl_worker import training_worker
@@ -90,6 +91,9 @@ class Rank(Worker):
                 self._models[ModelRole.REFERENCE] = training_worker(held, settings, device)
             if settings.credit.estimator == "gae":
                 self._models[ModelRole.CRITIC] = training_worker(self._model, settings, device, critic=True)
+        self._times = PassTimes(device)
+        for role in self._models:
+            self._times.watch(self._engine(role))
         policy = self._engine(ModelRole.POLICY)
         self._register_dispatch_collect_info(MESH, policy.get_data_parallel_rank(), policy.is_mp_src_rank_with_outputs())
 
@@ -155,13 +159,13 @@ class Rank(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def train(self, rows: Any) -> Any:
         """Take one optimizer step of the model that the rows name; collective."""
-        with quiet():
+        with quiet(), self._times.forward_and_backward():
             return self._models[ModelRole(tu.pop(rows, "role"))].train_batch(rows)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def accumulate(self, rows: Any) -> Any:
         """Pass rows forward and backward through the model that they name, and keep their gradients for `apply`; collective."""
-        with quiet():
+        with quiet(), self._times.forward_and_backward():
             return staged_step.accumulate(self._models[ModelRole(tu.pop(rows, "role"))], rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -176,6 +180,11 @@ class Rank(Worker):
         role, behind = ModelRole(tu.pop(rows, "role")), tu.pop(rows, "behind", default=0)
         with quiet(), self._with_weights_of(role, behind):
             return self._models[role].infer_batch(rows)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pass_times(self) -> dict[str, float]:
+        """Return the seconds of the passes since the last call (`PassTimes.take`)."""
+        return self._times.take()
 
     def _with_weights_of(self, role: ModelRole, behind: int) -> contextlib.AbstractContextManager[None]:
         if not behind:

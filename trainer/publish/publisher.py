@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -31,12 +32,30 @@ class GatewayRefusedError(GatewayError):
     """The gateway refuses permanently: it does not accept the version, the token or the request."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """Time of a policy's engines since the gateway began."""
+
+    seconds: float
+    """Seconds that the engines were in the gateway's pool, summed over engines."""
+    busy: float
+    """Seconds of these in which they had a call in flight."""
+
+    def idle_share_since(self, before: EngineUsage) -> float | None:
+        """Return the idle share of the engines' time since an earlier state. None: there was none, or the gateway began anew."""
+        seconds, busy = self.seconds - before.seconds, self.busy - before.busy
+        return 1 - busy / seconds if seconds > 0 and 0 <= busy <= seconds else None
+
+
 class Publisher:
     """HTTP client of the gateway's administration of policies."""
 
     stages: Mapping[str, float] = {}
     """Seconds of each stage of the last publication, of the engine that took the longest; `files`: reading before it. Empty: no engine had
     to load anything."""
+
+    usage: EngineUsage | None = None
+    """Time of the policy's engines when the gateway was last asked for the version that it serves. None: it was not."""
 
     def __init__(
         self,
@@ -65,7 +84,9 @@ class Publisher:
         Raises:
             GatewayError: it does not answer, or does not know the policy.
         """
-        version = self._ask("GET", f"/admin/policies/{quote(policy, safe='')}")["version"]
+        state = self._ask("GET", f"/admin/policies/{quote(policy, safe='')}")
+        self.usage = EngineUsage(float(state.get("engine_seconds", 0.0)), float(state.get("busy_seconds", 0.0)))
+        version = state["version"]
         return None if version is None else int(version)
 
     def publish(self, version: PolicyVersion, *, again: bool = False, weights: Weights | None = None) -> float:

@@ -22,8 +22,8 @@ from spangrad.settings import Settings
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
 from trainer.publish.checkpoint import WEIGHTS
-from trainer.publish.publisher import GatewayRefusedError, Publisher
-from trainer.retries import BACK_OFF, Outage, call_with_retries
+from trainer.publish.publisher import EngineUsage, GatewayRefusedError, Publisher
+from trainer.retries import BACK_OFF, Outage, call_with_retries, without_retries
 from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ServedHead:
 
     version: int
     metrics: Mapping[str, float]
-    """Metrics: seconds_publish, and seconds_publish_STAGE of the engine that took the longest."""
+    """Metrics: seconds_publish, seconds_publish_STAGE of the engine that took the longest, engine_idle since the publication before."""
 
 
 class HeadPublisher:
@@ -65,6 +65,8 @@ class HeadPublisher:
         self._published: list[ServedHead] = []
         self._refused: GatewayRefusedError | None = None
         self._closed = threading.Event()
+        self._usage: EngineUsage | None = None
+        """Time of the engines at the last publication."""
 
     @property
     def is_behind(self) -> bool:
@@ -88,11 +90,11 @@ class HeadPublisher:
         self._retried(self._await_engine, end)
         self._retried(lambda: self._attempt(held.version, weights), end)
 
-    def publish(self, held: LedgerVersion, weights: Weights) -> ServedHead | None:
+    def publish(self, held: LedgerVersion | None = None, weights: Weights | None = None) -> ServedHead | None:
         """Publish the head.
 
         Args:
-            held: version that this process has in memory.
+            held: version that this process has in memory. None: a step may be changing it, and parameters are read from files.
             weights: yields its parameters, until this call returns.
 
         Returns:
@@ -105,7 +107,7 @@ class HeadPublisher:
             if self.is_behind:
                 return None  # the background reads the head again before it ends
         try:
-            return self._attempt(held.version, weights)
+            return self._attempt(held.version if held else None, weights)
         except GatewayRefusedError:
             raise
         except GatewayError as error:
@@ -194,7 +196,12 @@ class HeadPublisher:
         self.outage.over()
         logger.info("version %d is served (%.2f s)%s", head.version, seconds, f": the branch went back from {served}" if back else "")
         stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
-        return ServedHead(head.version, {"seconds_publish": seconds, **stages})
+        return ServedHead(head.version, {"seconds_publish": seconds, **stages, **self._engine_idle()})
+
+    def _engine_idle(self) -> dict[str, float]:
+        before, self._usage = self._usage, self.publisher.usage
+        idle = self._usage.idle_share_since(before) if before and self._usage else None
+        return {} if idle is None else {"engine_idle": idle}
 
     def _from_files(self, path: Path) -> Weights | None:
         """Return a reader of a version's parameters from its files: those in memory may be in the middle of a step.
@@ -223,7 +230,8 @@ class HeadPublisher:
         self._sleep(_FIRST_RETRY_SECONDS)
         while not self._closed.is_set():
             try:
-                publication = attempts(self._attempt)
+                with without_retries():
+                    publication = attempts(self._attempt)
             except GatewayRefusedError as error:
                 refused = error
             except (GatewayError, LedgerError):

@@ -20,13 +20,14 @@ from transition_builder.completeness.reassigned_traces import CONCLUDED, KEYS
 from transition_builder.completeness.resolve import NAMED, owners_of
 from transition_builder.dialects import MODEL_SPAN_SQL
 from transition_builder.frames import concat, conform, empty
-from transition_builder.schemas import ACTIVITY, NAMES, OWNERS, ROOTLESS, ROOTS, TALLY, TRACES, Schema
+from transition_builder.schemas import ACTIVITY, ARRIVED, MICROSECONDS, NAMES, OWNERS, ROOTLESS, ROOTS, TALLY, TRACES, Schema
 from transition_builder.source.queries import StoreReader, batches
 
 OVERLAP = timedelta(seconds=120)
 """Upper bound on the time that an insert takes to become visible after its rows were dated."""
 _USUAL_OVERLAP = timedelta(seconds=10)
-_BETWEEN_SWEEPS = timedelta(seconds=30)
+BETWEEN_SWEEPS = timedelta(seconds=30)
+"""Time between two passes that read all that may have become visible late."""
 _NAMING: Schema = {**NAMES, **dict.fromkeys(("Mode", "SessionId", "ConversationId"), pl.String())}
 
 _ROOTS = f"""
@@ -59,7 +60,7 @@ _OF_BUILT_SINCE = f"""
 _ROOTLESS = f"""
 SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS IngestedAt
 FROM spangrad_internal.rollout_spans
-PREWHERE RowKind = 'span' AND {{arrived}} AND {_SINCE} AND {{which}}
+PREWHERE RowKind = 'span' AND {{arrived}} AND {_SINCE}
     AND multiIf(
         RolloutKeySource != 'rollout', TraceId NOT IN ({{of_built}}),
         RunId = '', RolloutKey NOT IN (SELECT RolloutId {_BUILT_SINCE}),
@@ -68,8 +69,17 @@ WHERE ScopeName = '{semconv.GATEWAY_SCOPE}' OR ({MODEL_SPAN_SQL})
 GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
 ORDER BY IngestedAt
 """
-_ARRIVED = f"""
+_OF_KEYED = f"""
 SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS IngestedAt
+FROM spangrad_internal.rollout_spans
+PREWHERE RowKind = 'span' AND {{arrived}} AND RolloutKeySource != 'rollout' AND RolloutKey IN {{keys}}
+WHERE ScopeName = '{semconv.GATEWAY_SCOPE}' OR ({MODEL_SPAN_SQL})
+GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
+"""
+_ARRIVED = f"""
+SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS IngestedAt,
+    max(SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span' AND RolloutKeySource = 'rollout') = 1 AS HasRoot,
+    toUnixTimestamp64Micro(now64(6)) AS Now
 FROM spangrad_internal.rollout_spans
 WHERE {{arrived}} AND {_SINCE} AND {{which}}
 GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
@@ -125,11 +135,11 @@ class Discovery:
         self._now: datetime | None = None
         self._last: datetime | None = None
         self._last_sweep: datetime | None = None
-        self._seen = empty(ROOTLESS)
+        self._seen = empty(ARRIVED)
         self._seen_next = self._seen
 
     def begin(self, now: datetime) -> None:
-        """Begin a pass, by the store's clock. It counts when it is `done`; else the next one reads the same again."""
+        """Begin a pass, about now. It counts when it is `done`; else the next one reads the same again."""
         self._now = now
 
     def done(self) -> None:
@@ -140,14 +150,21 @@ class Discovery:
         self._seen = self._seen_next
 
     @property
-    def _first(self) -> bool:
+    def now(self) -> datetime:
+        """The store's clock at the begin of this pass."""
+        assert self._now is not None
+        return self._now
+
+    @property
+    def is_first(self) -> bool:
+        """True if this is the first pass."""
         return self._last is None
 
     @property
     def sweeps(self) -> bool:
         """True if this pass reads everything that may have arrived since the last sweep: the first pass, and one at intervals."""
         assert self._now is not None
-        return self._last_sweep is None or self._now - self._last_sweep >= _BETWEEN_SWEEPS
+        return self._last_sweep is None or self._now - self._last_sweep >= BETWEEN_SWEEPS
 
     @property
     def _window(self) -> dict[str, object]:
@@ -165,24 +182,38 @@ class Discovery:
     def rootless(self) -> pl.DataFrame:
         """Return ROOTLESS rows with a span that is, or may be, a call of a model, of traces and rollouts that are not concluded.
 
-        Rows that name their rollout are read in sweeps only: they wait for their root, or for a long timeout.
+        For sweeps: only they read rows that name their rollout, which wait for their root, or for a long timeout.
         """
         of_built = " UNION ALL ".join(_OF_BUILT_SINCE.format(table=table) for table in ("transitions", "drops"))
-        which = "true" if self.sweeps else _UNNAMED
-        return conform(self._reader.frame(_ROOTLESS.format(arrived=self._arrived, which=which, of_built=of_built), self._window), ROOTLESS)
+        return conform(self._reader.frame(_ROOTLESS.format(arrived=self._arrived, of_built=of_built), self._window), ROOTLESS)
+
+    def rootless_of(self, arrived: pl.DataFrame) -> pl.DataFrame:
+        """Return ROOTLESS rows as `rootless` does, of those of ARRIVED that name no rollout; they may be concluded."""
+        return self._by_keys(_OF_KEYED, arrived.select(pl.col("RolloutKey").filter(~NAMED)).to_series(), ROOTLESS)
 
     def arrivals(self) -> pl.DataFrame:
-        """Return ROOTLESS rows of everything that has arrived, at first only of what may belong to rollouts that are built."""
-        which = _EVER_BUILT if self._first else "true"
-        rows = conform(self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window), ROOTLESS)
+        """Return ARRIVED: everything that has arrived, at first only what may belong to rollouts that are built.
+
+        The store puts all acknowledged spans into its tables before; `now` is its clock then.
+        """
+        which = _EVER_BUILT if self.is_first else "true"
+        answered = self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window, fresh=True)
+        if answered.height and not self._reader.as_of:
+            self._now = answered.select(pl.col("Now").first().cast(MICROSECONDS)).item()
+        rows = conform(answered, ARRIVED)
         self._seen_next = rows
         return rows if self.sweeps else rows.join(self._seen, on=rows.columns, how="anti")
 
-    def keys(self, arrived: pl.DataFrame) -> pl.DataFrame:
-        """Return KEYS of the traces of the rows in `arrived`."""
+    @property
+    def reads_all(self) -> bool:
+        """True if this pass reads all of history: what does not name its rollout is among the arrivals."""
+        return self.is_first and self._begin is None
+
+    def keys(self, arrived: pl.DataFrame, *, whole: bool) -> pl.DataFrame:
+        """Return KEYS of the traces of the rows in `arrived`; `whole`: they are all rows of those traces that name no rollout."""
         own = conform(arrived.filter(~NAMED), KEYS).unique(maintain_order=True)
-        if self._first and self._begin is None:
-            return own  # all that does not name its rollout is among it
+        if whole:
+            return own
         return pl.concat([own, self._by_keys(_KEYS, arrived["TraceId"], KEYS)]).unique(maintain_order=True)
 
     def concluded(self, rollouts: pl.Series) -> pl.DataFrame:

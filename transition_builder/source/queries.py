@@ -13,7 +13,7 @@ import polars as pl
 
 from spangrad.settings import Settings
 from spangrad.store import clickhouse
-from spangrad.store.clickhouse import KEYS_A_STATEMENT, LONG, constant, microseconds, store_errors
+from spangrad.store.clickhouse import KEYS_A_STATEMENT, LONG, SETTLED, constant, microseconds, store_errors
 from spangrad.store.datasets import builds_sql
 from transition_builder.frames import concat, conform
 from transition_builder.schemas import BUILT, MICROSECONDS
@@ -25,6 +25,7 @@ _QUERIES = 20
 """Number of statements from which one statement that reads everything is cheaper."""
 _WHOLE = {**LONG, "enable_http_compression": 0, "buffer_size": 16 * 2**20}
 """Query settings: one uncompressed block up to this many bytes; chunks and compression cost both sides more than copies do."""
+_OF_REVISION = ("Revision", "Content", "Watermark", "RowsRead")
 _NEWEST = """
 SELECT RunId, RolloutId, Revision, Content, toUnixTimestamp64Micro(Watermark) AS Watermark, RowsRead,
     toUnixTimestamp64Micro(v.IngestedAt) AS IngestedAt
@@ -61,15 +62,20 @@ class StoreReader:
         return concat((self._newest(f"{of_spec} AND RolloutId IN {constant(some)}") for some in batches(rollouts)), BUILT)
 
     def _newest(self, where: str) -> pl.DataFrame:
-        return conform(self.frame(_NEWEST.format(builds=builds_sql(where=where))), BUILT)
+        return conform(self.frame(_NEWEST.format(builds=builds_sql(where=where, facts=_OF_REVISION))), BUILT)
 
-    def frame(self, sql: str, parameters: Mapping[str, Any] | None = None) -> pl.DataFrame:
+    def frame(self, sql: str, parameters: Mapping[str, Any] | None = None, *, fresh: bool = False) -> pl.DataFrame:
         """Return the result of a query.
+
+        Args:
+            sql: statement, with places for parameters.
+            parameters: by name.
+            fresh: True if it must see every span that was acknowledged before, also where the client's other queries need not.
 
         Raises:
             StoreError: the store failed.
         """
-        return query(self.client, self.url, sql, parameters)
+        return query(self.client, self.url, sql, parameters, {SETTLED: "0"} if fresh else None)
 
     def insert(self, table: str, rows: pl.DataFrame) -> None:
         """Write rows; they are stored when this returns.
@@ -81,14 +87,16 @@ class StoreReader:
             self.client.insert_arrow(f"spangrad_internal.{table}", rows.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()))
 
 
-def query(client: Client, url: str, sql: str, parameters: Mapping[str, Any] | None = None) -> pl.DataFrame:
+def query(
+    client: Client, url: str, sql: str, parameters: Mapping[str, Any] | None = None, headers: dict[str, str] | None = None
+) -> pl.DataFrame:
     """Return the result of a query; `url` is the store's, for errors.
 
     Raises:
         StoreError: the store failed.
     """
     with store_errors(url):
-        table = client.query_arrow(sql, parameters=dict(parameters or {}), use_strings=True, settings=_WHOLE)
+        table = client.query_arrow(sql, parameters=dict(parameters or {}), use_strings=True, settings=_WHOLE, transport_settings=headers)
     frame = pl.from_arrow(_with_plain_map_keys(table))
     assert isinstance(frame, pl.DataFrame)
     return frame

@@ -11,6 +11,7 @@ before it wrote to spangrad_internal.builds belong to no revision, and become pa
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -18,10 +19,11 @@ import polars as pl
 from spangrad.types import transition_id
 from transition_builder.frames import Built, conform
 from transition_builder.schemas import BUILDS, DROPS, NANOSECONDS, REWARDS, ROLLOUT, TOOL_CALLS, TRANSITIONS, Schema
+from transition_builder.source.known_builds import KnownBuilds
 from transition_builder.source.queries import StoreReader
 
 _TABLES = {"rewards": REWARDS, "transitions": TRANSITIONS, "drops": DROPS, "tool_calls": TOOL_CALLS}
-"""Tables of conclusions, in the order in which they are written."""
+"""Tables of conclusions, which are written at once."""
 _KINDS = {"rewards": "r", "transitions": "t", "drops": "d", "tool_calls": "c"}
 _AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}
 """Columns that follow from the conclusions."""
@@ -42,10 +44,12 @@ class Written:
 class Sink:
     """Writes for one build specification."""
 
-    def __init__(self, reader: StoreReader, builder: str = "") -> None:
-        """Write in a builder's name; this does not query the store yet."""
+    def __init__(self, reader: StoreReader, known: KnownBuilds, builder: str = "") -> None:
+        """Write in a builder's name what `known` does not have yet; this does not query the store yet."""
         self._reader = reader
+        self._known = known
         self._builder = builder
+        self._inserts = ThreadPoolExecutor(len(_TABLES), "insert")
 
     def write(self, built: Built, rollouts: pl.DataFrame) -> Written:
         """Write a new revision of each rollout whose conclusions changed.
@@ -57,10 +61,13 @@ class Sink:
         Raises:
             StoreError: the store failed; readers ignore the rows of an unfinished write.
         """
-        new_rows = revise(built, rollouts, self._reader.built(rollouts["RolloutId"]), self._reader.spec, self._builder)
-        for table, rows in (*((table, getattr(new_rows.rows, table)) for table in _TABLES), ("builds", new_rows.builds)):
-            if rows.height:
-                self._reader.insert(table, rows)
+        new_rows = revise(built, rollouts, self._known.of(rollouts["RolloutId"]), self._reader.spec, self._builder)
+        filled = [(table, rows) for table in _TABLES if (rows := getattr(new_rows.rows, table)).height]
+        for insert in [self._inserts.submit(self._reader.insert, table, rows) for table, rows in filled]:
+            insert.result()
+        if new_rows.builds.height:
+            self._reader.insert("builds", new_rows.builds)
+        self._known.forget(rollouts["RolloutId"])
         return new_rows
 
 

@@ -1,0 +1,141 @@
+"""Arrivals: who waits for something to arrive in the store is answered when it does, in place of polls.
+
+In: notes of what was committed, from any thread; requests of those that wait. Out: positions. Invariant: a position that was answered
+before an arrival differs from every position after it, in this process and in any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from aiohttp import web
+
+from collector.otlp.requests import TraceBody
+from collector.write.ingest import Refused
+from spangrad import semconv
+from spangrad.http.server import json_response, refusal
+from spangrad.store.arrivals import LONGEST_SECONDS, Topic
+
+_FINAL = semconv.ROLLOUT_FINAL.encode()
+_OF_TABLE = {
+    "otel_traces": (Topic.ROOTS, Topic.SPANS),
+    "rollout_spans": (Topic.ROOTS, Topic.SPANS),
+    "otel_logs": (Topic.SPANS,),
+    "builds": (Topic.BUILDS,),
+}
+_TARGET = re.compile(r"\s*INSERT\s+INTO\s+(?:TABLE\s+)?[\w`.]*?`?\b(\w+)`?\s*(?:\(|FORMAT|VALUES|SELECT|SETTINGS|WITH|$)", re.IGNORECASE)
+_HEAD = 200
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    topics: frozenset[Topic]
+    woken: asyncio.Future[None]
+    loop: asyncio.AbstractEventLoop
+
+
+class ArrivalBoard:
+    """Counts of arrivals by topic, and requests that wait for more."""
+
+    def __init__(self) -> None:
+        self._instance = uuid.uuid4().hex
+        self._counts = Counter[Topic]()
+        self._lock = threading.Lock()
+        self._waiters = set[_Waiter]()
+        self._closed = False
+
+    def note(self, *topics: Topic) -> None:
+        """Count an arrival, visible to statements from now on, and wake those that wait for it. Thread-safe."""
+        with self._lock:
+            self._counts.update(topics)
+            woken = [waiter for waiter in self._waiters if not waiter.topics.isdisjoint(topics)]
+            self._waiters.difference_update(woken)
+        _wake(woken)
+
+    def noting_traces(
+        self, commit: Callable[[Sequence[TraceBody]], Sequence[Refused]]
+    ) -> Callable[[Sequence[TraceBody]], Sequence[Refused]]:
+        """Return a function that commits bodies of spans and notes them."""
+
+        def commit_and_note(bodies: Sequence[TraceBody]) -> Sequence[Refused]:
+            final = any(_FINAL in body.load() for body in bodies)
+            refused = commit(bodies)
+            self.note(*((Topic.ROOTS,) if final else ()), Topic.SPANS)
+            return refused
+
+        return commit_and_note
+
+    def noting_logs(self, commit: Callable[[Sequence[B]], Sequence[Refused]]) -> Callable[[Sequence[B]], Sequence[Refused]]:
+        """Return a function that commits bodies of log records and notes them."""
+
+        def commit_and_note(bodies: Sequence[B]) -> Sequence[Refused]:
+            refused = commit(bodies)
+            self.note(Topic.SPANS)
+            return refused
+
+        return commit_and_note
+
+    def note_insert(self, sql: str) -> None:
+        """Note a statement that has run, if it inserted into a table of a topic."""
+        match = _TARGET.match(sql[:_HEAD])
+        if match and (topics := _OF_TABLE.get(match[1])):
+            self.note(*topics)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Answer a request of `spangrad.store.arrivals`: at once if something has arrived since its positions, else when it does."""
+        try:
+            topics = [Topic(name) for name in request.query["topics"].split(",")]
+            since = dict(zip(topics, request.query["since"].split(","), strict=True))
+            seconds = min(LONGEST_SECONDS, max(0.0, float(request.query["seconds"])))
+        except (KeyError, ValueError):
+            return refusal(400, f"send topics (of {', '.join(Topic)}), a position of each as since, and seconds.")
+        positions = self.positions(topics)
+        if positions == since and seconds:
+            await self._wait(since, seconds)
+            positions = self.positions(topics)
+        return json_response({"positions": positions})
+
+    def close(self) -> None:
+        """Answer all that wait, and from now on each at once."""
+        with self._lock:
+            self._closed = True
+            woken, self._waiters = [*self._waiters], set()
+        _wake(woken)
+
+    def positions(self, topics: Iterable[Topic]) -> dict[Topic, str]:
+        """Return the positions now."""
+        with self._lock:
+            return {topic: f"{self._instance}:{self._counts[topic]}" for topic in topics}
+
+    async def _wait(self, since: Mapping[Topic, str], seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(frozenset(since), loop.create_future(), loop)
+        with self._lock:
+            if self._closed:
+                return
+            self._waiters.add(waiter)
+        try:
+            # It may have arrived before the waiter was there.
+            if self.positions(since) == since:
+                await asyncio.wait([waiter.woken], timeout=seconds)
+        finally:
+            with self._lock:
+                self._waiters.discard(waiter)
+
+
+def _wake(waiters: Iterable[_Waiter]) -> None:
+    for waiter in waiters:
+        waiter.loop.call_soon_threadsafe(_set, waiter.woken)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,130 @@
+"""Waiting for what arrives in the span store, in place of polls.
+
+In: the store's address, topics. Out: the topics of which something arrived. Invariant: whatever arrives after `wait` has returned ends the
+next one, so that a caller that reads the store between two waits misses nothing that was visible when it arrived.
+
+`spangrad store` answers a request when something arrives, or after the request's time. Any other ClickHouse answers 404, and is asked by a
+cheap statement at intervals.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from spangrad.http.service import bearer
+from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import store_errors
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+PATH = "/arrivals"
+LONGEST_SECONDS = 25.0
+"""Longest time that one request waits, in seconds: shorter than proxies wait for a response."""
+_RECONNECT_SECONDS = 0.5
+_GRACE_SECONDS = 10.0
+_NOT_FOUND = 404
+_NEWEST = """
+SELECT toStartOfInterval(now(), INTERVAL 10 SECOND) AS bucket, count(), max({table}.IngestedAt)
+FROM spangrad_internal.{table}
+WHERE {table}.IngestedAt >= bucket - INTERVAL 10 SECOND
+"""
+"""Query whose answer differs when rows have arrived, also rows that were dated earlier; every 10 s it differs anyway."""
+
+
+class Topic(StrEnum):
+    """Kind of what arrives in the store."""
+
+    ROOTS = "roots"
+    """Root spans of attempts, which end rollouts."""
+    SPANS = "spans"
+    """Any spans or log records."""
+    BUILDS = "builds"
+    """Builds of rollouts, with all their transitions, drops and rewards."""
+
+
+_TABLES = {Topic.ROOTS: "rollout_spans", Topic.SPANS: "rollout_spans", Topic.BUILDS: "builds"}
+
+
+class Arrivals:
+    """Waits for arrivals of some topics; for one thread."""
+
+    def __init__(self, client: Client, store: StoreSettings, topics: Iterable[Topic], poll_seconds: float = 0.2) -> None:
+        """Send nothing yet.
+
+        Args:
+            client: client of the store, for statements where it is not ours.
+            store: settings of the store.
+            topics: topics to wait for.
+            poll_seconds: time between two statements to a store that is not ours, in seconds.
+        """
+        self._client = client
+        self._store = store
+        self._topics = tuple(dict.fromkeys(topics))
+        self._poll_seconds = poll_seconds
+        self._positions: dict[Topic, object] = {}
+        self.by_events = True
+        """False: the store is not ours, and is polled."""
+
+    def wait(self, timeout: float, *topics: Topic) -> frozenset[Topic]:
+        """Return the topics of which something arrived since a call returned them, as soon as something did; empty when the time is over.
+
+        The first call returns all topics at once. So does one after the store was restarted, and one while it does not answer, after a
+        pause: the caller's next statement reports that.
+
+        Args:
+            timeout: longest wait, in seconds. 0: return what has arrived.
+            topics: topics to wait for now, of those of the constructor. None: all of them.
+
+        Raises:
+            StoreError: a statement to a store that is not ours failed.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            left = max(0.0, end - time.monotonic())
+            positions = self._ask(topics or self._topics, min(left, LONGEST_SECONDS)) if self.by_events else None
+            if positions is None:
+                positions = self._poll(topics or self._topics)
+            new = frozenset(topic for topic, position in positions.items() if position != self._positions.get(topic))
+            self._positions |= positions
+            if new or time.monotonic() >= end:
+                return new
+            if not self.by_events:
+                time.sleep(max(0.0, min(self._poll_seconds, end - time.monotonic())))
+
+    def _ask(self, topics: Sequence[Topic], seconds: float) -> Mapping[Topic, object] | None:
+        """Return the topics' positions, when one of them changes or the time is over. None: the store is not ours."""
+        parts = urllib.parse.urlsplit(self._store.url)
+        since = ",".join(str(self._positions.get(topic, "")) for topic in topics)
+        query = urllib.parse.urlencode({"topics": ",".join(topics), "since": since, "seconds": f"{seconds:.3f}"})
+        token = self._store.token or self._store.read_token
+        secret = token.get_secret_value() if token else urllib.parse.unquote(parts.password or "")
+        url = urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], PATH, query, ""))
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, headers=bearer(secret)), timeout=seconds + _GRACE_SECONDS) as response:
+                return {Topic(name): position for name, position in json.load(response)["positions"].items()}
+        except urllib.error.HTTPError as error:
+            self.by_events = error.code != _NOT_FOUND
+            return self._unknown(topics, seconds) if self.by_events else None
+        except (OSError, ValueError):
+            return self._unknown(topics, seconds)
+
+    def _unknown(self, topics: Sequence[Topic], seconds: float) -> Mapping[Topic, object]:
+        """Wait a little for a store that does not answer, and return positions that differ from all others."""
+        time.sleep(min(seconds, _RECONNECT_SECONDS))
+        return {topic: object() for topic in topics}
+
+    def _poll(self, topics: Sequence[Topic]) -> Mapping[Topic, object]:
+        newest = {table: self._newest(table) for table in {_TABLES[topic] for topic in topics}}
+        return {topic: newest[_TABLES[topic]] for topic in topics}
+
+    def _newest(self, table: str) -> object:
+        with store_errors(self._store.url):
+            return self._client.query(_NEWEST.format(table=table)).result_rows

@@ -1,0 +1,174 @@
+"""Training before production: a backlog of traces delays no group, and the builder wakes when a rollout ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from spangrad.processes import Child, free_ports, wait_until
+from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
+from spangrad.types import Mode
+from tests.support import fakes
+from tests.support.built_rollouts import outcome, post, rows, settings_of
+from tests.support.servers import running_store, store_settings
+from transition_builder import builder as builders
+from transition_builder.builder import Builder
+from transition_builder.loop import build_all
+from transition_builder.waiting import BEHIND
+
+BACKLOG = 2000
+SLICE = 200
+"""Rollouts of a slice, at most, at the speed at which a slice is not made larger."""
+
+
+def production(run: str, traces: int) -> bytes:
+    """Traces of a call each, which no runner announced."""
+    spans = fakes.SpanFactory(run=run)
+    for number in range(traces):
+        spans.call("", trace=f"{run}-{number}")
+    for row in (*spans.spans, *spans.calls):
+        row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
+    return spans.otlp()
+
+
+def training(run: str, group: str, size: int = 4) -> bytes:
+    """A group of ended rollouts."""
+    spans = fakes.SpanFactory(run=run)
+    for number in range(size):
+        name = f"{group}-{number}"
+        root = spans.root(name, calls=1, GroupId=group, GroupSize=size)
+        spans.evaluation(root)
+        spans.call(root, rollout=name)
+    return spans.otlp()
+
+
+class Builds:
+    """What `build` is given, a batch at a time; `arrive` is called once, at the first batch of production."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arrive: Any = None) -> None:
+        self.modes: list[str] = []
+        self.sizes: list[int] = []
+        original = builders.build
+
+        def build(frames: Any, spec: Any) -> Any:
+            nonlocal arrive
+            self.modes.append("/".join(sorted(frames.rollouts["Mode"].unique())))
+            self.sizes.append(frames.rollouts.height)
+            if arrive and Mode.PRODUCTION in self.modes[-1]:
+                arrive()
+                arrive = None
+            return original(frames, spec)
+
+        monkeypatch.setattr(builders, "build", build)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_builder_training_group_beside_backlog_of_production_is_built_first(
+    tmp_path: Path, everything: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_settings(tmp_path / "store")
+    with running_store(store, tmp_path / "log"):
+        post(store, production("backlog", BACKLOG))
+        post(store, training("backlog", "there"))
+        builds = Builds(monkeypatch, lambda: post(store, training("backlog", "meanwhile")))
+        settings = settings_of(store, "backlog", quiet_seconds=0)
+
+        summary = build_all(settings) if everything else Builder(settings).build_ready()
+
+        # The group that is there comes first, and the one that ends during a slice right after that.
+        assert builds.modes[:3] == ["train", "production", "train"]
+        assert set(builds.modes[3:]) == {"production"}
+        assert builds.sizes[0] == builds.sizes[2] == 4
+        assert builds.sizes[1] <= SLICE
+        assert (summary.rollouts, sum(builds.sizes)) == (BACKLOG + 8, BACKLOG + 8)
+        counted = "SELECT count(), uniqExact(RolloutId) FROM spangrad.drops WHERE Mode = 'production'"
+        assert rows(store, counted) == [(BACKLOG, BACKLOG)]
+        assert len(outcome(store, "backlog")[0]) == 8
+
+
+def test_builder_urgent_pass_leaves_production_to_a_later_one(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    post(store, production("later", 3))
+    post(store, training("later", "group"))
+    builds = Builds(monkeypatch)
+    builder = Builder(settings_of(store, "later", quiet_seconds=0))
+    builder.build_ready()
+    post(store, production("later-still", 3))
+    post(store, training("later", "another"))
+    builds.modes.clear()
+    builder.build_ready(urgent=True)
+    assert builds.modes == ["train"]
+    builder.build_ready()
+    assert builds.modes == ["train", "production"]
+
+
+def test_builder_alone_claims_no_rollout(store: StoreSettings) -> None:
+    post(store, training("alone", "group"))
+    settings = settings_of(store, "alone")
+    assert Builder(settings).build_ready().rollouts >= 4
+    claimed = f"SELECT RolloutId FROM spangrad_internal.claims WHERE BuildSpec = '{settings.builder.spec}'"
+    assert rows(store, claimed) == [("",)]
+
+
+def test_builder_lags_give_age_and_number_by_mode(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="lags")
+    for name in ("a", "b"):
+        spans.evaluation(spans.root(name, calls=1))
+    post(store, spans.otlp())
+    builder = Builder(settings_of(store, "lags", quiet_seconds=0))
+    builder.build_ready()
+    time.sleep(0.3)
+    lags = builder.lags()
+    assert set(lags) == set(Mode) >= BEHIND
+    age, waiting = lags["train"]
+    assert (0.3 < age < 20, waiting) == (True, 2)
+    assert lags["validate"] == (0.0, 0)
+
+
+_FOLLOW = """
+import sys
+from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
+from transition_builder.loop import follow
+builder = BuilderSettings(selection=Selection(agents=".*|woken"), poll_seconds=60, metrics_address=sys.argv[2])
+follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=builder))
+"""
+
+
+def test_build_follow_wakes_when_a_root_arrives_and_serves_metrics(store: StoreSettings, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    follower = Child("follower", [sys.executable, "-c", _FOLLOW, store.url, f"127.0.0.1:{port}"], tmp_path / "log")
+    try:
+
+        def scrape() -> str:
+            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                return answer.read().decode()
+
+        def is_up() -> bool:
+            try:
+                return bool(scrape())
+            except OSError:
+                return False
+
+        wait_until(is_up, 30, "the builder", [follower])
+        time.sleep(1.5)
+        post(store, training("woken", "group"))
+        # It looks once a minute by itself.
+        wait_until(lambda: len(outcome(store, "woken")[0]) == 4, 20, "the build", [follower])
+        assert 'spangrad_builder_lag_seconds{mode="validate"} 0.0' in scrape()
+        assert 'spangrad_builder_waiting_rollouts{mode="production"}' in scrape()
+    finally:
+        follower.stop(1)
+
+
+def test_settled_client_reads_tables_as_they_are(tmp_path: Path) -> None:
+    store = store_settings(tmp_path / "store", settle_seconds=600)
+    with running_store(store, tmp_path / "log"):
+        counted = "SELECT count() FROM spangrad_internal.attempts"
+        clients = [connect(store, settled=settled) for settled in (True, False, True)]
+        post(store, training("settled", "group"))
+        assert [client.query(counted).result_rows for client in clients] == [[(0,)], [(4,)], [(4,)]]

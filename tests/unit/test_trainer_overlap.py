@@ -1,0 +1,137 @@
+"""What runs beside a step: looks for the next batch, and what follows the last commit; its order, its errors, and when it waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spangrad.errors import SpangradError, StoreError
+from spangrad.types import PolicyVersion
+from tests.support.trainers import FakeOptimizer, FakePublisher, FakeSource, committed, group, settings, wired, write_base
+from trainer.data.batch import Batch
+from trainer.ledger.skips import SkipReason
+from trainer.overlap import FollowUps, Lookahead
+
+SECONDS = 10.0
+"""Longest wait for what must happen beside a step."""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "base")
+
+
+class Watchful(FakeOptimizer):
+    """Ends a step only once something has happened beside it."""
+
+    def __init__(self, happened: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.happened = happened
+        self.missed: list[int] = []
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        metrics = super().step(batch)
+        end = time.monotonic() + SECONDS
+        while not self.happened(len(self.batches)):
+            if time.monotonic() > end:
+                self.missed.append(len(self.batches))
+                break
+            time.sleep(0.005)
+        return metrics
+
+
+def test_next_batch_is_loaded_and_filtered_groups_skipped_while_step_is_under_way(tmp_path: Path, base: Path):
+    source = FakeSource([*"ab"])
+    loads: list[list[str]] = []
+    load = source.load
+    source.load = lambda groups: (loads.append([one.group_id for one in groups]), load(groups))[1]  # type: ignore[method-assign]
+
+    def happened(step: int) -> bool:
+        if step == 1 and len(source.names) == 2:
+            source.names += ["equal", *"cd"]
+            shared = source.changes["a"]
+            source.changes |= dict.fromkeys("cd", shared) | {"equal": {**shared, "Rewards.Value": [1.0]}}
+        return step > 1 or (group("equal") in trainer.ledger.skipped() and len(loads) > 1)
+
+    optimizer = Watchful(happened)
+    trainer = wired(settings(base, tmp_path, skip_equal_groups=True), source, optimizer)
+    trainer.run(follow=False)
+    assert optimizer.missed == []
+    assert trainer.ledger.skipped() == {group("equal"): SkipReason.EQUAL}
+    assert list(committed(trainer).values()) == [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]]
+    assert [name for names in loads for name in names] == ["a", "b", "equal", "c", "d"], "each once"
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_version_is_published_beside_next_step_only_where_rollouts_may_be_older(tmp_path: Path, base: Path, overlaps: bool):
+    held = threading.Event()
+
+    class Slow(FakePublisher):
+        def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
+            if version.version == 1:
+                held.wait(SECONDS if overlaps else 0.01)
+            return super().publish(version, again=again, weights=weights)
+
+    def happened(step: int) -> bool:
+        if step == 2 and overlaps:
+            held.set()
+        return True
+
+    source, optimizer = FakeSource([*"ab"]), Watchful(happened)
+    trainer = wired(settings(base, tmp_path, max_staleness=1 if overlaps else 0), source, optimizer)
+    source.version = lambda: trainer.ledger.committed_versions()[-1]
+    publisher = Slow(tmp_path / "served.json")
+    assert trainer.publishing
+    trainer.publishing.publisher = publisher
+    for step in (1, 2):
+        batch = trainer.take()
+        assert batch
+        assert trainer.step(batch)
+        if step == 1:
+            assert trainer.follow_ups.are_done is not overlaps
+            assert publisher.served("policy") == (0 if overlaps else 1)
+            source.names, source.changes = [*"cd"], dict.fromkeys("cd", source.changes["a"])
+    trainer.follow_ups.wait()
+    assert (len(committed(trainer)), publisher.served("policy")) == (3, 2)
+    assert [one.version for one in trainer.mirror.written][-2:] == [1, 2], "in the order of the commits"  # type: ignore[attr-defined]
+
+
+def test_follow_ups_after_failure_are_skipped_and_error_is_raised():
+    follow_ups, done = FollowUps(), list[int]()
+
+    def fail() -> None:
+        raise StoreError("the store is gone")
+
+    for work in (lambda: done.append(1), fail, lambda: done.append(2)):
+        follow_ups.submit(work)
+    with pytest.raises(StoreError, match="the store is gone"):
+        follow_ups.wait()
+    with pytest.raises(StoreError, match="the store is gone"):
+        follow_ups.check()
+    assert (done, follow_ups.are_done) == ([1], True)
+
+
+def test_lookahead_store_outage_is_tolerated_and_other_errors_are_raised_after_step(caplog: pytest.LogCaptureFixture):
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            raise StoreError("the store does not answer.")
+        if looks == 3:
+            raise SpangradError("too many groups have failed")
+
+    lookahead = Lookahead(look, lambda: True)
+    with lookahead.beside():
+        end = time.monotonic() + SECONDS
+        while looks < 3 and time.monotonic() < end:
+            time.sleep(0.001)
+    with pytest.raises(SpangradError, match="too many groups"):
+        lookahead.check()
+    lookahead.check()
+    assert (looks, caplog.text.count("does not answer")) == (3, 1)

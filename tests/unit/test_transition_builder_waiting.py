@@ -1,0 +1,87 @@
+"""Rollouts that wait: what is due, in slices, the oldest first."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+
+import polars as pl
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from spangrad.errors import SettingsError
+from spangrad.processes import free_ports
+from transition_builder import waiting
+from transition_builder.metrics import BuilderMetrics, serve_metrics
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def pending(*ages: tuple[str, float, float]) -> pl.DataFrame:
+    """Rollouts by name, with the seconds since their arrival and since they were checked."""
+    rows = [
+        {"RunId": "run", "Mode": "train", "RolloutId": name, "TraceId": f"t-{name}", "IngestedAt": NOW - timedelta(seconds=age)}
+        | {"CheckedAt": NOW - timedelta(seconds=checked)}
+        for name, age, checked in ages
+    ]
+    return pl.DataFrame(rows)
+
+
+def test_due_rows_are_new_or_unchecked_for_a_twentieth_of_their_age() -> None:
+    rows = pending(("new", 0, 0), ("dated later", -1, -1), ("just checked", 100, 1), ("long ago", 100, 10))
+    assert waiting.due(rows, NOW)["RolloutId"].to_list() == ["new", "dated later", "long ago"]
+
+
+def test_seconds_until_due_is_that_of_the_first_row() -> None:
+    rows = pending(("later", 100, 1), ("sooner", 20, 0))
+    assert waiting.seconds_until_due(rows, NOW) == pytest.approx(1.0)
+    assert waiting.seconds_until_due(rows, NOW, pl.duration(seconds=30)) == pytest.approx(3.95)
+    assert waiting.seconds_until_due(rows.clear(), NOW) == float("inf")
+
+
+def test_touched_rows_are_due_again() -> None:
+    rows = pending(("named", 100, 1), ("traced", 100, 1), ("other", 100, 1))
+    arrived = pl.DataFrame({"RolloutKey": ["named", "t-traced"], "TraceId": ["elsewhere", "t-traced"]})
+    assert waiting.due(waiting.touched(rows, arrived), NOW)["RolloutId"].to_list() == ["named", "traced"]
+
+
+def test_slices_hold_whole_rollouts_oldest_first_and_as_many_as_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.02)
+    rows = pl.concat([pending((f"r{age:03}", age, age), (f"r{age:03}", age - 1, age)) for age in range(300, 0, -1)])
+    sizes, seen = list[int](), list[str]()
+    for rollouts in waiting.slices(rows, "RolloutId"):
+        names = rollouts["RolloutId"].unique(maintain_order=True).to_list()
+        assert rollouts.height == 2 * len(names)
+        sizes.append(len(names))
+        seen += names
+        time.sleep(0.05)
+    assert seen == [f"r{age:03}" for age in range(300, 0, -1)]
+    # Each took more than twice its time.
+    assert sizes[0] == 128
+    assert sizes[1] < 60
+    assert min(sizes[:-1]) >= 32
+
+
+def test_metrics_show_lag_and_waiting_rollouts_by_mode() -> None:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(
+        BuilderMetrics(lambda: waiting.lags(pending(("a", 5, 5), ("b", 3, 3)), silent(), NOW, ["train", "production", "trial"]))
+    )
+    text = generate_latest(registry).decode()
+    assert 'spangrad_builder_lag_seconds{mode="train"} 5.0' in text
+    assert 'spangrad_builder_waiting_rollouts{mode="train"} 2.0' in text
+    assert 'spangrad_builder_lag_seconds{mode="production"} 7.0' in text
+    assert 'spangrad_builder_waiting_rollouts{mode="production"} 1.0' in text
+    assert 'spangrad_builder_waiting_rollouts{mode="trial"} 0.0' in text
+
+
+def silent() -> pl.DataFrame:
+    """A silent trace that no runner announced, of two names of its rows."""
+    return pl.DataFrame({"Mode": ["", ""], "RolloutKey": ["t", "t"], "IngestedAt": [NOW - timedelta(seconds=7), NOW]})
+
+
+def test_serve_metrics_at_a_taken_address_raises_with_remedy() -> None:
+    (port,) = free_ports(1)
+    serve_metrics(f"127.0.0.1:{port}", dict)
+    with pytest.raises(SettingsError, match=r"builder\.metrics_address = .* cannot be bound .*Choose another address"):
+        serve_metrics(f"127.0.0.1:{port}", dict)

@@ -1,0 +1,137 @@
+"""Threads that work beside the step under way: one prepares the next batch, one does what follows the last commit.
+
+Invariant: what they do may be done later, or again at the next start: an error of a look delays nothing, and what follows a commit is in
+order and is done before the next commit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from spangrad.errors import LedgerError, StoreError
+from trainer.retries import Outage, without_retries
+from trainer.shutdown import Stopped
+
+_LOOK_SECONDS = 2.0
+"""Longest time between two looks, in seconds."""
+_SLICE_SECONDS = 0.1
+"""Longest wait for a condition, in seconds: no signal is handled in it."""
+
+
+class Lookahead:
+    """Thread that loads and checks ready groups while a step is under way."""
+
+    def __init__(self, look: Callable[[], None], arrived: Callable[[], bool]) -> None:
+        """Store the arguments; no thread runs yet.
+
+        Args:
+            look: loads and checks what is ready.
+            arrived: waits a little for something new, and returns whether there may be something.
+        """
+        self._look = look
+        self._arrived = arrived
+        self._outage = Outage("the span store, for the next batch,")
+        self._failed: BaseException | None = None
+
+    @contextmanager
+    def beside(self) -> Generator[None]:
+        """Look again and again until the block ends, and wait then for the look that is under way."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._run, args=(over,), name="lookahead", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def check(self) -> None:
+        """Raise the error that ended the looks beside the last step, if one did.
+
+        Raises:
+            TrainerError: too many groups of the run have failed.
+        """
+        failed, self._failed = self._failed, None
+        if failed:
+            raise failed
+
+    def _run(self, over: threading.Event) -> None:
+        with without_retries():
+            while not over.is_set():
+                try:
+                    self._look()
+                    self._outage.over()
+                except (StoreError, LedgerError) as error:  # the step's end looks again, and waits for an answer
+                    self._outage.failed(error, is_retry=False)
+                except BaseException as error:
+                    self._failed = error
+                    return
+                self._await_arrival(over)
+
+    def _await_arrival(self, over: threading.Event) -> None:
+        """Wait until something arrives, the step ends, or a look is due anyway: groups with missing rows are loaded again."""
+        end = time.monotonic() + _LOOK_SECONDS
+        while not over.is_set() and time.monotonic() < end:
+            if self._arrived():
+                return
+
+
+class FollowUps:
+    """Thread that does what follows commits, in their order."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._left = 0
+        """Number of follow-ups that are not done."""
+        self._failed: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def are_done(self) -> bool:
+        """Return whether nothing is under way."""
+        return self._left == 0
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do some work after what was submitted before, unless that failed."""
+        with self._changed:
+            self._left += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="follow-ups", daemon=True)
+                self._thread.start()
+        self._work.put(work)
+
+    def wait(self) -> None:
+        """Wait until everything is done, in slices in which a signal is handled.
+
+        Raises:
+            SpangradError: some of the work failed; what came after it was not done.
+        """
+        with self._changed:
+            while self._left:
+                self._changed.wait(_SLICE_SECONDS)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of work that failed, if some did."""
+        if self._failed:
+            raise self._failed
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            try:
+                if self._failed is None:
+                    work()
+            except Stopped:
+                return  # the process ends, and its next start does what is left
+            except BaseException as error:
+                self._failed = error
+            finally:
+                with self._changed:
+                    self._left -= 1
+                    self._changed.notify_all()

@@ -1,0 +1,122 @@
+"""A training run: the trainer with its parts, made of the settings, from the first look to the end.
+
+In: the settings. Out: policy versions. Invariant: PyTorch and verl are imported once the settings, the store and the ledger are sound;
+whatever ends the run, all parts are closed.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from spangrad.selection import expression
+from spangrad.settings import Settings
+from spangrad.store.arrivals import Arrivals, Topic
+from spangrad.store.clickhouse import connect
+from trainer.credit.assignment import CreditRule
+from trainer.credit.learning import check
+from trainer.data.planning import plan_of
+from trainer.data.source import GroupReader
+from trainer.ledger.file_batches import has_trainers_state
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import earlier_checkpoints, newest_version, open_ledger, prepare, require_beginning
+from trainer.ledger.store_retries import retry_transactions, retrying_client
+from trainer.ledger.tables import LedgerVersion
+from trainer.loop import Trainer
+from trainer.monitor.batch_times import batch_times
+from trainer.monitor.evaluate import Evaluation
+from trainer.monitor.watchers import watchers_of
+from trainer.monitor.watching import Watchers
+from trainer.publish import checkpoint
+from trainer.publish.lora import model_of
+from trainer.publish.publisher import publisher_of
+from trainer.retries import Outage
+from trainer.shutdown import Shutdown, Stopped
+
+logger = logging.getLogger(__name__)
+
+
+def train(settings: Settings, *, follow: bool) -> None:
+    """Train until there is no whole batch (or, with `follow`, until trainer.max_steps or a signal).
+
+    Args:
+        settings: the whole tree; the trainer reads its own section, the store's, the gateway's and the builder's specification.
+        follow: wait for groups as they finish.
+
+    Raises:
+        SpangradError: a setting, the store, the gateway, a checkpoint or a batch is not as it must be; the ledger is left so that the
+            next call goes on.
+    """
+    CreditRule.of(settings.trainer).check()
+    check(settings.trainer)
+    expression(settings.trainer.selection)
+    shutdown = Shutdown()
+    try:
+        with shutdown.listening():
+            _train(settings, follow, shutdown)
+    except Stopped:
+        logger.info("stopped by %s", shutdown.requested)
+
+
+def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
+    require_beginning(settings)
+    outage = Outage("the span store")
+    # Two clients: groups are read while what follows the last step is written.
+    store, reader = (connect(settings.store, consistent=True) for _ in range(2))
+    client = retrying_client(store, settings.store.url, outage, shutdown)
+    ledger = open_ledger(settings)
+    retry_transactions(ledger, Outage("the ledger's database"), shutdown)
+    watchers, trainer = Watchers([]), None
+    try:
+        newest = prepare(ledger, settings)
+
+        from trainer.credit.estimators import estimator
+        from trainer.optim.optimizer import VerlOptimizer
+        from trainer.optim.process import describe_choices
+
+        def load(version: LedgerVersion) -> VerlOptimizer:
+            model = Path(version.policy_version.path)
+            checkpoint.verify(model, version.policy_version.checksum)
+            engine = VerlOptimizer(model_of(model), settings.trainer, engine_dtype=settings.engine.dtype)
+            try:
+                if has_trainers_state(ledger.database, version) or model_of(model) != model:
+                    engine.load_state(model)
+                engine.hold(earlier_checkpoints(ledger, version, engine.versions_to_hold))
+            except BaseException:
+                engine.close()
+                raise
+            logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
+            logger.info("training with %s", describe_choices(settings.trainer, engine.device))
+            return engine
+
+        source = GroupReader(retrying_client(reader, settings.store.url, outage, shutdown), settings)
+        arrivals = Arrivals(reader, settings.store, [Topic.BUILDS], settings.trainer.poll_seconds)
+        watchers = watchers_of(settings, store)
+        trainer = Trainer(
+            settings=settings,
+            ledger=ledger,
+            source=source,
+            normalise=estimator(settings.trainer),
+            mirror=Mirror(client, settings.store.url, ledger),
+            publisher=publisher_of(settings),
+            shutdown=shutdown,
+            store_outage=outage,
+            loaded=newest,
+            load_optimizer=load,
+            evaluation=Evaluation(client, settings, source.build_spec),
+            watchers=watchers,
+            batch_times=lambda rollouts: batch_times(client, settings.store.url, rollouts),
+            arrived=lambda seconds: bool(arrivals.wait(seconds)),
+            optimizer=load(newest) if follow else None,
+        )
+        trainer.start()
+        trainer.run(follow=follow)
+        if newest_version(ledger).version == newest.version and not follow:
+            logger.info("%s", plan_of(settings, client, ledger).summary)
+    finally:
+        if trainer:
+            trainer.close()
+        ledger.close()
+        watchers.close()
+        store.close()
+        reader.close()

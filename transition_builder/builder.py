@@ -1,0 +1,399 @@
+"""The builder: finds what ended, remembers what waits, builds what is complete, a pass at a time.
+
+Invariant: a builder that is killed anywhere can be started again: a rollout is forgotten here only after all its rows are written, and the
+sink writes no revision twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
+
+import polars as pl
+
+from spangrad.settings import Settings
+from spangrad.store import datasets
+from spangrad.store.arrivals import Arrivals, Topic
+from spangrad.store.clickhouse import connect
+from spangrad.types import Mode
+from transition_builder import specification, waiting
+from transition_builder.batch_sizes import BuildBatches
+from transition_builder.build import build
+from transition_builder.completeness import reassigned_traces
+from transition_builder.completeness.reassigned_traces import CONCLUDED, REASSIGNED
+from transition_builder.completeness.resolve import NAMED, claim
+from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts
+from transition_builder.ended import EndedRollouts, ended
+from transition_builder.frames import Frames, conform, empty
+from transition_builder.rewards import sql
+from transition_builder.schemas import ARRIVED, BUILT, MICROSECONDS, PENDING, ROLLOUT, ROOTLESS
+from transition_builder.source import late_spans
+from transition_builder.source.claims import Claims
+from transition_builder.source.discovery import BETWEEN_SWEEPS, OVERLAP, Discovery
+from transition_builder.source.known_builds import KnownBuilds
+from transition_builder.source.queries import StoreReader
+from transition_builder.source.rollouts import RolloutReader
+from transition_builder.source.sink import Sink
+from transition_builder.summary import ProgressCallback, Summary, no_progress
+
+log = logging.getLogger(__name__)
+
+ROLLOUTS_PER_READ = 1024
+"""Rollouts whose spans without attributes are read at a time; bounds memory."""
+BEHIND_SECONDS = 2.0
+"""Longest time, in seconds, for which spans that end no rollout wait for others; shorter where `builder.quiet_seconds` is."""
+_NAMES_ITSELF = NAMED & (pl.col("RunId") != "")
+
+
+class Builder:
+    """Finds ended rollouts, remembers those that wait, builds those that are complete.
+
+    A pass builds first what runners announced of training and validation. Production and trials come behind, in slices; between two slices
+    it looks for training again. Traces that no final root claims are among them: their unconcluded calls are remembered, until their
+    rollout ends, is silent for long enough, or turns out to have been built. Rollouts of which something arrives after they were built are
+    processed like new ones.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        since: datetime | None = None,
+        run: str | None = None,
+        force: bool = False,
+        on_progress: ProgressCallback = no_progress,
+    ) -> None:
+        """Connect to the store.
+
+        Args:
+            settings: of the store and the build.
+            since: build what has arrived since then; None: everything that was not built.
+            run: build only rollouts whose spans name this run; None: of all runs.
+            force: conclude everything that has ended, whatever of it may still arrive.
+            on_progress: called with the progress.
+
+        Raises:
+            BuilderError: the specification is invalid.
+            StoreError: the store does not answer.
+        """
+        specification.check(settings.builder)
+        client = connect(settings.store, consistent=True, settled=True)
+        sql.check(client, settings.store.url, settings.builder)
+        self._spec = settings.builder
+        self._waiting_times = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if force else self._spec
+        self._force = force
+        self._run = run
+        self._on_progress = on_progress
+        name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._reader = StoreReader(client, settings)
+        self._discovery = Discovery(self._reader, since)
+        self._source = RolloutReader(client, settings)
+        self._ended = EndedRollouts(self._source, self._waiting_times)
+        self._claims = Claims(self._reader, name, settings.builder.lease_seconds)
+        self._known = KnownBuilds(self._reader)
+        self._sink = Sink(self._reader, self._known, name)
+        self._arrivals = Arrivals(client, settings.store, [Topic.ROOTS, Topic.SPANS], self._spec.poll_seconds)
+        self._claims.look()
+        self._now, self._looked = self._reader.now(), time.monotonic()
+        self._pending = empty({**PENDING, "CheckedAt": MICROSECONDS})
+        self._behind = empty(ARRIVED)
+        self._behind_due = time.monotonic()
+        self._rootless = empty({**ROOTLESS, "CheckedAt": MICROSECONDS})
+        of_rollouts = dict.fromkeys(ROLLOUT, pl.String())
+        self._examined = empty(of_rollouts | {"Until": MICROSECONDS, "Examined": pl.UInt64()})
+        self._late_rows = empty(of_rollouts | {"Rows": pl.UInt64()})
+        self._reassigned = empty(REASSIGNED)
+        self._done = 0
+        self._batch_sizes = BuildBatches()
+
+    def register(self, dataset: str) -> datasets.Dataset:
+        """Register the specification under a dataset name.
+
+        Raises:
+            SettingsError: the name is invalid.
+            StoreError: the store failed.
+        """
+        return datasets.register(self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides)
+
+    def build_ready(self, *, urgent: bool = False) -> Summary:
+        """Build all rollouts that are complete now.
+
+        Args:
+            urgent: leave production and trials to a later pass.
+
+        Raises:
+            BuilderError: a file of the specification was changed since the builder began.
+            RuleError: a Python rule failed; nothing was written of the rollouts that it was evaluated for, and the next pass builds them.
+            StoreError: the store failed; the next pass continues where this one stopped.
+        """
+        began = time.monotonic()
+        specification.require_unchanged(self._spec, self._reader.spec)
+        summary = Summary()
+        self._look()
+        self._done = 0
+        self._progress(0)
+        self._build_announced(summary)
+        if not urgent:
+            self._build_behind(summary)
+        summary.waiting = self._pending.height
+        summary.seconds = time.monotonic() - began
+        if summary.rollouts:
+            log.info("built %s", summary)
+        return summary
+
+    def wait(self) -> bool:
+        """Wait until there may be something to build; return whether it is urgent, so that production and trials can wait.
+
+        Raises:
+            StoreError: the store, which is not ours, failed.
+        """
+        # What ends no rollout can wait for more of it, unless a rollout waits for it.
+        patience = max(self._spec.poll_seconds, 0.0 if self._pending.height else self._behind_due - time.monotonic())
+        if self._arrivals.wait(self._seconds_to_rest()) == frozenset({Topic.SPANS}):
+            self._arrivals.wait(patience, Topic.ROOTS)
+        return time.monotonic() < self._behind_due
+
+    def lags(self) -> Mapping[str, tuple[float, int]]:
+        """Return, by mode, the age in seconds of the oldest rollout that ended and is not built, and the number of those."""
+        now = self._clock()
+        return waiting.lags(self._pending, self._rootless.filter(now - pl.col("IngestedAt") >= self._silence()), now, [*Mode])
+
+    def _seconds_to_rest(self) -> float:
+        """Return the time until something is due by its age, in seconds, if nothing arrives."""
+        now, until_behind = self._clock(), self._behind_due - time.monotonic()
+        pending = waiting.seconds_until_due(self._pending, now)
+        rootless = 0.0 if self._behind.height else waiting.seconds_until_due(self._rootless, now, self._silence())
+        until = min(pending, max(rootless, until_behind), BETWEEN_SWEEPS / timedelta(seconds=1))
+        return max(self._spec.poll_seconds, until)
+
+    def _clock(self) -> datetime:
+        """Return the store's clock, as far as this process knows it."""
+        return self._now + timedelta(seconds=time.monotonic() - self._looked)
+
+    def _look(self) -> None:
+        """Remember rollouts that ended, built ones that are out of date, and all else that arrived, for later."""
+        self._claims.look()
+        self._known.forget()
+        self._discovery.begin(self._reader.as_of or self._clock())
+        arrived = self._discovery.arrivals()
+        self._now, self._looked = self._discovery.now, time.monotonic()
+        self._pending = waiting.touched(self._pending, arrived)
+        if self._discovery.is_first:
+            self._add_pending(self._discovery.new_roots())
+        named = arrived.filter(_NAMES_ITSELF)
+        if named.height:
+            built = self._remember_stale(named, named.rename({"RolloutKey": "RolloutId"}))
+            new = named.filter("HasRoot").rename({"RolloutKey": "RolloutId"}).join(built, on=ROLLOUT, how="anti")
+            self._add_pending(new)
+        self._behind = pl.concat([self._behind, arrived])
+        if self._discovery.sweeps:
+            self._look_behind(self._discovery.rootless())
+        self._discovery.done()
+        if self._examined.height:
+            self._examined = self._examined.filter(self._now - pl.col("Until") < 2 * OVERLAP)
+
+    def _look_behind(self, rootless: pl.DataFrame | None = None) -> None:
+        """Remember traces without a final root, and built rollouts that are out of date, of what arrived since the last time.
+
+        Args:
+            rootless: ROOTLESS of this pass, where it sweeps. None: of what arrived.
+        """
+        arrived = self._behind
+        if arrived.height:
+            keys = self._discovery.keys(arrived, whole=self._discovery.reads_all)
+            owners = self._discovery.owners(keys["TraceId"])
+            self._remember_reassigned(arrived, reassigned_traces.former_owners(keys, owners))
+            unnamed = arrived.filter(~_NAMES_ITSELF)
+            if unnamed.height:
+                self._remember_stale(unnamed, claim(unnamed, owners).rename({"RolloutKey": "RolloutId"}))
+        new = self._discovery.rootless_of(arrived) if rootless is None else rootless
+        if new.height:
+            self._rootless = merge(self._rootless, self._of_run(new))
+        self._behind = self._behind.clear()
+
+    def _remember_stale(self, arrived: pl.DataFrame, claimed: pl.DataFrame) -> pl.DataFrame:
+        """Queue again the rollouts of which something (ARRIVED) has arrived since they were built; return BUILT of all of them.
+
+        The rows of `claimed` are the same, with the RunId and RolloutId that they belong to.
+        """
+        built = self._built(claimed["RolloutId"])
+        if built.is_empty():
+            return built
+        outdated = outdated_rollouts(claimed, built)
+        if self._discovery.sweeps:
+            outdated = pl.concat([outdated, self._with_late_rows(built.join(outdated, on=ROLLOUT, how="anti"))])
+        if outdated.is_empty():
+            return built
+        roots = self._discovery.roots(outdated["RolloutId"]).filter("Final").join(outdated, on=ROLLOUT, how="semi")
+        self._add_pending(roots)
+        rootless = outdated.join(roots, on=ROLLOUT, how="anti")
+        named = claimed.select(ROLLOUT).with_row_index("row")
+        matching = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
+            (pl.col("RunId") == "") | pl.struct(ROLLOUT).is_in(rootless.select(pl.struct(ROLLOUT)).to_series().implode())
+        )
+        self._rootless = merge(self._rootless, self._of_run(conform(arrived[matching["row"]], ROOTLESS)))
+        return built
+
+    def _remember_reassigned(self, arrived: pl.DataFrame, former_owners: pl.DataFrame) -> None:
+        """Remember rollouts that were built with calls that now belong to another rollout."""
+        if former_owners.is_empty():
+            return
+        built = self._known.of(former_owners["RolloutId"])
+        traces = self._discovery.concluded(built["RolloutId"]).join(
+            former_owners, on=["TraceId", "RolloutId"], how="semi", maintain_order="left"
+        )
+        newest = arrived.group_by("TraceId").agg(pl.col("IngestedAt").max())
+        reassigned = self._of_run(traces).join(newest, on="TraceId", maintain_order="left")
+        self._reassigned = pl.concat([self._reassigned.join(reassigned, on=list(CONCLUDED), how="anti"), reassigned])
+
+    def _rebuild_former(self, summary: Summary) -> None:
+        """Rebuild rollouts that lost calls to other rollouts, and queue those calls."""
+        built = self._known.of(self._reassigned["RolloutId"])
+        for rollouts in self._batch_sizes.of(self._claims.take(reassigned_traces.to_rebuild(self._reassigned, built), built)):
+            reassigned = self._reassigned.join(rollouts, on=ROLLOUT, how="semi")
+            self._build(self._source.claimed_frames(rollouts, reassigned["TraceId"]), summary)
+            self._rootless = merge(self._rootless, reassigned_traces.rootless(reassigned))
+            self._reassigned = self._reassigned.join(rollouts, on=ROLLOUT, how="anti")
+
+    def _with_late_rows(self, built: pl.DataFrame) -> pl.DataFrame:
+        """Return those of BUILT that lack rows in flight when they were read, in the form of `outdated_rollouts`. Remembered until read."""
+        candidates = late_spans.maybe_incomplete(built)
+        incomplete = late_spans.with_new_rows(candidates, late_spans.count(self._discovery.tally(candidates["RolloutId"]), candidates))
+        self._late_rows = pl.concat([self._late_rows.join(incomplete, on=ROLLOUT, how="anti"), incomplete])
+        return candidates.join(incomplete, on=ROLLOUT, how="semi").select(*ROLLOUT, LastArrival="Watermark")
+
+    def _build_announced(self, summary: Summary) -> None:
+        """Build what is complete of training, validation and their baselines, the oldest first."""
+        due = waiting.due(self._pending.filter(~waiting.IS_BEHIND), self._now).sort("IngestedAt")
+        for batch in due.iter_slices(ROLLOUTS_PER_READ):
+            self._conclude(batch, summary)
+
+    def _build_behind(self, summary: Summary) -> None:
+        """Build what is complete of production and of trials in slices, and what ends of training between two of them."""
+        self._look_behind()
+        if self._reassigned.height:
+            self._rebuild_former(summary)
+        for batch in self._slices(waiting.due(self._pending.filter(waiting.IS_BEHIND), self._now), "RolloutId", summary):
+            self._conclude(batch, summary)
+        silent = self._rootless.filter(self._now - pl.col("IngestedAt") >= self._silence())
+        for batch in self._slices(waiting.due(silent, self._now), "RolloutKey", summary):
+            self._conclude_rootless(batch, summary)
+        self._behind_due = time.monotonic() + min(BEHIND_SECONDS, self._spec.quiet_seconds / 4)
+
+    def _slices(self, rows: pl.DataFrame, key: str, summary: Summary) -> Iterator[pl.DataFrame]:
+        """Yield rows by slices of rollouts; after each, build what has ended of training since."""
+        for batch in waiting.slices(rows, key):
+            yield batch
+            if self._arrivals.wait(0, Topic.ROOTS):
+                self._look()
+                self._build_announced(summary)
+
+    def _conclude(self, due: pl.DataFrame, summary: Summary) -> None:
+        """Decide on rollouts with a root that are due (PENDING), and build those that no longer wait."""
+        now = self._now
+        arrivals = self._source.arrivals(due)
+        owners = self._source.owners(arrivals)
+        judged = self._ended.judged(due, arrivals, owners, now)
+        # A rollout without a verdict has no final root, and waits like one that never had a root.
+        if judged.height < due.height:
+            self._pending = self._pending.join(due.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
+        for rollouts in self._batch_sizes.of(self._claimed(ended(judged))):
+            frames = self._ended.frames(rollouts, arrivals, owners, now)
+            if frames.rollouts.height:
+                self._build(frames, summary)
+        self._pending = waiting.checked(self._pending, due, ROLLOUT, now)
+
+    def _claimed(self, rollouts: pl.DataFrame) -> pl.DataFrame:
+        """Claim those of the given ROLLOUTS that are still to be built by this builder; forget those that other builders have built."""
+        if rollouts.is_empty():
+            return rollouts
+        built = self._built(rollouts["RolloutId"])
+        if built.height:
+            current = rollouts.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("LastArrival"))
+            self._forget(current)
+            rollouts = rollouts.join(current, on=ROLLOUT, how="anti")
+        taken = self._claims.take(rollouts, built)
+        if not self._claims.alone:
+            self._known.forget()
+        return taken
+
+    def _built(self, rollouts: pl.Series) -> pl.DataFrame:
+        """Return BUILT of the rollouts; rows that were examined and changed nothing count as read."""
+        known = self._known.of(rollouts)
+        if known.is_empty():
+            return known
+        built = known.join(self._examined, on=ROLLOUT, how="left").join(self._late_rows, on=ROLLOUT, how="left")
+        read = pl.max_horizontal("RowsRead", "Examined")
+        is_incomplete = (pl.col("Rows") > read).fill_null(False)
+        until = (
+            pl.when(is_incomplete)
+            .then(pl.lit(late_spans.LONG_AGO).cast(BUILT["Watermark"]))
+            .otherwise(pl.max_horizontal("Watermark", "Until"))
+        )
+        return built.with_columns(Watermark=until, RowsRead=read).drop("Until", "Examined", "Rows")
+
+    def _conclude_rootless(self, due: pl.DataFrame, summary: Summary) -> None:
+        """Build those rollouts without a final root span that have been silent for long enough, of ROOTLESS that are due."""
+        now = self._now
+        owners = self._discovery.owners(due["TraceId"])
+        activity = self._discovery.activity(claim(due, owners)["RolloutKey"])
+        rootless = rollouts_of(due, owners, activity)
+        built = self._built(rootless["RolloutId"])
+        current = rootless.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt"))
+        unbuilt = rootless.join(current, on=ROLLOUT, how="anti").join(self._pending, on=ROLLOUT, how="anti")
+        roots, traces = self._discovery.roots(unbuilt["RolloutId"]), self._discovery.traces(unbuilt["TraceId"])
+        silent = silent_rollouts(unbuilt, roots, activity, traces, now, self._spec, force=self._force)
+        self._rootless = waiting.checked(self._rootless, due, ["TraceId", "RolloutKey"], now)
+        for batch in silent.iter_slices(ROLLOUTS_PER_READ):
+            for rollouts in self._batch_sizes.of(self._claimed(batch)):
+                frames = self._ended.claimed_frames(rollouts, unbuilt, now)
+                if frames.rollouts.height:
+                    self._build(frames, summary)
+        for batch in (current, rootless.join(roots.filter("Final"), on=ROLLOUT, how="semi")):
+            self._rootless = self._rootless.join(batch, on="TraceId", how="anti")
+
+    def _silence(self) -> pl.Expr:
+        return waiting.silence(self._spec, self._waiting_times.quiet_seconds)
+
+    def _build(self, frames: Frames, summary: Summary) -> None:
+        self._batch_sizes.record(frames)
+        summary.add(self._sink.write(build(frames, self._spec), frames.rollouts))
+        self._forget(frames.rollouts)
+        if self._rootless.height:
+            read = frames.spans["TraceId"].unique()
+            self._rootless = self._rootless.filter(NAMED | ~pl.col("TraceId").is_in(read.implode()))
+        examined = frames.rollouts.select(*ROLLOUT, Until="LastArrival", Examined="RowsRead")
+        self._examined = pl.concat([self._examined.join(examined, on=ROLLOUT, how="anti"), examined])
+        self._progress(frames.rollouts.height)
+
+    def _forget(self, rollouts: pl.DataFrame) -> None:
+        """Forget rollouts that are built."""
+        if self._late_rows.height:
+            self._late_rows = self._late_rows.join(rollouts, on=ROLLOUT, how="anti")
+        if self._pending.height:
+            self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
+        if self._rootless.is_empty():
+            return
+        named = pl.struct("RunId", RolloutId="RolloutKey").is_in(rollouts.select(pl.struct(ROLLOUT)).to_series().implode())
+        any_run = (pl.col("RunId") == "") & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())
+        self._rootless = self._rootless.filter(~(NAMED & (named | any_run)))
+
+    def _progress(self, done: int) -> None:
+        self._done += done
+        left = pl.concat([self._pending["RolloutId"], self._rootless["RolloutKey"].alias("RolloutId")]).n_unique()
+        self._on_progress(self._done, self._done + left)
+
+    def _add_pending(self, roots: pl.DataFrame) -> None:
+        """Remember rollouts by any frame with the columns of PENDING, and Attempt."""
+        if roots.is_empty():
+            return
+        new = self._of_run(roots).sort("Attempt").unique(ROLLOUT, keep="last").join(self._pending, on=ROLLOUT, how="anti")
+        self._pending = pl.concat([self._pending, conform(new, PENDING).with_columns(CheckedAt=pl.col("IngestedAt"))])
+
+    def _of_run(self, rows: pl.DataFrame) -> pl.DataFrame:
+        return rows if self._run is None else rows.filter(pl.col("RunId") == self._run)

@@ -1,0 +1,110 @@
+"""Rollouts that wait: when each is looked at again, in which order they are built, and how long they have waited.
+
+Invariant: what a runner announced of training, validation and its baselines comes before production and trials; within each, the oldest
+comes first, and no rollout is in two slices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+
+import polars as pl
+
+from spangrad.settings import BuilderSettings
+from spangrad.types import Mode
+from transition_builder.completeness.resolve import NAMED
+from transition_builder.schemas import MICROSECONDS
+
+BEHIND = frozenset({Mode.PRODUCTION, Mode.TRIAL})
+"""Modes whose rollouts are built in slices, behind all others."""
+SLICE_SECONDS = 0.25
+"""Time that a slice should take, in seconds: so long training waits for it at most."""
+_FIRST_SLICE, _SMALLEST_SLICE, _LARGEST_SLICE = 128, 32, 1024
+"""Numbers of rollouts."""
+_RECHECK_FRACTION = 0.05
+"""Fraction of its waiting time after which a waiting rollout is checked again."""
+_ANNOUNCED = NAMED & (pl.col("RunId") != "") & (pl.col("Mode") != "")
+IS_BEHIND = pl.col("Mode").is_in([mode.value for mode in BEHIND])
+_DUE_AT = pl.col("CheckedAt") + (pl.col("CheckedAt") - pl.col("IngestedAt")) * _RECHECK_FRACTION
+
+
+def due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
+    """Return the rows with CheckedAt and IngestedAt that are to be checked now: all that never were."""
+    # What arrived during this pass may be dated after its begin.
+    return waiting.filter((pl.col("CheckedAt") <= pl.col("IngestedAt")) | (now >= _DUE_AT))
+
+
+def checked(waiting: pl.DataFrame, rows: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
+    """Return the waiting rows, with those of the same keys as `rows` dated now."""
+    if rows.is_empty() or waiting.is_empty():
+        return waiting
+    was_due = pl.struct(key).is_in(rows.select(pl.struct(key)).to_series().implode())
+    return waiting.with_columns(CheckedAt=pl.when(was_due).then(now).otherwise("CheckedAt").cast(MICROSECONDS))
+
+
+def touched(pending: pl.DataFrame, arrived: pl.DataFrame) -> pl.DataFrame:
+    """Return PENDING with CheckedAt, where those of which something arrived are due; `arrived` is ARRIVED."""
+    if pending.is_empty() or arrived.is_empty():
+        return pending
+    keys = arrived.select(pl.col("RolloutKey", "TraceId").unique().implode())
+    now_due = pl.col("RolloutId").is_in(keys["RolloutKey"]) | pl.col("TraceId").is_in(keys["TraceId"])
+    return pending.with_columns(CheckedAt=pl.when(now_due).then("IngestedAt").otherwise("CheckedAt"))
+
+
+def silence(spec: BuilderSettings, quiet_seconds: float) -> pl.Expr:
+    """Return the least silence of a row's rollout without a root, as a duration."""
+    seconds = pl.when(_ANNOUNCED).then(spec.incomplete_after_seconds).otherwise(quiet_seconds)
+    return pl.duration(milliseconds=seconds * 1000)
+
+
+def seconds_until_due(rows: pl.DataFrame, now: datetime, least: pl.Expr | None = None) -> float:
+    """Return the time until the first of the rows is due; infinite where there is none.
+
+    Args:
+        rows: rows with IngestedAt and CheckedAt.
+        now: the store's clock.
+        least: least age, as a duration. None: any.
+    """
+    if rows.is_empty():
+        return float("inf")
+    due_at = _DUE_AT if least is None else pl.max_horizontal(pl.col("IngestedAt") + least, _DUE_AT)
+    return (rows.select(due_at.min()).item() - now) / timedelta(seconds=1)
+
+
+def slices(rows: pl.DataFrame, key: str) -> Iterator[pl.DataFrame]:
+    """Yield the rows of some rollouts at a time, the oldest first, as many as take SLICE_SECONDS from one to the next.
+
+    Args:
+        rows: rows with IngestedAt.
+        key: column that names their rollouts.
+    """
+    oldest = rows.group_by(key).agg(Oldest=pl.col("IngestedAt").min()).sort("Oldest", key)
+    begin, size = 0, _FIRST_SLICE
+    while begin < oldest.height:
+        started = time.monotonic()
+        yield rows.join(oldest[begin : begin + size], on=key, how="semi", maintain_order="left")
+        begin += size
+        took = max(time.monotonic() - started, 1e-3)
+        size = max(_SMALLEST_SLICE, min(_LARGEST_SLICE, 2 * size, round(size * SLICE_SECONDS / took)))
+
+
+def lags(pending: pl.DataFrame, silent: pl.DataFrame, now: datetime, modes: Sequence[str]) -> Mapping[str, tuple[float, int]]:
+    """Return, by mode, the age in seconds of the oldest rollout that ended and is not built, and the number of those.
+
+    Args:
+        pending: PENDING.
+        silent: ROOTLESS that have been silent for long enough; without a mode they are production's.
+        now: the store's clock.
+        modes: all modes.
+    """
+    named = pl.concat(
+        [
+            pending.select("Mode", "IngestedAt", Rollout="RolloutId"),
+            silent.select(pl.col("Mode").replace("", Mode.PRODUCTION.value), "IngestedAt", Rollout="RolloutKey"),
+        ]
+    )
+    of_modes = named.group_by("Mode").agg(pl.col("IngestedAt").min(), pl.col("Rollout").n_unique())
+    waiting = {mode: ((now - oldest) / timedelta(seconds=1), count) for mode, oldest, count in of_modes.iter_rows()}
+    return {mode: waiting.get(mode, (0.0, 0)) for mode in modes}
