@@ -21,9 +21,9 @@ from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import DropReason, transition_id
-from tests.support import fakes
 from tests.support.processes import run_spangrad
 from tests.support.rollouts import START, StoredRollouts, chat, said, user
+from tests.support.spans import SpanFactory
 from trainer.optim.process import choose_platform
 from transition_builder.export.formats import FORMATS, Exported, export
 from transition_builder.export.reading import ExportSelection
@@ -380,7 +380,7 @@ def verl_datasets_file() -> str:
 
 
 def test_export_of_built_rollout_gives_its_calls(store: StoreSettings, tmp_path: Path) -> None:
-    spans = fakes.SpanFactory(run="ex-built")
+    spans = SpanFactory(run="ex-built")
     root = spans.root(calls=2)
     spans.evaluation(root, 0.5)
     request, answer = chat([user("rome?")], "sunny")

@@ -21,7 +21,7 @@ from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
 from tests.support.engines import engine_settings, fetch, gateway_settings, running_engine, running_gateway
-from tests.support.fakes import IDS_OF_ANSWERS
+from tests.support.fake_servers import IDS_OF_ANSWERS
 from tests.support.processes import run_spangrad
 from trainer.data.failures import failed_shares
 from trainer.data.source import GroupReader

@@ -31,7 +31,7 @@ from spangrad.leases import this_process
 from spangrad.processes import MARK, Child, answers, free_ports, wait_until
 from spangrad.settings import EnvironmentServiceSettings, GatewaySettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure
-from tests.support.fakes import AttemptGateway, OtlpSink
+from tests.support.fake_servers import AttemptGateway, OtlpSink
 from tests.support.processes import ForkedChild
 from tests.support.sections import service_settings
 

@@ -360,7 +360,12 @@ async def test_gateway_readiness_waits_for_warm_and_probed_engine() -> None:
         await stage.readiness("serving")
         assert stage.engine.orders == ["spangrad_checksum", "probe"]
         async with stage.client.get("/admin/policies/policy") as answer:
-            assert (await answer.json()).items() >= {"policy": "policy", "version": 0, "tokenizer_hash": "cafe", "status": "serving"}.items()
+            assert (await answer.json()).items() >= {
+                "policy": "policy",
+                "version": 0,
+                "tokenizer_hash": "cafe",
+                "status": "serving",
+            }.items()
         assert stage.store.spans == []
 
 
