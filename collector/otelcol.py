@@ -20,6 +20,7 @@ from pydantic import SecretStr
 from collector.schema.cluster import Layout
 from collector.schema.migrations import pending
 from spangrad.errors import SpangradError, StoreError
+from spangrad.http.service import in_url
 from spangrad.processes import LOOPBACK, require_free_port, require_safe_bind
 from spangrad.settings import CollectorSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import executing
@@ -148,8 +149,8 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
     port = parts.port or (8443 if parts.scheme == "https" else 8123)
     values: dict[str, object] = {
         **{_variable(name): value for name, value in collector if name != "configs" and value is not None},
-        _variable("host"): _bracketed(collector.host),
-        "SPANGRAD_STORE__URL": f"{parts.scheme}://{_bracketed(parts.hostname or '')}:{port}",
+        _variable("host"): in_url(collector.host),
+        "SPANGRAD_STORE__URL": f"{parts.scheme}://{in_url(parts.hostname or '')}:{port}",
         "CLICKHOUSE_USER": unquote(parts.username or "default"),
         "CLICKHOUSE_PASSWORD": unquote(parts.password) if parts.password else store.token or "",
     }
@@ -184,10 +185,6 @@ def _token(settings: Settings) -> SecretStr | None:
 
 def _variable(name: str) -> str:
     return f"SPANGRAD_COLLECTOR__{name.upper()}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _text(value: object) -> str:

@@ -32,7 +32,8 @@ from collector.write.staging import LogStaging
 from collector.write.write_buffer import WriteBuffer
 from spangrad.errors import SettingsError
 from spangrad.http import server as http_server
-from spangrad.http.server import HttpServer, in_url
+from spangrad.http.server import HttpServer
+from spangrad.http.service import in_url
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import StoreSettings
 

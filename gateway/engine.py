@@ -39,7 +39,7 @@ from gateway.vllm_plugin.request_fields import CHAT_PATH
 from gateway.zero_adapter import write_zero_adapter, zero_adapter
 from spangrad.errors import EngineError
 from spangrad.http.json_http import ask
-from spangrad.http.service import RemoteService
+from spangrad.http.service import RemoteService, in_url
 from spangrad.processes import answers, die_with_parent, require_free_port, stop_group
 from spangrad.settings import EngineSettings, Settings
 from spangrad.weights.checksums import tokenizer_hash
@@ -71,8 +71,7 @@ def serve(settings: Settings) -> None:
     """
     settings, model = _checked(settings)
     engine = settings.engine
-    host = f"[{engine.host}]" if ":" in engine.host else engine.host
-    base = f"http://{host}:{engine.port}"
+    base = f"http://{in_url(engine.host)}:{engine.port}"
     with _stop_signal() as stopping:
         began = time.monotonic()
         vllm = _Vllm(engine, command(settings, model), environment(settings, model))

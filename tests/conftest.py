@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import pytest
 from spangrad import processes
 from spangrad.settings import Settings, StoreSettings
 from tests.support.engines import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
-from tests.support.parts import files_of_part
 from tests.support.servers import empty_store, running_postgres, running_store, store_settings
 from tests.support.trainers import Place
 
@@ -45,6 +44,18 @@ def _of_vllm(root: Path) -> set[str]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--part K/N`: the K-th of N parts of the selected tests, by file."""
     parser.addoption("--part", help="K/N: the K-th of N parts of the selected tests; their files are dealt out in turn")
+
+
+def files_of_part(files: Iterable[Path], part: str) -> set[Path]:
+    """Return the files of a part, such as `2/4`.
+
+    Raises:
+        UsageError: the part is not K/N with K of 1 to N.
+    """
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
+    if not match or int(match[1]) > int(match[2]):
+        raise pytest.UsageError(f"--part {part} is not K/N with K of 1 to N, such as 2/4")
+    return {*sorted(files)[int(match[1]) - 1 :: int(match[2])]}
 
 
 @pytest.hookimpl(trylast=True)

@@ -49,7 +49,7 @@ from runner.queue.wire import (
 )
 from spangrad.errors import QueueError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import queue_service
+from spangrad.http.service import in_url, queue_service
 from spangrad.leases import BEATS, beat
 from spangrad.settings import QueueSettings
 from spangrad.text_sanitizer import storable
@@ -291,8 +291,7 @@ class SyncQueueClient:
 
 def default_url(settings: QueueSettings) -> str:
     """Return the address of `spangrad queue` with these settings."""
-    host = settings.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    return f"http://{in_url(settings.host)}:{settings.port}"
 
 
 def new_rollout(task_id: str, task_input: object, group_id: str, **facts: Any) -> NewRollout:

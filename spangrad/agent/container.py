@@ -30,6 +30,7 @@ from opentelemetry import baggage
 from spangrad.agent import prompt_client
 from spangrad.agent.command import ENVIRONMENT_VARIABLE, AgentCommand, ExitCode, variables_of
 from spangrad.errors import AgentError
+from spangrad.http.service import in_url
 from spangrad.processes import MARK
 from spangrad.semconv import ROLLOUT_ATTEMPT, ROLLOUT_ID, RUN_ID
 
@@ -167,7 +168,7 @@ def _replace_loopback(text: str, address: str) -> str:
             return match[0]  # no address at all
         if not _is_loopback(host):
             return match[0]
-        return match[0].replace(f"[{host}]" if ":" in host else host, address, 1)
+        return match[0].replace(in_url(host), address, 1)
 
     return _ADDRESS.sub(replacement, text)
 

@@ -23,6 +23,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import SecretStr
 
 from spangrad.http.client_timeouts import FIRST_HEAD_SECONDS, SilentConnections, TooSlowError, read_in_time
+from spangrad.http.service import in_url
 from spangrad.http.tokens import credential, is_token
 from spangrad.processes import require_free_port, require_safe_bind
 
@@ -219,11 +220,6 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 def refusal(status: int, sentence: str) -> web.Response:
     """Build an error response with a sentence that says what is wrong."""
     return json_response({"error": sentence}, status)
-
-
-def in_url(host: str) -> str:
-    """Return a host as it stands in a URL: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 async def _healthy(request: web.Request) -> web.Response:

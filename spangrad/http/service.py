@@ -28,6 +28,11 @@ _REASON_CHARACTERS = 500
 logger = logging.getLogger(__name__)
 
 
+def in_url(host: str) -> str:
+    """Return a host as it stands in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 class RequestError(Exception):
     """A request failed: the server refused it, or sent no whole response."""
 

@@ -35,9 +35,9 @@ LOADED = "is loaded on"
 TRAIN = """
 import json, logging, sys
 from spangrad.settings import Settings
-from trainer import run
+from trainer.run import train
 logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
-run.train(Settings.model_validate(json.loads(sys.argv[1])), follow=False)
+train(Settings.model_validate(json.loads(sys.argv[1])), follow=False)
 """
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from spangrad.settings import StoreSettings
-from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, rows, settings_of
 from tests.support.fake_engine import SAMPLING
+from tests.support.spans import SpanFactory
 from transition_builder.loop import build_once
 
 ANSWER: dict[str, Any] = {
@@ -29,7 +29,7 @@ def request(*parts: dict[str, Any]) -> str:
 
 
 def test_gateway_calls_with_images_drop_and_relaxed_calls_are_kept(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="modality")
+    spans = SpanFactory(run="modality")
     root = spans.root(calls=2)
     spans.evaluation(root)
     kept, image = spans.call(root, Relaxed=["strict_tools", "top_p"]), spans.call(root, Modality="image")
@@ -58,7 +58,7 @@ def test_calls_insert_accepts_any_relaxed_and_modality_attribute(
     store: StoreSettings, relaxed: object, modality: object, stored: tuple[list[str], str]
 ) -> None:
     run = uuid.uuid4().hex
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     spans.call(spans.root(calls=1), Relaxed=relaxed, Modality=modality)
     post(store, spans.otlp())
     assert rows(store, f"SELECT Relaxed, Modality FROM spangrad.calls WHERE RunId = '{run}'") == [stored]
@@ -81,7 +81,7 @@ def test_calls_insert_accepts_any_relaxed_and_modality_attribute(
 )
 def test_direct_mode_calls_with_images_have_modality_and_drop(store: StoreSettings, attributes: dict[str, str], modality: str) -> None:
     run = uuid.uuid4().hex
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     root = spans.root()
     spans.evaluation(root)
     call = spans.client(root, Attributes={"output.value": json.dumps({"id": "a", **ANSWER}), **attributes})

@@ -15,22 +15,22 @@ from collector.arrivals import ArrivalBoard
 from spangrad.settings import StoreSettings
 from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
-from tests.support import fakes
 from tests.support.built_rollouts import post
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory
 
 LONG, SOON = 20.0, 2.0
 BUILD = "INSERT INTO spangrad_internal.builds (RunId, RolloutId) VALUES ('arrivals', 'r')"
 
 
 def _ended(run: str) -> bytes:
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     spans.evaluation(spans.root("r", calls=0), 1.0)
     return spans.otlp()
 
 
 def _of_production() -> bytes:
-    spans = fakes.SpanFactory(run="arrivals")
+    spans = SpanFactory(run="arrivals")
     spans.span("a span that ends no rollout", "")
     return spans.otlp()
 

@@ -13,7 +13,7 @@ import pytest
 
 from commands.training.run import run
 from spangrad.errors import QueueError
-from tests.support.fakes import AttemptGateway, OtlpSink
+from tests.support.fake_servers import AttemptGateway, OtlpSink
 
 AGENT = """
     import json, urllib.request

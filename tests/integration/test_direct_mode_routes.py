@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from spangrad.settings import StoreSettings
-from tests.support import fakes
 from tests.support.built_rollouts import rows, settings_of
+from tests.support.fake_servers import HttpServer
 from transition_builder.loop import build_once
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1
 HEAD = ["| route | answer | ids for the builder |", "| --- | --- | --- |"]
 
 
-class Engine(fakes.HttpServer):
+class Engine(HttpServer):
     """Gives the recorded answers."""
 
     def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:

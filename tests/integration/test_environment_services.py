@@ -17,8 +17,9 @@ import pytest
 from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent
-from spangrad.processes import Child, answers, free_ports, own_command, wait_until
+from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.types import Mode, Task
+from tests.support.processes import ForkedChild
 from tests.support.runners import is_state, kill, queue_settings, runner_services, serving, some
 
 WORLD = """
@@ -59,8 +60,8 @@ def process(name: str, directory: Path, *words: str, **values: object) -> Genera
     """A service of ours, ready, and where it is."""
     (port,) = free_ports(1)
     sets = [word for key, value in values.items() for word in ("--set", f"runner.{key}={value}")]
-    command = own_command(*words, "--directory", str(directory), "--port", str(port), *sets)
-    child = Child(name, command, directory / f"{name}.log", inherit_settings=False)
+    command = ["-m", "spangrad", *words, "--directory", str(directory), "--port", str(port), *sets]
+    child = ForkedChild(name, command, directory / f"{name}.log", inherit_settings=False)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: answers(f"{url}/healthz"), 60, name, [child], poll_seconds=0.05)

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import urllib.request
 from datetime import datetime, timedelta
 from importlib import import_module
@@ -22,8 +21,9 @@ from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import DropReason, transition_id
-from tests.support import fakes
+from tests.support.processes import run_spangrad
 from tests.support.rollouts import START, StoredRollouts, chat, said, user
+from tests.support.spans import SpanFactory
 from trainer.optim.process import choose_platform
 from transition_builder.export.formats import FORMATS, Exported, export
 from transition_builder.export.reading import ExportSelection
@@ -380,7 +380,7 @@ def verl_datasets_file() -> str:
 
 
 def test_export_of_built_rollout_gives_its_calls(store: StoreSettings, tmp_path: Path) -> None:
-    spans = fakes.SpanFactory(run="ex-built")
+    spans = SpanFactory(run="ex-built")
     root = spans.root(calls=2)
     spans.evaluation(root, 0.5)
     request, answer = chat([user("rome?")], "sunny")
@@ -404,8 +404,7 @@ def test_export_of_built_rollout_gives_its_calls(store: StoreSettings, tmp_path:
 
 def spangrad(store: StoreSettings, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")} | {"SPANGRAD_STORE__URL": store.url}
-    command = [sys.executable, "-m", "spangrad", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=directory, env=env, check=False, timeout=120)
+    return run_spangrad(*arguments, directory=directory, env=env)
 
 
 def test_export_command_prints_written_and_left_out_counts(store: StoreSettings, tmp_path: Path) -> None:

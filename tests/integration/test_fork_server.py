@@ -100,7 +100,7 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def test_forked_process_is_a_child_in_a_group_of_its_own_with_what_its_starter_gives(tmp_path: Path) -> None:
+def test_forked_process_is_child_with_own_group_outputs_and_environment(tmp_path: Path) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
     with out.open("w") as stdout, err.open("w") as stderr:
         process = forked(["-c", SHOWN, "3"], stdout, stderr, {"WORD": "word"}, tmp_path)

@@ -18,7 +18,7 @@ from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
 from tests.support.engines import fetch, start
 from tests.support.fake_engine import FakeEngine
-from tests.support.fakes import OtlpSink
+from tests.support.fake_servers import OtlpSink
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
 

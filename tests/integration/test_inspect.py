@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,15 +13,15 @@ import pytest
 from commands.inspection.inspect import examine, looks_like_a_call, markdown
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
-from tests.support import fakes
 from tests.support.foreign_spans import FORESTS, planted
+from tests.support.processes import run_spangrad
+from tests.support.spans import SpanFactory
 
 ROOT = Path(__file__).parents[2]
 
 
 def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "spangrad", "inspect", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
+    return run_spangrad("inspect", *arguments, directory=ROOT)
 
 
 def test_inspect_every_fixture_builds_with_nothing_unaccounted(tmp_path: Path) -> None:
@@ -61,7 +60,7 @@ def test_inspect_spans_twice_in_random_order_gives_same_counts(tmp_path: Path) -
 
 def test_inspect_unrecorded_frameworks_are_found_in_store_without_runner(tmp_path: Path) -> None:
     for name, forest in FORESTS.items():
-        spans = fakes.SpanFactory()
+        spans = SpanFactory()
         # Of one trace, which names no rollout.
         planted(forest, spans, "", trace=name)
         for row in spans.spans:
@@ -81,7 +80,7 @@ def test_inspect_counts_calls_that_builder_overlooks(tmp_path: Path, monkeypatch
 
     from transition_builder import loop
 
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root(calls=2)
     spans.evaluation(root)
     spans.call(spans.client(root))
@@ -103,7 +102,7 @@ def test_inspect_counts_calls_that_builder_overlooks(tmp_path: Path, monkeypatch
 
 
 def test_inspect_prints_table_with_remedies(tmp_path: Path) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root(calls=1)
     spans.evaluation(root)
     spans.call(root, Logprobs=[-0.5])

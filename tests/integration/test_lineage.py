@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, TrainedSpan, VersionLineage, descendants, of_span, of_version
 from tests.support.built_rollouts import BuiltRollouts, trainer_over
+from tests.support.processes import run_spangrad
 from tests.support.sections import changed, trainer_settings
 
 
@@ -130,8 +129,7 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
 
 
 def spangrad(settings: Settings, *arguments: str) -> str:
-    command = [sys.executable, "-m", "spangrad", *arguments, "--set", f"store.url={settings.store.url}"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "SPANGRAD_CONFIG": ""})
+    ended = run_spangrad(*arguments, "--set", f"store.url={settings.store.url}", env={**os.environ, "SPANGRAD_CONFIG": ""})
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

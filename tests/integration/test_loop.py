@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import time
 import uuid
@@ -22,7 +21,8 @@ from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
 from tests.support.engines import engine_settings, fetch, gateway_settings, running_engine, running_gateway
-from tests.support.fakes import IDS_OF_ANSWERS
+from tests.support.fake_servers import IDS_OF_ANSWERS
+from tests.support.processes import run_spangrad
 from trainer.data.failures import failed_shares
 from trainer.data.source import GroupReader
 from transition_builder.loop import build_once
@@ -87,8 +87,7 @@ def train_once(settings: Settings, directory: Path, model: Path) -> str:
     }
     assert load_settings(values, env={}).builder.spec == settings.builder.spec
     write_settings(directory / "spangrad.toml", explain_settings(values, env={}))
-    command = [sys.executable, "-m", "spangrad", "train", "--once", "--config", str(directory / "spangrad.toml")]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    answer = run_spangrad("train", "--once", "--config", str(directory / "spangrad.toml"), kind="trainer", timeout=240)
     assert answer.returncode == 0, answer.stderr
     return answer.stderr
 

@@ -11,8 +11,8 @@ from spangrad.store.clickhouse import connect
 from spangrad.store.datasets import builds_sql
 from spangrad.store.names import PUBLIC
 from spangrad.types import call_id
-from tests.support import fakes
 from tests.support.built_rollouts import post, rows, settings_of
+from tests.support.spans import SpanFactory
 from transition_builder.loop import build_once
 
 RUN = "public"
@@ -22,7 +22,7 @@ VERSION = {"Policy": "public", "Branch": "main", "RunId": RUN, "BatchId": "publi
 @pytest.fixture(scope="module")
 def tool(store: StoreSettings) -> str:
     """Build a rollout of two calls with a failed tool call between them, and record a step that trained it; return the tool's span."""
-    spans = fakes.SpanFactory(run=RUN)
+    spans = SpanFactory(run=RUN)
     root = spans.root("told", calls=2)
     spans.spans[-1]["Duration"] = 9 * 10**9
     for stage, seconds in (("init", 1), ("run", 6), ("evaluate", 2)):
@@ -90,7 +90,7 @@ def test_call_texts_have_request_and_response_of_a_call_once(store: StoreSetting
 
 
 def test_attempts_are_there_before_anything_is_built(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="unbuilt")
+    spans = SpanFactory(run="unbuilt")
     spans.root("waiting", calls=2, attempt=1)
     for _ in range(2):
         post(store, spans.otlp())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +16,9 @@ from commands.training.build_report import show
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
-from tests.support import fakes
+from tests.support.processes import run_spangrad
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory
 from transition_builder import builder, loop
 from transition_builder.frames import Built, Frames
 from transition_builder.report import ReconcileReport, Wrong, reconcile_report
@@ -67,9 +67,9 @@ def printed(one: ReconcileReport) -> tuple[int, str]:
     return code, "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def rollouts(run: str) -> fakes.SpanFactory:
+def rollouts(run: str) -> SpanFactory:
     """Three: one of two calls, one with a call of two choices and one without logprobs, one that made no call."""
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     one = spans.root(f"{run}-1", calls=2)
     spans.evaluation(one)
     for _ in range(2):
@@ -164,7 +164,7 @@ def test_reconcile_report_names_rows_missing_or_duplicated_after_build(own: Stor
 
 def test_reconcile_report_assigns_unnamed_calls_by_trace(own: StoreSettings) -> None:
     """A gateway's calls of a production trace: told by the trace alone, or by a session that another span names."""
-    spans, settings = fakes.SpanFactory(run=""), settings_of(own, "traces")
+    spans, settings = SpanFactory(run=""), settings_of(own, "traces")
     facts = {"RolloutKeySource": "trace", "Mode": ""}
     agent = spans.span("agent", "", rollout="ses-1", trace="traces", **facts, Attributes={"session.id": "ses-1"})
     spans.call(agent, rollout="ses-1", trace="traces")
@@ -178,8 +178,7 @@ def test_reconcile_report_assigns_unnamed_calls_by_trace(own: StoreSettings) -> 
 def build_all(own: StoreSettings, *more: str) -> subprocess.CompletedProcess[str]:
     """`spangrad build --all`, as somebody starts it."""
     set_ = [f"store.url={own.url}", "builder.dataset=typed", "builder.selection.agents=.*|typed"]
-    command = [sys.executable, "-m", "spangrad", "build", "--all", *(word for one in set_ for word in ("--set", one)), *more]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return run_spangrad("build", "--all", *(word for one in set_ for word in ("--set", one)), *more)
 
 
 def test_build_all_exits_with_reconcile_report(own: StoreSettings) -> None:

@@ -16,9 +16,9 @@ from spangrad.errors import BuilderError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
 from spangrad.store import datasets
 from spangrad.store.clickhouse import connect
-from tests.support import fakes
 from tests.support.built_rollouts import post
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory
 from transition_builder import loop
 from transition_builder.rewards import sql
 
@@ -32,7 +32,7 @@ class World:
         self.run = f"rewards-{uuid.uuid4().hex[:8]}"
         self.store = store
         self.client = connect(store)
-        self.spans = fakes.SpanFactory(run=self.run)
+        self.spans = SpanFactory(run=self.run)
         self.calls = dict[str, str]()
         for name, (tokens, finish, status) in {"A": (2, "stop", "Ok"), "B": (4, "length", "Error")}.items():
             rollout = f"{self.run}-{name}"
@@ -85,7 +85,7 @@ def test_sql_reward_examples_are_evaluated_at_build(world: World) -> None:
 
 def test_sql_reward_examples_see_calls_without_rollout_id(store: StoreSettings) -> None:
     world = World(store)
-    spans = fakes.SpanFactory(run=world.run)
+    spans = SpanFactory(run=world.run)
     root = spans.root(f"{world.run}-C", calls=0, trace=f"{world.run}-C")
     named = len(spans.spans)
     spans.call(root, trace=f"{world.run}-C", FinishReason="length")

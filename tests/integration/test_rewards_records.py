@@ -14,9 +14,9 @@ from spangrad.errors import BuilderError, RuleError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
-from tests.support import fakes
 from tests.support.built_rollouts import post, rows
 from tests.support.rollouts import SdkRollout, add_event
+from tests.support.spans import SpanFactory
 from transition_builder.builder import Builder
 from transition_builder.source.queries import StoreReader
 
@@ -186,7 +186,7 @@ def test_tool_records_are_read_only_where_a_rule_needs_them(store: StoreSettings
 def test_tool_exception_rule_reads_types_recorded_by_framework(store: StoreSettings, run: str) -> None:
     request = FIXTURE.read_text().replace("c" * 32, uuid.uuid4().hex).replace('"r9"', f'"{run}-r"')
     post(store, request.encode())
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     root = spans.root(f"{run}-r", calls=0)
     spans.evaluation(root, 1.0)
     post(store, spans.otlp())

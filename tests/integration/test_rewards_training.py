@@ -13,10 +13,10 @@ from commands.data.rewards import rewards
 from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import tokenizer_hash
-from tests.support import fakes
 from tests.support.policies import PROMPT, sample
 from tests.support.sections import trainer_settings
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory, versions
 from trainer.run import train
 from transition_builder import loop
 
@@ -33,14 +33,14 @@ def own_store(tmp_path: Path) -> Iterator[StoreSettings]:
 
 def send_rollouts(store: StoreSettings, model: Path) -> None:
     """Two groups of two rollouts, sampled by version 0, which is `model`: one of each group won, and answers differ in length."""
-    spans = fakes.SpanFactory(run="run")
+    spans = SpanFactory(run="run")
     for group in ("a", "b"):
         for at, reward in enumerate((1.0, 0.0)):
             rollout = f"{group}-{at}"
             root = spans.root(rollout, calls=1, GroupId=group, GroupSize=2)
             response, logprobs = sample(model, list(PROMPT), 1 + at, 1.0, seed=at + 10 * ord(group))
             facts: dict[str, Any] = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
-            facts |= {**fakes.versions((0, 0)), "TokenizerHash": tokenizer_hash(model)}
+            facts |= {**versions((0, 0)), "TokenizerHash": tokenizer_hash(model)}
             spans.call(root, rollout=rollout, **facts)
             spans.evaluation(root, reward)
     answer = httpx.post(f"{store.otlp_endpoint}/v1/traces", content=spans.otlp(), headers={"content-type": "application/json"}, timeout=30)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, settings_of
+from tests.support.spans import SpanFactory
 from transition_builder.completeness.resolve import claim, owners_at_hand, resolve
 from transition_builder.loop import build_once
 from transition_builder.schemas import ROOTLESS
@@ -140,8 +140,8 @@ def test_rollout_spans_of_random_traces_agrees_with_the_builder_row_by_row(
 def test_rollout_assignment_of_nameless_spans_is_the_same_in_any_set_of_builds(store: StoreSettings) -> None:
     """An agent's own span of a trace of two rollouts belongs to neither, also where only one of them is built."""
 
-    def spans_of(run: str) -> fakes.SpanFactory:
-        spans = fakes.SpanFactory(run=run)
+    def spans_of(run: str) -> SpanFactory:
+        spans = SpanFactory(run=run)
         for rollout in (f"{run}-1", f"{run}-2"):
             root = spans.root(rollout, trace=run, calls=1)
             spans.evaluation(root)

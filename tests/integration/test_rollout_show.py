@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support import fakes
+from tests.support.processes import run_spangrad
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory
 from trainer.data.source import Group
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
@@ -25,8 +25,7 @@ def post(store: StoreSettings, body: bytes) -> None:
 
 
 def show(store: StoreSettings, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "spangrad", "rollout", "show", *arguments, "--set", f"store.url={store.url}"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return run_spangrad("rollout", "show", *arguments, "--set", f"store.url={store.url}")
 
 
 def outline(printed: str) -> list[str]:
@@ -68,7 +67,7 @@ def test_rollout_show_framework_spans_appear_once_in_tree(store: StoreSettings) 
 
 
 def test_rollout_show_runner_rollout_has_verdict(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="shown")
+    spans = SpanFactory(run="shown")
     failed = spans.root("shown-1", attempt=0, calls=1, final=False, failure="crash")
     spans.call(failed, rollout="shown-1", attempt=0)
     root = spans.root("shown-1", attempt=1, calls=2)
@@ -96,7 +95,7 @@ def test_rollout_show_runner_rollout_has_verdict(store: StoreSettings) -> None:
 
 
 def test_rollout_show_unknown_id_names_nearest(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="near")
+    spans = SpanFactory(run="near")
     spans.root("nearly-there")
     post(store, spans.otlp())
     answer = show(store, "nearly-here")
@@ -119,7 +118,7 @@ def test_rollout_show_unknown_id_names_rootless_traces(tmp_path: Path) -> None:
 
 
 def test_rollout_why_without_calls_names_no_calls(store: StoreSettings, tmp_path: Path) -> None:
-    spans = fakes.SpanFactory(run="callless")
+    spans = SpanFactory(run="callless")
     spans.evaluation(spans.root("callless-1", calls=0), 1.0)
     post(store, spans.otlp())
     build_once(Settings(store=store))
@@ -130,15 +129,13 @@ def test_rollout_why_without_calls_names_no_calls(store: StoreSettings, tmp_path
 
 def why(store: StoreSettings, rollout: str, *sets: str) -> list[str]:
     """Lines of `spangrad rollout why`."""
-    command = [sys.executable, "-m", "spangrad", "rollout", "why", rollout, "--set", f"store.url={store.url}"]
-    command += [word for one in sets for word in ("--set", one)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    answer = run_spangrad("rollout", "why", rollout, *(word for one in (f"store.url={store.url}", *sets) for word in ("--set", one)))
     assert (answer.returncode, answer.stderr) == (0, "")
     return answer.stdout.splitlines()
 
 
 def test_rollout_why_before_and_after_build(store: StoreSettings, tmp_path: Path) -> None:
-    spans = fakes.SpanFactory(run="asked")
+    spans = SpanFactory(run="asked")
     root = spans.root("asked-1", calls=2)
     made = [spans.call(spans.client(root, rollout="asked-1"), rollout="asked-1", Logprobs=logprobs) for logprobs in ([-0.5, -0.25], [-0.5])]
     post(store, spans.otlp(*(str(row["SpanId"]) for row in spans.spans if row["SpanId"] != made[1])))
@@ -179,7 +176,7 @@ def test_rollout_why_before_and_after_build(store: StoreSettings, tmp_path: Path
 
 def test_rollout_rebuilt_after_training_is_listed_with_both_builds(store: StoreSettings) -> None:
     """The view names it with what was trained of it and what is there now, and so does `why`."""
-    spans = fakes.SpanFactory(run="again")
+    spans = SpanFactory(run="again")
     root = spans.root("again-1", calls=1)
     spans.evaluation(root, 0.5)
     early, late = (spans.call(root, rollout="again-1") for _ in range(2))

@@ -6,7 +6,8 @@ import os
 
 from span_processors.export import LosslessSpanProcessor, SequenceSpanProcessor, traces_url
 from spangrad.semconv import PROCESS_ID, SEQ
-from tests.support.fakes import OtlpSink, provider_with
+from tests.support.fake_servers import OtlpSink
+from tests.support.spans import provider_with
 
 
 def test_lossless_span_processor_in_forked_child_sends_own_spans_only() -> None:

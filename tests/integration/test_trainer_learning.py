@@ -15,7 +15,6 @@ from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Aggregation, Correction, Estimator, KlEstimate, Loss
 from tests.support import learning_tables
-from tests.support.fakes import transition_row
 from tests.support.learning_tables import (
     advantages_by_verl,
     advantages_here,
@@ -27,7 +26,7 @@ from tests.support.learning_tables import (
     tokens_here,
 )
 from tests.support.policies import NO_ALARM, distribution, logprobs_of, sampled_by, sampled_rows
-from tests.support.sections import changed, trainer_settings
+from tests.support.sections import changed, trainer_settings, transition_row
 from tests.support.trainers import written
 from trainer.credit import learning
 from trainer.credit.estimators import over_tokens

@@ -9,9 +9,8 @@ import polars as pl
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.fakes import transition_row
 from tests.support.policies import PROMPT
-from tests.support.sections import trainer_settings
+from tests.support.sections import trainer_settings, transition_row
 from trainer.credit.estimators import estimator
 from trainer.data.assemble import assemble
 from trainer.data.source import Loaded

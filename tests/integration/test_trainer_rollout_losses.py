@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from spangrad.settings import TrainerSettings
-from tests.support.fakes import transition_row
 from tests.support.learning_tables import AGGREGATIONS, loss_settings, losses, padded, step, trajectories
 from tests.support.policies import distribution, logprobs_of
-from tests.support.sections import trainer_settings
+from tests.support.sections import trainer_settings, transition_row
 from trainer.credit.learning import LOSSES, merges
 from trainer.data.batch import layout
 from trainer.data.merge import merge, separate

@@ -10,8 +10,8 @@ import pytest
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
-from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
+from tests.support.spans import SpanFactory
 from transition_builder import builder as builders
 from transition_builder.builder import Builder
 from transition_builder.loop import build_once
@@ -26,7 +26,7 @@ class Slow:
         self._run = f"{run}-inserting"
         self._began = rows(store, "SELECT toUnixTimestamp64Micro(now64(6))")[0][0]
         # The rows as the store makes them, of a rollout that never ends.
-        spans = fakes.SpanFactory(run=self._run)
+        spans = SpanFactory(run=self._run)
         for _ in range(5 if call else 6):
             self.span = spans.call("", rollout=self._run) if call else spans.span("note", "", rollout=self._run)
         post(store, spans.otlp(self.span))
@@ -68,7 +68,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_builder_call_visible_late_makes_new_revision(store: StoreSettings, restarted: bool, built: list[str]) -> None:
     run = f"slow-{restarted}"
     slow, note = Slow(store, run, call=True), Slow(store, f"{run}-note", call=False)
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     root = spans.root(calls=1)
     spans.evaluation(root)
     counted = spans.call(root)
@@ -105,7 +105,7 @@ def test_builder_call_visible_late_makes_new_revision(store: StoreSettings, rest
 def test_builder_call_of_rootless_trace_visible_late_makes_new_revision(store: StoreSettings) -> None:
     run = "slow-production"
     slow = Slow(store, run, call=True)
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.call("", trace=run)
     trace = spans.trace(run)
     for row in (*spans.spans, *spans.calls):
@@ -137,7 +137,7 @@ def test_discovery_tally_counts_recently_built_rollouts_only(store: StoreSetting
 
     monkeypatch.setattr(discovery.Discovery, "tally", tally)
     for number in range(3):
-        spans = fakes.SpanFactory(run=run)
+        spans = SpanFactory(run=run)
         spans.evaluation(spans.root(f"{run}-{number}", calls=0))
         post(store, spans.otlp())
     build_once(settings)

@@ -15,9 +15,9 @@ from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
-from tests.support import fakes
 from tests.support.built_rollouts import post, settings_of
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory
 from transition_builder.builder import Builder
 from transition_builder.completeness.complete import decide, facts
 from transition_builder.frames import Frames, conform
@@ -142,7 +142,7 @@ def test_rollout_reader_reports_dropped_attributes_once(full: StoreSettings, run
 def test_rollout_reader_call_in_one_table_only_has_not_arrived(store: StoreSettings) -> None:
     import urllib.request
 
-    spans = fakes.SpanFactory(run="torn")
+    spans = SpanFactory(run="torn")
     root = spans.root("torn-1", calls=2)
     spans.evaluation(root)
     calls = [spans.call(root, rollout="torn-1") for _ in range(2)]
@@ -166,7 +166,7 @@ def test_rollout_reader_call_in_one_table_only_has_not_arrived(store: StoreSetti
 
 
 def test_rollout_reader_rootless_call_in_one_table_only_has_not_arrived(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="torn-alone")
+    spans = SpanFactory(run="torn-alone")
     call = spans.call("", trace="torn-alone")
     trace = spans.trace("torn-alone")
     for row in (*spans.spans, *spans.calls):

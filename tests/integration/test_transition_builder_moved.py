@@ -8,13 +8,13 @@ import pytest
 
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect, constant
-from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
+from tests.support.spans import SpanFactory
 from transition_builder.builder import Builder
 from transition_builder.loop import build_all
 
 
-def nameless(spans: fakes.SpanFactory, *but: str) -> fakes.SpanFactory:
+def nameless(spans: SpanFactory, *but: str) -> SpanFactory:
     """The same spans, as agents send them that know nothing of ours, but for some."""
     for row in (*spans.spans, *spans.calls):
         if row["SpanId"] not in but:
@@ -33,7 +33,7 @@ class Chat:
     """Two traces of a session; in the first, only its outermost span says so."""
 
     def __init__(self, run: str) -> None:
-        self.spans = fakes.SpanFactory(run=run)
+        self.spans = SpanFactory(run=run)
         self.session = f"{run}-session"
         said: dict[str, Any] = {"kind": "CHAIN", "Attributes": {"session.id": self.session}}
         self.top = self.spans.span("session", "", trace=f"{run} one", **said)
@@ -105,7 +105,7 @@ def test_builder_trace_that_leaves_session_keeps_other_traces(store: StoreSettin
 
 def test_build_all_trace_with_open_span_waits_for_named_rollout(store: StoreSettings) -> None:
     run = "moved-root"
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     root = spans.root("named", calls=0, trace=f"{run}.r.0")
     spans.evaluation(root)
     call = spans.call(spans.span("agent", root, kind="AGENT"))
@@ -120,7 +120,7 @@ def test_build_all_trace_with_open_span_waits_for_named_rollout(store: StoreSett
 
 
 def test_builder_rootless_rollout_beside_same_id_in_other_run_is_concluded(store: StoreSettings) -> None:
-    whole, cut = fakes.SpanFactory(run="namesake-whole"), fakes.SpanFactory(run="namesake-cut")
+    whole, cut = SpanFactory(run="namesake-whole"), SpanFactory(run="namesake-cut")
     roots = []
     for spans in (whole, cut):
         roots.append(spans.root("namesake", calls=1))
@@ -139,7 +139,7 @@ def test_builder_rootless_rollout_beside_same_id_in_other_run_is_concluded(store
 
 def test_builder_rollout_cancelled_after_lost_worker_is_built(store: StoreSettings) -> None:
     """The worker's root of the attempt, and the one that ends the rollout, are one span."""
-    spans = fakes.SpanFactory(run="mourned")
+    spans = SpanFactory(run="mourned")
     root = spans.root(calls=1, final=False, failure="exception")
     call = spans.call(root)
     post(store, spans.otlp())
@@ -155,7 +155,7 @@ def test_builder_rollout_cancelled_after_lost_worker_is_built(store: StoreSettin
 
 
 def test_builder_removed_root_span_is_not_waited_for(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="gone")
+    spans = SpanFactory(run="gone")
     root = spans.root(calls=2)
     spans.call(root)
     post(store, spans.otlp())

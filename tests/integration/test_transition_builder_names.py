@@ -8,18 +8,18 @@ import pytest
 
 from spangrad.settings import AirRule, Settings, StoreSettings
 from spangrad.store.clickhouse import connect, constant
-from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, rows, settings_of
 from tests.support.sections import trainer_settings
+from tests.support.spans import SpanFactory
 from trainer.data.source import Group, GroupReader
 from transition_builder.loop import build_once
 
 LONG = 3000
 
 
-def session(run: str, name: str) -> fakes.SpanFactory:
+def session(run: str, name: str) -> SpanFactory:
     """A trace of a session, as an agent sends it that knows nothing of ours."""
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     agent = spans.span("agent", "", kind="AGENT", trace=f"{run}.{name}", Attributes={"session.id": name})
     spans.evaluation(agent)
     spans.call(agent, trace=f"{run}.{name}")
@@ -41,7 +41,7 @@ def test_build_once_session_of_any_name_is_built(store: StoreSettings, names: li
     run = f"names-{request.node.callspec.id}"
     for name in names:
         post(store, session(run, name).otlp())
-    ours = fakes.SpanFactory(run=run)
+    ours = SpanFactory(run=run)
     root = ours.root("ours", calls=1)
     ours.evaluation(root)
     call = ours.call(root, rollout="ours")
@@ -60,7 +60,7 @@ def test_build_once_session_of_any_name_is_built(store: StoreSettings, names: li
 
 def test_build_once_session_of_invalid_utf8_is_built(store: StoreSettings) -> None:
     """As others than ours may fill the table."""
-    trace = fakes.SpanFactory.trace("names-bytes")
+    trace = SpanFactory.trace("names-bytes")
     connect(store).command(
         "INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, SpanName, ServiceName, ScopeName, SpanAttributes, Duration, StatusCode) "
         f"SELECT now64(9), '{trace}', '00000000000000aa', 'chat', 'svc', 'x', map('gen_ai.operation.name', 'chat', "
@@ -77,7 +77,7 @@ def test_build_once_session_of_invalid_utf8_is_built(store: StoreSettings) -> No
 
 def test_build_once_answers_of_spans_of_any_name_are_read(store: StoreSettings) -> None:
     run = "names-spans"
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     root = spans.root("r")
     spans.evaluation(root)
     choice = '{"index": 0, "finish_reason": "stop", "token_ids": [4], "message": {"content": "no"}}'
@@ -98,7 +98,7 @@ def test_group_reader_groups_of_any_name_are_loaded(store: StoreSettings) -> Non
     columns = ["RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "RolloutId", "Attempt", "Revision", "Content"]
     built = [[run, "train", settings.builder.spec, name, 1, f"{name} of url()", 0, 0, 7] for name in names]
     client.insert("spangrad_internal.builds", built, column_names=columns)
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     spans.root("s3(x) of url()", failure="cancelled")
     post(store, spans.otlp())
     source = GroupReader(client, settings)

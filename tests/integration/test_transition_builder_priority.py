@@ -14,9 +14,9 @@ from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
-from tests.support import fakes
 from tests.support.built_rollouts import outcome, post, rows, settings_of
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory
 from transition_builder import builder as builders
 from transition_builder.builder import Builder
 from transition_builder.loop import build_all
@@ -29,7 +29,7 @@ SLICE = 200
 
 def production(run: str, traces: int) -> bytes:
     """Traces of a call each, which no runner announced."""
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     for number in range(traces):
         spans.call("", trace=f"{run}-{number}")
     for row in (*spans.spans, *spans.calls):
@@ -39,7 +39,7 @@ def production(run: str, traces: int) -> bytes:
 
 def training(run: str, group: str, size: int = 4) -> bytes:
     """A group of ended rollouts."""
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     for number in range(size):
         name = f"{group}-{number}"
         root = spans.root(name, calls=1, GroupId=group, GroupSize=size)
@@ -116,7 +116,7 @@ def test_builder_alone_claims_no_rollout(store: StoreSettings) -> None:
 
 
 def test_builder_lags_give_age_and_number_by_mode(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="lags")
+    spans = SpanFactory(run="lags")
     for name in ("a", "b"):
         spans.evaluation(spans.root(name, calls=1))
     post(store, spans.otlp())

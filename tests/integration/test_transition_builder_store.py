@@ -16,9 +16,11 @@ from spangrad.errors import BuilderError, StoreError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.datasets import builds_sql, rows_sql
-from tests.support import fake_engine, fakes
+from tests.support import fake_engine
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
+from tests.support.fake_servers import IDS_OF_ANSWERS
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory
 from transition_builder import batch_sizes
 from transition_builder.builder import Builder
 from transition_builder.loop import build_all, build_once
@@ -28,7 +30,7 @@ from transition_builder.summary import Summary
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
 
 
-def linked_call(spans: fakes.SpanFactory, parent: str, **facts: Any) -> tuple[str, str]:
+def linked_call(spans: SpanFactory, parent: str, **facts: Any) -> tuple[str, str]:
     """An openai-level span with its HTTP span, and the gateway's span below them."""
     where = {name: facts[name] for name in ("rollout", "attempt", "trace") if name in facts}
     client = spans.client(parent, **where)
@@ -37,7 +39,7 @@ def linked_call(spans: fakes.SpanFactory, parent: str, **facts: Any) -> tuple[st
 
 
 def test_builder_builds_nothing_before_last_gateway_span(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="pieces")
+    spans = SpanFactory(run="pieces")
     root = spans.root(calls=2)
     spans.evaluation(root, 0.5)
     agent = spans.span("agent", root, kind="AGENT")
@@ -80,7 +82,7 @@ def built_until(builder: Builder, store: StoreSettings, run: str) -> None:
 
 
 def test_builder_restarted_builds_nothing_twice(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="restart")
+    spans = SpanFactory(run="restart")
     root = spans.root(calls=2)
     spans.evaluation(root)
     linked_call(spans, root)
@@ -109,7 +111,7 @@ def test_builder_killed_before_any_insert_leaves_no_partial_build(
     store: StoreSettings, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = f"killed-{table}"
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     root = spans.root(calls=2)
     spans.evaluation(root)
     _, kept = linked_call(spans, root)
@@ -143,7 +145,7 @@ def test_builder_killed_before_any_insert_leaves_no_partial_build(
 
 def test_builder_rows_of_killed_build_do_not_mix_with_other_content(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     run = "left"
-    spans = fakes.SpanFactory(run=run)
+    spans = SpanFactory(run=run)
     root = spans.root(calls=1)
     spans.evaluation(root)
     counted, uncounted = spans.call(root), spans.call(root)
@@ -169,7 +171,7 @@ def test_builder_rows_of_killed_build_do_not_mix_with_other_content(store: Store
 
 
 def test_builder_missing_calls_and_rewards_drop_after_wait(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="late")
+    spans = SpanFactory(run="late")
     root = spans.root("short", calls=2)
     spans.evaluation(root)
     _, call = linked_call(spans, root, rollout="short")
@@ -193,7 +195,7 @@ def test_builder_missing_calls_and_rewards_drop_after_wait(store: StoreSettings)
 
 
 def test_builder_calls_of_earlier_attempts_drop_as_superseded_attempt(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="attempts")
+    spans = SpanFactory(run="attempts")
     failed = spans.root(attempt=0, calls=1, final=False, failure="crash")
     _, old = linked_call(spans, failed, attempt=0)
     root = spans.root(attempt=1, calls=1)
@@ -213,7 +215,7 @@ def test_builder_calls_of_earlier_attempts_drop_as_superseded_attempt(store: Sto
 
 def test_builder_with_air_rewards_only_builds_without_evaluation(store: StoreSettings) -> None:
     """End to end: nobody evaluates, and one tool of two rollouts fails."""
-    spans = fakes.SpanFactory(run="by-rules")
+    spans = SpanFactory(run="by-rules")
     kept = dict[str, str]()
     for rollout, status in (("bad", "Error"), ("good", "Ok")):
         root = spans.root(rollout, calls=1)
@@ -231,7 +233,7 @@ def test_builder_with_air_rewards_only_builds_without_evaluation(store: StoreSet
 
 
 def test_builder_calls_of_reshaped_distribution_are_kept_with_reshaping(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="reshaped")
+    spans = SpanFactory(run="reshaped")
     root = spans.root(calls=3)
     spans.evaluation(root)
     plain, cut = spans.call(root), spans.call(root, TopP=0.9, TopK=20)
@@ -251,13 +253,13 @@ def test_builder_direct_mode_rollout_is_built_from_spans_of_agent(store: StoreSe
     """The captured LangGraph run with its failing tool, between a root of ours and without a gateway."""
     body = json.loads((SPANS / "langgraph_tool_error.jsonl").read_text())
     said = {"policy": "policy", "versions": [[[0, 7]]], "tokenizer_hash": "tok", "sampling": fake_engine.SAMPLING}
-    spans = fakes.SpanFactory(run="plain")
+    spans = SpanFactory(run="plain")
     root = spans.root("plain-1", trace="plain")
     spans.evaluation(root, 1.0)
     for resource in body["resourceSpans"]:
         for scope in resource["scopeSpans"]:
             for span in scope["spans"]:
-                span["traceId"] = fakes.SpanFactory.trace("plain")
+                span["traceId"] = SpanFactory.trace("plain")
                 span["parentSpanId"] = root if span["name"] == "react_ag" else span["parentSpanId"]
                 span["attributes"] = [one for one in span["attributes"] if one["key"] != "spangrad.rollout.id"]
                 span["attributes"].append({"key": "spangrad.process.id", "value": {"stringValue": "agent"}})
@@ -277,7 +279,7 @@ def test_builder_direct_mode_rollout_is_built_from_spans_of_agent(store: StoreSe
     transitions, drops = outcome(store, "plain")
     assert drops == []
     built = rows(store, "SELECT PromptIds, ResponseIds FROM spangrad.transitions WHERE RunId = 'plain' ORDER BY length(PromptIds)")
-    assert rows(store, fakes.IDS_OF_ANSWERS.format(f"'{spans.trace('plain')}'")) == built
+    assert rows(store, IDS_OF_ANSWERS.format(f"'{spans.trace('plain')}'")) == built
     first, second = rows(
         store,
         "SELECT AgentName, Policy, TokenizerHash, FinishReason, Logprobs, Rewards.Name, Rewards.Value, Rewards.Source "
@@ -290,7 +292,7 @@ def test_builder_direct_mode_rollout_is_built_from_spans_of_agent(store: StoreSe
 
 def test_builder_late_direct_mode_call_makes_new_revision(store: StoreSettings) -> None:
     """Nobody counted the rollout's calls, so that it was complete without this one."""
-    spans = fakes.SpanFactory(run="tardy")
+    spans = SpanFactory(run="tardy")
     root = spans.root("tardy-1")
     spans.evaluation(root)
     choice = {"index": 0, "finish_reason": "stop", "token_ids": [4], "logprobs": {"content": [{"logprob": -0.5}]}}
@@ -314,7 +316,7 @@ def test_builder_late_direct_mode_call_makes_new_revision(store: StoreSettings) 
 
 
 def test_builder_answer_of_invalid_json_drops_as_no_token_ids(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="garbled")
+    spans = SpanFactory(run="garbled")
     root = spans.root("garbled-1")
     spans.evaluation(root)
     garbled = spans.client(root, rollout="garbled-1", Attributes={"output.value": '{"choices": [{"token_ids": [1, 2'})
@@ -326,7 +328,7 @@ def test_builder_answer_of_invalid_json_drops_as_no_token_ids(store: StoreSettin
 
 def test_builder_calls_without_rollout_id_are_assigned_by_trace(store: StoreSettings) -> None:
     """Their gateway counts them for nobody."""
-    spans = fakes.SpanFactory(run="foreign")
+    spans = SpanFactory(run="foreign")
     root = spans.root("foreign-1", calls=0)
     spans.evaluation(root)
     foreign = {"RunId": "", "Mode": "", "RolloutKeySource": "trace"}
@@ -341,7 +343,7 @@ def test_builder_calls_without_rollout_id_are_assigned_by_trace(store: StoreSett
 
 
 def test_builder_rollout_of_killed_runner_drops_after_silence(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="sigkill")
+    spans = SpanFactory(run="sigkill")
     root = spans.root("rootless", calls=1)
     _, orphan = linked_call(spans, root, rollout="rootless")
     between = spans.root("between", calls=1, final=False, failure="exception")
@@ -365,7 +367,7 @@ def test_builder_rollout_of_killed_runner_drops_after_silence(store: StoreSettin
     assert revisions(store, "sigkill") == [("between", 0, 1, 0, 1), ("rootless", 0, 1, 0, 1), ("rootless", 1, 1, 0, 1)]
 
 
-def foreign(spans: fakes.SpanFactory) -> fakes.SpanFactory:
+def foreign(spans: SpanFactory) -> SpanFactory:
     """The same spans as an agent sends them that knows nothing of ours."""
     for row in (*spans.spans, *spans.calls):
         row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
@@ -380,7 +382,7 @@ def of_rollout(store: StoreSettings, rollout: str) -> list[tuple[Any, ...]]:
 
 
 def test_builder_rootless_trace_is_built_when_quiet(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="self")
+    spans = SpanFactory(run="self")
     trace, mute = spans.trace("self"), spans.trace("mute")
     agent = spans.span("agent", "", kind="AGENT", trace="self")
     spans.evaluation(agent, 0.5)
@@ -402,7 +404,7 @@ def test_builder_rootless_trace_is_built_when_quiet(store: StoreSettings) -> Non
 
 def test_builder_trace_without_gateway_is_found_by_model_spans(store: StoreSettings) -> None:
     """Nobody announced it, nobody recorded its calls: an OpenInference span is all there is."""
-    spans = fakes.SpanFactory(run="stranger")
+    spans = SpanFactory(run="stranger")
     agent = spans.span("agent", "", kind="AGENT", trace="stranger")
     call = spans.client(agent, trace="stranger")
     spans.evaluation(agent, 1.0)
@@ -416,7 +418,7 @@ def test_builder_trace_without_gateway_is_found_by_model_spans(store: StoreSetti
 
 
 def test_builder_session_is_one_rollout_and_waits_for_open_spans(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="chat")
+    spans = SpanFactory(run="chat")
     said: dict[str, Any] = {"Attributes": {"session.id": "chat-session"}}
     first = spans.span("agent", "", kind="AGENT", trace="chat one", **said)
     one = spans.call(first, trace="chat one")
@@ -436,7 +438,7 @@ def test_builder_session_is_one_rollout_and_waits_for_open_spans(store: StoreSet
 def test_builder_call_of_shared_trace_counts_once_across_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_sizes, "CALLS_A_BUILD", 1)
     store = store_settings(tmp_path / "data")
-    spans = fakes.SpanFactory(run="one-trace")
+    spans = SpanFactory(run="one-trace")
     own = list[str]()
     for rollout in ("shared-a", "shared-b", "shared-c"):
         root = spans.root(rollout, trace="shared-trace", calls=1)
@@ -455,7 +457,7 @@ def test_builder_call_of_shared_trace_counts_once_across_builds(tmp_path: Path, 
 
 
 def test_builder_rewards_of_earlier_revision_do_not_count(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="judged")
+    spans = SpanFactory(run="judged")
     root = spans.root(calls=1)
     spans.evaluation(root)
     spans.call(root)
@@ -476,7 +478,7 @@ def test_builder_rewards_of_earlier_revision_do_not_count(store: StoreSettings) 
 
 
 def test_builder_call_after_build_makes_new_revision(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="straggler")
+    spans = SpanFactory(run="straggler")
     root = spans.root(calls=1)
     spans.evaluation(root)
     counted, late = spans.call(root), spans.call(root)
@@ -515,14 +517,14 @@ def where_run(run: str) -> str:
 
 
 def test_builder_late_reward_makes_new_revision(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="graded")
+    spans = SpanFactory(run="graded")
     root = spans.root(calls=1, trace="graded")
     call = spans.call(root, trace="graded")
     post(store, spans.otlp())
     settings = settings_of(store, "graded", incomplete_after_seconds=0)
     build_once(settings)
     assert outcome(store, "graded") == ([], [("r", 0, call, "no_reward", "no evaluation result with a score arrived")])
-    judge = fakes.SpanFactory(run="graded")
+    judge = SpanFactory(run="graded")
     judge.evaluation(judge.span("judge", "", trace="graded"), 0.25)
     post(store, judge.otlp())
     build_once(settings)
@@ -531,7 +533,7 @@ def test_builder_late_reward_makes_new_revision(store: StoreSettings) -> None:
 
 
 def test_build_as_of_time_sees_earlier_arrivals_only(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="past")
+    spans = SpanFactory(run="past")
     root = spans.root(calls=1)
     spans.evaluation(root)
     early, late = spans.call(root), spans.call(root)
@@ -547,7 +549,7 @@ def test_build_as_of_time_sees_earlier_arrivals_only(store: StoreSettings) -> No
 
 
 def test_build_all_concludes_ended_rollouts_and_leaves_running_rollouts(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="all")
+    spans = SpanFactory(run="all")
     root = spans.root("short", calls=2)
     spans.evaluation(root)
     _, short = linked_call(spans, root, rollout="short")
@@ -560,7 +562,7 @@ def test_build_all_concludes_ended_rollouts_and_leaves_running_rollouts(store: S
 
 def test_builders_run_concurrently_build_each_rollout_once(store: StoreSettings) -> None:
     names = [f"shared-{number:02}" for number in range(60)]
-    spans = fakes.SpanFactory(run="shared")
+    spans = SpanFactory(run="shared")
     for name in names:
         root = spans.root(name, calls=1)
         spans.evaluation(root)
@@ -607,11 +609,11 @@ follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=BuilderSettings(se
 def test_build_follow_survives_store_outage_and_stops_at_once(tmp_path: Path) -> None:
     store = store_settings(tmp_path / "data")
     log = tmp_path / "follow.log"
-    spans = fakes.SpanFactory(run="follow")
+    spans = SpanFactory(run="follow")
     root = spans.root("one", calls=1)
     spans.evaluation(root)
     linked_call(spans, root, rollout="one")
-    after = fakes.SpanFactory(run="follow")
+    after = SpanFactory(run="follow")
     root = after.root("two", calls=1)
     after.evaluation(root)
     linked_call(after, root, rollout="two")

@@ -27,11 +27,11 @@ from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
-from tests.support import fakes
 from tests.support.engines import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
 from tests.support.policies import Reference, perturbed
 from tests.support.sections import trainer_settings
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import Ledger
 from trainer.run import train
@@ -163,7 +163,7 @@ def publish(world: World, path: Path, version: int, **more: str) -> dict[str, An
 
 def reward(world: World, calls: dict[str, int]) -> None:
     """End the rollouts: a root and a reward each, in two groups."""
-    spans = fakes.SpanFactory(run=RUN)
+    spans = SpanFactory(run=RUN)
     for number in range(len(ROUTES)):
         facts = {"GroupId": f"g{number % 2}", "GroupSize": len(ROUTES) // 2}
         root = spans.root(rollout(number), calls=calls[rollout(number)], **facts)

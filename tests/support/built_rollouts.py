@@ -17,10 +17,10 @@ from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from spangrad.types import Mode
 from spangrad.weights.checksums import tokenizer_hash
-from tests.support import fakes
 from tests.support.policies import PROMPT, sample, sampled_rows
 from tests.support.sections import trainer_settings
 from tests.support.servers import running_store, store_settings
+from tests.support.spans import SpanFactory, versions
 from tests.support.trainers import FakeOptimizer, saved
 from trainer import loop
 from trainer.data.source import GroupReader
@@ -190,14 +190,14 @@ def send(
     store: StoreSettings, model: Path, groups: Sequence[str], *, mode: Mode = Mode.PRODUCTION, version: int = 0, size: int = 2
 ) -> None:
     """Groups of which the first of two rollouts won; with a size above 2 something of each is still to come."""
-    spans = fakes.SpanFactory(run=RUN)
+    spans = SpanFactory(run=RUN)
     for group in groups:
         for at, reward in enumerate((1.0, 0.0)):
             rollout = f"{group}-{at}"
             root = spans.root(rollout, calls=1, GroupId=group, GroupSize=size)
             response, logprobs = sample(model, list(PROMPT), 1 + at, 1.0, seed=at + 10 * ord(group[-1]))
             facts: dict[str, Any] = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
-            facts |= {**fakes.versions((0, version)), "TokenizerHash": tokenizer_hash(model)}
+            facts |= {**versions((0, version)), "TokenizerHash": tokenizer_hash(model)}
             spans.call(root, rollout=rollout, **facts)
             spans.evaluation(root, reward)
     for row in (*spans.spans, *spans.calls):
@@ -253,9 +253,9 @@ def store_of_a_run(directory: Path, model: Path) -> Generator[StoreSettings]:
         yield store
 
 
-def _trained(model: Path) -> fakes.SpanFactory:
+def _trained(model: Path) -> SpanFactory:
     """Four groups of two rollouts, one of which won; tools and a call that fail, an attempt that crashes, a reward that never came."""
-    spans = fakes.SpanFactory(run="run")
+    spans = SpanFactory(run="run")
     for group in ("a", "b", "c", "d"):
         for at in range(2):
             rollout = f"{group}-{at}"
@@ -276,9 +276,9 @@ def _trained(model: Path) -> fakes.SpanFactory:
     return spans
 
 
-def _held_out(model: Path) -> fakes.SpanFactory:
+def _held_out(model: Path) -> SpanFactory:
     """A group that is measured and never trained."""
-    spans = fakes.SpanFactory(run="run")
+    spans = SpanFactory(run="run")
     for at in range(2):
         root = spans.root(f"held-out-{at}", calls=1, GroupId="v", GroupSize=2)
         _call(spans, root, model, rollout=f"held-out-{at}", seed=at)
@@ -288,11 +288,11 @@ def _held_out(model: Path) -> fakes.SpanFactory:
     return spans
 
 
-def _call(spans: fakes.SpanFactory, parent: str, model: Path, *, seed: int, **where: Any) -> str:
+def _call(spans: SpanFactory, parent: str, model: Path, *, seed: int, **where: Any) -> str:
     """A call that the model itself answered, as version 0."""
     response, logprobs = sample(model, list(PROMPT), 2, 1.0, seed=seed)
     facts = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
-    return spans.call(parent, **facts, TokenizerHash=tokenizer_hash(model), **fakes.versions((0, 0)), **where)
+    return spans.call(parent, **facts, TokenizerHash=tokenizer_hash(model), **versions((0, 0)), **where)
 
 
 def _send(store: StoreSettings, body: bytes) -> None:

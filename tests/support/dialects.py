@@ -19,10 +19,10 @@ from typing import Any
 import polars as pl
 
 from gateway.dialects import DIALECTS
-from tests.support import fakes
 from tests.support.engines import engine_settings, running_bare_vllm, running_engine
 from tests.support.policies import build_spelling_model
 from tests.support.registry_spans import REGISTRY, Made
+from tests.support.spans import SpanFactory
 from transition_builder import dialects
 from transition_builder.schemas import NODES, SPANS
 
@@ -47,7 +47,7 @@ _SAID = [name for name in (*NODES, "ResponseId", "Model", "InputTokens", "Output
 
 def made(spans: tuple[Made, ...]) -> pl.DataFrame:
     """SPANS and RolloutId of made spans."""
-    factory = fakes.SpanFactory()
+    factory = SpanFactory()
     for one in spans:
         factory.span(one.name, "", scope=one.scope, status=one.status, Attributes=one.attributes)
     return pl.DataFrame(factory.spans, schema=dict(SPANS)).with_columns(RolloutId="RolloutKey")
@@ -55,7 +55,7 @@ def made(spans: tuple[Made, ...]) -> pl.DataFrame:
 
 def recorded(fixture: str) -> pl.DataFrame:
     """SPANS and RolloutId of a fixture."""
-    factory = fakes.SpanFactory()
+    factory = SpanFactory()
     for line in (FIXTURES / f"{fixture}.jsonl").read_text().splitlines():
         factory.load_otlp(json.loads(line))
     return pl.DataFrame(factory.spans, schema=dict(SPANS)).with_columns(RolloutId="RolloutKey")

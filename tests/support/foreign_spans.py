@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 
 OI = "openinference.instrumentation"
 
@@ -481,7 +481,7 @@ FORESTS = {
 }
 
 
-def planted(forest: Forest, factory: fakes.SpanFactory, root: str, *, gateway: bool = False, **where: Any) -> None:
+def planted(forest: Forest, factory: SpanFactory, root: str, *, gateway: bool = False, **where: Any) -> None:
     """Make a forest's spans below a root, with a recording gateway's span behind each request if it is there."""
 
     def plant(tree: Tree, parent: str) -> None:

@@ -17,9 +17,8 @@ import polars as pl
 import torch
 
 from spangrad.settings import TrainerSettings
-from tests.support.fakes import transition_row
 from tests.support.policies import PROMPT, logprobs_of, sample, sampled_rows
-from tests.support.sections import trainer_settings
+from tests.support.sections import trainer_settings, transition_row
 from trainer.credit import assignment, learning
 from trainer.credit.assignment import CreditRule
 from trainer.credit.estimators import estimator, over_tokens

@@ -24,7 +24,8 @@ from safetensors.numpy import load_file, save_file
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_service import LogprobAlarm
 from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, adapter_facts, write_config
-from tests.support.fakes import HttpServer, transition_row
+from tests.support.fake_servers import HttpServer
+from tests.support.sections import transition_row
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 

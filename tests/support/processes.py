@@ -96,7 +96,7 @@ IMPORTED = {
         "verl.workers.config",
         "verl.workers.engine_workers",
         "verl.workers.utils.losses",
-        "trainer.loop",
+        "trainer.run",
         "trainer.optim.optimizer",
         "spangrad.cli",
     ),
@@ -165,17 +165,37 @@ def forked(
 
 
 class ForkedChild(Child):
-    """A `Child` whose process is forked."""
+    """A `Child` whose process is forked, unless its environment names a library that only a new program loads."""
 
     def __init__(
         self, name: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None, *, inherit_settings: bool = True
     ) -> None:
         """Start `arguments` (`forked`); the others as those of `Child`."""
+        if env and "LD_PRELOAD" in env:
+            super().__init__(name, [sys.executable, *arguments], log, env, inherit_settings=inherit_settings)
+            return
         inherited = {key: value for key, value in os.environ.items() if inherit_settings or not key.startswith("SPANGRAD_")}
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self.process = forked(arguments, out, out, {**inherited, **(env or {})})
+
+
+def run_spangrad(
+    *arguments: str, directory: Path | None = None, env: Mapping[str, str] | None = None, kind: str = "services", timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of `spangrad` to its end, in a fork; `env` is the whole environment, ours by default."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = forked(["-m", "spangrad", *arguments], out, err, os.environ if env is None else env, directory, kind)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
 
 
 # A time of day that tests can move, for real: for a process and whatever runs in it (Python, SQLite), as if somebody had set the clock.

@@ -28,10 +28,11 @@ from runner.workers.agents import CommandAgent
 from spangrad import semconv
 from spangrad.errors import QueueError
 from spangrad.leases import this_process
-from spangrad.processes import MARK, Child, answers, free_ports, own_command, wait_until
+from spangrad.processes import MARK, Child, answers, free_ports, wait_until
 from spangrad.settings import EnvironmentServiceSettings, GatewaySettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure
-from tests.support.fakes import AttemptGateway, OtlpSink
+from tests.support.fake_servers import AttemptGateway, OtlpSink
+from tests.support.processes import ForkedChild
 from tests.support.sections import service_settings
 
 # Queues for tests: served in this process, or in one that can be killed.
@@ -61,7 +62,7 @@ def queue_process(settings: Settings, log: Path, env: dict[str, str] | None = No
         "runner.max_attempts": settings.runner.max_attempts,
     }
     words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
-    child = Child("spangrad queue", own_command("queue", *words), log, env, inherit_settings=False)
+    child = ForkedChild("spangrad queue", ["-m", "spangrad", "queue", *words], log, env, inherit_settings=False)
     try:
         wait_until(lambda: answers(f"{settings.queue.url}/readyz"), 60, "the queue", [child], poll_seconds=0.02)
     except BaseException:
@@ -198,9 +199,9 @@ class RunnerServices:
         texts = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in values.items()}
         words = [word for name, value in texts.items() for word in ("--set", f"{name}={value}")]
         log = self.directory / f"worker-{len(self.children)}.log"
-        child = Child(
+        child = ForkedChild(
             "spangrad worker",
-            own_command("worker", "--directory", str(self.directory), *options, *words, *agent),
+            ["-m", "spangrad", "worker", "--directory", str(self.directory), *options, *words, *agent],
             log,
             {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2", **(env or {})},
             inherit_settings=False,

@@ -1,4 +1,4 @@
-"""Settings of the trainer for a test, by the fields' own names: `trainer_settings(max_staleness=2, loss__name="gspo")`."""
+"""Inputs of the trainer in a test: settings by the fields' own names (`trainer_settings(loss__name="gspo")`), rows of transitions."""
 
 from __future__ import annotations
 
@@ -58,3 +58,44 @@ def service_settings(**flat: Any) -> Settings:
         section, _, field = name.rpartition("__")
         tables.setdefault(section or "runner", {})[field] = value
     return Settings(**tables)
+
+
+def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = (), **changes: object) -> dict[str, object]:
+    """A row of spangrad_internal.transitions as the trainer reads it; `changes` replace columns."""
+    count = len(changes.get("Rewards.Value", rewards))  # type: ignore[arg-type]
+    row: dict[str, object] = {
+        "RunId": "run",
+        "Mode": "train",
+        "BuildSpec": "spec",
+        "GroupId": "group",
+        "TaskId": "task",
+        "RolloutId": rollout,
+        "Attempt": 0,
+        "Revision": 0,
+        "Turn": turn,
+        "CallId": f"call-{rollout}-{turn}",
+        "TraceId": f"trace-{rollout}",
+        "SpanId": f"span-{rollout}-{turn}",
+        "AgentName": "agent",
+        "Components": ["agent"],
+        "Tools": [],
+        "Policy": "policy",
+        "Model": "policy",
+        "TransitionId": f"transition-{rollout}-{turn}",
+        "Version": 0,
+        "Versions.Start": [],  # Version sampled all of it
+        "Versions.Version": [],
+        "TokenizerHash": "tokenizer",
+        "Temperature": 1.0,
+        "Reshaping": "",
+        "FinishReason": "stop",
+        "PromptIds": [1, 2, 3],
+        "ResponseIds": [4, 5],
+        "Logprobs": [-0.5, -1.5],
+        "Rewards.Name": ["reward"] * len(rewards),
+        "Rewards.Value": list(rewards),
+        "Rewards.CallId": [""] * count,
+        "Rewards.Role": [""] * count,
+        "Rewards.Turn": [turn] * count,
+    }
+    return {**row, **changes}

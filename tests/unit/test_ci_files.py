@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.parts import files_of_part
+from tests.conftest import files_of_part
 
 ROOT = Path(__file__).parents[2]
 

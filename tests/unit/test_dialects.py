@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import fakes
 from tests.support.dialects import FILES, golden, made, recorded
 from tests.support.registry_spans import REGISTRY, Made
+from tests.support.spans import SpanFactory
 from transition_builder import dialects
 from transition_builder.dialects import scopes
 from transition_builder.dialects.conventions.others import VOCABULARIES
@@ -213,6 +213,6 @@ def test_vocabularies_have_distinct_marks() -> None:
 
 
 def test_describe_span_factory_frame_matches_store_schema() -> None:
-    factory = fakes.SpanFactory()
+    factory = SpanFactory()
     factory.client(factory.root())
     assert dialects.describe(pl.DataFrame(factory.spans, schema=dict(SPANS)))["IsClient"].to_list() == [False, True]

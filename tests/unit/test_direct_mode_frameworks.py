@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from spangrad.settings import BuilderSettings
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.build import build
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def test_direct_mode_frameworks_match_docs_table() -> None:
 
 def found(file: Path) -> tuple[str, ...]:
     """How many calls the captured spans tell of: with token ids, without, failed, in no convention that is read; and whose they are."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(spans.root())
     for line in file.read_text().splitlines():
         spans.load_otlp(json.loads(line))

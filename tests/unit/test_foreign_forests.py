@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 
 from spangrad.settings import AirRule, BuilderSettings
-from tests.support import fakes
 from tests.support.foreign_spans import FORESTS, planted
+from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
 
@@ -15,7 +15,7 @@ TOOL_ERROR = AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*"
 
 
 def built(name: str, *, gateway: bool) -> Built:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root(calls=FORESTS[name].calls if gateway else None)
     spans.evaluation(root)
     planted(FORESTS[name], spans, root, gateway=gateway)
@@ -54,7 +54,7 @@ def test_build_unknown_framework_calls_have_agent_name(name: str) -> None:
 
 
 def test_build_failed_strands_tool_is_rewarded_by_tool_error_rule() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root(calls=1)
     spans.evaluation(root)
     spans.call(spans.client(root))

@@ -17,7 +17,7 @@ from gateway.proxy.redaction import MARK, Redactor
 from spangrad.errors import SettingsError
 from spangrad.settings import GatewaySettings
 from tests.support.fake_engine import FakeEngine, Recorded, float32s, uint32s
-from tests.support.fakes import SunkSpan
+from tests.support.fake_servers import SunkSpan
 from tests.support.gateways import staged
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"

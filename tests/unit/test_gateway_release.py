@@ -11,7 +11,7 @@ import pytest
 
 from spangrad import semconv
 from spangrad.weights.checksums import checksum_directory
-from tests.support.fakes import SunkSpan
+from tests.support.fake_servers import SunkSpan
 from tests.support.gateways import Stage, all_serve, ask, backends, models, release_of, several, staged, started
 
 POLICY = "/admin/policies/policy"

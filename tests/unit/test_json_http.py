@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from spangrad.errors import QueueError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.json_http import ask, status_of
 from spangrad.http.server import HttpServer
-from spangrad.http.service import RemoteService, RequestError, Retries, queue_service
+from spangrad.http.service import RemoteService, RequestError, Retries, in_url, queue_service
 from tests.support.servers import raw_server
 
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}'
@@ -130,3 +132,11 @@ async def test_http_server_on_a_taken_port_leaves_no_task() -> None:
             await server.start()
     await asyncio.sleep(0)
     assert [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+def test_in_url_puts_brackets_around_ipv6_addresses_alone() -> None:
+    assert [in_url(host) for host in ("::1", "127.0.0.1", "gateway")] == ["[::1]", "127.0.0.1", "gateway"]
+    # It has one home: no other file of the product writes brackets around a host.
+    packages = ("spangrad", "collector", "commands", "gateway", "runner", "span_processors", "trainer", "transition_builder", "prompts")
+    files = [file for package in packages for file in (Path(__file__).parents[2] / package).rglob("*.py")]
+    assert [file.name for file in files if re.search(r"\[\{[^}]*host[^}]*\}\]", file.read_text())] == ["service.py"]

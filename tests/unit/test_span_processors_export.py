@@ -14,7 +14,8 @@ from span_processors.export import LosslessSpanProcessor, parse_headers, tracer_
 from spangrad.http.service import bearer
 from spangrad.processes import free_ports
 from spangrad.semconv import PROCESS_ID, SEQ
-from tests.support.fakes import OtlpSink, provider_with
+from tests.support.fake_servers import OtlpSink
+from tests.support.spans import provider_with
 
 
 def emit(provider: TracerProvider, count: int, **attributes: str) -> None:

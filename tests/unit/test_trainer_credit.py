@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import SettingsError
-from tests.support.fakes import transition_row
-from tests.support.sections import trainer_settings
+from tests.support.sections import trainer_settings, transition_row
 from trainer.credit import assignment
 from trainer.credit.assignment import Baseline, Credit, CreditRule, Units
 from trainer.credit.learning import Scope

@@ -11,8 +11,7 @@ import pytest
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
-from tests.support.fakes import transition_row
-from tests.support.sections import trainer_settings
+from tests.support.sections import trainer_settings, transition_row
 from trainer.credit import assignment, learning
 from trainer.credit.assignment import Units
 from trainer.credit.overlong import punishment, with_overlong

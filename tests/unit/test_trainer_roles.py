@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.settings import BuilderSettings, TrainerSettings
-from tests.support import fakes
-from tests.support.sections import trainer_settings
+from tests.support.sections import trainer_settings, transition_row
+from tests.support.spans import SpanFactory
 from trainer.credit.assignment import CreditRule, advantages, returns
 from trainer.credit.estimators import estimator, group_relative
 from trainer.credit.roles import cancelling_roles, count_roles, missing_roles, role_metrics
@@ -33,7 +33,7 @@ def frame(rollouts: list[list[Entries]]) -> pl.DataFrame:
         for turn, entries in enumerate(calls):
             names, roles, values = ([*column] for column in zip(*entries, strict=True)) if entries else ([], [], [])
             lists = {"Rewards.Name": names, "Rewards.Role": roles, "Rewards.Value": values, "Rewards.CallId": [""] * len(entries)}
-            rows.append(fakes.transition_row(f"r{number}", turn, **lists))
+            rows.append(transition_row(f"r{number}", turn, **lists))
     return pl.DataFrame(rows, schema_overrides=LISTS)
 
 
@@ -109,7 +109,7 @@ def test_missing_roles_names_roles_without_rewards() -> None:
 
 def test_reward_roles_give_each_policy_own_return_and_advantage() -> None:
     """Four games between two policies, as spans of two agents: white wins the first three, and what one wins the other loses."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     for number, white in enumerate((1.0, 1.0, 1.0, -1.0)):
         rollout = f"game-{number}"
         root = spans.root(rollout, calls=4, GroupSize=4)

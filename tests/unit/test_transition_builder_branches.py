@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spangrad.settings import BuilderSettings
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.build import build, read
 from transition_builder.calls.reconstruct import Reconstructed, reconstruct
 from transition_builder.frames import Frames
@@ -21,20 +21,20 @@ LONG = {"Duration": 100 * SECOND}
 SHORT = {"Duration": SECOND // 1000}
 
 
-def place(spans: fakes.SpanFactory | Frames) -> Reconstructed:
-    frames = spans.frames() if isinstance(spans, fakes.SpanFactory) else spans
+def place(spans: SpanFactory | Frames) -> Reconstructed:
+    frames = spans.frames() if isinstance(spans, SpanFactory) else spans
     nodes, recorded = read(frames, frames.owners)
     return reconstruct(nodes, recorded, frames.answers, frames.dropped)
 
 
-def lines(spans: fakes.SpanFactory) -> dict[str, tuple[str, int]]:
+def lines(spans: SpanFactory) -> dict[str, tuple[str, int]]:
     """The parent's span and the branch of each call's span."""
     calls = place(spans).calls
     named = dict(calls.select("CallId", "SpanId").rows()) | {"": ""}
     return {span: (named[parent], branch) for span, parent, branch in calls.sort("Order").select("SpanId", "ParentCallId", "Branch").rows()}
 
 
-def ran(spans: fakes.SpanFactory) -> dict[str, str]:
+def ran(spans: SpanFactory) -> dict[str, str]:
     """The span of the call that caused each tool span."""
     placed = place(spans)
     named = dict(placed.calls.select("CallId", "SpanId").rows()) | {"": ""}
@@ -52,25 +52,25 @@ def alone(number: int) -> dict[str, Any]:
 
 
 def test_reconstruct_sequential_calls_are_one_branch() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     agent = spans.span("solver", spans.root(), kind="AGENT")
     first, second, third = (spans.call(spans.client(spans.span("turn", agent, kind="CHAIN")), **alone(number)) for number in range(3))
     assert lines(spans) == {first: ("", 0), second: (first, 0), third: (second, 0)}
 
 
 def test_reconstruct_parallel_calls_share_parent_and_open_branches() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     first = spans.call(spans.client(root, **SHORT))
     clients = [spans.client(root, **LONG) for _ in range(3)]
     calls = [spans.call(client) for client in clients]
-    last = spans.call(spans.client(root, Timestamp=fakes.SpanFactory.time(1000), **SHORT))
+    last = spans.call(spans.client(root, Timestamp=SpanFactory.time(1000), **SHORT))
     assert lines(spans) == {first: ("", 0), calls[0]: (first, 0), calls[1]: (first, 1), calls[2]: (first, 2), last: (calls[2], 2)}
 
 
 def test_reconstruct_prompt_continuing_a_response_separates_parallel_threads() -> None:
     """Two conversations of one agent at once, whose calls take turns: the latest call is the other conversation's."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     calls = [
         spans.call(spans.client(root, **SHORT), **tokens) for tokens in (ids(1), ids(2), ids(1, 0, 5), ids(2, 0, 6), ids(1, 0, 5, 0, 7))
@@ -80,7 +80,7 @@ def test_reconstruct_prompt_continuing_a_response_separates_parallel_threads() -
 
 
 def test_reconstruct_parent_is_choice_that_prompt_continues() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     first = spans.call(spans.client(root), choices=2, PromptIds=[1])
     spans.calls[-1] |= {"ResponseIds": [9], "Logprobs": [-1.0]}
@@ -90,7 +90,7 @@ def test_reconstruct_parent_is_choice_that_prompt_continues() -> None:
 
 
 def test_reconstruct_sub_agent_begins_after_call_that_caused_its_tool() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     planner = spans.span("planner", spans.root(), kind="AGENT")
     before = spans.call(spans.client(planner))
     cause = spans.call(spans.client(planner))
@@ -111,7 +111,7 @@ def test_reconstruct_sub_agent_begins_after_call_that_caused_its_tool() -> None:
 
 
 def test_reconstruct_sub_agent_without_tool_begins_after_call_of_caller() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     planner = spans.span("planner", spans.root(), kind="AGENT")
     first = spans.call(spans.client(planner))
     one = spans.call(spans.client(spans.span("writer", planner, kind="AGENT")))
@@ -121,7 +121,7 @@ def test_reconstruct_sub_agent_without_tool_begins_after_call_of_caller() -> Non
 
 
 def test_reconstruct_hand_over_continues_branch() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     workflow = spans.span("workflow", spans.root(), kind="CHAIN")
     triage = spans.span("triage", workflow, kind="AGENT")
     first, second = (spans.call(spans.client(triage)) for _ in range(2))
@@ -130,14 +130,14 @@ def test_reconstruct_hand_over_continues_branch() -> None:
 
 
 def test_reconstruct_alternating_agents_keep_their_branches() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     chat = spans.span("round robin", spans.root(), kind="CHAIN")
     a, b, a2, b2 = (spans.call(spans.client(spans.span(name, chat, kind="AGENT"))) for name in "abab")
     assert lines(spans) == {a: ("", 0), b: (a, 1), a2: (a, 0), b2: (b, 1)}
 
 
 def test_reconstruct_failed_or_unused_calls_are_no_parents() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     failed = spans.call(spans.client(root), HttpStatus=500)
     first = spans.call(spans.client(root))
@@ -150,7 +150,7 @@ def test_reconstruct_failed_or_unused_calls_are_no_parents() -> None:
 
 
 def test_reconstruct_calls_of_two_workers_are_not_ordered() -> None:
-    spans = fakes.SpanFactory(clocks={"a": 100, "b": -100})
+    spans = SpanFactory(clocks={"a": 100, "b": -100})
     root = spans.root()
     first = spans.call(spans.client(root))
     spawn = spans.span("spawn", root)
@@ -165,7 +165,7 @@ def test_reconstruct_calls_of_two_workers_are_not_ordered() -> None:
 
 
 def test_reconstruct_clocks_of_two_hosts_are_not_compared() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     hosts = {name: {"process": name, "service": "shop", "ProcessId": f"~{name}", "Seq": 0} for name in ("one", "two")}
     early = [spans.client(root, **hosts["one"], **SHORT) for _ in range(2)]
@@ -174,21 +174,21 @@ def test_reconstruct_clocks_of_two_hosts_are_not_compared() -> None:
 
 
 def test_reconstruct_gateway_calls_without_clients_follow_sequence_number() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     calls = [spans.call(root) for _ in range(3)]
     assert lines(spans) == {calls[0]: ("", 0), calls[1]: (calls[0], 0), calls[2]: (calls[1], 0)}
 
 
 def test_reconstruct_call_within_span_of_another_follows_it() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     outer = spans.span("generate", spans.root(), kind="LLM", **LONG)
     inner = spans.call(spans.client(spans.span("search", outer, kind="TOOL")))
     assert lines(spans) == {outer: ("", 0), inner: (outer, 1)}
 
 
 def test_reconstruct_rollout_within_call_of_another_begins_own_tree() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     outer = spans.client(spans.root("outer", trace="shared"), rollout="outer", trace="shared", **LONG)
     tool = spans.span("run", outer, kind="TOOL", rollout="outer", trace="shared")
     root = spans.root("within", trace="shared")
@@ -198,7 +198,7 @@ def test_reconstruct_rollout_within_call_of_another_begins_own_tree() -> None:
 
 
 def test_reconstruct_components_and_tools_are_ordered() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     graph = spans.span("graph", root, kind="CHAIN")
     agent = spans.span("AgentExecutor", graph, kind="AGENT", Attributes={"agent.name": "solver"})
@@ -214,7 +214,7 @@ def test_reconstruct_components_and_tools_are_ordered() -> None:
 
 
 def test_reconstruct_tool_call_id_names_causing_call() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     agent = spans.span("solver", spans.root(), kind="AGENT")
     asking = {"llm.output_messages.0.message.tool_calls.0.tool_call.id": "call_0"}
     asked = [spans.call(spans.client(agent, Attributes=asking)) for _ in range(2)]
@@ -229,7 +229,7 @@ def test_reconstruct_tool_call_id_names_causing_call() -> None:
 
 
 def test_reconstruct_nested_spans_of_one_tool_call_are_one_and_failed_if_any() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     agent = spans.span("solver", spans.root(), kind="AGENT")
     call = spans.call(spans.client(agent))
     outer = spans.span("solver.add", agent, kind="TOOL", Attributes={"tool.name": "add"})
@@ -243,7 +243,7 @@ def test_reconstruct_nested_spans_of_one_tool_call_are_one_and_failed_if_any() -
 
 
 def test_reconstruct_tool_call_before_every_call_has_no_cause() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     tool = spans.span("search", root, kind="TOOL")
     spans.call(spans.client(root))
@@ -257,9 +257,9 @@ SHAPES = st.lists(
 )
 
 
-def grown(shape: list[tuple[str, int, str, int, int]]) -> fakes.SpanFactory:
+def grown(shape: list[tuple[str, int, str, int, int]]) -> SpanFactory:
     """Any forest of spans: each with a parent among those before it."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     made = [spans.root()]
     spans.evaluation(made[0])
     for kind, parent, process, seconds, token in shape:
@@ -277,7 +277,7 @@ def grown(shape: list[tuple[str, int, str, int, int]]) -> fakes.SpanFactory:
     return spans
 
 
-def shuffled_alike(spans: fakes.SpanFactory, random: Any) -> None:
+def shuffled_alike(spans: SpanFactory, random: Any) -> None:
     """Place calls, shuffle the rows, and place them again."""
     by = ["CallId"]
     columns = ["CallId", "SpanId", "AgentName", "Order", "ParentCallId", "Branch", "Components", "Tools", "Retried", "DuplicateOf"]
@@ -328,7 +328,7 @@ def test_reconstruct_puts_parents_first_and_ignores_clocks_of_other_processes(
 
 @pytest.mark.parametrize("size", [300])
 def test_reconstruct_300_parallel_calls_opens_a_branch_each(size: int) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     for client in [spans.client(root, Duration=10_000 * SECOND) for _ in range(size)]:
         spans.call(client)

@@ -13,7 +13,7 @@ from polars.testing import assert_frame_equal
 
 from spangrad.settings import AirRule, BuilderSettings, Selection
 from spangrad.types import call_id, transition_id
-from tests.support import fakes
+from tests.support.spans import SpanFactory, versions
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, empty
 from transition_builder.schemas import BUILT, DROPS, REWARDS, SAMPLING, TRANSITIONS
@@ -22,7 +22,7 @@ from transition_builder.source.sink import revise
 SPEC = BuilderSettings()
 
 
-def linked_call(spans: fakes.SpanFactory, parent: str, **facts: Any) -> str:
+def linked_call(spans: SpanFactory, parent: str, **facts: Any) -> str:
     where = {name: facts[name] for name in ("rollout", "attempt") if name in facts}
     return spans.call(spans.span("POST", spans.client(parent, **where), **where), **facts)
 
@@ -36,12 +36,12 @@ def reasons(built: Built) -> dict[str, tuple[str, str]]:
 
 
 def test_build_transition_has_fields_for_training() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root(calls=1, GroupId="g7", GroupSize=4, TaskId="task-1")
     spans.evaluation(root, 0.25)
     call = linked_call(spans, spans.span("solver", root, kind="AGENT"), RunId="", Mode="")
     built = build(spans.frames(), SPEC)
-    name = call_id(fakes.SpanFactory.trace("run.r.0"), call, 0)
+    name = call_id(SpanFactory.trace("run.r.0"), call, 0)
     assert built.drops.rows() == []
     assert built.transitions.schema == dict(TRANSITIONS)
     assert built.transitions.row(0, named=True) == {
@@ -58,10 +58,10 @@ def test_build_transition_has_fields_for_training() -> None:
         "Turn": 0,
         "TransitionId": transition_id(name, SPEC.spec, 0),
         "CallId": name,
-        "TraceId": fakes.SpanFactory.trace("run.r.0"),
+        "TraceId": SpanFactory.trace("run.r.0"),
         "SpanId": call,
         "ChoiceIndex": 0,
-        "Timestamp": fakes.SpanFactory.time(5),
+        "Timestamp": SpanFactory.time(5),
         "ParentCallId": "",
         "Branch": 0,
         "AgentName": "solver",
@@ -97,17 +97,17 @@ def test_build_transition_has_fields_for_training() -> None:
         ({"Redacted": True, "PromptIds": [], "ResponseIds": [], "Logprobs": []}, ("redacted", "")),
         ({"PromptIds": []}, ("no_token_ids", "")),
         (
-            {"IdsSource": "retokenized", **fakes.versions(), "Logprobs": []},
+            {"IdsSource": "retokenized", **versions(), "Logprobs": []},
             ("retokenized", "by tokenizer tok"),
         ),
         ({"ResponseIds": [], "Logprobs": []}, ("empty_response", "")),
         ({"Logprobs": [-1.0]}, ("no_logprobs", "1 logprobs for 2 tokens")),
         ({"TokenizerHash": "other"}, ("other_tokenizer", "other")),
-        (fakes.versions((0, 3), (1, 4)), ("mixed_versions", "versions 3, 4")),
-        (fakes.versions(), ("unknown_version", "")),
-        (fakes.versions((1, 3)), ("unknown_version", "")),
-        (fakes.versions((0, 3), (0, 4)), ("unknown_version", "")),
-        (fakes.versions((0, 3), (2, 4)), ("unknown_version", "")),
+        (versions((0, 3), (1, 4)), ("mixed_versions", "versions 3, 4")),
+        (versions(), ("unknown_version", "")),
+        (versions((1, 3)), ("unknown_version", "")),
+        (versions((0, 3), (0, 4)), ("unknown_version", "")),
+        (versions((0, 3), (2, 4)), ("unknown_version", "")),
         ({"TopP": 0.9}, ("other_distribution", "sampled with top_p=0.9")),
         ({"TopK": 5}, ("other_distribution", "sampled with top_k=5")),
         ({"MinP": 0.1}, ("other_distribution", "sampled with min_p=0.1")),
@@ -122,7 +122,7 @@ def test_build_transition_has_fields_for_training() -> None:
     ],
 )
 def test_build_faulty_call_drops_with_its_reason(facts: dict[str, Any], expected: tuple[str, str]) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root(calls=2)
     spans.evaluation(root)
     faulty, good = linked_call(spans, root, **facts), linked_call(spans, root)
@@ -139,10 +139,10 @@ def test_build_faulty_call_drops_with_its_reason(facts: dict[str, Any], expected
 
 
 def test_build_keeps_retokenized_calls_when_asked() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root(calls=1)
     spans.evaluation(root)
-    linked_call(spans, root, IdsSource="retokenized", Temperature=None, Logprobs=[], **fakes.versions())
+    linked_call(spans, root, IdsSource="retokenized", Temperature=None, Logprobs=[], **versions())
     built = build(spans.frames(), BuilderSettings(retokenized=True))
     assert built.drops.rows() == []
     assert built.transitions.select("PromptIds", "ResponseIds", "Logprobs", "Version", "TokenizerHash").rows() == [
@@ -151,9 +151,9 @@ def test_build_keeps_retokenized_calls_when_asked() -> None:
 
 
 def test_build_call_of_several_versions_has_version_per_token() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(root := spans.root(calls=2))
-    linked_call(spans, root, choices=1, ResponseIds=[4, 5, 6], Logprobs=[-1.0, -2.0, -3.0], **fakes.versions((0, 3), (1, 4), (2, 9)))
+    linked_call(spans, root, choices=1, ResponseIds=[4, 5, 6], Logprobs=[-1.0, -2.0, -3.0], **versions((0, 3), (1, 4), (2, 9)))
     linked_call(spans, root)
     built = build(spans.frames(), SPEC)
     assert reasons(built) == {}
@@ -164,7 +164,7 @@ def test_build_call_of_several_versions_has_version_per_token() -> None:
 
 
 def test_build_neutral_sampling_parameters_drop_nothing() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(root := spans.root(calls=1))
     call = linked_call(spans, root, TopK=-1)
     built = build(spans.frames(), SPEC)
@@ -183,7 +183,7 @@ def test_build_neutral_sampling_parameters_drop_nothing() -> None:
     ids=str,
 )
 def test_build_direct_mode_uses_sampling_reported_by_engine(reported: dict[str, Any], dropped: tuple[str, str] | None) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(root := spans.root())
     call = spans.client(root, Attributes={"llm.invocation_parameters": '{"temperature": 0.7, "top_p": 1}'})
     spans.answer(call, **reported)
@@ -196,14 +196,14 @@ def test_build_direct_mode_uses_sampling_reported_by_engine(reported: dict[str, 
 
 
 def test_build_redacted_call_with_ids_is_kept() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(root := spans.root(calls=1))
     call = linked_call(spans, root, Redacted=True)
     assert kept(build(spans.frames(), SPEC)) == [(call, 0, 0, "agent", [1.0])]
 
 
 def test_build_selection_keeps_and_counts_turns_of_selected_agents_only() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(root := spans.root(calls=3))
     planner = spans.span("planner", root, kind="AGENT")
     first = linked_call(spans, planner)
@@ -215,7 +215,7 @@ def test_build_selection_keeps_and_counts_turns_of_selected_agents_only() -> Non
 
 
 def test_build_fault_of_rollout_drops_all_its_calls() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     failed = linked_call(spans, spans.root("failed", calls=1, failure="timeout"), rollout="failed")
     late = linked_call(spans, spans.root("late", calls=2, Verdict="incomplete", Detail="1 of 2"), rollout="late")
     mute = linked_call(spans, spans.root("mute", calls=1), rollout="mute")
@@ -237,7 +237,7 @@ def test_build_fault_of_rollout_drops_all_its_calls() -> None:
 
 
 def test_build_of_failed_attempt_with_runner_reward_keeps_its_calls() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(root := spans.root("slow", calls=3, failure="timeout"), -1.0)
     agent = spans.span("planner", root, rollout="slow", kind="AGENT")
     first = linked_call(spans, agent, rollout="slow")
@@ -256,7 +256,7 @@ def test_build_of_failed_attempt_with_runner_reward_keeps_its_calls() -> None:
 
 
 def test_build_of_failed_attempt_with_agent_reward_only_drops_its_calls() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     agent = spans.span("planner", spans.root("crashed", calls=1, failure="crash"), rollout="crashed", kind="AGENT")
     spans.evaluation(agent, 1.0)
     call = linked_call(spans, agent, rollout="crashed")
@@ -268,7 +268,7 @@ def test_build_of_failed_attempt_with_agent_reward_only_drops_its_calls() -> Non
 
 
 def test_build_rollout_without_calls_has_one_drop() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(quiet := spans.root("quiet", calls=0))
     spans.evaluation(slow := spans.root("slow", calls=0, failure="timeout"))
     failed = spans.root("failed", calls=0, failure="exit_code")
@@ -289,7 +289,7 @@ def test_build_rollout_without_calls_has_one_drop() -> None:
 
 
 def test_build_span_delivered_twice_counts_once() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(root := spans.root(calls=1))
     linked_call(spans, root, choices=2)
     once = build(spans.frames(), SPEC)
@@ -302,7 +302,7 @@ def test_build_span_delivered_twice_counts_once() -> None:
 
 
 def test_build_call_without_row_in_rollout_spans_is_built() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(root := spans.root(calls=1))
     call = linked_call(spans, spans.span("solver", root, kind="AGENT"))
     spans.spans = [row for row in spans.spans if row["SpanId"] != call]
@@ -310,9 +310,7 @@ def test_build_call_without_row_in_rollout_spans_is_built() -> None:
 
 
 def test_build_of_nothing_gives_empty_frames() -> None:
-    built = build(
-        fakes.SpanFactory().frames(), BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",)),))
-    )
+    built = build(SpanFactory().frames(), BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",)),)))
     assert built.transitions.schema == dict(TRANSITIONS)
     assert built.drops.schema == dict(DROPS)
     assert built.rewards.schema == dict(REWARDS)
@@ -325,7 +323,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "aborted": {"Aborted": True},
     "no_token_ids": {"PromptIds": []},
     "no_logprobs": {"Logprobs": []},
-    "unknown_version": fakes.versions(),
+    "unknown_version": versions(),
     "not_selected": {"Policy": "judge"},
 }
 CALLS = st.tuples(
@@ -335,7 +333,7 @@ ATTEMPTS = st.lists(st.lists(CALLS, max_size=4), min_size=1, max_size=3)
 ENDS = st.sampled_from(["", "", "", "failed", "counted failure", "incomplete", "nan", "mute"])
 
 
-def random_rollout(spans: fakes.SpanFactory, rollout: str, attempts: list[list[tuple[Any, ...]]], end: str) -> dict[str, str]:
+def random_rollout(spans: SpanFactory, rollout: str, attempts: list[list[tuple[Any, ...]]], end: str) -> dict[str, str]:
     """Make a rollout; returns each call's reason to drop, empty for those that must become transitions."""
     expected: dict[str, str] = {}
     for attempt, calls in enumerate(attempts):
@@ -365,21 +363,21 @@ def random_rollout(spans: fakes.SpanFactory, rollout: str, attempts: list[list[t
             of_rollout = {"failed": "attempt_failed", "incomplete": "incomplete"}.get(end, "")
             reason = (of_rollout or fault or ("no_reward" if end == "nan" else "")) if last else "superseded_attempt"
             for choice in range(choices):
-                expected[call_id(fakes.SpanFactory.trace(f"run.{rollout}.{attempt}"), call, choice)] = reason
+                expected[call_id(SpanFactory.trace(f"run.{rollout}.{attempt}"), call, choice)] = reason
     return expected
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(ATTEMPTS, ENDS), min_size=1, max_size=4))
 def test_build_any_rollouts_conclude_every_call_once_and_keep_rewards(rollouts: list[tuple[list[list[tuple[Any, ...]]], str]]) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     expected: dict[str, str] = {}
     without_calls = set[str]()
     for number, (attempts, end) in enumerate(rollouts):
         name = f"r{number}"
         calls = random_rollout(spans, name, attempts, end)
         if end == "mute" and not any(rewarded for _, _, _, rewarded, _ in attempts[-1]):
-            final = fakes.SpanFactory.trace(f"run.{name}.{len(attempts) - 1}")
+            final = SpanFactory.trace(f"run.{name}.{len(attempts) - 1}")
             ours = {row["CallId"] for row in spans.calls if row["TraceId"] == final}
             calls |= {call: fault or "no_reward" for call, fault in calls.items() if call in ours}
         expected |= calls
@@ -420,18 +418,18 @@ def only(frames: Frames, rollout: str) -> Frames:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(CALLS, min_size=1, max_size=5), st.dictionaries(st.sampled_from(["agent", "gateway", "runner"]), st.floats(-1e5, 1e5)))
 def test_build_is_independent_of_clocks(calls: list[tuple[Any, ...]], clocks: dict[str, float]) -> None:
-    def outcome(factory: fakes.SpanFactory) -> Built:
+    def outcome(factory: SpanFactory) -> Built:
         random_rollout(factory, "r", [calls], "")
         return build(factory.frames(), BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",)),)))
 
-    right, skewed = outcome(fakes.SpanFactory()), outcome(fakes.SpanFactory(clocks=clocks))
+    right, skewed = outcome(SpanFactory()), outcome(SpanFactory(clocks=clocks))
     assert_frame_equal(right.transitions.drop("Timestamp"), skewed.transitions.drop("Timestamp"))
     assert_frame_equal(right.drops.drop("Timestamp"), skewed.drops.drop("Timestamp"))
     assert_frame_equal(right.rewards, skewed.rewards)
 
 
 def test_build_call_of_shared_trace_is_trained_in_no_rollout() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     for rollout in ("a", "b"):
         root = spans.root(rollout, trace="shared")
         spans.evaluation(root)

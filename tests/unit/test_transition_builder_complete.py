@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from spangrad.settings import BuilderSettings
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.completeness.complete import decide
 from transition_builder.completeness.resolve import owners_at_hand, resolve
 from transition_builder.frames import Facts, empty
@@ -27,14 +27,14 @@ class Arrivals:
 
     def root(self, attempt: int = 0, *, final: bool = True, **facts: Any) -> Arrivals:
         named = {"RunId": "run", "Mode": "train", "RolloutId": "r", "Attempt": attempt, "GroupId": "g", "GroupSize": 2, "TaskId": "t"}
-        arrived = {"TraceId": f"t{attempt}", "SpanId": f"root{attempt}", "IngestedAt": fakes.SpanFactory.time(0)}
+        arrived = {"TraceId": f"t{attempt}", "SpanId": f"root{attempt}", "IngestedAt": SpanFactory.time(0)}
         self.roots.append(named | arrived | {"Calls": None, "Final": final, "Failure": ""} | facts)
         return self.here(attempt, 0)
 
     def here(self, attempt: int, seconds: float, evaluations: int = 0, **facts: Any) -> Arrivals:
         self.presence.append(
             {"RunId": "run", "RolloutKey": "r", "RolloutKeySource": "rollout", "Attempt": attempt, "TraceId": f"t{attempt}"}
-            | {"Evaluations": evaluations, "LastArrival": fakes.SpanFactory.time(seconds)}
+            | {"Evaluations": evaluations, "LastArrival": SpanFactory.time(seconds)}
             | facts
         )
         return self
@@ -50,7 +50,7 @@ class Arrivals:
             pl.DataFrame(self.presence, schema=dict(PRESENCE)),
             pl.DataFrame(self.counts, schema=dict(COUNTS)),
         )
-        (row,) = decide(facts, fakes.SpanFactory.time(at), spec).select("Verdict", "Detail").rows()
+        (row,) = decide(facts, SpanFactory.time(at), spec).select("Verdict", "Detail").rows()
         return row
 
 
@@ -124,7 +124,7 @@ def test_decide_root_of_earlier_attempt_is_awaited() -> None:
 def test_decide_two_roots_of_attempt_uses_final_one() -> None:
     """A worker wrote its attempt's and died; then the rollout was cancelled."""
     arrivals = Arrivals().root(Calls=1, final=False, Failure="exception").calls(0, 1)
-    arrivals.root(Calls=1, Failure="cancelled", IngestedAt=fakes.SpanFactory.time(60))
+    arrivals.root(Calls=1, Failure="cancelled", IngestedAt=SpanFactory.time(60))
     assert arrivals.verdict(60) == ("complete", "")
 
 
@@ -139,7 +139,7 @@ def test_decide_rollout_without_final_root_has_no_verdict() -> None:
         pl.DataFrame(schema=dict(PRESENCE)),
         pl.DataFrame(schema=dict(COUNTS)),
     )
-    assert decide(facts, fakes.SpanFactory.time(1e6), SPEC).rows() == []
+    assert decide(facts, SpanFactory.time(1e6), SPEC).rows() == []
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from datetime import datetime, timedelta
 
 import polars as pl
 
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.completeness.complete import facts
 from transition_builder.schemas import ARRIVALS, COUNTS, PRESENCE, ROOTS
 
 
 def test_facts_count_each_span_once_and_date_last_delivery() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     failed = spans.root(attempt=0, calls=1, final=False, failure="crash")
     spans.call(failed, attempt=0)
     root = spans.root(attempt=1, calls=2)
@@ -41,7 +41,7 @@ def test_facts_count_each_span_once_and_date_last_delivery() -> None:
     assert told.counts.sort("Attempt").rows() == [(*same, 0, first, 1), (*same, 1, second, 2)]
 
 
-def arrived(spans: fakes.SpanFactory) -> pl.DataFrame:
+def arrived(spans: SpanFactory) -> pl.DataFrame:
     """All of them, a second apart."""
     rows = [row | {"IngestedAt": spans.time(place)} for place, row in enumerate(spans.spans)]
     return pl.DataFrame(rows, schema=dict(ARRIVALS))
@@ -49,7 +49,7 @@ def arrived(spans: fakes.SpanFactory) -> pl.DataFrame:
 
 def test_facts_count_gateway_calls_of_attempt_only() -> None:
     """It counts those that name it. Of two gateways behind each other, the outer one's span is the call's."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root(calls=2)
     outer = spans.call(spans.client(root), process="outer gateway")
     spans.call(outer, process="inner gateway")
@@ -61,7 +61,7 @@ def test_facts_count_gateway_calls_of_attempt_only() -> None:
 
 
 def test_facts_two_deliveries_of_root_use_final_one() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.root(final=False, failure="exception")
     again = spans.spans[0] | {"Attributes": {"spangrad.rollout.final": "true", "spangrad.rollout.failure": "cancelled"}}
     spans.spans.append(again)

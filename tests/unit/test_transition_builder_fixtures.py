@@ -13,7 +13,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from spangrad.settings import AirRule, BuilderSettings
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames
 
@@ -54,7 +54,7 @@ that names both makes one call of each two spans. docs/reference/fixtures.md, wh
 @functools.cache
 def captured(name: str) -> Frames:
     """The spans of a file, all of one rollout that ended and was rewarded."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.evaluation(spans.root(calls=None))
     for line in (SPANS / f"{name}.jsonl").read_text().splitlines():
         spans.load_otlp(json.loads(line))

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from spangrad.settings import BuilderSettings
-from tests.support import fakes
+from tests.support.spans import SpanFactory, versions
 from transition_builder.build import build
 
 TRACELOOP: dict[str, Any] = {
@@ -20,7 +20,7 @@ REQUEST: dict[str, Any] = {"Attributes": {"http.request.method": "POST", "url.fu
 MILLISECOND = 10**6
 
 
-def concluded(spans: fakes.SpanFactory) -> dict[str, str]:
+def concluded(spans: SpanFactory) -> dict[str, str]:
     """Every call's span, with its reason; empty where it became a transition."""
     spans.evaluation(next(str(row["SpanId"]) for row in spans.roots))
     built = build(spans.frames(), BuilderSettings())
@@ -33,7 +33,7 @@ def usage(read: int, written: int, model: str = "m") -> dict[str, str]:
 
 
 def test_call_group_gateway_span_speaks_for_client_and_retries() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     client = spans.client(spans.span("ChatOpenAI", spans.root(), kind="LLM"))
     posts = [spans.span("POST", client) for _ in range(2)]
     failed, good = spans.call(posts[0], HttpStatus=500), spans.call(posts[1])
@@ -42,7 +42,7 @@ def test_call_group_gateway_span_speaks_for_client_and_retries() -> None:
 
 
 def test_call_group_without_parent_link_is_matched_by_response_id() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     client = spans.client(root)
     call = spans.call(root)
@@ -51,7 +51,7 @@ def test_call_group_without_parent_link_is_matched_by_response_id() -> None:
 
 
 def test_call_group_client_without_gateway_span_is_direct_mode_call() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     recorded = spans.call(spans.client(root))
     plain, bare, failed = spans.client(root), spans.client(root), spans.client(root, status="Error")
@@ -61,7 +61,7 @@ def test_call_group_client_without_gateway_span_is_direct_mode_call() -> None:
 
 
 def test_call_group_client_error_without_gateway_drops_as_call_failed() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     failed = spans.client(spans.root(), status="Error", StatusMessage="APITimeoutError: too late")
     spans.evaluation(str(spans.roots[0]["SpanId"]))
     built = build(spans.frames(), BuilderSettings())
@@ -69,11 +69,11 @@ def test_call_group_client_error_without_gateway_drops_as_call_failed() -> None:
 
 
 def test_call_group_direct_mode_call_has_facts_of_its_answer() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     client = spans.client(spans.root(), Attributes={"llm.invocation_parameters": '{"model": "m", "temperature": 0.5}'})
     other = spans.client(str(spans.roots[0]["SpanId"]))
     spans.evaluation(str(spans.roots[0]["SpanId"]))
-    spans.answer(client, Policy="p", Model="", TokenizerHash="h", FinishReason="length", Temperature=0.25, **fakes.versions((0, 8)))
+    spans.answer(client, Policy="p", Model="", TokenizerHash="h", FinishReason="length", Temperature=0.25, **versions((0, 8)))
     spans.answer(other, ChoiceIndex=0)
     spans.answer(other, ChoiceIndex=1, ResponseIds=[9])
     built = build(spans.frames(), BuilderSettings())
@@ -99,11 +99,11 @@ def test_call_group_direct_mode_call_has_facts_of_its_answer() -> None:
 
 
 def test_call_group_framework_span_is_call_without_client_or_gateway_span() -> None:
-    alone = fakes.SpanFactory()
+    alone = SpanFactory()
     inner = alone.span("ChatOpenAI", alone.span("generation", alone.root(), kind="LLM"), kind="LLM")
     assert concluded(alone) == {inner: "no_token_ids"}
 
-    beside = fakes.SpanFactory()
+    beside = SpanFactory()
     root = beside.root()
     beside.span("ChatOpenAI", root, kind="LLM")  # LangChain's span is the client's neighbour, not its parent
     client = beside.client(root)
@@ -111,7 +111,7 @@ def test_call_group_framework_span_is_call_without_client_or_gateway_span() -> N
     elsewhere = beside.span("ChatOpenAI", root, kind="LLM", process="worker")
     assert concluded(beside) == {client: "", elsewhere: "no_token_ids"}
 
-    recorded = fakes.SpanFactory()
+    recorded = SpanFactory()
     root = recorded.root()
     recorded.span("ChatOpenAI", root, kind="LLM")
     call = recorded.call(root)
@@ -119,7 +119,7 @@ def test_call_group_framework_span_is_call_without_client_or_gateway_span() -> N
 
 
 def test_call_group_two_instrumentations_of_client_are_one_call() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     outer = spans.client(root)
     spans.span("openai.chat", outer, **TRACELOOP)
@@ -131,7 +131,7 @@ def test_call_group_two_instrumentations_of_client_are_one_call() -> None:
 
 
 def test_call_group_tool_or_agent_between_spans_separates_calls() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     outer = spans.client(spans.root())
     inner = spans.client(spans.span("search", outer, kind="TOOL"))
     spans.answer(outer)
@@ -142,7 +142,7 @@ def test_call_group_tool_or_agent_between_spans_separates_calls() -> None:
 @pytest.mark.parametrize("kept", [(), ("model",), ("model", "tokens")])
 def test_call_group_unlinked_framework_and_client_spans_are_one_call(kept: tuple[str, ...]) -> None:
     """LangChain without the link: of calls that overlap, equal token counts tell, else who began first."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     said = [usage(3, 4, "m"), usage(5, 6, "n")]
     texts = [
@@ -162,7 +162,7 @@ def test_call_group_unlinked_framework_and_client_spans_are_one_call(kept: tuple
 
 
 def test_call_group_framework_span_without_client_within_is_call() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     other = spans.span("ChatAnthropic", root, kind="LLM", Duration=MILLISECOND)
     spans.span("ChatOpenAI", root, kind="LLM", Duration=5000 * MILLISECOND)
@@ -172,7 +172,7 @@ def test_call_group_framework_span_without_client_within_is_call() -> None:
 
 
 def test_call_group_response_id_joins_spans_of_two_processes() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     agent = spans.span("planner", root, kind="AGENT")
     spans.span(
@@ -191,7 +191,7 @@ def test_call_group_response_id_joins_spans_of_two_processes() -> None:
 
 
 def test_call_group_equal_token_ids_join_client_without_response_id() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     other = spans.call(root, PromptIds=[9], ResponseIds=[8], Logprobs=[-1.0])
     call = spans.call(root)
@@ -202,7 +202,7 @@ def test_call_group_equal_token_ids_join_client_without_response_id() -> None:
 
 
 def test_call_group_token_counts_join_otherwise_unmatched_spans() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     calls = [spans.call(root, Model="m", ResponseIds=[4] * (place + 2), Logprobs=[-1.0] * (place + 2)) for place in range(2)]
     for name, written in (("b", 3), ("a", 2)):
@@ -213,7 +213,7 @@ def test_call_group_token_counts_join_otherwise_unmatched_spans() -> None:
 
 
 def test_call_group_unmatched_gateway_calls_account_for_as_many_framework_spans() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     recorded = [spans.call(root) for _ in range(2)]
     frameworks = [spans.span("ChatOpenAI", root, kind="LLM") for _ in range(3)]
@@ -221,7 +221,7 @@ def test_call_group_unmatched_gateway_calls_account_for_as_many_framework_spans(
 
 
 def test_call_group_engine_span_joins_its_call_or_is_one() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     client = spans.client(root)
     spans.span("llm_request", client, **ENGINE)
@@ -233,13 +233,13 @@ def test_call_group_engine_span_joins_its_call_or_is_one() -> None:
     spans.span("llm_request", root, scope="vllm.llm_engine", process="vllm", Attributes={"gen_ai.request.id": "cmpl-7"})
     assert concluded(spans) == {client: "", recorded: "", apart: ""}
 
-    alone = fakes.SpanFactory()
+    alone = SpanFactory()
     engine = alone.span("llm_request", alone.span("POST", alone.root(), **REQUEST), **ENGINE)
     assert concluded(alone) == {engine: "no_token_ids"}
 
 
 def test_call_group_unrecognized_model_request_drops_as_unknown_convention() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     client = spans.client(root)
     spans.span("POST", client, **REQUEST)
@@ -252,7 +252,7 @@ def test_call_group_unrecognized_model_request_drops_as_unknown_convention() -> 
 
 
 def test_call_group_gateway_span_below_bare_request_is_call() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     call = spans.call(spans.span("POST", spans.root(), **REQUEST))
     assert concluded(spans) == {call: ""}
 
@@ -261,7 +261,7 @@ def test_call_group_gateway_span_below_bare_request_is_call() -> None:
     ("answered", "used"), [("", 2), (0, 0), (2, 2)], ids=["the last that was answered well", "the one that the client names", "the same"]
 )
 def test_call_group_retries_drop_except_used_one(answered: Any, used: int) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     client = spans.client(spans.root())
     posts = [spans.span("POST", client) for _ in range(4)]
     # They reach the gateway in another order than that of the agent's requests.
@@ -273,14 +273,14 @@ def test_call_group_retries_drop_except_used_one(answered: Any, used: int) -> No
 
 
 def test_call_group_choices_are_no_retries() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     call = spans.call(spans.client(spans.root()), choices=3)
     built = spans_built(spans)
     assert built.transitions.select("SpanId", "ChoiceIndex").rows() == [(call, 0), (call, 1), (call, 2)]
 
 
 def test_call_group_call_recorded_by_two_gateways_is_trained_once() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     outer = spans.call(spans.client(root), ResponseId="a")
     inner = spans.call(outer, process="second gateway", ResponseId="b")
@@ -292,13 +292,13 @@ def test_call_group_call_recorded_by_two_gateways_is_trained_once() -> None:
     assert concluded(spans) == {outer: "", inner: "duplicate", mute: "duplicate", told: "", far: "duplicate", near: "", other: ""}
 
 
-def spans_built(spans: fakes.SpanFactory) -> Any:
+def spans_built(spans: SpanFactory) -> Any:
     spans.evaluation(next(str(row["SpanId"]) for row in spans.roots))
     return build(spans.frames(), BuilderSettings())
 
 
 def test_call_group_with_dropped_attributes_drops_as_attributes_dropped() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     client, whole = spans.client(root), spans.client(root)
     spans.evaluation(root)
@@ -310,7 +310,7 @@ def test_call_group_with_dropped_attributes_drops_as_attributes_dropped() -> Non
 
 
 def test_call_group_empty_response_id_matches_no_retry() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     client = spans.client(spans.root())
     posts = [spans.span("POST", client) for _ in range(2)]
     first, last = spans.call(posts[0], ResponseId=""), spans.call(posts[1])

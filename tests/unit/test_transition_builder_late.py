@@ -8,11 +8,11 @@ import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.schemas import BUILT
 from transition_builder.source import late_spans
 
-TIME = fakes.SpanFactory.time
+TIME = SpanFactory.time
 Row = tuple[str, str, str, str]
 """RunId, RolloutKey, RolloutKeySource, TraceId."""
 ROWS = st.lists(

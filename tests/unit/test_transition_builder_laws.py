@@ -18,7 +18,7 @@ from polars.testing import assert_frame_equal
 
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.types import call_id
-from tests.support import fakes
+from tests.support.spans import SpanFactory, versions
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, conform, empty
 from transition_builder.schemas import BUILT
@@ -65,8 +65,8 @@ FAULTS: list[dict[str, Any]] = [
     {"Aborted": True, "ErrorType": "aborted"},
     {"PromptIds": []},
     {"Logprobs": []},
-    fakes.versions((0, 3), (1, 4)),
-    fakes.versions(),
+    versions((0, 3), (1, 4)),
+    versions(),
     {"Temperature": None},
 ]
 
@@ -116,7 +116,7 @@ class Forest:
 
     def __init__(self, plans: list[Plan], ends: list[str], clocks: dict[str, float]) -> None:
         self._text = f"Forest({plans!r}, {ends!r}, {clocks!r})"
-        self.factory = factory = fakes.SpanFactory(clocks=clocks)
+        self.factory = factory = SpanFactory(clocks=clocks)
         for number, end in enumerate(ends):
             name = f"r{number}"
             last = max([plan.attempt for plan in plans if plan.rollout == number], default=0)

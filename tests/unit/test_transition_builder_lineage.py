@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from spangrad.settings import AirRule, BuilderSettings
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.calls.forest import Mask, SpanForest
 from transition_builder.frames import Built
@@ -44,18 +44,18 @@ def test_span_forest_cuts_cycles() -> None:
     assert tangled.common_depth(np.array([0, 5, 5]), np.array([1, 4, 5])).tolist() == [0, 1, 2]
 
 
-def order_of(spans: fakes.SpanFactory) -> list[str]:
+def order_of(spans: SpanFactory) -> list[str]:
     built = build(spans.frames(), BuilderSettings())
     return built.transitions.sort("Turn")["SpanId"].to_list()
 
 
-def ended(spans: fakes.SpanFactory) -> str:
+def ended(spans: SpanFactory) -> str:
     spans.evaluation(root := spans.root())
     return root
 
 
 def test_call_order_follows_sequence_of_agent_not_gateway_arrivals() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = ended(spans)
     first, second = spans.span("POST", root), spans.span("POST", root)
     late = spans.call(second)
@@ -64,23 +64,23 @@ def test_call_order_follows_sequence_of_agent_not_gateway_arrivals() -> None:
 
 
 def test_call_order_ignores_clock_jump_within_process() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = ended(spans)
     posts = [spans.span("POST", root) for _ in range(2)]
-    spans.spans[-1]["Timestamp"] = fakes.SpanFactory.time(-3600)
+    spans.spans[-1]["Timestamp"] = SpanFactory.time(-3600)
     calls = [spans.call(post) for post in posts]
     assert order_of(spans) == calls
 
 
 def test_call_order_below_one_span_follows_gateway() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     step = spans.span("step", ended(spans), kind="CHAIN")
     calls = [spans.call(step) for _ in range(3)]
     assert order_of(spans) == calls
 
 
 def test_call_order_places_worker_process_where_it_was_started() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = ended(spans)
     before, spawn, after = (spans.span(name, root) for name in ("before", "spawn", "after"))
     last = spans.call(after)
@@ -90,7 +90,7 @@ def test_call_order_places_worker_process_where_it_was_started() -> None:
 
 
 def test_call_order_of_two_workers_follows_first_gateway_call() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spawn = spans.span("spawn", ended(spans))
     posts = {name: [spans.span("POST", spawn, process=name) for _ in range(2)] for name in ("a", "b")}
     b = [spans.call(one) for one in posts["b"]]
@@ -99,7 +99,7 @@ def test_call_order_of_two_workers_follows_first_gateway_call() -> None:
 
 
 def test_call_order_of_raw_calls_among_instrumented_follows_gateway() -> None:
-    spans = fakes.SpanFactory(clocks={"gateway": -1000})
+    spans = SpanFactory(clocks={"gateway": -1000})
     root = ended(spans)
     agent = spans.span("agent", root)
     calls = [spans.call(parent) for parent in (spans.span("POST", agent), root, spans.span("POST", agent), root)]
@@ -108,7 +108,7 @@ def test_call_order_of_raw_calls_among_instrumented_follows_gateway() -> None:
 
 def test_call_order_of_raw_call_beside_worker_keeps_sequence_elsewhere() -> None:
     """Only what branches off where the raw call does is in the gateway's order: one order for all, no cycle."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = ended(spans)
     first, second, spawn = (spans.span(name, root) for name in ("POST", "POST", "spawn"))
     worker = spans.span("POST", spawn, process="worker")
@@ -120,7 +120,7 @@ def test_call_order_of_raw_call_beside_worker_keeps_sequence_elsewhere() -> None
 
 
 def test_call_order_does_not_compare_two_gateways() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = ended(spans)
     posts = [spans.span("POST", root) for _ in range(2)]
     late = spans.call(posts[1])
@@ -130,7 +130,7 @@ def test_call_order_does_not_compare_two_gateways() -> None:
 
 
 def test_call_order_without_sequence_follows_clock_of_service() -> None:
-    spans = fakes.SpanFactory(clocks={"gateway": -1000})
+    spans = SpanFactory(clocks={"gateway": -1000})
     root = ended(spans)
     first, second = (spans.span("POST", root, service="shop", ProcessId="", Seq=0) for _ in range(2))
     late, early = spans.call(second), spans.call(first)
@@ -138,7 +138,7 @@ def test_call_order_without_sequence_follows_clock_of_service() -> None:
 
 
 def test_call_order_with_huge_sequence_number_is_unchanged() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = ended(spans)
     posts = [spans.span("POST", root) for _ in range(2)]
     spans.spans[-2]["Seq"] = 2**64 - 1
@@ -146,7 +146,7 @@ def test_call_order_with_huge_sequence_number_is_unchanged() -> None:
     assert order_of(spans) == calls
 
 
-def agents_of(spans: fakes.SpanFactory) -> list[str]:
+def agents_of(spans: SpanFactory) -> list[str]:
     return build(spans.frames(), BuilderSettings()).transitions.sort("Turn")["AgentName"].to_list()
 
 
@@ -161,14 +161,14 @@ def agents_of(spans: fakes.SpanFactory) -> list[str]:
     ],
 )
 def test_agent_name_is_of_nearest_agent_ancestor(inner: dict[str, Any], name: str) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     outer = spans.span("outer", ended(spans), kind="AGENT")
     spans.call(spans.client(spans.span("step", spans.span("inner", outer, **inner), kind="CHAIN")))
     assert agents_of(spans) == [name]
 
 
 def test_agent_name_without_agents_is_outermost_chain_then_service() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = ended(spans)
     graph = spans.span("LangGraph", root, kind="CHAIN", service="shop")
     spans.call(spans.client(spans.span("model", graph, kind="CHAIN", service="shop"), service="shop"))
@@ -180,7 +180,7 @@ def test_agent_name_without_agents_is_outermost_chain_then_service() -> None:
 
 def captured(name: str) -> tuple[Built, dict[str, str]]:
     """Build what a real framework sent, beside a root of ours; second, the names of all its spans."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     ended(spans)
     for line in (SPANS / name).read_text().splitlines():
         spans.load_otlp(json.loads(line))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder import batch_sizes
 from transition_builder.batch_sizes import BuildBatches
 from transition_builder.frames import empty
@@ -38,7 +38,7 @@ def test_portions_contain_every_rollout_once_oldest_first(calls: list[int | None
 
 
 def test_portions_follow_measured_size_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.call(spans.root("r", calls=1), rollout="r", PromptIds=[1] * 10_000)
     frames = spans.frames()
     cut = BuildBatches()

@@ -14,7 +14,7 @@ import pytest
 from spangrad import types
 from spangrad.settings import BuilderSettings, Selection
 from spangrad.types import HELD_OUT_MODES, DropReason
-from tests.support import fakes
+from tests.support.spans import SpanFactory, versions
 from transition_builder.calls import reconcile
 from transition_builder.schemas import CALLS, ROLLOUTS
 
@@ -38,7 +38,7 @@ def concluded(
     spec: BuilderSettings | None = None, root: dict[str, object] | None = None, fault: str | None = None, **facts: object
 ) -> pl.DataFrame:
     """One call that nothing is wrong with but `facts`, concluded."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.call(spans.root("r", **(root or {})), rollout="r")
     rollouts = pl.DataFrame(spans.roots, schema=dict(ROLLOUTS))
     row = spans.calls[0] | {"Shared": False, "AgentName": "agent", "Order": 0, "ByGateway": True, "Retried": False, "DuplicateOf": ""}
@@ -71,7 +71,7 @@ FAULTS: list[tuple[str, dict[str, object], str]] = [
     ("retokenized", {"IdsSource": "retokenized", "TokenizerHash": "h"}, "by tokenizer h"),
     ("empty_response", {"ResponseIds": [], "Logprobs": []}, ""),
     ("no_logprobs", {"Logprobs": [-0.5]}, "1 logprobs for 2 tokens"),
-    ("unknown_version", fakes.versions(), ""),
+    ("unknown_version", versions(), ""),
     ("unknown_sampling", {"MinP": None}, ""),
     ("other_distribution", {"TopP": 0.5}, "sampled with top_p=0.5"),
     ("unfinished", {"HttpStatus": 0, "FinishReason": "", "ResponseIds": [], "Logprobs": []}, ""),
@@ -94,7 +94,7 @@ def test_conclude_each_fault_of_call_has_its_drop_reason(expected: str, facts: d
     ],
 )
 def test_conclude_each_fault_of_rollout_has_its_drop_reason(expected: str, root: dict[str, object], fault: str | None, detail: str) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.root("r", **{"attempt": 0, **root})  # type: ignore[arg-type]
     calls = concluded(root={"attempt": 0} | root, fault=fault, Attempt=0)
     assert calls.select("Reason", "Detail").row(0) == (expected, detail)
@@ -134,10 +134,10 @@ def test_conclude_order_of_reasons_is_documented() -> None:
         DropReason.NO_REWARD: {"fault": "none"},
         DropReason.OVER_LENGTH: {"PromptIds": [1] * 10},
         DropReason.OTHER_DISTRIBUTION: {"TopP": 0.5},
-        DropReason.MIXED_VERSIONS: fakes.versions((0, 3), (1, 4)),
+        DropReason.MIXED_VERSIONS: versions((0, 3), (1, 4)),
         DropReason.OTHER_TOKENIZER: {"TokenizerHash": "another"},
         DropReason.UNKNOWN_SAMPLING: {"Temperature": None},
-        DropReason.UNKNOWN_VERSION: fakes.versions(),
+        DropReason.UNKNOWN_VERSION: versions(),
         DropReason.NO_LOGPROBS: {"Logprobs": []},
         DropReason.EMPTY_RESPONSE: {"ResponseIds": [], "Logprobs": []},
         DropReason.RETOKENIZED: {"IdsSource": "retokenized"},
@@ -169,7 +169,7 @@ def test_conclude_order_of_reasons_is_documented() -> None:
 
 
 def test_conclude_mixed_versions_setting_keeps_or_drops() -> None:
-    facts = fakes.versions((0, 3), (1, 4))
+    facts = versions((0, 3), (1, 4))
     assert reason(**facts) == ("", "")
     assert reason(BuilderSettings(mixed_versions="drop"), **facts) == ("mixed_versions", "versions 3, 4")
     assert reason(BuilderSettings(mixed_versions="drop")) == ("", "")
@@ -210,7 +210,7 @@ def test_conclude_over_length_counts_prompt_and_response() -> None:
 
 
 def test_conclude_missing_optional_columns_are_no_fault() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.call(spans.root("r"), rollout="r")
     calls = pl.DataFrame(
         [spans.calls[0] | {"AgentName": "agent", "Order": 0, "ByGateway": True}],

@@ -11,7 +11,7 @@ import pytest
 
 from spangrad.settings import AirRule, BuilderSettings, Selection
 from spangrad.types import call_id
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
 from transition_builder.rewards import rule_hash
@@ -29,7 +29,7 @@ def given(built: Built) -> list[list[tuple[str, float, str]]]:
 
 
 def test_rewards_of_one_name_come_from_first_source() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     work = spans.span("work", root)
     spans.call(work)
@@ -49,7 +49,7 @@ def test_rewards_of_one_name_come_from_first_source() -> None:
 
 
 def test_rewards_sources_have_order_of_precedence(tmp_path: Path) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     score = {f"spangrad.reward.{name}": "4" for name in "abcd"}
     work = spans.span("work", root, Attributes=score)
@@ -68,7 +68,7 @@ def test_rewards_sources_have_order_of_precedence(tmp_path: Path) -> None:
 
 
 def test_air_reward_counts_last_and_per_call_only() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1, name="slow")
     judged, other = (spans.call(spans.span("POST", root), Duration=3 * 10**9) for _ in range(2))
@@ -83,7 +83,7 @@ def test_air_reward_counts_last_and_per_call_only() -> None:
 
 
 def test_span_attribute_reward_belongs_to_call_or_rollout() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     client = spans.client(root, Attributes={"spangrad.reward": "0.5"})
     call = spans.call(client)
@@ -96,7 +96,7 @@ def test_span_attribute_reward_belongs_to_call_or_rollout() -> None:
 
 
 def test_span_attribute_reward_not_a_number_drops_as_no_reward() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.call(spans.span("work", root, Attributes={"spangrad.reward": "good"}))
     assert build(spans.frames(), BuilderSettings()).drops.select("Reason", "Detail").rows() == [
@@ -110,7 +110,7 @@ def sql_row(name: str, value: float | None, **changes: object) -> dict[str, obje
     return row | {"Role": "", "CallId": "", "TraceId": "", "SpanId": "", "Value": value} | changes
 
 
-def by_sql(spans: fakes.SpanFactory, directory: Path, *rows: dict[str, object]) -> Built:
+def by_sql(spans: SpanFactory, directory: Path, *rows: dict[str, object]) -> Built:
     """A build with the rows that files have given."""
     names = tuple(sorted({str(row["Name"]) for row in rows}))
     for name in names:
@@ -128,7 +128,7 @@ def by_sql(spans: fakes.SpanFactory, directory: Path, *rows: dict[str, object]) 
     ],
 )
 def test_sql_reward_without_finite_value_drops_as_no_reward(tmp_path: Path, value: float | None, detail: str) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     spans.call(root)
@@ -138,7 +138,7 @@ def test_sql_reward_without_finite_value_drops_as_no_reward(tmp_path: Path, valu
 
 
 def test_sql_reward_is_final_reward(tmp_path: Path) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.call(spans.root())
     made = by_sql(spans, tmp_path, sql_row("short", 0.0))
     assert made.rewards.select("CallId", "Name", "Value", "Source", "RuleHash").rows() == [("", "short", 0.0, "sql", "hash of short")]
@@ -146,7 +146,7 @@ def test_sql_reward_is_final_reward(tmp_path: Path) -> None:
 
 
 def test_sql_reward_row_names_call_by_id_span_or_caused_tool(tmp_path: Path) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     agent = spans.span("agent", root, kind="AGENT")
@@ -170,7 +170,7 @@ def test_sql_reward_row_names_call_by_id_span_or_caused_tool(tmp_path: Path) -> 
 
 
 def test_evaluations_of_one_span_last_counts_and_different_spans_sum() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     first, second = spans.span("step", root), spans.span("step", root)
     spans.call(root)
@@ -185,7 +185,7 @@ def test_evaluations_of_one_span_last_counts_and_different_spans_sum() -> None:
 @pytest.mark.parametrize("ahead", [-30, 0, 30])
 def test_evaluations_of_judges_in_several_processes_lowest_last_one_counts(ahead: int) -> None:
     """Of what each says last, by its own count, the lowest counts."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.call(root)
     rollout_texts = [("a", 1, 0.0), ("a", 2, 0.5), ("b", 1, 1.0)]
@@ -199,7 +199,7 @@ def test_evaluations_of_judges_in_several_processes_lowest_last_one_counts(ahead
 
 
 def test_evaluation_on_span_of_call_belongs_to_call() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     client = spans.client(root)
     spans.call(client, HttpStatus=500)
@@ -229,7 +229,7 @@ def test_evaluation_on_span_of_call_belongs_to_call() -> None:
 
 
 def test_rewards_of_dropped_calls_move_to_nearest_earlier_kept_call_or_first() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     for value, fault in [(2, True), (4, False), (8, True), (16, False), (32, True)]:
@@ -252,7 +252,7 @@ def test_rewards_of_dropped_calls_move_to_nearest_earlier_kept_call_or_first() -
 
 
 def test_reward_of_call_without_turn_has_turn_of_next_call() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     helper = {"Policy": "helper", "Model": "helper"}
@@ -266,7 +266,7 @@ def test_reward_of_call_without_turn_has_turn_of_next_call() -> None:
 
 @pytest.mark.parametrize("score", ["NaN", "inf", "-Infinity", "1e999", "good", ""])
 def test_evaluation_score_not_finite_drops_as_no_reward(score: str) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1, name="fine")
     spans.evaluation(root, score, name="odd")
@@ -277,7 +277,7 @@ def test_evaluation_score_not_finite_drops_as_no_reward(score: str) -> None:
 
 
 def test_evaluation_score_not_finite_of_overridden_source_is_ignored() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     spans.evaluation(spans.span("judge", root), "NaN")
@@ -286,7 +286,7 @@ def test_evaluation_score_not_finite_of_overridden_source_is_ignored() -> None:
 
 
 def test_evaluation_without_score_is_no_reward() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root)
     spans.spans[-1]["Attributes"] = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.label": "pass"}
@@ -297,7 +297,7 @@ def test_evaluation_without_score_is_no_reward() -> None:
 AIR = BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-0.5, tools=("*",)),))
 
 
-def blamed(spans: fakes.SpanFactory, spec: BuilderSettings = AIR) -> list[str]:
+def blamed(spans: SpanFactory, spec: BuilderSettings = AIR) -> list[str]:
     """The spans of the calls that failed tools are blamed on, in the order of the tools."""
     built = build(spans.frames(), spec)
     spans_of = {str(row["CallId"]): str(row["SpanId"]) for row in spans.calls}
@@ -306,7 +306,7 @@ def blamed(spans: fakes.SpanFactory, spec: BuilderSettings = AIR) -> list[str]:
 
 
 def test_tool_error_rule_rewards_causing_call() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     agent = spans.span("agent", root, kind="AGENT")
@@ -329,7 +329,7 @@ def test_tool_error_rule_rewards_causing_call() -> None:
 
 
 def test_tool_error_rule_counts_named_tools_only() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     call = spans.call(spans.span("POST", root))
@@ -340,7 +340,7 @@ def test_tool_error_rule_counts_named_tools_only() -> None:
 
 
 def test_tool_error_of_parallel_agents_rewards_call_of_same_agent() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     agents = [spans.span("worker", root, kind="AGENT") for _ in range(2)]  # the same name
@@ -351,7 +351,7 @@ def test_tool_error_of_parallel_agents_rewards_call_of_same_agent() -> None:
 
 
 def test_tool_error_without_ordered_call_rewards_none() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     spans.call(spans.span("POST", root))
@@ -361,7 +361,7 @@ def test_tool_error_without_ordered_call_rewards_none() -> None:
 
 
 def test_tool_error_skips_calls_within_other_tools() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     outer = spans.span("outer", root, kind="AGENT")
@@ -373,7 +373,7 @@ def test_tool_error_skips_calls_within_other_tools() -> None:
 
 
 def test_tool_error_is_matched_by_tool_call_id() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     asks = {"llm.output_messages.0.message.tool_calls.1.tool_call.id": "call_7"}
@@ -385,7 +385,7 @@ def test_tool_error_is_matched_by_tool_call_id() -> None:
 
 @pytest.mark.parametrize("ahead", [-30, 0, 30])
 def test_tool_error_of_two_gateway_calls_below_one_span_rewards_later(ahead: int) -> None:
-    spans = fakes.SpanFactory(clocks={"first gateway": ahead})
+    spans = SpanFactory(clocks={"first gateway": ahead})
     root = spans.root()
     spans.evaluation(root, 1)
     asks = {"llm.output_messages.0.message.tool_calls.0.tool_call.id": "call_7"}
@@ -397,7 +397,7 @@ def test_tool_error_of_two_gateway_calls_below_one_span_rewards_later(ahead: int
 
 
 def test_failed_attempt_has_no_rewards() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root(failure="crash")
     spans.call(spans.span("POST", root))
     spans.span("broken", root, kind="TOOL", status="Error")
@@ -409,7 +409,7 @@ def roles(built: Built) -> list[tuple[Any, ...]]:
 
 
 def test_rewards_of_one_name_and_several_roles_are_different_rewards(tmp_path: Path) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     for role, value in {"white": 1.0, "black": -1.0}.items():
         spans.evaluation(root, value, role=role)
@@ -435,7 +435,7 @@ def test_rewards_of_one_name_and_several_roles_are_different_rewards(tmp_path: P
 
 
 def test_air_rule_with_role_gives_reward_of_that_role() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1.0)
     slow = spans.call(spans.span("black", root, kind="AGENT"), Duration=3 * 10**9)

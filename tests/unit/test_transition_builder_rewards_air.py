@@ -14,7 +14,7 @@ from spangrad.errors import BuilderError, SettingsError
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.settings.sources import load_settings
 from spangrad.types import DropReason, call_id
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
 from transition_builder.rewards import check, rule_hash
@@ -28,7 +28,7 @@ def spec_of(*rules: AirRule, **changes: Any) -> BuilderSettings:
     return BuilderSettings(rules=rules, **changes)
 
 
-def built(spans: fakes.SpanFactory, *rules: AirRule, answers: Sequence[Answer] = (), sql: Sequence[dict[str, Any]] = ()) -> Built:
+def built(spans: SpanFactory, *rules: AirRule, answers: Sequence[Answer] = (), sql: Sequence[dict[str, Any]] = ()) -> Built:
     trace = {str(row["SpanId"]): str(row["TraceId"]) for row in spans.spans}
     rows = [
         {
@@ -55,9 +55,9 @@ def air(made: Built) -> list[tuple[str, str, float]]:
     return sorted((names[call], name, value) for call, name, value in rows)
 
 
-def agent_of_two_tools() -> tuple[fakes.SpanFactory, list[str]]:
+def agent_of_two_tools() -> tuple[SpanFactory, list[str]]:
     """An agent whose first call reads, whose second writes well, whose third writes in vain."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     agent = spans.span("agent", root, kind="AGENT")
@@ -90,7 +90,7 @@ def test_air_rules_of_several_kinds_and_names_all_apply() -> None:
 
 
 def test_air_rule_agents_selects_calls() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     calls = {name: spans.call(spans.span(name, root, kind="AGENT"), Duration=3 * 10**9) for name in ("planner", "writer", "writer-2")}
@@ -100,7 +100,7 @@ def test_air_rule_agents_selects_calls() -> None:
 
 
 def test_latency_rule_counts_call_once_and_skips_failed_retries() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     spans.call(root, HttpStatus=500, Duration=9 * 10**9)
@@ -110,7 +110,7 @@ def test_latency_rule_counts_call_once_and_skips_failed_retries() -> None:
 
 
 def test_empty_result_rule_matches_empty_successful_results() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     agent = spans.span("agent", root, kind="AGENT")
@@ -130,7 +130,7 @@ def test_empty_result_rule_matches_empty_successful_results() -> None:
 
 
 def test_malformed_arguments_rule_counts_arguments_that_are_no_json_object() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     calls = [spans.call(spans.span("POST", root)) for _ in range(5)]
@@ -145,7 +145,7 @@ def test_malformed_arguments_rule_counts_arguments_that_are_no_json_object() -> 
 
 
 def test_repeated_call_rule_matches_same_tool_call_right_after_by_same_agent() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     agent = spans.span("agent", root, kind="AGENT")
@@ -164,7 +164,7 @@ def test_repeated_call_rule_matches_same_tool_call_right_after_by_same_agent() -
 
 
 def test_repeated_call_rule_ignores_parallel_workers() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     workers = [spans.span("worker", root, kind="AGENT") for _ in range(2)]
@@ -174,7 +174,7 @@ def test_repeated_call_rule_ignores_parallel_workers() -> None:
 
 
 def test_repeated_call_rule_without_recorded_answers_uses_tool_spans() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     agent = spans.span("agent", root, kind="AGENT")
@@ -187,7 +187,7 @@ def test_repeated_call_rule_without_recorded_answers_uses_tool_spans() -> None:
 
 @pytest.mark.parametrize(("form", "wrong"), [("json", [1, 2]), (r"(?s)Answer: .*", [0, 2]), (r"\{.*\}", [1, 2])])
 def test_unparsable_output_rule_matches_text_not_of_form(form: str, wrong: list[int]) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     calls = [spans.call(spans.span("POST", root)) for _ in range(5)]
@@ -216,7 +216,7 @@ def test_unparsable_output_rule_matches_text_not_of_form(form: str, wrong: list[
     ],
 )
 def test_expression_rule_reads_columns_of_call(where: str, values: list[float]) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     first = spans.call(spans.span("POST", root), Duration=5 * 10**8)
@@ -228,7 +228,7 @@ def test_expression_rule_reads_columns_of_call(where: str, values: list[float]) 
 
 
 def test_expression_rule_not_finite_drops_as_no_reward() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     spans.call(spans.span("POST", root), Duration=10**9)
@@ -238,7 +238,7 @@ def test_expression_rule_not_finite_drops_as_no_reward() -> None:
 
 
 def test_sql_rule_multiplies_value_of_file_by_reward(tmp_path: Path) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     call = spans.call(spans.span("POST", root))
@@ -255,7 +255,7 @@ SLOW = AirRule(name="slow", kind="latency", reward=-1, seconds=2)
 
 
 def test_air_rewards_without_final_reward_drop_as_no_reward() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     spans.call(spans.span("POST", spans.root()), Duration=9 * 10**9)
     made = built(spans, SLOW)
     assert made.drops.select("Reason", "Detail").rows() == [("no_reward", "no evaluation result with a score arrived")]
@@ -263,7 +263,7 @@ def test_air_rewards_without_final_reward_drop_as_no_reward() -> None:
 
 
 def test_rewards_from_rules_keeps_rollouts_without_final_reward() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     slow, fast, judged = spans.root("slow"), spans.root("fast"), spans.root("judged")
     spans.call(spans.span("POST", slow, rollout="slow"), rollout="slow", Duration=9 * 10**9)
     spans.call(spans.span("POST", fast, rollout="fast"), rollout="fast", Duration=10**9)
@@ -278,7 +278,7 @@ def test_rewards_from_rules_keeps_rollouts_without_final_reward() -> None:
 
 
 def test_rewards_from_rules_with_non_finite_reward_drops_as_no_reward() -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, float("nan"))
     spans.call(spans.span("POST", root), Duration=9 * 10**9)

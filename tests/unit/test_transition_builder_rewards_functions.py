@@ -13,7 +13,7 @@ import pytest
 
 from spangrad.errors import BuilderError, RuleError, SettingsError
 from spangrad.settings import AirRule, BuilderSettings
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
 from transition_builder.rewards import check, rule_hash
@@ -38,9 +38,9 @@ def rule_of(file: Path, body: str, **changes: object) -> AirRule:
     return AirRule.model_validate(facts)
 
 
-def two_rollouts() -> fakes.SpanFactory:
+def two_rollouts() -> SpanFactory:
     """Of two calls and of one, which take 1, 3 and 5 seconds; each is worth 1 by its runner."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     for rollout, seconds in (("a", (1, 3)), ("b", (5,))):
         root = spans.root(rollout)
         spans.evaluation(root, 1)
@@ -89,7 +89,7 @@ def test_python_rule_is_called_once_per_build_with_columns_of_all_calls(rules: P
 
 
 def test_python_rule_agents_selects_calls(rules: Path) -> None:
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     for name in ("planner", "writer"):
@@ -198,7 +198,7 @@ def test_python_rule_example_of_docs_rewards_retries_and_last_timeout(tmp_path: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rules.py").write_text(code)
     (rule,) = tomllib.loads(settings)["builder"]["rules"]
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
     agent = spans.span("agent", root, kind="AGENT")

@@ -12,7 +12,7 @@ from spangrad.errors import BuilderError, SettingsError
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.settings.sources import load_settings
 from spangrad.types import call_id
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.rewards import check
 from transition_builder.rewards.rules.columns import used
@@ -23,7 +23,7 @@ class Tools:
     """An agent's calls, a tool after each, and what was recorded inside the tools."""
 
     def __init__(self) -> None:
-        self.spans = fakes.SpanFactory()
+        self.spans = SpanFactory()
         root = self.spans.root()
         self.spans.evaluation(root, 1)
         self.agent = self.spans.span("agent", root, kind="AGENT")

@@ -8,19 +8,19 @@ import polars as pl
 
 from spangrad.settings import BuilderSettings
 from spangrad.types import transition_id
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, empty
 from transition_builder.schemas import BUILDS, BUILT, DROPS, REWARDS, TRANSITIONS
 from transition_builder.source.sink import Written, contents, revise
 
 SPEC = BuilderSettings().spec
-TIME = fakes.SpanFactory.time
+TIME = SpanFactory.time
 
 
 def some(reward: float = 1.0) -> tuple[Frames, Built]:
     """Two rollouts, each of a transition and a drop."""
-    spans = fakes.SpanFactory()
+    spans = SpanFactory()
     for rollout in ("a", "b"):
         root = spans.root(rollout, LastArrival=TIME(5), RowsRead=7)
         spans.evaluation(root, reward if rollout == "b" else 1.0)

@@ -8,12 +8,12 @@ import polars as pl
 import pytest
 
 from spangrad.settings import BuilderSettings
-from tests.support import fakes
+from tests.support.spans import SpanFactory
 from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts
 from transition_builder.schemas import ACTIVITY, BUILT, OWNERS, ROOTLESS, ROOTS, TRACES
 
 SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
-TIME = fakes.SpanFactory.time
+TIME = SpanFactory.time
 
 
 def call(**facts: Any) -> pl.DataFrame:

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.errors import SettingsError, SpangradError, TrainerError
+from spangrad.http.service import in_url
 from spangrad.http.tokens import credential, is_token
 from spangrad.settings import TrainerSettings
 from spangrad.weights.checksums import checksum_arrays, nbytes, words_of
@@ -89,7 +90,7 @@ class WeightsSender:
             ) from error
         self._server.daemon_threads = True
         host, port = self._server.server_address[:2]
-        self.url = f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}"
+        self.url = f"http://{in_url(str(host))}:{port}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), name="sender of weights", daemon=True).start()
 
     def close(self) -> None:

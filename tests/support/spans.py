@@ -1,20 +1,14 @@
-"""Fakes that several tests share."""
+"""Spans of tests: agents' and the gateway's, as rows and as OTLP, and tracers whose ids count up."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-import re
 import struct
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
@@ -23,234 +17,6 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 def versions(*spans: tuple[int, int]) -> dict[str, object]:
     """Columns of a call: each pair is a response token at which a policy version begins, and the version."""
     return {"Versions.Start": [start for start, _ in spans], "Versions.Version": [version for _, version in spans]}
-
-
-def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = (), **changes: object) -> dict[str, object]:
-    """A row of spangrad_internal.transitions as the trainer reads it; `changes` replace columns."""
-    count = len(changes.get("Rewards.Value", rewards))  # type: ignore[arg-type]
-    row: dict[str, object] = {
-        "RunId": "run",
-        "Mode": "train",
-        "BuildSpec": "spec",
-        "GroupId": "group",
-        "TaskId": "task",
-        "RolloutId": rollout,
-        "Attempt": 0,
-        "Revision": 0,
-        "Turn": turn,
-        "CallId": f"call-{rollout}-{turn}",
-        "TraceId": f"trace-{rollout}",
-        "SpanId": f"span-{rollout}-{turn}",
-        "AgentName": "agent",
-        "Components": ["agent"],
-        "Tools": [],
-        "Policy": "policy",
-        "Model": "policy",
-        "TransitionId": f"transition-{rollout}-{turn}",
-        "Version": 0,
-        "Versions.Start": [],  # Version sampled all of it
-        "Versions.Version": [],
-        "TokenizerHash": "tokenizer",
-        "Temperature": 1.0,
-        "Reshaping": "",
-        "FinishReason": "stop",
-        "PromptIds": [1, 2, 3],
-        "ResponseIds": [4, 5],
-        "Logprobs": [-0.5, -1.5],
-        "Rewards.Name": ["reward"] * len(rewards),
-        "Rewards.Value": list(rewards),
-        "Rewards.CallId": [""] * count,
-        "Rewards.Role": [""] * count,
-        "Rewards.Turn": [turn] * count,
-    }
-    return {**row, **changes}
-
-
-class HttpServer:
-    """A small HTTP server in a thread of its own; a subclass answers with (status, headers, body)."""
-
-    def __init__(self, port: int = 0) -> None:
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def _handle(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length", 0)))
-                status, headers, answer = fake.answer(self.command, self.path, dict(self.headers.items()), body)
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("content-length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            do_GET = do_POST = do_PUT = _handle  # noqa: N815  # http.server's names
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 256
-
-        self._server = Server(("127.0.0.1", port), Handler)
-        self.port = int(self._server.server_address[1])
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
-
-    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-@dataclass(frozen=True)
-class SunkSpan:
-    """A span as it arrived at an OtlpSink; ids are hex, a root's parent is ''."""
-
-    name: str
-    trace_id: str
-    span_id: str
-    parent_id: str
-    status: str
-    attributes: dict[str, object]
-    events: tuple[tuple[str, dict[str, object]], ...]
-    service: str
-    scope: str
-    seconds: float
-
-
-class OtlpSink(HttpServer):
-    """Takes spans by OTLP/HTTP, or answers with `refusals` (status, headers) first; `requests` holds each request's headers."""
-
-    def __init__(self, port: int = 0, refusals: Sequence[tuple[int, dict[str, str]]] = ()) -> None:
-        self.spans: list[SunkSpan] = []
-        self.requests: list[dict[str, str]] = []
-        self.refusals = list(refusals)
-        self.changed = threading.Condition()
-        super().__init__(port)
-
-    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        with self.changed:
-            self.requests.append({name.lower(): value for name, value in headers.items()})
-            self.changed.notify_all()
-            if path != "/v1/traces":
-                return 404, {}, b"no such path"
-            if self.refusals:
-                status, more = self.refusals.pop(0)
-                return status, more, b"not now"
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                service = str(_plain(resource.resource.attributes).get("service.name", ""))
-                for scope in resource.scope_spans:
-                    self.spans += [_sunk(span, service, scope.scope.name) for span in scope.spans]
-            self.changed.notify_all()
-        return 200, {"content-type": "application/x-protobuf"}, b""
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 10) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, seconds), f"not within {seconds} s; names so far: {[span.name for span in self.spans]}"
-
-    def named(self, name: str) -> list[SunkSpan]:
-        with self.changed:
-            return [span for span in self.spans if span.name == name]
-
-
-def _plain(attributes: Iterable[Any]) -> dict[str, object]:
-    return {one.key: _plain_value(one.value) for one in attributes}
-
-
-def _plain_value(value: Any) -> object:
-    kind = value.WhichOneof("value")
-    return [_plain_value(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind) if kind else None
-
-
-def _sunk(span: Any, service: str, scope: str) -> SunkSpan:
-    return SunkSpan(
-        name=span.name,
-        trace_id=span.trace_id.hex(),
-        span_id=span.span_id.hex(),
-        parent_id=span.parent_span_id.hex(),
-        status={0: "UNSET", 1: "OK", 2: "ERROR"}[span.status.code],
-        attributes=_plain(span.attributes),
-        events=tuple((event.name, _plain(event.attributes)) for event in span.events),
-        service=service,
-        scope=scope,
-        seconds=(span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
-    )
-
-
-_ANSWER = "JSONExtractRaw(SpanAttributes['output.value'], 'choices', 1)"
-IDS_OF_ANSWERS = f"""SELECT JSONExtract(SpanAttributes['output.value'], 'prompt_token_ids', 'Array(UInt32)') AS prompt,
-    JSONExtract({_ANSWER}, 'token_ids', 'Array(UInt32)') AS response
-FROM otel.otel_traces
-WHERE TraceId IN ({{}}) AND position(SpanAttributes['output.value'], '"token_ids"') > 0
-ORDER BY length(prompt)"""
-"""Token ids in the answers that agents' spans keep, of the traces of a subquery or a list."""
-
-
-class AttemptGateway(HttpServer):
-    """What the runner needs of a gateway, and chat completions: remembers announcements, counts calls, answers with `reply`."""
-
-    def __init__(self, port: int = 0, reply: Callable[[list[dict[str, str]]], str] = lambda messages: "weather paris") -> None:
-        self.announced: dict[tuple[str, int], dict[str, str]] = {}
-        self.calls: dict[tuple[str, int], int] = {}
-        self.chats: list[dict[str, Any]] = []
-        self.chat_headers: list[dict[str, str]] = []
-        self.reply = reply
-        self.ready = 200
-        self.forgotten: set[int] = set()
-        """Attempts, by number, whose calls it cannot count any more."""
-        self.overflow_all = False
-        """Whether it says of every attempt that the engine refused the last call for its length; the calls themselves are answered."""
-        self.chatted = threading.Semaphore(0)
-        self._lock = threading.Lock()
-        super().__init__(port)
-
-    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        low = {name.lower(): value for name, value in headers.items()}
-        status, answer = self._route(method, path, low, json.loads(body) if body else {})
-        return status, {"content-type": "application/json"}, json.dumps(answer).encode()
-
-    def _route(self, method: str, path: str, headers: dict[str, str], body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if path == "/readyz":
-            return self.ready, {"reason": "no engine"}
-        attempt = re.match(r"/rollout/([^/]+)/attempt/(\d+)", path)
-        key = (attempt[1], int(attempt[2])) if attempt else None
-        with self._lock:
-            if path.endswith("/chat/completions"):
-                carried = re.search(r"spangrad\.rollout\.id=([^,;]+).*?spangrad\.rollout\.attempt=(\d+)", headers.get("baggage", ""))
-                key = key or ((carried[1], int(carried[2])) if carried else None)
-                if key is not None:
-                    self.calls[key] = self.calls.get(key, 0) + 1
-                self.chats.append(body)
-                self.chat_headers.append(headers)
-                self.chatted.release()
-                message = {"role": "assistant", "content": self.reply(body["messages"])}
-                choice = {"index": 0, "message": message, "finish_reason": "stop"}
-                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-                return 200, {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice], "usage": usage}
-            if path == "/attempts":
-                self.announced |= {(one["rollout_id"], one["attempt"]): one for one in body["attempts"]}
-                return 200, {}
-            if path == "/attempts/calls":
-                return 200, {"attempts": [self._counted(one["rollout_id"], one["attempt"]) for one in body["attempts"]]}
-        return 404, {"error": path}
-
-    def _counted(self, rollout: str, number: int) -> dict[str, Any]:
-        known = (rollout, number) in self.announced and number not in self.forgotten
-        return {"calls": self.calls.get((rollout, number), 0) if known else None, "overflowed": self.overflow_all, "in_flight": 0}
 
 
 class SpanFactory:
@@ -566,6 +332,8 @@ _SAMPLING = {
     "RepetitionPenalty": "spangrad.sampling.repetition_penalty",
     "Constrained": "spangrad.sampling.constrained",
 }
+
+
 _GATEWAY_BYTES = {"PromptIds": "input.token_ids", "ResponseIds": "output.token_ids", "Logprobs": "output.logprobs"}
 
 
