@@ -78,7 +78,7 @@ def test_supervisor_starts_in_order_of_needs_and_stops_in_reverse(tmp_path: Path
     assert set(states(supervisor).values()) == {"stopped"}
 
 
-def test_supervisor_command_that_ends_holds_back_what_needs_it_alone(tmp_path: Path) -> None:
+def test_supervisor_holds_back_services_that_need_a_command_which_ends(tmp_path: Path) -> None:
     events: list[str] = []
     code = "import pathlib, time; time.sleep(1); pathlib.Path('{}').touch()"
     maker = ServiceSpec("model", (sys.executable, "-c", code.format(tmp_path / "model")), tmp_path / "model.log", ends=True)
