@@ -88,7 +88,7 @@ def main() -> int:
         for name, value in small["ours"].items():
             print(f"{name:24}{value:>12,}")
         print(json.dumps(small))
-        return 1 if any(small["checked"].values()) else 0
+        return exit_code(small["checked"])
     result: dict[str, Any] = {"benchmark": "build", "ours": {}, "ratio": {}, "checked": {}}
     for calls in CALLS_A_ROLLOUT:
         workload = Workload(arguments.seed, _rollouts(arguments.calls, calls), calls)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -27,6 +26,7 @@ from typing import Any
 import polars as pl
 
 from benchmarks.idle_trainer import World
+from benchmarks.scratch import scratch
 from benchmarks.small_rollouts import AGENT, TOOL, SmallRollout, request
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
@@ -232,8 +232,8 @@ def measure(
     rollouts: int = 128, rounds: int = 7, production_a_second: float = 50, idle_seconds: float = 35, out: Path | None = None
 ) -> dict[str, Any]:
     """Measure rounds without a builder, idleness, rounds, and rounds beside production; return the benchmark's JSON object."""
-    with tempfile.TemporaryDirectory(prefix="build-small-") as scratch:
-        bench = Bench(out or Path(scratch), rollouts)
+    with scratch("build-small") as directory:
+        bench = Bench(out or directory, rollouts)
         try:
             return _measure(bench, rounds, production_a_second, idle_seconds)
         finally:

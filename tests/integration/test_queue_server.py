@@ -14,6 +14,7 @@ import pytest
 from inline_snapshot import snapshot
 from pydantic import SecretStr
 
+from runner.queue import service as service_module
 from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.server import serve
 from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, RolloutSelector, RolloutState
@@ -148,6 +149,18 @@ async def test_run_id_with_special_characters_is_one_path_segment(tmp_path: Path
             )
             assert (await client.run(name)).states == {RolloutState.QUEUED: 1}
             assert (await client.rollout(f"{name}0")).run_id == name
+
+
+async def test_endings_of_a_burst_come_in_one_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "_GATHER_SECONDS", 0.5)
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
+        await client.enqueue("run", some(3))
+        leases = await client.lease("run", "worker", 3)
+        watcher = asyncio.create_task(client.ended("run", wait_seconds=30))
+        await asyncio.sleep(0.2)
+        for lease in leases:
+            await client.complete([done(lease)])
+        assert len((await watcher).rollouts) == 3
 
 
 async def test_waiting_requests_are_answered_when_rollouts_arrive(tmp_path: Path) -> None:

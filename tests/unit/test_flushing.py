@@ -1,0 +1,47 @@
+"""Attempts that end within a few milliseconds share a flush, and none shares one that began before it ended."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from spangrad.agent import flushing
+
+
+class CountingProvider(TracerProvider):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushes = 0
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        self.flushes += 1
+        return True
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch) -> CountingProvider:
+    counting = CountingProvider()
+    monkeypatch.setattr("spangrad.agent.flushing.trace.get_tracer_provider", lambda: counting)
+    return counting
+
+
+async def test_flusher_attempts_that_end_soon_after_another_share_its_flush(
+    provider: CountingProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushing, "_GATHER_SECONDS", 0.2)
+    flusher = flushing.Flusher()
+    ended = [asyncio.create_task(flusher.flush())]
+    for _ in range(4):
+        await asyncio.sleep(0.005)
+        ended.append(asyncio.create_task(flusher.flush()))
+    assert await asyncio.gather(*ended) == [True] * 5
+    assert provider.flushes == 1
+
+
+async def test_flusher_attempt_that_ends_after_a_flush_has_another(provider: CountingProvider) -> None:
+    flusher = flushing.Flusher()
+    assert await flusher.flush()
+    assert await flusher.flush()
+    assert provider.flushes == 2
