@@ -25,7 +25,7 @@ from transition_builder import specification, waiting
 from transition_builder.batch_sizes import BuildBatches
 from transition_builder.build import build
 from transition_builder.completeness import reassigned_traces
-from transition_builder.completeness.reassigned_traces import CONCLUDED, REASSIGNED
+from transition_builder.completeness.reassigned_traces import REASSIGNED
 from transition_builder.completeness.resolve import NAMED, claim
 from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts
 from transition_builder.ended import EndedRollouts, ended
@@ -53,10 +53,9 @@ _NAMES_ITSELF = NAMED & (pl.col("RunId") != "")
 class Builder:
     """Finds ended rollouts, remembers those that wait, builds those that are complete.
 
-    A pass builds first what runners announced of training and validation. Production and trials come behind, in slices; between two slices
-    it looks for training again. Traces that no final root claims are among them: their unconcluded calls are remembered, until their
-    rollout ends, is silent for long enough, or turns out to have been built. Rollouts of which something arrives after they were built are
-    processed like new ones.
+    Production and trials come behind, in slices; between two slices it looks for training again. Traces that no final root claims are among
+    them: their unconcluded calls are remembered, until their rollout ends, is silent for long enough, or turns out to have been built.
+    Rollouts of which something arrives after they were built are processed like new ones.
     """
 
     def __init__(
@@ -135,11 +134,12 @@ class Builder:
         began = time.monotonic()
         specification.require_unchanged(self._spec, self._reader.spec)
         summary = Summary()
-        self._look()
         self._done = 0
-        self._progress(0)
-        self._build_announced(summary)
+        self._look(summary, sweeps=self._discovery.is_first)
         if not urgent:
+            # After training: a sweep reads much.
+            if self._discovery.sweep_is_due(self._clock()):
+                self._look(summary, sweeps=True)
             self._build_behind(summary)
         summary.waiting = self._pending.height
         summary.seconds = time.monotonic() - began
@@ -176,16 +176,22 @@ class Builder:
         """Return the store's clock, as far as this process knows it."""
         return self._now + timedelta(seconds=time.monotonic() - self._looked)
 
-    def _look(self) -> None:
-        """Remember rollouts that ended, built ones that are out of date, and all else that arrived, for later."""
+    def _look(self, summary: Summary, *, sweeps: bool = False) -> None:
+        """Remember what ended or is out of date, and all else that arrived, for later; build what is complete of training."""
         self._claims.renew()
         self._known.forget()
-        self._discovery.begin(self._reader.as_of or self._clock())
+        self._discovery.begin(self._reader.as_of or self._clock(), sweeps=sweeps)
+        if self._discovery.is_first:
+            self._add_pending(self._discovery.new_roots())
+        self._remember_arrivals()
+        self._progress(0)
+        self._build_announced(summary)
+
+    def _remember_arrivals(self) -> None:
+        """Remember what has arrived since the last look; in a sweep, all of it."""
         arrived = self._discovery.arrivals()
         self._now, self._looked = self._discovery.now, time.monotonic()
         self._pending = waiting.touched(self._pending, arrived)
-        if self._discovery.is_first:
-            self._add_pending(self._discovery.new_roots())
         named = arrived.filter(_NAMES_ITSELF)
         if named.height:
             built = self._remember_stale(named, named.rename({"RolloutKey": "RolloutId"}))
@@ -199,11 +205,7 @@ class Builder:
             self._examined = self._examined.filter(self._now - pl.col("Until") < 2 * OVERLAP)
 
     def _look_behind(self, rootless: pl.DataFrame | None = None) -> None:
-        """Remember traces without a final root, and built rollouts that are out of date, of what arrived since the last time.
-
-        Args:
-            rootless: ROOTLESS of this pass, where it sweeps. None: of what arrived.
-        """
+        """Remember traces without a final root (ROOTLESS of a sweep, else of what arrived), and built rollouts that are out of date."""
         arrived = self._behind
         if arrived.height:
             keys = self._discovery.keys(arrived, whole=self._discovery.reads_all)
@@ -245,9 +247,7 @@ class Builder:
         traces = self._discovery.concluded(built["RolloutId"]).join(
             former_owners, on=["TraceId", "RolloutId"], how="semi", maintain_order="left"
         )
-        newest = arrived.group_by("TraceId").agg(pl.col("IngestedAt").max())
-        reassigned = self._of_run(traces).join(newest, on="TraceId", maintain_order="left")
-        self._reassigned = pl.concat([self._reassigned.join(reassigned, on=list(CONCLUDED), how="anti"), reassigned])
+        self._reassigned = reassigned_traces.merge(self._reassigned, self._of_run(traces), arrived)
 
     def _rebuild_former(self, summary: Summary) -> None:
         """Rebuild rollouts that lost calls to other rollouts, and queue those calls."""
@@ -290,8 +290,7 @@ class Builder:
         for batch in waiting.slices(rows, key, lambda: waiting.slice_seconds(time.monotonic() - self._announced_at)):
             yield batch
             if self._arrivals.wait(0, Topic.ROOTS):
-                self._look()
-                self._build_announced(summary)
+                self._look(summary)
 
     def _conclude(self, due: pl.DataFrame, summary: Summary) -> None:
         """Decide on rollouts with a root that are due (PENDING), and build those that no longer wait."""

@@ -35,6 +35,13 @@ def former_owners(keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
     return keys.filter(keys["RolloutKey"] != now).select("TraceId", RolloutId="RolloutKey").unique(maintain_order=True)
 
 
+def merge(known: pl.DataFrame, traces: pl.DataFrame, arrived: pl.DataFrame) -> pl.DataFrame:
+    """Return REASSIGNED, with traces (CONCLUDED) of which rows have arrived (ARRIVED)."""
+    newest = arrived.group_by("TraceId").agg(pl.col("IngestedAt").max())
+    reassigned = traces.join(newest, on="TraceId", maintain_order="left")
+    return pl.concat([known.join(reassigned, on=list(CONCLUDED), how="anti"), reassigned])
+
+
 def to_rebuild(reassigned: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
     """Return ROLLOUTS to rebuild without the calls that have moved; no runner announced them, and they have been silent for long enough.
 

@@ -133,14 +133,21 @@ class Discovery:
         self._arrived = reader.arrived("rollout_spans")
         self._begin = since
         self._now: datetime | None = None
+        self.sweeps = False
+        """True if this look sweeps."""
         self._last: datetime | None = None
         self._last_sweep: datetime | None = None
         self._seen = empty(ARRIVED)
         self._seen_next = self._seen
 
-    def begin(self, now: datetime) -> None:
-        """Begin a pass, about now. It counts when it is `done`; else the next one reads the same again."""
-        self._now = now
+    def begin(self, now: datetime, *, sweeps: bool) -> None:
+        """Begin a look, about now. It counts when it is `done`; else the next one reads the same again.
+
+        Args:
+            now: the store's clock.
+            sweeps: read all that may have arrived since the last sweep; the first sweep reads history.
+        """
+        self._now, self.sweeps = now, sweeps
 
     def done(self) -> None:
         """Mark the pass as done: the caller has all that it found."""
@@ -151,20 +158,18 @@ class Discovery:
 
     @property
     def now(self) -> datetime:
-        """The store's clock at the begin of this pass."""
+        """The store's clock at this look."""
         assert self._now is not None
         return self._now
 
     @property
     def is_first(self) -> bool:
-        """True if this is the first pass."""
-        return self._last is None
+        """True until history was read."""
+        return self._last_sweep is None
 
-    @property
-    def sweeps(self) -> bool:
-        """True if this pass reads everything that may have arrived since the last sweep: the first pass, and one at intervals."""
-        assert self._now is not None
-        return self._last_sweep is None or self._now - self._last_sweep >= BETWEEN_SWEEPS
+    def sweep_is_due(self, now: datetime) -> bool:
+        """Return whether the last sweep was long ago, by the store's clock."""
+        return self._last_sweep is None or now - self._last_sweep >= BETWEEN_SWEEPS
 
     @property
     def _window(self) -> dict[str, object]:
@@ -175,9 +180,9 @@ class Discovery:
         return {"since": since, "spec": self._reader.spec}
 
     def new_roots(self) -> pl.DataFrame:
-        """Return final ROOTS of rollouts that are not built."""
+        """Return final ROOTS of rollouts that are not built, of all history."""
         sql = _ROOTS.format(arrived=self._arrived, which=_UNBUILT)
-        return conform(self._reader.frame(sql, self._window, scans=True), ROOTS).filter("Final")
+        return conform(self._reader.frame(sql, self._window, fresh=True, scans=True), ROOTS).filter("Final")
 
     def rootless(self) -> pl.DataFrame:
         """Return ROOTLESS rows with a span that is, or may be, a call of a model, of traces and rollouts that are not concluded.
@@ -208,7 +213,7 @@ class Discovery:
 
     @property
     def reads_all(self) -> bool:
-        """True if this pass reads all of history: what does not name its rollout is among the arrivals."""
+        """True if this sweep reads all of history: what does not name its rollout is among the arrivals."""
         return self.is_first and self._begin is None
 
     def keys(self, arrived: pl.DataFrame, *, whole: bool) -> pl.DataFrame:
