@@ -162,6 +162,7 @@ def test_publication_to_restarted_gateway_resumes_with_newest_version(tmp_path: 
     gateways = [Gateway(port, versions)]
 
     def goes() -> None:
+        wait_until(lambda: versions == [0, 1], 20, "version 1, which is published beside this step")
         if status is None:
             gateways.pop().close()
         else:
