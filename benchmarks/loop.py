@@ -93,10 +93,10 @@ class Measured:
 def main() -> int:
     """Measure both, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=4, help="groups a batch")
+    parser.add_argument("--groups", type=int, default=8, help="groups a batch")
     parser.add_argument("--size", type=int, default=4, help="rollouts a group")
     parser.add_argument("--slots", type=int, default=16, help="calls that the engine answers at once")
-    parser.add_argument("--mean-seconds", type=float, default=2.0, help="mean duration of a rollout's call")
+    parser.add_argument("--mean-seconds", type=float, default=1.5, help="mean duration of a rollout's call")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--peer-steps", type=int, default=8, help="measured steps of the batch-by-batch loop")
     parser.add_argument("--max-staleness", type=int, default=2, help="trainer.sampling.max_staleness of the overlapped loop")

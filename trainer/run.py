@@ -61,8 +61,8 @@ def train(settings: Settings, *, follow: bool) -> None:
 def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
     outage = Outage("the span store")
-    # Two clients: groups are read while what follows the last step is written.
-    store, reader = (connect(settings.store, consistent=True) for _ in range(2))
+    # Two clients: groups are read while what follows the last step is written. What a builder read is in the tables.
+    store, reader = (connect(settings.store, consistent=True, settled=follow) for _ in range(2))
     client = retrying_client(store, settings.store.url, outage, shutdown)
     ledger = open_ledger(settings)
     retry_transactions(ledger, Outage("the ledger's database"), shutdown)
