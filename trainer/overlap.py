@@ -39,15 +39,20 @@ class Lookahead:
 
     @contextmanager
     def beside(self) -> Generator[None]:
-        """Look again and again until the block ends, and wait then for the look that is under way."""
+        """Look again and again until the block ends, and wait then for the look that is under way, unless the process is to end."""
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(over,), name="lookahead", daemon=True)
         thread.start()
+        waits = True
         try:
             yield
+        except Stopped:
+            waits = False
+            raise
         finally:
             over.set()
-            thread.join()
+            if waits:
+                thread.join()
 
     def check(self) -> None:
         """Raise the error that ended the looks beside the last step, if one did.

@@ -15,6 +15,7 @@ from tests.support.trainers import FakeOptimizer, FakePublisher, FakeSource, com
 from trainer.data.batch import Batch
 from trainer.ledger.skips import SkipReason
 from trainer.overlap import FollowUps, Lookahead
+from trainer.shutdown import Stopped
 
 SECONDS = 10.0
 """Longest wait for what must happen beside a step."""
@@ -113,6 +114,21 @@ def test_follow_ups_after_failure_are_skipped_and_error_is_raised():
     with pytest.raises(StoreError, match="the store is gone"):
         follow_ups.check()
     assert (done, follow_ups.are_done) == ([1], True)
+
+
+def test_lookahead_that_a_store_holds_up_delays_no_stop():
+    held, looking = threading.Event(), threading.Event()
+
+    def look() -> None:
+        looking.set()
+        held.wait(SECONDS)
+
+    began = time.monotonic()
+    with pytest.raises(Stopped), Lookahead(look, lambda: True).beside():
+        looking.wait(SECONDS)
+        raise Stopped
+    assert time.monotonic() - began < SECONDS / 2
+    held.set()
 
 
 def test_lookahead_store_outage_is_tolerated_and_other_errors_are_raised_after_step(caplog: pytest.LogCaptureFixture):
