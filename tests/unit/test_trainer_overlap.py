@@ -123,10 +123,14 @@ def test_lookahead_that_a_store_holds_up_delays_no_stop():
         looking.set()
         held.wait(SECONDS)
 
+    def stop() -> None:
+        with Lookahead(look, lambda: True).beside():
+            looking.wait(SECONDS)
+            raise Stopped
+
     began = time.monotonic()
-    with pytest.raises(Stopped), Lookahead(look, lambda: True).beside():
-        looking.wait(SECONDS)
-        raise Stopped
+    with pytest.raises(Stopped):
+        stop()
     assert time.monotonic() - began < SECONDS / 2
     held.set()
 
