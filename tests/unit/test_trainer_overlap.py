@@ -116,7 +116,7 @@ def test_follow_ups_after_failure_are_skipped_and_error_is_raised():
     assert (done, follow_ups.are_done) == ([1], True)
 
 
-def test_lookahead_that_a_store_holds_up_delays_no_stop():
+def test_lookahead_during_store_hang_delays_no_stop():
     held, looking = threading.Event(), threading.Event()
 
     def look() -> None:
