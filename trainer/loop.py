@@ -123,8 +123,12 @@ class Trainer:
         if self.publishing and threading.current_thread() is self._main and self.follow_ups.are_done:
             self.publishing.collect_or_retry(self.loaded, self._weights)
 
-    def _idle(self) -> None:
-        """Wait for builds while there is nothing to train; at intervals undo leases of the dead, evaluate, and check the served version."""
+    def _idle(self, seconds: float) -> None:
+        """Wait for builds while there is nothing to train; at intervals undo leases of the dead, evaluate, and check the served version.
+
+        Args:
+            seconds: longest wait.
+        """
         if time.monotonic() - self._checked_at > _CHECK_SECONDS:
             self._checked_at = time.monotonic()
             undo_leases(self.ledger, self.settings)
@@ -133,7 +137,7 @@ class Trainer:
                     self.evaluate()
                 self._publish_again()
                 self._news = False
-        self._news |= self.arrived(_CHECK_SECONDS)
+        self._news |= self.arrived(seconds)
 
     def _record_late_publications(self) -> None:
         """Record the metrics of versions that were published late, after an outage of the gateway.
@@ -165,7 +169,9 @@ class Trainer:
                 self._report_demand()
                 self._await_publication()
                 return
-            if not self._busy():
+            batch: Loaded | None = None
+            busy = self._busy()
+            if not busy:
                 batch = self.take()
                 if batch and self.step(batch):
                     continue
@@ -173,7 +179,8 @@ class Trainer:
                     self._await_publication()
                     self.evaluate()
                     return
-            self._idle()
+            # The end of another trainer's step is no arrival: those of one branch take turns.
+            self._idle(self.settings.trainer.poll_seconds if busy or batch else _CHECK_SECONDS)
 
     def evaluate(self) -> None:
         """Measure versions on the held-out rollouts that were built since the last poll."""

@@ -78,7 +78,7 @@ def test_inspect_counts_calls_that_builder_overlooks(tmp_path: Path, monkeypatch
 
     import polars as pl
 
-    from transition_builder import loop
+    from transition_builder import builder
 
     spans = SpanFactory()
     root = spans.root(calls=2)
@@ -90,13 +90,13 @@ def test_inspect_counts_calls_that_builder_overlooks(tmp_path: Path, monkeypatch
     (row,) = examine([file], Settings())
     assert row.cells == ("two.jsonl", "4", "2", "2", "0", "0")
 
-    real = loop.build
+    real = builder.build
 
     def losing(*given: Any) -> Any:
         built = real(*given)
         return replace(built, transitions=built.transitions.filter(pl.col("Turn") != 1))
 
-    monkeypatch.setattr(loop, "build", losing)
+    monkeypatch.setattr(builder, "build", losing)
     (row,) = examine([file], Settings())
     assert (row.calls, row.unaccounted) == (1, 2)  # the call without a conclusion, and its span that belongs to none
 

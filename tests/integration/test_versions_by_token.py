@@ -131,7 +131,8 @@ def roll_out(world: World, number: int, over: threading.Event, times: Times, cal
     """Make the calls of a rollout, one after the other until all versions are published."""
     path, body = ROUTES[number]
     prefix = f"{world.settings.gateway.url}/rollout/{rollout(number)}/attempt/0"
-    httpx.put(prefix, json={"run_id": RUN, "mode": "train"}, timeout=30).raise_for_status()
+    announced = {"rollout_id": rollout(number), "attempt": 0, "run_id": RUN, "mode": "train"}
+    httpx.post(f"{world.settings.gateway.url}/attempts", json={"attempts": [announced]}, timeout=30).raise_for_status()
     while not over.is_set():
         began = time.monotonic()
         call(prefix + path, body)

@@ -213,8 +213,8 @@ ELSEWHERE = """
 INSERT INTO spangrad_internal.policy_versions
 SELECT * REPLACE (
     mapUpdate(
-        map('seconds_publish', 0.25, 'seconds_idle', 0.5, 'seconds_load', 0.125, 'seconds_credit', 0.0625, 'validate_success', 1.,
-            'mfu', 0.25),
+        map('seconds_publish', 0.25, 'engine_idle', 0.5, 'seconds_idle', 0.5, 'seconds_load', 0.125, 'seconds_credit', 0.0625,
+            'validate_success', 1., 'mfu', 0.25),
         Metrics) AS Metrics,
     now64(6) AS IngestedAt)
 FROM spangrad_internal.policy_versions FINAL WHERE BatchId != ''
