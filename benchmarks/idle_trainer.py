@@ -27,6 +27,7 @@ from spangrad.processes import Child, answers, free_ports, own_command, wait_unt
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.settings.trainer_learning import SamplingSettings
 from spangrad.settings.trainer_service import WeightSyncSettings
+from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
 from trainer.data.source import BatchRollout, Group, GroupReader
 from trainer.ledger.ledger import Ledger
@@ -152,7 +153,9 @@ class World:
         """Past steps have trained `groups` groups of `size` rollouts; `store` is the store's process id."""
         self.settings = settings
         self.groups, self.size = groups, size
-        self.client = connect(settings.store)
+        self.client = connect(settings.store, settled=True)
+        arrivals = Arrivals(connect(settings.store, settled=True), settings.store, [Topic.BUILDS])
+        self._arrived: Callable[[float], bool] = lambda seconds: bool(arrivals.wait(seconds))
         self.ledger = open_ledger(settings)
         self.ledger.register_initial(checksum="float32:0", path="/model", tokenizer_hash="t", run_id=RUN)
         self.spec = settings.builder.spec
@@ -178,6 +181,7 @@ class World:
                 loaded=head,
                 load_optimizer=lambda _: _no_optimizer(),
                 evaluation=Evaluation(self.client, self.settings, source.build_spec),
+                arrived=self._arrived,
             )
             self.looks(2)
         return self._trainer
@@ -242,11 +246,11 @@ class World:
                 raise _EnoughError
             return True
 
-        trainer.arrived = rest
+        waits, trainer.arrived = trainer.arrived, rest
         try:
             trainer.run(follow=True)
         except _EnoughError:
-            return
+            trainer.arrived = waits
 
     def peer_looks(self, count: int) -> None:
         """Look so often at all history."""
