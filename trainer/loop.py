@@ -358,7 +358,7 @@ class Trainer:
             with self.clock.stage("train"):
                 metrics = optimizer.step(batch)
             with self.clock.stage("settle"):
-                self.follow_ups.wait()
+                self.follow_ups.settle()  # a failure ends the run once this step is committed
             used = optimizer.token_advantages if batch.chains else batch.advantages
             calls = with_advantages(calls, batch.response_mask, used)
             adapter = adapter_of(Path(parent.policy_version.path), self.settings.trainer)

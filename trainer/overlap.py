@@ -110,15 +110,19 @@ class FollowUps:
                 self._thread.start()
         self._work.put(work)
 
+    def settle(self) -> None:
+        """Wait until everything is done or has failed, in slices in which a signal is handled."""
+        with self._changed:
+            while self._left:
+                self._changed.wait(_SLICE_SECONDS)
+
     def wait(self) -> None:
-        """Wait until everything is done, in slices in which a signal is handled.
+        """Wait until everything is done.
 
         Raises:
             SpangradError: some of the work failed; what came after it was not done.
         """
-        with self._changed:
-            while self._left:
-                self._changed.wait(_SLICE_SECONDS)
+        self.settle()
         self.check()
 
     def check(self) -> None:
