@@ -58,40 +58,40 @@ class Engine:
         return app
 
     async def _chat(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        probe = asked["messages"][0]["content"] == "probe"
+        body = await request.json()
+        probe = body["messages"][0]["content"] == "probe"
         seconds = 0.0 if probe else self._draw.lognormvariate(self._location, self._sigma)
         if probe:
-            return web.json_response(self._answer(asked, time.monotonic(), 0.0))
+            return web.json_response(self._answer(body, time.monotonic(), 0.0))
         async with self._slots:
             began, wall = time.monotonic(), time.time()
             try:
                 await asyncio.sleep(seconds)
             finally:
                 self._busy.append((wall, time.time()))
-            return web.json_response(self._answer(asked, began, seconds))
+            return web.json_response(self._answer(body, began, seconds))
 
-    def _answer(self, asked: dict[str, Any], began: float, seconds: float) -> dict[str, Any]:
+    def _answer(self, body: dict[str, Any], began: float, seconds: float) -> dict[str, Any]:
         self._calls += 1
         content = f"answer {self._calls}"
         logprob = {"token": "t", "logprob": -0.5, "bytes": [116], "top_logprobs": []}
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": content, "refusal": None, "reasoning": None},
-            "logprobs": {"content": [logprob] * TOKENS} if asked.get("logprobs") else None,
+            "logprobs": {"content": [logprob] * TOKENS} if body.get("logprobs") else None,
             "finish_reason": "stop",
             "stop_reason": None,
-            "token_ids": list(range(10, 10 + TOKENS)) if asked.get("return_token_ids") else None,
+            "token_ids": list(range(10, 10 + TOKENS)) if body.get("return_token_ids") else None,
         }
         return {
             "id": f"chatcmpl-{self._calls}",
             "object": "chat.completion",
             "created": 1700000000,
-            "model": asked["model"],
+            "model": body["model"],
             "choices": [choice],
             "usage": {"prompt_tokens": len(PROMPT_IDS), "total_tokens": len(PROMPT_IDS) + TOKENS, "completion_tokens": TOKENS},
             "prompt_logprobs": None,
-            "prompt_token_ids": PROMPT_IDS if asked.get("return_token_ids") else None,
+            "prompt_token_ids": PROMPT_IDS if body.get("return_token_ids") else None,
             "spangrad": {
                 "policy": "policy",
                 "tokenizer_hash": self._tokenizer,

@@ -112,7 +112,7 @@ async def _run(client: QueueClient, count: int, cursor: int) -> int:
     async with asyncio.timeout(END_SECONDS):
         while left:
             page = await client.ended(RUN, after=cursor, limit=1000, wait_seconds=10)
-            left -= {one.rollout_id for one in page.rollouts}
+            left -= {rollout.rollout_id for rollout in page.rollouts}
             cursor = page.cursor
     return cursor
 
@@ -162,12 +162,12 @@ def _host(worker: Child) -> psutil.Process | None:
 def _cpu(pids: Mapping[str, int]) -> dict[str, float]:
     """Return CPU seconds by process; `agent` is the worker's children."""
     spent = {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
-    spent["agent"] = sum(sum(one.cpu_times()[:4]) for one in tree(psutil.Process(pids["worker"]).children()))
+    spent["agent"] = sum(sum(process.cpu_times()[:4]) for process in tree(psutil.Process(pids["worker"]).children()))
     return spent
 
 
 def _own() -> float:
-    return sum(sum(one.cpu_times()[:4]) for one in tree([psutil.Process()]))
+    return sum(sum(process.cpu_times()[:4]) for process in tree([psutil.Process()]))
 
 
 def _check(store: SpanStore, enqueued: int, succeeded: int) -> dict[str, int]:

@@ -60,25 +60,15 @@ class ArrivalBoard:
             self._waiters.difference_update(woken)
         _wake(woken)
 
-    def noting_traces(
-        self, commit: Callable[[Sequence[TraceBody]], Sequence[Refused]]
-    ) -> Callable[[Sequence[TraceBody]], Sequence[Refused]]:
-        """Return a function that commits bodies of spans and notes them."""
-
-        def commit_and_note(bodies: Sequence[TraceBody]) -> Sequence[Refused]:
-            final = any(_FINAL in body.load() for body in bodies)
-            refused = commit(bodies)
-            self.note(*((Topic.ROOTS,) if final else ()), Topic.SPANS)
-            return refused
-
-        return commit_and_note
-
-    def noting_logs(self, commit: Callable[[Sequence[B]], Sequence[Refused]]) -> Callable[[Sequence[B]], Sequence[Refused]]:
-        """Return a function that commits bodies of log records and notes them."""
+    def noting(
+        self, commit: Callable[[Sequence[B]], Sequence[Refused]], topics: Callable[[Sequence[B]], Sequence[Topic]]
+    ) -> Callable[[Sequence[B]], Sequence[Refused]]:
+        """Return a function that commits bodies and notes their topics."""
 
         def commit_and_note(bodies: Sequence[B]) -> Sequence[Refused]:
+            arrived = topics(bodies)
             refused = commit(bodies)
-            self.note(Topic.SPANS)
+            self.note(*arrived)
             return refused
 
         return commit_and_note
@@ -129,6 +119,16 @@ class ArrivalBoard:
         finally:
             with self._lock:
                 self._waiters.discard(waiter)
+
+
+def topics_of_traces(bodies: Sequence[TraceBody]) -> Sequence[Topic]:
+    """Return the topics of bodies of spans."""
+    return (Topic.ROOTS, Topic.SPANS) if any(_FINAL in body.load() for body in bodies) else (Topic.SPANS,)
+
+
+def topics_of_logs(bodies: Sequence[object]) -> Sequence[Topic]:
+    """Return the topics of bodies of log records."""
+    return (Topic.SPANS,)
 
 
 def _wake(waiters: Iterable[_Waiter]) -> None:

@@ -14,7 +14,7 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from collector.arrivals import ArrivalBoard
+from collector.arrivals import ArrivalBoard, topics_of_logs, topics_of_traces
 from collector.auth import Guardian
 from collector.confinement import confine
 from collector.database import EmbeddedDatabase, make_directory
@@ -97,8 +97,8 @@ async def _running(store: StoreSettings, database: EmbeddedDatabase) -> AsyncGen
     spans = WriteBuffer(traces, database.path / "journals", store.settle_seconds)
     arrivals = ArrivalBoard()
     ingest = Ingest(
-        Inserter("insert-traces", arrivals.noting_traces(spans.commit), store.linger_ms / 1000),
-        Inserter("insert-logs", arrivals.noting_logs(LogStaging(logs).commit), store.linger_ms / 1000),
+        Inserter("insert-traces", arrivals.noting(spans.commit, topics_of_traces), store.linger_ms / 1000),
+        Inserter("insert-logs", arrivals.noting(LogStaging(logs).commit, topics_of_logs), store.linger_ms / 1000),
         store.queue_bytes,
     )
     expiry = Expiry(database.handle, store.ttl_days) if store.ttl_days else None

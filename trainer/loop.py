@@ -49,7 +49,7 @@ from trainer.shutdown import Shutdown
 from trainer.step import StepTransaction, beating
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy as np
     import polars as pl
@@ -147,7 +147,7 @@ class Trainer:
         """
         for late in self.publishing.collect() if self.publishing else ():
             self.ledger.add_metrics(late.version, dict(late.metrics))
-            self._follow_up(lambda version=late.version: self.mirror.write(self.ledger.version(version)))
+            self._copy(late.version)
 
     def _await_publication(self) -> None:
         """Wait until what follows the last step is done, and the gateway serves the newest version: the run is over."""
@@ -294,11 +294,15 @@ class Trainer:
         else:
             work()
 
+    def _copy(self, version: int) -> None:
+        """Copy a version to the store, after what follows the last commit."""
+        self._follow_up(lambda: self.mirror.write(self.ledger.version(version)))
+
     def _finish(self, step: CommittedStep) -> None:
         """Publish the version of a step, copy it to the store, report it, and evaluate it where that is due."""
-        version = self._publish(step)
-        self.ledger.add_metrics(version.version, dict(self.batch_times(step.rollouts)))
-        version = self.ledger.version(version.version)
+        number = step.version.version
+        self.ledger.add_metrics(number, {**self._publish(step), **self.batch_times(step.rollouts)})
+        version = self.ledger.version(number)
         # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
         self.mirror.write(version)
         self.watchers.stepped(replace(step, version=version))
@@ -322,19 +326,17 @@ class Trainer:
                     self.batches.refuse(error, groups, batch.group.tolist(), parent)
         finally:
             for version in undo_leases(self.ledger, self.settings):
-                self._follow_up(lambda version=version: self.mirror.write(self.ledger.version(version)))
+                self._copy(version)
         self.clock.end()
 
-    def _publish(self, step: CommittedStep) -> LedgerVersion:
-        """Publish the version of a step, unless another trainer of the branch has trained on from it already."""
+    def _publish(self, step: CommittedStep) -> Mapping[str, float]:
+        """Publish the version of a step, unless another trainer of the branch has trained on from it already; return metrics."""
         committed = step.version
         if not self.publishing or newest_version(self.ledger).version != committed.version:
-            return committed
+            return {}
         with timed(step.stages, "publish", beside=self._overlaps):
             served = self.publishing.publish() if self._overlaps else self.publishing.publish(committed, self._weights)
-        if served and served.version == committed.version:
-            self.ledger.add_metrics(committed.version, dict(served.metrics))
-        return self.ledger.version(committed.version)
+        return served.metrics if served and served.version == committed.version else {}
 
     def close(self) -> None:
         """Stop the publication thread and the optimizer."""

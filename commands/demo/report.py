@@ -118,9 +118,7 @@ def conclude(
     report = measure(client, settings, steps, held_out, seed)
     report["seconds"]["total"] = round(time.monotonic() - started, 1)
     (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    with store_errors(settings.store.url):
-        stages = client.query(STEP_SECONDS, parameters={"run": settings.runner.run_id}).result_rows
-    plot(directory / "curve.png", steps, held_out, stages)
+    plot(directory / "curve.png", steps, held_out, report["stages"])
     console.print()
     console.print(table(report))
     console.print(f"\nreport  {directory / 'report.json'}\ncurve   {directory / 'curve.png'}\n\nQuestions to ask, now or later:")
@@ -155,6 +153,7 @@ def measure(client: Client, settings: Settings, steps: Sequence[DemoStep], held_
             "reload": round(float(seconds_reload), 1),
         },
         "curve": [asdict(step) for step in steps],
+        "stages": ask(STEP_SECONDS),
     }
 
 

@@ -108,11 +108,11 @@ class Admin:
     async def calls(self, request: web.Request) -> web.Response:
         """Answer with the number of policy calls of attempts, and whether the last one was refused for the length of its prompt."""
         try:
-            asked = msgspec.json.decode(await request.read(), type=CountRequest)
+            counted = msgspec.json.decode(await request.read(), type=CountRequest)
         except msgspec.DecodeError as error:
             return error_response(400, f"a request for calls is JSON with a list `attempts`: {error}")
-        keys = [AttemptKey(attempt.rollout_id, attempt.attempt) for attempt in asked.attempts]
-        if asked.wait:
+        keys = [AttemptKey(attempt.rollout_id, attempt.attempt) for attempt in counted.attempts]
+        if counted.wait:
             await asyncio.gather(*(self._counts.wait_idle(key, COUNT_WAIT_SECONDS) for key in keys))
         counts = [CountedAttempt(self._counts.calls(key), self._counts.overflowed(key), self._counts.in_flight(key)) for key in keys]
         return json_response(CountedAttempts(counts))

@@ -9,16 +9,15 @@ cheap statement at intervals.
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from spangrad.http.service import bearer
+from spangrad.errors import StoreError
+from spangrad.http.json_http import ask
+from spangrad.http.service import RemoteService
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import store_errors
 
@@ -106,15 +105,14 @@ class Arrivals:
         query = urllib.parse.urlencode({"topics": ",".join(topics), "since": since, "seconds": f"{seconds:.3f}"})
         token = self._store.token or self._store.read_token
         secret = token.get_secret_value() if token else urllib.parse.unquote(parts.password or "")
-        url = urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], PATH, query, ""))
+        url = urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], "", "", ""))
+        store = RemoteService("the span store", url, secret, StoreError, "Start it with `spangrad store`, or set store.url.")
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, headers=bearer(secret)), timeout=seconds + _GRACE_SECONDS) as response:
-                return {Topic(name): position for name, position in json.load(response)["positions"].items()}
-        except urllib.error.HTTPError as error:
-            self.by_events = error.code != _NOT_FOUND
+            answer = ask(store, "GET", f"{PATH}?{query}", seconds=seconds + _GRACE_SECONDS)
+        except StoreError as error:
+            self.by_events = error.http_status != _NOT_FOUND
             return self._unknown(topics, seconds) if self.by_events else None
-        except (OSError, ValueError):
-            return self._unknown(topics, seconds)
+        return {Topic(name): position for name, position in answer["positions"].items()}
 
     def _unknown(self, topics: Sequence[Topic], seconds: float) -> Mapping[Topic, object]:
         """Wait a little for a store that does not answer, and return positions that differ from all others."""

@@ -31,7 +31,7 @@ from trainer.publish import checkpoint
 GROUPS = 2
 """A step."""
 LOADED = "is loaded on"
-"""In the log once the weights are loaded."""
+"""Text of the log once the weights are loaded."""
 TRAIN = """
 import json, logging, sys
 from spangrad.settings import Settings

@@ -108,8 +108,8 @@ def test_arrivals_asks_for_the_token(tmp_path: Path) -> None:
             waiting = Arrivals(connect(bearer), bearer, [Topic.BUILDS])
             assert waiting.wait(0) == {Topic.BUILDS}
             assert waiting.wait(0) == frozenset()
-        nobody = Arrivals(connect(settings), settings.model_copy(update={"token": None, "read_token": None}), [Topic.BUILDS])
-        assert [nobody.wait(0) for _ in range(2)] == [{Topic.BUILDS}] * 2
+        unknown = Arrivals(connect(settings), settings.model_copy(update={"token": None, "read_token": None}), [Topic.BUILDS])
+        assert [unknown.wait(0) for _ in range(2)] == [{Topic.BUILDS}] * 2
 
 
 @contextmanager

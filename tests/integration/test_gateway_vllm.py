@@ -33,7 +33,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 def state(policy: str) -> dict[str, Any]:
-    """What the gateway says of a policy, without the seconds of its engines."""
+    """Return the state of a policy, without the seconds of its engines."""
     return {name: value for name, value in fetch(policy).items() if not name.endswith("_seconds")}
 
 

@@ -20,7 +20,7 @@ from spangrad.errors import BadRowsError, TrainerError
 from spangrad.settings import TrainerSettings
 from trainer.data.group_checks import find_skips, same_ids
 from trainer.data.ready_groups import ReadyGroups
-from trainer.data.source import Group, GroupReader, Loaded
+from trainer.data.source import BatchRollout, Group, GroupReader, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import FAILURES, REMEDIES, Skip, SkipReason
 from trainer.ledger.tables import LedgerVersion
@@ -150,9 +150,7 @@ class BatchQueue:
     def forget(self, batch: Loaded) -> None:
         """Free what was loaded of a batch: it was committed."""
         self._under_way = set()
-        self._keep(
-            {rollout.group for rollout in self._held.rollouts} - {rollout.group for rollout in batch.rollouts} if self._held else set()
-        )
+        self._keep(self._groups_held() - {rollout.group for rollout in batch.rollouts})
 
     @property
     def sound_groups(self) -> set[Group]:
@@ -208,13 +206,15 @@ class BatchQueue:
         """Return those of the groups that may not be trained now."""
         lineage = self._ledger.lineage()
         skips = find_skips(groups, loaded, self._settings, lineage=lineage, tokenizer_hash=head.tokenizer_hash)
-        claimed = self._ledger.claimed([rollout for rollout in loaded.rollouts if rollout.group not in skips])
-        return skips | {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()}
+        return skips | self._already_trained([rollout for rollout in loaded.rollouts if rollout.group not in skips])
 
     def _claimed(self, chosen: Sequence[Group], loaded: Loaded) -> dict[Group, Skip]:
         """Return those groups of a batch of which a rollout is trained by now, or is in an earlier group of the batch as well."""
-        claimed = self._ledger.claimed(loaded.rollouts)
-        return {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()} or same_ids(loaded.rollouts, chosen)
+        return self._already_trained(loaded.rollouts) or same_ids(loaded.rollouts, chosen)
+
+    def _already_trained(self, rollouts: Sequence[BatchRollout]) -> dict[Group, Skip]:
+        claimed = self._ledger.claimed(rollouts)
+        return {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()}
 
     def _skip(self, skips: Mapping[Group, Skip], head: LedgerVersion) -> None:
         if any(skip.reason is SkipReason.STALE for skip in skips.values()):

@@ -15,17 +15,23 @@ import torch
 
 
 class PassTimes:
-    """Timer of the passes of one step."""
+    """Timer of the passes of one step, from `begin` to `take`: other passes, as those over files, are not kept."""
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device != "cpu"
+        self._recording = False
         self._forward: list[tuple[Any, Any]] = []
-        """Begin and end of each forward pass: seconds, or events of the stream."""
+        """Begin and end of each forward pass that a backward pass follows: seconds, or events of the stream."""
         self._both: list[tuple[Any, Any]] = []
         """Begin and end of each run of micro-batches that are passed forward and backward."""
         self._outside: list[tuple[Any, Any]] = []
         """Forward passes outside such runs."""
         self._backward_follows = False
+
+    def begin(self) -> None:
+        """Begin a step; what is left of one that was refused is forgotten."""
+        self._recording = True
+        self._forward, self._outside, self._both = [], [], []
 
     def watch(self, engine: Any) -> None:
         """Time every forward pass of verl's engine."""
@@ -33,6 +39,8 @@ class PassTimes:
 
         @wraps(forward_step)
         def timed(*arguments: Any, **options: Any) -> Any:
+            if not self._recording:
+                return forward_step(*arguments, **options)
             began = self._now()
             result = forward_step(*arguments, **options)
             (self._forward if self._backward_follows else self._outside).append((began, self._now()))
@@ -43,6 +51,9 @@ class PassTimes:
     @contextmanager
     def forward_and_backward(self) -> Generator[None]:
         """Time a run of micro-batches."""
+        if not self._recording:
+            yield
+            return
         began, self._backward_follows = self._now(), True
         try:
             yield
@@ -51,11 +62,11 @@ class PassTimes:
         self._both.append((began, self._now()))
 
     def take(self) -> dict[str, float]:
-        """Return metrics since the last call: seconds_forward and seconds_backward."""
+        """End the step, and return its metrics: seconds_forward and seconds_backward."""
         if self._on_gpu:
             torch.cuda.synchronize()
         within, outside, both = (sum(map(self._seconds, times)) for times in (self._forward, self._outside, self._both))
-        self._forward, self._outside, self._both = [], [], []
+        self._recording = False
         return {"seconds_forward": within + outside, "seconds_backward": max(both - within, 0.0)}
 
     def _now(self) -> Any:

@@ -107,6 +107,7 @@ class Rank(Worker):
         """
         if self._earlier is None:
             self._earlier = EarlierWeights(held_versions)
+        self._times.begin()
         trained = [role for role in self._models if role is not ModelRole.REFERENCE]
         copied = trained if undoable else [ModelRole.POLICY] if held_versions else []
         self._before = {role: snapshots.take(self._engine(role), moments=undoable) for role in copied}
@@ -183,7 +184,7 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pass_times(self) -> dict[str, float]:
-        """Return the seconds of the passes since the last call (`PassTimes.take`)."""
+        """Return the seconds of the step's passes (`PassTimes.take`)."""
         return self._times.take()
 
     def _with_weights_of(self, role: ModelRole, behind: int) -> contextlib.AbstractContextManager[None]:
