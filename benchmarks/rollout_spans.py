@@ -52,6 +52,19 @@ _SDK = {
 _VOWELS = ("a", "e", "i", "o", "u", "er", "in")
 
 
+SAMPLING: Mapping[str, str | float | bool] = {
+    semconv.SAMPLING_CONSTRAINED: False,
+    semconv.GEN_AI_REQUEST_TEMPERATURE: 1.0,
+    semconv.GEN_AI_REQUEST_TOP_P: 1.0,
+    semconv.GEN_AI_REQUEST_TOP_K: 0,
+    semconv.SAMPLING_MIN_P: 0.0,
+    semconv.GEN_AI_REQUEST_PRESENCE_PENALTY: 0.0,
+    semconv.GEN_AI_REQUEST_FREQUENCY_PENALTY: 0.0,
+    semconv.SAMPLING_REPETITION_PENALTY: 1.0,
+}
+"""Attributes of vLLM's own sampling defaults, as the gateway records them."""
+
+
 class Mix(StrEnum):
     """Kinds of spans in a rollout."""
 
@@ -223,14 +236,7 @@ class Author:
             **place.context,
             semconv.PROCESS_ID: "gateway-0",
             semconv.SEQ: seq,
-            semconv.SAMPLING_CONSTRAINED: False,
-            semconv.GEN_AI_REQUEST_TEMPERATURE: 1.0,
-            semconv.GEN_AI_REQUEST_TOP_P: 1.0,
-            semconv.GEN_AI_REQUEST_TOP_K: 0,
-            semconv.SAMPLING_MIN_P: 0.0,
-            semconv.GEN_AI_REQUEST_PRESENCE_PENALTY: 0.0,
-            semconv.GEN_AI_REQUEST_FREQUENCY_PENALTY: 0.0,
-            semconv.SAMPLING_REPETITION_PENALTY: 1.0,
+            **SAMPLING,
             semconv.GEN_AI_RESPONSE_ID: exchange.response_id,
             semconv.GEN_AI_RESPONSE_MODEL: _MODEL,
             semconv.GEN_AI_FINISH_REASONS: ["stop"],

@@ -16,6 +16,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, Instr
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
+from benchmarks.rollout_spans import SAMPLING
 from spangrad import semconv
 from spangrad.types import Mode, Stage, call_id
 
@@ -109,14 +110,7 @@ class SmallRollout:
                 semconv.GEN_AI_PROVIDER: "vllm",
                 semconv.GEN_AI_REQUEST_MODEL: MODEL,
                 semconv.GEN_AI_RESPONSE_MODEL: MODEL,
-                semconv.GEN_AI_REQUEST_TEMPERATURE: 1.0,
-                semconv.GEN_AI_REQUEST_TOP_P: 1.0,
-                semconv.GEN_AI_REQUEST_TOP_K: 0,
-                semconv.SAMPLING_MIN_P: 0.0,
-                semconv.GEN_AI_REQUEST_PRESENCE_PENALTY: 0.0,
-                semconv.GEN_AI_REQUEST_FREQUENCY_PENALTY: 0.0,
-                semconv.SAMPLING_REPETITION_PENALTY: 1.0,
-                semconv.SAMPLING_CONSTRAINED: False,
+                **SAMPLING,
                 semconv.GEN_AI_RESPONSE_ID: f"chatcmpl-{self.name[:8]}-{turn}",
                 semconv.GEN_AI_FINISH_REASONS: ["stop"],
                 semconv.GEN_AI_INPUT_TOKENS: _PROMPT_TOKENS,
