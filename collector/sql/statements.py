@@ -107,8 +107,10 @@ class StatementRunner:
         self._workers = {role: ThreadPoolExecutor(count, f"clickhouse-{role}") for role, count in WORKERS.items()}
         self._ids: dict[str, RunningStatement] = {}
         """Running statements by their clients' ids."""
-        self._stagings: WeakKeyDictionary[Handle, Staging] = WeakKeyDictionary()
-        """Inserters of handles, which keep their temporary tables until a statement may have changed a table."""
+        self._stagings: WeakKeyDictionary[Handle, tuple[object, Staging]] = WeakKeyDictionary()
+        """Inserters of handles, which keep temporary tables that are made after others; `_schema` when they were made."""
+        self._schema = object()
+        """Token of the tables' columns, replaced by every statement that may have changed a table."""
         self._endings: set[asyncio.Task[None]] = set()
         handle = database.handle()
         self._guard = StatementGuard(handle.query(_ENGINE_NAMES).body.decode().split())
@@ -181,7 +183,7 @@ class StatementRunner:
                 return answer
             finally:
                 if statement.rows is None and not statement.answers:
-                    self._stagings.clear()
+                    self._schema = object()
                     self._spans.recheck()
 
     def _run(self, run: RunningStatement, handle: Handle, statement: Statement, request: QueryRequest) -> QueryAnswer:
@@ -189,8 +191,7 @@ class StatementRunner:
         if statement.rows is not None:
             # Our own stages insert small batches often: half of the cost is that of making a temporary table.
             if statement.session is None and _OF_STAGE.match(statement.sql):
-                staging = self._stagings.get(handle) or self._stagings.setdefault(handle, Staging(handle))
-                return staging.insert(statement.sql, statement.format, statement.rows, keep_staging=True)
+                return self._staging(handle).insert(statement.sql, statement.format, statement.rows, keep_staging=True)
             return Staging(handle).insert(statement.sql, statement.format, statement.rows)
         if statement.first_word == "KILL":
             statement = replace(statement, sql=_TEXT.sub(self._database_id, statement.sql))
@@ -203,6 +204,15 @@ class StatementRunner:
                 if error.code != _SYNTAX_ERROR or not run.pipe.is_untouched():
                     raise
         return handle.query(statement.sql, statement.format, statement.parameters)
+
+    def _staging(self, handle: Handle) -> Staging:
+        """Return the handle's inserter, without the temporary tables that no longer have their targets' columns."""
+        schema = self._schema
+        since, staging = self._stagings.get(handle) or (schema, Staging(handle))
+        if since is not schema:
+            staging.forget()
+        self._stagings[handle] = schema, staging
+        return staging
 
     @contextmanager
     def _registered(self, run: RunningStatement, handle: Handle, query_id: str) -> Generator[None]:

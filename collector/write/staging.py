@@ -83,6 +83,12 @@ class Staging:
                 self._handle.query(f"DROP TEMPORARY TABLE {staging}")
         return QueryAnswer(b"", rows_written=read)
 
+    def forget(self) -> None:
+        """Drop the temporary tables that are kept, since those that they are made after may have changed."""
+        while self._kept:
+            _, (staging, _) = self._kept.popitem()
+            self._handle.query(f"DROP TEMPORARY TABLE {staging}")
+
     def _stage(self, head: InsertHead) -> tuple[str, str]:
         """Create a temporary table that accepts the rows of the head's table, defaults included; return its name and the columns."""
         described = self._handle.query(f"DESCRIBE TABLE {head.table} SETTINGS describe_compact_output = 0", "JSONEachRow").body
