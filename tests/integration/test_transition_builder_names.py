@@ -93,17 +93,16 @@ def test_build_once_answers_of_spans_of_any_name_are_read(store: StoreSettings) 
 
 def test_group_reader_groups_of_any_name_are_loaded(store: StoreSettings) -> None:
     run, names = "names-groups", ["file(1)", "s3(x)"]
-    settings = Settings(store=store, trainer=trainer_settings(run_id=run))
-    client = connect(store)
-    columns = ["RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "RolloutId", "Attempt", "Revision", "Content"]
-    built = [[run, "train", settings.builder.spec, name, 1, f"{name} of url()", 0, 0, 7] for name in names]
-    client.insert("spangrad_internal.builds", built, column_names=columns)
+    built_by = settings_of(store, run, quiet_seconds=0)
+    settings = Settings(store=store, builder=built_by.builder, trainer=trainer_settings(run_id=run))
     spans = SpanFactory(run=run)
-    spans.root("s3(x) of url()", failure="cancelled")
+    for name, failure in zip(names, ("exception", "cancelled"), strict=True):
+        spans.root(f"{name} of url()", calls=0, failure=failure, GroupId=name, GroupSize=1)
     post(store, spans.otlp())
-    source = GroupReader(client, settings)
+    build_once(built_by)
+    source = GroupReader(connect(store), settings)
     groups = source.ready()
-    assert groups == [Group(run, "train", settings.builder.spec, name) for name in names]
+    assert sorted(groups, key=str) == [Group(run, "train", settings.builder.spec, name) for name in names]
     loaded = source.load(groups)
     assert sorted((one.group.group_id, one.rollout_id) for one in loaded.rollouts) == [(name, f"{name} of url()") for name in names]
     assert loaded.cancelled == {"s3(x)"}

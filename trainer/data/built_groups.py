@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from spangrad.store.clickhouse import batches as batches_of_keys
 from spangrad.store.clickhouse import constant
@@ -41,12 +41,22 @@ HAVING uniqExact(RolloutId) >= max(GroupSize)
 """
 _COMPARED = "AND GroupId IN (SELECT GroupId FROM {builds} AS greedy WHERE Mode = '" + Mode.GREEDY.value + "')"
 _ARRIVED = f"""
-SELECT toUnixTimestamp64Micro(now64(6)), groupUniqArray((b.RolloutId, b.Revision, toUnixTimestamp64Micro(b.IngestedAt)))
+SELECT toUnixTimestamp64Micro(now64(6)), groupUniqArray((b.RolloutId, b.Revision, toUnixTimestamp64Micro(b.IngestedAt), b.GroupId))
 FROM spangrad_internal.builds AS b
 WHERE {THIS_RUN} AND Mode IN %(read)s AND b.IngestedAt >= fromUnixTimestamp64Micro({{since}}){{until}}
 """
 _GROUPS = f"SELECT DISTINCT GroupId FROM spangrad_internal.builds WHERE {THIS_RUN} AND RolloutId IN {{rollouts}}"
 _OF_GROUPS = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {THIS_RUN} AND GroupId IN {{groups}})"
+
+
+class _Row(NamedTuple):
+    """Revision of a rollout."""
+
+    rollout: str
+    revision: int
+    dated: int
+    """Start of its insert, in microseconds of the store's clock."""
+    group: str
 
 
 class BuiltGroups:
@@ -71,7 +81,7 @@ class BuiltGroups:
         self._swept = 0
         self._next_sweep = 0.0
         """Time of the next sweep, in seconds of the monotonic clock."""
-        self._seen: set[tuple[str, int, int]] = set()
+        self._seen: set[_Row] = set()
 
     def poll(self) -> list[Key]:
         """Return the groups that are whole now, in the order in which they became so; the same list as long as they are the same."""
@@ -102,20 +112,23 @@ class BuiltGroups:
         self._reads_until = self._swept = int(now)
         self._next_sweep, self._seen = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, seen
 
-    def _arrived(self, since: int) -> tuple[int, set[tuple[str, int, int]]]:
-        """Return the store's time, and rollout, revision and time of the rows dated since `since` (microseconds since 1970)."""
+    def _arrived(self, since: int) -> tuple[int, set[_Row]]:
+        """Return the store's time, and the rows dated since `since` (microseconds since 1970)."""
         until = f" AND {until_sql(self._as_of)}" if self._as_of else ""
         ((now, rows),) = self._rows(_ARRIVED.format(since=since, until=until))
-        return int(now), {(str(rollout), int(revision), int(ingested)) for rollout, revision, ingested in rows}
+        return int(now), {_Row(str(rollout), int(revision), int(dated), str(group)) for rollout, revision, dated, group in rows}
 
     def _read_arrived(self, whole: dict[Key, int]) -> None:
         sweeps = time.monotonic() >= self._next_sweep
         now, arrived = self._arrived(self._swept - _SWEEP_OVERLAP if sweeps else self._reads_until - _OVERLAP)
-        for rollouts in batches_of_keys(rollout for rollout, *_ in arrived - self._seen):
-            groups = [group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))]
-            for ids in batches_of_keys(groups):
-                self._count_again(whole, {key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
-        self._seen = {row for row in self._seen | arrived if row[2] >= self._reads_until - _SWEEP_OVERLAP}
+        new = arrived - self._seen
+        groups = {row.group for row in new}
+        # An earlier revision may have been in another group, which has lost the rollout.
+        for rollouts in batches_of_keys(row.rollout for row in new if row.revision):
+            groups |= {group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))}
+        for ids in batches_of_keys(groups):
+            self._count_again(whole, {key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
+        self._seen = {row for row in self._seen | arrived if row.dated >= self._reads_until - _SWEEP_OVERLAP}
         self._reads_until = now
         if sweeps:
             self._swept, self._next_sweep = self._reads_until, time.monotonic() + _SECONDS_BETWEEN_SWEEPS

@@ -16,7 +16,7 @@ import polars as pl
 
 from spangrad.selection import expression
 from spangrad.settings import Selection, Settings
-from spangrad.store.clickhouse import LONG, batches, constant, store_errors
+from spangrad.store.clickhouse import LONG, constant, store_errors
 from spangrad.store.datasets import ROWS_OF, builds_sql, resolve
 from spangrad.types import AttemptFailure, Mode
 from trainer.credit.learning import ESTIMATORS, Need
@@ -56,11 +56,6 @@ SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, T
 FROM {builds} AS v
 WHERE {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt
-"""
-
-_CANCELLED = """
-SELECT RolloutId FROM spangrad.attempts
-WHERE RunId = %(run)s AND RolloutId IN {rollouts} AND Final AND Failure = '{reason}'
 """
 
 _TRANSITIONS = """
@@ -263,7 +258,8 @@ class GroupReader:
             BatchRollout(Group(*row[: len(GROUP_COLUMNS)]), *row[len(GROUP_COLUMNS) :])
             for row in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision", "Failure").iter_rows()
         ]
-        cancelled, missing = self._cancelled(rollouts), missing_rows(builds, newest)
+        cancelled = frozenset(rollout.group.group_id for rollout in rollouts if rollout.failure == AttemptFailure.CANCELLED)
+        missing = missing_rows(builds, newest)
         incomplete = {group: missing[group.group_id] for group in groups if group.group_id in missing}
         newest = self._with_derived_rewards(self._with_counted_rewards(newest))
         if not self._greedy:
@@ -285,14 +281,6 @@ class GroupReader:
         """Return the transitions with the rewards that the trainer derives from them."""
         own = transitions.select((pl.col("Policy") == self._trainer.policy) & expression(self._trainer.selection)).to_series()
         return with_overlong(transitions, own, self._trainer)
-
-    def _cancelled(self, rollouts: Sequence[BatchRollout]) -> frozenset[str]:
-        ids = set[str]()
-        for rollout_ids in batches(rollout.rollout_id for rollout in rollouts):
-            query = _CANCELLED.format(reason=AttemptFailure.CANCELLED.value, rollouts=constant(rollout_ids))
-            with store_errors(self._url):
-                ids |= {name for (name,) in self._client.query(query, parameters={"run": self._run}, settings=LONG).result_rows}
-        return frozenset(rollout.group.group_id for rollout in rollouts if rollout.rollout_id in ids)
 
     def _frame(self, query: str) -> pl.DataFrame:
         parameters = {"run": self._run, "spec": self.build_spec}

@@ -27,15 +27,17 @@ def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     links = [*SPAN, "ParentSpanId"]
     recorded = calls.select("RolloutKeySource", *links).filter(NAMED).select(links)
     real = spans.select("RowKind", *links).with_row_index("row").filter(pl.col("RowKind") == "span")
-    # Usually nothing lies between a client and the gateway; this check is cheap.
-    apart = _holders(spans, real.join(recorded.select("TraceId", SpanId="ParentSpanId"), on=SPAN, how="anti", maintain_order="left")["row"])
+    # Usually nothing lies between a client and the gateway: then only the other spans are examined.
+    parents = recorded.select("TraceId", SpanId="ParentSpanId")
+    apart = _holders(spans, real.join(parents, on=SPAN, how="anti", maintain_order="left")["row"])
     if apart.is_empty():
         return apart
+    holders = pl.concat([apart, _holders(spans, real.join(parents, on=SPAN, how="semi")["row"])])
     own = real.select(links).unique(SPAN, keep="first", maintain_order=True)
     nodes = pl.concat([own, recorded.unique(SPAN, maintain_order=True).join(own, on=SPAN, how="anti")])
     numbers = nodes.select(SPAN).with_row_index("node")
     holds = np.zeros(nodes.height, dtype=np.bool_)
-    holds[numbers.join(_holders(spans, real["row"]), on=SPAN, how="semi")["node"].to_numpy()] = True
+    holds[numbers.join(holders, on=SPAN, how="semi")["node"].to_numpy()] = True
     covered = SpanForest.of_spans(nodes).nearest(holds)[numbers.join(recorded, on=SPAN, how="semi")["node"].to_numpy()]
     covered_spans = nodes[covered[covered != nodes.height]]
     return apart.join(covered_spans, on=SPAN, how="anti", maintain_order="left")
