@@ -1,0 +1,294 @@
+"""Memory of trainers' GPUs and hosts and of engines' GPUs, item by item, from a model's shapes and the settings.
+
+In: an `Architecture` and the settings. Out: items in bytes. Invariant: each item mirrors code, which its docstring names; tests hold the sum
+against the peak of real steps on a CPU within 15 %. What a CPU cannot show is an assumption, and a constant below.
+
+A step has phases that do not overlap; memory peaks in one of them. Items of `ALWAYS` are there in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from spangrad.settings import EngineSettings, TrainerSettings
+from trainer.capacity.architecture import Architecture
+from trainer.optim.process import dtype_of, recomputes_activations
+
+Device = Literal["cuda", "cpu"]
+ALWAYS = "always"
+_FLOAT32 = 4
+_MOMENTS = 8
+"""Bytes of AdamW's two moments for each trained parameter."""
+_ENTROPY_CHUNK = 512
+"""Tokens whose entropy is measured at once (`trainer.optim.losses.entropy`)."""
+_ROW_BYTES = 147
+"""Bytes of a batch for each of its tokens, in the trainer's own process (measured)."""
+_OBJECT_STORE = 256 * 2**20
+"""Size of Ray's object store on a host (`trainer.optim.ray_cluster`)."""
+GPU_PROCESS = int(1.5 * 2**30)
+"""Memory of a GPU that CUDA and NCCL take in each process. An assumption."""
+FRAGMENTATION = 0.1
+"""Share of a phase's memory that PyTorch's allocator reserves beyond it. An assumption."""
+RANK_PROCESS = 2 * 2**30
+"""Main memory of a rank's process before it holds anything of the model. An assumption."""
+ENGINE_OVERHEAD = 4 * 2**30
+"""Memory of vLLM's activations, CUDA graphs and context. An assumption."""
+_UTILISATION = 0.92
+"""vLLM's default of --gpu-memory-utilization."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    """Memory of one purpose."""
+
+    name: str
+    bytes: int
+    phase: str = ALWAYS
+    """Phase in which it is held."""
+
+
+def peak_phase(items: Sequence[MemoryItem]) -> str:
+    """Return the phase with the most memory."""
+    sums: dict[str, int] = {}
+    for item in items:
+        sums[item.phase] = sums.get(item.phase, 0) + item.bytes
+    return max((phase for phase in sums if phase != ALWAYS), key=sums.__getitem__, default=ALWAYS)
+
+
+def at_peak(items: Sequence[MemoryItem]) -> list[MemoryItem]:
+    """Return the items that are held when memory peaks, without those of no bytes."""
+    phase = peak_phase(items)
+    return [item for item in items if item.phase in {ALWAYS, phase} and item.bytes]
+
+
+def peak_bytes(items: Sequence[MemoryItem]) -> int:
+    """Return the memory at its peak."""
+    return sum(item.bytes for item in at_peak(items))
+
+
+def trained_parameters(model: Architecture, settings: TrainerSettings) -> int:
+    """Return the number of parameters that are trained: adapters, or all."""
+    return model.adapter_parameters(settings.lora.rank, settings.lora.modules) if settings.lora.rank else model.parameters
+
+
+def _width(settings: TrainerSettings, device: Device) -> int:
+    """Return the bytes of a value in the dtype of the computation."""
+    return 2 if dtype_of(settings, device) == "bf16" else _FLOAT32
+
+
+def _adapters(model: Architecture, settings: TrainerSettings) -> int:
+    return trained_parameters(model, settings) if settings.lora.rank else 0
+
+
+def _has_critic(settings: TrainerSettings) -> bool:
+    return settings.credit.estimator == "gae"
+
+
+# A GPU of the trainer.
+
+
+def trainer_gpu(model: Architecture, settings: TrainerSettings, ranks: int, device: Device = "cuda") -> list[MemoryItem]:
+    """Return the memory of one rank's device.
+
+    Args:
+        model: shapes.
+        settings: the trainer's; without trainer.packing = true rows are padded.
+        ranks: number of ranks over which FSDP2 shards the model.
+        device: the kind of device, which decides what settings leave open.
+    """
+    items = [*_state(model, settings, ranks), *_passes(model, settings, device), *_update(model, settings, ranks, device)]
+    if device == "cpu":
+        return items
+    reserved = max(
+        int(FRAGMENTATION * sum(item.bytes for item in items if item.phase == phase)) for phase in {item.phase for item in items} - {ALWAYS}
+    )
+    return [*items, MemoryItem("CUDA, NCCL", GPU_PROCESS), MemoryItem("allocator's reserve", reserved)]
+
+
+def _state(model: Architecture, settings: TrainerSettings, ranks: int) -> list[MemoryItem]:
+    """Return what a rank holds throughout: float32 shards of each model (`trainer.optim.verl_worker`), gradients summed and sharded."""
+    trained = trained_parameters(model, settings)
+    critic = model.critic_parameters * (2 * _FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
+    reference = model.parameters * _FLOAT32 if settings.loss.kl_coef else 0
+    return [
+        MemoryItem("weights, float32", (model.parameters + _adapters(model, settings)) * _FLOAT32 // ranks),
+        MemoryItem("gradients, float32", trained * _FLOAT32 // ranks),
+        MemoryItem("AdamW's moments, float32", trained * _MOMENTS // ranks),
+        MemoryItem("reference, float32", reference // ranks),
+        MemoryItem("critic: weights, gradients, moments", critic // ranks),
+    ]
+
+
+def _passes(model: Architecture, settings: TrainerSettings, device: Device) -> list[MemoryItem]:
+    """Return what the passes of one micro-batch hold, in three phases: logprobs, head's backward pass, a layer's backward pass."""
+    tokens, width = settings.max_tokens_per_device, _width(settings, device)
+    recomputes = recomputes_activations(settings, device)
+    kept = MemoryItem("activations", tokens * activations_a_token(model, width, recomputes=recomputes))
+    head = model.head_parameters
+    cast_head = head * _FLOAT32 if width < _FLOAT32 else 0  # `trainer.optim.float32_head`
+    trains_head = 0 if settings.lora.rank else 1
+    layer_tokens = tokens * layer_activations(model, width)
+    logprobs, head_phase, layer_phase = "logprobs", "backward pass of the head", "backward pass of a layer"
+    of_layer = (width + _FLOAT32) * model.largest_layer if trains_head else 0
+    return [
+        MemoryItem(kept.name, kept.bytes, logprobs),
+        MemoryItem("logits, float32", logits_values(model, settings) * _FLOAT32, logprobs),
+        MemoryItem("head's weights, float32", cast_head, logprobs),
+        MemoryItem(kept.name, kept.bytes, head_phase),
+        MemoryItem("logits' gradients, float32", 2 * tokens * model.vocabulary * _FLOAT32, head_phase),
+        MemoryItem("head gathered, and its gradient", cast_head + head * (width + trains_head * 2 * _FLOAT32), head_phase),
+        MemoryItem("next layer gathered", width * model.largest_layer, head_phase),
+        MemoryItem(kept.name, kept.bytes, layer_phase),
+        MemoryItem("layer's activations and their gradients", layer_tokens * (2 if recomputes else 1), layer_phase),
+        MemoryItem("two layers gathered, gradient of one", 2 * width * model.largest_layer + of_layer, layer_phase),
+    ]
+
+
+def layer_activations(model: Architecture, width: int) -> int:
+    """Return the bytes that autograd keeps of a layer for each token, as measured by PyTorch's profiler.
+
+    Args:
+        model: shapes.
+        width: bytes of a value in the dtype of the computation.
+    """
+    norms = model.family.norms * _norm(model, width)
+    attention = width * (2 * model.query_width + 2 * model.kv_width)
+    if model.family.has_head_norms:
+        attention += (_FLOAT32 + width) * (model.query_width + model.kv_width)
+    if not model.expert_layers:
+        return norms + attention + width * 4 * model.intermediate
+    experts = model.active_experts * (4 * model.expert_width + 2 * model.hidden) + 4 * model.shared_width
+    return norms + attention + width * max(experts, 4 * model.intermediate if model.expert_layers < model.layers else 0)
+
+
+def activations_a_token(model: Architecture, width: int, *, recomputes: bool) -> int:
+    """Return the bytes that autograd keeps of all layers for each token; of recomputed layers the input alone."""
+    of_layers = model.layers * (width * model.hidden if recomputes else layer_activations(model, width))
+    head_input = _FLOAT32 * model.hidden if width < _FLOAT32 else 0
+    return of_layers + _norm(model, width) + head_input
+
+
+def _norm(model: Architecture, width: int) -> int:
+    """Return the bytes of a norm for each token: its input in float32, the normed one, its product with the weight."""
+    return model.hidden * (_FLOAT32 + 2 * width)
+
+
+def logits_values(model: Architecture, settings: TrainerSettings) -> int:
+    """Return the number of float32 values of the logits of a micro-batch, their copies included.
+
+    Without packing verl divides by the temperature, cuts the padding off, and has a gradient for each row that it then stacks: four copies.
+    With packing, flash-attn's cross entropy takes its gradient in place: two. A chunk's entropy takes three copies of the chunk.
+    """
+    tokens, packed = settings.max_tokens_per_device, bool(settings.packing)
+    copies = (2 if packed else 4) * tokens
+    measured = (2 if packed else 3) * tokens + 3 * min(_ENTROPY_CHUNK, tokens)
+    with_gradient = 3 * tokens if settings.loss.entropy_coef else 0
+    return (max(copies, measured) + with_gradient) * model.vocabulary
+
+
+def _update(model: Architecture, settings: TrainerSettings, ranks: int, device: Device) -> list[MemoryItem]:
+    """Return what AdamW holds besides: on a GPU a copy of the second moments of all shards at once, on a CPU of one parameter."""
+    shards = trained_parameters(model, settings) if device == "cuda" else min(model.head_parameters, trained_parameters(model, settings))
+    return [MemoryItem("AdamW's temporary values", shards * _FLOAT32 // ranks, "update")]
+
+
+# A host of the trainer.
+
+
+def trainer_host(
+    model: Architecture, settings: TrainerSettings, ranks: int, ranks_here: int, batch_tokens: int, *, first: bool
+) -> list[MemoryItem]:
+    """Return the main memory of a host.
+
+    Args:
+        model: shapes.
+        settings: the trainer's.
+        ranks: number of all ranks.
+        ranks_here: number of the host's ranks.
+        batch_tokens: number of tokens of a step's batch.
+        first: True for the host of rank 0 and of the trainer's own process.
+    """
+    trained = trained_parameters(model, settings)
+    return [
+        MemoryItem("processes", (ranks_here + first) * RANK_PROCESS + (_OBJECT_STORE if settings.workers.per_node else 0)),
+        MemoryItem("batch's rows", batch_tokens * _ROW_BYTES if first else 0),
+        MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * ranks_here // ranks),
+        MemoryItem("copies at the step's start", _copies(model, settings) * ranks_here // ranks, "step"),
+        MemoryItem("weights as they are loaded", _loading(model, ranks_here, first=first), "start"),
+        MemoryItem("weights that are written", _written_weights(model, settings) if first else 0, "checkpoint's weights"),
+        MemoryItem("state that is written", _written_state(model, settings) * ranks_here, "checkpoint's state"),
+    ]
+
+
+def held_versions(settings: TrainerSettings) -> int:
+    """Return the number of earlier versions whose weights are held (`VerlOptimizer.versions_to_hold`)."""
+    held = settings.alarms.logprob.held_versions
+    return 0 if settings.lora.rank else settings.sampling.max_staleness if held is None else held
+
+
+def _copies(model: Architecture, settings: TrainerSettings) -> int:
+    """Return the bytes that all ranks copy at a step's start (`Rank.begin_step`)."""
+    undoable = settings.optim.epochs * settings.optim.mini_batches > 1 or _has_critic(settings)
+    critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
+    if undoable:
+        return trained_parameters(model, settings) * (_FLOAT32 + _MOMENTS) + critic
+    return trained_parameters(model, settings) * _FLOAT32 if held_versions(settings) else 0
+
+
+def _loading(model: Architecture, ranks_here: int, *, first: bool) -> int:
+    """Return the bytes of whole models that a host's ranks load: rank 0 alone, but every rank where embedding and head are one tensor."""
+    return model.parameters * _FLOAT32 * (ranks_here if model.is_tied else int(first))
+
+
+def _written_weights(model: Architecture, settings: TrainerSettings) -> int:
+    """Return the bytes of the weights that rank 0 collects before it writes them (`Rank.save_weights`)."""
+    return (_adapters(model, settings) if settings.weight_sync.method == "adapter" else model.parameters) * _FLOAT32
+
+
+def _written_state(model: Architecture, settings: TrainerSettings) -> int:
+    """Return the bytes of the state that each rank gathers whole (`Rank.save_state`), of which rank 0 writes its own."""
+    base = model.parameters if settings.lora.rank and settings.weight_sync.method != "adapter" else 0
+    critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
+    return (base + _adapters(model, settings)) * _FLOAT32 + trained_parameters(model, settings) * _MOMENTS + critic
+
+
+def checkpoint_bytes(model: Architecture, settings: TrainerSettings) -> int:
+    """Return the size of a checkpoint's files."""
+    return _written_weights(model, settings) + _written_state(model, settings)
+
+
+# A GPU of an engine.
+
+
+def engine_gpu(model: Architecture, engine: EngineSettings, gpu_bytes: int) -> list[MemoryItem]:
+    """Return the memory of an engine's GPU; an engine is one worker, since the gateway compares the checksum of one."""
+    weights = model.parameters * engine_width(engine) + model.adapter_parameters(engine.lora_rank) * engine_width(engine)
+    cache = engine.kv_cache_bytes or max(int(utilisation(engine) * gpu_bytes) - weights - ENGINE_OVERHEAD, 0)
+    return [
+        MemoryItem("weights", weights),
+        MemoryItem("activations, CUDA graphs", ENGINE_OVERHEAD),
+        MemoryItem("KV cache", cache),
+    ]
+
+
+def engine_width(engine: EngineSettings) -> int:
+    """Return the bytes of a value in the engine's dtype; `auto` is taken for bfloat16, since versions' files say the model's own dtype."""
+    return _FLOAT32 if engine.dtype in {"float32", "float"} else 2
+
+
+def cached_tokens(model: Architecture, engine: EngineSettings, gpu_bytes: int) -> int:
+    """Return the number of tokens that the engine's KV cache holds."""
+    cache = next(item.bytes for item in engine_gpu(model, engine, gpu_bytes) if item.name == "KV cache")
+    return cache // (model.kv_values * engine_width(engine))
+
+
+def utilisation(engine: EngineSettings) -> float:
+    """Return the share of the GPU's memory that the engine may take (--gpu-memory-utilization in engine.extra_args)."""
+    words = [part for word in engine.extra_args for part in word.replace("_", "-").split("=", 1)]
+    name = "--gpu-memory-utilization"
+    try:
+        return float(words[words.index(name) + 1])
+    except (ValueError, IndexError):
+        return _UTILISATION
