@@ -30,6 +30,7 @@ _MODULES = {
         "commands.services.environments": "Serve environments, leased to one attempt at a time.",
     },
     "Training": {
+        "commands.training.plan": "Plan memory, time and settings of a run on any GPUs.",
         "commands.training.run": "Run an agent on tasks, several rollouts a task.",
         "commands.training.worker": "Run an agent on the rollouts that a queue hands out.",
         "commands.training.build": "Build transitions from complete rollouts, once or as they finish.",

@@ -1,0 +1,249 @@
+"""Search of the settings with which a model trains on a cluster.
+
+In: a model's shapes, settings, a cluster. Out: the fitting `CapacityPlan` of the shortest step, or the nearest miss. Invariant: settings that
+the user has set are kept; what is proposed is within the memory of every GPU, and of every host where that is known.
+
+Engines run on the gateway's host, each on a GPU of its own. The trainer has the other GPUs of every host, or all GPUs of the other hosts;
+on a single GPU it shares that with the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spangrad.errors import SettingsError
+from spangrad.probing.proposals import Proposal, context_of
+from spangrad.settings import Settings
+from trainer.capacity import memory, timing
+from trainer.capacity.architecture import Architecture
+from trainer.capacity.hardware import Cluster
+from trainer.capacity.memory import MemoryItem
+from trainer.capacity.timing import Stage, Workload
+
+_TOKENS = (131072, 65536, 32768, 16384, 8192, 4096, 2048, 1024)
+"""Values of trainer.max_tokens_per_device that are tried."""
+_LORA_RANK = 16
+_SHARED_UTILISATION = 0.4
+_ENGINE_UTILISATION = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """Layout of a run on a cluster, with its memory and its seconds."""
+
+    model: Architecture
+    settings: Settings
+    cluster: Cluster
+    work: Workload
+    engines: int
+    trainer_hosts: int
+    has_own_hosts: bool
+    """True if the trainer's hosts run no engines."""
+    trainer_gpu: tuple[MemoryItem, ...]
+    engine_gpu: tuple[MemoryItem, ...]
+    first_host: tuple[MemoryItem, ...]
+    """Main memory of the host of rank 0."""
+    other_host: tuple[MemoryItem, ...]
+    """Main memory of the trainer's other hosts. Empty: there are none."""
+    stages: tuple[Stage, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of the trainer's processes."""
+        return max(self.settings.trainer.workers.per_node, 1) * self.trainer_hosts
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Return whether trainer and engine share a GPU."""
+        return self.cluster.per_host * self.cluster.hosts == 1
+
+    @property
+    def trainer_limit(self) -> int:
+        """Return the memory that a rank may take of its GPU, in bytes."""
+        share = 1 - memory.utilisation(self.settings.engine) if self.shares_gpu else 1
+        return int(self.cluster.gpu.memory_bytes * share)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return the tokens that the KV cache of an engine holds."""
+        return memory.cached_tokens(self.model, self.settings.engine, self.cluster.gpu.memory_bytes)
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds of a step, checkpoint and publication left out."""
+        return timing.step_seconds(self.settings, list(self.stages))
+
+    @property
+    def misses(self) -> tuple[str, ...]:
+        """Return what does not fit, each in a sentence. Empty: all fits."""
+        return tuple(sentence for excess, sentence in self._held_against_limits() if excess > 1)
+
+    @property
+    def excess(self) -> float:
+        """Return the largest of needs over limits; above 1 something does not fit."""
+        return max(excess for excess, _ in self._held_against_limits())
+
+    def _held_against_limits(self) -> Iterator[tuple[float, str]]:
+        needed = memory.peak_bytes(self.trainer_gpu)
+        yield needed / self.trainer_limit, f"a trainer's GPU needs {size(needed)} of {size(self.trainer_limit)}"
+        gpu = int(memory.utilisation(self.settings.engine) * self.cluster.gpu.memory_bytes)
+        fixed = memory.peak_bytes([item for item in self.engine_gpu if item.name != "KV cache"])
+        one_context = self.work.tokens * self.model.kv_values * memory.engine_width(self.settings.engine)
+        cache = max(self.settings.engine.kv_cache_bytes or one_context, one_context)
+        yield (fixed + cache) / gpu, f"an engine's GPU needs {size(fixed + cache)} of {size(gpu)} for weights and one context"
+        limit = self.cluster.host_bytes
+        for items in (self.first_host, self.other_host):
+            if limit and items:
+                yield memory.peak_bytes(items) / limit, f"a trainer's host needs {size(memory.peak_bytes(items))} of {size(limit)}"
+
+    def proposals(self) -> list[Proposal]:
+        """Return the settings that make this layout."""
+        trainer, engine = self.settings.trainer, self.settings.engine
+        ranks = f"{self.ranks} GPU(s) on {self.trainer_hosts} host(s), sharded by FSDP2"
+        adapters = [
+            Proposal("trainer.lora.rank", trainer.lora.rank, "training all weights does not fit"),
+            Proposal("trainer.weight_sync.method", trainer.weight_sync.method, "engines load adapters alone"),
+            Proposal("engine.lora_rank", engine.lora_rank, "of the trainer's adapters"),
+        ]
+        return [
+            Proposal("trainer.workers.per_node", trainer.workers.per_node, ranks),
+            Proposal("trainer.workers.nodes", trainer.workers.nodes, ""),
+            Proposal("trainer.dtype", trainer.dtype, "computation; weights, moments and sums of gradients stay float32"),
+            Proposal("trainer.max_tokens_per_device", trainer.max_tokens_per_device, "of a micro-batch"),
+            Proposal("trainer.gradient_checkpointing", trainer.gradient_checkpointing, ""),
+            *(adapters if engine.lora_rank else []),
+            Proposal("engine.max_model_len", engine.max_model_len, "longest prompt and response"),
+            Proposal("engine.extra_args", list(engine.extra_args), f"the KV cache holds {self.cached_tokens:,} tokens"),
+        ]
+
+
+def search(model: Architecture, settings: Settings, cluster: Cluster, kept: Collection[str] = ()) -> CapacityPlan:
+    """Return the fitting plan of the shortest step; where nothing fits, the nearest miss.
+
+    Args:
+        model: shapes.
+        settings: resolved settings; what they leave open is searched.
+        cluster: GPUs and hosts.
+        kept: keys of settings that the user has set, which stay as they are.
+
+    Raises:
+        SettingsError: what is set leaves no layout of trainer and engines.
+    """
+    plans = [plan for rank in _ranks(settings, kept) for plan in _plans_of_rank(model, settings, cluster, kept, rank)]
+    if not plans:
+        raise SettingsError(
+            f"no layout of trainer and engines on {cluster.hosts} host(s) of {cluster.per_host} GPU(s) has what is set: "
+            f"{', '.join(sorted(kept)) or 'nothing'}. One GPU at least is an engine's; unset trainer.workers and trainer.lora."
+        )
+    fitting = [plan for plan in plans if plan.excess <= 1]
+    whole = [plan for plan in fitting if plan.settings.trainer.lora.rank == settings.trainer.lora.rank]
+    if fitting:
+        return min(whole or fitting, key=lambda plan: (plan.step_seconds, -plan.settings.trainer.max_tokens_per_device))
+    return min(plans, key=lambda plan: plan.excess)
+
+
+def _ranks(settings: Settings, kept: Collection[str]) -> tuple[int, ...]:
+    """Return the ranks of adapters that are tried: what is set, and adapters where nothing is."""
+    rank = settings.trainer.lora.rank
+    return (rank,) if rank or "trainer.lora.rank" in kept else (0, _LORA_RANK)
+
+
+def _plans_of_rank(model: Architecture, settings: Settings, cluster: Cluster, kept: Collection[str], rank: int) -> Iterator[CapacityPlan]:
+    context = context_of(model.context, settings.engine.max_model_len)
+    own = settings.trainer.max_tokens_per_device
+    tokens = (own,) if "trainer.max_tokens_per_device" in kept else tuple(size for size in (*_TOKENS, context) if size >= context)
+    recomputes = (settings.trainer.gradient_checkpointing,) if "trainer.gradient_checkpointing" in kept else (False, True)
+    for (engines, per_node, hosts, own_hosts), bound, recompute in itertools.product(_layouts(cluster), dict.fromkeys(tokens), recomputes):
+        planned = _with(settings, rank, per_node, hosts, bound, recompute, context, cluster, kept)
+        if all(_value(planned, key) == _value(settings, key) for key in kept if key.startswith("trainer.workers.")):
+            yield _plan(model, planned, cluster, engines, hosts, own_hosts=own_hosts)
+
+
+def _layouts(cluster: Cluster) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield engines, trainer.workers.per_node, trainer.workers.nodes, and whether the trainer has hosts of its own."""
+    if cluster.per_host * cluster.hosts == 1:
+        yield 1, 0, 1, False
+        return
+    for engines in range(1, cluster.per_host):
+        yield engines, cluster.per_host - engines, cluster.hosts, False
+    if cluster.hosts > 1:
+        yield cluster.per_host, cluster.per_host, cluster.hosts - 1, True
+
+
+def _with(
+    settings: Settings,
+    rank: int,
+    per_node: int,
+    hosts: int,
+    tokens: int,
+    recompute: bool | None,
+    context: int,
+    cluster: Cluster,
+    kept: Collection[str],
+) -> Settings:
+    """Return the settings with a layout's values."""
+    trainer, engine = settings.trainer, settings.engine
+    share = _SHARED_UTILISATION if cluster.per_host * cluster.hosts == 1 else _ENGINE_UTILISATION
+    arguments = engine.extra_args if "engine.extra_args" in kept else ("--gpu-memory-utilization", str(share))
+    lora: dict[str, Any] = {}
+    served: dict[str, Any] = {}
+    if rank and not trainer.lora.rank:
+        lora = {
+            "lora": trainer.lora.model_copy(update={"rank": rank}),
+            "weight_sync": trainer.weight_sync.model_copy(update={"method": "adapter"}),
+        }
+        served = {"lora_rank": rank}
+    planned = {
+        "workers": trainer.workers.model_copy(update={"per_node": per_node, "nodes": hosts}),
+        "max_tokens_per_device": tokens,
+        "gradient_checkpointing": recompute,
+        "dtype": trainer.dtype or "bf16",
+        **lora,
+    }
+    updated = {"max_model_len": context, "extra_args": arguments, **served}
+    return settings.model_copy(
+        update={"trainer": trainer.model_copy(update=planned), "engine": engine.model_copy(update=updated)},
+    )
+
+
+def _value(settings: Any, key: str) -> object:
+    for name in key.split("."):
+        settings = getattr(settings, name)
+    return settings
+
+
+def _plan(model: Architecture, settings: Settings, cluster: Cluster, engines: int, hosts: int, *, own_hosts: bool) -> CapacityPlan:
+    work = timing.workload(model, settings)
+    here = max(settings.trainer.workers.per_node, 1)
+    ranks = here * hosts
+
+    def host(*, first: bool) -> tuple[MemoryItem, ...]:
+        return tuple(memory.trainer_host(model, settings.trainer, ranks, here, work.all_tokens, first=first))
+
+    return CapacityPlan(
+        model=model,
+        settings=settings,
+        cluster=cluster,
+        work=work,
+        engines=engines,
+        trainer_hosts=hosts,
+        has_own_hosts=own_hosts,
+        trainer_gpu=tuple(memory.trainer_gpu(model, settings.trainer, ranks)),
+        engine_gpu=tuple(memory.engine_gpu(model, settings.engine, cluster.gpu.memory_bytes)),
+        first_host=host(first=True),
+        other_host=host(first=False) if hosts > 1 else (),
+        stages=(
+            timing.generation(model, settings, cluster, engines, work),
+            *timing.training(model, settings, cluster, ranks, hosts, work),
+            timing.checkpoint(model, settings, cluster, hosts),
+            *timing.publications(model, settings, cluster, engines),
+        ),
+    )
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

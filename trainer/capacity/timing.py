@@ -1,0 +1,160 @@
+"""Seconds of a step's stages, and the bytes that each moves, from shapes, settings and figures of the hardware.
+
+In: an `Architecture`, settings and a `Cluster`. Out: stages. Invariant: pure; a stage takes as long as the slower of what it computes and
+what it moves. Nothing here was measured on GPUs: the figures order layouts, and say which stage to look at.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from spangrad.probing.proposals import context_of
+from spangrad.settings import Settings, TrainerSettings
+from trainer.capacity import memory
+from trainer.capacity.architecture import Architecture
+from trainer.capacity.hardware import (
+    CAST_CHECKSUM_RATE,
+    CAST_RATE,
+    CHECKSUM_RATE,
+    DECODE_SHARE,
+    DISK_RATE,
+    NETWORK_RATE,
+    PREFILL_MFU,
+    TRAINING_MFU,
+    Cluster,
+)
+
+_FLOAT32 = 4
+_UPDATE_BYTES = 28
+"""Bytes that AdamW reads and writes for each parameter: weight, gradient, two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage of a step."""
+
+    name: str
+    seconds: float
+    bytes_moved: int
+    where: str
+    """Place of the bytes: the link or the device that they pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Rollouts of a step."""
+
+    rollouts: int
+    tokens: int
+    """Tokens of a rollout, prompt and responses: one row."""
+
+    @property
+    def all_tokens(self) -> int:
+        """Return the tokens of all rollouts."""
+        return self.rollouts * self.tokens
+
+
+def workload(model: Architecture, settings: Settings) -> Workload:
+    """Return the largest step of the settings: each rollout fills the engine's context."""
+    rollouts = settings.trainer.sampling.groups_per_batch * settings.runner.group_size
+    return Workload(rollouts, context_of(model.context, settings.engine.max_model_len))
+
+
+def generation(model: Architecture, settings: Settings, cluster: Cluster, engines: int, work: Workload) -> Stage:
+    """Return the generation of a step's rollouts, all tokens sampled one after the other."""
+    engine, gpu = settings.engine, cluster.gpu
+    cached = memory.cached_tokens(model, engine, gpu.memory_bytes)
+    of_engine = math.ceil(work.rollouts / engines)
+    at_once = max(min(of_engine, cached // work.tokens), 1)
+    width = memory.engine_width(engine)
+    read = model.parameters * width + at_once * work.tokens // 2 * model.kv_values * width
+    compute = 2 * model.active_parameters * at_once / (gpu.bf16_flops * PREFILL_MFU)
+    waves = math.ceil(of_engine / at_once)
+    seconds = waves * work.tokens * max(read / (gpu.memory_rate * DECODE_SHARE), compute)
+    return Stage("generation", seconds, waves * work.tokens * read, "GPU memory of an engine")
+
+
+def training(model: Architecture, settings: Settings, cluster: Cluster, ranks: int, hosts: int, work: Workload) -> list[Stage]:
+    """Return a step's passes over its batch, and the update of the weights."""
+    trainer, gpu = settings.trainer, cluster.gpu
+    peak = gpu.fp32_flops if trainer.dtype == "fp32" else gpu.bf16_flops
+    operations = _operations_a_token(model, trainer, work.tokens) * work.all_tokens
+    compute = operations / (ranks * peak * TRAINING_MFU)
+    moved = _sharded_bytes(model, trainer, ranks) * _micro_batches(trainer, ranks, work)
+    shards = memory.trained_parameters(model, trainer) // ranks
+    steps = trainer.optim.epochs * trainer.optim.mini_batches
+    return [
+        Stage("forward and backward", max(compute, moved / _link_rate(cluster, hosts)), moved, _link(hosts)),
+        Stage("update", steps * shards * _UPDATE_BYTES / gpu.memory_rate, steps * shards * _UPDATE_BYTES, "GPU memory of a rank"),
+    ]
+
+
+def _operations_a_token(model: Architecture, settings: TrainerSettings, length: int) -> float:
+    """Return the operations of all passes of a step for each token: 2 for each parameter forward, 4 backward, and attention's."""
+    forward = 2 * model.active_parameters + 2 * model.layers * length * model.query_width
+    backward = forward * (1 if settings.lora.rank else 2)
+    recomputed = forward if memory.recomputes_activations(settings, "cuda") else 0
+    epochs = settings.optim.epochs
+    whole = epochs * settings.optim.mini_batches > 1 or settings.loss.recompute_logprobs
+    passes = epochs * (forward + backward + recomputed) + forward * (whole + bool(settings.loss.kl_coef))
+    critic = epochs * (3 * forward + recomputed) + forward if settings.credit.estimator == "gae" else 0
+    return passes + critic
+
+
+def _sharded_bytes(model: Architecture, settings: TrainerSettings, ranks: int) -> int:
+    """Return the bytes that FSDP2 sends to a rank in a micro-batch: weights gathered forward and backward, gradients reduced in float32."""
+    width = memory._width(settings, "cuda")
+    gathered = 2 * width * model.parameters + _FLOAT32 * memory.trained_parameters(model, settings)
+    return gathered * (ranks - 1) // ranks
+
+
+def _micro_batches(settings: TrainerSettings, ranks: int, work: Workload) -> int:
+    rows = math.ceil(work.rollouts / ranks)
+    return settings.optim.epochs * math.ceil(rows / max(settings.max_tokens_per_device // work.tokens, 1))
+
+
+def _link_rate(cluster: Cluster, hosts: int) -> float:
+    """Return the rate at which a rank gets others' shards: of the GPUs of a host, all of which share its network, or of its links."""
+    return min(cluster.gpu.peer_rate, NETWORK_RATE) if hosts > 1 else cluster.gpu.peer_rate
+
+
+def _link(hosts: int) -> str:
+    return "network of a host" if hosts > 1 else "links between GPUs"
+
+
+def checkpoint(model: Architecture, settings: Settings, cluster: Cluster, hosts: int) -> Stage:
+    """Return the write of a version: whole tensors are gathered, copied to rank 0's host, written by one process and read for a checksum."""
+    size = memory.checkpoint_bytes(model, settings.trainer)
+    gathered = size / _link_rate(cluster, hosts) + size / cluster.gpu.host_rate
+    weights = memory._written_weights(model, settings.trainer)
+    return Stage("checkpoint", gathered + size / DISK_RATE + weights / CHECKSUM_RATE, size, "disk")
+
+
+def publications(model: Architecture, settings: Settings, cluster: Cluster, engines: int) -> list[Stage]:
+    """Return the publication of a version by each weight sync method (docs/guides/weights.md); `adapter` takes adapters."""
+    whole, served = model.parameters * _FLOAT32, model.parameters * memory.engine_width(settings.engine)
+    casts = served < whole
+    to_gpu = served / cluster.gpu.host_rate
+    checks = whole / CHECKSUM_RATE + (whole / CAST_CHECKSUM_RATE if casts else 0)
+    stages = [
+        Stage("publication by disk", checks + whole / DISK_RATE + to_gpu, whole * engines, "files, read by engines"),
+        Stage(
+            "publication by transfer over http",
+            checks + engines * (whole / CAST_RATE if casts else 0) + engines * to_gpu,
+            served * engines,
+            "trainer's host to engines",
+        ),
+    ]
+    if settings.trainer.lora.rank:
+        adapters = model.adapter_parameters(settings.trainer.lora.rank, settings.trainer.lora.modules) * _FLOAT32
+        seconds = adapters / DISK_RATE + adapters / CHECKSUM_RATE + whole / (CAST_CHECKSUM_RATE if casts else CHECKSUM_RATE)
+        stages.append(Stage("publication by adapter", seconds, adapters * engines, "files, read by engines"))
+    return stages
+
+
+def step_seconds(settings: Settings, stages: list[Stage]) -> float:
+    """Return the seconds of a step: training waits for rollouts, unless trainer.sampling.max_staleness lets both overlap."""
+    generated = sum(stage.seconds for stage in stages if stage.name == "generation")
+    trained = sum(stage.seconds for stage in stages if stage.name in {"forward and backward", "update"})
+    return max(generated, trained) if settings.trainer.sampling.max_staleness else generated + trained
