@@ -49,17 +49,21 @@ def plan(
     kept = [origin.key for origin in explain_settings(flag_values(set_), file=config) if origin.source != "default"]
     cluster = cluster_of(gpus, nodes, host_memory)
     best = search(read_architecture(model), resolve(config, set_), cluster, kept)
-    print(as_json(best)) if json else show(best)
+    if json:
+        print(as_json(best))
+    else:
+        show(best)
     if best.misses:
         raise TrainerError(_refusal(best))
     if write:
         with write.open("x") as out:
             out.write(settings_file(best, model))
-        print(f"{write} is written. `spangrad config --config {write}` shows all settings.") if not json else None
+        if not json:
+            print(f"{write} is written. `spangrad config --config {write}` shows all settings.")
 
 
 def _refusal(nearest: CapacityPlan) -> str:
     return (
-        f"nothing fits {nearest.cluster.hosts} node(s) of {nearest.cluster.per_host} x {nearest.cluster.gpu.name}; in the nearest miss, above, "
-        f"{'; '.join(nearest.misses)}. Plan with more or larger GPUs, a shorter engine.max_model_len, or a smaller model."
+        f"nothing fits {nearest.cluster.hosts} node(s) of {nearest.cluster.per_host} x {nearest.cluster.gpu.name}; in the nearest miss, "
+        f"above, {'; '.join(nearest.misses)}. Plan with more or larger GPUs, a shorter engine.max_model_len, or a smaller model."
     )

@@ -78,10 +78,13 @@ def _notes(plan: CapacityPlan) -> list[str]:
         f"engine.max_model_len), {plan.step_seconds:,.0f} s of generation and training. An engine caches {plan.cached_tokens:,} tokens.",
         f"Figures of {gpu.name}: {gpu.bf16_flops / 1e12:g} TFLOP/s of bfloat16, {gpu.memory_rate / 1e9:g} GB/s of memory, "
         f"{gpu.peer_rate / 1e9:g} GB/s to another GPU, {gpu.host_rate / 1e9:g} GB/s to the host.",
-        f"Assumed: MFU {hardware.TRAINING_MFU:g} in training, {hardware.DECODE_SHARE:g} of the memory's rate in decoding, network of a host "
-        f"{hardware.NETWORK_RATE / 1e9:g} GB/s, disk {hardware.DISK_RATE / 1e9:g} GB/s, fragmentation {memory.FRAGMENTATION:.0%}.",
+        f"Assumed: MFU {hardware.TRAINING_MFU:g} in training, {hardware.DECODE_SHARE:g} of the memory's rate in decoding, network of a "
+        f"host {hardware.NETWORK_RATE / 1e9:g} GB/s, disk {hardware.DISK_RATE / 1e9:g} GB/s, fragmentation {memory.FRAGMENTATION:.0%}.",
         *(["Rows are padded: with flash-attn and trainer.packing = true there are two copies of the logits, not four."] * _is_padded(plan)),
-        *(["trainer.workers.ray_address must name a Ray cluster of the trainer's hosts (docs/start/scaling.md)."] * (plan.trainer_hosts > 1)),
+        *(
+            ["trainer.workers.ray_address must name a Ray cluster of the trainer's hosts (docs/start/scaling.md)."]
+            * (plan.trainer_hosts > 1)
+        ),
     ]
 
 

@@ -234,12 +234,13 @@ def architecture_of(config: Mapping[str, Any], file: Path) -> Architecture:
 
 
 def _with_experts(shapes: Architecture, experts: int, config: Mapping[str, Any], size: Any) -> Architecture:
-    sparse_step, dense = size("decoder_sparse_step", default=1), set(config.get("mlp_only_layers") or ())
+    sparse_step = max(size("decoder_sparse_step", default=1), 1)
+    dense = cast("list[int]", config.get("mlp_only_layers") or [])
     return replace(
         shapes,
         experts=experts,
         active_experts=size("num_experts_per_tok"),
         expert_width=size("moe_intermediate_size", default=shapes.intermediate),
         shared_width=size("shared_expert_intermediate_size", default=0),
-        expert_layers=sum(layer not in dense and (layer + 1) % max(sparse_step, 1) == 0 for layer in range(shapes.layers)),
+        expert_layers=sum(layer not in dense and (layer + 1) % sparse_step == 0 for layer in range(shapes.layers)),
     )

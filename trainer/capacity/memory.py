@@ -1,7 +1,7 @@
 """Memory of trainers' GPUs and hosts and of engines' GPUs, item by item, from a model's shapes and the settings.
 
-In: an `Architecture` and the settings. Out: items in bytes. Invariant: each item mirrors code, which its docstring names; tests hold the sum
-against the peak of real steps on a CPU within 15 %. What a CPU cannot show is an assumption, and a constant below.
+In: an `Architecture` and the settings. Out: items in bytes. Invariant: each item mirrors code, which its docstring names; tests hold
+the sum against the peak of real steps on a CPU within 15 %. What a CPU cannot show is an assumption, and a constant below.
 
 A step has phases that do not overlap; memory peaks in one of them. Items of `ALWAYS` are there in each.
 """
@@ -73,7 +73,7 @@ def trained_parameters(model: Architecture, settings: TrainerSettings) -> int:
     return model.adapter_parameters(settings.lora.rank, settings.lora.modules) if settings.lora.rank else model.parameters
 
 
-def _width(settings: TrainerSettings, device: Device) -> int:
+def computation_width(settings: TrainerSettings, device: Device) -> int:
     """Return the bytes of a value in the dtype of the computation."""
     return 2 if dtype_of(settings, device) == "bf16" else _FLOAT32
 
@@ -123,7 +123,7 @@ def _state(model: Architecture, settings: TrainerSettings, ranks: int) -> list[M
 
 def _passes(model: Architecture, settings: TrainerSettings, device: Device) -> list[MemoryItem]:
     """Return what the passes of one micro-batch hold, in three phases: logprobs, head's backward pass, a layer's backward pass."""
-    tokens, width = settings.max_tokens_per_device, _width(settings, device)
+    tokens, width = settings.max_tokens_per_device, computation_width(settings, device)
     recomputes = recomputes_activations(settings, device)
     kept = MemoryItem("activations", tokens * activations_a_token(model, width, recomputes=recomputes))
     head = model.head_parameters
@@ -198,7 +198,7 @@ def _update(model: Architecture, settings: TrainerSettings, ranks: int, device: 
 
 
 def trainer_host(
-    model: Architecture, settings: TrainerSettings, ranks: int, ranks_here: int, batch_tokens: int, *, first: bool
+    model: Architecture, settings: TrainerSettings, ranks: int, host_ranks: int, batch_tokens: int, *, first: bool
 ) -> list[MemoryItem]:
     """Return the main memory of a host.
 
@@ -206,19 +206,19 @@ def trainer_host(
         model: shapes.
         settings: the trainer's.
         ranks: number of all ranks.
-        ranks_here: number of the host's ranks.
+        host_ranks: number of the host's ranks.
         batch_tokens: number of tokens of a step's batch.
         first: True for the host of rank 0 and of the trainer's own process.
     """
     trained = trained_parameters(model, settings)
     return [
-        MemoryItem("processes", (ranks_here + first) * RANK_PROCESS + (_OBJECT_STORE if settings.workers.per_node else 0)),
+        MemoryItem("processes", (host_ranks + first) * RANK_PROCESS + (_OBJECT_STORE if settings.workers.per_node else 0)),
         MemoryItem("batch's rows", batch_tokens * _ROW_BYTES if first else 0),
-        MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * ranks_here // ranks),
-        MemoryItem("copies at the step's start", _copies(model, settings) * ranks_here // ranks, "step"),
-        MemoryItem("weights as they are loaded", _loading(model, ranks_here, first=first), "start"),
-        MemoryItem("weights that are written", _written_weights(model, settings) if first else 0, "checkpoint's weights"),
-        MemoryItem("state that is written", _written_state(model, settings) * ranks_here, "checkpoint's state"),
+        MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * host_ranks // ranks),
+        MemoryItem("copies at the step's start", _copies(model, settings) * host_ranks // ranks, "step"),
+        MemoryItem("weights as they are loaded", _loading(model, host_ranks, first=first), "start"),
+        MemoryItem("weights that are written", written_weights(model, settings) if first else 0, "checkpoint's weights"),
+        MemoryItem("state that is written", _written_state(model, settings) * host_ranks, "checkpoint's state"),
     ]
 
 
@@ -237,12 +237,12 @@ def _copies(model: Architecture, settings: TrainerSettings) -> int:
     return trained_parameters(model, settings) * _FLOAT32 if held_versions(settings) else 0
 
 
-def _loading(model: Architecture, ranks_here: int, *, first: bool) -> int:
+def _loading(model: Architecture, host_ranks: int, *, first: bool) -> int:
     """Return the bytes of whole models that a host's ranks load: rank 0 alone, but every rank where embedding and head are one tensor."""
-    return model.parameters * _FLOAT32 * (ranks_here if model.is_tied else int(first))
+    return model.parameters * _FLOAT32 * (host_ranks if model.is_tied else int(first))
 
 
-def _written_weights(model: Architecture, settings: TrainerSettings) -> int:
+def written_weights(model: Architecture, settings: TrainerSettings) -> int:
     """Return the bytes of the weights that rank 0 collects before it writes them (`Rank.save_weights`)."""
     return (_adapters(model, settings) if settings.weight_sync.method == "adapter" else model.parameters) * _FLOAT32
 
@@ -256,7 +256,7 @@ def _written_state(model: Architecture, settings: TrainerSettings) -> int:
 
 def checkpoint_bytes(model: Architecture, settings: TrainerSettings) -> int:
     """Return the size of a checkpoint's files."""
-    return _written_weights(model, settings) + _written_state(model, settings)
+    return written_weights(model, settings) + _written_state(model, settings)
 
 
 # A GPU of an engine.

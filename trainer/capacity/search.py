@@ -1,7 +1,7 @@
 """Search of the settings with which a model trains on a cluster.
 
-In: a model's shapes, settings, a cluster. Out: the fitting `CapacityPlan` of the shortest step, or the nearest miss. Invariant: settings that
-the user has set are kept; what is proposed is within the memory of every GPU, and of every host where that is known.
+In: a model's shapes, settings, a cluster. Out: the fitting `CapacityPlan` of the shortest step, or the nearest miss. Invariant: settings
+that the user has set are kept; what is proposed is within the memory of every GPU, and of every host where that is known.
 
 Engines run on the gateway's host, each on a GPU of its own. The trainer has the other GPUs of every host, or all GPUs of the other hosts;
 on a single GPU it shares that with the engine.
@@ -217,11 +217,11 @@ def _value(settings: Any, key: str) -> object:
 
 def _plan(model: Architecture, settings: Settings, cluster: Cluster, engines: int, hosts: int, *, own_hosts: bool) -> CapacityPlan:
     work = timing.workload(model, settings)
-    here = max(settings.trainer.workers.per_node, 1)
-    ranks = here * hosts
+    on_host = max(settings.trainer.workers.per_node, 1)
+    ranks = on_host * hosts
 
     def host(*, first: bool) -> tuple[MemoryItem, ...]:
-        return tuple(memory.trainer_host(model, settings.trainer, ranks, here, work.all_tokens, first=first))
+        return tuple(memory.trainer_host(model, settings.trainer, ranks, on_host, work.all_tokens, first=first))
 
     return CapacityPlan(
         model=model,

@@ -104,7 +104,7 @@ def _operations_a_token(model: Architecture, settings: TrainerSettings, length: 
 
 def _sharded_bytes(model: Architecture, settings: TrainerSettings, ranks: int) -> int:
     """Return the bytes that FSDP2 sends to a rank in a micro-batch: weights gathered forward and backward, gradients reduced in float32."""
-    width = memory._width(settings, "cuda")
+    width = memory.computation_width(settings, "cuda")
     gathered = 2 * width * model.parameters + _FLOAT32 * memory.trained_parameters(model, settings)
     return gathered * (ranks - 1) // ranks
 
@@ -124,10 +124,10 @@ def _link(hosts: int) -> str:
 
 
 def checkpoint(model: Architecture, settings: Settings, cluster: Cluster, hosts: int) -> Stage:
-    """Return the write of a version: whole tensors are gathered, copied to rank 0's host, written by one process and read for a checksum."""
+    """Return the write of a version: whole tensors are gathered, copied to main memory, written by rank 0 and read for a checksum."""
     size = memory.checkpoint_bytes(model, settings.trainer)
     gathered = size / _link_rate(cluster, hosts) + size / cluster.gpu.host_rate
-    weights = memory._written_weights(model, settings.trainer)
+    weights = memory.written_weights(model, settings.trainer)
     return Stage("checkpoint", gathered + size / DISK_RATE + weights / CHECKSUM_RATE, size, "disk")
 
 

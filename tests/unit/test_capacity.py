@@ -1,0 +1,206 @@
+"""Laws of a plan's memory and time, and the search of settings that fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commands.training.plan_report import as_json, settings_file
+from spangrad.errors import SettingsError
+from spangrad.settings import EngineSettings
+from spangrad.settings.sources import load_settings
+from tests.support.sections import trainer_settings
+from trainer.capacity import memory
+from trainer.capacity.architecture import Architecture, architecture_of, read_architecture
+from trainer.capacity.hardware import cluster_of
+from trainer.capacity.memory import MemoryItem
+from trainer.capacity.search import CapacityPlan, search
+
+MODELS = Path(__file__).parents[1] / "fixtures/models"
+SMALL = read_architecture(MODELS / "qwen2.5-7b-instruct")
+LARGE = read_architecture(MODELS / "qwen2.5-32b-instruct")
+
+models = st.builds(
+    lambda kind, layers, heads, group, width, vocabulary, tied: architecture_of(
+        {
+            "model_type": kind,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads * group,
+            "num_key_value_heads": heads,
+            "hidden_size": heads * group * 64,
+            "head_dim": 64,
+            "intermediate_size": width,
+            "vocab_size": vocabulary,
+            "tie_word_embeddings": tied,
+        },
+        Path("config.json"),
+    ),
+    st.sampled_from(["llama", "qwen2", "qwen3", "gemma2"]),
+    st.integers(1, 80),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(64, 30_000),
+    st.integers(1000, 200_000),
+    st.booleans(),
+)
+trainers: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {
+        "max_tokens_per_device": st.integers(256, 65_536),
+        "gradient_checkpointing": st.booleans(),
+        "dtype": st.sampled_from(["fp32", "bf16"]),
+        "packing": st.sampled_from([True, False]),
+        "kl_coef": st.sampled_from([0.0, 0.1]),
+        "estimator": st.sampled_from(["grpo", "gae"]),
+        "mini_batches": st.sampled_from([1, 2]),
+        "max_staleness": st.integers(0, 2),
+    }
+)
+
+
+def on_gpu(model: Architecture, changes: dict[str, Any], ranks: int, device: memory.Device = "cuda") -> int:
+    return memory.peak_bytes(memory.trainer_gpu(model, trainer_settings(**changes), ranks, device))
+
+
+def on_host(model: Architecture, changes: dict[str, Any], ranks: int, host_ranks: int) -> int:
+    return memory.peak_bytes(memory.trainer_host(model, trainer_settings(**changes), ranks, host_ranks, 1000, first=True))
+
+
+@given(models, trainers, st.integers(1, 63))
+def test_memory_of_rank_falls_with_ranks(model: Architecture, changes: dict[str, Any], ranks: int) -> None:
+    assert on_gpu(model, changes, ranks + 1) <= on_gpu(model, changes, ranks)
+    state = {
+        ranks: sum(item.bytes for item in memory.trainer_gpu(model, trainer_settings(**changes), ranks, "cpu") if item.phase == "always")
+    }
+    assert state[ranks] * ranks >= 16 * model.parameters - 16 * ranks, "all shards together are the whole state"
+
+
+@given(models, trainers, st.integers(1, 4096))
+def test_memory_of_rank_rises_with_tokens_and_falls_with_recomputation(model: Architecture, changes: dict[str, Any], more: int) -> None:
+    tokens = changes["max_tokens_per_device"]
+    assert on_gpu(model, {**changes, "max_tokens_per_device": tokens + more}, 8) > on_gpu(model, changes, 8)
+    kept, recomputed = (memory.activations_a_token(model, 2, recomputes=recomputes) * tokens for recomputes in (False, True))
+    assert recomputed < kept
+
+
+@given(models, trainers)
+def test_memory_rises_with_each_model_and_copy_that_is_held(model: Architecture, changes: dict[str, Any]) -> None:
+    plain = {**changes, "kl_coef": 0.0, "estimator": "grpo", "mini_batches": 1, "max_staleness": 0}
+    assert on_gpu(model, {**plain, "kl_coef": 0.1}, 4) - on_gpu(model, plain, 4) == model.parameters
+    assert on_gpu(model, {**plain, "estimator": "gae"}, 4) > on_gpu(model, plain, 4)
+    assert on_host(model, {**plain, "max_staleness": 2}, 8, 8) > on_host(model, plain, 8, 8)
+    assert on_gpu(model, {**plain, "lora__rank": 8}, 4) < on_gpu(model, plain, 4)
+
+
+@given(models, st.floats(0.5, 0.95))
+def test_engine_gpu_with_cache_fills_share_that_is_its_own(model: Architecture, share: float) -> None:
+    engine = EngineSettings(extra_args=(f"--gpu-memory-utilization={share}",))
+    size = 10**12
+    assert memory.peak_bytes(memory.engine_gpu(model, engine, size)) == int(share * size)
+    tokens = memory.cached_tokens(model, engine, size)
+    assert tokens * model.kv_values * 2 <= next(item.bytes for item in memory.engine_gpu(model, engine, size) if item.name == "KV cache")
+    assert memory.cached_tokens(model, engine, size + 10**11) > tokens
+
+
+def test_peak_bytes_add_phase_of_most_memory_to_what_is_always_held() -> None:
+    items = [MemoryItem("a", 5), MemoryItem("b", 3, "x"), MemoryItem("c", 1, "y"), MemoryItem("d", 4, "y"), MemoryItem("e", 0)]
+    assert (memory.peak_phase(items), memory.peak_bytes(items)) == ("y", 10)
+    assert [item.name for item in memory.at_peak(items)] == ["a", "c", "d"]
+    assert memory.peak_bytes([]) == 0
+
+
+def planned(model: Architecture, gpus: str, nodes: int = 1, host_gb: float | None = None, **flags: object) -> CapacityPlan:
+    values = {key.replace("__", "."): value for key, value in flags.items()}
+    return search(model, load_settings(values, env={}), cluster_of(gpus, nodes, host_gb), list(values))
+
+
+@pytest.mark.parametrize(("model", "gpus", "nodes"), [(SMALL, "8x80", 1), (LARGE, "8x80", 2), (SMALL, "8xH100", 1), (LARGE, "8xH200", 1)])
+def test_search_for_7b_and_32b_trains_all_weights(model: Architecture, gpus: str, nodes: int) -> None:
+    plan = planned(model, gpus, nodes)
+    assert plan.misses == ()
+    assert plan.settings.trainer.lora.rank == 0
+    assert memory.peak_bytes(plan.trainer_gpu) <= plan.trainer_limit
+    assert memory.peak_bytes(plan.engine_gpu) <= plan.cluster.gpu.memory_bytes
+    assert plan.cached_tokens >= plan.work.tokens
+    assert plan.engines + plan.settings.trainer.workers.per_node <= 8
+    assert plan.step_seconds > 0
+
+
+def test_search_where_weights_do_not_fit_proposes_adapters() -> None:
+    plan = planned(LARGE, "8x80")
+    assert plan.misses == ()
+    assert plan.settings.trainer.lora.rank == plan.settings.engine.lora_rank == 16
+    assert plan.settings.trainer.weight_sync.method == "adapter"
+
+
+def test_search_keeps_what_is_set() -> None:
+    kept: dict[str, object] = {
+        "trainer__max_tokens_per_device": 8192,
+        "trainer__gradient_checkpointing": True,
+        "trainer__workers__per_node": 6,
+        "engine__max_model_len": 2048,
+    }
+    plan = planned(SMALL, "8x80", **kept)
+    trainer = plan.settings.trainer
+    assert (trainer.max_tokens_per_device, trainer.gradient_checkpointing, trainer.workers.per_node, plan.engines) == (8192, True, 6, 2)
+    assert plan.work.tokens == 2048
+    with pytest.raises(SettingsError, match=r"has what is set: trainer.workers.per_node"):
+        planned(SMALL, "8x80", trainer__workers__per_node=8)
+
+
+def test_search_within_known_memory_of_hosts_takes_fewer_ranks_of_each() -> None:
+    free, bound = planned(LARGE, "8x80", 2), planned(LARGE, "8x80", 2, 1200)
+    assert memory.peak_bytes(free.first_host) > 1200e9
+    assert bound.misses == ()
+    assert memory.peak_bytes(bound.first_host) <= 1200e9
+
+
+def test_search_where_nothing_fits_names_need_and_limit_of_nearest_miss() -> None:
+    plan = planned(LARGE, "2x24")
+    assert plan.excess > 1
+    assert any(re.match(r"a trainer's GPU needs [\d.]+ GiB of 22\.4 GiB", miss) for miss in plan.misses)
+
+
+def test_settings_file_of_plan_is_read_as_settings_of_plan(tmp_path: Path) -> None:
+    for number, plan in enumerate((planned(LARGE, "8x80"), planned(SMALL, "1x80"), planned(LARGE, "8x80", 2))):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(settings_file(plan, MODELS / "qwen2.5-7b-instruct"))
+        read = load_settings(file=file, env={})
+        model = (MODELS / "qwen2.5-7b-instruct").absolute()
+        assert read.trainer == plan.settings.trainer.model_copy(update={"model": model})
+        assert read.engine == plan.settings.engine.model_copy(update={"model": model})
+        assert len(read.gateway.backends) == plan.engines - 1
+
+
+def test_as_json_of_plan_has_sums_of_items() -> None:
+    facts = json.loads(as_json(planned(SMALL, "8x80")))
+    assert facts["fits"]
+    for part in facts["memory"].values():
+        assert part["bytes"] == sum(item["bytes"] for item in part["items"])
+    assert facts["settings"]["trainer.dtype"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "gigabytes"), [("8x80", "A100-80", 84.8), ("4xh100", "H100", 84.8), ("1x24", "24 GB, computing", 24)]
+)
+def test_cluster_of_takes_memory_or_name(gpus: str, name: str, gigabytes: float) -> None:
+    cluster = cluster_of(gpus, 2)
+    assert cluster.gpu.name.startswith(name)
+    assert cluster.gpu.memory_bytes / 1e9 == pytest.approx(gigabytes, abs=0.1)
+    assert (cluster.per_host, cluster.hosts) == (int(gpus[0]), 2)
+
+
+@pytest.mark.parametrize("gpus", ["8", "0x80", "8x", "x80", "8xB0", "8x-1", "8 x 80", "8x00080"])
+def test_cluster_of_other_text_is_refused_with_remedy(gpus: str) -> None:
+    with pytest.raises(SettingsError, match=r"8x80"):
+        cluster_of(gpus, 1)
+
+
+def test_generation_and_training_overlap_where_staleness_lets_them() -> None:
+    waits, overlaps = planned(SMALL, "8x80"), planned(SMALL, "8x80", trainer__sampling__max_staleness=1)
+    assert overlaps.step_seconds < waits.step_seconds
