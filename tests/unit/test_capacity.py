@@ -26,21 +26,24 @@ MODELS = Path(__file__).parents[1] / "fixtures/models"
 SMALL = read_architecture(MODELS / "qwen2.5-7b-instruct")
 LARGE = read_architecture(MODELS / "qwen2.5-32b-instruct")
 
+
+def decoder(kind: str, layers: int, heads: int, group: int, width: int, vocabulary: int, tied: bool) -> Architecture:
+    content = {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads * group,
+        "num_key_value_heads": heads,
+        "hidden_size": heads * group * 64,
+        "head_dim": 64,
+        "intermediate_size": width,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+    return architecture_of(content, Path("config.json"))
+
+
 models = st.builds(
-    lambda kind, layers, heads, group, width, vocabulary, tied: architecture_of(
-        {
-            "model_type": kind,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads * group,
-            "num_key_value_heads": heads,
-            "hidden_size": heads * group * 64,
-            "head_dim": 64,
-            "intermediate_size": width,
-            "vocab_size": vocabulary,
-            "tie_word_embeddings": tied,
-        },
-        Path("config.json"),
-    ),
+    decoder,
     st.sampled_from(["llama", "qwen2", "qwen3", "gemma2"]),
     st.integers(1, 80),
     st.integers(1, 8),
@@ -107,7 +110,7 @@ def test_engine_gpu_with_cache_fills_share_that_is_its_own(model: Architecture, 
     assert memory.cached_tokens(model, engine, size + 10**11) > tokens
 
 
-def test_peak_bytes_add_phase_of_most_memory_to_what_is_always_held() -> None:
+def test_peak_bytes_add_phase_of_most_memory_to_items_of_all_phases() -> None:
     items = [MemoryItem("a", 5), MemoryItem("b", 3, "x"), MemoryItem("c", 1, "y"), MemoryItem("d", 4, "y"), MemoryItem("e", 0)]
     assert (memory.peak_phase(items), memory.peak_bytes(items)) == ("y", 10)
     assert [item.name for item in memory.at_peak(items)] == ["a", "c", "d"]
@@ -138,8 +141,8 @@ def test_search_where_weights_do_not_fit_proposes_adapters() -> None:
     assert plan.settings.trainer.weight_sync.method == "adapter"
 
 
-def test_search_keeps_what_is_set() -> None:
-    kept: dict[str, object] = {
+def test_search_keeps_settings_of_user() -> None:
+    kept: dict[str, Any] = {
         "trainer__max_tokens_per_device": 8192,
         "trainer__gradient_checkpointing": True,
         "trainer__workers__per_node": 6,

@@ -15,20 +15,20 @@ MODELS = Path(__file__).parents[1] / "fixtures/models"
 """config.json files, typed from the values that Qwen publishes with Qwen2.5-7B-Instruct and Qwen2.5-32B-Instruct on Hugging Face's hub."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama-grouped-tied": {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True, "head_dim": 96},
-    "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-grouped-tied": {"num_key_value_heads": 4, "tie_word_embeddings": True, "head_dim": 96},
+    "llama-biased": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
     "qwen2": {"num_key_value_heads": 4},
-    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-tied": {"tie_word_embeddings": True},
     "qwen3": {"num_key_value_heads": 8},
-    "qwen3-biased": {"model_type": "qwen3", "attention_bias": True},
+    "qwen3-biased": {"attention_bias": True},
     "gemma": {},
     "gemma2": {},
     "gemma3_text": {},
     "mixtral": {},
     "qwen2_moe": {"mlp_only_layers": [1]},
     "qwen3_moe": {},
-    "qwen3_moe-half": {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
+    "qwen3_moe-half": {"decoder_sparse_step": 2},
 }
 
 
@@ -41,8 +41,7 @@ def test_parameters_equal_those_of_model_that_transformers_makes(name: str) -> N
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {"model_type": name.partition("-")[0], "num_hidden_layers": 4, **CONFIGS[name]}
-    config = AutoConfig.for_model(**options)
+    config = AutoConfig.for_model(name.partition("-")[0], num_hidden_layers=4, **CONFIGS[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expected = sum(parameter.numel() for parameter in model.parameters())

@@ -104,7 +104,7 @@ class CapacityPlan:
         trainer, engine = self.settings.trainer, self.settings.engine
         ranks = f"{self.ranks} GPU(s) on {self.trainer_hosts} host(s), sharded by FSDP2"
         adapters = [
-            Proposal("trainer.lora.rank", trainer.lora.rank, "training all weights does not fit"),
+            Proposal("trainer.lora.rank", trainer.lora.rank, "adapters are trained"),
             Proposal("trainer.weight_sync.method", trainer.weight_sync.method, "engines load adapters alone"),
             Proposal("engine.lora_rank", engine.lora_rank, "of the trainer's adapters"),
         ]
