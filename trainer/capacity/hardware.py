@@ -62,7 +62,7 @@ DECODE_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class GpuCluster:
     """Hosts with GPUs of one kind."""
 
     gpu: GpuModel
@@ -72,7 +72,7 @@ class Cluster:
     """Memory of a host. None: not known, so nothing is held against it."""
 
 
-def cluster_of(gpus: str, hosts: int, host_gb: float | None = None) -> Cluster:
+def cluster_of(gpus: str, hosts: int, host_gb: float | None = None) -> GpuCluster:
     """Return the cluster that a command line describes.
 
     Args:
@@ -89,7 +89,7 @@ def cluster_of(gpus: str, hosts: int, host_gb: float | None = None) -> Cluster:
             f"--gpus {gpus!r} on --nodes {hosts} is no cluster. Write the GPUs of one host as COUNTxMEMORY in GB or COUNTxNAME, such as "
             "8x80 or 8xH100, and the number of hosts as --nodes."
         )
-    return Cluster(_gpu(match[2]), int(match[1]), hosts, None if host_gb is None else int(host_gb * 1e9))
+    return GpuCluster(_gpu(match[2]), int(match[1]), hosts, None if host_gb is None else int(host_gb * 1e9))
 
 
 def _gpu(text: str) -> GpuModel:

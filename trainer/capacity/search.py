@@ -19,9 +19,9 @@ from spangrad.probing.proposals import Proposal, context_of
 from spangrad.settings import Settings
 from trainer.capacity import memory, timing
 from trainer.capacity.architecture import Architecture
-from trainer.capacity.hardware import Cluster
+from trainer.capacity.hardware import GpuCluster
 from trainer.capacity.memory import MemoryItem
-from trainer.capacity.timing import Stage, Workload
+from trainer.capacity.timing import StageEstimate, StepWorkload
 
 _TOKENS = (131072, 65536, 32768, 16384, 8192, 4096, 2048, 1024)
 """Values of trainer.max_tokens_per_device that are tried."""
@@ -36,8 +36,8 @@ class CapacityPlan:
 
     model: Architecture
     settings: Settings
-    cluster: Cluster
-    work: Workload
+    cluster: GpuCluster
+    work: StepWorkload
     engines: int
     trainer_hosts: int
     has_own_hosts: bool
@@ -48,7 +48,7 @@ class CapacityPlan:
     """Main memory of the host of rank 0."""
     other_host: tuple[MemoryItem, ...]
     """Main memory of the trainer's other hosts. Empty: there are none."""
-    stages: tuple[Stage, ...]
+    stages: tuple[StageEstimate, ...]
 
     @property
     def ranks(self) -> int:
@@ -120,7 +120,7 @@ class CapacityPlan:
         ]
 
 
-def search(model: Architecture, settings: Settings, cluster: Cluster, kept: Collection[str] = ()) -> CapacityPlan:
+def search(model: Architecture, settings: Settings, cluster: GpuCluster, kept: Collection[str] = ()) -> CapacityPlan:
     """Return the fitting plan of the shortest step; where nothing fits, the nearest miss.
 
     Args:
@@ -151,7 +151,9 @@ def _ranks(settings: Settings, kept: Collection[str]) -> tuple[int, ...]:
     return (rank,) if rank or "trainer.lora.rank" in kept else (0, _LORA_RANK)
 
 
-def _plans_of_rank(model: Architecture, settings: Settings, cluster: Cluster, kept: Collection[str], rank: int) -> Iterator[CapacityPlan]:
+def _plans_of_rank(
+    model: Architecture, settings: Settings, cluster: GpuCluster, kept: Collection[str], rank: int
+) -> Iterator[CapacityPlan]:
     context = context_of(model.context, settings.engine.max_model_len)
     own = settings.trainer.max_tokens_per_device
     tokens = (own,) if "trainer.max_tokens_per_device" in kept else tuple(size for size in (*_TOKENS, context) if size >= context)
@@ -162,7 +164,7 @@ def _plans_of_rank(model: Architecture, settings: Settings, cluster: Cluster, ke
             yield _plan(model, planned, cluster, engines, hosts, own_hosts=own_hosts)
 
 
-def _layouts(cluster: Cluster) -> Iterator[tuple[int, int, int, bool]]:
+def _layouts(cluster: GpuCluster) -> Iterator[tuple[int, int, int, bool]]:
     """Yield engines, trainer.workers.per_node, trainer.workers.nodes, and whether the trainer has hosts of its own."""
     if cluster.per_host * cluster.hosts == 1:
         yield 1, 0, 1, False
@@ -181,7 +183,7 @@ def _with(
     tokens: int,
     recompute: bool | None,
     context: int,
-    cluster: Cluster,
+    cluster: GpuCluster,
     kept: Collection[str],
 ) -> Settings:
     """Return the settings with a layout's values."""
@@ -215,7 +217,7 @@ def _value(settings: Any, key: str) -> object:
     return settings
 
 
-def _plan(model: Architecture, settings: Settings, cluster: Cluster, engines: int, hosts: int, *, own_hosts: bool) -> CapacityPlan:
+def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, engines: int, hosts: int, *, own_hosts: bool) -> CapacityPlan:
     work = timing.workload(model, settings)
     on_host = max(settings.trainer.workers.per_node, 1)
     ranks = on_host * hosts

@@ -1,6 +1,6 @@
 """Seconds of a step's stages, and the bytes that each moves, from shapes, settings and figures of the hardware.
 
-In: an `Architecture`, settings and a `Cluster`. Out: stages. Invariant: pure; a stage takes as long as the slower of what it computes and
+In: an `Architecture`, settings and a `GpuCluster`. Out: stages. Invariant: pure; a stage takes as long as the slower of what it computes and
 what it moves. Nothing here was measured on GPUs: the figures order layouts, and say which stage to look at.
 """
 
@@ -22,7 +22,7 @@ from trainer.capacity.hardware import (
     NETWORK_RATE,
     PREFILL_MFU,
     TRAINING_MFU,
-    Cluster,
+    GpuCluster,
 )
 
 _FLOAT32 = 4
@@ -31,7 +31,7 @@ _UPDATE_BYTES = 28
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageEstimate:
     """Stage of a step."""
 
     name: str
@@ -42,7 +42,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class StepWorkload:
     """Rollouts of a step."""
 
     rollouts: int
@@ -55,13 +55,13 @@ class Workload:
         return self.rollouts * self.tokens
 
 
-def workload(model: Architecture, settings: Settings) -> Workload:
+def workload(model: Architecture, settings: Settings) -> StepWorkload:
     """Return the largest step of the settings: each rollout fills the engine's context."""
     rollouts = settings.trainer.sampling.groups_per_batch * settings.runner.group_size
-    return Workload(rollouts, context_of(model.context, settings.engine.max_model_len))
+    return StepWorkload(rollouts, context_of(model.context, settings.engine.max_model_len))
 
 
-def generation(model: Architecture, settings: Settings, cluster: Cluster, engines: int, work: Workload) -> Stage:
+def generation(model: Architecture, settings: Settings, cluster: GpuCluster, engines: int, work: StepWorkload) -> StageEstimate:
     """Return the generation of a step's rollouts, all tokens sampled one after the other."""
     engine, gpu = settings.engine, cluster.gpu
     cached = memory.cached_tokens(model, engine, gpu.memory_bytes)
@@ -72,10 +72,12 @@ def generation(model: Architecture, settings: Settings, cluster: Cluster, engine
     compute = 2 * model.active_parameters * at_once / (gpu.bf16_flops * PREFILL_MFU)
     waves = math.ceil(of_engine / at_once)
     seconds = waves * work.tokens * max(read / (gpu.memory_rate * DECODE_SHARE), compute)
-    return Stage("generation", seconds, waves * work.tokens * read, "GPU memory of an engine")
+    return StageEstimate("generation", seconds, waves * work.tokens * read, "GPU memory of an engine")
 
 
-def training(model: Architecture, settings: Settings, cluster: Cluster, ranks: int, hosts: int, work: Workload) -> list[Stage]:
+def training(
+    model: Architecture, settings: Settings, cluster: GpuCluster, ranks: int, hosts: int, work: StepWorkload
+) -> list[StageEstimate]:
     """Return a step's passes over its batch, and the update of the weights."""
     trainer, gpu = settings.trainer, cluster.gpu
     peak = gpu.fp32_flops if trainer.dtype == "fp32" else gpu.bf16_flops
@@ -85,8 +87,8 @@ def training(model: Architecture, settings: Settings, cluster: Cluster, ranks: i
     shards = memory.trained_parameters(model, trainer) // ranks
     steps = trainer.optim.epochs * trainer.optim.mini_batches
     return [
-        Stage("forward and backward", max(compute, moved / _link_rate(cluster, hosts)), moved, _link(hosts)),
-        Stage("update", steps * shards * _UPDATE_BYTES / gpu.memory_rate, steps * shards * _UPDATE_BYTES, "GPU memory of a rank"),
+        StageEstimate("forward and backward", max(compute, moved / _link_rate(cluster, hosts)), moved, _link(hosts)),
+        StageEstimate("update", steps * shards * _UPDATE_BYTES / gpu.memory_rate, steps * shards * _UPDATE_BYTES, "GPU memory of a rank"),
     ]
 
 
@@ -109,12 +111,12 @@ def _sharded_bytes(model: Architecture, settings: TrainerSettings, ranks: int) -
     return gathered * (ranks - 1) // ranks
 
 
-def _micro_batches(settings: TrainerSettings, ranks: int, work: Workload) -> int:
+def _micro_batches(settings: TrainerSettings, ranks: int, work: StepWorkload) -> int:
     rows = math.ceil(work.rollouts / ranks)
     return settings.optim.epochs * math.ceil(rows / max(settings.max_tokens_per_device // work.tokens, 1))
 
 
-def _link_rate(cluster: Cluster, hosts: int) -> float:
+def _link_rate(cluster: GpuCluster, hosts: int) -> float:
     """Return the rate at which a rank gets others' shards: of the GPUs of a host, all of which share its network, or of its links."""
     return min(cluster.gpu.peer_rate, NETWORK_RATE) if hosts > 1 else cluster.gpu.peer_rate
 
@@ -123,23 +125,23 @@ def _link(hosts: int) -> str:
     return "network of a host" if hosts > 1 else "links between GPUs"
 
 
-def checkpoint(model: Architecture, settings: Settings, cluster: Cluster, hosts: int) -> Stage:
+def checkpoint(model: Architecture, settings: Settings, cluster: GpuCluster, hosts: int) -> StageEstimate:
     """Return the write of a version: whole tensors are gathered, copied to main memory, written by rank 0 and read for a checksum."""
     size = memory.checkpoint_bytes(model, settings.trainer)
     gathered = size / _link_rate(cluster, hosts) + size / cluster.gpu.host_rate
     weights = memory.written_weights(model, settings.trainer)
-    return Stage("checkpoint", gathered + size / DISK_RATE + weights / CHECKSUM_RATE, size, "disk")
+    return StageEstimate("checkpoint", gathered + size / DISK_RATE + weights / CHECKSUM_RATE, size, "disk")
 
 
-def publications(model: Architecture, settings: Settings, cluster: Cluster, engines: int) -> list[Stage]:
+def publications(model: Architecture, settings: Settings, cluster: GpuCluster, engines: int) -> list[StageEstimate]:
     """Return the publication of a version by each weight sync method (docs/guides/weights.md); `adapter` takes adapters."""
     whole, served = model.parameters * _FLOAT32, model.parameters * memory.engine_width(settings.engine)
     casts = served < whole
     to_gpu = served / cluster.gpu.host_rate
     checks = whole / CHECKSUM_RATE + (whole / CAST_CHECKSUM_RATE if casts else 0)
     stages = [
-        Stage("publication by disk", checks + whole / DISK_RATE + to_gpu, whole * engines, "files, read by engines"),
-        Stage(
+        StageEstimate("publication by disk", checks + whole / DISK_RATE + to_gpu, whole * engines, "files, read by engines"),
+        StageEstimate(
             "publication by transfer over http",
             checks + engines * (whole / CAST_RATE if casts else 0) + engines * to_gpu,
             served * engines,
@@ -149,11 +151,11 @@ def publications(model: Architecture, settings: Settings, cluster: Cluster, engi
     if settings.trainer.lora.rank:
         adapters = model.adapter_parameters(settings.trainer.lora.rank, settings.trainer.lora.modules) * _FLOAT32
         seconds = adapters / DISK_RATE + adapters / CHECKSUM_RATE + whole / (CAST_CHECKSUM_RATE if casts else CHECKSUM_RATE)
-        stages.append(Stage("publication by adapter", seconds, adapters * engines, "files, read by engines"))
+        stages.append(StageEstimate("publication by adapter", seconds, adapters * engines, "files, read by engines"))
     return stages
 
 
-def step_seconds(settings: Settings, stages: list[Stage]) -> float:
+def step_seconds(settings: Settings, stages: list[StageEstimate]) -> float:
     """Return the seconds of a step: training waits for rollouts, unless trainer.sampling.max_staleness lets both overlap."""
     generated = sum(stage.seconds for stage in stages if stage.name == "generation")
     trained = sum(stage.seconds for stage in stages if stage.name in {"forward and backward", "update"})
