@@ -4,6 +4,9 @@ In: jobs in JSON, each with `config` (of a model with random weights), `rows`, `
 fields' names). Out: a line of JSON for each with `parameters`, and in bytes above what the process had before: `loaded`, `held` (after a
 step), `peak` (in a second step, when the moments are there).
 
+With the environment variables RANK, WORLD_SIZE and RENDEZVOUS, a URL, the process is one of several ranks, which get the same jobs; each
+passes all rows.
+
 The kernel counts pages. With the variables of `ENVIRONMENT`, malloc gives all but small blocks back as soon as they are freed.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -85,7 +89,16 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
+def _join() -> None:
+    from trainer.optim.process import choose_platform, join_group
+
+    os.environ |= {"LOCAL_RANK": "0", "RAY_LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    join_group(choose_platform(), os.environ["RENDEZVOUS"])
+
+
 if __name__ == "__main__":
+    if "RENDEZVOUS" in os.environ:
+        _join()
     measure(**_WARM_UP)
     for argument in sys.argv[1:]:
         print(json.dumps(measure(**json.loads(argument))), flush=True)

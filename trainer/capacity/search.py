@@ -25,6 +25,7 @@ from trainer.capacity.timing import StageEstimate, StepWorkload
 
 _TOKENS = (131072, 65536, 32768, 16384, 8192, 4096, 2048, 1024)
 """Values of trainer.max_tokens_per_device that are tried."""
+_BOUND, _RECOMPUTATION = "trainer.max_tokens_per_device", "trainer.gradient_checkpointing"
 _LORA_RANK = 16
 _SHARED_UTILISATION = 0.4
 _ENGINE_UTILISATION = 0.9
@@ -155,60 +156,61 @@ def _plans_of_rank(
     model: Architecture, settings: Settings, cluster: GpuCluster, kept: Collection[str], rank: int
 ) -> Iterator[CapacityPlan]:
     context = context_of(model.context, settings.engine.max_model_len)
-    own = settings.trainer.max_tokens_per_device
-    tokens = (own,) if "trainer.max_tokens_per_device" in kept else tuple(size for size in (*_TOKENS, context) if size >= context)
-    recomputes = (settings.trainer.gradient_checkpointing,) if "trainer.gradient_checkpointing" in kept else (False, True)
-    for (engines, per_node, hosts, own_hosts), bound, recompute in itertools.product(_layouts(cluster), dict.fromkeys(tokens), recomputes):
-        planned = _with(settings, rank, per_node, hosts, bound, recompute, context, cluster, kept)
-        if all(_value(planned, key) == _value(settings, key) for key in kept if key.startswith("trainer.workers.")):
-            yield _plan(model, planned, cluster, engines, hosts, own_hosts=own_hosts)
-
-
-def _layouts(cluster: GpuCluster) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield engines, trainer.workers.per_node, trainer.workers.nodes, and whether the trainer has hosts of its own."""
-    if cluster.per_host * cluster.hosts == 1:
-        yield 1, 0, 1, False
-        return
-    for engines in range(1, cluster.per_host):
-        yield engines, cluster.per_host - engines, cluster.hosts, False
-    if cluster.hosts > 1:
-        yield cluster.per_host, cluster.per_host, cluster.hosts - 1, True
-
-
-def _with(
-    settings: Settings,
-    rank: int,
-    per_node: int,
-    hosts: int,
-    tokens: int,
-    recompute: bool | None,
-    context: int,
-    cluster: GpuCluster,
-    kept: Collection[str],
-) -> Settings:
-    """Return the settings with a layout's values."""
-    trainer, engine = settings.trainer, settings.engine
-    share = _SHARED_UTILISATION if cluster.per_host * cluster.hosts == 1 else _ENGINE_UTILISATION
-    arguments = engine.extra_args if "engine.extra_args" in kept else ("--gpu-memory-utilization", str(share))
-    lora: dict[str, Any] = {}
-    served: dict[str, Any] = {}
-    if rank and not trainer.lora.rank:
-        lora = {
-            "lora": trainer.lora.model_copy(update={"rank": rank}),
-            "weight_sync": trainer.weight_sync.model_copy(update={"method": "adapter"}),
-        }
-        served = {"lora_rank": rank}
-    planned = {
-        "workers": trainer.workers.model_copy(update={"per_node": per_node, "nodes": hosts}),
-        "max_tokens_per_device": tokens,
-        "gradient_checkpointing": recompute,
-        "dtype": trainer.dtype or "bf16",
-        **lora,
-    }
-    updated = {"max_model_len": context, "extra_args": arguments, **served}
-    return settings.model_copy(
-        update={"trainer": trainer.model_copy(update=planned), "engine": engine.model_copy(update=updated)},
+    trainer = settings.trainer
+    bounds = (
+        [trainer.max_tokens_per_device] if _BOUND in kept else [bound for bound in dict.fromkeys((*_TOKENS, context)) if bound >= context]
     )
+    recomputations = [trainer.gradient_checkpointing] if _RECOMPUTATION in kept else [False, True]
+    served = _with_engine(_with_adapters(settings, rank), cluster, context, kept)
+    for layout, bound, recomputes in itertools.product(_layouts(cluster), bounds, recomputations):
+        planned = {
+            "workers": trainer.workers.model_copy(update={"per_node": layout.per_node, "nodes": layout.hosts}),
+            "max_tokens_per_device": bound,
+            "gradient_checkpointing": recomputes,
+            "dtype": trainer.dtype or "bf16",
+        }
+        changed = served.model_copy(update={"trainer": served.trainer.model_copy(update=planned)})
+        if all(_value(changed, key) == _value(settings, key) for key in kept if key.startswith("trainer.workers.")):
+            yield _plan(model, changed, cluster, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Division of a cluster among engines and trainer."""
+
+    engines: int
+    per_node: int
+    """trainer.workers.per_node; 0: the trainer's own process."""
+    hosts: int
+    """trainer.workers.nodes."""
+    has_own_hosts: bool = False
+
+
+def _layouts(cluster: GpuCluster) -> list[_Layout]:
+    if cluster.per_host * cluster.hosts == 1:
+        return [_Layout(1, 0, 1)]
+    apart = [_Layout(cluster.per_host, cluster.per_host, cluster.hosts - 1, has_own_hosts=True)] if cluster.hosts > 1 else []
+    return [*(_Layout(engines, cluster.per_host - engines, cluster.hosts) for engines in range(1, cluster.per_host)), *apart]
+
+
+def _with_adapters(settings: Settings, rank: int) -> Settings:
+    """Return the settings with adapters of a rank in trainer and engines, unless they have them or train the weights."""
+    trainer = settings.trainer
+    if rank == trainer.lora.rank:
+        return settings
+    adapted = {
+        "lora": trainer.lora.model_copy(update={"rank": rank}),
+        "weight_sync": trainer.weight_sync.model_copy(update={"method": "adapter"}),
+    }
+    engine = settings.engine.model_copy(update={"lora_rank": rank})
+    return settings.model_copy(update={"trainer": trainer.model_copy(update=adapted), "engine": engine})
+
+
+def _with_engine(settings: Settings, cluster: GpuCluster, context: int, kept: Collection[str]) -> Settings:
+    """Return the settings with the engines' context length and share of a GPU."""
+    share = _SHARED_UTILISATION if cluster.per_host * cluster.hosts == 1 else _ENGINE_UTILISATION
+    arguments = settings.engine.extra_args if "engine.extra_args" in kept else ("--gpu-memory-utilization", str(share))
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"max_model_len": context, "extra_args": arguments})})
 
 
 def _value(settings: Any, key: str) -> object:
@@ -217,31 +219,31 @@ def _value(settings: Any, key: str) -> object:
     return settings
 
 
-def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, engines: int, hosts: int, *, own_hosts: bool) -> CapacityPlan:
+def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, layout: _Layout) -> CapacityPlan:
     work = timing.workload(model, settings)
-    on_host = max(settings.trainer.workers.per_node, 1)
-    ranks = on_host * hosts
+    host_ranks = max(settings.trainer.workers.per_node, 1)
+    ranks = host_ranks * layout.hosts
 
     def host(*, first: bool) -> tuple[MemoryItem, ...]:
-        return tuple(memory.trainer_host(model, settings.trainer, ranks, on_host, work.all_tokens, first=first))
+        return tuple(memory.trainer_host(model, settings.trainer, ranks, host_ranks, work.all_tokens, first=first))
 
     return CapacityPlan(
         model=model,
         settings=settings,
         cluster=cluster,
         work=work,
-        engines=engines,
-        trainer_hosts=hosts,
-        has_own_hosts=own_hosts,
+        engines=layout.engines,
+        trainer_hosts=layout.hosts,
+        has_own_hosts=layout.has_own_hosts,
         trainer_gpu=tuple(memory.trainer_gpu(model, settings.trainer, ranks)),
         engine_gpu=tuple(memory.engine_gpu(model, settings.engine, cluster.gpu.memory_bytes)),
         first_host=host(first=True),
-        other_host=host(first=False) if hosts > 1 else (),
+        other_host=host(first=False) if layout.hosts > 1 else (),
         stages=(
-            timing.generation(model, settings, cluster, engines, work),
-            *timing.training(model, settings, cluster, ranks, hosts, work),
-            timing.checkpoint(model, settings, cluster, hosts),
-            *timing.publications(model, settings, cluster, engines),
+            timing.generation(model, settings, cluster, layout.engines, work),
+            *timing.training(model, settings, cluster, ranks, layout.hosts, work),
+            timing.checkpoint(model, settings, cluster, layout.hosts),
+            *timing.publications(model, settings, cluster, layout.engines),
         ),
     )
 

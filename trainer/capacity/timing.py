@@ -1,7 +1,7 @@
 """Seconds of a step's stages, and the bytes that each moves, from shapes, settings and figures of the hardware.
 
-In: an `Architecture`, settings and a `GpuCluster`. Out: stages. Invariant: pure; a stage takes as long as the slower of what it computes and
-what it moves. Nothing here was measured on GPUs: the figures order layouts, and say which stage to look at.
+In: an `Architecture`, settings and a `GpuCluster`. Out: estimates of stages. Invariant: pure; a stage takes as long as the slower of what
+it computes and what it moves. Nothing here was measured on GPUs: the figures order layouts, and say which stage to look at.
 """
 
 from __future__ import annotations
