@@ -17,9 +17,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 from span_processors.otlp_http import Poster
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.dialects import RECORDED, made, recorded
+from tests.support.dialects import golden_files
 from tests.support.gateways import CHOICE, COMPLETION, FIELD, GENERATIONS, SAMPLING
-from tests.support.registry_spans import REGISTRY
 from transition_builder import dialects
 
 START = 1_767_225_600_000_000_000
@@ -122,7 +121,7 @@ def _placed(row: Row) -> Row:
 
 
 def test_model_span_sql_misses_no_call_of_any_dialect(store: StoreSettings) -> None:
-    frames = [made(registry.spans) for registry in REGISTRY.values()] + [recorded(fixture) for fixture in RECORDED.values()]
+    frames = [golden.frame() for golden in golden_files().values()]
     spans = pl.concat(frames)
     nodes = dialects.describe(spans)
     trace = uuid.uuid4().hex
