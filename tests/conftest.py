@@ -6,10 +6,11 @@ started once. Invariant: all tests with a real vLLM run in one worker, so that a
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.support.engines import VLLM_PYTHON, engine_settings, gateway_settings
 from tests.support.servers import empty_store, running_postgres, running_store, store_settings
 from tests.support.trainers import Place
 
+DocsTable = Callable[[str, Sequence[str]], None]
+"""Function of a page below docs/ and the lines of a table."""
 _stores: list[StoreSettings] = []
 """The shared store, once a test has asked for it."""
 
@@ -42,7 +45,8 @@ def _of_vllm(root: Path) -> set[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--part K/N`: the K-th of N parts of the selected tests, by file."""
+    """Add `--part K/N`, the K-th of N parts of the selected tests, by file, and `--write-docs`."""
+    parser.addoption("--write-docs", action="store_true", help="write the tables of docs that tests compute, instead of comparing them")
     parser.addoption("--part", help="K/N: the K-th of N parts of the selected tests; their files are dealt out in turn")
 
 
@@ -90,6 +94,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "vllm" if file in of_vllm else file
 
     return Files(config, log)
+
+
+@pytest.fixture(scope="session")
+def docs_table(request: pytest.FixtureRequest) -> DocsTable:
+    """Compares a table of a page of docs, found by its first line, or writes it there."""
+
+    def compare(page: str, table: Sequence[str]) -> None:
+        path = request.config.rootpath / "docs" / page
+        before, _, rest = path.read_text().partition(f"{table[0]}\n")
+        after = rest.splitlines(keepends=True)
+        there = [table[0], *(line.rstrip("\n") for line in itertools.takewhile(lambda line: line.startswith("|"), after))]
+        if request.config.getoption("--write-docs"):
+            path.write_text(before + "".join(f"{line}\n" for line in table) + "".join(after[len(there) - 1 :]))
+        else:
+            assert list(table) == there, f"docs/{page} has another table: --write-docs writes it"
+
+    return compare
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import DatabaseError
 
+from collector import database
 from collector.schema.cluster import Layout
 from collector.schema.migrations import SCHEMA, Execute, migrate, preamble, read_migrations
 from collector.schema.retention import OLD, Expired, cutoff, expire
@@ -20,12 +23,39 @@ from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import DATABASES, stored
-from tests.support.servers import SHARDED, one_shard, running_store, store_settings
+from tests.support.servers import running_store, store_settings
 
 BEFORE = 3786912000
 """2090-01-01. Rows that are inserted today are old by then; what is to be younger says so."""
 OLD_DAY, NEW_DAY = "2080-01-01", "2095-01-01"
 TABLES = [*OLD, "batches", "policy_versions"]
+
+SHARDED = Layout("prod", sharded=True)
+_CLUSTER = """<tcp_port>9000</tcp_port>
+<remote_servers><prod><shard><replica><host>127.0.0.1</host><port>9000</port></replica></shard></prod></remote_servers>
+</clickhouse>"""
+_REPLICATED = re.compile(r"Replicated(\w*MergeTree)\('[^']*', '[^']*'(?:, )?")
+
+
+@contextmanager
+def one_shard(directory: Path) -> Generator[Execute]:
+    """Statements run by an engine of this process on `directory`; nothing listens: the shard is the engine itself."""
+    config = directory / "config"
+    config.mkdir()
+    (config / "config.xml").write_text((database.CONFIG / "config.xml").read_text().replace("</clickhouse>", _CLUSTER))
+    # The embedded store's own rights deny other servers.
+    users = re.sub(r"<grants>.*</grants>", "", (database.CONFIG / "users.xml").read_text(), flags=re.DOTALL)
+    (config / "users.xml").write_text(users)
+    with patch.object(database, "CONFIG", config):
+        opened = database.EmbeddedDatabase(directory / "data")
+        handle = opened.handle()
+    handle.query("SET distributed_product_mode = 'global'")
+    handle.query("SET distributed_foreground_insert = 1")
+    try:
+        yield lambda sql: handle.query(_REPLICATED.sub(r"\1(", sql.replace(SHARDED.on_cluster, ""))).body.decode()
+    finally:
+        handle.close()
+        opened.close()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion
 from spangrad.weights.checksums import checksum_directory
 from tests.support.engines import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
-from tests.support.policies import logprobs_by_peft
+from tests.support.policies import logprobs_of
 from trainer.publish.publisher import Publisher
 from trainer.publish.sender import WeightsSender
 
@@ -71,7 +71,7 @@ def checked(settings: Settings, weights: Named, model: Path, directory: Path) ->
     held.save_pretrained(directory)
     answer = fetch(settings.gateway.url + CHAT, {**GREEDY, "logprobs": True, "return_token_ids": True})
     (choice,) = answer["choices"]
-    theirs = logprobs_by_peft(directory, answer["prompt_token_ids"], choice["token_ids"])
+    theirs = logprobs_of(directory, answer["prompt_token_ids"], choice["token_ids"])
     assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(theirs, abs=2e-5)
 
 

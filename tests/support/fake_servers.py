@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -200,3 +202,25 @@ class AttemptGateway(HttpServer):
     def _counted(self, rollout: str, number: int) -> dict[str, Any]:
         known = (rollout, number) in self.announced and number not in self.forgotten
         return {"calls": self.calls.get((rollout, number), 0) if known else None, "overflowed": self.overflow_all, "in_flight": 0}
+
+
+@contextmanager
+def raw_server(answers: list[bytes]) -> Generator[str]:
+    """Yield the URL of a server that sends raw bytes to each connection and closes it: `answers` in turn, the last one again and again."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return  # the test is over
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answers.pop(0) if len(answers) > 1 else answers[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()

@@ -84,6 +84,13 @@ def distribution(model: Path, ids: list[int], temperature: float) -> Any:
         return (_load(model)(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
 
 
+def padded(rows: list[list[float]]) -> torch.Tensor:
+    """Rows of different lengths in one tensor."""
+    import torch
+
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float32) for row in rows], batch_first=True)
+
+
 @lru_cache(maxsize=8)
 def _load(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
@@ -113,27 +120,6 @@ def random_adapter(base: Path, directory: Path, *, seed: int, rank: int = 4, alp
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     write_config(directory, AdapterFacts(base, rank, alpha), tensors)
     return directory
-
-
-def logprobs_by_peft(directory: Path, prompt: list[int], response: list[int]) -> list[float]:
-    """Logprob of each token of a response under a model, or a model and its adapter."""
-    import torch
-
-    with torch.inference_mode():
-        logits = _load_with_adapter(directory)(torch.tensor([prompt + response])).logits[0]
-    at = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
-    return at[torch.arange(len(response)), torch.tensor(response)].tolist()
-
-
-@lru_cache(maxsize=16)
-def _load_with_adapter(directory: Path) -> Any:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    adapter = adapter_facts(directory)
-    model = AutoModelForCausalLM.from_pretrained(adapter.base if adapter else directory, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, directory) if adapter else model
 
 
 # What transformers says of the tokens that versions of a policy sampled, and versions that differ.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from examples.two_tools.model import WORDS, word_tokenizer
-from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings
+from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 from tests.support.processes import crashes, survives
 from tests.support.sections import trainer_settings, transition_row
@@ -245,6 +245,22 @@ def die_at_every_boundary(base: Path, directory: Path) -> int:
         deaths += 1
         survives(go_on, boundary)
     return deaths
+
+
+# Settings of losses.
+
+_OPTIONS: dict[str, dict[str, float]] = {
+    "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.0, "clip_cov_ub": 5.0},
+    "kl_cov": {"kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0},
+    "dro": {"dro_beta": 0.5},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.5},
+}
+"""Of losses that are told apart from others only so, on a small batch."""
+
+
+def loss_settings(name: str, **changes: Any) -> TrainerSettings:
+    """Of a loss with its options for the fixed batch."""
+    return trainer_settings(loss__name=name, loss__options=_OPTIONS.get(name, {}), **changes)  # type: ignore[arg-type]
 
 
 # Files of examples, and a run over files whose optimizer is a fake: everything else of it is real.
