@@ -19,7 +19,7 @@ import pytest
 
 from spangrad import processes
 from spangrad.settings import Settings, StoreSettings
-from tests.support.engines import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
+from tests.support.processes import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
 from tests.support.servers import empty_store, running_postgres, running_store, store_settings
 from tests.support.trainers import Place
 

@@ -25,7 +25,8 @@ from spangrad.processes import free_ports
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.settings.runner import FailureRewards
 from spangrad.types import AttemptFailure, Mode, Task
-from tests.support.fake_servers import AttemptGateway, OtlpSink, SunkSpan
+from tests.support.fake_servers import OtlpSink, SunkSpan
+from tests.support.runners import AttemptGateway
 from tests.support.sections import trainer_settings
 
 AGENT = """

@@ -21,8 +21,8 @@ import msgspec
 import polars as pl
 
 from gateway.dialects import DIALECTS
-from tests.support.engines import engine_settings, running_bare_vllm, running_engine
 from tests.support.policies import build_spelling_model
+from tests.support.processes import engine_settings, running_bare_vllm, running_engine
 from tests.support.spans import SpanFactory
 from transition_builder import dialects
 from transition_builder.schemas import NODES, SPANS
