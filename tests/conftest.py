@@ -6,6 +6,7 @@ started once. Invariant: all tests with a real vLLM run in one worker, so that a
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import re
@@ -27,6 +28,9 @@ DocsTable = Callable[[str, Sequence[str]], None]
 """Function of a page below docs/ and the lines of a table."""
 _stores: list[StoreSettings] = []
 """The shared store, once a test has asked for it."""
+
+# Collecting the tests imports a million objects that stay: to look at them again and again takes half of the time, and more later on.
+gc.disable()
 
 # How long an example takes says nothing where other tests run beside it.
 hypothesis.settings.register_profile("beside others", deadline=None)
@@ -79,6 +83,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return 0 if path in of_vllm else 2 if path.startswith("tests/unit/") else 1
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, except among what is imported and collected by now."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import urllib.request
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
@@ -19,6 +18,7 @@ from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from spangrad.types import Mode, call_id, transition_id
 from spangrad.weights.checksums import tokenizer_hash
+from tests.support import servers
 from tests.support.policies import PROMPT, sample, sampled_rows
 from tests.support.spans import SpanFactory, versions
 from tests.support.trainers import FakeOptimizer, saved
@@ -311,10 +311,7 @@ def _attributes(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 def post(store: StoreSettings, body: bytes) -> None:
     """Send an OTLP/JSON request."""
-    request = urllib.request.Request(
-        f"{store.otlp_endpoint}/v1/traces", data=body, headers={"Content-Type": "application/json"}, method="POST"
-    )
-    urllib.request.urlopen(request, timeout=30).close()
+    assert servers.post(f"{store.otlp_endpoint}/v1/traces", body, "application/json") == 200
 
 
 def settings_of(store: StoreSettings, run: str, **builder: Any) -> Settings:
