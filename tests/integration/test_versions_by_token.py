@@ -44,7 +44,7 @@ RUN = "crossing"
 NEWEST = 5
 GAP_SECONDS = 0.25
 """Between the end of a publication and the next."""
-TOKENS = 400
+TOKENS = 240
 EXACT = 5e-4
 """Nats: vLLM's logprobs in float32 agree with transformers' within this; those of the next version rarely do."""
 TALK = [{"role": "user", "content": "say rome"}]
