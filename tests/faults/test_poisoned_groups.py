@@ -20,8 +20,7 @@ import pytest
 from examples.two_tools.model import CITIES, TOOLS, WORDS
 from spangrad.settings import Settings, StoreSettings
 from tests.support.built_rollouts import CALL, POISON, BuiltRollouts, Rows
-from tests.support.policies import PROMPT
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import PROMPT, trainer_settings, transition_row
 from trainer import loop
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from spangrad.errors import GatewayError, SettingsError, TrainerError
 from spangrad.settings import Settings
 from spangrad.types import VersionStatus
+from tests.support.policies import trainer_settings
 from tests.support.processes import crashes, survives
-from tests.support.sections import trainer_settings
 from tests.support.trainers import TRANSACTION, finetuned, meta, tokens, write_policy, write_rows
 from tests.support.trainers import finetune_settings as settings
 from trainer import step

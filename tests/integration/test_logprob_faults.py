@@ -15,8 +15,7 @@ import torch
 
 from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
-from tests.support.policies import PROMPT
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import PROMPT, trainer_settings, transition_row
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer

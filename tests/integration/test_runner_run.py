@@ -26,8 +26,8 @@ from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerS
 from spangrad.settings.runner import FailureRewards
 from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.fake_servers import OtlpSink, SunkSpan
+from tests.support.policies import trainer_settings
 from tests.support.runners import AttemptGateway
-from tests.support.sections import trainer_settings
 
 AGENT = """
     import asyncio, json, os, random, signal, time, urllib.request

@@ -12,7 +12,7 @@ import torch
 
 from spangrad.settings import TrainerSettings
 from tests.conftest import DocsTable
-from tests.support.sections import changed, trainer_settings, transition_row
+from tests.support.policies import changed, trainer_settings, transition_row
 from trainer.credit import assignment, learning
 from trainer.credit.assignment import CreditRule
 from trainer.credit.estimators import estimator, over_tokens

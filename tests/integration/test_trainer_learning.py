@@ -13,8 +13,7 @@ import pytest
 from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
-from tests.support.policies import NO_ALARM, distribution, logprobs_of, padded, sampled_rows
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import NO_ALARM, distribution, logprobs_of, padded, sampled_rows, trainer_settings, transition_row
 from tests.support.trainers import written
 from trainer.credit import learning
 from trainer.credit.estimators import over_tokens

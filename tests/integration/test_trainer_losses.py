@@ -13,8 +13,7 @@ import torch
 from spangrad.errors import TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Aggregation, Correction, Estimator, KlEstimate, Loss
-from tests.support.policies import NO_ALARM, logprobs_of, padded, sampled_by, sampled_rows
-from tests.support.sections import trainer_settings
+from tests.support.policies import NO_ALARM, logprobs_of, padded, sampled_by, sampled_rows, trainer_settings
 from tests.support.trainers import loss_settings
 from trainer.credit import learning
 from trainer.data.batch import layout

@@ -14,8 +14,7 @@ import torch
 
 from spangrad.settings import TrainerSettings
 from tests.conftest import DocsTable
-from tests.support.policies import PROMPT, distribution, logprobs_of, padded, sample
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import PROMPT, distribution, logprobs_of, padded, sample, trainer_settings, transition_row
 from tests.support.trainers import loss_settings
 from trainer.credit import learning
 from trainer.credit.learning import LOSSES, merges

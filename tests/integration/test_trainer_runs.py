@@ -26,8 +26,8 @@ from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from tests.support.built_rollouts import RUN, send
+from tests.support.policies import changed, trainer_settings
 from tests.support.processes import forked
-from tests.support.sections import changed, trainer_settings
 from tests.support.servers import running_store, store_settings
 from trainer.data.plan import GroupOutcome
 from trainer.data.planning import make_plan

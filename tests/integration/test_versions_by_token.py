@@ -27,9 +27,8 @@ from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
-from tests.support.policies import Reference, perturbed
+from tests.support.policies import Reference, perturbed, trainer_settings
 from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
-from tests.support.sections import trainer_settings
 from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory
 from trainer.data.source import BatchRollout, Group

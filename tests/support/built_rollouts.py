@@ -139,13 +139,11 @@ def trainer_over(world: BuiltRollouts, settings: Settings, optimizer: FakeOptimi
     return trainer
 
 
-# Rollouts as builders leave them in a store, with the spans that hold their texts: made by hand for tests of exports.
-
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class StoredRollouts:
-    """A dataset named `name`."""
+    """Rollouts of a dataset as builders leave them, with the spans that hold their texts: made by hand for tests of exports."""
 
     def __init__(self, store: StoreSettings, name: str) -> None:
         self.store, self.name = store, name

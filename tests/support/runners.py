@@ -32,9 +32,17 @@ from spangrad.settings import EnvironmentServiceSettings, GatewaySettings, Setti
 from spangrad.types import AttemptFailure
 from tests.support.fake_servers import HttpServer, OtlpSink
 from tests.support.processes import ForkedChild
-from tests.support.sections import service_settings
 
 # Queues for tests: served in this process, or in one that can be killed.
+
+
+def service_settings(**flat: Any) -> Settings:
+    """Return all settings with these values: `SECTION__field` of a service, and fields of the runner by their own names."""
+    tables: dict[str, Any] = {"runner": {}}
+    for name, value in flat.items():
+        section, _, field = name.rpartition("__")
+        tables.setdefault(section or "runner", {})[field] = value
+    return Settings(**tables)
 
 
 def queue_settings(db: str, **changes: object) -> Settings:

@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from examples.two_tools.model import WORDS, word_tokenizer
 from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
+from tests.support.policies import trainer_settings, transition_row
 from tests.support.processes import crashes, survives
-from tests.support.sections import trainer_settings, transition_row
 from trainer import loop, step
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded

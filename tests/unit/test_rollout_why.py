@@ -13,7 +13,7 @@ import pytest
 from spangrad.settings import Settings
 from spangrad.store.rollout.record import Build, Conclusion, Record, Reward, TrainedBatch
 from spangrad.store.rollout.why import explain
-from tests.support.sections import changed
+from tests.support.policies import changed
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings()
