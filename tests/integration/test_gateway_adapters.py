@@ -71,7 +71,8 @@ def publish(settings: Settings, version: int, path: Path) -> dict[str, Any]:
 
 
 def policy(settings: Settings) -> dict[str, Any]:
-    return fetch(f"{settings.gateway.url}/admin/policies/policy")
+    """What is served, without the seconds that pass."""
+    return {name: value for name, value in fetch(f"{settings.gateway.url}/admin/policies/policy").items() if not name.endswith("_seconds")}
 
 
 def held(settings: Settings) -> str:

@@ -147,7 +147,12 @@ def sample(model: Path, prompt: list[int], length: int, temperature: float, *, s
 
 def logprobs_of(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
     """Logprob of each token of a response under a model."""
-    return [float(distribution(model, [*prompt, *response[:i]], temperature)[token]) for i, token in enumerate(response)]
+    import torch
+
+    with torch.inference_mode():
+        logits = _load(model)(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    chosen = torch.tensor(response, dtype=torch.long)[:, None]
+    return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0].tolist()
 
 
 def distribution(model: Path, ids: list[int], temperature: float) -> Any:
