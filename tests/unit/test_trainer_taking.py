@@ -16,7 +16,7 @@ import pytest
 from commands.training.train_skips import restore, skipped
 from spangrad.errors import BadRowsError, LedgerError, SettingsError, TrainerError
 from spangrad.types import VersionStatus
-from tests.support.sections import transition_row
+from tests.support.policies import transition_row
 from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 from trainer import loop
 from trainer.data import batch_queue
