@@ -99,9 +99,9 @@ class EmbeddedQueue(QueueClient):
         """Return a run's rollouts in the order in which they ended."""
         return await self._service.ends(run_id, after=after, limit=limit, wait_seconds=wait_seconds)
 
-    async def demand(self, run_id: str) -> DemandState:
-        """Return the trainers' demand for a run."""
-        return await self._service.demand(run_id)
+    async def demand(self, run_id: str, *, above: int = 0, wait_seconds: float = 0) -> DemandState:
+        """Return the trainers' demand for a run; if it is for no more than `above` groups, wait for more as long as requested."""
+        return await self._service.demand(run_id, above=above, wait_seconds=wait_seconds)
 
 
 def _directory(settings: RunnerSettings) -> Path:

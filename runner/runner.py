@@ -43,7 +43,7 @@ _STORE_RETRY_SECONDS = 30.0
 _LONG_POLL_SECONDS = 10.0
 _NEWS_MOST = 1000
 _DEMAND_SECONDS = 0.5
-"""Pause between two requests for the demand, in seconds."""
+"""Longest pause between two looks for groups that are stale or no longer needed, in seconds; a rising demand ends it."""
 _WORDS = 1000
 """Rollouts in one cancellation request."""
 _STOPPED = StopReason(AttemptFailure.CANCELLED, "the runner was stopped", final=True, reported=True)
@@ -184,16 +184,24 @@ class Runner:
 
         source = DemandSource(self._settings, self.queue, tasks, seed=seed, queued=self._queued, served=served)
         stopping = asyncio.create_task(ending.wait())
+        rising: asyncio.Task[Any] | None = None
         try:
             while not stopping.done():
                 await self._look_up_prompt()
-                await source.update()
-                waits: set[asyncio.Future[Any]] = {stopping, self._worker.failed}
+                update = await source.update()
+                if rising is None or rising.done():
+                    more = self.queue.demand(self._settings.runner.run_id, above=update.demanded, wait_seconds=_LONG_POLL_SECONDS)
+                    rising = asyncio.create_task(more)
+                waits: set[asyncio.Future[Any]] = {stopping, self._worker.failed, rising}
                 await asyncio.wait(waits, timeout=_DEMAND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if self._worker.failed.done():
                     raise self._worker.failed.result()
+                if rising.done():
+                    await rising
         finally:
             stopping.cancel()
+            if rising:
+                rising.cancel()
             await self._worker.drain(0 if self._worker.failed.done() else self._settings.runner.drain_seconds)
 
     async def waiting(self) -> list[str]:

@@ -6,10 +6,12 @@ started once. Invariant: all tests with a real vLLM run in one worker, so that a
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,17 @@ import pytest
 
 from spangrad import processes
 from spangrad.settings import Settings, StoreSettings
-from tests.support.engines import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
+from tests.support.processes import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
 from tests.support.servers import empty_store, running_postgres, running_store, store_settings
 from tests.support.trainers import Place
 
+DocsTable = Callable[[str, Sequence[str]], None]
+"""Function of a page below docs/ and the lines of a table."""
 _stores: list[StoreSettings] = []
 """The shared store, once a test has asked for it."""
+
+# Collecting the tests imports a million objects that stay: to look at them again and again takes half of the time, and more later on.
+gc.disable()
 
 # How long an example takes says nothing where other tests run beside it.
 hypothesis.settings.register_profile("beside others", deadline=None)
@@ -42,7 +49,8 @@ def _of_vllm(root: Path) -> set[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--part K/N`: the K-th of N parts of the selected tests, by file."""
+    """Add `--part K/N`, the K-th of N parts of the selected tests, by file, and `--write-docs`."""
+    parser.addoption("--write-docs", action="store_true", help="write the tables of docs that tests compute, instead of comparing them")
     parser.addoption("--part", help="K/N: the K-th of N parts of the selected tests; their files are dealt out in turn")
 
 
@@ -77,6 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, except among what is imported and collected by now."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Hand out files one by one, those of vLLM as if they were one: xdist_group marks do nothing beside pytest 9."""
@@ -90,6 +104,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "vllm" if file in of_vllm else file
 
     return Files(config, log)
+
+
+@pytest.fixture(scope="session")
+def docs_table(request: pytest.FixtureRequest) -> DocsTable:
+    """Compares a table of a page of docs, found by its first line, or writes it there."""
+
+    def compare(page: str, table: Sequence[str]) -> None:
+        path = request.config.rootpath / "docs" / page
+        before, _, rest = path.read_text().partition(f"{table[0]}\n")
+        after = rest.splitlines(keepends=True)
+        there = [table[0], *(line.rstrip("\n") for line in itertools.takewhile(lambda line: line.startswith("|"), after))]
+        if request.config.getoption("--write-docs"):
+            path.write_text(before + "".join(f"{line}\n" for line in table) + "".join(after[len(there) - 1 :]))
+        else:
+            assert list(table) == there, f"docs/{page} has another table: --write-docs writes it"
+
+    return compare
 
 
 @pytest.fixture(scope="session")

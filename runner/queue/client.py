@@ -182,9 +182,10 @@ class QueueClient:
         """Return the number of rollouts of one run, by state."""
         return await self._client.ask("GET", f"/v1/runs/{quote(run_id, safe='')}", RunCounts)
 
-    async def demand(self, run_id: str) -> DemandState:
-        """Return the trainers' demand for a run."""
-        return await self._client.ask("GET", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState)
+    async def demand(self, run_id: str, *, above: int = 0, wait_seconds: float = 0) -> DemandState:
+        """Return the trainers' demand for a run; if it is for no more than `above` groups, wait for more as long as requested."""
+        query = {"above": str(above), "wait": str(wait_seconds)}
+        return await self._client.ask("GET", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState, query=query)
 
     async def want(self, run_id: str, branch_demand: DemandRequest) -> DemandState:
         """Set the demand of a branch; return the demand for the run."""

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+_GATHER_SECONDS = 0.01
+"""Time for which a read that waited for an event waits for others, in seconds: they come in bursts."""
 
 
 class Notifier:
@@ -16,6 +21,7 @@ class Notifier:
     def __init__(self) -> None:
         """Start without waiting tasks."""
         self._events: dict[str, asyncio.Event] = {}
+        self._closed = False
 
     @property
     def awaited(self) -> Sequence[str]:
@@ -31,6 +37,21 @@ class Notifier:
         for run in self.awaited if run_id is None else [run_id]:
             if event := self._events.pop(run, None):
                 event.set()
+
+    def close(self) -> None:
+        """Notify all, and end every wait of `read_until` from now on."""
+        self._closed = True
+        self.notify()
+
+    async def read_until(self, run_id: str, read: Callable[[], Awaitable[T]], enough: Callable[[T], bool], seconds: float) -> T:
+        """Read, and again after each event of a run, until what was read is enough; after so many seconds return what there is."""
+        end = time.monotonic() + seconds
+        while True:
+            event = self.of(run_id)
+            state = await read()
+            if enough(state) or self._closed or not await wait_for_event(event, end):
+                return state
+            await asyncio.sleep(_GATHER_SECONDS)
 
 
 async def wait_for_event(event: asyncio.Event, end: float) -> bool:

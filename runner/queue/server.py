@@ -149,13 +149,13 @@ class QueueRoutes:
 
     async def ended(self, request: web.Request) -> web.Response:
         """List a run's rollouts in the order in which they ended."""
-        wait = min(float(request.query.get("wait", "0")), WAIT_MOST)
-        after = _whole(request.query, "after", 0)
-        return json_response(await self._service.ends(request.match_info["run"], after=after, limit=_limit(request), wait_seconds=wait))
+        run, after = request.match_info["run"], _whole(request.query, "after", 0)
+        return json_response(await self._service.ends(run, after=after, limit=_limit(request), wait_seconds=_wait(request)))
 
     async def demand(self, request: web.Request) -> web.Response:
         """Return the demand for a run."""
-        return json_response(await self._service.demand(request.match_info["run"]))
+        above = _whole(request.query, "above", 0)
+        return json_response(await self._service.demand(request.match_info["run"], above=above, wait_seconds=_wait(request)))
 
     async def want(self, request: web.Request) -> web.Response:
         """Set the demand of a branch."""
@@ -222,3 +222,7 @@ def _whole(query: Any, name: str, otherwise: int) -> int:
 
 def _limit(request: web.Request) -> int:
     return max(1, min(_whole(request.query, "limit", 100), LIST_MOST))
+
+
+def _wait(request: web.Request) -> float:
+    return min(float(request.query.get("wait", "0")), WAIT_MOST)

@@ -59,8 +59,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 SWEEP_SECONDS = 0.25
 """Pause between two checks for expired leases and time limits, in seconds."""
-_GATHER_SECONDS = 0.01
-"""Time for which a request that waited for an ending waits for others, in seconds: attempts end in bursts."""
 _RETRY_SECONDS = 1.0
 """Pause after a failure of the database, in seconds."""
 _SWEEPS_PER_RENEWAL = 8
@@ -90,6 +88,8 @@ class Service:
         """Notified when a rollout is queued."""
         self._ends = Notifier()
         """Notified when a rollout ends."""
+        self._demands = Notifier()
+        """Notified when a demand is set."""
         self._stopping = False
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when another server serves from the database: this one must end."""
@@ -141,8 +141,8 @@ class Service:
     def stop_waiting(self) -> None:
         """End all waits for events."""
         self._stopping = True
-        self._arrivals.notify()
-        self._ends.notify()
+        for notifier in (self._arrivals, self._ends, self._demands):
+            notifier.close()
 
     async def enqueue(self, request: Enqueue) -> Enqueued:
         """Add rollouts."""
@@ -235,11 +235,14 @@ class Service:
 
     async def want(self, run_id: str, branch_demand: DemandRequest) -> DemandState:
         """Set the demand of a branch; return the demand for the run."""
-        return await self._write(lambda transaction: rows.want(transaction, self.database, run_id, branch_demand))
+        demand = await self._write(lambda transaction: rows.want(transaction, self.database, run_id, branch_demand))
+        self._demands.notify(run_id)
+        return demand
 
-    async def demand(self, run_id: str) -> DemandState:
-        """Return the demand for a run."""
-        return await self.read(lambda connection: rows.demand(connection, run_id))
+    async def demand(self, run_id: str, *, above: int = 0, wait_seconds: float = 0) -> DemandState:
+        """Return the demand for a run; if it is for no more than `above` groups, wait for more as long as requested."""
+        ask = partial(self.read, partial(rows.demand, run_id=run_id))
+        return await self._demands.read_until(run_id, ask, lambda state: state.groups > above, wait_seconds)
 
     async def counts(self, run_id: str | None = None) -> list[RunCounts]:
         """Count the rollouts of each run, or of one run, by state."""
@@ -262,13 +265,9 @@ class Service:
 
     async def ends(self, run_id: str, *, after: int, limit: int, wait_seconds: float) -> Rollouts:
         """Return a run's rollouts in the order in which they ended; if there is none, wait for one as long as requested."""
-        end = time.monotonic() + wait_seconds
-        while True:
-            event = self._ends.of(run_id)
-            rollouts, cursor = await self.read(lambda connection: rows.ended(connection, run_id, after, limit))
-            if rollouts or self._stopping or not await wait_for_event(event, end):
-                return Rollouts(rollouts=rollouts, cursor=cursor)
-            await asyncio.sleep(_GATHER_SECONDS)
+        ask = partial(self.read, partial(rows.ended, run_id=run_id, after=after, limit=limit))
+        rollouts, cursor = await self._ends.read_until(run_id, ask, lambda page: bool(page[0]), wait_seconds)
+        return Rollouts(rollouts=rollouts, cursor=cursor)
 
     async def watch(self) -> None:
         """Renew the database's lock, and end attempts that have expired, until cancelled or replaced by another server.

@@ -20,7 +20,7 @@ from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
-from tests.support.engines import ROOT, fetch, running_gateway, start
+from tests.support.processes import ROOT, fetch, running_gateway, start
 from tests.support.servers import running_store, store_settings
 
 CLIENTS = 8

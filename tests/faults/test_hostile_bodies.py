@@ -6,19 +6,24 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import grpc
+import lz4.block
+import lz4.frame
 import pytest
+from backports import zstd
 from google.rpc.status_pb2 import Status
 
 from spangrad.settings import StoreSettings
-from tests.support.hostile_otlp import ENCODINGS, LZ4, ZSTD, bomb, frame, frame_bomb, lying_frames, packed
 from tests.support.load_spans import PROTOBUF, Rollouts
 from tests.support.processes import height_mib, resident_mib
+from tests.support.random_otlp import LZ4, PLAIN, ZSTD, frame, packed
 from tests.support.servers import running_store, store_settings
 
 GROWTH_MIB = 1536
@@ -27,6 +32,60 @@ AT_ONCE = 12
 SLOWEST_SECONDS = 10
 TOO_MUCH = {(413, b"Code: 307. DB::Exception: "), (503, b"Code: 202. DB::Exception: ")}
 """More than any body may have, or more than the budget has left while others hold some of it."""
+
+
+# Bodies that are not what they say: small ones that unpack to a gigabyte, cut ones, ones packed otherwise than their headers tell.
+
+ENCODINGS = ("gzip", "deflate", "zstd", "lz4")
+BOMB_BYTES = 1 << 30
+_PIECE = bytes(1 << 20)
+_PIECES = BOMB_BYTES // len(_PIECE)
+
+
+@cache
+def bomb(encoding: str) -> bytes:
+    """A body that unpacks to BOMB_BYTES of zeros."""
+    match encoding:
+        case "gzip" | "deflate":
+            packer = zlib.compressobj(9, wbits=(16 if encoding == "gzip" else 0) + zlib.MAX_WBITS)
+            return b"".join(packer.compress(_PIECE) for _ in range(_PIECES)) + packer.flush()
+        case "gzip members":
+            return packed("gzip", _PIECE) * _PIECES
+        case "zstd":
+            stream = zstd.ZstdCompressor(level=3)
+            return b"".join(stream.compress(_PIECE) for _ in range(_PIECES)) + stream.flush()
+        case "lz4":
+            frame = lz4.frame.LZ4FrameCompressor()
+            return frame.begin() + b"".join(frame.compress(_PIECE) for _ in range(_PIECES)) + frame.flush()
+        case _:
+            raise ValueError(encoding)
+
+
+def frame_bomb(method: int) -> bytes:
+    """Honest frames that unpack to BOMB_BYTES of zeros."""
+    payload = lz4.block.compress(_PIECE, store_size=False) if method == LZ4 else zstd.compress(_PIECE)
+    return frame(method, payload, size=len(_PIECE)) * _PIECES
+
+
+def lying_frames() -> dict[str, bytes]:
+    """Frames whose sizes are not their own."""
+    small = lz4.block.compress(b"SELECT 1", store_size=False)
+    return {
+        "lz4 says more": frame(LZ4, small, size=500 * 2**20),
+        "lz4 says all": frame(LZ4, small, size=2**32 - 1),
+        "lz4 says less": frame(LZ4, small, size=1),
+        "lz4 says nothing": frame(LZ4, small, size=0),
+        "zstd says more": frame(ZSTD, packed("zstd", b"SELECT 1"), size=500 * 2**20),
+        "zstd says less": frame(ZSTD, packed("zstd", _PIECE), size=8),
+        "stored says more": frame(PLAIN, b"SELECT 1", size=100),
+        "packed says more": frame(LZ4, small, size=8, packed_size=2**31),
+        "packed says nothing": frame(LZ4, small, size=8, packed_size=0),
+        "packed says less": frame(LZ4, small, size=8, packed_size=10),
+        "unknown method": frame(0x55, small, size=8),
+        "cut in its header": frame(LZ4, small, size=8)[:20],
+        "cut in its body": frame(LZ4, small, size=8)[:-3],
+        "wrong checksum": b"\0" * 16 + frame(LZ4, small, size=8)[16:],
+    }
 
 
 @pytest.fixture

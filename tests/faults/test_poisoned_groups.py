@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ import pytest
 from examples.two_tools.model import CITIES, TOOLS, WORDS
 from spangrad.settings import Settings, StoreSettings
 from tests.support.built_rollouts import CALL, POISON, BuiltRollouts, Rows
-from tests.support.policies import PROMPT
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import PROMPT, trainer_settings, transition_row
 from trainer import loop
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
@@ -119,10 +119,9 @@ def sound_groups(world: BuiltRollouts, weights: Path, version: int, number: int)
 def sample(weights: Path, prompt: list[int], seed: int) -> list[tuple[list[int], list[float]]]:
     """Sample ROLLOUTS answers of three tokens, with their logprobs."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     dice = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(weights)
+    model = load(weights)
     ids, logprobs = torch.tensor([prompt] * ROLLOUTS), list[Any]()
     with torch.no_grad():
         for _ in range(3):
@@ -131,6 +130,14 @@ def sample(weights: Path, prompt: list[int], seed: int) -> list[tuple[list[int],
             logprobs.append(after.gather(1, token))
             ids = torch.cat([ids, token], 1)
     return list(zip(ids[:, len(prompt) :].tolist(), torch.cat(logprobs, 1).tolist(), strict=True))
+
+
+@lru_cache(maxsize=1)
+def load(weights: Path) -> Any:
+    """Load a model; the groups of a batch share it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(weights)
 
 
 def reward(city: str, words: list[str]) -> float:

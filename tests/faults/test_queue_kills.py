@@ -52,7 +52,7 @@ class Workers:
         file = self._directory / f"worker-{self._started}"
         file.touch()
         environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-        command = [sys.executable, "-m", "tests.support.runners", self._url, str(file)]
+        command = [sys.executable, "-m", "tests.programs.queue_worker", self._url, str(file)]
         return subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
 
 

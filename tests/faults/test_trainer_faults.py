@@ -20,7 +20,7 @@ from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.types import VersionStatus
 from tests.support.built_rollouts import BuiltRollouts, trainer_over
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from tests.support.servers import running_postgres, running_store, small_disk, start_store, store_answers, store_settings
 from tests.support.trainers import Cutting, FakeOptimizer, FakeSource, Place, committed, settings, wired, write_base
 from trainer import loop

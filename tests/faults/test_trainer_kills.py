@@ -21,8 +21,8 @@ import pytest
 from spangrad.settings import Settings, StoreSettings
 from spangrad.types import VersionStatus
 from tests.support.built_rollouts import POISON, BuiltRollouts
+from tests.support.policies import trainer_settings
 from tests.support.processes import OF_VERL, Forked, forked
-from tests.support.sections import trainer_settings
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 from trainer.ledger.tables import LedgerVersion

@@ -17,7 +17,7 @@ from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support.built_rollouts import BuiltRollouts, trainer_over
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from tests.support.servers import running_postgres, start_store, store_answers, store_settings
 from tests.support.trainers import Cutting, FakeSource, committed, settings, wired, write_base
 from trainer.data.source import GroupReader

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,6 @@ from spangrad.errors import AgentError
 from spangrad.leases import this_process
 from spangrad.processes import MARK, wait_until
 from spangrad.types import AttemptFailure, Mode, Task
-from tests.support.fake_docker import FakeDocker, has_ended
 from tests.support.runners import RunnerServices, is_state, kill, runner_services, until
 
 AGENT = """
@@ -42,6 +42,53 @@ JUDGE = """
 def judge(given, output):
     return output if given != "look" else float("/rollout/" in output.split(" ")[0] and output.split(" ")[1:][0] == "" and " 00-" in output)
 """
+PROGRAM = Path(__file__).resolve().parents[1] / "programs/docker.py"
+
+
+@dataclass(frozen=True)
+class FakeDocker:
+    """What it was told, and what it runs."""
+
+    directory: Path
+
+    @classmethod
+    def install(cls, directory: Path) -> FakeDocker:
+        """Make the program `docker` in a directory that is put before PATH's others by the caller."""
+        (directory / "containers").mkdir(parents=True)
+        program = directory / "docker"
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {PROGRAM} {directory} "$@"\n')
+        program.chmod(0o755)
+        return cls(directory)
+
+    def calls(self, verb: str) -> list[list[str]]:
+        """Arguments of each call that began with a word, in order."""
+        file = self.directory / "calls.jsonl"
+        calls: list[list[str]] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [call for call in calls if call[0] == verb]
+
+    def containers(self) -> dict[str, dict[str, str]]:
+        """Labels of the containers that are there, by name."""
+        return {file.name: json.loads(file.read_text())["labels"] for file in (self.directory / "containers").iterdir()}
+
+    def leave(self, name: str, **labels: str) -> int:
+        """A container whose command line is gone; its process."""
+        process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        known = {"pid": process.pid, "labels": {key.replace("_", "."): value for key, value in labels.items()}}
+        (self.directory / "containers" / name).write_text(json.dumps(known))
+        return process.pid
+
+
+def has_ended(pid: int, seconds: float = 10) -> bool:
+    """Whether a process is gone, or only waits to be collected; asked for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from commands.options import flag_values
 from spangrad.cli import COMMANDS
 from spangrad.errors import SettingsError
 from spangrad.settings.sources import explain_settings, load_settings
+from tests.support.processes import run_spangrad
 
 TWICE = '[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}]'
 HEAVY = ("torch", "verl", "ray", "chdb", "polars", "pydantic", "numpy", "aiohttp", "clickhouse_connect", "opentelemetry")
@@ -22,8 +23,7 @@ HEAVY = ("torch", "verl", "ray", "chdb", "polars", "pydantic", "numpy", "aiohttp
 
 def spangrad(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")}
-    command = [sys.executable, "-m", "spangrad", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**clean, **env}, check=False, timeout=60)
+    return run_spangrad(*arguments, directory=cwd, env={**clean, **env}, timeout=60)
 
 
 def test_help_names_every_command_and_loads_nothing_heavy(tmp_path: Path) -> None:

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import DatabaseError
 
+from collector import database
 from collector.schema.cluster import Layout
 from collector.schema.migrations import SCHEMA, Execute, migrate, preamble, read_migrations
 from collector.schema.retention import OLD, Expired, cutoff, expire
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
-from spangrad.store.names import DATABASES, stored
-from tests.support.servers import SHARDED, one_shard, running_store, store_settings
+from spangrad.store.names import stored
+from tests.support.servers import running_store, store_settings
 
 BEFORE = 3786912000
 """2090-01-01. Rows that are inserted today are old by then; what is to be younger says so."""
 OLD_DAY, NEW_DAY = "2080-01-01", "2095-01-01"
 TABLES = [*OLD, "batches", "policy_versions"]
+
+SHARDED = Layout("prod", sharded=True)
+_CLUSTER = """<tcp_port>9000</tcp_port>
+<remote_servers><prod><shard><replica><host>127.0.0.1</host><port>9000</port></replica></shard></prod></remote_servers>
+</clickhouse>"""
+_REPLICATED = re.compile(r"Replicated(\w*MergeTree)\('[^']*', '[^']*'(?:, )?")
+
+
+@contextmanager
+def one_shard(directory: Path) -> Generator[Execute]:
+    """Statements run by an engine of this process on `directory`; nothing listens: the shard is the engine itself."""
+    config = directory / "config"
+    config.mkdir()
+    (config / "config.xml").write_text((database.CONFIG / "config.xml").read_text().replace("</clickhouse>", _CLUSTER))
+    # The embedded store's own rights deny other servers.
+    users = re.sub(r"<grants>.*</grants>", "", (database.CONFIG / "users.xml").read_text(), flags=re.DOTALL)
+    (config / "users.xml").write_text(users)
+    with patch.object(database, "CONFIG", config):
+        opened = database.EmbeddedDatabase(directory / "data")
+        handle = opened.handle()
+    handle.query("SET distributed_product_mode = 'global'")
+    handle.query("SET distributed_foreground_insert = 1")
+    try:
+        yield lambda sql: handle.query(_REPLICATED.sub(r"\1(", sql.replace(SHARDED.on_cluster, ""))).body.decode()
+    finally:
+        handle.close()
+        opened.close()
 
 
 @contextmanager
@@ -80,74 +107,6 @@ def test_schema_statements_of_every_layout_parse(client: Client, layout: Layout)
 def test_schema_broken_statement_does_not_parse(client: Client) -> None:
     [made] = Layout("prod").statements(["CREATE TABLE IF NOT EXISTS otel.t (a String) ENGINE = MergeTree ORDERED BY a"])
     assert not understood(client, made)
-
-
-# --- spangrad schema ---
-
-
-def spangrad(store: StoreSettings, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")}
-    command = [sys.executable, "-m", "spangrad", "schema", *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env={**clean, "SPANGRAD_STORE__URL": store.url}
-    )
-
-
-def answer(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=60)
-    return process.returncode, stdout, stderr
-
-
-def test_schema_commands_bring_store_up_to_date(tmp_path: Path) -> None:
-    settings = store_settings(tmp_path / "data")
-    with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
-        code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
-        assert (code, [line.split()[-1] for line in stdout.splitlines()[1:]]) == (0, ["applied"] * len(read_migrations(SCHEMA)))
-
-        execute("ALTER TABLE spangrad_internal.schema_migrations DELETE WHERE Number = 4 SETTINGS mutations_sync = 2")
-        execute("DROP VIEW spangrad.lineage")
-        code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
-        assert code == 3
-        assert [line.split() for line in stdout.splitlines() if line.rstrip().endswith("new")] == [["0004", "0004_views.sql", "new"]]
-
-        code, stdout, _ = answer(spangrad(settings, "migrate", "--dry-run", cwd=tmp_path))
-        assert code == 0
-        assert stdout.startswith("-- 0004_views.sql\n\nCREATE VIEW IF NOT EXISTS spangrad_internal.trace_owners")
-        assert execute("EXISTS VIEW spangrad.lineage") == "0\n"
-
-        views = len(read_migrations(SCHEMA)[3].script(Layout())) - 1
-        assert answer(spangrad(settings, "migrate", cwd=tmp_path)) == (0, f"applied 0004_views.sql ({views} statements)\n", "")
-        assert execute("EXISTS VIEW spangrad.lineage") == "1\n"
-        assert answer(spangrad(settings, "migrate", cwd=tmp_path)) == (0, "up to date\n", "")
-
-        execute("ALTER TABLE spangrad_internal.schema_migrations UPDATE Sha256 = '' WHERE Number = 2 SETTINGS mutations_sync = 2")
-        code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
-        assert (code, stdout.splitlines()[2].split()[-1]) == (3, "changed")
-
-
-def test_schema_apply_after_dropped_table_reports_and_recreates_it(tmp_path: Path) -> None:
-    settings = store_settings(tmp_path / "data")
-    with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
-        execute("DROP TABLE spangrad_internal.calls SYNC")
-        code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
-        assert code == 3
-        assert stdout.splitlines()[2].endswith("incomplete: spangrad_internal.calls is missing")
-    with running_store(settings, tmp_path / "again.log"), executing(settings) as execute:
-        assert "0002_rollouts.sql" in (again := (tmp_path / "again.log").read_text())
-        assert "spangrad_internal.calls was missing, and is created again, without its rows" in again
-        assert execute("SELECT count() FROM spangrad_internal.calls") == "0\n"
-        assert answer(spangrad(settings, "status", cwd=tmp_path))[0] == 0
-
-
-def test_schema_apply_twice_concurrently_applies_each_migration_once(tmp_path: Path) -> None:
-    settings = store_settings(tmp_path / "data")
-    with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
-        for database in DATABASES:
-            execute(f"DROP DATABASE {database} SYNC")
-        both = [spangrad(settings, "migrate", cwd=tmp_path) for _ in range(2)]
-        assert [answer(one)[0] for one in both] == [0, 0]
-        names = [migration.name for migration in read_migrations(SCHEMA)]
-        assert execute("SELECT Name FROM spangrad_internal.schema_migrations FINAL ORDER BY Number").split() == names
 
 
 # --- over all shards ---

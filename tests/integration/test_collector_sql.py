@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -17,12 +17,19 @@ from collector.encodings import SUPPORTED, decompress
 from collector.sql.frames import unframe
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.servers import running_store, store_settings
-from tests.support.sql_clients import ask, begin, form, until
+from tests.support.servers import ask, begin, form, running_store, store_settings
 
 ENDLESS = "SELECT count() FROM numbers(1000000000000) WHERE sipHash64(number) = 1"
 LARGE = "SELECT number, repeat('x', 100) FROM numbers(20000000)"
 FAILING = "SELECT number, throwIf(number = 5000000, 'half way') FROM numbers(10000000)"
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for something to hold."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from clickhouse_connect.driver.exceptions import DatabaseError
 
 from collector.sql.sessions import MAX_IDLE
 from spangrad.settings import StoreSettings
-from tests.support.servers import running_store, store_settings
-from tests.support.sql_clients import ask, form
+from tests.support.servers import ask, form, running_store, store_settings
 
 # --- readonly, and other settings that nothing takes back ---
 

@@ -18,8 +18,7 @@ from collector.encodings import SUPPORTED, decompress
 from collector.sql.frames import unframe
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.servers import running_store, start_store, store_settings
-from tests.support.sql_clients import Reply, ask, begin, form
+from tests.support.servers import Reply, ask, begin, form, running_store, start_store, store_settings
 
 TOKENS = {"writer": "write-secret", "reader": "read-secret"}
 

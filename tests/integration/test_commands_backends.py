@@ -13,7 +13,7 @@ from typing import Any
 from spangrad.processes import free_ports
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import Stage, staged
-from tests.support.processes import heed_interrupts
+from tests.support.processes import heed_interrupts, run_spangrad
 
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")}
 
@@ -24,10 +24,8 @@ def gateway_url(stage: Stage) -> str:
 
 async def run(url: str, *arguments: str, cwd: Path, **env: str) -> tuple[int, str, str]:
     """Exit code and both outputs of `spangrad backends`."""
-    command = [sys.executable, "-m", "spangrad", "backends", *arguments, "--set", f"gateway.url={url}"]
-    done = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, cwd=cwd, env={**CLEAN, **env}, check=False, timeout=60
-    )
+    words = ("backends", *arguments, "--set", f"gateway.url={url}")
+    done = await asyncio.to_thread(run_spangrad, *words, directory=cwd, env={**CLEAN, **env}, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.support.processes import run_spangrad
 
 
 def test_queue_cancel_with_ambiguous_arguments_exits_2() -> None:
     for arguments in ([], ["r1", "--run", "run"], ["r1", "--group", "g"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "spangrad", "queue", "cancel", *arguments], capture_output=True, text=True, check=False, timeout=120
-        )
+        done = run_spangrad("queue", "cancel", *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("spangrad: "), done.stderr

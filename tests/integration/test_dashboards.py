@@ -1,6 +1,6 @@
 """Every question that the dashboards ask, as Grafana asks it, of a store that a training run has filled.
 
-The data source is clickhouse-go over HTTP with the read token: tests/support/sql_clients.py expands as Grafana does, `chgo` asks. Where
+The data source is clickhouse-go over HTTP with the read token: tests/support/grafana.py expands as Grafana does, `chgo` asks. Where
 the binary is not there those tests skip, and the same statements run through clickhouse-connect all the same.
 """
 
@@ -9,21 +9,40 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
 from dashboards.files import DASHBOARDS, render
-from spangrad.settings import StoreSettings
+from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.built_rollouts import READ_TOKEN, store_of_a_run
-from tests.support.servers import binary
-from tests.support.sql_clients import ALL, Choice, Choices, Panel, Window, complaints, expand, field_kind, panels
+from spangrad.weights.checksums import tokenizer_hash
+from tests.support.grafana import ALL, Choice, Choices, Panel, Window, complaints, expand, field_kind, panels
+from tests.support.policies import PROMPT, sample, trainer_settings
+from tests.support.servers import binary, post, running_store, store_settings
+from tests.support.spans import SpanFactory, versions
+from trainer.run import train
+from transition_builder.loop import build_once
+
+READ_TOKEN = "read"
+ELSEWHERE = """
+INSERT INTO spangrad_internal.policy_versions
+SELECT * REPLACE (
+    mapUpdate(
+        map('seconds_publish', 0.25, 'engine_idle', 0.5, 'seconds_idle', 0.5, 'seconds_load', 0.125, 'seconds_credit', 0.0625,
+            'validate_success', 1., 'mfu', 0.25),
+        Metrics) AS Metrics,
+    now64(6) AS IngestedAt)
+FROM spangrad_internal.policy_versions FINAL WHERE BatchId != ''
+"""
+"""Metrics of a trainer that follows, publishes, evaluates and has a GPU; this one's stay."""
 
 MODELS = {name: json.loads(render(name)) for name in DASHBOARDS}
 WINDOW = Window(datetime(2025, 12, 31, tzinfo=UTC), datetime.now(UTC) + timedelta(days=1), 3600)
@@ -43,6 +62,83 @@ class Answer:
 
 
 Ask = Callable[[str], Answer]
+
+
+@contextmanager
+def store_of_a_run(directory: Path, model: Path) -> Generator[StoreSettings]:
+    """The store, which asks readers for READ_TOKEN."""
+    store = store_settings(directory / "store", token="write", read_token=READ_TOKEN)
+    with running_store(store, directory / "store.log"):
+        settings = Settings(
+            store=store,
+            builder=BuilderSettings(incomplete_after_seconds=0),
+            trainer=trainer_settings(
+                run_id="run",
+                model=model,
+                directory=directory / "policies",
+                groups_per_batch=2,
+                max_staleness=9,
+                learning_rate=1e-3,
+                publish=False,
+            ),
+        )
+
+        def sent(body: bytes) -> None:
+            assert post(f"{store.otlp_endpoint}/v1/traces", body, "application/json", Authorization="Bearer write") == 200
+
+        trained = _trained(model)
+        sent(trained.otlp())
+        # Delivered again but for one, so that nothing takes it for the same request: whoever counts must count each span once.
+        sent(trained.otlp(*[str(row["SpanId"]) for row in trained.spans[:-1]]))
+        sent(_held_out(model).otlp())
+        build_once(settings)
+        train(settings, follow=False)
+        client = connect(store)
+        client.command(ELSEWHERE)
+        client.close()
+        yield store
+
+
+def _trained(model: Path) -> SpanFactory:
+    """Four groups of two rollouts, one of which won; tools and a call that fail, an attempt that crashes, a reward that never came."""
+    spans = SpanFactory(run="run")
+    for group in ("a", "b", "c", "d"):
+        for at in range(2):
+            rollout = f"{group}-{at}"
+            if rollout == "d-1":
+                spans.root(rollout, attempt=0, calls=0, final=False, failure="crash", GroupId=group)
+            attempt = int(rollout == "d-1")
+            root = spans.root(rollout, attempt=attempt, calls=1, GroupId=group, GroupSize=2, TaskId=f"task-{group}")
+            agent = spans.span("agent", root, rollout=rollout, attempt=attempt, kind="AGENT")
+            _call(spans, agent, model, rollout=rollout, attempt=attempt, seed=at + 10 * ord(group))
+            tool = {"rollout": rollout, "attempt": attempt, "kind": "TOOL", "status": "Error" if at else "Ok"}
+            spans.span("search", agent, **tool, Attributes={"tool.name": "search"})
+            spans.evaluation(root, 1.0 - at)
+    failed = spans.root("failed", calls=1, GroupId="e", GroupSize=1)
+    spans.call(failed, rollout="failed", ErrorType="APIError", HttpStatus=500, ResponseIds=[], Logprobs=[])
+    spans.evaluation(failed, 0.0)
+    mute = spans.root("mute", calls=1, GroupId="f", GroupSize=1)
+    spans.call(mute, rollout="mute")
+    return spans
+
+
+def _held_out(model: Path) -> SpanFactory:
+    """A group that is measured and never trained."""
+    spans = SpanFactory(run="run")
+    for at in range(2):
+        root = spans.root(f"held-out-{at}", calls=1, GroupId="v", GroupSize=2)
+        _call(spans, root, model, rollout=f"held-out-{at}", seed=at)
+        spans.evaluation(root, 1.0)
+    for row in (*spans.spans, *spans.calls, *spans.roots):
+        row["Mode"] = "validate"
+    return spans
+
+
+def _call(spans: SpanFactory, parent: str, model: Path, *, seed: int, **where: Any) -> str:
+    """A call that the model itself answered, as version 0."""
+    response, logprobs = sample(model, list(PROMPT), 2, 1.0, seed=seed)
+    facts = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
+    return spans.call(parent, **facts, TokenizerHash=tokenizer_hash(model), **versions((0, 0)), **where)
 
 
 @pytest.fixture(scope="module")

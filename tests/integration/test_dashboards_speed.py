@@ -20,8 +20,8 @@ from clickhouse_connect.driver.client import Client
 from dashboards.files import DASHBOARDS, render
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
+from tests.support.grafana import ALL, Choice, Window, expand, panels
 from tests.support.servers import running_store, store_settings
-from tests.support.sql_clients import ALL, Choice, Window, expand, panels
 
 ROLLOUTS, SPANS, CALLS, BATCH = 50_000, 20, 4, 32
 SECONDS = 0.2

@@ -17,11 +17,37 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 from span_processors.otlp_http import Poster
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.dialects import RECORDED, made, recorded
-from tests.support.gateways import CHOICE, COMPLETION, FIELD, GENERATIONS, SAMPLING
-from tests.support.registry_spans import REGISTRY
+from tests.support.dialects import golden_files
 from transition_builder import dialects
 
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 1.0,
+    "top_k": 3,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "constrained": True,
+}
+FIELD: dict[str, Any] = {"policy": "p", "versions": [[[0, 3], [1, 4]], [[0, 4]]], "tokenizer_hash": "tok", "sampling": SAMPLING}
+CHOICE: dict[str, Any] = {
+    "index": 0,
+    "finish_reason": "stop",
+    "token_ids": [4, 2**32 - 1],
+    "logprobs": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.25}]},
+}
+COMPLETION = {
+    "index": 0,
+    "finish_reason": "length",
+    "prompt_token_ids": [7],
+    "token_ids": [8, 9],
+    "logprobs": {"token_logprobs": [-0.5, -0.25], "tokens": ["a", "b"]},
+}
+GENERATIONS = [
+    {"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": [-0.5], "finish_reason": "stop"},
+    {"prompt_token_ids": [1, 2, 3], "token_ids": [9], "logprobs": [-0.25], "finish_reason": None},
+]
 START = 1_767_225_600_000_000_000
 OF_FIELD = ("p", [0, 1], [3, 4], "tok")
 SECOND_OF_FIELD = ("p", [0], [4], "tok")
@@ -122,7 +148,7 @@ def _placed(row: Row) -> Row:
 
 
 def test_model_span_sql_misses_no_call_of_any_dialect(store: StoreSettings) -> None:
-    frames = [made(registry.spans) for registry in REGISTRY.values()] + [recorded(fixture) for fixture in RECORDED.values()]
+    frames = [golden.frame() for golden in golden_files().values()]
     spans = pl.concat(frames)
     nodes = dialects.describe(spans)
     trace = uuid.uuid4().hex

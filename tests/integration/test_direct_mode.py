@@ -7,30 +7,37 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+import venv
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
+from benchmarks.peers.environment import peer_environment
 from runner.runner import Runner
 from runner.workers.agents import CommandAgent
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
-from tests.support.engines import EngineFront, fetch
-from tests.support.processes import CLIENTS, ROOT, run, stock, with_wheel
+from tests.support.processes import fetch
 from tests.support.servers import running_store, store_settings
 from transition_builder.dialects.conventions.openinference import OPENAI_SCOPE
 from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guides" / "direct-mode.md"
 WHOLE, STREAM, CUT, AGAIN = "paris", "rome", "lima", "oslo"
 ARGUMENTS = ["whole", WHOLE, "stream", STREAM, "cut", CUT, "whole", AGAIN]
@@ -42,6 +49,108 @@ FRAMEWORKS = {
 }
 STEPS = ("stock", "with spangrad", "under the runner")
 COLUMNS = ("framework", "step", "ids", "logprobs", "version", "a stream that was left", "a call tried twice", "agent's name", "rollouts")
+
+
+# Environments of agents as users have them: OpenTelemetry's own auto-instrumentation, and the same with our wheel installed beside it.
+
+CLIENTS = Path(__file__).resolve().parents[1] / "agents" / "clients"
+THREADING = "opentelemetry-instrumentation-threading==0.66b1"
+"""What the wheel needs and the stock environment lacks."""
+
+
+def stock() -> Path:
+    """`pip install opentelemetry-distro opentelemetry-exporter-otlp` and the instrumentors: its `bin`; made once, in half a minute."""
+    return peer_environment("stock_agents")
+
+
+def with_wheel(directory: Path) -> Path:
+    """The stock environment after `pip install spangrad`: its `bin`, in a new directory."""
+    venv.create(directory, with_pip=False)
+    (site,) = directory.glob("lib/python*/site-packages")
+    (stock_site,) = stock().parent.glob("lib/python*/site-packages")
+    (site / "stock.pth").write_text(f"{stock_site}\n")
+    (directory / "bin" / "opentelemetry-instrument").symlink_to(stock() / "opentelemetry-instrument")
+    _pip("wheel", "--no-build-isolation", "--wheel-dir", str(directory), str(ROOT / "packaging" / "agent"))
+    (made,) = directory.glob("spangrad-*.whl")
+    _pip("--python", str(directory / "bin" / "python"), "install", str(made), THREADING)
+    return directory / "bin"
+
+
+def _pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps"], check=True)
+
+
+def run(environment: Path, program: Path, arguments: list[str], variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """`opentelemetry-instrument python PROGRAM ARGUMENTS` with these variables, and nothing else that could matter, set."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    command = [str(environment / "opentelemetry-instrument"), str(environment / "python"), str(program), *arguments]
+    return subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, timeout=120, check=False)
+
+
+# A server before an engine that makes happen what agents meet in real life: a call that must be tried again, a stream that takes its time.
+
+LINE_SECONDS = 0.02
+
+
+class EngineFront:
+    """A context manager; serves on a free port of loopback in threads of its own."""
+
+    def __init__(self, engine: str, *, again: str, slow: str) -> None:
+        """Stand before the engine at a URL."""
+        front = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                if again.encode() in body and not front.refused:
+                    front.refused = True
+                    self._say(503, {"content-type": "application/json"}, b'{"error": {"message": "come again"}}')
+                elif slow.encode() in body:
+                    self._dawdle(body)
+                else:
+                    self._say(307, {"location": engine + self.path}, b"")
+
+            def _say(self, status: int, headers: dict[str, str], body: bytes) -> None:
+                self.send_response(status)
+                for name, value in {**headers, "content-length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def _dawdle(self, body: bytes) -> None:
+                self.close_connection = True
+                request = urllib.request.Request(engine + self.path, body, {"content-type": "application/json"})
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    self.send_response(answer.status)
+                    self.send_header("content-type", answer.headers["content-type"])
+                    self.send_header("connection", "close")
+                    self.end_headers()
+                    try:
+                        for line in answer:
+                            self.wfile.write(line)
+                            self.wfile.flush()
+                            time.sleep(LINE_SECONDS)
+                    except OSError:
+                        pass  # the reader has left, which is what this is for
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.refused = False
+        """Whether somebody was told to come again; set to False to do so once more."""
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 @dataclass(frozen=True)

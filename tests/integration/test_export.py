@@ -21,8 +21,8 @@ from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import DropReason, transition_id
+from tests.support.built_rollouts import START, StoredRollouts, chat, said, user
 from tests.support.processes import run_spangrad
-from tests.support.rollouts import START, StoredRollouts, chat, said, user
 from tests.support.spans import SpanFactory
 from trainer.optim.process import choose_platform
 from transition_builder.export.formats import FORMATS, Exported, export

@@ -13,9 +13,8 @@ import pytest
 from examples.two_tools.model import CITIES, TOOLS
 from spangrad.settings import FinetuneSettings, Settings, StoreSettings
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
-from tests.support.policies import distribution
-from tests.support.rollouts import StoredRollouts, chat, said, user
-from tests.support.sections import changed
+from tests.support.built_rollouts import StoredRollouts, chat, said, user
+from tests.support.policies import changed, distribution
 from tests.support.trainers import EXAMPLES, PAIRS, finetuned, write_rows
 from tests.support.trainers import finetune_settings as settings
 from trainer.ledger.ledger import Ledger

@@ -6,39 +6,101 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from spangrad.errors import GatewayError, SettingsError, TrainerError
+from spangrad.settings import Settings
 from spangrad.types import VersionStatus
-from tests.support.sections import trainer_settings
-from tests.support.trainers import (
-    ROWS,
-    WHOLE,
-    FakeFileOptimizer,
-    Place,
-    finetuned,
-    ledger_of,
-    meta,
-    tokens,
-    weight_of,
-    with_fakes,
-    write_policy,
-    write_rows,
-)
+from tests.support.policies import trainer_settings
+from tests.support.processes import crashes, survives
+from tests.support.trainers import TRANSACTION, finetuned, meta, tokens, write_policy, write_rows
 from tests.support.trainers import finetune_settings as settings
+from trainer import step
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.demand import consumed_groups
-from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of, last_of, trained_attempts
+from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
-from trainer.publish.checkpoint import STATE
+from trainer.publish.checkpoint import STATE, save_weights
 from trainer.sft import training
+from trainer.sft.examples import Example
 from trainer.sft.files import find_sources
-from trainer.sft.training import finetune, run_name
+from trainer.sft.training import FileTrainPlan, finetune, run_name
+
+ROWS = [tokens(one, 2, **meta(f"r{one}", f"g{one}")) for one in (3, 5, 7, 9)]
+WHOLE = 3 * (3 + 5 + 7 + 9)
+"""The weight once three epochs of ROWS are trained."""
+
+
+@dataclass
+class FakeFileOptimizer:
+    """Adds the first id of each trained row to its only weight: what was trained twice, or not at all, shows."""
+
+    weight: float = 0.0
+    device: str = "cpu"
+    reference: NDArray[np.float32] | None = None
+    steps: list[list[int]] = field(default_factory=list)
+    fails_at: int | None = None
+
+    def step(self, examples: Sequence[Example], reference: NDArray[np.float32] | None = None) -> dict[str, float]:
+        self.steps.append([one.sequences[0].ids[0] for one in examples])
+        if self.fails_at == len(self.steps):
+            raise RuntimeError("the machine caught fire")
+        self.weight += sum(self.steps[-1])
+        return {"loss": 0.5, "grad_norm": 1.0, "tokens": float(len(examples))}
+
+    def logprobs(self, examples: Sequence[Example]) -> NDArray[np.float32]:
+        return np.zeros(sum(len(one.sequences) for one in examples), np.float32)
+
+    def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
+        return {"loss": 1.0 / (1.0 + self.weight)} if examples else {}
+
+    def save_weights(self, directory: Path) -> None:
+        save_weights(directory, [("weight", np.array([self.weight], np.float32))])
+
+    def save_state(self, directory: Path) -> None:
+        (directory / STATE).write_text(str(self.weight))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
+    """Have runs make fakes from here on, each with its base's weight; the list of those that were made."""
+    made: list[FakeFileOptimizer] = []
+
+    def fake(_: Any, plan: FileTrainPlan) -> FakeFileOptimizer:
+        from safetensors.numpy import load_file
+
+        directory = Path(plan.base.policy_version.path)
+        weight = float(load_file(directory / "model.safetensors")["weight"][0])
+        assert not plan.at or float((directory / STATE).read_text()) == weight, "a run goes on from its own state"
+        made.append(FakeFileOptimizer(weight, fails_at=fails_at))
+        return made[-1]
+
+    training._Run._optimizer = fake  # type: ignore[assignment, method-assign]
+    training._store = lambda _: None  # a store that is away, without asking
+    return made
+
+
+def ledger_of(chosen: Settings) -> Ledger:
+    return Ledger(chosen.trainer.directory, chosen.trainer.policy, chosen.trainer.branch)
+
+
+def weight_of(chosen: Settings) -> float:
+    """Of the branch's head."""
+    from safetensors.numpy import load_file
+
+    head = ledger_of(chosen).frontier()
+    assert head
+    return float(load_file(Path(head.policy_version.path) / "model.safetensors")["weight"][0])
 
 
 @pytest.fixture
@@ -273,38 +335,46 @@ def test_finetune_with_unreachable_gateway_raises_before_training(tmp_path: Path
         finetuned(settings(None, tmp_path / "nothing"), file)  # type: ignore[arg-type]
 
 
-def test_ledger_file_batch_names_rollouts_and_claims_none(place: Place):
-    ledger = Ledger(place(), "policy", "main")
-    ledger.register_initial(checksum="float32:00", path="/v0", tokenizer_hash="t", run_id="run")
-    facts: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "t", "metrics": {}}
-    rollouts = [BatchRollout(Group("run", "train", "spec", "g"), name, 0, 0) for name in ("a", "b")]
-    made = [FileBatch("sft", "one", step, 2, "digest", (BatchFile("f.jsonl", "00", 7, 2),)) for step in (1, 2)]
-    for one in made:
-        lease = ledger.begin(rollouts, files=one)
-        assert lease
-        assert ledger.begin(rollouts, files=one) is None, "one step of a branch at a time, of whatever kind"
-        ledger.commit(lease, **facts)
-    assert [ledger.batch(one.policy_version.batch_id or "") for one in ledger.versions()[1:]] == [rollouts, rollouts]
-    assert last_of(ledger.database, "policy", "main", "one", ledger.lineage()) == (2, made[1])
-    assert last_of(ledger.database, "policy", "main", "one", [0, 1]) == (1, made[0])
-    assert last_of(ledger.database, "policy", "main", "two", ledger.lineage()) is None
-    assert trained_attempts(ledger.database, "policy", "main", None) == {("run", "a", 0), ("run", "b", 0)}
-    assert trained_attempts(ledger.database, "policy", "main", made[0]) == set()
-    for changes in ({"run": "two"}, {"examples": "other"}):
-        another = replace(made[0], **changes)
-        assert trained_attempts(ledger.database, "policy", "main", another) == {("run", "a", 0), ("run", "b", 0)}
-    assert trained_attempts(ledger.database, "policy", "other", None) == set()
-    nothing = ledger.begin([], files=FileBatch("dpo", "two", 1, 1, "digest", ()))
-    assert nothing
-    assert ledger.recover() == [3]
-    assert file_batch_of(ledger.database, nothing.batch_id) is None
+def die_at_every_boundary_of_finetuning(base: Path, directory: Path) -> int:
+    """Run over files, dying at one boundary after the other and going on from there; return how many deaths there were.
+
+    This process only forks: Polars starts threads, which do not survive a fork.
+    """
+    file = write_rows(directory / "rows.jsonl", ROWS)
+
+    def train(boundary: int) -> None:
+        with_fakes()
+        finetuned(settings(base, directory / str(boundary), epochs=2), file)
+
+    def go_on(boundary: int) -> None:
+        chosen = settings(base, directory / str(boundary), epochs=2)
+        with_fakes()
+        finetuned(chosen, file)
+        ledger = ledger_of(chosen)
+        committed = ledger.committed_versions()
+        assert len(committed) == 3, "two epochs and what they began with"
+        assert weight_of(chosen) == WHOLE * 2 / 3, "an epoch was repeated or skipped"
+        here = {one.name for one in (chosen.trainer.directory / "policy/main").iterdir()}
+        assert here == {f"v{version}" for version in committed[1:]}, "an uncommitted version was left"
+        batches = [one.policy_version.batch_id for one in ledger.versions() if one.version in committed[1:]]
+        assert [len(ledger.batch(batch or "")) for batch in batches] == [4, 4]
+
+    deaths = 0
+    for boundary in crashes(train, {training.__file__: {"_versions", "_version", "_lease"}, step.__file__: TRANSACTION}):
+        deaths += 1
+        survives(go_on, boundary)
+    return deaths
 
 
 @pytest.mark.slow
 def test_finetune_killed_at_any_boundary_repeats_and_skips_nothing(base: Path, tmp_path: Path):
     directory = tmp_path / "deaths"
     directory.mkdir()
-    command = [sys.executable, "-m", "tests.support.trainers", "files", str(base), str(directory)]
+    command = [sys.executable, "-m", "tests.integration.test_finetune_run", str(base), str(directory)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 40
+
+
+if __name__ == "__main__":
+    print(die_at_every_boundary_of_finetuning(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spangrad.processes import Child, wait_until
-from tests.support import fork_server
+from tests.programs import fork_server
 from tests.support.processes import ForkedChild, forked
 
 PROGRAM = """
@@ -35,7 +35,7 @@ def wrapper(tmp_path: Path) -> Iterator[Path]:
     for package in (module.parent, module.parents[1]):
         (package / "__init__.py").touch()
     program, address = tmp_path / "python", tmp_path / "socket"
-    code = "import sys; from tests.support.fork_server import serve; serve(sys.argv[1])"
+    code = "import sys; from tests.programs.fork_server import serve; serve(sys.argv[1])"
     server = Child("fork server", [sys.executable, "-c", code, str(address)], tmp_path / "log", {"PYTHONPATH": str(fork_server.ROOT)})
     try:
         wait_until(address.exists, 30, server.name, [server], poll_seconds=0.02)

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.weights.checksums import checksum_directory
-from tests.support.engines import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
-from tests.support.policies import build_spelling_model, logprobs_by_peft, random_adapter
+from tests.support.policies import build_spelling_model, logprobs_of, random_adapter
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -71,7 +71,8 @@ def publish(settings: Settings, version: int, path: Path) -> dict[str, Any]:
 
 
 def policy(settings: Settings) -> dict[str, Any]:
-    return fetch(f"{settings.gateway.url}/admin/policies/policy")
+    """What is served, without the seconds that pass."""
+    return {name: value for name, value in fetch(f"{settings.gateway.url}/admin/policies/policy").items() if not name.endswith("_seconds")}
 
 
 def held(settings: Settings) -> str:
@@ -87,7 +88,7 @@ def gap(answer: dict[str, Any], directory: Path) -> float:
     """Largest difference between an answer's logprobs and PEFT's."""
     (choice,) = answer["choices"]
     ours = [one["logprob"] for one in choice["logprobs"]["content"]]
-    theirs = logprobs_by_peft(directory, answer["prompt_token_ids"], choice["token_ids"])
+    theirs = logprobs_of(directory, answer["prompt_token_ids"], choice["token_ids"])
     return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
 
 
@@ -131,7 +132,7 @@ def test_vllm_adapter_publication_moves_calls_in_flight_to_new_version(adapted: 
     for stream in through[:2]:
         starts = [start for start, _ in stream.versions]
         for (start, version), end in zip(stream.versions, [*starts[1:], len(stream.tokens)], strict=True):
-            exact = logprobs_by_peft(versions[version], stream.prompt, stream.tokens)[start:end]
+            exact = logprobs_of(versions[version], stream.prompt, stream.tokens)[start:end]
             gaps = [abs(ours - logprob) for ours, logprob in zip(stream.logprobs[start:end], exact, strict=True)]
             assert max(gaps) < FAR, f"a token from {start} on that version {version} does not give"
 

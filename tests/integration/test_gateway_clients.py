@@ -14,7 +14,7 @@ import pytest
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
-from tests.support.engines import fetch
+from tests.support.processes import fetch
 
 pytestmark = pytest.mark.vllm
 

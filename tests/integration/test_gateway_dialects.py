@@ -15,7 +15,7 @@ from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from tests.support.dialects import comparable
-from tests.support.engines import VLLM_PYTHON, engine_settings, running_bare_vllm
+from tests.support.processes import VLLM_PYTHON, engine_settings, running_bare_vllm
 
 pytestmark = pytest.mark.vllm
 

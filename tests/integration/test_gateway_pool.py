@@ -13,8 +13,8 @@ from spangrad.processes import wait_until
 from spangrad.settings import BackendSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory
-from tests.support.engines import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
 from tests.support.policies import Reference, perturbed
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -21,8 +21,8 @@ from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
-from tests.support.engines import ROOT, VLLM_PYTHON, fetch
 from tests.support.fake_engine import SAMPLING
+from tests.support.processes import ROOT, VLLM_PYTHON, fetch
 
 pytestmark = pytest.mark.vllm
 

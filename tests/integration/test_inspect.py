@@ -13,7 +13,7 @@ import pytest
 from commands.inspection.inspect import examine, looks_like_a_call, markdown
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
-from tests.support.foreign_spans import FORESTS, planted
+from tests.support.dialects import framework_runs
 from tests.support.processes import run_spangrad
 from tests.support.spans import SpanFactory
 
@@ -59,16 +59,17 @@ def test_inspect_spans_twice_in_random_order_gives_same_counts(tmp_path: Path) -
 
 
 def test_inspect_unrecorded_frameworks_are_found_in_store_without_runner(tmp_path: Path) -> None:
-    for name, forest in FORESTS.items():
+    frameworks = framework_runs()
+    for name, run in frameworks.items():
         spans = SpanFactory()
         # Of one trace, which names no rollout.
-        planted(forest, spans, "", trace=name)
+        run.plant(spans, "", trace=name)
         for row in spans.spans:
             row |= {"RolloutKeySource": "trace"}
         (tmp_path / f"{name}.jsonl").write_bytes(spans.otlp())
     found = {row.file.removesuffix(".jsonl"): row for row in examine(sorted(tmp_path.glob("*.jsonl")), Settings())}
     assert {name: (row.calls, set(row.drops), row.unaccounted) for name, row in found.items()} == {
-        name: (forest.calls, forest.reasons, 0) for name, forest in FORESTS.items()
+        name: (run.calls, run.reasons, 0) for name, run in frameworks.items()
     }
 
 

@@ -14,8 +14,8 @@ from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, TrainedSpan, VersionLineage, descendants, of_span, of_version
 from tests.support.built_rollouts import BuiltRollouts, trainer_over
+from tests.support.policies import changed, trainer_settings
 from tests.support.processes import run_spangrad
-from tests.support.sections import changed, trainer_settings
 
 
 @pytest.fixture

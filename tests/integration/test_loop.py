@@ -20,9 +20,8 @@ from spangrad.settings.runner import FailureRewards
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
-from tests.support.engines import engine_settings, fetch, gateway_settings, running_engine, running_gateway
 from tests.support.fake_servers import IDS_OF_ANSWERS
-from tests.support.processes import run_spangrad
+from tests.support.processes import engine_settings, fetch, gateway_settings, run_spangrad, running_engine, running_gateway
 from trainer.data.failures import failed_shares
 from trainer.data.source import GroupReader
 from transition_builder.loop import build_once
@@ -126,7 +125,7 @@ def test_loop_builds_nothing_partial_while_gateway_spans_are_delayed(
             build_once(settings)
             assert ask(settings, "SELECT count() FROM spangrad.builds WHERE RunId = {run:String}") == [(0,)]
             looks += 1
-            time.sleep(0.2)
+            time.sleep(1)
         assert looks > 0, "the rollouts took longer than the spans were held back: the test has shown nothing"
         assert ask(settings, "SELECT countIf(Final) FROM spangrad.attempts WHERE RunId = {run:String}") == [(8,)]
         build_all(settings, 8, timeout_seconds=seconds + 30)

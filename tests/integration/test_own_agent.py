@@ -14,6 +14,7 @@ import pytest
 
 from spangrad.processes import free_ports
 from spangrad.types import VersionStatus
+from tests.support.processes import forking_python
 from trainer.ledger.ledger import Ledger
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +27,7 @@ SECONDS = 420
 
 
 def elsewhere(cache: Path) -> dict[str, str]:
-    """Return the environment that moves every service to a free port, which other tests do not use, and changes nothing else."""
+    """Return the environment that moves every service to a free port, which other tests do not use, and has vLLM forked."""
     grpc, http, sql, gateway, engine, queue = free_ports(6)
     moved = {
         "STORE__OTLP_GRPC_PORT": grpc,
@@ -39,6 +40,7 @@ def elsewhere(cache: Path) -> dict[str, str]:
         "GATEWAY__ENGINE_URL": f"http://127.0.0.1:{engine}",
         "ENGINE__PORT": engine,
         "ENGINE__CACHE_DIR": cache,
+        "ENGINE__PYTHON": forking_python(),
         "QUEUE__PORT": queue,
         "QUEUE__URL": f"http://127.0.0.1:{queue}",
     }

@@ -23,8 +23,8 @@ from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_servers import HttpServer
+from tests.support.policies import trainer_settings
 from tests.support.runners import queue_settings
-from tests.support.sections import trainer_settings
 from trainer.data.source import GroupReader
 from transition_builder.loop import build_once
 

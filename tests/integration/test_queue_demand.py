@@ -6,10 +6,15 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from runner.queue.client import QueueClient
+from runner.queue.wire import DemandRequest
+from runner.runner import Runner
 from spangrad.client.demand import Stated, read
 from spangrad.settings import QueueSettings
-from tests.support.runners import queue_server, queue_settings, some
+from spangrad.types import Task
+from tests.support.runners import queue_server, queue_settings, runner_services, serving, some, until
 from tests.support.trainers import FakeSource, committed, settings, wired, write_base
 from trainer.ledger.skips import SkipReason
 
@@ -56,3 +61,21 @@ def test_demand_source_enqueues_as_many_groups_as_trainer_demands(tmp_path: Path
         assert len(committed(trainer)) == 4
         assert source.levels == sorted(source.levels)
         assert read(services.queue, "run") == Stated(6 + len(skipped), 6 + len(skipped))
+
+
+async def test_runner_demand_that_rises_is_met_before_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.runner._DEMAND_SECONDS", 60.0)
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    with runner_services(tmp_path, queue__url=settings.queue.url) as here:
+        async with serving(settings) as (client, _), Runner(here.settings, here.agent) as runner, asyncio.timeout(30):
+            ending = asyncio.Event()
+            following = asyncio.create_task(runner.follow([Task("t", "well")], ending, seed=0))
+            for level in (1, 3):
+                await client.want("run", DemandRequest(policy="policy", branch="main", groups=level))
+
+                async def is_met(level: int = level) -> bool:
+                    return (await client.demand("run")).enqueued == level
+
+                await until(is_met)
+            ending.set()
+            await following

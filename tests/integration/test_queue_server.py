@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from inline_snapshot import snapshot
 from pydantic import SecretStr
 
-from runner.queue import service as service_module
+from runner.queue import notifier
 from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.server import serve
 from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, RolloutSelector, RolloutState
@@ -137,6 +138,20 @@ async def test_demand_level_never_falls(queue_db: str) -> None:
         )
 
 
+async def test_demand_above_level_is_awaited_until_it_rises(queue_db: str) -> None:
+    level = partial(DemandRequest, policy="policy", branch="main")
+    async with serving(queue_settings(queue_db)) as (client, _), asyncio.timeout(20):
+        await client.want("run", level(groups=4))
+        assert (await client.demand("run", above=3, wait_seconds=30)).groups == 4
+        rising = asyncio.create_task(client.demand("run", above=4, wait_seconds=30))
+        await client.want("another run", level(groups=9))
+        await client.want("run", level(groups=4, filled=1))
+        assert not rising.done()
+        await client.want("run", level(groups=5))
+        assert (await rising).groups == 5
+        assert (await client.demand("run", above=5, wait_seconds=0.01)).groups == 5
+
+
 async def test_run_id_with_special_characters_is_one_path_segment(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
         for name in ("a/b c?d#é", "%2F"):
@@ -152,7 +167,7 @@ async def test_run_id_with_special_characters_is_one_path_segment(tmp_path: Path
 
 
 async def test_endings_of_a_burst_come_in_one_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_GATHER_SECONDS", 0.5)
+    monkeypatch.setattr(notifier, "_GATHER_SECONDS", 0.5)
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
         await client.enqueue("run", some(3))
         leases = await client.lease("run", "worker", 3)

@@ -13,8 +13,7 @@ from commands.data.rewards import rewards
 from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import tokenizer_hash
-from tests.support.policies import PROMPT, sample
-from tests.support.sections import trainer_settings
+from tests.support.policies import PROMPT, sample, trainer_settings
 from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory, versions
 from trainer.run import train

@@ -25,8 +25,8 @@ from spangrad.client.task_files import read_tasks
 from spangrad.errors import AgentError, StoreError
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
-from tests.support.fake_servers import AttemptGateway, OtlpSink
-from tests.support.runners import kill
+from tests.support.fake_servers import OtlpSink
+from tests.support.runners import AttemptGateway, kill
 
 AGENT = """
     import asyncio, os, pathlib, signal, time

@@ -25,8 +25,9 @@ from spangrad.processes import free_ports
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.settings.runner import FailureRewards
 from spangrad.types import AttemptFailure, Mode, Task
-from tests.support.fake_servers import AttemptGateway, OtlpSink, SunkSpan
-from tests.support.sections import trainer_settings
+from tests.support.fake_servers import OtlpSink, SunkSpan
+from tests.support.policies import trainer_settings
+from tests.support.runners import AttemptGateway
 
 AGENT = """
     import asyncio, json, os, random, signal, time, urllib.request

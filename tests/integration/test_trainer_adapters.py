@@ -16,8 +16,7 @@ from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.weights.adapters import AdapterFacts, adapter_facts
 from spangrad.weights.checksums import checksum_directory
 from tests.support.built_rollouts import RUN, send
-from tests.support.policies import PROMPT, logprobs_of, sampled_rows
-from tests.support.sections import changed, trainer_settings
+from tests.support.policies import PROMPT, changed, logprobs_of, sampled_rows, trainer_settings
 from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate

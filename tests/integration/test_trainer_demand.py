@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from spangrad.client.demand import Demand, Stated, read, state
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings, Settings
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from tests.support.trainers import SPEC, FakeSource, Place, committed, group, settings, wired, write_base
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module

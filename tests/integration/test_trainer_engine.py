@@ -12,8 +12,17 @@ import torch
 
 from spangrad.errors import BadRowsError, CheckpointError
 from spangrad.settings import TrainerSettings
-from tests.support.policies import NO_ALARM, PROMPT, logprobs_of, sample, sampled_by, sampled_rows
-from tests.support.sections import changed, trainer_settings, transition_row
+from tests.support.policies import (
+    NO_ALARM,
+    PROMPT,
+    changed,
+    logprobs_of,
+    sample,
+    sampled_by,
+    sampled_rows,
+    trainer_settings,
+    transition_row,
+)
 from tests.support.trainers import written
 from trainer.credit import assignment
 from trainer.credit.estimators import group_relative

@@ -9,7 +9,7 @@ import pytest
 
 from spangrad.settings import Settings
 from spangrad.types import PolicyVersion, VersionStatus
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.evaluate import Evaluation
 

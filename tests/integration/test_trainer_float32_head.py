@@ -11,8 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from tests.support.policies import NO_ALARM, sampled_rows
-from tests.support.sections import trainer_settings
+from tests.support.policies import NO_ALARM, sampled_rows, trainer_settings
 from trainer.data.batch import Batch, layout, take
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer

@@ -1,112 +1,31 @@
-"""verl's estimators and losses as the settings name them, against verl's own functions."""
+"""Steps of the optimizer: critics, epochs and mini-batches, references, entropy and adapters, and what a resumed one repeats."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
-from spangrad.errors import CheckpointError, TrainerError
+from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
-from spangrad.settings.trainer_learning import Aggregation, Correction, Estimator, KlEstimate, Loss
-from tests.support import learning_tables
-from tests.support.learning_tables import (
-    advantages_by_verl,
-    advantages_here,
-    loss_by_verl,
-    loss_here,
-    loss_settings,
-    padded,
-    tokens_by_verl,
-    tokens_here,
-)
-from tests.support.policies import NO_ALARM, distribution, logprobs_of, sampled_by, sampled_rows
-from tests.support.sections import changed, trainer_settings, transition_row
+from spangrad.settings.trainer_learning import Correction
+from tests.support.policies import NO_ALARM, distribution, logprobs_of, padded, sampled_rows, trainer_settings, transition_row
 from tests.support.trainers import written
 from trainer.credit import learning
 from trainer.credit.estimators import over_tokens
 from trainer.data.batch import layout
 from trainer.data.chains import chains
 from trainer.data.merge import separate
-from trainer.optim.losses.corrected import actor_config
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import prepare_process
 
 prepare_process()  # verl reads its platform when it is first imported
 
 RATE = 1e-3
-ABLE = [name for name, facts in learning.ESTIMATORS.items() if not facts.by_token]
-
-
-def test_estimators_losses_and_rejections_match_verl_registries():
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
-    from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
-
-    assert set(get_args(Estimator)) == set(learning.ESTIMATORS) == {getattr(name, "value", name) for name in ADV_ESTIMATOR_REGISTRY}
-    assert set(get_args(Loss)) == set(learning.LOSSES) == {name for name in POLICY_LOSS_REGISTRY if not name.startswith("spangrad_")}
-    assert learning.REJECTIONS == SUPPORTED_ROLLOUT_RS_OPTIONS
-
-
-def test_aggregations_and_kl_estimates_are_known_to_verl():
-    from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
-
-    losses, mask = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    found = {how: float(agg_loss(losses, mask, how)) for how in get_args(Aggregation)}
-    assert found == pytest.approx(
-        {"token-mean": 1, "token-sum": 3, "seq-mean-token-sum": 1.5, "seq-mean-token-mean": 1, "seq-mean-token-sum-norm": 0.5}
-    )
-    for how in get_args(KlEstimate):
-        assert kl_penalty(torch.tensor([-1.0]), torch.tensor([-2.0]), how).isfinite().all()
-
-
-@pytest.mark.parametrize("name", ABLE)
-def test_advantages_over_rollouts_match_verl(name: Any):
-    ours = advantages_here(trainer_settings(estimator=name, reward_weights=learning_tables.WEIGHTS))
-    assert ours == pytest.approx(advantages_by_verl(name, "rollout"), abs=1e-6)
-    assert len(set(ours)) > 1
-
-
-# A turn that only one rollout reached counts in what verl knows of a batch, and not here: scope `batch` is left out.
-@pytest.mark.parametrize(
-    "name", [name for name in ABLE if learning.ESTIMATORS[name].scope not in {"batch", "greedy"} and name != "grpo_passk"]
-)
-def test_advantages_over_turns_match_verl(name: Any):
-    settings = trainer_settings(estimator=name, credit__scheme="own", baseline="turn", reward_weights=learning_tables.WEIGHTS)
-    calls = learning_tables.rollouts()
-    alone = calls.select((calls.select("GroupId", "Turn").is_duplicated()).alias("shared"))["shared"].to_list()
-    by_verl = advantages_by_verl(name, "turn")
-    if learning.ESTIMATORS[name].scope == "group":  # verl leaves a value that stands alone as it is
-        by_verl = [value if shared else 0.0 for value, shared in zip(by_verl, alone, strict=True)]
-    assert advantages_here(settings) == pytest.approx(by_verl, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", [name for name in ABLE if learning.ESTIMATORS[name].needs is None and name != "gdpo"])
-def test_advantages_over_transitions_match_verl(name: Any):
-    settings = trainer_settings(estimator=name, baseline="transition", reward_weights=learning_tables.WEIGHTS)
-    ours = advantages_here(settings)
-    assert ours == pytest.approx(advantages_by_verl(name, "transition"), abs=1e-6)
-    if name in {"grpo", "rloo"}:
-        by_rollout = advantages_here(changed(settings, {"baseline": "rollout"}))
-        assert ours != pytest.approx(by_rollout, abs=1e-3), "a rollout of three calls counts three times"
-
-
-@pytest.mark.parametrize(
-    ("facts", "observation"),
-    [
-        ({"estimator": "gae"}, 2),
-        ({"estimator": "gae", "gamma": 0.9, "gae_lambda": 0.8}, 2),
-        ({"estimator": "optimal_token_baseline"}, 0),  # verl's goes by columns, observations among them; a chain here has none
-        ({"estimator": "tir_optimal_token_baseline"}, 2),
-    ],
-)
-def test_advantages_over_tokens_match_verl(facts: dict[str, Any], observation: int):
-    settings = trainer_settings(reward_weights=learning_tables.WEIGHTS, **facts)
-    assert tokens_here(settings) == pytest.approx(tokens_by_verl(settings, observation=observation), abs=1e-6)
 
 
 def chained(tiny_model: Path, count: int = 12) -> Any:
@@ -159,6 +78,15 @@ def test_critic_learns_returns_and_resume_repeats_it(tiny_model: Path, tmp_path:
     assert expected["updated"] == 4
 
 
+def test_step_of_batch_rejected_whole_leaves_critic(tiny_model: Path):
+    settings = trainer_settings(estimator="gae", recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
+    batch = chained(tiny_model)
+    found = VerlOptimizer(tiny_model, settings).step(
+        replace(batch, logprobs=batch.logprobs - batch.response_mask, staleness=0 * batch.staleness - 1)
+    )
+    assert (found["updated"], "critic_loss" in found) == (0, False)
+
+
 def test_load_state_without_critic_begins_one_silently(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     VerlOptimizer(tiny_model, TrainerSettings()).save_state(tmp_path)
     batch = chained(tiny_model)
@@ -167,137 +95,6 @@ def test_load_state_without_critic_begins_one_silently(tiny_model: Path, tmp_pat
     engine.load_state(tmp_path)
     assert engine.step(batch)["updated"] == 1
     assert capfd.readouterr() == ("", "")
-
-
-def test_norm_by_std_false_matches_dr_grpo():
-    ours = advantages_here(trainer_settings(norm_by_std=False, reward_weights=learning_tables.WEIGHTS))
-    assert ours == pytest.approx(advantages_by_verl("grpo", "rollout", norm_adv_by_std_in_grpo=False))
-
-
-@pytest.mark.parametrize("name", list(learning.LOSSES))
-def test_step_loss_matches_verl(name: Any, tiny_model: Path):
-    settings = loss_settings(name, clip_ratio=0.02)
-    assert loss_here(tiny_model, settings) == pytest.approx(loss_by_verl(tiny_model, settings), abs=2e-6)
-    if name not in {"clip_cov", "kl_cov"}:  # these look at the tokens of one micro-batch
-        split = loss_settings(name, clip_ratio=0.02, max_tokens_per_device=30)
-        assert loss_here(tiny_model, split) == pytest.approx(loss_by_verl(tiny_model, settings), abs=2e-6)
-
-
-@pytest.mark.parametrize("how", get_args(Aggregation))
-def test_step_aggregation_matches_verl_for_any_micro_batches(how: Any, tiny_model: Path):
-    options = {"loss__options": {"loss_scale_factor": 3}} if how.endswith("norm") else {}
-    whole = trainer_settings(loss__aggregation=how, **options)
-    split = trainer_settings(loss__aggregation=how, max_tokens_per_device=30, **options)
-    expected = loss_by_verl(tiny_model, whole)
-    assert loss_here(tiny_model, whole) == pytest.approx(expected, abs=2e-6)
-    assert loss_here(tiny_model, split) == pytest.approx(expected, abs=2e-6)
-
-
-def test_clip_ratio_settings_reach_verl(tiny_model: Path):
-    """DAPO's clip-higher: verl's defaults of the two bounds must not win over what is set."""
-    base = loss_here(tiny_model, trainer_settings(clip_ratio=0.2))
-    found = {
-        "narrow": loss_here(tiny_model, trainer_settings(clip_ratio=0.05)),
-        "higher": loss_here(tiny_model, trainer_settings(clip_ratio=0.2, clip_ratio_high=0.4)),
-        "lower": loss_here(tiny_model, trainer_settings(clip_ratio=0.2, clip_ratio_low=0.05)),
-    }
-    assert len({round(value, 6) for value in [base, *found.values()]}) == 4
-    assert found["higher"] < base, "good responses may pull further"
-
-
-def test_learning_tables_match_docs_page(tiny_model: Path):
-    """`python -m tests.support.learning_tables` writes them."""
-    page = learning_tables.PAGE.read_text()
-    for table in (
-        learning_tables.estimator_table(),
-        learning_tables.baseline_table(),
-        learning_tables.loss_table(tiny_model),
-        learning_tables.aggregation_table(tiny_model),
-    ):
-        assert "\n".join(table) + "\n\n" in page
-
-
-def test_step_recomputed_logprobs_and_corrections_match_verl(tiny_model: Path):
-    """TIS, IcePop and rejection of responses that other weights sampled; ratios are against the trainer's logprobs at the start."""
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-
-    rows, worth = learning_tables.sampled(tiny_model)
-    old = rows["Logprobs"].to_list()
-    pairs = zip(rows["PromptIds"].to_list(), rows["ResponseIds"].to_list(), strict=True)
-    trainers = padded([logprobs_of(tiny_model, prompt, response) for prompt, response in pairs])
-    mask = padded([[1.0] * len(row) for row in old])
-    advantages = padded([[value] * len(row) for value, row in zip(worth, old, strict=True)])
-    cases: list[tuple[Correction, dict[str, Any]]] = [
-        (Correction(), {}),
-        (Correction(weights="token", threshold="1.2"), {"rollout_is": "token", "rollout_is_threshold": 1.2}),
-        (Correction(weights="sequence", threshold="1.2"), {"rollout_is": "sequence", "rollout_is_threshold": 1.2}),
-        (Correction(weights="token", threshold="0.8_1.2"), {"rollout_is": "token", "rollout_is_threshold": "0.8_1.2"}),
-        (Correction(weights="token", normalise=True), {"rollout_is": "token", "rollout_is_batch_normalize": True}),
-        (
-            Correction(reject={"token_k1": "0.8_1.2", "seq_mean_k3": "0.2"}),
-            {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.8_1.2,0.2"},
-        ),
-    ]
-    for correction, facts in cases:
-        settings = trainer_settings(recompute_logprobs=True, correction=correction)
-        found = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0], divisor=8))
-        weights, kept, told = compute_rollout_correction_and_rejection_mask(trainers, padded(old), mask, **facts)
-        config = actor_config(settings, None)
-        loss, _ = get_policy_loss_fn("vanilla")(
-            old_log_prob=trainers,
-            log_prob=trainers,
-            advantages=advantages,
-            response_mask=kept.bool(),
-            config=config,
-            rollout_is_weights=weights.batch["rollout_is_weights"] if weights else None,
-        )
-        assert found["loss"] == pytest.approx(float(loss), abs=2e-6)
-        assert found["clip_fraction"] == 0, "at the start every ratio is 1"
-        if correction.weights:
-            assert found["correction_weight_mean"] == pytest.approx(told["rollout_corr/rollout_is_mean"], rel=1e-5)
-        if correction.reject:
-            assert found["correction_rejected"] == pytest.approx(told["rollout_corr/rollout_rs_masked_fraction"])
-            assert 0 < found["correction_rejected"] < 1
-        assert ("correction_kl" in found) == bool(facts)
-
-
-def test_step_of_batch_rejected_whole_is_skipped(tiny_model: Path):
-    rows, worth = learning_tables.sampled(tiny_model)
-    settings = trainer_settings(recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
-    found = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0]))
-    assert (found["updated"], found["grad_norm"], found["correction_rejected"]) == (0, 0, 1)
-    critic = trainer_settings(estimator="gae", recompute_logprobs=True, correction=settings.loss.correction)
-    batch = chained(tiny_model)
-    found = VerlOptimizer(tiny_model, critic).step(
-        replace(batch, logprobs=batch.logprobs - batch.response_mask, staleness=0 * batch.staleness - 1)
-    )
-    assert (found["updated"], "critic_loss" in found) == (0, False)
-
-
-def test_bypass_mode_loss_applies_correction(tiny_model: Path):
-    settings = trainer_settings(loss__name="bypass_mode", correction=Correction(weights="token", threshold="1.1", objective="reinforce"))
-    other = trainer_settings(loss__name="bypass_mode", correction=Correction(objective="reinforce"))
-    found = loss_here(tiny_model, settings)
-    assert found == pytest.approx(loss_by_verl(tiny_model, settings), abs=2e-6)
-    assert found != pytest.approx(loss_here(tiny_model, other), abs=1e-3)
-    rows, worth = learning_tables.sampled(tiny_model)
-    tight = trainer_settings(**{**dict(settings), "max_tokens_per_device": 10})
-    alone, among = (
-        VerlOptimizer(tiny_model, tight).step(layout(separate(rows[:1], worth[:1]), lineage=[0], divisor=divisor)) for divisor in (1, 32)
-    )
-    assert among["loss"] == pytest.approx(alone["loss"], abs=1e-6), "micro-batches of no-op rows add nothing"
-
-
-def test_logprob_alarm_precedes_correction(tiny_model: Path):
-    rows, worth = learning_tables.sampled(tiny_model)
-    current = layout(separate(sampled_by(rows, 0), worth), lineage=[0])
-    correction = Correction(weights="token")
-    with pytest.raises(TrainerError, match="so no step was taken"):
-        VerlOptimizer(tiny_model, trainer_settings(recompute_logprobs=True, correction=correction)).step(current)
-    tolerant = trainer_settings(recompute_logprobs=True, correction=correction, alarms__logprob=NO_ALARM)
-    found = VerlOptimizer(tiny_model, tolerant).step(current)
-    assert 0.1 < found["logprob_gap_mean"] < found["logprob_gap_max"] < 5
 
 
 def fresh(tiny_model: Path) -> Any:

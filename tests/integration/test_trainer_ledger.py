@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.processes import crashes
 from tests.support.trainers import Place
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import ledger as ledger_module
+from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of, last_of, trained_attempts
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.policies import skipped_by
 from trainer.ledger.skips import SkipReason
@@ -228,3 +230,30 @@ def test_ledger_branch_of_equal_weights_begins_at_version_with_its_path(place: P
         branch = Ledger(place(), "policy", name)
         branch.register_initial(**{**BASE, "path": path})
         assert branch.lineage() == list(range(number + 1))
+
+
+def test_ledger_file_batch_names_rollouts_and_claims_none(place: Place):
+    ledger = Ledger(place(), "policy", "main")
+    ledger.register_initial(checksum="float32:00", path="/v0", tokenizer_hash="t", run_id="run")
+    facts: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "t", "metrics": {}}
+    rollouts = [BatchRollout(Group("run", "train", "spec", "g"), name, 0, 0) for name in ("a", "b")]
+    made = [FileBatch("sft", "one", step, 2, "digest", (BatchFile("f.jsonl", "00", 7, 2),)) for step in (1, 2)]
+    for one in made:
+        lease = ledger.begin(rollouts, files=one)
+        assert lease
+        assert ledger.begin(rollouts, files=one) is None, "one step of a branch at a time, of whatever kind"
+        ledger.commit(lease, **facts)
+    assert [ledger.batch(one.policy_version.batch_id or "") for one in ledger.versions()[1:]] == [rollouts, rollouts]
+    assert last_of(ledger.database, "policy", "main", "one", ledger.lineage()) == (2, made[1])
+    assert last_of(ledger.database, "policy", "main", "one", [0, 1]) == (1, made[0])
+    assert last_of(ledger.database, "policy", "main", "two", ledger.lineage()) is None
+    assert trained_attempts(ledger.database, "policy", "main", None) == {("run", "a", 0), ("run", "b", 0)}
+    assert trained_attempts(ledger.database, "policy", "main", made[0]) == set()
+    for changes in ({"run": "two"}, {"examples": "other"}):
+        another = replace(made[0], **changes)
+        assert trained_attempts(ledger.database, "policy", "main", another) == {("run", "a", 0), ("run", "b", 0)}
+    assert trained_attempts(ledger.database, "policy", "other", None) == set()
+    nothing = ledger.begin([], files=FileBatch("dpo", "two", 1, 1, "digest", ()))
+    assert nothing
+    assert ledger.recover() == [3]
+    assert file_batch_of(ledger.database, nothing.batch_id) is None

@@ -20,8 +20,7 @@ import torch
 from spangrad.errors import BadRowsError, CheckpointError, SettingsError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
-from tests.support.policies import sampled_rows
-from tests.support.sections import trainer_settings
+from tests.support.policies import sampled_rows, trainer_settings
 from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate

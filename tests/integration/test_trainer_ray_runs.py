@@ -26,8 +26,7 @@ from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.types import VersionStatus
 from tests.support.built_rollouts import BuiltRollouts
-from tests.support.policies import sampled_rows
-from tests.support.sections import changed, trainer_key, trainer_settings
+from tests.support.policies import changed, sampled_rows, trainer_key, trainer_settings
 from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate

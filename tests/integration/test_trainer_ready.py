@@ -11,7 +11,7 @@ import pytest
 
 from spangrad.settings import Settings, StoreSettings
 from tests.support.built_rollouts import BuiltRollouts
-from tests.support.sections import changed, trainer_settings
+from tests.support.policies import changed, trainer_settings
 from tests.support.trainers import SPEC
 from trainer.data import built_groups
 from trainer.data.source import Group, GroupReader

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sqlalchemy import event
 
 from spangrad.errors import LedgerError
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from tests.support.trainers import Place
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from spangrad.errors import BadRowsError
-from tests.support.policies import sampled_rows
-from tests.support.sections import trainer_settings
+from tests.support.policies import sampled_rows, trainer_settings
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains
 from trainer.data.merge import separate

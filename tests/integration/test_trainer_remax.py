@@ -9,8 +9,7 @@ import polars as pl
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.policies import PROMPT
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import PROMPT, trainer_settings, transition_row
 from trainer.credit.estimators import estimator
 from trainer.data.assemble import assemble
 from trainer.data.source import Loaded

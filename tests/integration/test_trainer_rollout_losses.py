@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,150 @@ import pytest
 import torch
 
 from spangrad.settings import TrainerSettings
-from tests.support.learning_tables import AGGREGATIONS, loss_settings, losses, padded, step, trajectories
-from tests.support.policies import distribution, logprobs_of
-from tests.support.sections import trainer_settings, transition_row
+from tests.conftest import DocsTable
+from tests.support.policies import PROMPT, distribution, logprobs_of, padded, sample, trainer_settings, transition_row
+from tests.support.trainers import loss_settings
+from trainer.credit import learning
 from trainer.credit.learning import LOSSES, merges
 from trainer.data.batch import layout
 from trainer.data.merge import merge, separate
-from trainer.optim.losses.corrected import actor_config
+from trainer.optim.losses.corrected import actor_config, correction_of
 from trainer.optim.losses.rollout_losses import by_rollout, several_rows
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import prepare_process
 
 prepare_process()  # verl reads its platform when it is first imported
 
+SEQUENCES: dict[str, dict[str, Any]] = {"weights": {"weights": "sequence"}, "rejects": {"reject": {"seq_sum_k2": "0.3"}}}
+AGGREGATIONS: dict[str, dict[str, Any]] = {
+    "`token-mean`": {},
+    "`token-sum`": {"loss__aggregation": "token-sum"},
+    "`seq-mean-token-sum`": {"loss__aggregation": "seq-mean-token-sum"},
+    "`seq-mean-token-mean`": {"loss__aggregation": "seq-mean-token-mean"},
+    "`seq-mean-token-sum-norm`, `loss_scale_factor = 8` (Dr. GRPO)": {
+        "loss__aggregation": "seq-mean-token-sum-norm",
+        "loss__options": {"loss_scale_factor": 8},
+    },
+    "`gspo`, `seq-mean-token-mean` (as in its paper)": {
+        "loss__name": "gspo",
+        "loss__aggregation": "seq-mean-token-mean",
+        "clip_ratio": 0.02,
+    },
+    '`correction.weights = "sequence"`': {"recompute_logprobs": True, "correction": SEQUENCES["weights"]},
+    "`correction.reject.seq_sum_k2`, `seq-mean-token-mean`": {
+        "recompute_logprobs": True,
+        "correction": SEQUENCES["rejects"],
+        "loss__aggregation": "seq-mean-token-mean",
+    },
+    '`bypass_mode`, `correction.weights = "sequence"`, `reinforce`': {
+        "loss__name": "bypass_mode",
+        "correction": {**SEQUENCES["weights"], "objective": "reinforce"},
+    },
+    "`bypass_mode`, `correction.reject.seq_sum_k2`, `seq-mean-token-mean`": {
+        "loss__name": "bypass_mode",
+        "correction": SEQUENCES["rejects"],
+        "loss__aggregation": "seq-mean-token-mean",
+    },
+}
+"""Aggregations and corrections of whole sequences, each with the settings that make it."""
 WHOLE: list[dict[str, Any]] = [{"loss__name": name} for name in ("gspo", "geo_mean", "sapo")] + [
     one for one in AGGREGATIONS.values() if "seq" in str(one)
 ]
+
+
+@functools.lru_cache(maxsize=2)
+def trajectories(model: Path) -> tuple[pl.DataFrame, pl.Series]:
+    """The fixed rollouts of the losses: of four, three, two and one calls, whose prompts repeat all before; one that rewrites its history.
+
+    Their logprobs are those of other weights, so that some ratios are clipped.
+    """
+    off = np.random.default_rng(7)
+    rows: list[dict[str, object]] = []
+    worth: list[float] = []
+    for number, calls in enumerate([4, 3, 2, 1, 3]):
+        history = [*PROMPT[:3], PROMPT[3] + number % 4, *PROMPT[4:]]
+        for turn in range(calls):
+            if number == 4 and turn == 2:
+                history = list(PROMPT)
+            response, logprobs = sample(model, history, 1 + (turn + 2 * number) % 4, 1.0, seed=100 * number + turn)
+            moved = [float(np.float32(min(value + off.normal(0, 0.3), -1e-3))) for value in logprobs]
+            facts = {"PromptIds": list(history), "ResponseIds": response, "Logprobs": moved, "Version": -1}
+            rows.append(transition_row(f"r{number}", turn, **facts))
+            worth.append([1.0, -0.5, 0.25, -1.5, 0.75][number])
+            history = [*history, *response, 2, 1, 4]
+    return pl.DataFrame(rows, schema_overrides={"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}), pl.Series(worth)
+
+
+def step(model: Path, settings: TrainerSettings, rows: pl.DataFrame, worth: pl.Series) -> dict[str, float]:
+    """Metrics of an optimizer step on calls."""
+    engine = VerlOptimizer(model, settings)
+    torch.manual_seed(0)
+    return engine.step(layout((merge if settings.merge else separate)(rows, worth), lineage=[0]))
+
+
+def trajectory_loss_by_verl(model: Path, settings: TrainerSettings) -> float:
+    """Verl's function on a row a rollout, an observation of two masked tokens between its calls; logprobs by transformers."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    rows, worth = trajectories(model)
+    columns: dict[str, dict[str, list[float]]] = {}
+    for row, value in zip(rows.iter_rows(named=True), worth, strict=True):
+        current = logprobs_of(model, row["PromptIds"], row["ResponseIds"])
+        of = columns.setdefault(row["RolloutId"], {"old": [], "current": [], "mask": [], "advantage": []})
+        for name, values in (("old", row["Logprobs"]), ("current", current), ("mask", [1.0] * len(current))):
+            of[name] += [*values, 0.0, 0.0]
+        of["advantage"] += [value] * (len(current) + 2)
+    old, current, mask, advantages = (padded([of[name] for of in columns.values()]) for name in ("old", "current", "mask", "advantage"))
+    config = actor_config(settings, None)
+    config.global_batch_info.clear()
+    config.global_batch_info.update(global_batch_size=len(columns), loss_scale_factor=config.loss_scale_factor)
+    weights = None
+    if settings.loss.recompute_logprobs:
+        found, mask, _ = compute_rollout_correction_and_rejection_mask(current, old, mask, **correction_of(settings))
+        weights, old = found.batch["rollout_is_weights"] if found else None, current
+    loss, _ = get_policy_loss_fn(settings.loss.name)(
+        old_log_prob=old,
+        log_prob=current,
+        advantages=advantages,
+        response_mask=mask.bool(),
+        loss_agg_mode=settings.loss.aggregation,
+        config=config,
+        rollout_is_weights=weights,
+    )
+    return float(loss)
+
+
+def losses(model: Path, settings: TrainerSettings) -> tuple[float, float, float]:
+    """The loss of the fixed rollouts with a row a call, with merged rows, and by verl with a row a rollout."""
+    merged = settings.model_copy(update={"merge": True})
+    rows, worth = trajectories(model)
+    apart, together = (step(model, one, rows, worth)["loss"] for one in (settings, merged))
+    return apart, together, trajectory_loss_by_verl(model, settings)
+
+
+def loss_table(model: Path) -> list[str]:
+    """A line a loss."""
+    lines = [
+        "| `trainer.loss.name` | `trainer.loss.options` | looks at | here, a row a call | here, merged | verl, a row a rollout |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, facts in learning.LOSSES.items():
+        settings = loss_settings(name, clip_ratio=0.02)
+        options = ", ".join(f"`{one}`" for one in facts.options)
+        numbers = " | ".join(f"{value:+.4f}" for value in losses(model, settings))
+        lines.append(f"| `{name}` | {options} | {'rollouts' if facts.by_rollout else 'tokens'} | {numbers} |")
+    return lines
+
+
+def aggregation_table(model: Path) -> list[str]:
+    """A line an aggregation, and a line a correction of whole sequences."""
+    lines = ["| settings | here, a row a call | here, merged | verl, a row a rollout |", "| --- | --- | --- | --- |"]
+    for named, facts in AGGREGATIONS.items():
+        settings = trainer_settings(**facts)
+        numbers = " | ".join(f"{value:+.4f}" for value in losses(model, settings))
+        lines.append(f"| {named} | {numbers} |")
+    return lines
 
 
 @pytest.mark.parametrize("facts", WHOLE, ids=str)
@@ -210,3 +339,8 @@ def test_by_rollout_shares_mean_among_rows_of_a_rollout():
     assert batch.rollouts == 1
     rejected = replace(batch, response_mask=batch.response_mask * np.array([[1], [0], [1]]))
     assert by_rollout(rejected, trainer_settings(loss__aggregation="seq-mean-token-mean"))[0].row_share.tolist() == [1.0, 0.0, 0.0]  # type: ignore[union-attr]
+
+
+def test_losses_match_tables_of_learning_page(docs_table: DocsTable, tiny_model: Path):
+    docs_table("guides/learning.md", loss_table(tiny_model))
+    docs_table("guides/learning.md", aggregation_table(tiny_model))

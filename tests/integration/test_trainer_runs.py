@@ -26,7 +26,8 @@ from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from tests.support.built_rollouts import RUN, send
-from tests.support.sections import changed, trainer_settings
+from tests.support.policies import changed, trainer_settings
+from tests.support.processes import forked
 from tests.support.servers import running_store, store_settings
 from trainer.data.plan import GroupOutcome
 from trainer.data.planning import make_plan
@@ -51,7 +52,7 @@ class Service:
     model: Path
 
     def command(self, *words: str) -> list[str]:
-        """`spangrad train` with the service's settings; the interpreter says on stderr what it imports."""
+        """Arguments of an interpreter that runs `spangrad train` with the service's settings."""
         trainer = self.settings.trainer
         values = {
             "store.url": self.settings.store.url, "store.otlp_endpoint": self.settings.store.otlp_endpoint,
@@ -62,12 +63,12 @@ class Service:
         }  # fmt: skip
         overrides = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
         flags = ["--model", str(self.model), "--run-id", RUN, *overrides]
-        return [sys.executable, "-X", "importtime", "-m", "spangrad", "train", *words, *flags]
+        return ["-m", "spangrad", "train", *words, *flags]
 
     def run(self, *words: str) -> tuple[str, str, set[str]]:
         """Run it as cron would: its output, its log, and which of the heavy packages it imported."""
-        environment = {**os.environ, "SPANGRAD_CONFIG": ""}
-        done = subprocess.run(self.command(*words), capture_output=True, text=True, check=False, timeout=240, env=environment)
+        environment, command = {**os.environ, "SPANGRAD_CONFIG": ""}, [sys.executable, "-X", "importtime", *self.command(*words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
         assert done.returncode == 0, done.stderr
         return (done.stdout, *log_of(done.stderr))
 
@@ -76,7 +77,7 @@ class Service:
         ours, theirs = pty.openpty()
         environment = {**os.environ, "SPANGRAD_CONFIG": "", "TERM": "xterm", "COLUMNS": "140", "NO_COLOR": "1"}
         with tempfile.TemporaryFile("w+") as log:
-            process = subprocess.Popen(self.command(*words), stdout=theirs, stderr=log, env=environment)
+            process = forked(self.command(*words), theirs, log, environment, kind="trainer")
             os.close(theirs)
             shown = b""
             with contextlib.suppress(OSError):  # the other end is closed
@@ -85,7 +86,7 @@ class Service:
             os.close(ours)
             code = process.wait(240)
             log.seek(0)
-            told, _ = log_of(log.read())
+            told = log.read()
         assert code == 0, told
         return shown.decode(), told
 

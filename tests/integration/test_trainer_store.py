@@ -20,7 +20,7 @@ from spangrad.store import datasets
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory
 from tests.support.built_rollouts import BuiltRollouts, trainer_over
-from tests.support.sections import changed, trainer_settings
+from tests.support.policies import changed, trainer_settings
 from trainer.data.group_checks import find_skips
 from trainer.data.source import BatchRollout, Group, GroupReader
 from trainer.ledger.ledger import Ledger

@@ -9,7 +9,7 @@ import pytest
 from spangrad.settings import AirRule, Settings, StoreSettings
 from spangrad.store.clickhouse import connect, constant
 from tests.support.built_rollouts import outcome, post, rows, settings_of
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from tests.support.spans import SpanFactory
 from trainer.data.source import Group, GroupReader
 from transition_builder.loop import build_once

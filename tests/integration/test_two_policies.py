@@ -17,7 +17,7 @@ from benchmarks.two_policies_run import BOTH, GROUPS, Result, account, run, succ
 from benchmarks.two_policies_task import AGENTS, ARGUMENTS, ITEMS, PLANNER, TOOLS, TROUBLES, WORDS, WRITER, Desk, agent_of
 from spangrad.settings import Selection, Settings, StoreSettings
 from tests.support.built_rollouts import BuiltRollouts, trainer_over
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 
 END = WORDS[2]
 TICKETS = ("broken", "lamp", "late", "chair", "twice", "table", "lost", "shelf")

@@ -27,9 +27,8 @@ from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
-from tests.support.engines import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
-from tests.support.policies import Reference, perturbed
-from tests.support.sections import trainer_settings
+from tests.support.policies import Reference, perturbed, trainer_settings
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
 from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory
 from trainer.data.source import BatchRollout, Group
@@ -39,12 +38,12 @@ from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm
 
-SLOW_STEPS = Path(__file__).parents[1] / "support/slow_steps.py"
+SLOW_STEPS = Path(__file__).parents[1] / "programs/slow_steps.py"
 RUN = "crossing"
 NEWEST = 5
 GAP_SECONDS = 0.25
 """Between the end of a publication and the next."""
-TOKENS = 400
+TOKENS = 240
 EXACT = 5e-4
 """Nats: vLLM's logprobs in float32 agree with transformers' within this; those of the next version rarely do."""
 TALK = [{"role": "user", "content": "say rome"}]

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import urllib.request
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from datetime import UTC, datetime
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import httpx
+import polars as pl
 
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
+from spangrad.store import datasets
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
-from spangrad.types import Mode
+from spangrad.types import Mode, call_id, transition_id
 from spangrad.weights.checksums import tokenizer_hash
+from tests.support import servers
 from tests.support.policies import PROMPT, sample, sampled_rows
-from tests.support.sections import trainer_settings
-from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory, versions
 from tests.support.trainers import FakeOptimizer, saved
 from trainer import loop
@@ -27,9 +27,8 @@ from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import SkipReason
-from trainer.run import train
 from trainer.shutdown import Shutdown
-from transition_builder.loop import build_once
+from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS
 
 # Rollouts that were built, put into a real span store without anybody having run or built them.
 
@@ -140,15 +139,177 @@ def trainer_over(world: BuiltRollouts, settings: Settings, optimizer: FakeOptimi
     return trainer
 
 
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class StoredRollouts:
+    """Rollouts of a dataset as builders leave them, with the spans that hold their texts: made by hand for tests of exports."""
+
+    def __init__(self, store: StoreSettings, name: str) -> None:
+        self.store, self.name = store, name
+        self.client = connect(store)
+        self.spec = hashlib.sha256(name.encode()).hexdigest()[:16]
+        self.transitions: list[dict[str, Any]] = []
+        self.drops: list[dict[str, Any]] = []
+        self.rewards: list[dict[str, Any]] = []
+        self.builds: dict[str, dict[str, Any]] = {}
+        self.spans: list[dict[str, Any]] = []
+        self._made = 0
+
+    def call(
+        self,
+        rollout: str,
+        request: dict[str, Any] | None = None,
+        answer: dict[str, Any] | None = None,
+        *,
+        ids: tuple[list[int], list[int]] = ([1, 2], [3]),
+        reward: float | None = None,
+        dropped: str = "",
+        attributes: dict[str, Any] | None = None,
+        events: list[tuple[str, dict[str, str]]] | None = None,
+        span: str = "",
+        choice: int = 0,
+        mode: str = "train",
+        group: str = "g",
+        task: str = "t",
+        **changes: Any,
+    ) -> str:
+        """A call of a rollout, and its span (unless `span` names one that is there); its call id."""
+        self._made += 1
+        trace = hashlib.sha256(f"{self.name}.{rollout}".encode()).hexdigest()[:32]
+        time = START + timedelta(seconds=self._made)
+        if not span:
+            span = f"{self._made:016x}"
+            told = dict(attributes or {})
+            told |= {"spangrad.request.json": json.dumps(request)} if request is not None else {}
+            told |= {"spangrad.response.json": json.dumps(answer)} if answer is not None else {}
+            self._span(trace, span, time, told, events or [])
+        else:
+            time = next(START + timedelta(seconds=one["at"]) for one in self.spans if one["span"] == span)
+        call = call_id(trace, span, choice)
+        build = self.builds.setdefault(
+            rollout, {"Mode": mode, "GroupId": group, "TaskId": task, "GroupSize": 2, "Calls": 0, "Transitions": 0, "Drops": 0}
+        )
+        same = {"RunId": self.name, "RolloutId": rollout, "Mode": mode, "GroupId": group, "TaskId": task, "GroupSize": 2, "Attempt": 0}
+        same |= {"CallId": call, "TraceId": trace, "SpanId": span, "ChoiceIndex": choice, "Timestamp": time}
+        about = {"AgentName": "planner", "Policy": "policy", "Model": "policy"}
+        build["Calls"] += 1
+        if dropped:
+            build["Drops"] += 1
+            self.drops.append({**same, **about, "Convention": "gateway", "Reason": dropped, "Detail": "", **changes})
+            return call
+        row = {
+            **same,
+            **about,
+            "Turn": build["Transitions"],
+            "ParentCallId": "",
+            "Branch": 0,
+            "Components": ["planner"],
+            "Tools": [],
+            "Version": 3,
+            "Versions.Start": [0],
+            "Versions.Version": [3],
+            "TokenizerHash": "tok",
+            "PromptIds": ids[0],
+            "ResponseIds": ids[1],
+            "Logprobs": [-0.5] * len(ids[1]),
+            "Temperature": 1.0,
+            "FinishReason": "stop",
+            "Rewards.Name": [] if reward is None else ["reward"],
+            "Rewards.Value": [] if reward is None else [reward],
+            "Rewards.Source": [] if reward is None else ["runner"],
+            "Rewards.CallId": [] if reward is None else [""],
+            "Rewards.Role": [] if reward is None else [""],
+            "Rewards.Turn": [] if reward is None else [build["Transitions"]],
+        }
+        build["Transitions"] += 1
+        self.transitions.append({**row, **changes})
+        return call
+
+    def give(self, rollout: str, value: float, source: str = "runner", name: str = "reward") -> None:
+        """A reward of a rollout, that no transition carries."""
+        texts = dict.fromkeys(("CallId", "RuleHash", "TraceId", "SpanId"), "")
+        same = {"RunId": self.name, "Mode": "train", "RolloutId": rollout, "Attempt": 0}
+        self.rewards.append({**same, **texts, "Name": name, "Value": value, "Source": source})
+
+    def commit(self, revision: int = 0, *, name: str | None = None) -> datetime:
+        """Write everything as one revision of each rollout; the store's time after that."""
+        if self.spans:
+            self._post()
+        content = revision + 1
+        same = {"BuildSpec": self.spec, "Revision": revision, "Content": content}
+        transitions = [{**row, **same, "TransitionId": transition_id(row["CallId"], self.spec, revision)} for row in self.transitions]
+        self._insert("transitions", transitions, TRANSITIONS)
+        self._insert("drops", [{**row, **same} for row in self.drops], DROPS)
+        self._insert("rewards", [{**row, **same} for row in self.rewards], REWARDS)
+        builds = [
+            {"RunId": self.name, "RolloutId": rollout, "Attempt": 0, "Watermark": START, "Builder": "test", **row, **same}
+            for rollout, row in self.builds.items()
+        ]
+        self._insert("builds", builds, BUILDS)
+        datasets.register(self.client, self.store.url, name or self.name, self.spec, {}, "test")
+        self.transitions, self.drops, self.rewards, self.builds = [], [], [], {}
+        return datetime.fromtimestamp(self.client.query("SELECT toUnixTimestamp64Micro(now64(6))").result_rows[0][0] / 1e6, UTC)
+
+    def _insert(self, table: str, rows: list[dict[str, Any]], schema: Any) -> None:
+        if rows:
+            frame = pl.DataFrame(rows, schema=dict(schema))
+            self.client.insert_arrow(f"{stored(table)}", frame.to_arrow(compat_level=pl.CompatLevel.oldest()))
+
+    def _span(self, trace: str, span: str, time: datetime, attributes: dict[str, Any], events: list[tuple[str, dict[str, str]]]) -> None:
+        start = str(int(time.timestamp()) * 10**9)
+        self.spans.append(
+            {
+                "span": span,
+                "at": (time - START).total_seconds(),
+                "otlp": {
+                    "traceId": trace,
+                    "spanId": span,
+                    "name": "chat",
+                    "kind": 2,
+                    "startTimeUnixNano": start,
+                    "endTimeUnixNano": start,
+                    "attributes": _attributes(attributes),
+                    "events": [{"name": name, "timeUnixNano": start, "attributes": _attributes(told)} for name, told in events],
+                },
+            }
+        )
+
+    def _post(self) -> None:
+        scope = {"scope": {"name": "spangrad.gateway"}, "spans": [one["otlp"] for one in self.spans]}
+        body = {"resourceSpans": [{"resource": {"attributes": _attributes({"service.name": "gateway"})}, "scopeSpans": [scope]}]}
+        post(self.store, json.dumps(body).encode())
+
+
+def chat(messages: list[dict[str, Any]], reply: str | dict[str, Any], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Request and answer of /v1/chat/completions."""
+    said = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
+    return {"model": "policy", "messages": messages, **more}, {"choices": [{"index": 0, "message": said, "finish_reason": "stop"}]}
+
+
+def user(text: str) -> dict[str, Any]:
+    """A user's message."""
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    """The model's message."""
+    return {"role": "assistant", "content": text}
+
+
+def _attributes(values: dict[str, Any]) -> list[dict[str, Any]]:
+    def typed(value: Any) -> dict[str, Any]:
+        return {"boolValue": value} if isinstance(value, bool) else {"stringValue": str(value)}
+
+    return [{"key": key, "value": typed(value)} for key, value in values.items()]
+
+
 # What tests of the builder ask a real store: spans in by OTLP/HTTP, transitions, drops and revisions out by SQL.
 
 
 def post(store: StoreSettings, body: bytes) -> None:
     """Send an OTLP/JSON request."""
-    request = urllib.request.Request(
-        f"{store.otlp_endpoint}/v1/traces", data=body, headers={"Content-Type": "application/json"}, method="POST"
-    )
-    urllib.request.urlopen(request, timeout=30).close()
+    assert servers.post(f"{store.otlp_endpoint}/v1/traces", body, "application/json") == 200
 
 
 def settings_of(store: StoreSettings, run: str, **builder: Any) -> Settings:
@@ -202,102 +363,7 @@ def send(
             spans.evaluation(root, reward)
     for row in (*spans.spans, *spans.calls):
         row["Mode"] = mode.value
-    answer = httpx.post(f"{store.otlp_endpoint}/v1/traces", content=spans.otlp(), headers={"content-type": "application/json"}, timeout=30)
-    answer.raise_for_status()
-
-
-# A store with what a short training run leaves: spans, rewards, transitions, drops, two versions and their batches.
-
-READ_TOKEN = "read"
-ELSEWHERE = """
-INSERT INTO spangrad_internal.policy_versions
-SELECT * REPLACE (
-    mapUpdate(
-        map('seconds_publish', 0.25, 'engine_idle', 0.5, 'seconds_idle', 0.5, 'seconds_load', 0.125, 'seconds_credit', 0.0625,
-            'validate_success', 1., 'mfu', 0.25),
-        Metrics) AS Metrics,
-    now64(6) AS IngestedAt)
-FROM spangrad_internal.policy_versions FINAL WHERE BatchId != ''
-"""
-"""Metrics of a trainer that follows, publishes, evaluates and has a GPU; this one's stay."""
-
-
-@contextmanager
-def store_of_a_run(directory: Path, model: Path) -> Generator[StoreSettings]:
-    """The store, which asks readers for READ_TOKEN."""
-    store = store_settings(directory / "store", token="write", read_token=READ_TOKEN)
-    with running_store(store, directory / "store.log"):
-        settings = Settings(
-            store=store,
-            builder=BuilderSettings(incomplete_after_seconds=0),
-            trainer=trainer_settings(
-                run_id="run",
-                model=model,
-                directory=directory / "policies",
-                groups_per_batch=2,
-                max_staleness=9,
-                learning_rate=1e-3,
-                publish=False,
-            ),
-        )
-        trained = _trained(model)
-        _send(store, trained.otlp())
-        # Delivered again but for one, so that nothing takes it for the same request: whoever counts must count each span once.
-        _send(store, trained.otlp(*[str(row["SpanId"]) for row in trained.spans[:-1]]))
-        _send(store, _held_out(model).otlp())
-        build_once(settings)
-        train(settings, follow=False)
-        client = connect(store)
-        client.command(ELSEWHERE)
-        client.close()
-        yield store
-
-
-def _trained(model: Path) -> SpanFactory:
-    """Four groups of two rollouts, one of which won; tools and a call that fail, an attempt that crashes, a reward that never came."""
-    spans = SpanFactory(run="run")
-    for group in ("a", "b", "c", "d"):
-        for at in range(2):
-            rollout = f"{group}-{at}"
-            if rollout == "d-1":
-                spans.root(rollout, attempt=0, calls=0, final=False, failure="crash", GroupId=group)
-            attempt = int(rollout == "d-1")
-            root = spans.root(rollout, attempt=attempt, calls=1, GroupId=group, GroupSize=2, TaskId=f"task-{group}")
-            agent = spans.span("agent", root, rollout=rollout, attempt=attempt, kind="AGENT")
-            _call(spans, agent, model, rollout=rollout, attempt=attempt, seed=at + 10 * ord(group))
-            tool = {"rollout": rollout, "attempt": attempt, "kind": "TOOL", "status": "Error" if at else "Ok"}
-            spans.span("search", agent, **tool, Attributes={"tool.name": "search"})
-            spans.evaluation(root, 1.0 - at)
-    failed = spans.root("failed", calls=1, GroupId="e", GroupSize=1)
-    spans.call(failed, rollout="failed", ErrorType="APIError", HttpStatus=500, ResponseIds=[], Logprobs=[])
-    spans.evaluation(failed, 0.0)
-    mute = spans.root("mute", calls=1, GroupId="f", GroupSize=1)
-    spans.call(mute, rollout="mute")
-    return spans
-
-
-def _held_out(model: Path) -> SpanFactory:
-    """A group that is measured and never trained."""
-    spans = SpanFactory(run="run")
-    for at in range(2):
-        root = spans.root(f"held-out-{at}", calls=1, GroupId="v", GroupSize=2)
-        _call(spans, root, model, rollout=f"held-out-{at}", seed=at)
-        spans.evaluation(root, 1.0)
-    for row in (*spans.spans, *spans.calls, *spans.roots):
-        row["Mode"] = "validate"
-    return spans
-
-
-def _call(spans: SpanFactory, parent: str, model: Path, *, seed: int, **where: Any) -> str:
-    """A call that the model itself answered, as version 0."""
-    response, logprobs = sample(model, list(PROMPT), 2, 1.0, seed=seed)
-    facts = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
-    return spans.call(parent, **facts, TokenizerHash=tokenizer_hash(model), **versions((0, 0)), **where)
-
-
-def _send(store: StoreSettings, body: bytes) -> None:
-    headers = {"content-type": "application/json", "authorization": "Bearer write"}
-    httpx.post(f"{store.otlp_endpoint}/v1/traces", content=body, headers=headers, timeout=30).raise_for_status()
+    post(store, spans.otlp())
 
 
 # Groups that nothing before the trainer stops and that no trainer may train, by the reason that each is skipped for.

@@ -1,7 +1,7 @@
-"""Golden files of the dialects: what is read in recorded spans, and what a real vLLM answers with our middleware and without it.
+"""Files of spans and answers in every dialect: what is read in spans, and what a real vLLM answers with our middleware and without it.
 
-`python -m tests.support.dialects golden` writes what is read anew; `python -m tests.support.dialects capture` records the answers, when
-vLLM changes.
+`python -m tests.support.dialects golden` writes what is read anew; `python -m tests.support.dialects capture` asks the recorded requests
+again, when vLLM changes; a new request is a new file of `path` and `request`.
 """
 
 from __future__ import annotations
@@ -11,80 +11,141 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import polars as pl
 
 from gateway.dialects import DIALECTS
-from tests.support.engines import engine_settings, running_bare_vllm, running_engine
 from tests.support.policies import build_spelling_model
-from tests.support.registry_spans import REGISTRY, Made
+from tests.support.processes import engine_settings, running_bare_vllm, running_engine
 from tests.support.spans import SpanFactory
 from transition_builder import dialects
 from transition_builder.schemas import NODES, SPANS
 
-# What the dialects read in the golden spans.
+# Golden files: spans of a convention, and what the dialects read in them.
 
-FILES = Path(__file__).parents[1] / "golden" / "dialects"
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "spans"
-RECORDED = {
-    "openinference_openai_agents": "openai_agents+gateway",
-    "openinference_langgraph": "langgraph_tool_error",
-    "openinference_autogen": "autogen",
-    "openinference_litellm": "litellm",
-    "openinference_anthropic": "anthropic",
-    "gen_ai_openai_v2": "genai_openai_v2",
-    "traceloop_openai": "traceloop",
-    "http_only": "http_only_httpx",
-}
-"""Golden files by the fixtures that their spans were recorded in."""
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN_FILES = ROOT / "tests/golden/dialects"
 _ALWAYS = ["ScopeName", "SpanName", "Convention"]
-_SAID = [name for name in (*NODES, "ResponseId", "Model", "InputTokens", "OutputTokens") if name not in {*SPANS, *_ALWAYS, "RolloutId"}]
+_OMITTED_IF_EMPTY = [
+    name for name in (*NODES, "ResponseId", "Model", "InputTokens", "OutputTokens") if name not in {*SPANS, *_ALWAYS, "RolloutId"}
+]
 
 
-def made(spans: tuple[Made, ...]) -> pl.DataFrame:
-    """SPANS and RolloutId of made spans."""
+@dataclass(frozen=True, slots=True)
+class ConventionSpan:
+    """A span with names that its convention's own source writes; the values are ours."""
+
+    scope: str
+    name: str
+    attributes: dict[str, str] = field(default_factory=dict[str, str])
+    status: str = "Unset"
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenFile:
+    """Spans of one convention, and each kind of them once, with what the dialects read in it and how many there are."""
+
+    source: str
+    """The fixture that has the spans, or the repositories and paths in which the names of `spans` were read."""
+    described: list[dict[str, Any]]
+    spans: tuple[ConventionSpan, ...] = ()
+
+    def frame(self) -> pl.DataFrame:
+        """SPANS and RolloutId."""
+        return frame_of(self.spans) if self.spans else recorded(ROOT / self.source)
+
+
+def golden_files() -> dict[str, GoldenFile]:
+    """Every golden file, by name."""
+    return {file.stem: msgspec.json.decode(file.read_bytes(), type=GoldenFile) for file in sorted(GOLDEN_FILES.iterdir())}
+
+
+def frame_of(spans: Iterable[ConventionSpan]) -> pl.DataFrame:
+    """SPANS and RolloutId of spans."""
     factory = SpanFactory()
-    for one in spans:
-        factory.span(one.name, "", scope=one.scope, status=one.status, Attributes=one.attributes)
+    for span in spans:
+        factory.span(span.name, "", scope=span.scope, status=span.status, Attributes=span.attributes)
     return pl.DataFrame(factory.spans, schema=dict(SPANS)).with_columns(RolloutId="RolloutKey")
 
 
-def recorded(fixture: str) -> pl.DataFrame:
-    """SPANS and RolloutId of a fixture."""
+def recorded(fixture: Path) -> pl.DataFrame:
+    """SPANS and RolloutId of a recording: lines of OTLP/JSON."""
     factory = SpanFactory()
-    for line in (FIXTURES / f"{fixture}.jsonl").read_text().splitlines():
+    for line in fixture.read_text().splitlines():
         factory.load_otlp(json.loads(line))
     return pl.DataFrame(factory.spans, schema=dict(SPANS)).with_columns(RolloutId="RolloutKey")
 
 
-def shown(spans: pl.DataFrame) -> list[dict[str, Any]]:
-    """What the dialects say of spans: each kind of span once, with what it says, and how many there were."""
-    found: dict[str, dict[str, Any]] = {}
-    for node in dialects.describe(spans).select(*_ALWAYS, *dict.fromkeys(_SAID)).iter_rows(named=True):
-        said = {name: value for name, value in node.items() if name in _ALWAYS or value not in (None, False, "", [])}
-        found.setdefault(json.dumps(said, sort_keys=True), {"spans": 0, **said})["spans"] += 1
-    return list(found.values())
-
-
-def golden() -> dict[str, dict[str, Any]]:
-    """Every golden file's content, by name."""
-    files: dict[str, dict[str, Any]] = {
-        name: {"source": f"tests/fixtures/spans/{fixture}.jsonl", "described": shown(recorded(fixture))}
-        for name, fixture in RECORDED.items()
-    }
-    files |= {name: {"source": one.source, "described": shown(made(one.spans))} for name, one in REGISTRY.items()}
-    return files
+def described(spans: pl.DataFrame) -> list[dict[str, Any]]:
+    """What the dialects read in spans, as `GoldenFile.described` has it."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for node in dialects.describe(spans).select(*_ALWAYS, *dict.fromkeys(_OMITTED_IF_EMPTY)).iter_rows(named=True):
+        kind = {name: value for name, value in node.items() if name in _ALWAYS or value not in (None, False, "", [])}
+        kinds.setdefault(json.dumps(kind, sort_keys=True), {"spans": 0, **kind})["spans"] += 1
+    return list(kinds.values())
 
 
 def write_golden() -> None:
-    """Write the files; look at the difference before you keep it."""
-    FILES.mkdir(exist_ok=True)
-    for name, content in golden().items():
-        (FILES / f"{name}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    """Describe each golden file's spans anew; look at the difference before you keep it."""
+    for name, golden in golden_files().items():
+        file = GOLDEN_FILES / f"{name}.json"
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"described": described(golden.frame())}, indent=1, ensure_ascii=False) + "\n"
+        )
+
+
+# Runs of frameworks that nobody recorded, by the names and shapes that their sources and their tests have.
+
+
+@dataclass(frozen=True, slots=True)
+class SpanTree:
+    """A span, and those inside of it."""
+
+    scope: str
+    name: str
+    attributes: dict[str, str] = field(default_factory=dict[str, str])
+    inside: tuple[SpanTree, ...] = ()
+    status: str = "Ok"
+    wire: bool = False
+    """Whether a request to a model leaves from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkRun:
+    """Spans of one run of a framework's agent."""
+
+    source: str
+    """The repository and path that the names were read in."""
+    trees: tuple[SpanTree, ...]
+    calls: int
+    """That its agent made, each of which must leave as a call or as a drop."""
+    reasons: frozenset[str]
+    """Of the drops, without a gateway."""
+
+    def plant(self, factory: SpanFactory, root: str, *, gateway: bool = False, **where: Any) -> None:
+        """Make the spans below a root, with a recording gateway's span behind each request if it is there."""
+
+        def grow(tree: SpanTree, parent: str) -> None:
+            span = factory.span(tree.name, parent, scope=tree.scope, status=tree.status, Attributes=dict(tree.attributes), **where)
+            if tree.wire and gateway:
+                factory.call(span, **where)
+            for inner in tree.inside:
+                grow(inner, span)
+
+        for tree in self.trees:
+            grow(tree, root)
+
+
+def framework_runs() -> dict[str, FrameworkRun]:
+    """Every run of tests/fixtures/frameworks, by name."""
+    files = sorted((ROOT / "tests/fixtures/frameworks").iterdir())
+    return {file.stem: msgspec.json.decode(file.read_bytes(), type=FrameworkRun) for file in files}
 
 
 # Answers of the dialects, made comparable: without ids and times, and however many tokens came at a time.
@@ -177,78 +238,7 @@ def _steady(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-# Records what vLLM answers in each dialect, with our middleware and without it, for tests/unit/test_gateway_dialects.py.
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["rome", "lima"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": CITY, "strict": True}}
-FLAT_TOOL = {"type": "function", "name": "weather", "description": "d", "parameters": CITY, "strict": True}
-ANTHROPIC_TOOL = {"name": "weather", "description": "d", "input_schema": CITY, "strict": True}
-MESSAGES = [{"role": "user", "content": "say rome"}]
-CHAT = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 12}
-TEXT = {"model": "policy", "prompt": "say rome", "temperature": 0, "max_tokens": 6}
-RESPONSE = {"model": "policy", "input": "say rome", "temperature": 0, "max_output_tokens": 12}
-MESSAGE = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 12}
-SCHEMA = {"name": "city", "schema": CITY}
-DRAWN = {"temperature": 1, "top_k": 1}
-"""Greedy, but several choices are allowed."""
-ROOM = 100
-"""Tokens enough for a tool's call."""
-
-REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", CHAT),
-    "chat-two": ("/v1/chat/completions", {**CHAT, **DRAWN, "n": 2, "logprobs": True, "top_logprobs": 2}),
-    "chat-ids": ("/v1/chat/completions", {**CHAT, "return_token_ids": True}),
-    "chat-tool": ("/v1/chat/completions", {**CHAT, "max_tokens": ROOM, "tools": [CHAT_TOOL], "tool_choice": "required"}),
-    "chat-named": (
-        "/v1/chat/completions",
-        {**CHAT, "max_tokens": ROOM, "tools": [CHAT_TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
-    ),
-    "chat-schema": (
-        "/v1/chat/completions",
-        {**CHAT, "max_tokens": ROOM, "response_format": {"type": "json_schema", "json_schema": SCHEMA}},
-    ),
-    "completions": ("/v1/completions", TEXT),
-    "completions-many": ("/v1/completions", {**TEXT, **DRAWN, "prompt": ["say rome", "say lima", "tell"], "n": 2}),
-    "completions-tokens": ("/v1/completions", {**TEXT, "prompt": [[20, 21, 22], [40, 41]], "logprobs": 2}),
-    "completions-ids": ("/v1/completions", {**TEXT, "return_token_ids": True}),
-    "completions-echo": ("/v1/completions", {**TEXT, "echo": True, "logprobs": 1}),
-    "completions-wrong": ("/v1/completions", {**TEXT, "temperature": -1}),
-    "responses": ("/v1/responses", {**RESPONSE, "instructions": "be short"}),
-    "responses-logprobs": ("/v1/responses", {**RESPONSE, "include": ["message.output_text.logprobs"], "top_logprobs": 2}),
-    "responses-messages": ("/v1/responses", {**RESPONSE, "enable_response_messages": True}),
-    "responses-tool": ("/v1/responses", {**RESPONSE, "max_output_tokens": ROOM, "tools": [FLAT_TOOL], "tool_choice": "required"}),
-    "responses-named": (
-        "/v1/responses",
-        {**RESPONSE, "max_output_tokens": ROOM, "tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "weather"}},
-    ),
-    "responses-schema": (
-        "/v1/responses",
-        {**RESPONSE, "max_output_tokens": ROOM, "text": {"format": {"type": "json_schema", **SCHEMA}}},
-    ),
-    "responses-wrong": ("/v1/responses", {**RESPONSE, "model": "nobody"}),
-    "messages": ("/v1/messages", {**MESSAGE, "system": "be short"}),
-    "messages-tool": ("/v1/messages", {**MESSAGE, "max_tokens": ROOM, "tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}}),
-    "messages-named": (
-        "/v1/messages",
-        {**MESSAGE, "max_tokens": ROOM, "tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "weather"}},
-    ),
-    "messages-cut-tool": ("/v1/messages", {**MESSAGE, "max_tokens": 20, "tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}}),
-    "messages-schema": (
-        "/v1/messages",
-        {**MESSAGE, "max_tokens": ROOM, "output_config": {"format": {"type": "json_schema", "schema": CITY}}},
-    ),
-    "messages-system": ("/v1/messages", {**MESSAGE, "messages": [*MESSAGES, {"role": "system", "content": "now"}, *MESSAGES]}),
-    "messages-wrong": ("/v1/messages", {"model": "policy", "messages": MESSAGES}),
-    "messages-long": ("/v1/messages", {**MESSAGE, "max_tokens": 4096}),
-}
+# What vLLM answers to the requests of tests/fixtures/gateway, with our middleware and without it.
 
 
 def ask(url: str, body: bytes) -> dict[str, Any]:
@@ -270,18 +260,13 @@ def capture() -> None:
         running.enter_context(running_engine(plugged, home / "engine.log"))
         bare = engine_settings(home / "model", home / "cache", **tools)
         running.enter_context(running_bare_vllm(bare, home / "bare.log"))
-        for name, (path, request) in REQUESTS.items():
-            for suffix, asked in (("", request), ("-stream", {**request, "stream": True})):
-                raw = json.dumps(asked).encode()
-                for_engine = DIALECTS[path].parse(raw).for_engine()
-                golden = {
-                    "path": path,
-                    "request": asked,
-                    "bare": ask(bare.gateway.engine_url + path, raw),
-                    "plugged": ask(plugged.gateway.engine_url + path, for_engine),
-                }
-                (ROOT / f"tests/fixtures/gateway/{name}{suffix}.json").write_text(json.dumps(golden, indent=1) + "\n")
-                print(name + suffix, golden["bare"]["status"], golden["plugged"]["status"])
+        for file in sorted((ROOT / "tests/fixtures/gateway").iterdir()):
+            golden = json.loads(file.read_text())
+            path, raw = golden["path"], json.dumps(golden["request"]).encode()
+            golden["bare"] = ask(bare.gateway.engine_url + path, raw)
+            golden["plugged"] = ask(plugged.gateway.engine_url + path, DIALECTS[path].parse(raw).for_engine())
+            file.write_text(json.dumps(golden, indent=1) + "\n")
+            print(file.stem, golden["bare"]["status"], golden["plugged"]["status"])
 
 
 if __name__ == "__main__":

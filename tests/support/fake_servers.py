@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
+import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -149,54 +149,23 @@ ORDER BY length(prompt)"""
 """Token ids in the answers that agents' spans keep, of the traces of a subquery or a list."""
 
 
-class AttemptGateway(HttpServer):
-    """What the runner needs of a gateway, and chat completions: remembers announcements, counts calls, answers with `reply`."""
+@contextmanager
+def raw_server(answers: list[bytes]) -> Generator[str]:
+    """Yield the URL of a server that sends raw bytes to each connection and closes it: `answers` in turn, the last one again and again."""
 
-    def __init__(self, port: int = 0, reply: Callable[[list[dict[str, str]]], str] = lambda messages: "weather paris") -> None:
-        self.announced: dict[tuple[str, int], dict[str, str]] = {}
-        self.calls: dict[tuple[str, int], int] = {}
-        self.chats: list[dict[str, Any]] = []
-        self.chat_headers: list[dict[str, str]] = []
-        self.reply = reply
-        self.ready = 200
-        self.forgotten: set[int] = set()
-        """Attempts, by number, whose calls it cannot count any more."""
-        self.overflow_all = False
-        """Whether it says of every attempt that the engine refused the last call for its length; the calls themselves are answered."""
-        self.chatted = threading.Semaphore(0)
-        self._lock = threading.Lock()
-        super().__init__(port)
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return  # the test is over
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answers.pop(0) if len(answers) > 1 else answers[0])
 
-    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        low = {name.lower(): value for name, value in headers.items()}
-        status, answer = self._route(method, path, low, json.loads(body) if body else {})
-        return status, {"content-type": "application/json"}, json.dumps(answer).encode()
-
-    def _route(self, method: str, path: str, headers: dict[str, str], body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if path == "/readyz":
-            return self.ready, {"reason": "no engine"}
-        attempt = re.match(r"/rollout/([^/]+)/attempt/(\d+)", path)
-        key = (attempt[1], int(attempt[2])) if attempt else None
-        with self._lock:
-            if path.endswith("/chat/completions"):
-                carried = re.search(r"spangrad\.rollout\.id=([^,;]+).*?spangrad\.rollout\.attempt=(\d+)", headers.get("baggage", ""))
-                key = key or ((carried[1], int(carried[2])) if carried else None)
-                if key is not None:
-                    self.calls[key] = self.calls.get(key, 0) + 1
-                self.chats.append(body)
-                self.chat_headers.append(headers)
-                self.chatted.release()
-                message = {"role": "assistant", "content": self.reply(body["messages"])}
-                choice = {"index": 0, "message": message, "finish_reason": "stop"}
-                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-                return 200, {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice], "usage": usage}
-            if path == "/attempts":
-                self.announced |= {(one["rollout_id"], one["attempt"]): one for one in body["attempts"]}
-                return 200, {}
-            if path == "/attempts/calls":
-                return 200, {"attempts": [self._counted(one["rollout_id"], one["attempt"]) for one in body["attempts"]]}
-        return 404, {"error": path}
-
-    def _counted(self, rollout: str, number: int) -> dict[str, Any]:
-        known = (rollout, number) in self.announced and number not in self.forgotten
-        return {"calls": self.calls.get((rollout, number), 0) if known else None, "overflowed": self.overflow_all, "in_flight": 0}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()

@@ -1,36 +1,110 @@
-"""Tiny policies for tests: true samples, adapters, reference logprobs, scripted answers, a policy that lags."""
+"""Inputs of the trainer in a test: settings by the fields' own names, rows of transitions, and the tiny policies that sampled them."""
 
 from __future__ import annotations
 
-import copy
-import importlib.util
-import json
 import shutil
-import sys
-import types
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from pydantic import BaseModel
 from safetensors.numpy import load_file, save_file
 
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_service import LogprobAlarm
 from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, adapter_facts, write_config
-from tests.support.fake_servers import HttpServer
-from tests.support.sections import transition_row
-from trainer.data.batch import Batch, layout
-from trainer.data.merge import separate
 
 if TYPE_CHECKING:
     import torch
+
+# `trainer_settings(loss__name="gspo")`: a field has the section before it where several sections have one of its name.
+
+_SECTIONS = {name: cast("type[BaseModel]", field.annotation) for name, field in TrainerSettings.model_fields.items()}
+_SECTIONS = {name: kind for name, kind in _SECTIONS.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
+
+
+def trainer_key(name: str) -> str:
+    """Return the key below `trainer` of a field that one section has, or of `section__field`."""
+    if "__" in name:
+        return name.replace("__", ".", 1)
+    sections = [section for section, kind in _SECTIONS.items() if name in kind.model_fields]
+    if name in TrainerSettings.model_fields or not sections:
+        return name
+    if len(sections) > 1:
+        raise ValueError(f"{name} is in the sections {sections}: write SECTION__{name}")
+    return f"{sections[0]}.{name}"
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of the trainer's settings that hold these values."""
+    tables: dict[str, Any] = {}
+    for name, value in flat.items():
+        section, _, field = trainer_key(name).partition(".")
+        if field:
+            tables.setdefault(section, {})[field] = value
+        else:
+            tables[section] = value
+    return tables
+
+
+def trainer_settings(**flat: Any) -> TrainerSettings:
+    """Return the trainer's settings with these values."""
+    return TrainerSettings(**nested(flat))
+
+
+def changed(settings: TrainerSettings, flat: Mapping[str, Any]) -> TrainerSettings:
+    """Return the trainer's settings with these values replaced, which are not validated."""
+    tables = {
+        name: getattr(settings, name).model_copy(update=value) if name in _SECTIONS and isinstance(value, dict) else value
+        for name, value in nested(flat).items()
+    }
+    return settings.model_copy(update=tables)
+
+
+def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = (), **changes: object) -> dict[str, object]:
+    """A row of spangrad_internal.transitions as the trainer reads it; `changes` replace columns."""
+    count = len(changes.get("Rewards.Value", rewards))  # type: ignore[arg-type]
+    row: dict[str, object] = {
+        "RunId": "run",
+        "Mode": "train",
+        "BuildSpec": "spec",
+        "GroupId": "group",
+        "TaskId": "task",
+        "RolloutId": rollout,
+        "Attempt": 0,
+        "Revision": 0,
+        "Turn": turn,
+        "CallId": f"call-{rollout}-{turn}",
+        "TraceId": f"trace-{rollout}",
+        "SpanId": f"span-{rollout}-{turn}",
+        "AgentName": "agent",
+        "Components": ["agent"],
+        "Tools": [],
+        "Policy": "policy",
+        "Model": "policy",
+        "TransitionId": f"transition-{rollout}-{turn}",
+        "Version": 0,
+        "Versions.Start": [],  # Version sampled all of it
+        "Versions.Version": [],
+        "TokenizerHash": "tokenizer",
+        "Temperature": 1.0,
+        "Reshaping": "",
+        "FinishReason": "stop",
+        "PromptIds": [1, 2, 3],
+        "ResponseIds": [4, 5],
+        "Logprobs": [-0.5, -1.5],
+        "Rewards.Name": ["reward"] * len(rewards),
+        "Rewards.Value": list(rewards),
+        "Rewards.CallId": [""] * count,
+        "Rewards.Role": [""] * count,
+        "Rewards.Turn": [turn] * count,
+    }
+    return {**row, **changes}
+
 
 # Samples drawn from a model with transformers, so that their logprobs are true.
 
@@ -73,7 +147,12 @@ def sample(model: Path, prompt: list[int], length: int, temperature: float, *, s
 
 def logprobs_of(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
     """Logprob of each token of a response under a model."""
-    return [float(distribution(model, [*prompt, *response[:i]], temperature)[token]) for i, token in enumerate(response)]
+    import torch
+
+    with torch.inference_mode():
+        logits = _load(model)(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    chosen = torch.tensor(response, dtype=torch.long)[:, None]
+    return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0].tolist()
 
 
 def distribution(model: Path, ids: list[int], temperature: float) -> Any:
@@ -82,6 +161,13 @@ def distribution(model: Path, ids: list[int], temperature: float) -> Any:
 
     with torch.no_grad():
         return (_load(model)(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
+
+
+def padded(rows: list[list[float]]) -> torch.Tensor:
+    """Rows of different lengths in one tensor."""
+    import torch
+
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float32) for row in rows], batch_first=True)
 
 
 @lru_cache(maxsize=8)
@@ -113,27 +199,6 @@ def random_adapter(base: Path, directory: Path, *, seed: int, rank: int = 4, alp
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     write_config(directory, AdapterFacts(base, rank, alpha), tensors)
     return directory
-
-
-def logprobs_by_peft(directory: Path, prompt: list[int], response: list[int]) -> list[float]:
-    """Logprob of each token of a response under a model, or a model and its adapter."""
-    import torch
-
-    with torch.inference_mode():
-        logits = _load_with_adapter(directory)(torch.tensor([prompt + response])).logits[0]
-    at = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
-    return at[torch.arange(len(response)), torch.tensor(response)].tolist()
-
-
-@lru_cache(maxsize=16)
-def _load_with_adapter(directory: Path) -> Any:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    adapter = adapter_facts(directory)
-    model = AutoModelForCausalLM.from_pretrained(adapter.base if adapter else directory, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, directory) if adapter else model
 
 
 # What transformers says of the tokens that versions of a policy sampled, and versions that differ.
@@ -221,171 +286,3 @@ def build_spelling_model(directory: Path) -> None:
     )
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
-
-
-# A scripted policy behind OpenAI's chat interface, which says words and whose words are read as calls of the request's tools.
-
-PARSER = Path(__file__).parents[2] / "examples" / "learning" / "word_calls.py"
-
-
-@dataclass
-class _Function:
-    name: str
-    arguments: str
-
-
-@dataclass
-class _Call:
-    type: str
-    function: _Function
-    id: str = "call"
-
-
-@dataclass
-class _Extracted:
-    tools_called: bool
-    tool_calls: list[_Call] = field(default_factory=list)
-    content: str | None = None
-
-
-def word_calls() -> types.ModuleType:
-    """The parser's module."""
-    protocol, abstract = (
-        types.ModuleType("vllm.entrypoints.generate.base.protocol"),
-        types.ModuleType("vllm.tool_parsers.abstract_tool_parser"),
-    )
-    vars(protocol).update(ExtractedToolCallInformation=_Extracted, FunctionCall=_Function, ToolCall=_Call)
-    vars(abstract).update(ToolParser=object, ToolParserManager=SimpleNamespace(register_module=lambda name: lambda made: made))
-    spec = importlib.util.spec_from_file_location("word_calls", PARSER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with patch.dict(sys.modules, {protocol.__name__: protocol, abstract.__name__: abstract}):
-        spec.loader.exec_module(module)
-    return module
-
-
-def as_said(message: dict[str, Any]) -> str:
-    """A message's words, as the examples' chat template writes it."""
-    calls = (one["function"] for one in message.get("tool_calls") or [])
-    words = (f"{call['name']} {' '.join(str(value) for value in json.loads(call['arguments']).values())}" for call in calls)
-    return " ".join([message.get("content") or "", *words]).strip()
-
-
-class WordPolicy(HttpServer):
-    """Answers each chat with what `reply` says to its messages, (role, words) each; a text begins with a space, as vLLM's does."""
-
-    def __init__(self, reply: Callable[[list[tuple[str, str]]], str]) -> None:
-        self.reply = reply
-        self.chats: list[dict[str, Any]] = []
-        self.paths: list[str] = []
-        self._parser = word_calls().WordCalls()
-        super().__init__()
-
-    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        chat = json.loads(body)
-        self.chats.append(chat)
-        self.paths.append(path)
-        tools = [SimpleNamespace(function=SimpleNamespace(**tool["function"])) for tool in chat.get("tools", [])]
-        said = self._parser.extract_tool_calls(
-            self.reply([(one["role"], as_said(one)) for one in chat["messages"]]), SimpleNamespace(tools=tools)
-        )
-        message: dict[str, Any] = {"role": "assistant", "content": f" {said.content}" if said.content else said.content}
-        if said.tools_called:
-            message["tool_calls"] = [{**asdict(call), "id": f"call-{len(self.chats)}"} for call in said.tool_calls]
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if said.tools_called else "stop"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        whole = {"id": "c", "object": "chat.completion", "created": 0, "model": chat["model"], "choices": [choice], "usage": usage}
-        return 200, {"content-type": "application/json"}, json.dumps(whole).encode()
-
-
-# A policy that learns the two-tools task, whose rollouts are sampled by the trained version or by one before it, soundly or with a fault.
-
-CITIES, ROWS, TOKENS = 4, 64, 3
-CITY, FIRST_CITY, WEATHER, CLOCK, END = 3, 11, 9, 10, 2
-"""Place of the city in the prompt; token ids."""
-
-
-class LaggingPolicy:
-    """An optimizer, and the weights of its versions as an engine would serve them."""
-
-    def __init__(self, model: Path, settings: TrainerSettings, engine: torch.dtype) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        from trainer.optim.optimizer import VerlOptimizer
-
-        self.engine = VerlOptimizer(model, settings, engine_dtype=str(engine).removeprefix("torch."))
-        self._dtype, self._dice = engine, torch.Generator().manual_seed(0)
-        self._plain = AutoModelForCausalLM.from_pretrained(model)
-        self.versions = [self._served()]
-
-    @property
-    def version(self) -> int:
-        """The newest version."""
-        return len(self.versions) - 1
-
-    def step(self, behind: int) -> dict[str, float]:
-        """Train on sound rollouts of some versions ago; the step's metrics."""
-        metrics = self.engine.step(self.batch(self.sample(self.versions[max(self.version - behind, 0)]), behind))
-        self.versions.append(self._served())
-        return metrics
-
-    def sample(
-        self, served: Any, *, temperature: float = 1.0, cached_by: Any = None, prompts: torch.Tensor | None = None
-    ) -> list[dict[str, Any]]:
-        """Sample a response to each prompt.
-
-        Args:
-            served: the model whose weights sample.
-            temperature: of the sampling.
-            cached_by: the model whose keys and values of the prompt are in the engine's prefix cache. None: `served`.
-            prompts: token ids that the engine gets, shape (rows, tokens). None: the task's.
-        """
-        import torch
-
-        ids = task_prompts() if prompts is None else prompts
-        with torch.no_grad():
-            cache = (cached_by or served).model(ids[:, :-1], use_cache=True).past_key_values
-            token, tokens, logprobs = ids[:, -1:], list[torch.Tensor](), list[torch.Tensor]()
-            for _ in range(TOKENS):
-                hidden = served.model(token, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-                after = (hidden.float() @ served.lm_head.weight.float().T / temperature).log_softmax(-1)
-                token = torch.multinomial(after.exp(), 1, generator=self._dice)
-                tokens.append(token)
-                logprobs.append(after.gather(1, token))
-        recorded = zip(task_prompts().tolist(), torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True)
-        return [{"PromptIds": prompt, "ResponseIds": response, "Logprobs": values} for prompt, response, values in recorded]
-
-    def batch(self, rows: list[dict[str, Any]], behind: int) -> Batch:
-        """Lay rows out as calls of some versions ago, with group-relative advantages."""
-        version = max(self.version - behind, 0)
-        frame = pl.DataFrame([transition_row(f"r{row}", Version=version, **facts) for row, facts in enumerate(rows)])
-        worth = np.array([reward(facts) for facts in rows]).reshape(-1, CITIES)
-        advantages = (worth - worth.mean(axis=0)) / (worth.std(axis=0) + 1e-6)
-        return layout(separate(frame, pl.Series(advantages.reshape(-1))), lineage=range(self.version + 1))
-
-    def _served(self) -> Any:
-        """A copy of the optimizer's weights in the engine's dtype."""
-        import torch
-
-        names = dict(self._plain.named_parameters())
-        with torch.no_grad():
-            for name, value in self.engine.weights():
-                names[name].copy_(torch.from_numpy(value))
-        return copy.deepcopy(self._plain).to(self._dtype)
-
-
-def task_prompts() -> torch.Tensor:
-    """Token ids of a batch's prompts, shape (rows, tokens): the cities in turn."""
-    import torch
-
-    prompts = torch.tensor([PROMPT] * ROWS)
-    prompts[:, CITY] = FIRST_CITY + torch.arange(ROWS) % CITIES
-    return prompts
-
-
-def reward(row: dict[str, Any]) -> float:
-    """Return 1 for the tool that the city needs, with the city that was asked for."""
-    city = row["PromptIds"][CITY]
-    return float(row["ResponseIds"] == [CLOCK if city in {FIRST_CITY + 1, FIRST_CITY + 3} else WEATHER, city, END])

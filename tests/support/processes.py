@@ -1,4 +1,4 @@
-"""Processes of tests: ended at a chosen boundary, forked with all imported, under a moved clock, measured, in other environments."""
+"""Processes of tests: ended at a chosen boundary, forked with all imported, measured; vLLM and gateways, started and ready."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-import venv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-import pytest
-
-from benchmarks.peers.environment import peer_environment
-from spangrad.processes import Child, wait_until
-from tests.support import fork_server
+from gateway.engine import command, environment
+from spangrad.processes import Child, answers, free_ports, wait_until
+from spangrad.settings import Settings, StoreSettings
+from spangrad.settings.sources import load_settings
+from tests.programs import fork_server
 
 # Crashes a child process at a chosen boundary, as a power cut would: no handler, no rollback code runs.
 
@@ -198,70 +199,6 @@ def run_spangrad(
         return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
 
 
-# A time of day that tests can move, for real: for a process and whatever runs in it (Python, SQLite), as if somebody had set the clock.
-
-_SOURCE = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/time.h>
-#include <time.h>
-
-static long long offset(void) {
-    static volatile long long *place;
-    if (!place) {
-        int file = open(getenv("MOVED_CLOCK"), O_RDONLY);
-        place = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
-    }
-    return *place;
-}
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int failed = real(clock, now);
-    if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += offset();
-    return failed;
-}
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-    struct timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    now->tv_sec = precise.tv_sec;
-    now->tv_usec = precise.tv_nsec / 1000;
-    return 0;
-}
-time_t time(time_t *place) {
-    struct timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    if (place) *place = precise.tv_sec;
-    return precise.tv_sec;
-}
-"""
-
-
-class MovedClock:
-    """A clock for processes that are started with `environment`."""
-
-    def __init__(self, directory: Path) -> None:
-        """Make it; the test is skipped where there is no C compiler."""
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if not compiler:
-            pytest.skip("a C compiler is not here: install gcc")
-        source, library, self._file = directory / "clock.c", directory / "clock.so", directory / "clock"
-        source.write_text(_SOURCE)
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
-        self.move(0)
-        self.environment = {"LD_PRELOAD": str(library), "MOVED_CLOCK": str(self._file)}
-
-    def move(self, seconds: int) -> None:
-        """Set it to so many seconds from the real time, at once for all processes."""
-        if not self._file.exists():
-            self._file.write_bytes(bytes(8))
-        with self._file.open("r+b") as file:
-            file.write(struct.pack("q", seconds))
-
-
 # Children that end by SIGINT whoever started the tests: a shell without job control has its background ignore it, for all descendants.
 
 
@@ -298,38 +235,129 @@ def _status(pid: int, name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) // 1024
 
 
-# Environments of agents as users have them: OpenTelemetry's own auto-instrumentation, and the same with our wheel installed beside it.
+# vLLM, started through the fork server, and gateways before it.
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIENTS = Path(__file__).resolve().parents[1] / "agents" / "clients"
-THREADING = "opentelemetry-instrumentation-threading==0.66b1"
-"""What the wheel needs and the stock environment lacks."""
+VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
+KV_CACHE_BYTES = 64 * 2**20
+
+_SERVE = """
+import importlib, json, logging, sys
+from spangrad.errors import SpangradError
+from spangrad.settings import Settings
+logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+try:
+    importlib.import_module(sys.argv[1]).serve(Settings.model_validate(json.loads(sys.argv[2])))
+except SpangradError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
 
 
-def stock() -> Path:
-    """`pip install opentelemetry-distro opentelemetry-exporter-otlp` and the instrumentors: its `bin`; made once, in half a minute."""
-    return peer_environment("stock_agents")
+@cache
+def forking_python() -> Path:
+    """Return an interpreter of vLLM whose servers are forked from a process that has imported vLLM; it starts with the first call.
+
+    The demo's tests start vLLM as users do.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="spangrad-vllm-"))
+    wrapper, address = directory / "python", directory / "socket"
+    settings = load_settings({"engine.python": str(VLLM_PYTHON), "engine.cache_dir": str(directory / "cache")}, env={})
+    command = [str(VLLM_PYTHON), "-P", fork_server.__file__, str(address)]
+    child = Child("vLLM's fork server", command, directory / "log", environment(settings, directory), inherit_settings=False)
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(child.stop)
+    wait_until(address.exists, 180, child.name, [child])
+    fork_server.write_wrapper(wrapper, VLLM_PYTHON, address)
+    return wrapper
 
 
-def with_wheel(directory: Path) -> Path:
-    """The stock environment after `pip install spangrad`: its `bin`, in a new directory."""
-    venv.create(directory, with_pip=False)
-    (site,) = directory.glob("lib/python*/site-packages")
-    (stock_site,) = stock().parent.glob("lib/python*/site-packages")
-    (site / "stock.pth").write_text(f"{stock_site}\n")
-    (directory / "bin" / "opentelemetry-instrument").symlink_to(stock() / "opentelemetry-instrument")
-    _pip("wheel", "--no-build-isolation", "--wheel-dir", str(directory), str(ROOT / "packaging" / "agent"))
-    (made,) = directory.glob("spangrad-*.whl")
-    _pip("--python", str(directory / "bin" / "python"), "install", str(made), THREADING)
-    return directory / "bin"
+def engine_settings(model: Path, cache: Path, **changes: object) -> Settings:
+    """Settings of a small vLLM on a free port, where a gateway finds it; `changes` are of section engine."""
+    (port,) = free_ports(1)
+    flags = {
+        "engine.python": str(forking_python()),
+        "engine.model": str(model),
+        "engine.port": port,
+        "engine.dtype": "float32",
+        "engine.max_model_len": 128,
+        "engine.enforce_eager": True,
+        "engine.kv_cache_bytes": KV_CACHE_BYTES,
+        "engine.cache_dir": str(cache),
+        "gateway.engine_url": f"http://127.0.0.1:{port}",
+        **{f"engine.{name}": value for name, value in changes.items()},
+    }
+    return load_settings(flags, env={})
 
 
-def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps"], check=True)
+def gateway_settings(engine: Settings, store: StoreSettings, **changes: object) -> Settings:
+    """Settings of a gateway on a free port between an engine and a store; `changes` are of section gateway."""
+    (port,) = free_ports(1)
+    spill = engine.engine.cache_dir.parent / f"spill-{port}"
+    where = {"port": port, "url": f"http://127.0.0.1:{port}", "spill_path": spill}
+    return engine.model_copy(update={"store": store, "gateway": engine.gateway.model_copy(update={**where, **changes})})
 
 
-def run(environment: Path, program: Path, arguments: list[str], variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """`opentelemetry-instrument python PROGRAM ARGUMENTS` with these variables, and nothing else that could matter, set."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    command = [str(environment / "opentelemetry-instrument"), str(environment / "python"), str(program), *arguments]
-    return subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, timeout=120, check=False)
+def start(module: str, settings: Settings, log: Path) -> Child:
+    """Start `module.serve(settings)`; it may not be ready yet."""
+    values = settings.model_dump(mode="json")
+    # Secrets hide themselves in a dump.
+    for section, token in (("store", settings.store.token), ("gateway", settings.gateway.token)):
+        values[section]["token"] = token.get_secret_value() if token else None
+    return ForkedChild(module, ["-c", _SERVE, module, json.dumps(values)], log, {"PYTHONPATH": str(ROOT)})
+
+
+@contextmanager
+def running_engine(settings: Settings, log: Path) -> Generator[Child]:
+    """A vLLM that is warmed up, stopped at the end."""
+    child = start("gateway.engine", settings, log)
+    try:
+        url = f"{settings.gateway.engine_url}/spangrad/info"
+        wait_until(lambda: fetch(url).get("warm", False), 180, "vLLM", [child], poll_seconds=0.2)
+        yield child
+    finally:
+        child.stop()
+
+
+@contextmanager
+def running_bare_vllm(settings: Settings, log: Path) -> Generator[Child]:
+    """A vLLM as `running_engine` starts it, but without our plugin: what it answers is what agents shall get."""
+    model = Path(str(settings.engine.model))
+    words = command(settings, model)
+    for option in ("--middleware", "--worker-extension-cls"):
+        at = words.index(option)
+        del words[at : at + 2]
+    child = Child("a bare vLLM", words, log, environment(settings, model))
+    try:
+        wait_until(lambda: answers(f"{settings.gateway.engine_url}/health"), 180, "a bare vLLM", [child], poll_seconds=0.2)
+        yield child
+    finally:
+        child.stop()
+
+
+@contextmanager
+def running_gateway(settings: Settings, log: Path) -> Generator[Child]:
+    """A gateway that has admitted its engine, stopped at the end."""
+    child = start("gateway.server", settings, log)
+    try:
+        url = f"{settings.gateway.url}/readyz"
+        wait_until(lambda: fetch(url).get("status") == "serving", 30, "the gateway", [child], poll_seconds=0.05)
+        yield child
+    finally:
+        child.stop()
+
+
+def fetch(url: str, body: object | None = None) -> dict[str, Any]:
+    """JSON of an answer, an error's too; empty while nobody answers."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60) as answer:
+            text = answer.read()
+    except urllib.error.HTTPError as error:
+        text = error.read()
+    except OSError:
+        return {}
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"text": text.decode(errors="replace")}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
+import re
 import signal
-import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -27,15 +27,22 @@ from runner.queue.wire import Completion, Failure, Held, NewRollout, QueuedRollo
 from runner.workers.agents import CommandAgent
 from spangrad import semconv
 from spangrad.errors import QueueError
-from spangrad.leases import this_process
 from spangrad.processes import MARK, Child, answers, free_ports, wait_until
 from spangrad.settings import EnvironmentServiceSettings, GatewaySettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure
-from tests.support.fake_servers import AttemptGateway, OtlpSink
+from tests.support.fake_servers import HttpServer, OtlpSink
 from tests.support.processes import ForkedChild
-from tests.support.sections import service_settings
 
 # Queues for tests: served in this process, or in one that can be killed.
+
+
+def service_settings(**flat: Any) -> Settings:
+    """Return all settings with these values: `SECTION__field` of a service, and fields of the runner by their own names."""
+    tables: dict[str, Any] = {"runner": {}}
+    for name, value in flat.items():
+        section, _, field = name.rpartition("__")
+        tables.setdefault(section or "runner", {})[field] = value
+    return Settings(**tables)
 
 
 def queue_settings(db: str, **changes: object) -> Settings:
@@ -160,6 +167,59 @@ AGENT = """
         *) echo thinking >&2; echo 1;;
     esac
 """
+
+
+class AttemptGateway(HttpServer):
+    """What the runner needs of a gateway, and chat completions: remembers announcements, counts calls, answers with `reply`."""
+
+    def __init__(self, port: int = 0, reply: Callable[[list[dict[str, str]]], str] = lambda messages: "weather paris") -> None:
+        self.announced: dict[tuple[str, int], dict[str, str]] = {}
+        self.calls: dict[tuple[str, int], int] = {}
+        self.chats: list[dict[str, Any]] = []
+        self.chat_headers: list[dict[str, str]] = []
+        self.reply = reply
+        self.ready = 200
+        self.forgotten: set[int] = set()
+        """Attempts, by number, whose calls it cannot count any more."""
+        self.overflow_all = False
+        """Whether it says of every attempt that the engine refused the last call for its length; the calls themselves are answered."""
+        self.chatted = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        super().__init__(port)
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        low = {name.lower(): value for name, value in headers.items()}
+        status, answer = self._route(method, path, low, json.loads(body) if body else {})
+        return status, {"content-type": "application/json"}, json.dumps(answer).encode()
+
+    def _route(self, method: str, path: str, headers: dict[str, str], body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path == "/readyz":
+            return self.ready, {"reason": "no engine"}
+        attempt = re.match(r"/rollout/([^/]+)/attempt/(\d+)", path)
+        key = (attempt[1], int(attempt[2])) if attempt else None
+        with self._lock:
+            if path.endswith("/chat/completions"):
+                carried = re.search(r"spangrad\.rollout\.id=([^,;]+).*?spangrad\.rollout\.attempt=(\d+)", headers.get("baggage", ""))
+                key = key or ((carried[1], int(carried[2])) if carried else None)
+                if key is not None:
+                    self.calls[key] = self.calls.get(key, 0) + 1
+                self.chats.append(body)
+                self.chat_headers.append(headers)
+                self.chatted.release()
+                message = {"role": "assistant", "content": self.reply(body["messages"])}
+                choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+                return 200, {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice], "usage": usage}
+            if path == "/attempts":
+                self.announced |= {(one["rollout_id"], one["attempt"]): one for one in body["attempts"]}
+                return 200, {}
+            if path == "/attempts/calls":
+                return 200, {"attempts": [self._counted(one["rollout_id"], one["attempt"]) for one in body["attempts"]]}
+        return 404, {"error": path}
+
+    def _counted(self, rollout: str, number: int) -> dict[str, Any]:
+        known = (rollout, number) in self.announced and number not in self.forgotten
+        return {"calls": self.calls.get((rollout, number), 0) if known else None, "overflowed": self.overflow_all, "in_flight": 0}
 
 
 @dataclass
@@ -297,28 +357,6 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
-# A worker in a process of its own, for tests that kill it: leases, waits a moment, completes; poison it fails.
-
-
-async def attempt(client: QueueClient, lease: RolloutLease, file: Path) -> None:
-    await asyncio.sleep(random.random() * 0.02)
-    if lease.task_input() == "poison":
-        await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH, detail="poison")])
-        return
-    told = Completion(rollout_id=lease.rollout_id, attempt=lease.attempt, rewards={"reward": 1.0}, calls=1, seconds=0.01)
-    (result,) = await client.complete([told])
-    if result.refused is None:
-        with file.open("a") as out:
-            out.write(f"{lease.rollout_id} {lease.attempt}\n")
-
-
-async def main(url: str, file: Path) -> None:
-    async with QueueClient(url) as client:
-        while True:
-            leases = await client.lease("run", this_process(), 8, wait_seconds=1)
-            await asyncio.gather(*[attempt(client, lease, file) for lease in leases])
-
-
 # Services of environments for tests, on free ports.
 
 
@@ -326,7 +364,3 @@ def environment_service_settings(**changes: Any) -> EnvironmentServiceSettings:
     """Settings of a service of environments."""
     (port,) = free_ports(1)
     return EnvironmentServiceSettings(port=port, **changes)
-
-
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))

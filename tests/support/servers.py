@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
-from unittest.mock import patch
 
 import psycopg
 import pytest
 from psycopg import sql
 
-from collector import database
 from collector.database import EmbeddedDatabase
 from collector.schema.cluster import Layout
-from collector.schema.migrations import Execute, migrate
+from collector.schema.migrations import migrate
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
@@ -124,34 +122,61 @@ def migrated_engine(path: Path) -> Generator[EmbeddedDatabase]:
     engine.close()
 
 
-# The sharded layout on one machine: an engine that is the only shard of a cluster, without replicas.
-
-SHARDED = Layout("prod", sharded=True)
-_CLUSTER = """<tcp_port>9000</tcp_port>
-<remote_servers><prod><shard><replica><host>127.0.0.1</host><port>9000</port></replica></shard></prod></remote_servers>
-</clickhouse>"""
-_REPLICATED = re.compile(r"Replicated(\w*MergeTree)\('[^']*', '[^']*'(?:, )?")
+# Raw requests to the store's SQL interface, for what the drivers hide: headers, cut answers, clients that leave.
 
 
-@contextmanager
-def one_shard(directory: Path) -> Generator[Execute]:
-    """Statements run by an engine of this process on `directory`; nothing listens: the shard is the engine itself."""
-    config = directory / "config"
-    config.mkdir()
-    (config / "config.xml").write_text((database.CONFIG / "config.xml").read_text().replace("</clickhouse>", _CLUSTER))
-    # The embedded store's own rights deny other servers.
-    users = re.sub(r"<grants>.*</grants>", "", (database.CONFIG / "users.xml").read_text(), flags=re.DOTALL)
-    (config / "users.xml").write_text(users)
-    with patch.object(database, "CONFIG", config):
-        opened = database.EmbeddedDatabase(directory / "data")
-        handle = opened.handle()
-    handle.query("SET distributed_product_mode = 'global'")
-    handle.query("SET distributed_foreground_insert = 1")
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, and whether it came whole."""
+
+    status: int
+    headers: Message
+    body: bytes
+    whole: bool = True
+
+    @property
+    def code(self) -> int:
+        """ClickHouse's code of the error; 0 for none."""
+        return int(self.headers["X-ClickHouse-Exception-Code"] or 0)
+
+
+def ask(
+    store: StoreSettings,
+    sql: str | bytes = "",
+    *,
+    method: str = "POST",
+    path: str = "/",
+    headers: dict[str, str] | None = None,
+    **parameters: object,
+) -> Reply:
+    """Ask, and read all that comes."""
+    connection = http.client.HTTPConnection("127.0.0.1", store.clickhouse_port, timeout=60)
     try:
-        yield lambda sql: handle.query(_REPLICATED.sub(r"\1(", sql.replace(SHARDED.on_cluster, ""))).body.decode()
+        connection.request(method, f"{path}?{urllib.parse.urlencode(parameters)}", sql, headers or {})
+        answer = connection.getresponse()
+        try:
+            return Reply(answer.status, answer.headers, answer.read())
+        except http.client.IncompleteRead as cut:
+            return Reply(answer.status, answer.headers, cut.partial, whole=False)
     finally:
-        handle.close()
-        opened.close()
+        connection.close()
+
+
+def begin(store: StoreSettings, sql: str, **parameters: object) -> socket.socket:
+    """Send a question and read nothing."""
+    connection = socket.create_connection(("127.0.0.1", store.clickhouse_port))
+    path = f"/?{urllib.parse.urlencode(parameters)}"
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sql)}\r\n\r\n{sql}".encode())
+    return connection
+
+
+def form(**parts: tuple[str | None, bytes]) -> tuple[bytes, dict[str, str]]:
+    """Body and headers of a form: by name, a file's name (None for a field) and the content."""
+    lines: list[bytes] = []
+    for name, (file, content) in parts.items():
+        named = f'; filename="{file}"' if file is not None else ""
+        lines.append(f'--edge\r\nContent-Disposition: form-data; name="{name}"{named}\r\n\r\n'.encode() + content + b"\r\n")
+    return b"".join(lines) + b"--edge--\r\n", {"Content-Type": "multipart/form-data; boundary=edge"}
 
 
 # A file system in memory that is soon full.
@@ -323,25 +348,3 @@ def binary(variable: str, name: str) -> str:
     if not (Path(named).is_file() and os.access(named, os.X_OK)):
         pytest.fail(f"{variable} = {named!r} is no program that can be run: set it right, or unset it")
     return named
-
-
-@contextmanager
-def raw_server(answers: list[bytes]) -> Generator[str]:
-    """Yield the URL of a server that sends raw bytes to each connection and closes it: `answers` in turn, the last one again and again."""
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return  # the test is over
-            with connection:
-                connection.recv(65536)
-                connection.sendall(answers.pop(0) if len(answers) > 1 else answers[0])
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from examples.two_tools.model import WORDS, word_tokenizer
-from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings
+from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
+from tests.support.policies import trainer_settings, transition_row
 from tests.support.processes import crashes, survives
-from tests.support.sections import trainer_settings, transition_row
 from trainer import loop, step
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded
@@ -30,14 +29,12 @@ from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.publish import checkpoint
-from trainer.publish.checkpoint import STATE, save_weights
 from trainer.publish.lora import adapter_of
 from trainer.publish.publisher import GatewayRefusedError, Publisher
-from trainer.sft import training
 from trainer.sft.examples import Example
 from trainer.sft.files import ExampleFile
 from trainer.sft.rendering import TokenSequence
-from trainer.sft.training import FileRun, FileTrainPlan, finetune
+from trainer.sft.training import FileRun, finetune
 from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
@@ -247,6 +244,22 @@ def die_at_every_boundary(base: Path, directory: Path) -> int:
     return deaths
 
 
+# Settings of losses.
+
+_OPTIONS: dict[str, dict[str, float]] = {
+    "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.0, "clip_cov_ub": 5.0},
+    "kl_cov": {"kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0},
+    "dro": {"dro_beta": 0.5},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.5},
+}
+"""Of losses that are told apart from others only so, on a small batch."""
+
+
+def loss_settings(name: str, **changes: Any) -> TrainerSettings:
+    """Of a loss with its options for the fixed batch."""
+    return trainer_settings(loss__name=name, loss__options=_OPTIONS.get(name, {}), **changes)  # type: ignore[arg-type]
+
+
 # Files of examples, and a run over files whose optimizer is a fake: everything else of it is real.
 
 NOBODY = StoreSettings(url="http://127.0.0.1:9")
@@ -282,57 +295,6 @@ def tokens(*ids: int, reply: int = 1, **more: Any) -> dict[str, Any]:
     return {"input_ids": list(ids), "loss_mask": [0] * (len(ids) - reply) + [1] * reply, **more}
 
 
-@dataclass
-class FakeFileOptimizer:
-    """Adds the first id of each trained row to its only weight: what was trained twice, or not at all, shows."""
-
-    weight: float = 0.0
-    device: str = "cpu"
-    reference: NDArray[np.float32] | None = None
-    steps: list[list[int]] = field(default_factory=list)
-    fails_at: int | None = None
-
-    def step(self, examples: Sequence[Example], reference: NDArray[np.float32] | None = None) -> dict[str, float]:
-        self.steps.append([one.sequences[0].ids[0] for one in examples])
-        if self.fails_at == len(self.steps):
-            raise RuntimeError("the machine caught fire")
-        self.weight += sum(self.steps[-1])
-        return {"loss": 0.5, "grad_norm": 1.0, "tokens": float(len(examples))}
-
-    def logprobs(self, examples: Sequence[Example]) -> NDArray[np.float32]:
-        return np.zeros(sum(len(one.sequences) for one in examples), np.float32)
-
-    def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
-        return {"loss": 1.0 / (1.0 + self.weight)} if examples else {}
-
-    def save_weights(self, directory: Path) -> None:
-        save_weights(directory, [("weight", np.array([self.weight], np.float32))])
-
-    def save_state(self, directory: Path) -> None:
-        (directory / STATE).write_text(str(self.weight))
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
-    """Have runs make fakes from here on, each with its base's weight; the list of those that were made."""
-    made: list[FakeFileOptimizer] = []
-
-    def fake(_: Any, plan: FileTrainPlan) -> FakeFileOptimizer:
-        from safetensors.numpy import load_file
-
-        directory = Path(plan.base.policy_version.path)
-        weight = float(load_file(directory / "model.safetensors")["weight"][0])
-        assert not plan.at or float((directory / STATE).read_text()) == weight, "a run goes on from its own state"
-        made.append(FakeFileOptimizer(weight, fails_at=fails_at))
-        return made[-1]
-
-    training._Run._optimizer = fake  # type: ignore[assignment, method-assign]
-    training._store = lambda _: None  # a store that is away, without asking
-    return made
-
-
 def finetune_settings(base: Path, directory: Path, store: StoreSettings = NOBODY, **changes: Any) -> Settings:
     """Of a run of three epochs of two steps; `trainer` changes that section."""
     trainer = {"run_id": "run", "model": base, "directory": directory, "publish": False, "traces": False, **changes.pop("trainer", {})}
@@ -345,19 +307,6 @@ def finetuned(chosen: Settings, *files: Path, method: Any = "sft", **options: An
     done = finetune(chosen, method, files, **options)
     assert done
     return done
-
-
-def ledger_of(chosen: Settings) -> Ledger:
-    return Ledger(chosen.trainer.directory, chosen.trainer.policy, chosen.trainer.branch)
-
-
-def weight_of(chosen: Settings) -> float:
-    """Of the branch's head."""
-    from safetensors.numpy import load_file
-
-    head = ledger_of(chosen).frontier()
-    assert head
-    return float(load_file(Path(head.policy_version.path) / "model.safetensors")["weight"][0])
 
 
 def example(*sequences: tuple[list[int], list[int]]) -> Example:
@@ -378,42 +327,6 @@ PAIRS = [
     example(([*PROMPT, 14], [*REPLY, 1]), ([*PROMPT, 13, 2], [*REPLY, 1, 1])),
 ]
 """Replies of several lengths; the first pair's rejected one has two turns."""
-
-
-ROWS = [tokens(one, 2, **meta(f"r{one}", f"g{one}")) for one in (3, 5, 7, 9)]
-WHOLE = 3 * (3 + 5 + 7 + 9)
-"""The weight once three epochs of ROWS are trained."""
-
-
-def die_at_every_boundary_of_finetuning(base: Path, directory: Path) -> int:
-    """Run over files, dying at one boundary after the other and going on from there; return how many deaths there were.
-
-    This process only forks: Polars starts threads, which do not survive a fork.
-    """
-    file = write_rows(directory / "rows.jsonl", ROWS)
-
-    def train(boundary: int) -> None:
-        with_fakes()
-        finetuned(finetune_settings(base, directory / str(boundary), epochs=2), file)
-
-    def go_on(boundary: int) -> None:
-        chosen = finetune_settings(base, directory / str(boundary), epochs=2)
-        with_fakes()
-        finetuned(chosen, file)
-        ledger = ledger_of(chosen)
-        committed = ledger.committed_versions()
-        assert len(committed) == 3, "two epochs and what they began with"
-        assert weight_of(chosen) == WHOLE * 2 / 3, "an epoch was repeated or skipped"
-        here = {one.name for one in (chosen.trainer.directory / "policy/main").iterdir()}
-        assert here == {f"v{version}" for version in committed[1:]}, "an uncommitted version was left"
-        batches = [one.policy_version.batch_id for one in ledger.versions() if one.version in committed[1:]]
-        assert [len(ledger.batch(batch or "")) for batch in batches] == [4, 4]
-
-    deaths = 0
-    for boundary in crashes(train, {training.__file__: {"_versions", "_version", "_lease"}, step.__file__: TRANSACTION}):
-        deaths += 1
-        survives(go_on, boundary)
-    return deaths
 
 
 # Places of ledgers, by name.
@@ -443,5 +356,4 @@ def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Ch
 
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    die = {"rollouts": die_at_every_boundary, "files": die_at_every_boundary_of_finetuning}[sys.argv[1]]
-    print(die(Path(sys.argv[2]), Path(sys.argv[3])))
+    print(die_at_every_boundary(Path(sys.argv[1]), Path(sys.argv[2])))

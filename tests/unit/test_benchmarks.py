@@ -44,7 +44,7 @@ def _spans(bodies: list[bytes]) -> list[tuple[str, Span]]:
 class TestWorkload:
     @pytest.mark.parametrize("workload", MIXES, ids=str)
     def test_workload_same_seed_gives_same_bodies(self, workload: Workload) -> None:
-        names = workload.names(12)
+        names = workload.names(7)
         assert list(workload.bodies(names)) == list(workload.bodies(names))
         assert list(workload.bodies(names)) != list(Workload(4, workload.mix, workload.ids).bodies(names))
 
@@ -181,7 +181,7 @@ def receiver() -> Iterator[tuple[str, dict[bytes, int]]]:
     """The address of a receiver, and how often it was asked to take each body."""
     asked: dict[bytes, int] = {}
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Receiver", (_Receiver,), {"asked": asked}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1/traces", asked
     server.shutdown()
     server.server_close()

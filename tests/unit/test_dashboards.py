@@ -14,8 +14,8 @@ import yaml
 from dashboards.files import DASHBOARDS, DIRECTORY, differing, render, write
 from spangrad.settings import StoreSettings
 from spangrad.store.names import INTERNAL
-from tests.support import sql_clients
-from tests.support.sql_clients import (
+from tests.support import grafana
+from tests.support.grafana import (
     ALL,
     Choice,
     Window,
@@ -69,7 +69,7 @@ def test_provisioning_names_store_token_and_dashboards() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_panel_has_description_unit_and_data_source(panel: sql_clients.Panel) -> None:
+def test_panel_has_description_unit_and_data_source(panel: grafana.Panel) -> None:
     assert len(panel.model["description"]) > 20
     assert panel.model["fieldConfig"]["defaults"]["unit"]
     assert panel.model["datasource"] == {"type": "grafana-clickhouse-datasource", "uid": "${datasource}"}
@@ -93,14 +93,14 @@ def test_dashboards_commands_read_models_and_guides_name_public_tables_only() ->
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_panel_reads_narrow_tables_and_quotes_variables(panel: sql_clients.Panel) -> None:
+def test_panel_reads_narrow_tables_and_quotes_variables(panel: grafana.Panel) -> None:
     assert set(re.findall(r"otel\.(otel_\w+)", panel.sql)) == set()
     raw = re.findall(r"\$\{(\w+)\}", panel.sql)
     assert set(raw) <= {"success"}, "only a number stands in SQL as it was typed"
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_panel_macro_without_arguments_is_parenthesized(panel: sql_clients.Panel) -> None:
+def test_panel_macro_without_arguments_is_parenthesized(panel: grafana.Panel) -> None:
     """Older data sources take the next parenthesis that opens for the macro's own."""
     assert re.findall(r"\$__(?:interval_s|fromTime|toTime)\b(?!\))", panel.sql) == []
 
@@ -217,9 +217,9 @@ def test_field_kind_matches_data_source(type_: str, kind: str) -> None:
     assert field_kind(type_) == kind
 
 
-def of(kind: str, **changes: Any) -> sql_clients.Panel:
+def of(kind: str, **changes: Any) -> grafana.Panel:
     model = {"fieldConfig": {"overrides": []}, "options": {"xField": "x"}, **changes}
-    return sql_clients.Panel("a panel", kind, "", model)
+    return grafana.Panel("a panel", kind, "", model)
 
 
 TIME, NUMBER, WORD = ("time", "DateTime"), ("n", "UInt64"), ("w", "String")

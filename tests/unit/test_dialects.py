@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.dialects import FILES, golden, made, recorded
-from tests.support.registry_spans import REGISTRY, Made
+from tests.support.dialects import ROOT, ConventionSpan, described, frame_of, golden_files, recorded
 from tests.support.spans import SpanFactory
 from transition_builder import dialects
 from transition_builder.dialects import scopes
@@ -19,17 +18,14 @@ from transition_builder.dialects.describe import READERS
 from transition_builder.frames import empty
 from transition_builder.schemas import ANSWERS, NODES, SPANS
 
-GOLDEN = golden()
-KEYS = sorted(
-    {key for registry in REGISTRY.values() for span in registry.spans for key in span.attributes} | {"openinference.span.kind", "k"}
-)
-SCOPES = sorted({span.scope for registry in REGISTRY.values() for span in registry.spans} | {"openinference.instrumentation.openai", ""})
-VALUES = sorted(
-    {value for registry in REGISTRY.values() for span in registry.spans for value in span.attributes.values()} | {"LLM", "TOOL"}
-)
+GOLDEN = golden_files()
+SPANS_OF_FILES = [span for golden in GOLDEN.values() for span in golden.spans]
+KEYS = sorted({key for span in SPANS_OF_FILES for key in span.attributes} | {"openinference.span.kind", "k"})
+SCOPES = sorted({span.scope for span in SPANS_OF_FILES} | {"openinference.instrumentation.openai", ""})
+VALUES = sorted({value for span in SPANS_OF_FILES for value in span.attributes.values()} | {"LLM", "TOOL"})
 ANY_VALUE = st.one_of(st.sampled_from(VALUES), st.text(max_size=20), st.just('{"id": 1, "choices": [{}]}'), st.just("[1, 2"))
 ANY_SPAN = st.builds(
-    Made,
+    ConventionSpan,
     scope=st.sampled_from(SCOPES),
     name=st.one_of(st.text(max_size=10), st.sampled_from(["llm_request", "agentlightning.annotation", "POST"])),
     attributes=st.dictionaries(st.one_of(st.sampled_from(KEYS), st.text(max_size=10)), ANY_VALUE, max_size=8),
@@ -37,24 +33,22 @@ ANY_SPAN = st.builds(
 )
 
 
-def frame(*spans: Made) -> pl.DataFrame:
-    return made(spans)
+def frame(*spans: ConventionSpan) -> pl.DataFrame:
+    return frame_of(spans)
 
 
-@pytest.mark.parametrize("name", sorted(GOLDEN))
+@pytest.mark.parametrize("name", GOLDEN)
 def test_describe_convention_matches_golden_file(name: str) -> None:
-    assert json.loads((FILES / f"{name}.json").read_text()) == json.loads(json.dumps(GOLDEN[name]))
+    assert described(GOLDEN[name].frame()) == GOLDEN[name].described
 
 
 def test_golden_files_cover_every_convention() -> None:
-    read = {one["Convention"] for content in GOLDEN.values() for one in content["described"]}
-    assert read == set(READERS)
-    assert {file.stem for file in FILES.iterdir()} == set(GOLDEN)
+    assert {kind["Convention"] for golden in GOLDEN.values() for kind in golden.described} == set(READERS)
 
 
 @settings(deadline=None)
 @given(st.lists(ANY_SPAN, max_size=12))
-def test_describe_any_spans_gives_a_row_each_in_order(spans: list[Made]) -> None:
+def test_describe_any_spans_gives_a_row_each_in_order(spans: list[ConventionSpan]) -> None:
     given_spans = frame(*spans)
     nodes = dialects.describe(given_spans)
     assert nodes.select(given_spans.columns).equals(given_spans)
@@ -72,7 +66,7 @@ def test_describe_any_spans_gives_a_row_each_in_order(spans: list[Made]) -> None
 
 @settings(deadline=None)
 @given(st.lists(ANY_SPAN, min_size=1, max_size=8), st.randoms())
-def test_describe_span_is_independent_of_others(spans: list[Made], random: st.DataObject) -> None:
+def test_describe_span_is_independent_of_others(spans: list[ConventionSpan], random: st.DataObject) -> None:
     together = dialects.describe(frame(*spans))
     alone = pl.concat([dialects.describe(frame(one)) for one in spans])
     added = [name for name in together.columns if name not in {*SPANS, "RolloutId"}]
@@ -107,8 +101,8 @@ def test_is_client_by_scope(scope: str, client: bool) -> None:
 @pytest.mark.parametrize("kind", ["AGENT", "CHAIN", "RETRIEVER", "EMBEDDING", "RERANKER", "GUARDRAIL", "EVALUATOR", "PROMPT", "TOOL"])
 def test_describe_openinference_llm_of_any_scope_is_model_span(kind: str) -> None:
     spans = frame(
-        Made("anybody", "x", {"openinference.span.kind": kind, "llm.model_name": "m"}),
-        Made("anybody", "x", {"openinference.span.kind": "LLM"}),
+        ConventionSpan("anybody", "x", {"openinference.span.kind": kind, "llm.model_name": "m"}),
+        ConventionSpan("anybody", "x", {"openinference.span.kind": "LLM"}),
     )
     nodes = dialects.describe(spans)
     assert nodes.select("IsClient", "IsModel", "IsSuspect").rows() == [(False, False, False), (False, True, False)]
@@ -118,30 +112,30 @@ def test_describe_openinference_llm_of_any_scope_is_model_span(kind: str) -> Non
 def test_holds_answer_only_for_spans_that_keep_ids() -> None:
     llm = {"openinference.span.kind": "LLM"}
     spans = frame(
-        Made("openinference.instrumentation.openai", "ChatCompletion", llm),
-        Made("openinference.instrumentation.openai", "Embedding", {"openinference.span.kind": "EMBEDDING"}),
-        Made("openinference.instrumentation.langchain", "ChatOpenAI", llm),
-        Made("openinference.instrumentation.litellm", "completion", llm),
-        Made("my.own", "ask", llm),
-        Made("mlflow.tracing.provider", "Completions", {"mlflow.spanType": '"CHAT_MODEL"'}),
-        Made("mlflow.tracing.provider", "tool", {"mlflow.spanType": '"TOOL"'}),
-        Made("agentops", "openai.chat.completion", {"gen_ai.request.model": "m"}),
-        Made("opentelemetry.instrumentation.openai_v2", "chat m", {"gen_ai.request.model": "m"}),
-        Made("opentelemetry.instrumentation.httpx", "POST"),
-        Made("spangrad.gateway", "chat"),
+        ConventionSpan("openinference.instrumentation.openai", "ChatCompletion", llm),
+        ConventionSpan("openinference.instrumentation.openai", "Embedding", {"openinference.span.kind": "EMBEDDING"}),
+        ConventionSpan("openinference.instrumentation.langchain", "ChatOpenAI", llm),
+        ConventionSpan("openinference.instrumentation.litellm", "completion", llm),
+        ConventionSpan("my.own", "ask", llm),
+        ConventionSpan("mlflow.tracing.provider", "Completions", {"mlflow.spanType": '"CHAT_MODEL"'}),
+        ConventionSpan("mlflow.tracing.provider", "tool", {"mlflow.spanType": '"TOOL"'}),
+        ConventionSpan("agentops", "openai.chat.completion", {"gen_ai.request.model": "m"}),
+        ConventionSpan("opentelemetry.instrumentation.openai_v2", "chat m", {"gen_ai.request.model": "m"}),
+        ConventionSpan("opentelemetry.instrumentation.httpx", "POST"),
+        ConventionSpan("spangrad.gateway", "chat"),
     )
     assert dialects.holds_answer(spans).to_list() == [True, False, False, False, True, True, False, True, False, False, False]
 
 
 def test_describe_gives_request_facts_of_convention() -> None:
     spans = frame(
-        Made(
+        ConventionSpan(
             "openinference.instrumentation.openai",
             "ChatCompletion",
             {"openinference.span.kind": "LLM", "llm.invocation_parameters": '{"temperature": 0.5, "tool_choice": "required"}'},
             "Ok",
         ),
-        Made(
+        ConventionSpan(
             "a",
             "chat m",
             {
@@ -152,8 +146,8 @@ def test_describe_gives_request_facts_of_convention() -> None:
                 "http.response.status_code": "429",
             },
         ),
-        Made("ai", "x", {"ai.operationId": "ai.streamText.doStream", "ai.settings.topK": "7", "ai.response.id": "r"}),
-        Made("a", "chat m", {"gen_ai.operation.name": "chat"}, "Error"),
+        ConventionSpan("ai", "x", {"ai.operationId": "ai.streamText.doStream", "ai.settings.topK": "7", "ai.response.id": "r"}),
+        ConventionSpan("a", "chat m", {"gen_ai.operation.name": "chat"}, "Error"),
     )
     nodes = dialects.describe(spans.with_columns(StatusMessage=pl.Series(["", "", "", "APITimeoutError: late"])))
     columns = [
@@ -178,11 +172,11 @@ def test_asked_tools_gives_tool_calls_of_answers() -> None:
         '[{"role":"assistant","parts":[{"type":"tool_call","id":"call_2","name":"f","arguments":{}},{"type":"tool_call","id":"call_3"}]}]'
     )
     spans = frame(
-        Made("a", "x", {"openinference.span.kind": "LLM", "llm.output_messages.0.message.tool_calls.1.tool_call.id": "call_1"}),
-        Made("a", "x", {"gen_ai.request.model": "m", "gen_ai.output.messages": parts}),
-        Made("a", "x", {"llm.request.type": "chat", "gen_ai.completion.0.tool_calls.0.id": "call_4"}),
-        Made("ai", "x", {"ai.operationId": "ai.streamText.doStream", "ai.response.toolCalls": '[{"toolCallId": "call_5"}]'}),
-        Made("a", "x", {"openinference.span.kind": "TOOL", "tool_call.id": "call_1"}),
+        ConventionSpan("a", "x", {"openinference.span.kind": "LLM", "llm.output_messages.0.message.tool_calls.1.tool_call.id": "call_1"}),
+        ConventionSpan("a", "x", {"gen_ai.request.model": "m", "gen_ai.output.messages": parts}),
+        ConventionSpan("a", "x", {"llm.request.type": "chat", "gen_ai.completion.0.tool_calls.0.id": "call_4"}),
+        ConventionSpan("ai", "x", {"ai.operationId": "ai.streamText.doStream", "ai.response.toolCalls": '[{"toolCallId": "call_5"}]'}),
+        ConventionSpan("a", "x", {"openinference.span.kind": "TOOL", "tool_call.id": "call_1"}),
     )
     found = dialects.asked_tools(dialects.describe(spans))
     places = {span: place for place, span in enumerate(spans["SpanId"])}
@@ -196,14 +190,16 @@ def test_asked_tools_gives_tool_calls_of_answers() -> None:
 
 
 def test_describe_bare_http_to_model_is_suspect() -> None:
-    nodes = dialects.describe(recorded("http_only_httpx"))
+    nodes = dialects.describe(recorded(ROOT / "tests/fixtures/spans/http_only_httpx.jsonl"))
     assert nodes.select("IsSuspect", "IsClient", "IsModel", "Convention").rows() == [(True, False, False, "")] * 2
 
 
 def test_describe_langchain_tool_message_gives_call_and_failure() -> None:
     message = {"type": "tool", "data": {"content": "boom", "tool_call_id": "call_9", "status": "error"}}
     spans = frame(
-        Made("openinference.instrumentation.langchain", "f", {"openinference.span.kind": "TOOL", "output.value": json.dumps(message)}, "Ok")
+        ConventionSpan(
+            "openinference.instrumentation.langchain", "f", {"openinference.span.kind": "TOOL", "output.value": json.dumps(message)}, "Ok"
+        )
     )
     assert dialects.describe(spans).select("ToolFailed", "ToolCallId").rows() == [(True, "call_9")]
 

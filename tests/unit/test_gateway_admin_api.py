@@ -23,9 +23,9 @@ from schemathesis.specs.openapi.checks import (
 from gateway.pool.admin_pool import BackendRequest, BackendState, OrderRequest, PolicyState, PoolAdmin, SleepRequest
 from gateway.proxy.admin import Admin, AnnouncementRequest, CountedAttempts, CountRequest
 from gateway.weights.release import Publication, PublicationRequest
-from tests.support.engines import fetch
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import ASKED, staged
+from tests.support.processes import fetch
 
 EXAMPLES = 25
 """A operation; of odd bodies as many again."""

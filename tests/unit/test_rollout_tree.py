@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from commands.inspection.rollout_tree import draw
-from spangrad.store.rollout.record import Build, Conclusion, Record
-from tests.support.rollouts import WHOLE, call, span
+from spangrad.store.rollout.record import Build, Conclusion, Record, Span
+
+# Two attempts, a tool, and two calls, of which one has two choices. The clock of a client's span is an hour slow: that does not matter.
+WHOLE = msgspec.json.decode((Path(__file__).parents[1] / "fixtures/rollout.json").read_bytes(), type=Record)
+TEAM = next(span for span in WHOLE.spans if span.name == "agent")
+
+
+def span(name: str, own: str, parent: str = "", **facts: Any) -> Span:
+    plain = {"attempt": 0, "trace": "t0", "seq": int(own, 16), "duration": 5_000_000, "kind": "", "agent": ""}
+    return replace(TEAM, name=name, span=own, parent=parent, **{**plain, **facts})
 
 
 def text(record: Record) -> str:
@@ -47,19 +59,8 @@ def test_draw_rootless_trace() -> None:
         span("ChatCompletion", "2", "1", run="", mode="", names_rollout=False, process="", seq=0, started=1, service="app"),
         span("chat", "3", "2", run="", mode="", names_rollout=False, kind="gateway", process="g", duration=0),
     ]
-    calls = [
-        call(
-            "3",
-            trace="t0",
-            error="500",
-            http_status=500,
-            prompt_tokens=0,
-            response_tokens=0,
-            policy="",
-            versions=(),
-            finish_reason="",
-        )
-    ]
+    failed = {"error": "500", "http_status": 500, "prompt_tokens": 0, "response_tokens": 0, "policy": "", "versions": ()}
+    calls = [replace(WHOLE.calls[0], span="3", trace="t0", finish_reason="", **failed)]
     assert text(Record("trace-1", spans, calls, [], [])) == (
         """\
 rollout trace-1

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from spangrad.settings import Settings
 from spangrad.store.rollout.record import Build, Conclusion, Record, Reward, TrainedBatch
 from spangrad.store.rollout.why import explain
-from tests.support.rollouts import CLIENT, FAILED, FIRST_CALL, KEPT, SECOND, SECOND_CALL, root, span
-from tests.support.sections import changed
+from tests.support.policies import changed
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings()
-ENDED = root("b0", final=True, attributes={"spangrad.rollout.calls": "2"}, **SECOND)
+ROLLOUT = msgspec.json.decode((Path(__file__).parents[1] / "fixtures/rollout.json").read_bytes(), type=Record)
+FAILED, KEPT, AGENT, CLIENT, FIRST_CALL, SECOND_CALL = (
+    next(span for span in ROLLOUT.spans if span.span == own) for own in ("a0", "b0", "b1", "b2", "b3", "b6")
+)
+ENDED = replace(KEPT, status="Unset", attributes={**KEPT.attributes, "spangrad.rollout.calls": "2"})
 FAILED_FIRST = replace(FAILED, attributes={**FAILED.attributes, "spangrad.rollout.calls": "0"})
 GIVEN = [("reward", 1.0, "evaluation_event", ""), ("tool", -0.1, "air", "")]
 KEPT_CALL = Conclusion(1, "t1", "b3", 0, "researcher", "policy", 3, 0, GIVEN)
@@ -83,8 +88,8 @@ builder.incomplete_after_seconds (600 s) after its end; the newest span arrived 
     )
 
 
-AGENT_SPAN = span("agent", "1", run="", mode="", names_rollout=False)
-CALL_SPAN = span("ChatCompletion", "2", "1", run="", mode="", names_rollout=False, kind="llm")
+AGENT_SPAN = replace(AGENT, span="1", parent="", run="", mode="", names_rollout=False, kind="")
+CALL_SPAN = replace(CLIENT, span="2", parent="1", run="", mode="", names_rollout=False)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from tests.support.sections import transition_row
+from tests.support.policies import transition_row
 from trainer.data.batch import layout
 from trainer.data.merge import merge, separate
 

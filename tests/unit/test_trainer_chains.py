@@ -7,7 +7,7 @@ import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import trainer_settings, transition_row
 from trainer.credit.assignment import returns
 from trainer.data.assemble import assemble, with_advantages
 from trainer.data.chains import chains

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import SettingsError
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import trainer_settings, transition_row
 from trainer.credit import assignment
 from trainer.credit.assignment import Baseline, Credit, CreditRule, Units
 from trainer.credit.learning import Scope

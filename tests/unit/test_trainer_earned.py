@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.sections import transition_row
+from tests.support.policies import transition_row
 from trainer.credit.assignment import Baseline, Credit, CreditRule, Units, advantages, returns
 from trainer.data.chains import chains
 from transition_builder.rewards.spread import SPREAD, spread

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from spangrad.types import AttemptFailure
-from tests.support.sections import transition_row
+from tests.support.policies import transition_row
 from tests.support.trainers import FakeSource, group, settings, wired, write_base
 from trainer.credit.assignment import advantages
 from trainer.credit.estimators import group_relative

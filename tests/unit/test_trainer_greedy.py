@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.sections import changed, trainer_settings, transition_row
+from tests.support.policies import changed, trainer_settings, transition_row
 from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 from trainer.credit import assignment
 from trainer.credit.assignment import CreditRule

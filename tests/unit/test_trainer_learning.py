@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from spangrad.errors import SettingsError
 from spangrad.settings.trainer_learning import Correction
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from trainer.credit import learning
 from trainer.data.batch import Batch, split, take
 

@@ -19,7 +19,7 @@ from spangrad.errors import GatewayError, LedgerError, SettingsError, TrainerErr
 from spangrad.settings import Selection
 from spangrad.types import PolicyVersion, VersionStatus
 from tests.support import trainers
-from tests.support.sections import transition_row
+from tests.support.policies import transition_row
 from tests.support.trainers import SPEC, FakeOptimizer, FakePublisher, FakeSource, committed, group, settings, wired, write_base
 from trainer import loop, run
 from trainer.data.source import Group, Loaded

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import TrainerError
-from tests.support.sections import transition_row
+from tests.support.policies import transition_row
 from trainer.data.merge import Sequences, merge, separate
 
 

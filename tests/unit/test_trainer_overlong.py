@@ -11,7 +11,7 @@ import pytest
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import trainer_settings, transition_row
 from trainer.credit import assignment, learning
 from trainer.credit.assignment import Units
 from trainer.credit.overlong import punishment, with_overlong

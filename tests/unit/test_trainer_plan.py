@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from spangrad.settings import TrainerSettings
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import trainer_settings, transition_row
 from tests.support.trainers import SPEC, FakeSource, group, settings, wired, write_base
 from trainer import loop
 from trainer.data.plan import GroupOutcome, LedgerHistory, TrainPlan, planned

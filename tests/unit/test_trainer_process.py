@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from trainer.optim.process import describe_choices
 
 ON_CPU = "device cpu, dtype fp32, packing off, gradient_checkpointing off"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spangrad.errors import BadRowsError, SettingsError
 from spangrad.settings import TrainerSettings
-from tests.support.sections import transition_row
+from tests.support.policies import transition_row
 from trainer.data.batch import Batch, layout, take
 from trainer.data.merge import merge, separate
 from trainer.monitor.row_check import RowCheck

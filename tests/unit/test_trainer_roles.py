@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.settings import BuilderSettings, TrainerSettings
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import trainer_settings, transition_row
 from tests.support.spans import SpanFactory
 from trainer.credit.assignment import CreditRule, advantages, returns
 from trainer.credit.estimators import estimator, group_relative

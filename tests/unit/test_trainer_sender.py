@@ -16,7 +16,7 @@ from spangrad.errors import SettingsError
 from spangrad.processes import free_ports
 from spangrad.settings import TrainerSettings
 from spangrad.weights.checksums import checksum_arrays
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.sections import changed, trainer_settings, transition_row
+from tests.support.policies import changed, trainer_settings, transition_row
 from trainer.data.assemble import assemble, batch_groups, with_advantages
 from trainer.data.group_checks import find_skips, same_ids
 from trainer.data.masks import masks

@@ -16,7 +16,7 @@ import pytest
 from commands.training.train_skips import restore, skipped
 from spangrad.errors import BadRowsError, LedgerError, SettingsError, TrainerError
 from spangrad.types import VersionStatus
-from tests.support.sections import transition_row
+from tests.support.policies import transition_row
 from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 from trainer import loop
 from trainer.data import batch_queue
@@ -71,6 +71,19 @@ def bad(*names: str) -> dict[str, dict[str, object]]:
 
 def statuses(ledger: Ledger) -> list[tuple[int, str | None]]:
     return [(version.version, version.status) for version in ledger.versions()]
+
+
+def test_take_trains_groups_of_oldest_versions_first(tmp_path: Path, base: Path) -> None:
+    source = FakeSource(["a", "b"])
+    trainer = wired(settings(base, tmp_path, max_staleness=2), source)
+    trainer.run(follow=False)
+    versions = {"new1": 1, "old1": 0, "new2": 1, "old2": 0}
+    tokenizer = trainer.loaded.tokenizer_hash
+    source.names += versions
+    source.changes = {name: {"Version": at, "TokenizerHash": tokenizer} for name, at in versions.items()}
+    trainer.run(follow=False)
+    batches = {version: sorted({rollout.split("-")[0] for rollout in rollouts}) for version, rollouts in committed(trainer).items()}
+    assert batches == {0: [], 1: ["a", "b"], 2: ["old1", "old2"], 3: ["new1", "new2"]}
 
 
 def test_step_that_names_rows_skips_their_groups_and_refills_the_batch(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):

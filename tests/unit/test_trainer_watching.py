@@ -15,7 +15,7 @@ from rich.console import Console
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
 from spangrad.types import PolicyVersion, VersionStatus
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor import tracking

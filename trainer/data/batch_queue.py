@@ -5,8 +5,9 @@ and is looked at again later. A group is loaded once, as soon as it is ready, an
 staleness bound can use.
 
 Groups are checked when they are ready, not when a batch is full, so that one that is decided is replaced at once: a group that may not be
-trained from one version may not be trained from a later one either. Groups that fail a check in the step itself are skipped by `refuse`;
-the next batch is filled up with the next ones, and what was loaded of the sound ones is kept.
+trained from one version may not be trained from a later one either. Those with calls of the oldest versions are trained first, since they
+would be the first to be too stale. Groups that fail a check in the step itself are skipped by `refuse`; the next batch is filled up with
+the next ones, and what was loaded of the sound ones is kept.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Incomplete:
 
 
 class BatchQueue:
-    """Takes batches of sound groups, in the order in which they became ready."""
+    """Takes batches of sound groups, in the order of their oldest versions, then of when they became ready."""
 
     def __init__(self, settings: TrainerSettings, ledger: Ledger, clock: Clock, on_stale: Callable[[], None]) -> None:
         """Take nothing yet.
@@ -67,8 +68,8 @@ class BatchQueue:
         self._on_stale = on_stale
         self._groups = ReadyGroups(ledger, settings)
         self._held: Loaded | None = None
-        self._sound: set[Group] = set()
-        """Held groups that may be trained from `_head`."""
+        self._sound: dict[Group, int] = {}
+        """Held groups that may be trained from `_head`, with the oldest version that answered a call of each."""
         self._under_way: set[Group] = set()
         """Groups of the batch that was taken last, until it is committed or refused."""
         self._head: LedgerVersion | None = None
@@ -94,13 +95,15 @@ class BatchQueue:
             if loaded.incomplete:
                 self._wait(loaded.incomplete)
             complete = [group for group in unchecked if group not in loaded.incomplete]
-            skips = self._checked(complete, loaded.only(set(complete)) if loaded.incomplete else loaded, head) if complete else {}
-            self._sound |= set(complete) - skips.keys()
+            sound = loaded.only(set(complete)) if loaded.incomplete else loaded
+            skips = self._checked(complete, sound, head) if complete else {}
+            versions = sound.oldest_versions(self._settings.policy)
+            self._sound |= {group: versions.get(group, head.version) for group in complete if group not in skips}
             if skips:
                 self._skip(skips, head)
 
     def take(self, source: GroupReader, head: LedgerVersion) -> Loaded | None:
-        """Return the oldest sound groups that make a whole batch, once those that may not be trained are skipped.
+        """Return the groups of the oldest versions that make a whole batch, once those that may not be trained are skipped.
 
         Returns:
             None: too few are ready.
@@ -111,7 +114,7 @@ class BatchQueue:
         began = time.time_ns()
         self.look(source, head)
         count = self._settings.sampling.groups_per_batch
-        while len(chosen := [group for group in self.ready if group in self._sound][:count]) == count:
+        while len(chosen := self._oldest()[:count]) == count:
             assert self._held
             loaded = self._held.only(set(chosen))
             if skips := self._claimed(chosen, loaded):
@@ -122,6 +125,10 @@ class BatchQueue:
             self._under_way = set(chosen)
             return loaded
         return None
+
+    def _oldest(self) -> list[Group]:
+        """Return the ready groups that may be trained, those of the oldest versions first."""
+        return sorted((group for group in self.ready if group in self._sound), key=self._sound.__getitem__)
 
     def refuse(self, error: BadRowsError, groups: Sequence[Group], rows: Sequence[int], head: LedgerVersion) -> None:
         """Skip the groups of the rows that failed in a step; where no row is named, all groups of the batch, as `not_finite`.
@@ -198,7 +205,7 @@ class BatchQueue:
 
     def _keep(self, groups: Collection[Group]) -> None:
         """Free what is held of other groups."""
-        self._sound &= set(groups)
+        self._sound = {group: version for group, version in self._sound.items() if group in groups}
         if self._held:
             self._held = self._held.only(groups) if groups else None
 

@@ -130,6 +130,16 @@ class Loaded:
         """
         return self.transitions.select(Own=(pl.col("Policy") == policy) & expression(selection))["Own"]
 
+    def oldest_versions(self, policy: str) -> dict[Group, int]:
+        """Return the oldest version of a policy that answered a call of each group; groups without such a call are left out."""
+        oldest = (
+            self.transitions.filter(pl.col("Policy") == policy)
+            .group_by(*GROUP_COLUMNS)
+            .agg(Oldest=pl.coalesce(pl.col("Versions.Version").list.min(), "Version").min())
+            .drop_nulls("Oldest")
+        )
+        return {Group(*group): version for *group, version in oldest.iter_rows()}
+
     def only(self, groups: Collection[Group]) -> Loaded:
         """Return what was loaded of some of the groups."""
         ids = {group.group_id for group in groups}

@@ -6,34 +6,35 @@ import polars as pl
 import pytest
 
 from spangrad.settings import AirRule, BuilderSettings
-from tests.support.foreign_spans import FORESTS, planted
+from tests.support.dialects import framework_runs
 from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
 
+FRAMEWORKS = framework_runs()
 TOOL_ERROR = AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",))
 
 
 def built(name: str, *, gateway: bool) -> Built:
     spans = SpanFactory()
-    root = spans.root(calls=FORESTS[name].calls if gateway else None)
+    root = spans.root(calls=FRAMEWORKS[name].calls if gateway else None)
     spans.evaluation(root)
-    planted(FORESTS[name], spans, root, gateway=gateway)
+    FRAMEWORKS[name].plant(spans, root, gateway=gateway)
     return build(spans.frames(), BuilderSettings(rules=(TOOL_ERROR,)))
 
 
-@pytest.mark.parametrize("name", FORESTS)
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_build_unknown_framework_without_gateway_drops_every_call_with_reason(name: str) -> None:
     drops = built(name, gateway=False).drops.filter(pl.col("CallId") != "")
-    assert (drops.height, set(drops["Reason"])) == (FORESTS[name].calls, set(FORESTS[name].reasons))
+    assert (drops.height, set(drops["Reason"])) == (FRAMEWORKS[name].calls, set(FRAMEWORKS[name].reasons))
     assert drops["CallId"].is_unique().all()
 
 
-@pytest.mark.parametrize("name", FORESTS)
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_build_unknown_framework_with_gateway_makes_every_call_a_transition(name: str) -> None:
     whole = built(name, gateway=True)
-    assert (whole.transitions.height, whole.drops.rows()) == (FORESTS[name].calls, [])
-    assert whole.transitions["Turn"].to_list() == list(range(FORESTS[name].calls))
+    assert (whole.transitions.height, whole.drops.rows()) == (FRAMEWORKS[name].calls, [])
+    assert whole.transitions["Turn"].to_list() == list(range(FRAMEWORKS[name].calls))
 
 
 AGENTS = {

@@ -1,15 +1,13 @@
-"""OTLP requests that no exporter should send: random odd values, damaged bodies, compression bombs; the same for the same seed."""
+"""OTLP requests at random, ordinary and odd, and the packings in which they are sent; the same for the same seed."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
 from random import Random
 
 import clickhouse_cityhash.cityhash as cityhash
-import lz4.block
 import lz4.frame
 from backports import zstd
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
@@ -18,8 +16,6 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, Instr
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeLogs
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
-
-# Random OTLP requests, ordinary and odd, the same for the same seed.
 
 DEPTH = 3
 _DAYS = tuple(day * 86_400 * 10**9 for day in (0, 1, 15_000, 19_000, 19_001, 19_002))
@@ -216,117 +212,10 @@ def _id(random: _Random, size: int) -> bytes:
     return random.randbytes(size) if kind < 0.9 else bytes(size) if kind < 0.95 else b""
 
 
-# Sound bodies made unsound: bits flipped, pieces cut, doubled, moved, lengths made to lie; the same for the same seed.
+# Bodies as they are sent: packed, and in frames of ClickHouse's.
 
-_ODD_BYTES = (0, 1, 0x7F, 0x80, 0xFF, 0x0A, 0x22, 0x27, 0x5C, 0x7B)
-_ODD_LENGTHS = (b"\x00", b"\x7f", b"\xff\x01", b"\xff\xff\xff\xff\x07", b"\xff" * 9 + b"\x01", b"\xff" * 12)
-_ODD_TEXTS = (
-    b"\x00",
-    b"\xc3\x28",
-    b"NaN",
-    b"-1",
-    b"1e999",
-    b"null",
-    b"{}",
-    b"[[[[",
-    b'"',
-    b"'",
-    b"`",
-    b"\xed\xa0\x80",
-    b"99999999999999999999",
-)
-_LONGEST = 1 << 16
-
-
-class Mutator:
-    """Makes bodies out of a corpus."""
-
-    def __init__(self, random: Random, corpus: Sequence[bytes]) -> None:
-        self._random = random
-        self._corpus = corpus
-        self._ways: tuple[Callable[[bytearray], None], ...] = (
-            *(self._flip, self._flip, self._set, self._cut, self._drop, self._double, self._move, self._splice, self._lie, self._odd),
-        )
-
-    def body(self) -> bytes:
-        """One body."""
-        made = bytearray(self._random.choice(self._corpus))
-        for _ in range(self._random.choice((1, 1, 1, 2, 3, 8))):
-            if made:
-                self._random.choice(self._ways)(made)
-        return bytes(made[:_LONGEST])
-
-    def _at(self, made: bytearray) -> int:
-        return self._random.randrange(len(made))
-
-    def _piece(self, made: bytearray) -> slice:
-        at = self._at(made)
-        return slice(at, at + self._random.choice((1, 2, 8, 64)))
-
-    def _flip(self, made: bytearray) -> None:
-        made[self._at(made)] ^= 1 << self._random.randrange(8)
-
-    def _set(self, made: bytearray) -> None:
-        made[self._at(made)] = self._random.choice(_ODD_BYTES)
-
-    def _cut(self, made: bytearray) -> None:
-        del made[self._at(made) :]
-
-    def _drop(self, made: bytearray) -> None:
-        del made[self._piece(made)]
-
-    def _double(self, made: bytearray) -> None:
-        piece = self._piece(made)
-        made[piece] = made[piece] * 2
-
-    def _move(self, made: bytearray) -> None:
-        piece = self._piece(made)
-        moved = made[piece]
-        del made[piece]
-        at = self._random.randint(0, len(made))
-        made[at:at] = moved
-
-    def _splice(self, made: bytearray) -> None:
-        other = self._random.choice(self._corpus)
-        at = self._random.randrange(len(other) or 1)
-        made[self._at(made) :] = other[at:]
-
-    def _lie(self, made: bytearray) -> None:
-        at = self._at(made)
-        made[at : at + 1] = self._random.choice(_ODD_LENGTHS)
-
-    def _odd(self, made: bytearray) -> None:
-        at = self._at(made)
-        made[at:at] = self._random.choice(_ODD_TEXTS)
-
-
-# Bodies that are not what they say: small ones that unpack to a gigabyte, cut ones, ones packed otherwise than their headers tell.
-
-ENCODINGS = ("gzip", "deflate", "zstd", "lz4")
-BOMB_BYTES = 1 << 30
-_PIECE = bytes(1 << 20)
-_PIECES = BOMB_BYTES // len(_PIECE)
 LZ4, ZSTD, PLAIN = 0x82, 0x90, 0x02
 """Methods of ClickHouse's frames."""
-
-
-@cache
-def bomb(encoding: str) -> bytes:
-    """A body that unpacks to BOMB_BYTES of zeros."""
-    match encoding:
-        case "gzip" | "deflate":
-            packer = zlib.compressobj(9, wbits=(16 if encoding == "gzip" else 0) + zlib.MAX_WBITS)
-            return b"".join(packer.compress(_PIECE) for _ in range(_PIECES)) + packer.flush()
-        case "gzip members":
-            return packed("gzip", _PIECE) * _PIECES
-        case "zstd":
-            stream = zstd.ZstdCompressor(level=3)
-            return b"".join(stream.compress(_PIECE) for _ in range(_PIECES)) + stream.flush()
-        case "lz4":
-            frame = lz4.frame.LZ4FrameCompressor()
-            return frame.begin() + b"".join(frame.compress(_PIECE) for _ in range(_PIECES)) + frame.flush()
-        case _:
-            raise ValueError(encoding)
 
 
 def packed(encoding: str, body: bytes) -> bytes:
@@ -350,30 +239,3 @@ def frame(method: int, payload: bytes, *, size: int, packed_size: int | None = N
     framed = struct.pack("<BII", method, len(payload) + 9 if packed_size is None else packed_size, size) + payload
     number: int = cityhash.CityHash128(framed)
     return struct.pack("<QQ", number >> 64, number & (2**64 - 1)) + framed
-
-
-def frame_bomb(method: int) -> bytes:
-    """Honest frames that unpack to BOMB_BYTES of zeros."""
-    payload = lz4.block.compress(_PIECE, store_size=False) if method == LZ4 else zstd.compress(_PIECE)
-    return frame(method, payload, size=len(_PIECE)) * _PIECES
-
-
-def lying_frames() -> dict[str, bytes]:
-    """Frames whose sizes are not their own."""
-    small = lz4.block.compress(b"SELECT 1", store_size=False)
-    return {
-        "lz4 says more": frame(LZ4, small, size=500 * 2**20),
-        "lz4 says all": frame(LZ4, small, size=2**32 - 1),
-        "lz4 says less": frame(LZ4, small, size=1),
-        "lz4 says nothing": frame(LZ4, small, size=0),
-        "zstd says more": frame(ZSTD, packed("zstd", b"SELECT 1"), size=500 * 2**20),
-        "zstd says less": frame(ZSTD, packed("zstd", _PIECE), size=8),
-        "stored says more": frame(PLAIN, b"SELECT 1", size=100),
-        "packed says more": frame(LZ4, small, size=8, packed_size=2**31),
-        "packed says nothing": frame(LZ4, small, size=8, packed_size=0),
-        "packed says less": frame(LZ4, small, size=8, packed_size=10),
-        "unknown method": frame(0x55, small, size=8),
-        "cut in its header": frame(LZ4, small, size=8)[:20],
-        "cut in its body": frame(LZ4, small, size=8)[:-3],
-        "wrong checksum": b"\0" * 16 + frame(LZ4, small, size=8)[16:],
-    }

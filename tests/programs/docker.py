@@ -1,8 +1,8 @@
-"""A container engine for tests: `docker` on PATH that records what it is told, and runs the command as a process of its own.
+"""A container engine for tests: a `docker` that records what it is told, and runs the command as a process of its own.
 
 In: docker's arguments. Out: a line of `calls.jsonl` a call; a "container" that, like a real one, sees only the variables that were passed,
 outlives the command line when that is killed, gets its SIGTERM, and ends by `rm --force`. Invariant: what a test leaves running is in
-`containers()`.
+the directory's `containers`.
 
 The image `missing` cannot be had (125). Any other one runs the command after it, in the directory where the engine was called.
 """
@@ -14,41 +14,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True)
-class FakeDocker:
-    """What it was told, and what it runs."""
-
-    directory: Path
-
-    @classmethod
-    def install(cls, directory: Path) -> FakeDocker:
-        """Make the program `docker` in a directory that is put before PATH's others by the caller."""
-        (directory / "containers").mkdir(parents=True)
-        program = directory / "docker"
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {Path(__file__).resolve()} {directory} "$@"\n')
-        program.chmod(0o755)
-        return cls(directory)
-
-    def calls(self, verb: str) -> list[list[str]]:
-        """Arguments of each call that began with a word, in order."""
-        file = self.directory / "calls.jsonl"
-        calls: list[list[str]] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        return [call for call in calls if call[0] == verb]
-
-    def containers(self) -> dict[str, dict[str, str]]:
-        """Labels of the containers that are there, by name."""
-        return {file.name: json.loads(file.read_text())["labels"] for file in (self.directory / "containers").iterdir()}
-
-    def leave(self, name: str, **labels: str) -> int:
-        """A container whose command line is gone; its process."""
-        process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        _register(self.directory, name, process.pid, {key.replace("_", "."): value for key, value in labels.items()})
-        return process.pid
+def _containers(directory: Path) -> dict[str, dict[str, str]]:
+    """Labels of the containers that are there, by name."""
+    return {file.name: json.loads(file.read_text())["labels"] for file in (directory / "containers").iterdir()}
 
 
 def _register(directory: Path, name: str, pid: int, labels: dict[str, str]) -> None:
@@ -95,7 +66,7 @@ def _remove(directory: Path, names: list[str]) -> int:
 
 def _list(directory: Path, words: list[str]) -> int:
     key, _, value = words[words.index("--filter") + 1].removeprefix("label=").partition("=")
-    for name, labels in FakeDocker(directory).containers().items():
+    for name, labels in _containers(directory).items():
         if key in labels and value in ("", labels[key]):
             print(name, labels["spangrad.worker"])
     return 0
@@ -112,19 +83,6 @@ def main(directory: Path, words: list[str]) -> int:
         return _list(directory, words[3:])
     print(f"docker: unknown: {words}", file=sys.stderr)
     return 1
-
-
-def has_ended(pid: int, seconds: float = 10) -> bool:
-    """Whether a process is gone, or only waits to be collected; asked for so long."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 if __name__ == "__main__":
