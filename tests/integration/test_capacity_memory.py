@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.sections import trainer_settings
-from tests.support.step_memory import ENVIRONMENT
+from tests.support.policies import trainer_settings
+from tests.programs.step_memory import ENVIRONMENT
 from trainer.capacity import memory
 from trainer.capacity.architecture import architecture_of
 
@@ -41,7 +41,7 @@ def job(model: str, tokens: int = 1024, **settings: object) -> dict[str, Any]:
 
 def measured(jobs: list[dict[str, Any]], rendezvous: Path, ranks: int) -> list[list[dict[str, int]]]:
     """The memory of each rank, job by job."""
-    command = [sys.executable, "-m", "tests.support.step_memory", *map(json.dumps, jobs)]
+    command = [sys.executable, "-m", "tests.programs.step_memory", *map(json.dumps, jobs)]
     group = {"WORLD_SIZE": str(ranks), "RENDEZVOUS": f"file://{rendezvous}"}
     processes = [
         subprocess.Popen(

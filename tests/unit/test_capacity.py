@@ -15,7 +15,7 @@ from commands.training.plan_report import as_json, settings_file
 from spangrad.errors import SettingsError
 from spangrad.settings import EngineSettings
 from spangrad.settings.sources import load_settings
-from tests.support.sections import trainer_settings
+from tests.support.policies import trainer_settings
 from trainer.capacity import memory
 from trainer.capacity.architecture import Architecture, architecture_of, read_architecture
 from trainer.capacity.hardware import cluster_of

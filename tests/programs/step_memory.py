@@ -1,4 +1,4 @@
-"""Program that measures the peak memory of a real training step on a CPU: `python -m tests.support.step_memory JOB...`.
+"""Program that measures the peak memory of a real training step on a CPU: `python -m tests.programs.step_memory JOB...`.
 
 In: jobs in JSON, each with `config` (of a model with random weights), `rows`, `tokens` (of a row) and `settings` (of the trainer, by their
 fields' names). Out: a line of JSON for each with `parameters`, and in bytes above what the process had before: `loaded`, `held` (after a
@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tests.support.policies import NO_ALARM
-from tests.support.sections import trainer_settings, transition_row
+from tests.support.policies import NO_ALARM, trainer_settings, transition_row
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 
