@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.policies import trainer_settings
 from tests.programs.step_memory import ENVIRONMENT
+from tests.support.policies import trainer_settings
 from trainer.capacity import memory
 from trainer.capacity.architecture import architecture_of
 
