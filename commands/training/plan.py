@@ -42,17 +42,18 @@ def plan(
     from spangrad.settings.sources import explain_settings
     from trainer.capacity.architecture import read_architecture
     from trainer.capacity.hardware import cluster_of
-    from trainer.capacity.search import search
+    from trainer.capacity.search import best_of, by_layout, candidates
 
     if write and write.exists():
         raise SettingsError(f"{write} exists already. Name another file with --write.")
     kept = [origin.key for origin in explain_settings(flag_values(set_), file=config) if origin.source != "default"]
     cluster = cluster_of(gpus, nodes, host_memory)
-    best = search(read_architecture(model), resolve(config, set_), cluster, kept)
+    plans = candidates(read_architecture(model), resolve(config, set_), cluster, kept)
+    best = best_of(plans)
     if json:
         print(as_json(best))
     else:
-        show(best)
+        show(best, by_layout(plans))
     if best.misses:
         raise TrainerError(_refusal(best))
     if write:

@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 _FIRST_PORT = 8000
 
 
-def show(plan: CapacityPlan) -> None:
-    """Print the layout, memory by item, stages of a step, and the settings."""
+def show(plan: CapacityPlan, layouts: Sequence[CapacityPlan]) -> None:
+    """Print the layout, memory by item, stages of a step, other layouts, and the settings.
+
+    Args:
+        plan: the plan.
+        layouts: the best plan of each layout.
+    """
     from commands.console import plain_console, print_table
     from trainer.capacity import memory
     from trainer.capacity.search import size
@@ -39,6 +44,8 @@ def show(plan: CapacityPlan) -> None:
     stages = [(stage.name, f"{stage.seconds:,.1f}", size(stage.bytes_moved), stage.where) for stage in plan.stages]
     print_table(("stage", "seconds", "moves", "where"), stages, 120, right=(1, 2))
     console.print()
+    print_table(_LAYOUT_COLUMNS, [_layout_row(each) for each in layouts], 120, right=(0, 1, 4, 5, 6))
+    console.print()
     for line in _notes(plan):
         console.print(line, soft_wrap=True)
     if not plan.misses:
@@ -50,12 +57,26 @@ def _head(plan: CapacityPlan) -> list[str]:
     model, cluster = plan.model, plan.cluster
     active = f", {model.active_parameters:,} active for a token" if model.expert_layers else ""
     where = "hosts of its own" if plan.has_own_hosts else "the engines' host and the others" if plan.trainer_hosts > 1 else "the same host"
-    trained = f"adapters of rank {plan.settings.trainer.lora.rank}" if plan.settings.trainer.lora.rank else "all weights"
+    trained = f"adapters of rank {plan.lora_rank}" if plan.lora_rank else "all weights"
     return [
         f"{model.kind}: {model.parameters:,} parameters{active}, on {cluster.hosts} node(s) of {cluster.per_host} x {cluster.gpu.name}",
         f"{'Nearest miss' if plan.misses else 'Fits'}: {trained}; {plan.engines} engine(s), a GPU each, on the gateway's host; trainer of "
         f"{plan.ranks} rank(s) on {where}" + (", sharing the GPU with the engine" if plan.shares_gpu else ""),
     ]
+
+
+_LAYOUT_COLUMNS = ("engines", "ranks", "trains", "activations", "GPU of a rank", "host", "step, s", "what fits")
+
+
+def _layout_row(plan: CapacityPlan) -> tuple[str, ...]:
+    from trainer.capacity import memory
+    from trainer.capacity.search import size
+
+    trained = f"adapters of rank {plan.lora_rank}" if plan.lora_rank else "all weights"
+    kept = "recomputed" if plan.settings.trainer.gradient_checkpointing else "kept"
+    peaks = (size(memory.peak_bytes(items)) for items in (plan.trainer_gpu, plan.first_host))
+    fits = "; ".join(miss.split(" needs ")[0] + " does not" for miss in plan.misses) or "all"
+    return str(plan.engines), str(plan.ranks), trained, kept, *peaks, f"{plan.step_seconds:,.0f}", fits
 
 
 def _parts(plan: CapacityPlan) -> list[tuple[str, Sequence[MemoryItem], int | None]]:

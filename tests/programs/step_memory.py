@@ -40,7 +40,8 @@ def measure(config: dict[str, Any], rows: int, tokens: int, settings: dict[str, 
     with tempfile.TemporaryDirectory() as directory:
         parameters = _save(config, Path(directory))
         before = _settled()
-        optimizer = VerlOptimizer(Path(directory), trainer_settings(alarms__logprob=NO_ALARM, **(settings or {})))
+        chosen = trainer_settings(model=Path(directory), alarms__logprob=NO_ALARM, **(settings or {}))
+        optimizer = VerlOptimizer(Path(directory), chosen)
         loaded = _settled() - before
         batch = _batch(rows, tokens, config["vocab_size"])
         optimizer.step(batch)

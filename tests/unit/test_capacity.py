@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from commands.training.plan_report import as_json, settings_file
 from spangrad.errors import SettingsError
-from spangrad.settings import EngineSettings
+from spangrad.settings import EngineSettings, Settings
 from spangrad.settings.sources import load_settings
 from tests.support.policies import trainer_settings
 from trainer.capacity import memory
 from trainer.capacity.architecture import Architecture, architecture_of, read_architecture
 from trainer.capacity.hardware import cluster_of
 from trainer.capacity.memory import MemoryItem
-from trainer.capacity.search import CapacityPlan, search
+from trainer.capacity.search import CapacityPlan, best_of, by_layout, candidates
 
 MODELS = Path(__file__).parents[1] / "fixtures/models"
 SMALL = read_architecture(MODELS / "qwen2.5-7b-instruct")
@@ -121,11 +121,11 @@ def test_peak_bytes_add_phase_of_most_memory_to_items_of_all_phases() -> None:
 
 def planned(model: Architecture, gpus: str, nodes: int = 1, host_gb: float | None = None, **flags: object) -> CapacityPlan:
     values = {key.replace("__", "."): value for key, value in flags.items()}
-    return search(model, load_settings(values, env={}), cluster_of(gpus, nodes, host_gb), list(values))
+    return best_of(candidates(model, load_settings(values, env={}), cluster_of(gpus, nodes, host_gb), list(values)))
 
 
 @pytest.mark.parametrize(("model", "gpus", "nodes"), [(SMALL, "8x80", 1), (LARGE, "8x80", 2), (SMALL, "8xH100", 1), (LARGE, "8xH200", 1)])
-def test_search_for_7b_and_32b_trains_all_weights(model: Architecture, gpus: str, nodes: int) -> None:
+def test_best_of_for_7b_and_32b_trains_all_weights(model: Architecture, gpus: str, nodes: int) -> None:
     plan = planned(model, gpus, nodes)
     assert plan.misses == ()
     assert plan.settings.trainer.lora.rank == 0
@@ -136,14 +136,14 @@ def test_search_for_7b_and_32b_trains_all_weights(model: Architecture, gpus: str
     assert plan.step_seconds > 0
 
 
-def test_search_where_weights_do_not_fit_proposes_adapters() -> None:
+def test_best_of_where_weights_do_not_fit_proposes_adapters() -> None:
     plan = planned(LARGE, "8x80")
     assert plan.misses == ()
     assert plan.settings.trainer.lora.rank == plan.settings.engine.lora_rank == 16
     assert plan.settings.trainer.weight_sync.method == "adapter"
 
 
-def test_search_keeps_settings_of_user() -> None:
+def test_best_of_keeps_settings_of_user() -> None:
     kept: dict[str, Any] = {
         "trainer__max_tokens_per_device": 8192,
         "trainer__gradient_checkpointing": True,
@@ -158,14 +158,14 @@ def test_search_keeps_settings_of_user() -> None:
         planned(SMALL, "8x80", trainer__workers__per_node=8)
 
 
-def test_search_within_known_memory_of_hosts_takes_fewer_ranks_of_each() -> None:
+def test_best_of_within_known_memory_of_hosts_takes_fewer_ranks_of_each() -> None:
     free, bound = planned(LARGE, "8x80", 2), planned(LARGE, "8x80", 2, 1200)
     assert memory.peak_bytes(free.first_host) > 1200e9
     assert bound.misses == ()
     assert memory.peak_bytes(bound.first_host) <= 1200e9
 
 
-def test_search_where_nothing_fits_names_need_and_limit_of_nearest_miss() -> None:
+def test_best_of_where_nothing_fits_names_need_and_limit_of_nearest_miss() -> None:
     plan = planned(LARGE, "2x24")
     assert plan.excess > 1
     assert any(re.match(r"a trainer's GPU needs [\d.]+ GiB of 22\.4 GiB", miss) for miss in plan.misses)
@@ -191,7 +191,7 @@ def test_as_json_of_plan_has_sums_of_items() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "name", "gigabytes"), [("8x80", "A100-80", 84.8), ("4xh100", "H100", 84.8), ("1x24", "24 GB, computing", 24)]
+    ("gpus", "name", "gigabytes"), [("8x80", "A100-80", 84.8), ("4xh100", "H100", 84.8), ("1x24", "24 GB, computing like L40S", 24)]
 )
 def test_cluster_of_takes_memory_or_name(gpus: str, name: str, gigabytes: float) -> None:
     cluster = cluster_of(gpus, 2)
@@ -209,3 +209,12 @@ def test_cluster_of_other_text_is_refused_with_remedy(gpus: str) -> None:
 def test_generation_and_training_overlap_where_staleness_lets_them() -> None:
     waits, overlaps = planned(SMALL, "8x80"), planned(SMALL, "8x80", trainer__sampling__max_staleness=1)
     assert overlaps.step_seconds < waits.step_seconds
+
+
+def test_by_layout_has_best_plan_of_each_division_of_gpus() -> None:
+    plans = candidates(LARGE, Settings(), cluster_of("4x80", 2))
+    layouts = by_layout(plans)
+    assert [(plan.lora_rank, plan.trainer_hosts, plan.engines) for plan in layouts] == [
+        (rank, hosts, engines) for rank in (0, 16) for hosts, engines in ((1, 4), (2, 1), (2, 2), (2, 3))
+    ]
+    assert best_of(layouts) == best_of(plans)

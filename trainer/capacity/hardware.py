@@ -101,5 +101,6 @@ def _gpu(text: str) -> GpuModel:
     size = int(text)
     if size in _BY_SIZE:
         return GPU_MODELS[_BY_SIZE[size]]
-    nearest = GPU_MODELS[_BY_SIZE[min(_BY_SIZE, key=lambda known: (abs(known - size), known))]]
+    # Smaller GPUs have no NVLink.
+    nearest = GPU_MODELS["L40S" if size < min(_BY_SIZE) else _BY_SIZE[min(_BY_SIZE, key=lambda known: (abs(known - size), known))]]
     return replace(nearest, name=f"{size} GB, computing like {nearest.name}", memory_bytes=size * 10**9)

@@ -10,7 +10,7 @@ on a single GPU it shares that with the engine.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,11 @@ class CapacityPlan:
     def ranks(self) -> int:
         """Return the number of the trainer's processes."""
         return max(self.settings.trainer.workers.per_node, 1) * self.trainer_hosts
+
+    @property
+    def lora_rank(self) -> int:
+        """Return the rank of the adapters that are trained; 0: all weights are."""
+        return self.settings.trainer.lora.rank
 
     @property
     def shares_gpu(self) -> bool:
@@ -121,12 +126,12 @@ class CapacityPlan:
         ]
 
 
-def search(model: Architecture, settings: Settings, cluster: GpuCluster, kept: Collection[str] = ()) -> CapacityPlan:
-    """Return the fitting plan of the shortest step; where nothing fits, the nearest miss.
+def candidates(model: Architecture, settings: Settings, cluster: GpuCluster, kept: Collection[str] = ()) -> list[CapacityPlan]:
+    """Return plans of every layout, with each choice of what the settings leave open.
 
     Args:
         model: shapes.
-        settings: resolved settings; what they leave open is searched.
+        settings: resolved settings.
         cluster: GPUs and hosts.
         kept: keys of settings that the user has set, which stay as they are.
 
@@ -139,11 +144,23 @@ def search(model: Architecture, settings: Settings, cluster: GpuCluster, kept: C
             f"no layout of trainer and engines on {cluster.hosts} host(s) of {cluster.per_host} GPU(s) has what is set: "
             f"{', '.join(sorted(kept)) or 'nothing'}. One GPU at least is an engine's; unset trainer.workers and trainer.lora."
         )
+    return plans
+
+
+def best_of(plans: Sequence[CapacityPlan]) -> CapacityPlan:
+    """Return the fitting plan of the shortest step, of all weights where those fit; where nothing fits, the nearest miss."""
     fitting = [plan for plan in plans if plan.excess <= 1]
-    whole = [plan for plan in fitting if plan.settings.trainer.lora.rank == settings.trainer.lora.rank]
-    if fitting:
-        return min(whole or fitting, key=lambda plan: (plan.step_seconds, -plan.settings.trainer.max_tokens_per_device))
-    return min(plans, key=lambda plan: plan.excess)
+    if not fitting:
+        return min(plans, key=lambda plan: plan.excess)
+    return min(fitting, key=lambda plan: (plan.lora_rank, plan.step_seconds, -plan.settings.trainer.max_tokens_per_device))
+
+
+def by_layout(plans: Sequence[CapacityPlan]) -> list[CapacityPlan]:
+    """Return the best plan of each layout, with all weights and with adapters."""
+    layouts: dict[tuple[int, int, int], list[CapacityPlan]] = {}
+    for plan in plans:
+        layouts.setdefault((plan.lora_rank, plan.trainer_hosts, plan.engines), []).append(plan)
+    return [best_of(layouts[layout]) for layout in sorted(layouts)]
 
 
 def _ranks(settings: Settings, kept: Collection[str]) -> tuple[int, ...]:
