@@ -100,5 +100,6 @@ def test_planned_memory_of_sizes_and_settings_is_within_15_percent_of_measured_p
         job("16M", lora__rank=8),
         job("16M", kl_coef=0.1),
         job("16M", entropy_coef=0.1),
+        job("16M", estimator="gae"),
     ]
     assert_within_tolerance(sizes + settings, tmp_path)

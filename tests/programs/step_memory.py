@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import polars as pl
 
 from tests.support.policies import NO_ALARM, trainer_settings, transition_row
 from trainer.data.batch import Batch, layout
+from trainer.data.chains import chains
 from trainer.data.merge import separate
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "8192", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
@@ -43,7 +45,7 @@ def measure(config: dict[str, Any], rows: int, tokens: int, settings: dict[str, 
         chosen = trainer_settings(model=Path(directory), alarms__logprob=NO_ALARM, **(settings or {}))
         optimizer = VerlOptimizer(Path(directory), chosen)
         loaded = _settled() - before
-        batch = _batch(rows, tokens, config["vocab_size"])
+        batch = _batch(rows, tokens, config["vocab_size"], has_critic=chosen.credit.estimator == "gae")
         optimizer.step(batch)
         held = _settled() - before
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -63,7 +65,7 @@ def _save(config: dict[str, Any], directory: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _batch(rows: int, tokens: int, vocabulary: int) -> Batch:
+def _batch(rows: int, tokens: int, vocabulary: int, *, has_critic: bool) -> Batch:
     random, response = np.random.default_rng(0), tokens // 2
     sampled = [
         transition_row(
@@ -71,10 +73,14 @@ def _batch(rows: int, tokens: int, vocabulary: int) -> Batch:
             PromptIds=random.integers(0, vocabulary, tokens - response).tolist(),
             ResponseIds=random.integers(0, vocabulary, response).tolist(),
             Logprobs=[-1.0] * response,
+            rewards=(float(row % 2),),
         )
         for row in range(rows)
     ]
-    return layout(separate(pl.DataFrame(sampled), pl.Series(np.linspace(-1, 1, rows))), lineage=[0], divisor=1)
+    if not has_critic:
+        return layout(separate(pl.DataFrame(sampled), pl.Series(np.linspace(-1, 1, rows))), lineage=[0])
+    frame, links = chains(pl.DataFrame(sampled), pl.repeat(True, rows, eager=True), {})
+    return replace(layout(separate(frame, pl.zeros(rows, eager=True)), lineage=[0]), chains=links)
 
 
 def _settled() -> int:
