@@ -31,6 +31,9 @@ MODELS = {
     "16M": config("llama", 8192, 512, 1536, 4, 8, num_key_value_heads=2, tie_word_embeddings=True),
     "61M": config("qwen3", 8192, 768, 2304, 7, 12, num_key_value_heads=4, head_dim=64),
 }
+SIZES = tuple(MODELS)
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MODELS["9M, 8 experts"] = config("qwen3_moe", 4096, 256, 512, 4, 4, num_key_value_heads=2, head_dim=64, **_EXPERTS)
 
 
 def job(model: str, tokens: int = 1024, **settings: object) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def test_planned_memory_of_each_of_two_ranks_is_within_15_percent_of_measured_pe
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_planned_memory_of_sizes_and_settings_is_within_15_percent_of_measured_peak(tmp_path: Path) -> None:
-    sizes = [job(model, tokens) for model in MODELS for tokens in (1024, 2048)]
+    sizes = [job(model, tokens) for model in SIZES for tokens in (1024, 2048)]
     settings = [
         job("16M", gradient_checkpointing=True),
         job("16M", dtype="bf16"),
@@ -101,5 +104,7 @@ def test_planned_memory_of_sizes_and_settings_is_within_15_percent_of_measured_p
         job("16M", kl_coef=0.1),
         job("16M", entropy_coef=0.1),
         job("16M", estimator="gae"),
+        job("9M, 8 experts"),
+        job("9M, 8 experts", gradient_checkpointing=True),
     ]
     assert_within_tolerance(sizes + settings, tmp_path)
