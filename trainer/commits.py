@@ -39,7 +39,7 @@ class HeadMovedError(LedgerError):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedVersion:
+class UncommittedVersion:
     """Version whose weights are in memory, leased and not committed."""
 
     lease: BatchLease
@@ -125,7 +125,7 @@ class Commits:
         self._beside = beside
         self._failed: BaseException | None = None
 
-    def submit(self, trained: TrainedVersion) -> Callable[[], CommittedStep]:
+    def submit(self, trained: UncommittedVersion) -> Callable[[], CommittedStep]:
         """Write and commit a version.
 
         Returns:
@@ -177,7 +177,7 @@ class Commits:
             self.transaction.undo(pending=True)
             self.transaction.branch.pending = None
 
-    def _commit_pending(self, trained: TrainedVersion) -> CommittedStep:
+    def _commit_pending(self, trained: UncommittedVersion) -> CommittedStep:
         try:
             committed = self._commit(trained)
         except BaseException as error:
@@ -187,7 +187,7 @@ class Commits:
         self.transaction.branch.pending = None
         return committed
 
-    def _commit(self, trained: TrainedVersion) -> CommittedStep:
+    def _commit(self, trained: UncommittedVersion) -> CommittedStep:
         lease, ledger, settings = trained.lease, self.transaction.branch.ledger, self.transaction.settings.trainer
         parent = ledger.version(lease.parent)
         adapter = adapter_of(Path(parent.policy_version.path), settings)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from spangrad.errors import BadRowsError
 from spangrad.settings import Settings
 from spangrad.types import Mode
-from trainer.commits import Commits, HeadMovedError, StepLease, TrainedVersion
+from trainer.commits import Commits, HeadMovedError, StepLease, UncommittedVersion
 from trainer.credit.assignment import Normalise
 from trainer.data import failures
 from trainer.data.assemble import assemble, batch_groups, with_advantages
@@ -369,7 +369,7 @@ class Trainer:
         publishing = self.publishing.outage.take_retries() if self.publishing else 0
         return {"publish_retries": float(publishing), "store_retries": float(self.store_outage.take_retries())}
 
-    def _train(self, loaded: Loaded, batch: Batch, facts: dict[str, float], calls: pl.DataFrame, parent: LedgerVersion) -> TrainedVersion:
+    def _train(self, loaded: Loaded, batch: Batch, facts: dict[str, float], calls: pl.DataFrame, parent: LedgerVersion) -> UncommittedVersion:
         """Lease a version, and train it.
 
         Raises:
@@ -388,4 +388,4 @@ class Trainer:
             metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}
             metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
             version = self.branch.leased(lease.taken, parent, metrics)
-            return TrainedVersion(lease.taken, version, loaded.rollouts, calls, optimizer.write, self.clock.stages, lease.beats.pop_all())
+            return UncommittedVersion(lease.taken, version, loaded.rollouts, calls, optimizer.write, self.clock.stages, lease.beats.pop_all())

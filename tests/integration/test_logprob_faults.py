@@ -14,6 +14,7 @@ import torch
 from spangrad.errors import BadRowsError
 from tests.support.policies import CITIES, CITY, FIRST_CITY, ROWS, LaggingPolicy, task_prompts
 from tests.support.sections import trainer_settings
+from tests.support.trainers import save
 from trainer.optim.optimizer import VerlOptimizer
 
 LEARNING_RATE = 1e-3
@@ -73,7 +74,7 @@ def test_logprob_check_after_restart_holds_weights_of_earlier_checkpoints(tiny_m
         policy.step(behind=1)
         checkpoints.append(tmp_path / f"v{number}")
         shutil.copytree(tiny_model, checkpoints[-1], ignore=shutil.ignore_patterns("*.safetensors"))
-        policy.engine.save_weights(checkpoints[-1])
+        save(policy.engine, checkpoints[-1])
     policy.engine.close()
     policy.engine = again = VerlOptimizer(checkpoints[-1], settings, engine_dtype="float32")
     before = {name: value.copy() for name, value in again.weights()}

@@ -22,7 +22,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
 from tests.support.policies import sampled_rows
 from tests.support.sections import trainer_settings
-from tests.support.trainers import written
+from tests.support.trainers import save, written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
@@ -161,12 +161,12 @@ def test_ray_workers_state_loads_in_any_number_of_workers(
     assert differences(weights(alone), weights(engines[2])) < 1e-5
 
     engines[2].load_state(made[0])
-    engines[2].save_state(tmp_path)
+    save(engines[2], tmp_path)
     assert same(facts(tmp_path), kept[0]), "two workers hold what one has written"
     (tmp_path / checkpoint.STATE).write_bytes(b"cut")
     with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
         engines[2].load_state(tmp_path)
-    engines[2].save_state(tmp_path)
+    save(engines[2], tmp_path)
     assert same(facts(tmp_path), kept[0]), "workers that refuse alike stand as before"
 
 

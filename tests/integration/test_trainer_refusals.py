@@ -14,6 +14,7 @@ import torch
 from spangrad.errors import BadRowsError
 from tests.support.policies import sampled_rows
 from tests.support.sections import trainer_settings
+from tests.support.trainers import save
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains
 from trainer.data.merge import separate
@@ -73,7 +74,7 @@ def facts(engine: VerlOptimizer, directory: Path) -> dict[str, torch.Tensor]:
         elif isinstance(value, torch.Tensor | int | float):
             named[prefix] = torch.as_tensor(value)
 
-    engine.save_state(directory)
+    save(engine, directory)
     collect("state", torch.load(directory / checkpoint.STATE, weights_only=False))
     return named
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
     from trainer.optim.optimizer import VerlOptimizer
+    from trainer.sft.optimizer import FileOptimizer
 
 # A trainer whose store, optimizer and gateway are fakes: everything between them is real.
 
@@ -98,26 +100,28 @@ class FakeOptimizer:
     data_parallel_size: int = 1
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
-    def step(self, batch: Batch) -> dict[str, float]:
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         self.batches.append(batch)
         if self.fails:
             raise self.fails
         if self.interrupted:
             os.kill(os.getpid(), signal.SIGTERM)
+        before_update()
         self.weight += batch.trainable
         return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap_max": 2e-6, "updated": float(batch.trainable)}
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         yield "weight", np.array([self.weight], np.float32)
 
-    def save_weights(self, directory: Path) -> None:
-        save_file(dict(self.weights()), directory / "model.safetensors")
+    def collect(self) -> None:
+        self.collected = self.weight
+
+    def write(self, directory: Path) -> None:
+        save_file({"weight": np.array([self.collected], np.float32)}, directory / "model.safetensors")
+        (directory / "optimizer.pt").write_text(str(self.collected))
 
     def close(self) -> None:
         pass
-
-    def save_state(self, directory: Path) -> None:
-        (directory / "optimizer.pt").write_text(str(self.weight))
 
 
 class Cutting(FakeOptimizer):
@@ -127,8 +131,8 @@ class Cutting(FakeOptimizer):
         super().__init__()
         self.cut = cut
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        metrics = super().step(batch)
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        metrics = super().step(batch, before_update)
         if self.weight == 2:
             self.cut()
         return metrics
@@ -305,11 +309,14 @@ class FakeFileOptimizer:
     def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
         return {"loss": 1.0 / (1.0 + self.weight)} if examples else {}
 
-    def save_weights(self, directory: Path) -> None:
-        save_weights(directory, [("weight", np.array([self.weight], np.float32))])
+    def collect(self, *, state: bool = True) -> None:
+        self.collected = self.weight, state
 
-    def save_state(self, directory: Path) -> None:
-        (directory / STATE).write_text(str(self.weight))
+    def write(self, directory: Path) -> None:
+        weight, state = self.collected
+        save_weights(directory, [("weight", np.array([weight], np.float32))])
+        if state:
+            (directory / STATE).write_text(str(weight))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -422,11 +429,18 @@ Place = Callable[..., Path | str]
 """Function of a name that returns the directory or database of a ledger: the same one at each call."""
 
 
-# A checkpoint of a real engine, as version 1 of policy `p`.
+# Checkpoints of real engines.
+
+
+def save(engine: VerlOptimizer | FileOptimizer, directory: Path) -> None:
+    """Write what an engine holds into a directory, which is made."""
+    directory.mkdir(exist_ok=True)
+    engine.collect()
+    engine.write(directory)
 
 
 def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Checkpoint:
-    """Write what an engine holds; `base` is the model that it began with."""
+    """Write what an engine holds as version 1 of policy `p`; `base` is the model that it began with."""
     return checkpoint.write(
         directory,
         policy="p",
@@ -435,8 +449,7 @@ def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Ch
         parent=0,
         batch_id="b",
         base=base,
-        save_weights=engine.save_weights,
-        save_state=engine.save_state,
+        save=functools.partial(save, engine),
         adapter=adapter_of(base, engine.settings),
     )
 

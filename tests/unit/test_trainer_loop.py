@@ -65,7 +65,10 @@ def test_trainer_once_takes_whole_batches_oldest_first(tmp_path: Path, base: Pat
     assert sorted(one.name for one in (tmp_path / "policies/policy/main").iterdir()) == ["v2"]
     newest = trainer.ledger.frontier()
     assert newest
-    timed = {"tokens_per_second", *(f"seconds_{name}" for name in ("idle", "load", "credit", "train", "settle", "checkpoint", "step"))}
+    timed = {
+        "tokens_per_second",
+        *(f"seconds_{name}" for name in ("idle", "load", "credit", "train", "settle", "collect", "checkpoint", "step")),
+    }
     assert timed <= newest.metrics.keys()
     known = {name: value for name, value in newest.metrics.items() if name not in timed}
     assert known == {

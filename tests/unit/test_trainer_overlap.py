@@ -34,8 +34,8 @@ class Watchful(FakeOptimizer):
         self.happened = happened
         self.missed: list[int] = []
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        metrics = super().step(batch)
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        metrics = super().step(batch, before_update)
         end = time.monotonic() + SECONDS
         while not self.happened(len(self.batches)):
             if time.monotonic() > end:

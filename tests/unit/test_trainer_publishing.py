@@ -19,6 +19,7 @@ from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
 from tests.support.fake_servers import HttpServer
 from tests.support.trainers import FakeOptimizer, FakePublisher, FakeSource, committed, settings, wired, write_base
+from trainer.data.batch import Batch
 from trainer.loop import Trainer, newest_version
 from trainer.publish.publisher import EngineUsage, GatewayRefusedError, Publisher
 from trainer.retries import Outage
@@ -148,8 +149,8 @@ class Closing(FakeOptimizer):
         super().__init__()
         self.at, self.act = at, act
 
-    def step(self, batch: object) -> dict[str, float]:
-        metrics = super().step(batch)  # type: ignore[arg-type]
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        metrics = super().step(batch, before_update)
         if self.weight == self.at:
             self.act()
         return metrics

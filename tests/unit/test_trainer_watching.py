@@ -78,7 +78,7 @@ def test_watcher_that_fails_stops_neither_training_nor_others(tmp_path: Path, ca
     trainer.watchers = Watchers([Broken(), kept])
     trainer.run(follow=False)
     trainer.watchers.close()
-    stages = ["load", "credit", "train", "settle", "checkpoint", "publish"]
+    stages = ["load", "credit", "train", "settle", "train", "collect", "checkpoint", "publish"]
     assert kept.told == [(1, 1, stages, 4), (2, 2, stages, 4), "closed"]
     assert caplog.text.count("Broken failed, and training continues: ConnectionError: no route") == 3
     seconds = trainer.ledger.versions()[-1].metrics

@@ -50,12 +50,20 @@ class CommittedStep:
     stages: list[StepStage]
 
     @property
-    def idle_share(self) -> float:
-        """Return the share of wall-clock time, from the previous step's end to this one's, in which the trainer waited for rollouts."""
-        idle = self.version.metrics.get("seconds_idle", 0.0)
+    def seconds_idle(self) -> float:
+        """Return the seconds in which the trainer waited for the step's rollouts."""
+        return self.version.metrics.get("seconds_idle", 0.0)
+
+    @property
+    def seconds_whole(self) -> float:
+        """Return the seconds of wall-clock time from the previous step's end to this one's, without what was done beside the next."""
         own = [stage for stage in self.stages if not stage.beside]
-        whole = idle + (own[-1].ended - own[0].began) / 1e9 if own else idle
-        return idle / whole if whole > 0 else 0.0
+        return self.seconds_idle + ((own[-1].ended - own[0].began) / 1e9 if own else 0.0)
+
+    @property
+    def idle_share(self) -> float:
+        """Return the share of the whole time in which the trainer waited for rollouts."""
+        return self.seconds_idle / self.seconds_whole if self.seconds_whole > 0 else 0.0
 
 
 @contextmanager
