@@ -22,7 +22,7 @@ from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, Store
 from spangrad.types import PolicyVersion, VersionStatus
 from tests.support.processes import crashes, survives
 from tests.support.sections import trainer_settings, transition_row
-from trainer import loop, step
+from trainer import commits, loop, step
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.ledger import Ledger
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 SPEC = BuilderSettings().spec
 TRANSACTION = {"undone_on_error", "begin", "write", "commit"}
 """Functions of `trainer.step` at whose every line a process may die."""
+COMMITS = {"take_unless_pending", "take", "_take", "submit", "settle", "settled", "_commit_pending", "_commit"}
+"""Functions of `trainer.commits` at whose every line a process may die, in the main thread or in that of the follow-ups."""
 
 
 def group(name: str) -> Group:
@@ -222,30 +224,35 @@ def committed(trainer: Trainer) -> dict[int, list[str]]:
     return {one.version: [row.rollout_id for row in trainer.ledger.batch(one.policy_version.batch_id or "")] for one in versions}
 
 
-def die_at_every_boundary(base: Path, directory: Path) -> int:
-    """Train a batch, dying at one boundary of the step after the other and going on from there; return how many deaths there were.
+def die_at_every_boundary(base: Path, directory: Path, max_staleness: int) -> int:
+    """Train, dying at one boundary of a step after the other and going on from there; return how many deaths there were.
 
-    This process only forks: Polars starts threads, which do not survive a fork.
+    Two batches where the first one's version is written beside the second step, else one. This process only forks: Polars starts threads,
+    which do not survive a fork.
     """
-    names = ["a", "b", "c", "d"]
+    batches = [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]][: 3 if max_staleness else 2]
+
+    def trainer_of(boundary: int) -> Trainer:
+        chosen = settings(base, directory / str(boundary), max_staleness=max_staleness)
+        return wired(chosen, FakeSource([*"abcd"][: 2 * len(batches) - 2]))
 
     def train(boundary: int) -> None:
-        wired(settings(base, directory / str(boundary)), FakeSource(names[:2])).run(follow=False)
+        trainer_of(boundary).run(follow=False)
 
     def go_on(boundary: int) -> None:
-        own = directory / str(boundary)
-        trainer = wired(settings(base, own), FakeSource(names))
+        own, trainer = directory / str(boundary), trainer_of(boundary)
         trainer.run(follow=False)
-        batches = committed(trainer)
-        assert list(batches.values()) == [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]]
+        trained = committed(trainer)
+        assert list(trained.values()) == batches
         newest = loop.newest_version(trainer.ledger)
-        assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "2.0", "a step was repeated or skipped"
+        weight = (Path(newest.policy_version.path) / "optimizer.pt").read_text()
+        assert float(weight) == len(batches) - 1, "a step was repeated or skipped"
         here = {one.name for one in (own / "policy/main").iterdir()}
-        assert here == {f"v{version}" for version in batches if version}, "an uncommitted version was left"
+        assert here == {f"v{version}" for version in trained if version}, "an uncommitted version was left"
         assert json.loads((own / "served.json").read_text())[-1] == newest.version
 
-    deaths = 0
-    for boundary in crashes(train, {loop.__file__: {"step", "_commit"}, step.__file__: TRANSACTION}):
+    deaths, functions = 0, {loop.__file__: {"step", "_train"}, commits.__file__: COMMITS}
+    for boundary in crashes(train, functions if max_staleness else {**functions, step.__file__: TRANSACTION}):
         deaths += 1
         survives(go_on, boundary)
     return deaths
@@ -456,5 +463,9 @@ def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Ch
 
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    die = {"rollouts": die_at_every_boundary, "files": die_at_every_boundary_of_finetuning}[sys.argv[1]]
-    print(die(Path(sys.argv[2]), Path(sys.argv[3])))
+    kinds = {
+        "rollouts": functools.partial(die_at_every_boundary, max_staleness=9),
+        "rollouts of the newest version": functools.partial(die_at_every_boundary, max_staleness=0),
+        "files": die_at_every_boundary_of_finetuning,
+    }
+    print(kinds[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3])))
