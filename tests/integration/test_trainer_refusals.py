@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from spangrad.errors import BadRowsError
+from spangrad.errors import BadRowsError, LedgerError
 from tests.support.policies import sampled_rows
 from tests.support.sections import trainer_settings
 from tests.support.trainers import save
@@ -134,3 +134,38 @@ def test_step_with_infinite_gradient_in_later_mini_batch_undoes_whole_batch(tiny
     later = replace(sound, staleness=np.full_like(sound.staleness, -1))
     assert engine.step(later) == alone.step(later)
     require_same(facts(engine, tmp_path), facts(alone, tmp_path))
+
+
+@pytest.mark.parametrize("changes", [{}, {"epochs": 2, "mini_batches": 2}, {"estimator": "gae"}], ids=["one update", "several", "critic"])
+def test_step_refused_by_its_caller_before_the_first_update_equals_the_step_alone(
+    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, changes: dict[str, Any]
+):
+    links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS)) if "estimator" in changes else None
+    sound, other = replace(sound, chains=links), replace(other, chains=links)
+    settings = trainer_settings(**SETTINGS, **changes)
+    alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
+    before, calls = facts(engine, tmp_path), list[dict[str, torch.Tensor]]()
+
+    def note() -> None:
+        """Mini-batches are drawn by then."""
+        calls.append({**facts(engine, tmp_path), "state.order": before["state.order"]})
+
+    def refuse() -> None:
+        note()
+        raise LedgerError("another trainer was faster.")
+
+    with pytest.raises(LedgerError, match="another trainer was faster"):
+        engine.step(other, refuse)
+    require_same(calls[0], before)
+    require_same(facts(engine, tmp_path), before)
+    assert engine.step(sound, note) == alone.step(sound)
+    assert len(calls) == 2, "once a step, however many updates it makes"
+    require_same(calls[1], before)
+    require_same(facts(engine, tmp_path), facts(alone, tmp_path))
+
+
+def test_step_without_update_calls_its_caller_once(tiny_model: Path, sound: Batch):
+    calls: list[int] = []
+    engine = VerlOptimizer(tiny_model, trainer_settings(**SETTINGS))
+    metrics = engine.step(replace(sound, advantages=0 * sound.advantages), lambda: calls.append(1))
+    assert (metrics["updated"], calls) == (0, [1])
