@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from trainer.publish import checkpoint
 
 RATE = 1e-2
 ROWS = 8
+SECONDS = 30.0
+"""Longest wait for the step beside a write."""
 
 
 def contents(directory: Path) -> dict[str, Any]:
@@ -110,17 +113,23 @@ def test_run_with_checkpoints_beside_steps_equals_run_without(
         trainer = wired(chosen, Sampled(tiny_model, [*"abcdef"]), FakeOptimizer())
         trainer.optimizer, trainer.load_optimizer, trainer.normalise = load(trainer.loaded), load, group_relative
         trainer.publisher = trainer.publishing = None
-        step = trainer.optimizer.step
+        step, write, begun = trainer.optimizer.step, trainer.optimizer.write, [threading.Event() for _ in range(3)]
 
-        def stepped(rows: Batch, before_update: Any, step: Any = step, trainer: Trainer = trainer) -> Any:
+        def stepped(rows: Batch, before_update: Any, step: Any = step, begun: Any = begun, trainer: Trainer = trainer) -> Any:
             pending.append(trainer.branch.pending is not None)
+            begun[len(pending) % 3 - 1].set()
             return step(rows, before_update)
 
-        trainer.optimizer.step = stepped  # type: ignore[method-assign]
+        def written(directory: Path, beside: bool = beside, write: Any = write, begun: Any = begun) -> None:
+            """Write a version once the step after it has begun, where there is one."""
+            number = int(directory.name.rpartition("v")[2])
+            assert not beside or number == 3 or begun[number].wait(SECONDS)
+            write(directory)
+
+        trainer.optimizer.step, trainer.optimizer.write = stepped, written  # type: ignore[method-assign]
         trainer.run(follow=False)
         made[beside] = [contents(Path(version.policy_version.path)) for version in trainer.ledger.versions()[1:]]
         trainer.close()
-    assert (len(made[True]), pending[0], any(pending[3:])) == (3, False, False)
-    assert any(pending[1:3]), "a step began while the version before it was written"
+    assert pending == [False, True, True, False, False, False], "a step began while the version before it was written"
     assert [differing(one, other) for one, other in zip(made[True], made[False], strict=True)] == [[], [], []]
     assert differing(made[True][0], made[True][1])

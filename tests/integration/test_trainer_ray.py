@@ -17,6 +17,7 @@ import polars as pl
 import psutil
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from spangrad.errors import BadRowsError, CheckpointError, SettingsError, TrainerError
@@ -215,7 +216,7 @@ def test_ray_worker_writes_checkpoint_beside_passes(engines: dict[int, VerlOptim
     assert differences(weights(engine), expected) > 1e-5
     assert facts(tmp_path).keys() == facts(tmp_path / "alone").keys()
     engine.collect()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(SafetensorError, match="No such file or directory"):
         engine.write(tmp_path / "no directory")
 
 

@@ -82,17 +82,18 @@ class RayWorkers:
         """Have the first rank write what it has collected, beside other calls; from any thread.
 
         Raises:
-            OSError: it could not.
+            OSError, SafetensorError: it could not.
             TrainerError: it died, or failed.
         """
         import ray
         from ray.exceptions import RayTaskError
+        from safetensors import SafetensorError
 
         call = self._alive_workers().execute_rank_zero_async("write", directory)
         while not ray.wait([call], timeout=_LOOK_SECONDS)[0]:
             pass
         error = _failure(call)
-        if isinstance(error, RayTaskError) and isinstance(error.cause, SpangradError | OSError):
+        if isinstance(error, RayTaskError) and isinstance(error.cause, OSError | SafetensorError):
             raise error.cause
         if error:
             raise TrainerError(
