@@ -369,7 +369,9 @@ class Trainer:
         publishing = self.publishing.outage.take_retries() if self.publishing else 0
         return {"publish_retries": float(publishing), "store_retries": float(self.store_outage.take_retries())}
 
-    def _train(self, loaded: Loaded, batch: Batch, facts: dict[str, float], calls: pl.DataFrame, parent: LedgerVersion) -> UncommittedVersion:
+    def _train(
+        self, loaded: Loaded, batch: Batch, facts: dict[str, float], calls: pl.DataFrame, parent: LedgerVersion
+    ) -> UncommittedVersion:
         """Lease a version, and train it.
 
         Raises:
@@ -388,4 +390,6 @@ class Trainer:
             metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}
             metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
             version = self.branch.leased(lease.taken, parent, metrics)
-            return UncommittedVersion(lease.taken, version, loaded.rollouts, calls, optimizer.write, self.clock.stages, lease.beats.pop_all())
+            return UncommittedVersion(
+                lease.taken, version, loaded.rollouts, calls, optimizer.write, self.clock.stages, lease.beats.pop_all()
+            )

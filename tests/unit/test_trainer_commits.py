@@ -291,7 +291,7 @@ def test_failed_step_leaves_pending_version_to_be_committed(tmp_path: Path, base
     assert trainer.ledger.holder() is None
 
 
-def test_pending_version_is_committed_though_what_followed_the_one_before_failed(tmp_path: Path, base: Path) -> None:
+def test_pending_version_is_committed_after_failure_of_earlier_follow_up(tmp_path: Path, base: Path) -> None:
     trainer = wired(settings(base, tmp_path), FakeSource([*"abcd"]), Slow())
 
     def fail(step: object) -> None:

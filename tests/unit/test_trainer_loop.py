@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -283,6 +284,27 @@ def test_shutdown_signal_within_shield_waits_for_its_end():
     with pytest.raises(Stopped), shutdown.listening():
         work()
     assert done == ["transaction"]
+
+
+def test_shutdown_shield_of_another_thread_holds_no_signal_back():
+    shutdown, entered, left = Shutdown(), threading.Event(), threading.Event()
+
+    def shield() -> None:
+        with shutdown.shielded():
+            entered.set()
+            left.wait(10)
+
+    def stop() -> None:
+        entered.wait(10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        left.wait(0.1)
+
+    thread = threading.Thread(target=shield)
+    thread.start()
+    with pytest.raises(Stopped), shutdown.listening():
+        stop()
+    left.set()
+    thread.join()
 
 
 def test_trainer_with_invalid_settings_raises(tmp_path: Path, base: Path):
