@@ -136,15 +136,21 @@ def test_step_with_infinite_gradient_in_later_mini_batch_undoes_whole_batch(tiny
     require_same(facts(engine, tmp_path), facts(alone, tmp_path))
 
 
-@pytest.mark.parametrize("changes", [{}, {"epochs": 2, "mini_batches": 2}, {"estimator": "gae"}], ids=["one update", "several", "critic"])
+@pytest.mark.parametrize(
+    ("changes", "updates"),
+    [({}, True), ({"epochs": 2, "mini_batches": 2}, True), ({"estimator": "gae"}, True), ({"estimator": "gae"}, False)],
+    ids=["one update", "several", "critic", "critic alone"],
+)
 def test_step_refused_by_its_caller_before_the_first_update_equals_the_step_alone(
-    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, changes: dict[str, Any]
+    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, changes: dict[str, Any], updates: bool
 ):
     links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS)) if "estimator" in changes else None
     sound, other = replace(sound, chains=links), replace(other, chains=links)
     settings = trainer_settings(**SETTINGS, **changes)
     alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     before, calls = facts(engine, tmp_path), list[dict[str, torch.Tensor]]()
+    if not updates:
+        alone._trainable = engine._trainable = lambda batch: False  # type: ignore[method-assign]
 
     def note() -> None:
         """Mini-batches are drawn by then."""

@@ -128,6 +128,23 @@ def test_staleness_bound_counts_pending_version(tmp_path: Path, base: Path) -> N
     assert [version.metrics["staleness_max"] for version in trainer.ledger.versions()[1:]] == [0, 1]
 
 
+def test_look_beside_step_compares_with_pending_version(tmp_path: Path, base: Path) -> None:
+    source = FakeSource([*"abcd"])
+
+    def happened(number: int) -> bool:
+        if "pass 2" in optimizer.order and "odd" not in source.names:
+            source.changes |= {"odd": {**source.changes["a"], "Version": 77}}
+            source.names += ["odd"]
+        return number == 2 or group("odd") in trainer.ledger.skipped()
+
+    optimizer = Slow(happened)
+    trainer = wired(settings(base, tmp_path), source, optimizer)
+    trainer.run(follow=False)
+    assert optimizer.missed == []
+    (row,) = trainer.ledger.skips.read()
+    assert (row.group, row.reason, row.head) == (group("odd"), SkipReason.UNKNOWN_VERSION, 1)
+
+
 def test_working_branch_with_pending_version_equals_ledger_after_its_commit(tmp_path: Path, base: Path) -> None:
     chosen = settings(base, tmp_path)
     trainer = wired(chosen, FakeSource([*"abcd"]))
