@@ -133,3 +133,21 @@ def test_run_with_checkpoints_beside_steps_equals_run_without(
     assert pending == [False, True, True, False, False, False], "a step began while the version before it was written"
     assert [differing(one, other) for one, other in zip(made[True], made[False], strict=True)] == [[], [], []]
     assert differing(made[True][0], made[True][1])
+
+
+def test_rank_joins_with_gpu_that_its_process_was_given(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ray calls methods in another thread than the constructor, and each thread has a GPU of its own choice."""
+    from trainer.optim import rank as ranks
+
+    chosen = threading.local()
+    chosen.gpu = 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(chosen, "gpu", gpu))
+    joined: list[int | None] = []
+    monkeypatch.setattr(ranks, "join_group", lambda *_: joined.append(getattr(chosen, "gpu", None)))
+    rank = ranks.Rank(tiny_model, trainer_settings())
+    thread = threading.Thread(target=rank.join, args=("cuda", "file:///nowhere"))
+    thread.start()
+    thread.join()
+    assert joined == [3]

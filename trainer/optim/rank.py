@@ -53,6 +53,7 @@ class Rank(Worker):
     def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         super().__init__()
         self._model, self._settings, self._objective = model, settings, objective
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._models: dict[ModelRole, Any] = {}
         self._before: dict[ModelRole, snapshots.Snapshot] = {}
         self._earlier: EarlierWeights | None = None
@@ -71,6 +72,8 @@ class Rank(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join(self, device: str, rendezvous: str) -> None:
         """Join the other ranks; not for a rank whose process is a group of its own already."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # of this thread: Ray calls methods in another one than __init__, where verl chose it
         join_group(device, rendezvous)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
