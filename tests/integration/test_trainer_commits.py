@@ -22,7 +22,10 @@ from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.optim.optimizer import VerlOptimizer
+from trainer.optim.process import prepare_process
 from trainer.publish import checkpoint
+
+prepare_process()  # verl reads its platform when it is first imported
 
 RATE = 1e-2
 ROWS = 8
