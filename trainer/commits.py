@@ -56,7 +56,7 @@ class UncommittedVersion:
 
 
 class StepLease:
-    """Lease of one step, which renews it until it is closed or handed on."""
+    """Lease of one step."""
 
     def __init__(self, commits: Commits, rollouts: Sequence[BatchRollout], parent: LedgerVersion) -> None:
         """Lease nothing yet.
@@ -68,17 +68,20 @@ class StepLease:
         """
         self._commits, self._rollouts, self._parent = commits, rollouts, parent
         self._lease: BatchLease | None = None
-        self.beats = ExitStack()
+        self._beats = ExitStack()
 
-    def take_unless_pending(self) -> None:
-        """Take the lease, unless the version before is pending; then `take` does, before the first update.
+    @contextmanager
+    def begun(self) -> Generator[None]:
+        """Take the lease, unless the version before is pending: then `take` does. It is renewed until the block ends, or it is handed on.
 
         Raises:
             HeadMovedError: another trainer was faster.
             AlreadyTrainedError: a rollout is in another batch.
         """
-        if self._commits.transaction.branch.pending is None:
-            self._take()
+        with self._beats:
+            if self._commits.transaction.branch.pending is None:
+                self._take()
+            yield
 
     def take(self) -> None:
         """Wait until the version before is committed, and take the lease if that was not done.
@@ -93,18 +96,17 @@ class StepLease:
             if self._lease is None:
                 self._take()
 
-    @property
-    def taken(self) -> BatchLease:
-        """Return the lease, which is taken."""
+    def hand_on(self) -> tuple[BatchLease, ExitStack]:
+        """Return the lease, which is taken, and what renews it until it is closed."""
         assert self._lease
-        return self._lease
+        return self._lease, self._beats.pop_all()
 
     def _take(self) -> None:
         transaction = self._commits.transaction
         self._lease = transaction.begin(self._rollouts, self._parent)
         if self._lease is None:
             raise HeadMovedError(f"branch {self._parent.branch} has a head other than version {self._parent.version}, or is about to.")
-        self.beats.enter_context(beating(transaction.branch.ledger, self._lease))
+        self._beats.enter_context(beating(transaction.branch.ledger, self._lease))
 
 
 class Commits:

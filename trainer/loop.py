@@ -377,19 +377,17 @@ class Trainer:
         Raises:
             HeadMovedError: another trainer's step is under way, or the branch has another head by now; the optimizer is as before.
         """
-        lease = StepLease(self.commits, loaded.rollouts, parent)
-        with lease.beats, self.lookahead.beside():
-            lease.take_unless_pending()
+        step = StepLease(self.commits, loaded.rollouts, parent)
+        with step.begun(), self.lookahead.beside():
             optimizer = self._load(parent)
             with self.clock.stage("train"):
-                metrics = optimizer.step(batch, lease.take)
+                metrics = optimizer.step(batch, step.take)
             with self.clock.stage("collect"):
                 optimizer.collect()
             used = optimizer.token_advantages if batch.chains else batch.advantages
             calls = with_advantages(calls, batch.response_mask, used)
             metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}
             metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
-            version = self.branch.leased(lease.taken, parent, metrics)
-            return UncommittedVersion(
-                lease.taken, version, loaded.rollouts, calls, optimizer.write, self.clock.stages, lease.beats.pop_all()
-            )
+            lease, beats = step.hand_on()
+            version = self.branch.leased(lease, parent, metrics)
+            return UncommittedVersion(lease, version, loaded.rollouts, calls, optimizer.write, self.clock.stages, beats)

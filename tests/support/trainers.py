@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 SPEC = BuilderSettings().spec
 TRANSACTION = {"undone_on_error", "begin", "write", "commit"}
 """Functions of `trainer.step` at whose every line a process may die."""
-COMMITS = {"take_unless_pending", "take", "_take", "submit", "settle", "settled", "_commit_pending", "_commit"}
+COMMITS = {"begun", "take", "hand_on", "_take", "submit", "settle", "settled", "_commit_pending", "_commit"}
 """Functions of `trainer.commits` at whose every line a process may die, in the main thread or in that of the follow-ups."""
 
 
