@@ -79,7 +79,7 @@ def test_publication_while_gateway_is_away_trains_on_and_publishes_newest_only(
     assert served(chosen) == [0, 0, 4], "versions 1 to 3 never left: the newest was published alone"
     metrics = [one.metrics for one in trainer.ledger.versions()]
     assert ["seconds_publish" in one for one in metrics] == [False, False, False, False, True]
-    assert metrics[2]["publish_retries"] >= 1, "the retries of the step before"
+    assert sum(one["publish_retries"] for one in metrics[2:]) >= 1, "the retries of an earlier version, by the fourth step at the latest"
     assert trainer.mirror.written[-1].metrics == metrics[4], "the store's copy has the late metrics"  # type: ignore[attr-defined]
     assert caplog.text.count("Trying again until the gateway answers") == 1
     assert caplog.text.count("the gateway answers again after") == 1
