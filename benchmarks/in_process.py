@@ -133,6 +133,7 @@ def train_step(trainer: Trainer) -> LedgerVersion:
     if loaded is None:
         raise SpangradError("a step's groups were built, and the trainer finds none ready.")
     trainer.step(loaded)
+    trainer.commits.settle()
     newest = newest_version(trainer.ledger)
     if newest.version == before.version:
         raise TrainerError(trainer.ledger.skips.read()[-1].detail)

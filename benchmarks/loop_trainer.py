@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,26 +35,29 @@ class TimedOptimizer:
     def __init__(self, model: Path, *_: object, **__: object) -> None:
         self._weight = float(load_file(model / WEIGHTS)["weight"][0])
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Wait, and report the step's times."""
+    def step(self, batch: Batch, before_update: Callable[[], None]) -> dict[str, float]:
+        """Wait, and report the step's times, without its wait for the version before."""
         began = time.time()
         time.sleep(self.step_seconds)
+        ended = time.time()
+        before_update()
         self._weight += 1
         with self.times.open("a") as file:
-            file.write(json.dumps({"began": began, "ended": time.time(), "rows": batch.real_rows}) + "\n")
+            file.write(json.dumps({"began": began, "ended": ended, "rows": batch.real_rows}) + "\n")
         return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap_max": 0.0, "updated": 1.0}
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the weight."""
         yield "weight", np.array([self._weight], np.float32)
 
-    def save_weights(self, directory: Path) -> None:
-        """Write the weight."""
-        save_weights(directory, self.weights())
+    def collect(self) -> None:
+        """Copy the weight."""
+        self._collected = self._weight
 
-    def save_state(self, directory: Path) -> None:
-        """Write a state."""
-        (directory / "optimizer.pt").write_text(str(self._weight))
+    def write(self, directory: Path) -> None:
+        """Write the weight and a state."""
+        save_weights(directory, [("weight", np.array([self._collected], np.float32))])
+        (directory / "optimizer.pt").write_text(str(self._collected))
 
     def load_state(self, directory: Path) -> None:
         """Read nothing: the weight is known."""

@@ -13,7 +13,7 @@ from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, TRAINED, metric
 from dashboards.variables import is_
 from spangrad.types import POLICY_FAILURES
 
-_STAGES = ("build", "idle", "load", "credit", "forward", "backward", "settle", "checkpoint", "publish")
+_STAGES = ("build", "idle", "load", "credit", "forward", "backward", "settle", "collect", "checkpoint", "publish")
 
 _RETURNS = f"(SELECT Version, GroupId, any(Return) AS Return FROM {TRAINED} GROUP BY Version, RunId, GroupId, RolloutId)"
 
@@ -281,8 +281,9 @@ def _seconds() -> Panel:
         sql,
         "s",
         "rollouts: from the first begin to the last end of the batch's rollouts. build: median time from a rollout's last span to its"
-        " build. The others as the trainer measured them; idle: it waited for whole groups; settle: for what follows the previous step."
-        " Rollouts and builds of the next batch overlap with all of them, and publish with the next step where rollouts may be older.",
+        " build. The others as the trainer measured them; idle: it waited for whole groups; settle: until the previous version was"
+        " committed; collect: it copied weights and state to main memory. Rollouts and builds of the next batch overlap with all of them;"
+        " checkpoint and publish are done beside the next step where rollouts may be older.",
         stacked=True,
     )
 

@@ -1,8 +1,11 @@
-"""The trainer: ready groups -> lease -> credit -> step -> checkpoint -> commit -> mirror -> publish, as often as there are batches.
+"""The trainer: ready groups -> credit -> lease -> step -> checkpoint -> commit -> mirror -> publish, as often as there are batches.
 
 In: the settings; through them the span store, the model and the gateway. Out: policy versions. Invariant: at every instruction the
 ledger knows enough to resume. A lease without a commit is undone, at once when this process fails or is asked to stop, else at the next
 start; a commit that was not yet copied to the store, or published, is at the next start. Nothing is repeated, nothing skipped.
+
+Where rollouts may be older than the newest version, all from the checkpoint on is done beside the next step (`trainer.commits`), up to its
+first update. Until then the version is pending, and counts as the head (`WorkingBranch`).
 
 A step trains the head of its branch. When another process moved it (another trainer of the branch, a rollback), its weights and its
 optimizer state are loaded first; while another trainer's step is under way, this one waits.
@@ -16,12 +19,12 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spangrad.errors import BadRowsError
 from spangrad.settings import Settings
-from spangrad.types import Mode, VersionStatus
+from spangrad.types import Mode
+from trainer.commits import Commits, HeadMovedError, StepLease, UncommittedVersion
 from trainer.credit.assignment import Normalise
 from trainer.data import failures
 from trainer.data.assemble import assemble, batch_groups, with_advantages
@@ -32,8 +35,9 @@ from trainer.ledger.batch_rollouts import AlreadyTrainedError
 from trainer.ledger.demand import DemandReporter
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import newest_version, prune, undo_leases
+from trainer.ledger.recovery import newest_version, prune
 from trainer.ledger.tables import LedgerVersion
+from trainer.ledger.working_branch import WorkingBranch
 from trainer.monitor import alarms
 from trainer.monitor.batch_metrics import batch_metrics
 from trainer.monitor.batch_times import BatchTimes
@@ -41,12 +45,11 @@ from trainer.monitor.evaluate import Evaluation, best, describe_best
 from trainer.monitor.view import LogLines
 from trainer.monitor.watching import Clock, CommittedStep, Watchers, timed
 from trainer.overlap import FollowUps, Lookahead
-from trainer.publish.lora import adapter_of
 from trainer.publish.publisher import Publisher
 from trainer.publish.publishing import HeadPublisher
 from trainer.retries import Outage
 from trainer.shutdown import Shutdown
-from trainer.step import StepTransaction, beating
+from trainer.step import StepTransaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -99,12 +102,14 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._main = threading.current_thread()
-        self.transaction = StepTransaction(self.settings, self.ledger, self.clock, self.shutdown)
-        self.demand = DemandReporter(self.settings, self.ledger, self.source.build_spec)
+        self.branch = WorkingBranch(self.ledger)
+        self.transaction = StepTransaction(self.settings, self.branch, self.shutdown)
+        self.demand = DemandReporter(self.settings, self.branch, self.source.build_spec)
         self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown) if self.publisher else None
-        self.batches = BatchQueue(self.settings.trainer, self.ledger, self.clock, self._publish_again)
+        self.batches = BatchQueue(self.settings.trainer, self.branch, self.clock, self._publish_again)
         self.lookahead = Lookahead(self._look, lambda: self.arrived(self.settings.trainer.poll_seconds))
         self.follow_ups = FollowUps()
+        self.commits = Commits(self.transaction, self.follow_ups, self.clock, beside=self._overlaps)
 
     def start(self) -> None:
         """Bring the store's copy and the gateway up to the ledger's newest commit."""
@@ -131,7 +136,7 @@ class Trainer:
         """
         if time.monotonic() - self._checked_at > _CHECK_SECONDS:
             self._checked_at = time.monotonic()
-            undo_leases(self.ledger, self.settings)
+            self.branch.undo_leases(self.settings)
             if self.follow_ups.are_done:
                 if self._news:
                     self.evaluate()
@@ -158,13 +163,20 @@ class Trainer:
             self.follow_ups.wait()
 
     def run(self, *, follow: bool) -> None:
-        """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready."""
+        """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready.
+
+        However it ends, no version is pending then.
+        """
+        with self.commits.settled():
+            self._run(follow)
+
+    def _run(self, follow: bool) -> None:
         limit = self.settings.trainer.max_steps if follow else 0
         while True:
             self.shutdown.check()
             self.follow_ups.check()
             self._record_late_publications()
-            if 0 < limit <= len(self.ledger.committed_versions()) - 1:
+            if 0 < limit <= self.branch.steps():
                 logger.info("trainer.max_steps = %d steps are done", limit)
                 self._report_demand()
                 self._await_publication()
@@ -194,14 +206,14 @@ class Trainer:
 
     def take(self) -> Loaded | None:
         """Return the oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
-        self._head = newest_version(self.ledger)
+        self._head = self.branch.head()
         loaded = self.batches.take(self.source, self._head)
         self._report_demand()
         return loaded
 
     def _look(self) -> None:
         """Prepare the next batch while a step is under way, and report the demand that follows from it."""
-        self.batches.look(self.source, newest_version(self.ledger))
+        self.batches.look(self.source, self.branch.head())
         self._report_demand()
 
     def _report_demand(self) -> None:
@@ -214,7 +226,7 @@ class Trainer:
 
     def _busy(self) -> bool:
         """Return whether another trainer's step is under way; log each such holder once."""
-        holder = self.ledger.holder()
+        holder = self.branch.holder()
         if holder and holder != self._awaited:
             logger.info("%s makes a step of branch %s: waiting for its end", holder, self.settings.trainer.branch)
         self._awaited = holder
@@ -243,6 +255,8 @@ class Trainer:
     def step(self, loaded: Loaded) -> bool:
         """Make one version of one batch; when anything goes wrong before the commit, undo the lease.
 
+        Where steps overlap, the version may be pending when this returns.
+
         A step that is refused for some of its rows leaves their groups skipped and the others ready.
 
         Returns:
@@ -251,40 +265,36 @@ class Trainer:
         Raises:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
-        parent = self._head or newest_version(self.ledger)
+        parent = self._head or self.branch.head()
         # The head may have moved since the start: only the version to train is loaded.
         settings, rows = self.settings.trainer, (self.optimizer or self._load(parent)).data_parallel_size
         with self.clock.stage("credit"):
-            lineage = self.ledger.lineage()
+            lineage = self.branch.lineage()
             batch, facts, calls = assemble(
                 loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash
             )
             facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures(self._ready) | self._retries() | self.batches.figures()
-            history = [version.metrics for version in self.ledger.versions() if version.status is VersionStatus.COMMITTED]
+            history = [version.metrics for version in self.branch.versions()]
             facts |= alarms.gaming([*history, facts], settings.alarms)
         try:
-            with self.transaction.undone_on_error(but=(BadRowsError, AlreadyTrainedError)):
-                committed = self._commit(loaded, batch, facts, calls, parent)
+            with self.transaction.undone_on_error(but=(BadRowsError, AlreadyTrainedError, HeadMovedError)):
+                trained = self._train(loaded, batch, facts, calls, parent)
+                committed = self.commits.submit(trained)
         except (BadRowsError, AlreadyTrainedError) as error:
             self._refuse(error, loaded, batch, parent)
             return True
-        if committed is None:
+        except HeadMovedError:
             return False
-        self.loaded = committed
+        self.loaded = trained.version
         self.batches.forget(loaded)
-        if committed.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
-            logger.warning("%s", alarms.describe(committed.version, committed.metrics, settings.alarms))
-        if committed.metrics.get("failed_alarm") and not parent.metrics.get("failed_alarm"):
-            logger.warning("%s", failures.describe(committed.version, committed.metrics, settings.alarms.failed_share))
-        number, stages = len(self.ledger.committed_versions()) - 1, self.clock.stages
-        self._follow_up(lambda: self._finish(CommittedStep(number, committed, loaded.rollouts, stages)))
+        self._follow_up(lambda: self._finish(committed()))
         self.lookahead.check()
         self.clock.end()
         return True
 
     @property
     def _overlaps(self) -> bool:
-        """Return whether the next step may begin before the gateway serves the last one's version: its rollouts may be older."""
+        """Return whether the next step may begin before the last one's version is committed and served: its rollouts may be older."""
         return self.settings.trainer.sampling.max_staleness > 0
 
     def _follow_up(self, work: Callable[[], None]) -> None:
@@ -301,6 +311,7 @@ class Trainer:
     def _finish(self, step: CommittedStep) -> None:
         """Publish the version of a step, copy it to the store, report it, and evaluate it where that is due."""
         number = step.version.version
+        self._warn(step.version)
         self.ledger.add_metrics(number, {**self._publish(step), **self.batch_times(step.rollouts)})
         version = self.ledger.version(number)
         # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
@@ -313,6 +324,15 @@ class Trainer:
                 self.publishing.wait()  # the held-out tasks are for this version, and the next is published after them
             self.evaluation.run_command(version, step.number)
 
+    def _warn(self, version: LedgerVersion) -> None:
+        """Log the alarms of a version that those of its parent are not."""
+        metrics, settings = version.metrics, self.settings.trainer.alarms
+        before = self.ledger.version(version.policy_version.parent or 0).metrics
+        if metrics.get("gaming_alarm") and not before.get("gaming_alarm"):
+            logger.warning("%s", alarms.describe(version.version, metrics, settings))
+        if metrics.get("failed_alarm") and not before.get("failed_alarm"):
+            logger.warning("%s", failures.describe(version.version, metrics, settings.failed_share))
+
     def _refuse(self, error: BadRowsError | AlreadyTrainedError, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> None:
         """Skip the groups whose rows failed, and undo the lease; a crash between the two repeats the step without them."""
         try:
@@ -321,11 +341,11 @@ class Trainer:
                     self.batches.skip_claimed(error.groups, parent)
                 else:
                     groups = batch_groups(
-                        loaded, self.settings.trainer, lineage=self.ledger.lineage(), tokenizer_hash=parent.tokenizer_hash
+                        loaded, self.settings.trainer, lineage=self.branch.lineage(), tokenizer_hash=parent.tokenizer_hash
                     )
                     self.batches.refuse(error, groups, batch.group.tolist(), parent)
         finally:
-            for version in undo_leases(self.ledger, self.settings):
+            for version in self.branch.undo_leases(self.settings):
                 self._copy(version)
         self.clock.end()
 
@@ -349,22 +369,25 @@ class Trainer:
         publishing = self.publishing.outage.take_retries() if self.publishing else 0
         return {"publish_retries": float(publishing), "store_retries": float(self.store_outage.take_retries())}
 
-    def _commit(
+    def _train(
         self, loaded: Loaded, batch: Batch, facts: dict[str, float], calls: pl.DataFrame, parent: LedgerVersion
-    ) -> LedgerVersion | None:
-        lease = self.transaction.begin(loaded.rollouts, parent)
-        if lease is None:
-            return None
-        with beating(self.ledger, lease), self.lookahead.beside():
+    ) -> UncommittedVersion:
+        """Lease a version, and train it.
+
+        Raises:
+            HeadMovedError: another trainer's step is under way, or the branch has another head by now; the optimizer is as before.
+        """
+        step = StepLease(self.commits, loaded.rollouts, parent)
+        with step.begun(), self.lookahead.beside():
             optimizer = self._load(parent)
             with self.clock.stage("train"):
-                metrics = optimizer.step(batch)
-            with self.clock.stage("settle"):
-                self.follow_ups.settle()  # a failure ends the run once this step is committed
+                metrics = optimizer.step(batch, step.take)
+            with self.clock.stage("collect"):
+                optimizer.collect()
             used = optimizer.token_advantages if batch.chains else batch.advantages
             calls = with_advantages(calls, batch.response_mask, used)
-            adapter = adapter_of(Path(parent.policy_version.path), self.settings.trainer)
-            written = self.transaction.write(lease, parent, optimizer, calls=calls, adapter=adapter)
-        metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}
-        metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
-        return self.transaction.commit(lease, written, metrics)
+            metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}
+            metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
+            lease, beats = step.hand_on()
+            version = self.branch.leased(lease, parent, metrics)
+            return UncommittedVersion(lease, version, loaded.rollouts, calls, optimizer.write, self.clock.stages, beats)

@@ -1,11 +1,13 @@
-"""Threads that work beside the step under way: one prepares the next batch, one does what follows the last commit.
+"""Threads that work beside the step under way: one prepares the next batch, one commits the last version and does what follows.
 
-Invariant: what they do may be done later, or again at the next start: an error of a look delays nothing, and what follows a commit is in
-order and is done before the next commit.
+Invariant: a look may be done later, and its errors delay nothing. Commits and what follows them are done in order, so that what follows a
+commit is done before the next one; a version is committed even if what followed an earlier commit failed. What is left undone is undone,
+or done, at the next start.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -86,13 +88,13 @@ class Lookahead:
 
 
 class FollowUps:
-    """Thread that does what follows commits, in their order."""
+    """Thread that commits versions and does what follows, in order."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], bool]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._left = 0
-        """Number of follow-ups that are not done."""
+        """Number of pieces of work that are not done."""
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -101,19 +103,25 @@ class FollowUps:
         """Return whether nothing is under way."""
         return self._left == 0
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Do some work after what was submitted before, unless that failed."""
+    def submit(self, work: Callable[[], None], *, always: bool = False) -> None:
+        """Do some work after what was submitted before, unless that failed; with `always` even then."""
         with self._changed:
             self._left += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="follow-ups", daemon=True)
                 self._thread.start()
-        self._work.put(work)
+        self._work.put((work, always))
 
-    def settle(self) -> None:
-        """Wait until everything is done or has failed, in slices in which a signal is handled."""
+    def settle(self, until: Callable[[], bool] = lambda: False, *, seconds: float = math.inf) -> None:
+        """Wait until everything is done or has failed, in slices in which a signal is handled.
+
+        Args:
+            until: ends the wait early, once it is true after a piece of work.
+            seconds: longest wait.
+        """
+        end = time.monotonic() + seconds
         with self._changed:
-            while self._left:
+            while self._left and not until() and time.monotonic() < end:
                 self._changed.wait(_SLICE_SECONDS)
 
     def wait(self) -> None:
@@ -132,14 +140,12 @@ class FollowUps:
 
     def _run(self) -> None:
         while True:
-            work = self._work.get()
+            work, always = self._work.get()
             try:
-                if self._failed is None:
+                if always or self._failed is None:
                     work()
-            except Stopped:
-                return  # the process ends, and its next start does what is left
             except BaseException as error:
-                self._failed = error
+                self._failed = self._failed or error
             finally:
                 with self._changed:
                     self._left -= 1

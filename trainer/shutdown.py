@@ -49,7 +49,10 @@ class Shutdown:
 
     @contextmanager
     def shielded(self) -> Generator[None]:
-        """Hold signals back until the block ends."""
+        """Hold signals back until the block ends; another thread than the main one receives none, and holds back none."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         self._shield_depth += 1
         try:
             yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from trainer.data.source import BatchRollout
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.recovery import undo_leases
 from trainer.ledger.tables import LedgerVersion
-from trainer.monitor.watching import Clock
+from trainer.ledger.working_branch import WorkingBranch
 from trainer.publish import checkpoint
 from trainer.retries import without_retries
 from trainer.shutdown import Shutdown
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import polars as pl
 
     from trainer.ledger.file_batches import FileBatch
-    from trainer.optim.optimizer import VerlOptimizer
-    from trainer.sft.optimizer import FileOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +40,7 @@ class StepTransaction:
     """Transactions of one trainer's steps, one at a time."""
 
     settings: Settings
-    ledger: Ledger
-    clock: Clock
+    branch: WorkingBranch
     shutdown: Shutdown
 
     @contextmanager
@@ -58,11 +55,22 @@ class StepTransaction:
             raise
         except BaseException:
             self.shutdown.end()
-            try:
-                undo_leases(self.ledger, self.settings)
-            except (SpangradError, OSError) as error:  # the first error is raised; the next start cleans up
-                logger.warning("%s", error)
+            self.undo()
             raise
+
+    def undo(self, *, pending: bool = False) -> None:
+        """Undo the leases of this process after an error, which is raised; where this fails as well, the next start cleans up.
+
+        Args:
+            pending: True to undo that of the pending version as well.
+        """
+        try:
+            if pending:
+                undo_leases(self.branch.ledger, self.settings)
+            else:
+                self.branch.undo_leases(self.settings)
+        except (SpangradError, OSError) as error:
+            logger.warning("%s", error)
 
     def begin(self, rollouts: Sequence[BatchRollout], parent: LedgerVersion, files: FileBatch | None = None) -> BatchLease | None:
         """Lease rollouts for a step from a version. None: another step is under way, or the branch has another head by now.
@@ -73,15 +81,14 @@ class StepTransaction:
             files: that the step is made of. None: of rollouts alone.
         """
         with self.shutdown.shielded():
-            return self.ledger.begin(rollouts, parent.version, files=files)
+            return self.branch.ledger.begin(rollouts, parent.version, files=files)
 
     def write(
         self,
         lease: BatchLease,
         parent: LedgerVersion,
-        trained: VerlOptimizer | FileOptimizer,
+        write: Callable[[Path], None],
         *,
-        resumable: bool = True,
         calls: pl.DataFrame | None = None,
         adapter: AdapterFacts | None = None,
     ) -> checkpoint.Checkpoint:
@@ -90,8 +97,7 @@ class StepTransaction:
         Args:
             lease: of the step.
             parent: version that was trained.
-            trained: what holds the weights now.
-            resumable: write the optimizer's state too.
+            write: writes the weights, and the optimizer's state where the run is resumed from it.
             calls: that the step trained, with their advantages. None: it trained files.
             adapter: facts of the adapter. None: the weights are a whole model.
 
@@ -100,25 +106,22 @@ class StepTransaction:
         """
         settings = self.settings.trainer
 
-        def save_state(directory: Path) -> None:
-            if resumable:
-                trained.save_state(directory)
+        def save(directory: Path) -> None:
+            write(directory)
             if calls is not None:
                 calls.write_parquet(directory / checkpoint.TRAINED_CALLS)
 
-        with self.clock.stage("checkpoint"):
-            return checkpoint.write(
-                settings.directory,
-                policy=settings.policy,
-                branch=settings.branch,
-                version=lease.version,
-                parent=lease.parent,
-                batch_id=lease.batch_id,
-                base=Path(parent.policy_version.path),
-                save_weights=trained.save_weights,
-                save_state=save_state,
-                adapter=adapter,
-            )
+        return checkpoint.write(
+            settings.directory,
+            policy=settings.policy,
+            branch=settings.branch,
+            version=lease.version,
+            parent=lease.parent,
+            batch_id=lease.batch_id,
+            base=Path(parent.policy_version.path),
+            save=save,
+            adapter=adapter,
+        )
 
     def commit(self, lease: BatchLease, written: checkpoint.Checkpoint, metrics: dict[str, float]) -> LedgerVersion:
         """Commit the version, and return it.
@@ -126,11 +129,10 @@ class StepTransaction:
         Raises:
             LedgerError: the lease was lost.
         """
+        ledger = self.branch.ledger
         with self.shutdown.shielded():
-            self.ledger.commit(
-                lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
-            )
-        return self.ledger.version(lease.version)
+            ledger.commit(lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics)
+        return ledger.version(lease.version)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,15 +44,15 @@ class Filling(FakeOptimizer):
         super().__init__()
         self.disk, self.left = disk, left
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        metrics = super().step(batch)
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        metrics = super().step(batch, before_update)
         if self.weight == 2:
             free = os.statvfs(self.disk).f_bavail * os.statvfs(self.disk).f_bsize
             (self.disk / "ballast").write_bytes(bytes(max(0, free - self.left * 1024)))
         return metrics
 
-    def save_state(self, directory: Path) -> None:
-        super().save_state(directory)
+    def write(self, directory: Path) -> None:
+        super().write(directory)
         (directory / "moments").write_bytes(bytes(256 * 1024))
 
 

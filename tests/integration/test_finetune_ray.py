@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.support.trainers import EXAMPLES, PAIRS
+from tests.support.trainers import EXAMPLES, PAIRS, save
 from tests.support.trainers import finetune_settings as settings
 from trainer.sft.optimizer import FileOptimizer
 
@@ -30,9 +30,7 @@ def test_finetune_with_two_ray_workers_matches_one_process(method: Any, tiny_mod
         optimizer.reference = optimizer.logprobs(examples)
         found[workers] = [optimizer.step(examples, optimizer.reference), optimizer.step(examples, optimizer.reference)]
         place = tmp_path / str(workers)
-        place.mkdir()
-        optimizer.save_weights(place)
-        optimizer.save_state(place)
+        save(optimizer, place)
         weights[workers] = load_file(place / "model.safetensors")
         found[workers].append(optimizer.measure(examples, optimizer.reference))
         optimizer.close()

@@ -62,11 +62,14 @@ class FakeFileOptimizer:
     def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
         return {"loss": 1.0 / (1.0 + self.weight)} if examples else {}
 
-    def save_weights(self, directory: Path) -> None:
-        save_weights(directory, [("weight", np.array([self.weight], np.float32))])
+    def collect(self, *, state: bool = True) -> None:
+        self.collected = self.weight, state
 
-    def save_state(self, directory: Path) -> None:
-        (directory / STATE).write_text(str(self.weight))
+    def write(self, directory: Path) -> None:
+        weight, state = self.collected
+        save_weights(directory, [("weight", np.array([weight], np.float32))])
+        if state:
+            (directory / STATE).write_text(str(weight))
 
     def close(self) -> None:
         """Nothing is open."""

@@ -16,6 +16,7 @@ import torch
 from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
 from tests.support.policies import PROMPT, trainer_settings, transition_row
+from tests.support.trainers import save
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
@@ -169,7 +170,7 @@ def test_logprob_check_after_restart_holds_weights_of_earlier_checkpoints(tiny_m
         policy.step(behind=1)
         checkpoints.append(tmp_path / f"v{number}")
         shutil.copytree(tiny_model, checkpoints[-1], ignore=shutil.ignore_patterns("*.safetensors"))
-        policy.engine.save_weights(checkpoints[-1])
+        save(policy.engine, checkpoints[-1])
     policy.engine.close()
     policy.engine = again = VerlOptimizer(checkpoints[-1], settings, engine_dtype="float32")
     before = {name: value.copy() for name, value in again.weights()}

@@ -17,7 +17,7 @@ from spangrad.weights.adapters import AdapterFacts, adapter_facts
 from spangrad.weights.checksums import checksum_directory
 from tests.support.built_rollouts import RUN, send
 from tests.support.policies import PROMPT, changed, logprobs_of, sampled_rows, trainer_settings
-from tests.support.trainers import written
+from tests.support.trainers import save, written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.ledger.ledger import Ledger
@@ -79,7 +79,7 @@ def test_load_state_of_other_weight_sync_method_raises(tiny_model: Path, tmp_pat
     alone, merged = VerlOptimizer(tiny_model, ALONE), VerlOptimizer(tiny_model, MERGED)
     for engine in (alone, merged):
         (tmp_path / engine.settings.weight_sync.method).mkdir()
-        engine.save_state(tmp_path / engine.settings.weight_sync.method)
+        save(engine, tmp_path / engine.settings.weight_sync.method)
     with pytest.raises(CheckpointError, match=r"with trainer\.weight_sync\.method = adapter, and now it is disk"):
         merged.load_state(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=r"with trainer\.weight_sync\.method = disk, and now it is adapter"):

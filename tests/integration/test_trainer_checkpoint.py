@@ -31,17 +31,14 @@ def base(tmp_path: Path) -> Path:
     return directory
 
 
-def save_weights(directory: Path) -> None:
+def save_all(directory: Path) -> None:
     checkpoint.save_weights(directory, WEIGHTS.items())
-
-
-def save_state(directory: Path) -> None:
     (directory / "optimizer.pt").write_text("state")
 
 
-def write(directory: Path, base: Path, version: int = 1, save: Callable[[Path], None] = save_state) -> Checkpoint:
+def write(directory: Path, base: Path, version: int = 1, save: Callable[[Path], None] = save_all) -> Checkpoint:
     names = {"policy": "org/policy", "branch": "main", "batch_id": "b"}
-    return checkpoint.write(directory, **names, version=version, parent=0, base=base, save_weights=save_weights, save_state=save)
+    return checkpoint.write(directory, **names, version=version, parent=0, base=base, save=save)
 
 
 def visible(directory: Path) -> list[str]:

@@ -23,7 +23,7 @@ from tests.support.policies import (
     trainer_settings,
     transition_row,
 )
-from tests.support.trainers import written
+from tests.support.trainers import save, written
 from trainer.credit import assignment
 from trainer.credit.estimators import group_relative
 from trainer.data.batch import Batch, layout
@@ -220,7 +220,7 @@ def test_load_state_resumed_optimizer_repeats_step_exactly(engine: VerlOptimizer
 
 
 def test_load_state_damaged_file_raises(engine: VerlOptimizer, tmp_path: Path):
-    engine.save_state(tmp_path)
+    save(engine, tmp_path)
     file = tmp_path / checkpoint.STATE
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):

@@ -14,7 +14,7 @@ from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
 from tests.support.policies import NO_ALARM, distribution, logprobs_of, padded, sampled_rows, trainer_settings, transition_row
-from tests.support.trainers import written
+from tests.support.trainers import save, written
 from trainer.credit import learning
 from trainer.credit.estimators import over_tokens
 from trainer.data.batch import layout
@@ -88,7 +88,7 @@ def test_step_of_batch_rejected_whole_leaves_critic(tiny_model: Path):
 
 
 def test_load_state_without_critic_begins_one_silently(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    VerlOptimizer(tiny_model, TrainerSettings()).save_state(tmp_path)
+    save(VerlOptimizer(tiny_model, TrainerSettings()), tmp_path)
     batch = chained(tiny_model)
     capfd.readouterr()
     engine = VerlOptimizer(tiny_model, trainer_settings(estimator="gae"))
@@ -145,7 +145,7 @@ def test_mini_batches_repeat_after_a_resume(tiny_model: Path, tmp_path: Path):
     batch = fresh(tiny_model)
     engine = VerlOptimizer(tiny_model, settings)
     engine._order.manual_seed(7)
-    engine.save_state(tmp_path)
+    save(engine, tmp_path)
     expected = engine.step(batch)
     assert VerlOptimizer(tiny_model, settings).step(batch) != expected, "other mini-batches"
     resumed = VerlOptimizer(tiny_model, settings)
@@ -254,8 +254,8 @@ def test_load_state_with_other_adapters_raises(tiny_model: Path, tmp_path: Path)
     plain, adapted = VerlOptimizer(tiny_model, TrainerSettings()), VerlOptimizer(tiny_model, trainer_settings(lora__rank=4))
     (tmp_path / "plain").mkdir()
     (tmp_path / "adapted").mkdir()
-    plain.save_state(tmp_path / "plain")
-    adapted.save_state(tmp_path / "adapted")
+    save(plain, tmp_path / "plain")
+    save(adapted, tmp_path / "adapted")
     with pytest.raises(CheckpointError, match=r"without adapters, and trainer\.lora\.rank = 4.*begin a branch"):
         adapted.load_state(tmp_path / "plain")
     with pytest.raises(CheckpointError, match=r"with adapters, and trainer\.lora\.rank = 0"):

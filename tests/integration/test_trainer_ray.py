@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,14 @@ import polars as pl
 import psutil
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from spangrad.errors import BadRowsError, CheckpointError, SettingsError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
 from tests.support.policies import sampled_rows, trainer_settings
-from tests.support.trainers import written
+from tests.support.trainers import save, written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
@@ -160,13 +163,60 @@ def test_ray_workers_state_loads_in_any_number_of_workers(
     assert differences(weights(alone), weights(engines[2])) < 1e-5
 
     engines[2].load_state(made[0])
-    engines[2].save_state(tmp_path)
+    save(engines[2], tmp_path)
     assert same(facts(tmp_path), kept[0]), "two workers hold what one has written"
     (tmp_path / checkpoint.STATE).write_bytes(b"cut")
     with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
         engines[2].load_state(tmp_path)
-    engines[2].save_state(tmp_path)
+    save(engines[2], tmp_path)
     assert same(facts(tmp_path), kept[0]), "workers that refuse alike stand as before"
+
+
+def test_ray_worker_writes_checkpoint_beside_passes(engines: dict[int, VerlOptimizer], rows: pl.DataFrame, tmp_path: Path) -> None:
+    """A write that waits for a file, which the step makes once its passes are done, and before its first update."""
+    import ray
+
+    engine, began, released = engines[2], tmp_path / "began", tmp_path / "released"
+
+    def slow(rank: Any) -> None:
+        from trainer.optim import rank as ranks
+
+        original = ranks.checkpoint.save_weights
+
+        def save_weights(directory: Path, *rest: Any) -> None:
+            ranks.checkpoint.save_weights = original
+            began.touch()
+            while not released.exists():
+                time.sleep(0.01)
+            original(directory, *rest)
+
+        ranks.checkpoint.save_weights = save_weights
+
+    save(engines[0], tmp_path / "alone")
+    expected = weights(engine)
+    first = engine._workers._group.workers[0]  # type: ignore[union-attr]
+    ray.get(first.__ray_call__.remote(slow))
+    engine.collect()
+    thread = threading.Thread(target=engine.write, args=(tmp_path,), daemon=True)
+    thread.start()
+    while not began.exists():
+        time.sleep(0.01)
+    beside: list[bool] = []
+
+    def before_update() -> None:
+        beside.append(thread.is_alive() and not (tmp_path / checkpoint.WEIGHTS).exists())
+        released.touch()
+        thread.join()
+
+    assert engine.step(batch(engine, rows, current=False), before_update)["updated"] == 6
+    assert beside == [True]
+    held = load_file(tmp_path / checkpoint.WEIGHTS)
+    assert differences(held, expected) == 0
+    assert differences(weights(engine), expected) > 1e-5
+    assert facts(tmp_path).keys() == facts(tmp_path / "alone").keys()
+    engine.collect()
+    with pytest.raises(SafetensorError, match="No such file or directory"):
+        engine.write(tmp_path / "no directory")
 
 
 def test_ray_worker_that_dies_ends_step_with_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:

@@ -11,8 +11,9 @@ import polars as pl
 import pytest
 import torch
 
-from spangrad.errors import BadRowsError
+from spangrad.errors import BadRowsError, LedgerError
 from tests.support.policies import sampled_rows, trainer_settings
+from tests.support.trainers import save
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains
 from trainer.data.merge import separate
@@ -72,7 +73,7 @@ def facts(engine: VerlOptimizer, directory: Path) -> dict[str, torch.Tensor]:
         elif isinstance(value, torch.Tensor | int | float):
             named[prefix] = torch.as_tensor(value)
 
-    engine.save_state(directory)
+    save(engine, directory)
     collect("state", torch.load(directory / checkpoint.STATE, weights_only=False))
     return named
 
@@ -132,3 +133,44 @@ def test_step_with_infinite_gradient_in_later_mini_batch_undoes_whole_batch(tiny
     later = replace(sound, staleness=np.full_like(sound.staleness, -1))
     assert engine.step(later) == alone.step(later)
     require_same(facts(engine, tmp_path), facts(alone, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "updates"),
+    [({}, True), ({"epochs": 2, "mini_batches": 2}, True), ({"estimator": "gae"}, True), ({"estimator": "gae"}, False)],
+    ids=["one update", "several", "critic", "critic alone"],
+)
+def test_step_refused_by_its_caller_before_the_first_update_equals_the_step_alone(
+    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, changes: dict[str, Any], updates: bool
+):
+    links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS)) if "estimator" in changes else None
+    sound, other = replace(sound, chains=links), replace(other, chains=links)
+    settings = trainer_settings(**SETTINGS, **changes)
+    alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
+    before, calls = facts(engine, tmp_path), list[dict[str, torch.Tensor]]()
+    if not updates:
+        alone._trainable = engine._trainable = lambda batch: False  # type: ignore[method-assign]
+
+    def note() -> None:
+        """Mini-batches are drawn by then."""
+        calls.append({**facts(engine, tmp_path), "state.order": before["state.order"]})
+
+    def refuse() -> None:
+        note()
+        raise LedgerError("another trainer was faster.")
+
+    with pytest.raises(LedgerError, match="another trainer was faster"):
+        engine.step(other, refuse)
+    require_same(calls[0], before)
+    require_same(facts(engine, tmp_path), before)
+    assert engine.step(sound, note) == alone.step(sound)
+    assert len(calls) == 2, "once a step, however many updates it makes"
+    require_same(calls[1], before)
+    require_same(facts(engine, tmp_path), facts(alone, tmp_path))
+
+
+def test_step_without_update_calls_its_caller_once(tiny_model: Path, sound: Batch):
+    calls: list[int] = []
+    engine = VerlOptimizer(tiny_model, trainer_settings(**SETTINGS))
+    metrics = engine.step(replace(sound, advantages=0 * sound.advantages), lambda: calls.append(1))
+    assert (metrics["updated"], calls) == (0, [1])

@@ -198,7 +198,7 @@ def test_trainer_spans_link_to_rollouts_and_are_no_rollout(service: Service) -> 
         assert linked == sorted(service.rows(roots))
         assert len(linked) == 4
         stages = f"SELECT SpanName FROM otel.otel_traces WHERE TraceId = '{trace_id}' AND ParentSpanId = '{span_id}' ORDER BY Timestamp"
-        assert service.rows(stages) == [("load",), ("credit",), ("train",), ("settle",), ("checkpoint",)]
+        assert service.rows(stages) == [(name,) for name in ("load", "credit", "train", "settle", "train", "collect", "checkpoint")]
     assert service.rows("SELECT count() FROM spangrad.reconcile WHERE Unaccounted > 0") == [(0,)]
 
 

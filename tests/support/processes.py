@@ -37,8 +37,8 @@ CRASHED = 42
 def crashes(action: Callable[[int], object], functions: Mapping[str, set[str]]) -> Iterator[int]:
     """Run `action` in a forked child that dies at its first boundary, then at its second, until a child lives; yield after each death.
 
-    A boundary is a line, or the return, of one of the `functions`, by source file. `action` is given its number, and opens its own
-    files and connections.
+    A boundary is a line, or the return, of one of the `functions`, by source file, in whichever thread. `action` is given its number, and
+    opens its own files and connections.
     """
     boundary = 0
     while _run(action, boundary, functions) == CRASHED:
@@ -75,7 +75,7 @@ def _trace(functions: Mapping[str, set[str]], boundary: int) -> None:
     def local(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
         if event in {"line", "return"}:
-            if left == 0:
+            if left <= 0:
                 os._exit(CRASHED)
             left -= 1
         return local
@@ -83,6 +83,7 @@ def _trace(functions: Mapping[str, set[str]], boundary: int) -> None:
     def watched(frame: FrameType, *_: Any) -> Any:
         return local if frame.f_code.co_name in functions.get(frame.f_code.co_filename, ()) else None
 
+    threading.settrace(watched)
     sys.settrace(watched)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, Store
 from spangrad.types import PolicyVersion, VersionStatus
 from tests.support.policies import trainer_settings, transition_row
 from tests.support.processes import crashes, survives
-from trainer import loop, step
+from trainer import commits, loop, step
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.ledger import Ledger
@@ -39,12 +40,15 @@ from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
     from trainer.optim.optimizer import VerlOptimizer
+    from trainer.sft.optimizer import FileOptimizer
 
 # A trainer whose store, optimizer and gateway are fakes: everything between them is real.
 
 SPEC = BuilderSettings().spec
 TRANSACTION = {"undone_on_error", "begin", "write", "commit"}
 """Functions of `trainer.step` at whose every line a process may die."""
+COMMITS = {"begun", "take", "hand_on", "_take", "submit", "settle", "settled", "_commit_pending", "_commit"}
+"""Functions of `trainer.commits` at whose every line a process may die, in the main thread or in that of the follow-ups."""
 
 
 def group(name: str) -> Group:
@@ -95,26 +99,28 @@ class FakeOptimizer:
     data_parallel_size: int = 1
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
-    def step(self, batch: Batch) -> dict[str, float]:
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         self.batches.append(batch)
         if self.fails:
             raise self.fails
         if self.interrupted:
             os.kill(os.getpid(), signal.SIGTERM)
+        before_update()
         self.weight += batch.trainable
         return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap_max": 2e-6, "updated": float(batch.trainable)}
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         yield "weight", np.array([self.weight], np.float32)
 
-    def save_weights(self, directory: Path) -> None:
-        save_file(dict(self.weights()), directory / "model.safetensors")
+    def collect(self) -> None:
+        self.collected = self.weight
+
+    def write(self, directory: Path) -> None:
+        save_file({"weight": np.array([self.collected], np.float32)}, directory / "model.safetensors")
+        (directory / "optimizer.pt").write_text(str(self.collected))
 
     def close(self) -> None:
         pass
-
-    def save_state(self, directory: Path) -> None:
-        (directory / "optimizer.pt").write_text(str(self.weight))
 
 
 class Cutting(FakeOptimizer):
@@ -124,8 +130,8 @@ class Cutting(FakeOptimizer):
         super().__init__()
         self.cut = cut
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        metrics = super().step(batch)
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        metrics = super().step(batch, before_update)
         if self.weight == 2:
             self.cut()
         return metrics
@@ -215,30 +221,35 @@ def committed(trainer: Trainer) -> dict[int, list[str]]:
     return {one.version: [row.rollout_id for row in trainer.ledger.batch(one.policy_version.batch_id or "")] for one in versions}
 
 
-def die_at_every_boundary(base: Path, directory: Path) -> int:
-    """Train a batch, dying at one boundary of the step after the other and going on from there; return how many deaths there were.
+def die_at_every_boundary(base: Path, directory: Path, max_staleness: int) -> int:
+    """Train, dying at one boundary of a step after the other and going on from there; return how many deaths there were.
 
-    This process only forks: Polars starts threads, which do not survive a fork.
+    Two batches where the first one's version is written beside the second step, else one. This process only forks: Polars starts threads,
+    which do not survive a fork.
     """
-    names = ["a", "b", "c", "d"]
+    batches = [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]][: 3 if max_staleness else 2]
+
+    def trainer_of(boundary: int) -> Trainer:
+        chosen = settings(base, directory / str(boundary), max_staleness=max_staleness)
+        return wired(chosen, FakeSource([*"abcd"][: 2 * len(batches) - 2]))
 
     def train(boundary: int) -> None:
-        wired(settings(base, directory / str(boundary)), FakeSource(names[:2])).run(follow=False)
+        trainer_of(boundary).run(follow=False)
 
     def go_on(boundary: int) -> None:
-        own = directory / str(boundary)
-        trainer = wired(settings(base, own), FakeSource(names))
+        own, trainer = directory / str(boundary), trainer_of(boundary)
         trainer.run(follow=False)
-        batches = committed(trainer)
-        assert list(batches.values()) == [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]]
+        trained = committed(trainer)
+        assert list(trained.values()) == batches
         newest = loop.newest_version(trainer.ledger)
-        assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "2.0", "a step was repeated or skipped"
+        weight = (Path(newest.policy_version.path) / "optimizer.pt").read_text()
+        assert float(weight) == len(batches) - 1, "a step was repeated or skipped"
         here = {one.name for one in (own / "policy/main").iterdir()}
-        assert here == {f"v{version}" for version in batches if version}, "an uncommitted version was left"
+        assert here == {f"v{version}" for version in trained if version}, "an uncommitted version was left"
         assert json.loads((own / "served.json").read_text())[-1] == newest.version
 
-    deaths = 0
-    for boundary in crashes(train, {loop.__file__: {"step", "_commit"}, step.__file__: TRANSACTION}):
+    deaths, functions = 0, {loop.__file__: {"step", "_train"}, commits.__file__: COMMITS}
+    for boundary in crashes(train, functions if max_staleness else {**functions, step.__file__: TRANSACTION}):
         deaths += 1
         survives(go_on, boundary)
     return deaths
@@ -335,11 +346,18 @@ Place = Callable[..., Path | str]
 """Function of a name that returns the directory or database of a ledger: the same one at each call."""
 
 
-# A checkpoint of a real engine, as version 1 of policy `p`.
+# Checkpoints of real engines.
+
+
+def save(engine: VerlOptimizer | FileOptimizer, directory: Path) -> None:
+    """Write what an engine holds into a directory, which is made."""
+    directory.mkdir(exist_ok=True)
+    engine.collect()
+    engine.write(directory)
 
 
 def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Checkpoint:
-    """Write what an engine holds; `base` is the model that it began with."""
+    """Write what an engine holds as version 1 of policy `p`; `base` is the model that it began with."""
     return checkpoint.write(
         directory,
         policy="p",
@@ -348,12 +366,15 @@ def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Ch
         parent=0,
         batch_id="b",
         base=base,
-        save_weights=engine.save_weights,
-        save_state=engine.save_state,
+        save=functools.partial(save, engine),
         adapter=adapter_of(base, engine.settings),
     )
 
 
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    print(die_at_every_boundary(Path(sys.argv[1]), Path(sys.argv[2])))
+    kinds = {
+        "rollouts": functools.partial(die_at_every_boundary, max_staleness=9),
+        "rollouts of the newest version": functools.partial(die_at_every_boundary, max_staleness=0),
+    }
+    print(kinds[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3])))

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +66,10 @@ def test_trainer_once_takes_whole_batches_oldest_first(tmp_path: Path, base: Pat
     assert sorted(one.name for one in (tmp_path / "policies/policy/main").iterdir()) == ["v2"]
     newest = trainer.ledger.frontier()
     assert newest
-    timed = {"tokens_per_second", *(f"seconds_{name}" for name in ("idle", "load", "credit", "train", "settle", "checkpoint", "step"))}
+    timed = {
+        "tokens_per_second",
+        *(f"seconds_{name}" for name in ("idle", "load", "credit", "train", "settle", "collect", "checkpoint", "step")),
+    }
     assert timed <= newest.metrics.keys()
     known = {name: value for name, value in newest.metrics.items() if name not in timed}
     assert known == {
@@ -282,6 +286,27 @@ def test_shutdown_signal_within_shield_waits_for_its_end():
     assert done == ["transaction"]
 
 
+def test_shutdown_shield_of_another_thread_holds_no_signal_back():
+    shutdown, entered, left = Shutdown(), threading.Event(), threading.Event()
+
+    def shield() -> None:
+        with shutdown.shielded():
+            entered.set()
+            left.wait(10)
+
+    def stop() -> None:
+        entered.wait(10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        left.wait(0.1)
+
+    thread = threading.Thread(target=shield)
+    thread.start()
+    with pytest.raises(Stopped), shutdown.listening():
+        stop()
+    left.set()
+    thread.join()
+
+
 def test_trainer_with_invalid_settings_raises(tmp_path: Path, base: Path):
     with pytest.raises(SettingsError, match=r"trainer\.model is not set"):
         wired(settings(base, tmp_path, model=None), FakeSource([]))
@@ -311,7 +336,8 @@ def test_trainer_start_publishes_newest_version_to_restarted_engine(tmp_path: Pa
 def test_trainer_does_not_publish_version_that_another_continued(tmp_path: Path, base: Path):
     """It is refused, being older than what the other one published meanwhile; a refusal for another reason is told."""
     chosen = settings(base, tmp_path / "policies", groups_per_batch=1)
-    trainer = wired(chosen, FakeSource(["a", "b"]))
+    source = FakeSource(["a"])
+    trainer = wired(chosen, source)
     other = Ledger(chosen.trainer.directory, "policy", "main", holder="other-host 7 123 other-boot/pid:[1]")
 
     class Overtaken(FakePublisher):
@@ -327,11 +353,12 @@ def test_trainer_does_not_publish_version_that_another_continued(tmp_path: Path,
     assert trainer.publishing
     trainer.publishing.publisher = Overtaken(served)
     trainer.run(follow=False)
+    source.names, source.changes = ["a", "b"], dict.fromkeys("abc", source.changes["a"])
+    trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1"], 2: ["other-0", "other-1"], 3: ["b-0", "b-1"]}
     assert json.loads(served.read_text()) == [0, 0, 2, 3]
     assert ["seconds_publish" in one.metrics for one in trainer.ledger.versions()] == [False, False, False, True]
-    trainer.source.names.append("c")  # type: ignore[attr-defined]
-    trainer.source.changes["c"] = trainer.source.changes["a"]  # type: ignore[attr-defined]
+    source.names.append("c")
     served.write_text("[9]")
     with pytest.raises(GatewayError, match="version 4 is not newer"):
         trainer.run(follow=False)

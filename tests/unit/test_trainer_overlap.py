@@ -34,8 +34,8 @@ class Watchful(FakeOptimizer):
         self.happened = happened
         self.missed: list[int] = []
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        metrics = super().step(batch)
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        metrics = super().step(batch, before_update)
         end = time.monotonic() + SECONDS
         while not self.happened(len(self.batches)):
             if time.monotonic() > end:
@@ -114,6 +114,23 @@ def test_follow_ups_after_failure_are_skipped_and_error_is_raised():
     with pytest.raises(StoreError, match="the store is gone"):
         follow_ups.check()
     assert (done, follow_ups.are_done) == ([1], True)
+    follow_ups.submit(lambda: done.append(3), always=True)
+    follow_ups.submit(lambda: done.append(4))
+    follow_ups.settle()
+    assert done == [1, 3], "a version is committed, and nothing follows"
+
+
+def test_follow_ups_settle_ends_early_once_condition_holds_or_time_is_over():
+    follow_ups, held, done = FollowUps(), threading.Event(), list[int]()
+    follow_ups.submit(lambda: done.append(1))
+    follow_ups.submit(lambda: held.wait(SECONDS))  # type: ignore[arg-type, return-value]
+    follow_ups.settle(lambda: done == [1])
+    assert not follow_ups.are_done
+    follow_ups.settle(seconds=0.05)
+    assert not follow_ups.are_done
+    held.set()
+    follow_ups.settle()
+    assert follow_ups.are_done
 
 
 def test_lookahead_during_store_hang_delays_no_stop():

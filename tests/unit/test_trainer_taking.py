@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -40,12 +40,12 @@ class Refusing(FakeOptimizer):
 
     reason: str = "logprob_gap"
 
-    def step(self, batch: Batch) -> dict[str, float]:
+    def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         rows = np.flatnonzero((batch.prompts[:, 0] == BAD) & (batch.group >= 0)).tolist()
         if rows:
             self.batches.append(batch)
             raise BadRowsError(f"rows {rows} differ by 0.4 nats.", dict.fromkeys(rows, self.reason))
-        return super().step(batch)
+        return super().step(batch, before_update)
 
 
 @dataclass
@@ -132,10 +132,10 @@ def test_step_that_fails_without_bad_row_skips_whole_batch(tmp_path: Path, base:
     """A gradient is not finite, and no row is to blame more than the others."""
 
     class Exploding(FakeOptimizer):
-        def step(self, batch: Batch) -> dict[str, float]:
+        def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
             if (batch.prompts == BAD).any():
                 raise BadRowsError("the gradient's norm is nan.", dict.fromkeys(range(batch.real_rows), "not_finite") if named else {})
-            return super().step(batch)
+            return super().step(batch, before_update)
 
     trainer = wired(settings(base, tmp_path), Counted([*"abcd"], changes=bad("b")), Exploding())
     trainer.run(follow=False)
@@ -173,7 +173,7 @@ def test_lease_refused_by_ledger_skips_groups_it_names(tmp_path: Path, base: Pat
     """Another trainer of the branch may have been faster."""
     source = Counted([*"abcd"], ids={"c-0": "a-0"})
     trainer = wired(settings(base, tmp_path), source)
-    monkeypatch.setattr(trainer.ledger, "claimed", lambda rollouts: {})
+    monkeypatch.setattr(trainer.ledger, "claimed", lambda rollouts, pending: {})
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "b-0", "b-1"]}
     assert trainer.ledger.skipped() == {group("c"): SkipReason.ALREADY_TRAINED}

@@ -21,7 +21,7 @@ from trainer.ledger.tables import LedgerVersion
 from trainer.monitor import tracking
 from trainer.monitor.evaluate import best, describe_best, validation
 from trainer.monitor.tracking import Trackers, grouped
-from trainer.monitor.view import LiveView, LogLines
+from trainer.monitor.view import LiveView, LogLines, row
 from trainer.monitor.watching import Clock, CommittedStep, StepStage, Watchers
 
 SECOND = 1_000_000_000
@@ -78,7 +78,7 @@ def test_watcher_that_fails_stops_neither_training_nor_others(tmp_path: Path, ca
     trainer.watchers = Watchers([Broken(), kept])
     trainer.run(follow=False)
     trainer.watchers.close()
-    stages = ["load", "credit", "train", "settle", "checkpoint", "publish"]
+    stages = ["load", "credit", "train", "settle", "train", "collect", "checkpoint", "publish"]
     assert kept.told == [(1, 1, stages, 4), (2, 2, stages, 4), "closed"]
     assert caplog.text.count("Broken failed, and training continues: ConnectionError: no route") == 3
     seconds = trainer.ledger.versions()[-1].metrics
@@ -98,6 +98,43 @@ def test_clock_idle_seconds_are_time_between_steps(monkeypatch: pytest.MonkeyPat
     clock.begin()
     assert clock.seconds() == {"seconds_idle": 1.0}
     assert step().idle_share == 0.75, "6 s of waiting and 2 s of work"
+
+
+def test_clock_stage_within_stage_interrupts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr("trainer.monitor.watching.time.time_ns", lambda: now[0] * SECOND)
+    clock = Clock()
+    clock.begin()
+    with clock.stage("train"):
+        now[0] += 3
+        with clock.stage("settle"):
+            now[0] += 2
+        now[0] += 1
+    clock.stages.append(StepStage("checkpoint", 6 * SECOND, 9 * SECOND, beside=True))
+    parts = [(stage.name, stage.began // SECOND, stage.ended // SECOND) for stage in clock.stages]
+    assert parts == [("train", 0, 3), ("settle", 3, 5), ("train", 5, 6), ("checkpoint", 6, 9)]
+    seconds = clock.seconds()
+    assert seconds.pop("seconds_idle") >= 0
+    assert seconds == {"seconds_train": 4.0, "seconds_settle": 2.0, "seconds_checkpoint": 3.0, "seconds_step": 6.0}
+
+
+def test_clock_after_failed_stage_times_next_step_alone() -> None:
+    clock = Clock()
+    with pytest.raises(ValueError, match="bad rows"), clock.stage("train"), clock.stage("settle"):
+        raise ValueError("bad rows")
+    clock.end()
+    clock.begin()
+    with clock.stage("credit"):
+        pass
+    assert [stage.name for stage in clock.stages] == ["credit"]
+
+
+def test_row_of_interrupted_stage_sums_its_parts() -> None:
+    stages = [StepStage("train", 0, SECOND), StepStage("settle", SECOND, 2 * SECOND), StepStage("train", 2 * SECOND, 4 * SECOND)]
+    stages += [StepStage("checkpoint", 4 * SECOND, 9 * SECOND, beside=True)]
+    shown = CommittedStep(3, version(3), (), stages)
+    assert row(shown, {})[10:12] == ["3.00", "5.00"]
+    assert (shown.seconds_whole, shown.idle_share) == (10.0, 0.6), "6 s of waiting and 4 s of the trainer's own work"
 
 
 def test_log_lines_have_one_line_per_step_and_evaluation(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,9 +22,9 @@ from spangrad.settings import TrainerSettings
 from trainer.data.group_checks import find_skips, same_ids
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group, GroupReader, Loaded
-from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import FAILURES, REMEDIES, Skip, SkipReason
 from trainer.ledger.tables import LedgerVersion
+from trainer.ledger.working_branch import WorkingBranch
 from trainer.monitor.watching import Clock
 
 logger = logging.getLogger(__name__)
@@ -53,25 +53,25 @@ class _Incomplete:
 class BatchQueue:
     """Takes batches of sound groups, in the order of their oldest versions, then of when they became ready."""
 
-    def __init__(self, settings: TrainerSettings, ledger: Ledger, clock: Clock, on_stale: Callable[[], None]) -> None:
+    def __init__(self, settings: TrainerSettings, branch: WorkingBranch, clock: Clock, on_stale: Callable[[], None]) -> None:
         """Take nothing yet.
 
         Args:
             settings: of the trainer.
-            ledger: of its branch.
+            branch: that it trains.
             clock: times the loading.
             on_stale: called before groups are skipped as stale, since an engine that serves old weights would make every group stale.
         """
         self._settings = settings
-        self._ledger = ledger
+        self._branch = branch
         self._clock = clock
         self._on_stale = on_stale
-        self._groups = ReadyGroups(ledger, settings)
+        self._groups = ReadyGroups(branch.ledger, settings)
         self._held: Loaded | None = None
         self._sound: dict[Group, int] = {}
         """Held groups that may be trained from `_head`, with the oldest version that answered a call of each."""
         self._under_way: set[Group] = set()
-        """Groups of the batch that was taken last, until it is committed or refused."""
+        """Groups of the batch that was taken last, until it is trained or refused."""
         self._head: LedgerVersion | None = None
         """Version that skips were last compared with."""
         self._incomplete: dict[Group, _Incomplete] = {}
@@ -95,9 +95,9 @@ class BatchQueue:
             if loaded.incomplete:
                 self._wait(loaded.incomplete)
             complete = [group for group in unchecked if group not in loaded.incomplete]
-            sound = loaded.only(set(complete)) if loaded.incomplete else loaded
-            skips = self._checked(complete, sound, head) if complete else {}
-            versions = sound.oldest_versions(self._settings.policy)
+            examined = loaded.only(set(complete)) if loaded.incomplete else loaded
+            skips = self._checked(complete, examined, head) if complete else {}
+            versions = examined.oldest_versions(self._settings.policy)
             self._sound |= {group: versions.get(group, head.version) for group in complete if group not in skips}
             if skips:
                 self._skip(skips, head)
@@ -155,7 +155,7 @@ class BatchQueue:
         self._skip({group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in groups.items()}, head)
 
     def forget(self, batch: Loaded) -> None:
-        """Free what was loaded of a batch: it was committed."""
+        """Free what was loaded of a batch: it is trained."""
         self._under_way = set()
         self._keep(self._groups_held() - {rollout.group for rollout in batch.rollouts})
 
@@ -166,7 +166,7 @@ class BatchQueue:
 
     def figures(self) -> dict[str, float]:
         """Return metrics: groups that wait for rows that the store does not show yet, and those that failed among the newest."""
-        failures = self._ledger.skips.failures(self._settings.run_id, self._window)
+        failures = self._branch.ledger.skips.failures(self._settings.run_id, self._window)
         return {"groups_incomplete": float(len(self._incomplete)), "groups_failed": float(failures.count)}
 
     @property
@@ -187,7 +187,7 @@ class BatchQueue:
             self._stop_if_too_many_failed()
         elif head.version == before.version or (head.parent_branch, head.policy_version.parent) == (before.branch, before.version):
             return
-        again = self._ledger.skips.remove_outdated(self._settings.run_id, build_spec, self._ledger.lineage())
+        again = self._branch.ledger.skips.remove_outdated(self._settings.run_id, build_spec, self._branch.lineage())
         for reason, count in again.items():
             logger.info("%d groups that were skipped as %s are looked at again: what the reason depends on has changed", count, reason)
 
@@ -211,7 +211,7 @@ class BatchQueue:
 
     def _checked(self, groups: Sequence[Group], loaded: Loaded, head: LedgerVersion) -> dict[Group, Skip]:
         """Return those of the groups that may not be trained now."""
-        lineage = self._ledger.lineage()
+        lineage = self._branch.lineage()
         skips = find_skips(groups, loaded, self._settings, lineage=lineage, tokenizer_hash=head.tokenizer_hash)
         return skips | self._already_trained([rollout for rollout in loaded.rollouts if rollout.group not in skips])
 
@@ -220,13 +220,13 @@ class BatchQueue:
         return self._already_trained(loaded.rollouts) or same_ids(loaded.rollouts, chosen)
 
     def _already_trained(self, rollouts: Sequence[BatchRollout]) -> dict[Group, Skip]:
-        claimed = self._ledger.claimed(rollouts)
+        claimed = self._branch.claimed(rollouts)
         return {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()}
 
     def _skip(self, skips: Mapping[Group, Skip], head: LedgerVersion) -> None:
         if any(skip.reason is SkipReason.STALE for skip in skips.values()):
             self._on_stale()
-        self._ledger.skips.enter(skips, head.version)
+        self._branch.ledger.skips.enter(skips, head.version)
         for reason in dict.fromkeys(skip.reason for skip in skips.values()):
             groups = [group for group, skip in skips.items() if skip.reason is reason]
             names = ", ".join(group.group_id for group in groups[:_NAMED]) + (", ..." if len(groups) > _NAMED else "")
@@ -260,7 +260,7 @@ class BatchQueue:
             TrainerError: more than trainer.alarms.max_failed_share of the newest groups failed.
         """
         settings, window = self._settings, self._window
-        failures = self._ledger.skips.failures(settings.run_id, window)
+        failures = self._branch.ledger.skips.failures(settings.run_id, window)
         if failures.count <= settings.alarms.max_failed_share * window or failures.newest is None:
             return
         reason, newest = failures.newest.reason, failures.newest

@@ -64,11 +64,20 @@ def enter(transaction: sa.Connection, table: sa.Table, branch: Mapping[str, str]
         transaction.execute(table.insert(), rows)
 
 
-def claimed(transaction: sa.Connection, branch: Mapping[str, str], rollouts: Sequence[BatchRollout]) -> Iterator[tuple[Group, str]]:
-    """Yield the groups of which a rollout is in a committed batch of the branch, with a sentence; a group may come more than once."""
+def claimed(
+    transaction: sa.Connection, branch: Mapping[str, str], rollouts: Sequence[BatchRollout], pending: str | None = None
+) -> Iterator[tuple[Group, str]]:
+    """Yield the groups of which a rollout is in a batch of the branch, with a sentence; a group may come more than once.
+
+    Args:
+        transaction: of the ledger.
+        branch: policy and branch.
+        rollouts: of the groups.
+        pending: id of a leased batch that counts as a committed one. None: no leased batch counts.
+    """
     table = BATCH_ROLLOUTS.c
     in_branch = equal_to(BATCH_ROLLOUTS, branch)
-    leased = sa.select(LEASES.c.batch_id).where(*equal_to(LEASES, branch))
+    leased = sa.select(LEASES.c.batch_id).where(*equal_to(LEASES, branch), LEASES.c.batch_id != (pending or ""))
     for start in range(0, len(rollouts), _KEYS_A_STATEMENT):
         by_key = {_key(rollout): rollout for rollout in rollouts[start : start + _KEYS_A_STATEMENT]}
         query = (

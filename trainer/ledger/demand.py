@@ -26,6 +26,7 @@ from spangrad.types import Mode, VersionStatus
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, SKIPPED, VERSIONS, equal_to
+from trainer.ledger.working_branch import WorkingBranch
 from trainer.retries import Outage
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def demand(consumed: ConsumedGroups, settings: TrainerSettings, lineage: Sequenc
     Args:
         consumed: groups that the branch has trained or skipped.
         settings: of the trainer.
-        lineage: the committed versions that led to the one about to be trained, which is last.
+        lineage: the versions that led to the one about to be trained, which is last.
         ready: groups that are whole, sound, and not consumed yet, those of the step under way included.
     """
     oldest = lineage[-1 - settings.sampling.max_staleness :][0]
@@ -113,12 +114,21 @@ def demand(consumed: ConsumedGroups, settings: TrainerSettings, lineage: Sequenc
     return Demand(settings.policy, settings.branch, level, oldest, min(consumed.groups + ready, level))
 
 
-def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> ConsumedGroups:
-    """Read the consumed groups from the ledger; groups that another specification skipped may still be trained by this one."""
+def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str, pending: str | None = None) -> ConsumedGroups:
+    """Read the consumed groups from the ledger; groups that another specification skipped may still be trained by this one.
+
+    Args:
+        ledger: of the branch.
+        settings: of the trainer.
+        build_spec: of the groups.
+        pending: id of a leased batch that counts as a committed one. None: no leased batch counts.
+    """
     branch, run = {"policy": settings.policy, "branch": settings.branch}, {"run_id": settings.run_id, "mode": Mode.TRAIN.value}
 
     committed = sa.select(VERSIONS.c.batch_id).where(
-        *equal_to(VERSIONS, branch), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None)
+        *equal_to(VERSIONS, branch),
+        sa.or_(VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id == (pending or "")),
+        VERSIONS.c.batch_id.is_not(None),
     )
     tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_finetuned else (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)
     groups = sa.union(
@@ -137,18 +147,17 @@ def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str) 
             Counter({SkipReason(reason): count for reason, count in connection.execute(skipped)}),
         )
 
-    return ledger.database.remembered(
-        ("consumed", settings.policy, settings.branch, settings.run_id, build_spec, settings.sampling.retrain_finetuned), read
-    )
+    key = ("consumed", settings.policy, settings.branch, settings.run_id, build_spec, settings.sampling.retrain_finetuned)
+    return ledger.database.remembered(key, read, pending)
 
 
 class DemandReporter:
     """Reports the trainer's demand to the queue, when it changes and every `REPEAT_SECONDS`."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, build_spec: str) -> None:
+    def __init__(self, settings: Settings, branch: WorkingBranch, build_spec: str) -> None:
         """Prepare for the trainer's branch; nothing is reported yet."""
         self._settings = settings
-        self._ledger = ledger
+        self._branch = branch
         self._build_spec = build_spec
         self._reported: Demand | None = None
         self._quiet_until = 0.0
@@ -166,7 +175,7 @@ class DemandReporter:
         early = time.monotonic() < self._quiet_until
         if early and self._outage.is_under_way:
             return
-        now = demand(self._consumed(), trainer, self._ledger.lineage(), ready)
+        now = demand(self._consumed(), trainer, self._branch.lineage(), ready)
         if early and now == self._reported:
             return
         try:
@@ -194,4 +203,4 @@ class DemandReporter:
         }
 
     def _consumed(self) -> ConsumedGroups:
-        return consumed_groups(self._ledger, self._settings.trainer, self._build_spec)
+        return consumed_groups(self._branch.ledger, self._settings.trainer, self._build_spec, self._branch.pending_batch)

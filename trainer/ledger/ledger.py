@@ -230,10 +230,10 @@ class Ledger:
         """Return every skipped group with its reason."""
         return {row.group: row.reason for row in self.skips.read()}
 
-    def claimed(self, rollouts: Sequence[BatchRollout]) -> dict[Group, str]:
-        """Return the groups of which a rollout is in a committed batch of the branch, with a sentence about each."""
+    def claimed(self, rollouts: Sequence[BatchRollout], pending: str | None = None) -> dict[Group, str]:
+        """Return the groups of which a rollout is in a batch of the branch, committed or `pending`, with a sentence about each."""
         with self.database.reading() as connection:
-            return dict(batch_rollouts.claimed(connection, self._branch, rollouts))
+            return dict(batch_rollouts.claimed(connection, self._branch, rollouts, pending))
 
     def add_metrics(self, version: int, metrics: dict[str, float]) -> None:
         """Add metrics that were not known when the version was committed."""

@@ -194,7 +194,7 @@ class LedgerDatabase(AnyDatabase):
             LedgerError: the URL is of no supported database, or no server answers there.
         """
         super().__init__(_url(location), METADATA, _OWNER)
-        self._remembered: dict[Hashable, tuple[tuple[int, int], Any]] = {}
+        self._remembered: dict[Hashable, tuple[Hashable, Any]] = {}
         with super().transaction() as transaction:
             self.insert_new(transaction, CHANGES, [{"id": 0, "number": 0, "restored": 0}])
         event.listen(self.engine, "after_execute", _note_change)
@@ -211,15 +211,15 @@ class LedgerDatabase(AnyDatabase):
                 connection.execute(CHANGES.update().values(number=number, **({"restored": number} if SKIPPED.name in tables else {})))
                 connection.info.pop(_CHANGED, None)
 
-    def remembered(self, name: Hashable, read: Callable[[sa.Connection], T]) -> T:
-        """Return the result of `read`, cached until the ledger changes; the caller must not change it."""
+    def remembered(self, name: Hashable, read: Callable[[sa.Connection], T], given: Hashable = None) -> T:
+        """Return the result of `read`, cached until the ledger changes, or `given`; the caller must not change it."""
         with self.reading() as connection:
-            changes = self.changes(connection)
+            state = self.changes(connection), given
             known = self._remembered.get(name)
-            if known and known[0] == changes:
+            if known and known[0] == state:
                 return known[1]
             value = read(connection)
-        self._remembered[name] = changes, value
+        self._remembered[name] = state, value
         return value
 
     def changes(self, connection: sa.Connection) -> tuple[int, int]:

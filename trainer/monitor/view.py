@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from spangrad.settings import TrainerSettings
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.evaluate import describe_validation
-from trainer.monitor.watching import CommittedStep
+from trainer.monitor.watching import CommittedStep, stage_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,9 +65,8 @@ class LiveView:
         """Add a row."""
         self._steps.append(step)
         self._count += 1
-        idle = step.version.metrics.get("seconds_idle", 0.0)
-        self._seconds["idle"] += idle
-        self._seconds["all"] += idle / step.idle_share if step.idle_share else sum(stage.seconds for stage in step.stages)
+        self._seconds["idle"] += step.seconds_idle
+        self._seconds["all"] += step.seconds_whole
         self._live.update(self.table(), refresh=True)
 
     def evaluated(self, version: LedgerVersion, newest: int) -> None:
@@ -108,7 +107,7 @@ def row(step: CommittedStep, validation: Mapping[str, float]) -> list[str]:
     """
     metrics = step.version.metrics
     held_out = {**metrics, **validation}.get("validate_return")
-    seconds = {stage.name: f"{stage.seconds:.2f}" for stage in step.stages}
+    seconds = stage_seconds(step.stages)
     return [
         str(step.number),
         str(step.version.version),
@@ -118,7 +117,7 @@ def row(step: CommittedStep, validation: Mapping[str, float]) -> list[str]:
         _number(metrics.get("logprob_gap_max"), ".0e"),
         _number(metrics.get("staleness_mean"), ".1f"),
         _number(metrics.get("seconds_build"), ".2f"),
-        *(seconds.get(name, "-") for name in _STAGES),
+        *(_number(seconds.get(f"seconds_{name}"), ".2f") for name in _STAGES),
         f"{step.idle_share:.0%}",
         _number(metrics.get("engine_idle"), ".0%"),
     ]

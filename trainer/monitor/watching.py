@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,13 +23,14 @@ class StepStage:
     """Timed stage of a step."""
 
     name: str
-    """Name of the stage: load, credit, train, settle (wait for what follows the previous step), checkpoint or publish."""
+    """Name of the stage: load, credit, train, settle (wait until the previous version is committed), collect (copies of weights and state
+    to main memory), checkpoint or publish. A stage that another one interrupts is recorded in parts."""
     began: int
     """Start, in nanoseconds since 1970, as are all times of spans."""
     ended: int
     """End, in nanoseconds since 1970."""
     beside: bool = False
-    """True if it was done beside the next step, and took no time of the trainer's."""
+    """True if it was done beside the next step, or may have been: it took no time of the trainer's."""
 
     @property
     def seconds(self) -> float:
@@ -49,12 +50,20 @@ class CommittedStep:
     stages: list[StepStage]
 
     @property
-    def idle_share(self) -> float:
-        """Return the share of wall-clock time, from the previous step's end to this one's, in which the trainer waited for rollouts."""
-        idle = self.version.metrics.get("seconds_idle", 0.0)
+    def seconds_idle(self) -> float:
+        """Return the seconds in which the trainer waited for the step's rollouts."""
+        return self.version.metrics.get("seconds_idle", 0.0)
+
+    @property
+    def seconds_whole(self) -> float:
+        """Return the seconds of wall-clock time from the previous step's end to this one's, without what was done beside the next."""
         own = [stage for stage in self.stages if not stage.beside]
-        whole = idle + (own[-1].ended - own[0].began) / 1e9 if own else idle
-        return idle / whole if whole > 0 else 0.0
+        return self.seconds_idle + ((own[-1].ended - own[0].began) / 1e9 if own else 0.0)
+
+    @property
+    def idle_share(self) -> float:
+        """Return the share of the whole time in which the trainer waited for rollouts."""
+        return self.seconds_idle / self.seconds_whole if self.seconds_whole > 0 else 0.0
 
 
 @contextmanager
@@ -65,11 +74,21 @@ def timed(stages: list[StepStage], name: str, *, beside: bool = False) -> Genera
     stages.append(StepStage(name, began, max(time.time_ns(), began), beside))
 
 
+def stage_seconds(stages: Sequence[StepStage]) -> dict[str, float]:
+    """Return metrics: seconds of each stage, and of all stages that took the trainer's time together (seconds_step)."""
+    seconds: dict[str, float] = {}
+    for stage in stages:
+        seconds[f"seconds_{stage.name}"] = seconds.get(f"seconds_{stage.name}", 0.0) + stage.seconds
+    return {**seconds, **({"seconds_step": sum(stage.seconds for stage in stages if not stage.beside)} if stages else {})}
+
+
 class Clock:
     """Timer of the stages of the step under way, and of the wait before it."""
 
     def __init__(self) -> None:
         self.stages: list[StepStage] = []
+        self._running: tuple[str, int] | None = None
+        """Name and begin of the stage under way."""
         self._idle = 0.0
         self._free_since = time.monotonic()
 
@@ -84,7 +103,7 @@ class Clock:
         Args:
             load_began: time at which the look began that found and loaded them, in nanoseconds since 1970: the wait ended then. None: now.
         """
-        now = time.time_ns()
+        now, self._running = time.time_ns(), None
         self.stages = [] if load_began is None else [StepStage("load", load_began, max(now, load_began))]
         self._idle = max(self.waited - sum(stage.seconds for stage in self.stages), 0.0)
 
@@ -92,14 +111,26 @@ class Clock:
         """End the step, and begin the next wait."""
         self._free_since = time.monotonic()
 
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Time a stage of the step under way."""
-        return timed(self.stages, name)
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Time a stage of the step under way; one within another interrupts it, and one that fails is not recorded."""
+        outer = self._end_running()
+        self._running = (name, time.time_ns())
+        yield
+        self._end_running()
+        self._running = (outer, time.time_ns()) if outer else None
 
     def seconds(self) -> dict[str, float]:
-        """Return metrics: seconds of the wait, of each stage so far, and of all stages together."""
-        stages = {f"seconds_{stage.name}": stage.seconds for stage in self.stages}
-        return {"seconds_idle": self._idle, **stages, **({"seconds_step": sum(stages.values())} if stages else {})}
+        """Return metrics: seconds of the wait, and those of the stages so far (`stage_seconds`)."""
+        return {"seconds_idle": self._idle, **stage_seconds(self.stages)}
+
+    def _end_running(self) -> str | None:
+        """Record the stage under way, and return its name. None: none is."""
+        if self._running is None:
+            return None
+        name, began = self._running
+        self.stages.append(StepStage(name, began, max(time.time_ns(), began)))
+        return name
 
 
 class Watcher(Protocol):

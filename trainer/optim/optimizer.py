@@ -2,7 +2,8 @@
 
 Invariant: weights change only in a step whose first forward pass reproduced the logprobs that its rows were sampled with, and whose every
 gradient was finite; a step that fails a check leaves weights, moments, gradients and random states as before. Gradients wait in the
-workers until the logprobs that came with them are checked (`trainer.monitor.row_check`). A batch that is stepped more than once, or
+workers until the logprobs that came with them are checked (`trainer.monitor.row_check`), and the caller has been told that weights are
+about to change. A batch that is stepped more than once, or
 corrected, is first passed forward whole, so that the denominators of its ratios stay as at its start.
 
 Code that needs PyTorch and verl is in `rank`, `verl_worker`, `rows`, `losses`, `credit.estimators` and `process`; it is imported once an
@@ -12,14 +13,14 @@ Code that needs PyTorch and verl is in `rank`, `verl_worker`, `rows`, `losses`, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.errors import BadRowsError
+from spangrad.errors import BadRowsError, LedgerError
 from spangrad.settings import TrainerSettings
 from trainer.credit.estimators import over_tokens
 from trainer.credit.learning import check
@@ -67,6 +68,7 @@ class VerlOptimizer:
         held = settings.alarms.logprob.held_versions
         self._versions_to_hold = settings.sampling.max_staleness if held is None else held
         self._held_versions = 0
+        self._before_update: Callable[[], None] | None = None
         self.token_advantages = np.zeros((0, 0), np.float32)
         self.pass_seconds: dict[str, float] = {}
         """Metrics of the last step: seconds_forward and seconds_backward of the first rank."""
@@ -94,11 +96,15 @@ class VerlOptimizer:
             self._workers.everywhere("hold_weights", directory.absolute(), self._versions_to_hold)
             self._held_versions += 1
 
-    def step(self, batch: Batch) -> dict[str, float]:
+    def step(self, batch: Batch, before_update: Callable[[], None] | None = None) -> dict[str, float]:
         """Train on a batch: trainer.optim.epochs x trainer.optim.mini_batches optimizer steps, without those whose gradient is 0.
 
         A step of zero gradient would still move the weights by AdamW's moments, so it is left out; the logprobs of the batch are checked
         all the same.
+
+        Args:
+            batch: rows that are trained.
+            before_update: called once, before weights, moments or critic change; at the end where nothing does.
 
         Returns:
             Means over the optimizer steps of loss, entropy (nats, over trained tokens), and where the loss reports them clip_fraction,
@@ -108,14 +114,17 @@ class VerlOptimizer:
 
         Raises:
             BadRowsError: rows fail a check, and everything is as before.
+            LedgerError: `before_update` raised it, and everything is as before.
         """
         self._check.require_recorded(batch)
+        self._before_update = before_update
         settings, order = self.settings, self._order.get_state()
         several = settings.optim.epochs * settings.optim.mini_batches > 1
         self._workers.everywhere("begin_step", self._versions_to_hold, several or self._has_critic)
         try:
             metrics = self._step(batch, several=several)
-        except BadRowsError:
+            self._begin_update()
+        except (BadRowsError, LedgerError):
             self._workers.everywhere("undo_step")
             self._order.set_state(order)
             raise
@@ -123,6 +132,12 @@ class VerlOptimizer:
         self._workers.everywhere("end_step")
         self._held_versions = min(self._held_versions + 1, self._versions_to_hold)
         return metrics
+
+    def _begin_update(self) -> None:
+        """Call `before_update`, unless it was."""
+        before, self._before_update = self._before_update, None
+        if before:
+            before()
 
     def _step(self, batch: Batch, *, several: bool) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -171,6 +186,7 @@ class VerlOptimizer:
         for _ in range(self.settings.optim.epochs):
             for rows, part in self._parts(batch):
                 if part.response_mask.any():
+                    self._begin_update()
                     metrics = scalars(self._workers.by_rows("train", tensordict(part, role="critic", stepped=True)))
                     self._require_finite(metrics["grad_norm"], part, rows, part.logprobs)
                     losses.append(metrics["critic/vf_loss"])
@@ -251,6 +267,7 @@ class VerlOptimizer:
         metrics, logprobs = _kept(scalars(output)), padded(output, "log_probs", sent, part)
         if not checked:
             metrics |= self._check.compare(part, logprobs, functools.partial(self._earlier, part))
+        self._begin_update()
         norm = self._workers.everywhere("apply", "policy")
         self._require_finite(norm, part, rows, logprobs)
         return {**metrics, "grad_norm": norm}
@@ -291,16 +308,19 @@ class VerlOptimizer:
         """Yield every parameter by its Hugging Face name, tied ones once, with adapters merged."""
         return self._workers.weights()
 
-    def save_weights(self, directory: Path) -> None:
-        """Write the parameters of `weights` to a file (`trainer.publish.lora.weights_file`); under Ray a worker writes it."""
-        self._workers.everywhere("save_weights", directory.absolute())
+    def collect(self) -> None:
+        """Copy to main memory what `write` writes.
 
-    def save_state(self, directory: Path) -> None:
-        """Write the state beside the weights: AdamW's moments, schedule, random states, adapters beside their base, and the critic."""
-        self._workers.everywhere("save_state", directory.absolute(), self._order.get_state())
+        That is the parameters of `weights` and the state: AdamW's moments, schedule, random states, adapters beside their base, the critic.
+        """
+        self._workers.everywhere("collect", self._order.get_state(), True)
+
+    def write(self, directory: Path) -> None:
+        """Write what was collected into a directory, from any thread, until the next update; under Ray a worker writes it."""
+        self._workers.write(directory.absolute())
 
     def load_state(self, directory: Path) -> None:
-        """Read what `save_state` wrote, so that training resumes as if it had never stopped. A critic that it lacks starts untrained.
+        """Read the state that `write` wrote, so that training resumes as if it had never stopped. A critic that it lacks starts untrained.
 
         The number of workers may differ from the number that wrote it.
 

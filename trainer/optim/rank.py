@@ -53,9 +53,12 @@ class Rank(Worker):
     def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         super().__init__()
         self._model, self._settings, self._objective = model, settings, objective
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._models: dict[ModelRole, Any] = {}
         self._before: dict[ModelRole, snapshots.Snapshot] = {}
         self._earlier: EarlierWeights | None = None
+        self._collected: tuple[dict[str, NDArray[np.float32]], dict[str, Any] | None] | None = None
+        """Weights and state that `write` writes, on rank 0. None: there are none."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rendezvous_address(self) -> str:
@@ -69,6 +72,8 @@ class Rank(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join(self, device: str, rendezvous: str) -> None:
         """Join the other ranks; not for a rank whose process is a group of its own already."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # of this thread: Ray calls methods in another one than __init__, where verl chose it
         join_group(device, rendezvous)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -195,6 +200,11 @@ class Rank(Worker):
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters, by PEFT's; collective."""
+        for name, tensor in self._tensors():
+            yield name, np.ascontiguousarray(tensor.cpu().numpy())
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters of `weights` in float32, on the device; collective."""
         module, settings = self._engine(ModelRole.POLICY).module, self._settings
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         if settings.weight_sync.method == "adapter":
@@ -205,7 +215,7 @@ class Rank(Worker):
             tensors, _ = self._engine(ModelRole.POLICY).get_per_tensor_param()
         for name, tensor in tensors:
             if name not in tied:
-                yield name, np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+                yield name, tensor.detach().float()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_weights(self, directory: Path) -> None:
@@ -217,34 +227,54 @@ class Rank(Worker):
                 pass  # each whole tensor takes all ranks
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_state(self, directory: Path, order: Any) -> None:
-        """Write the state beside the weights: moments, steps, random states, adapters beside their base, and the critic; collective.
+    def collect(self, order: Any, with_state: bool) -> None:
+        """Copy to rank 0's main memory what `write` writes; collective.
+
+        Weights are copied, since a check of earlier versions' calls puts others in their place for a while. What changes in an update
+        alone (moments, critic) is not, where it is in main memory already: it is to be written before the next update.
 
         Args:
-            directory: directory that the file is written to.
             order: random state that mini-batches are drawn from, which is not a worker's.
+            with_state: True to collect the state beside the weights.
         """
-        policy = self._engine(ModelRole.POLICY)
+        weights: dict[str, NDArray[np.float32]] = {}
+        for name, tensor in self._tensors():  # each whole tensor takes all ranks
+            if self.rank == 0:
+                weights[name] = tensor.to("cpu", copy=True).contiguous().numpy()
+        state = self._state(order) if with_state else None
+        self._collected = (weights, state) if self.rank == 0 else None
+
+    def write(self, directory: Path) -> None:
+        """Write what was collected, and free it; by rank 0 alone, beside other calls."""
+        assert self._collected is not None
+        (weights, state), self._collected = self._collected, None
+        checkpoint.save_weights(directory, weights.items(), weights_file(self._settings))
+        if state is not None:
+            torch.save(state, directory / checkpoint.STATE)
+
+    def _state(self, order: Any) -> dict[str, Any]:
+        """Return the state beside the weights; collective. Tensors are None on other ranks than 0."""
+        keep, policy = self.rank == 0, self._engine(ModelRole.POLICY)
         ranks: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(ranks, _random_state())
         state = {
-            "moments": _moments(policy.optimizer),
+            "moments": _moments(policy.optimizer, keep),
             "steps": policy.lr_scheduler.last_epoch,
             "order": order,
             "random": ranks,
         }
         if self._settings.lora.rank:
-            state["adapted"] = _whole(kept(policy.module.state_dict(), self._settings))
+            held = kept(policy.module.state_dict(), self._settings)
+            state["adapted"] = {name: _whole(value, keep, copy=".lora_" in name) for name, value in held.items()}
             state["lora_alpha"] = self._settings.lora.alpha
         if ModelRole.CRITIC in self._models:
             critic = self._engine(ModelRole.CRITIC)
-            state["critic"] = {"weights": _whole(critic.module.state_dict()), "moments": _moments(critic.optimizer)}
-        if self.rank == 0:
-            torch.save(state, directory / checkpoint.STATE)
+            state["critic"] = {"weights": _whole(critic.module.state_dict(), keep), "moments": _moments(critic.optimizer, keep)}
+        return state
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_state(self, directory: Path) -> Any:
-        """Read what `save_state` wrote, by any number of workers. A critic that it lacks starts untrained; rates and betas are as set.
+        """Read the state that `write` wrote, by any number of workers. A critic that it lacks starts untrained; rates and betas are as set.
 
         Returns:
             The random state that mini-batches are drawn from.
@@ -286,15 +316,20 @@ def _same_random_numbers() -> Iterator[None]:
         yield
 
 
-def _whole(state: Any) -> Any:
-    """Return a state with its tensors whole and in main memory; collective."""
-    if isinstance(state, DTensor):
-        return state.full_tensor().cpu()
-    if isinstance(state, torch.Tensor):
-        return state.detach().cpu()
+def _whole(state: Any, keep: bool, *, copy: bool = False) -> Any:
+    """Return a state with its tensors whole and in main memory; collective.
+
+    Args:
+        state: tensors, in dicts or not, and values that are left as they are.
+        keep: False to return None for tensors: another rank keeps them.
+        copy: True to copy tensors that are in main memory already.
+    """
     if isinstance(state, dict):
-        return {key: _whole(value) for key, value in state.items()}
-    return state
+        return {key: _whole(value, keep, copy=copy) for key, value in state.items()}
+    if not isinstance(state, torch.Tensor):
+        return state
+    whole = state.full_tensor() if isinstance(state, DTensor) else state
+    return whole.detach().to("cpu", copy=copy) if keep else None
 
 
 def _shard_of(value: Any, template: Any) -> Any:
@@ -309,9 +344,9 @@ def _load_module(module: Any, state: dict[str, Any], *, strict: bool = True) -> 
     module.load_state_dict({name: _shard_of(value, held.get(name)) for name, value in state.items()}, strict=strict)
 
 
-def _moments(optimizer: Any) -> dict[int, dict[str, Any]]:
+def _moments(optimizer: Any, keep: bool) -> dict[int, dict[str, Any]]:
     """Return an optimizer's state of each parameter; collective."""
-    return _whole(optimizer.state_dict()["state"])
+    return _whole(optimizer.state_dict()["state"], keep)
 
 
 def _load_moments(optimizer: Any, moments: dict[int, dict[str, Any]]) -> None:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 """Longest uninterrupted wait of a call, in seconds, so that signals are handled."""
+_FILES = "files"
+"""Ray's name of the threads that write files."""
 _SETTLE_SECONDS = 20.0
 """Time after one rank's failure in which the others must end the call, in seconds; after it they count as stuck."""
 
@@ -75,6 +77,29 @@ class RayWorkers:
         group = self._alive_workers()
         partitioned, _ = dispatch_lazy_compute_data_proto(MESH, group, rows)
         return collect_lazy_compute_data_proto(MESH, group, self._call(method, partitioned))
+
+    def write(self, directory: Path) -> None:
+        """Have the first rank write what it has collected, beside other calls; from any thread.
+
+        Raises:
+            OSError, SafetensorError: it could not.
+            TrainerError: it died, or failed.
+        """
+        import ray
+        from ray.exceptions import RayTaskError
+        from safetensors import SafetensorError
+
+        call = self._alive_workers().execute_rank_zero_async("write", directory)
+        while not ray.wait([call], timeout=_LOOK_SECONDS)[0]:
+            pass
+        error = _failure(call)
+        if isinstance(error, RayTaskError) and isinstance(error.cause, OSError | SafetensorError):
+            raise error.cause
+        if error:
+            raise TrainerError(
+                f"worker 0 could not write a checkpoint to {directory} ({type(error).__name__}: {error}). The batch is trained again at "
+                "the next start."
+            ) from error
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the policy's parameters by name; they are transferred through a file."""
@@ -192,8 +217,10 @@ def _group(model: Path, settings: TrainerSettings, objective: Objective | None, 
         "model": settings.model and settings.model.absolute(),
         "loss": settings.loss.model_copy(update={"reference": reference and reference.absolute()}),
     }
+    # Files are written in a thread of their own, beside the passes of the next step.
+    ray.method(concurrency_group=_FILES)(Rank.write)
     pool = RayResourcePool([settings.workers.per_node] * settings.workers.nodes, use_gpu=False, max_colocate_count=1)
     pool.pgs = sort_placement_group_by_node_ip(placement_groups)
-    rank = RayClassWithInitArgs(ray.remote(Rank), model, settings.model_copy(update=everywhere), objective)
+    rank = RayClassWithInitArgs(ray.remote(concurrency_groups={_FILES: 1})(Rank), model, settings.model_copy(update=everywhere), objective)
     rank.update_options({"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0})  # verl would ask the platform of this process
     return Group(pool, rank, device_name=device, worker_env=worker_environment(device, own=own))

@@ -42,6 +42,10 @@ class LocalWorkers:
         """Call a method of the rank with all rows."""
         return getattr(self._rank, method)(rows.copy())
 
+    def write(self, directory: Path) -> None:
+        """Write what the rank has collected, from any thread."""
+        self._rank.write(directory)
+
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the policy's parameters by name."""
         return self._rank.weights()

@@ -1,6 +1,6 @@
 """Checkpoints: directories with a Hugging Face model that any engine can serve, or an adapter, and the optimizer's state beside it.
 
-In: named weights and a function that writes the optimizer's state. Out: `<directory>/<policy>/<branch>/v<version>`, and its checksum.
+In: a function that writes weights and state. Out: `<directory>/<policy>/<branch>/v<version>`, and its checksum.
 Invariant: a directory of that name is whole. It is written under a temporary name, every file is synced to disk, the marker
 `STABLE` is written last, and one rename makes it visible. Weights are float32, whichever dtype config.json names: training resumes from
 them, and an engine casts them as it loads. The base model of adapters below the same directory is not pruned.
@@ -70,8 +70,7 @@ def write(
     parent: int,
     batch_id: str,
     base: Path,
-    save_weights: Callable[[Path], None],
-    save_state: Callable[[Path], None],
+    save: Callable[[Path], None],
     adapter: AdapterFacts | None = None,
 ) -> Checkpoint:
     """Write a version.
@@ -84,8 +83,7 @@ def write(
         parent: the version that was trained.
         batch_id: id of the batch that it was trained on.
         base: a model directory whose configuration and tokenizer are copied.
-        save_weights: writes the parameters into a directory, as `save_weights` below does.
-        save_state: writes the optimizer's state into a directory.
+        save: writes into a directory the parameters, as `save_weights` below does, and what lies beside them.
         adapter: base model, rank and alpha of the adapter. None: the weights are a whole model.
 
     Raises:
@@ -103,11 +101,10 @@ def write(
         for file in sorted(base.iterdir()):
             if file.is_file() and file.name not in {MARKER, TRAINED_CALLS, adapters.CONFIG} and not file.name.endswith(_NOT_COPIED):
                 shutil.copyfile(file, temporary / file.name)
-        save_weights(temporary)
+        save(temporary)
         if adapter:
             with safe_open(temporary / adapters.WEIGHTS, "numpy") as opened:
                 adapters.write_config(temporary, adapter, opened.keys())
-        save_state(temporary)
         written = Checkpoint(final, policy, branch, version, parent, batch_id, checksum_directory(temporary), tokenizer_hash(temporary))
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
         for name in sizes:

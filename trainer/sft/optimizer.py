@@ -89,16 +89,19 @@ class FileOptimizer:
         pairs = preferences(*both, self._objective.beta, self._objective.label_smoothing)
         return {"loss": float(pairs.losses.mean()), **{name: float(value.mean()) for name, value in pairs.figures().items()}}
 
-    def save_weights(self, directory: Path) -> None:
-        """Write every parameter by its Hugging Face name, with adapters merged."""
-        self._workers.everywhere("save_weights", directory.absolute())
+    def collect(self, *, state: bool = True) -> None:
+        """Copy the weights for `write`, adapters merged, and the state; the reference's logprobs take the place of the mini-batches' order.
 
-    def save_state(self, directory: Path) -> None:
-        """Write the state beside the weights; the reference's logprobs take the place of the order of mini-batches, drawn from the seed."""
-        self._workers.everywhere("save_state", directory.absolute(), self.reference)
+        Mini-batches are drawn from the seed.
+        """
+        self._workers.everywhere("collect", self.reference, state)
+
+    def write(self, directory: Path) -> None:
+        """Write what was collected."""
+        self._workers.write(directory.absolute())
 
     def load_state(self, directory: Path) -> None:
-        """Read what `save_state` wrote, by any number of workers.
+        """Read the state that `write` wrote, by any number of workers.
 
         Raises:
             CheckpointError: the file is missing or damaged.

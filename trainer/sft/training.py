@@ -31,6 +31,7 @@ from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import newest_version, open_ledger, prepare, prune, require_beginning
 from trainer.ledger.tables import LedgerVersion
+from trainer.ledger.working_branch import WorkingBranch
 from trainer.monitor.watchers import reporters_of
 from trainer.monitor.watching import Clock, CommittedStep, Watchers
 from trainer.publish.lora import model_of
@@ -272,15 +273,16 @@ class _Run:
         end = steps.stop
         trained = [plan.examples.trained[at] for at in sorted({at for step in steps for at in plan.steps[step]})]
         file_batch = FileBatch(plan.method, plan.run, end, len(plan.steps), plan.digest, _files(plan.sources, trained))
-        transaction = StepTransaction(self.settings, ledger, self.clock, self.shutdown)
+        transaction = StepTransaction(self.settings, WorkingBranch(ledger), self.shutdown)
         with transaction.undone_on_error():
             lease = self._lease(transaction, _rollouts(trained), parent, file_batch)
             with beating(ledger, lease):
                 with self.clock.stage("train"):
                     metrics = _means([self._step(optimizer, plan, at) for at in steps]) | facts
                     metrics |= _named("held_out", self._held_out(optimizer, plan))
-                # A whole run is not resumed.
-                written = transaction.write(lease, parent, optimizer, resumable=end < len(plan.steps))
+                with self.clock.stage("checkpoint"):
+                    optimizer.collect(state=end < len(plan.steps))  # a whole run is not resumed
+                    written = transaction.write(lease, parent, optimizer.write)
             whole = len(plan.steps) // self.settings.finetune.epochs
             metrics |= {"epoch": end / whole, "finetune_step": float(end), "rows": float(len(trained)), **self.clock.seconds()}
             return transaction.commit(lease, written, metrics)
@@ -301,14 +303,14 @@ class _Run:
         while True:
             if lease := transaction.begin(rollouts, parent, file_batch):
                 return lease
-            head, branch = newest_version(transaction.ledger).version, self.settings.trainer.branch
+            head, branch = transaction.branch.head().version, self.settings.trainer.branch
             if head != parent.version:
                 raise TrainerError(
                     f"branch {branch} was moved from version {parent.version} to {head} meanwhile: step {file_batch.step} of this run has "
                     "no place there. Stop the other training of that branch, go back with `spangrad policy rollback "
                     f"{self.settings.trainer.policy}@{parent.version}`, and start again."
                 )
-            holder = transaction.ledger.holder()
+            holder = transaction.branch.holder()
             if holder and holder != awaited:
                 logger.info("%s makes a step of branch %s: waiting for its end", holder, branch)
             awaited = holder

@@ -1,0 +1,155 @@
+"""Checkpoints that are written beside the next step, by verl itself on a CPU: they hold the weights and the state of their own version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tests.support.policies import NO_ALARM, sampled_rows, trainer_settings
+from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, save, settings, wired
+from trainer.credit.estimators import group_relative
+from trainer.data.batch import Batch, layout
+from trainer.data.merge import separate
+from trainer.data.source import BatchRollout, Group, Loaded
+from trainer.ledger.tables import LedgerVersion
+from trainer.loop import Trainer
+from trainer.optim.optimizer import VerlOptimizer
+from trainer.optim.process import prepare_process
+from trainer.publish import checkpoint
+
+prepare_process()  # verl reads its platform when it is first imported
+
+RATE = 1e-2
+ROWS = 8
+SECONDS = 30.0
+"""Longest wait for the step beside a write."""
+
+
+def contents(directory: Path) -> dict[str, Any]:
+    """Every tensor and number of a checkpoint."""
+    named: dict[str, Any] = {}
+
+    def look(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                look(f"{name}.{key}", inner)
+        elif isinstance(value, torch.Tensor | int | float):
+            named[name] = torch.as_tensor(value)
+
+    look("state", torch.load(directory / checkpoint.STATE, weights_only=False))
+    for file in directory.glob("*.safetensors"):
+        look("weights", {name: torch.from_numpy(value) for name, value in load_file(file).items()})
+    return named
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def batch(model: Path, seed: int) -> Batch:
+    rows = pl.DataFrame(sampled_rows(model, ROWS, temperature=1.0, seed=seed))
+    return layout(separate(rows, pl.Series([1.0, -1.0] * (ROWS // 2))), lineage=[0])
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora__rank": 4}, {"lora__rank": 4, "weight_sync__method": "adapter"}], ids=["whole", "merged", "alone"]
+)
+def test_checkpoint_written_while_earlier_weights_are_loaded_is_of_its_version(tiny_model: Path, tmp_path: Path, changes: dict[str, Any]):
+    engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, max_staleness=1, **changes))
+    engine.step(batch(tiny_model, 1))
+    save(engine, tmp_path / "version")
+    (tmp_path / "beside").mkdir()
+    engine.collect()
+    rank = engine._workers._rank  # type: ignore[union-attr]
+    with rank._earlier.loaded(rank._engine("policy"), 1):
+        engine.write(tmp_path / "beside")
+        save(engine, tmp_path / "earlier")
+    version, earlier = contents(tmp_path / "version"), contents(tmp_path / "earlier")
+    assert differing(version, earlier), "the weights in memory were others"
+    assert differing(contents(tmp_path / "beside"), version) == []
+
+
+class Sampled(FakeSource):
+    """Groups of two rollouts that the first weights sampled."""
+
+    def __init__(self, model: Path, names: list[str]) -> None:
+        super().__init__(names)
+        self.rows = {name: sampled_rows(model, 2, temperature=1.0, seed=at) for at, name in enumerate(names)}
+
+    def load(self, groups: Sequence[Group]) -> Loaded:
+        loaded = super().load(groups)
+        own = ("PromptIds", "ResponseIds", "Logprobs")
+        facts = [row for one in groups for row in self.rows[one.group_id]]
+        rows = [
+            {**row, **{name: given[name] for name in own}} for row, given in zip(loaded.transitions.rows(named=True), facts, strict=True)
+        ]
+        rollouts = [BatchRollout(Group("run", "train", SPEC, one.group.group_id), one.rollout_id, 0, 0) for one in loaded.rollouts]
+        return Loaded(rollouts, pl.DataFrame(rows, schema=loaded.transitions.schema))
+
+
+@pytest.mark.parametrize("changes", [{}, {"epochs": 2, "mini_batches": 2}, {"kl_coef": 0.1}], ids=["plain", "mini-batches", "reference"])
+def test_run_with_checkpoints_beside_steps_equals_run_without(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+):
+    """Three versions, bit by bit; calls of the first weights are checked against held weights of earlier versions meanwhile."""
+    made: dict[bool, list[dict[str, Any]]] = {}
+    pending: list[bool] = []
+    for beside in (True, False):
+        monkeypatch.setattr(Trainer, "_overlaps", beside)
+        chosen = settings(
+            tiny_model, tmp_path / str(beside), learning_rate=RATE, max_staleness=3, alarms__logprob=NO_ALARM, publish=False, **changes
+        )
+
+        def load(version: LedgerVersion, trainer: Any = chosen.trainer) -> Any:
+            return VerlOptimizer(Path(version.policy_version.path), trainer)
+
+        torch.manual_seed(0)
+        trainer = wired(chosen, Sampled(tiny_model, [*"abcdef"]), FakeOptimizer())
+        trainer.optimizer, trainer.load_optimizer, trainer.normalise = load(trainer.loaded), load, group_relative
+        trainer.publisher = trainer.publishing = None
+        step, write, begun = trainer.optimizer.step, trainer.optimizer.write, [threading.Event() for _ in range(3)]
+
+        def stepped(rows: Batch, before_update: Any, step: Any = step, begun: Any = begun, trainer: Trainer = trainer) -> Any:
+            pending.append(trainer.branch.pending is not None)
+            begun[len(pending) % 3 - 1].set()
+            return step(rows, before_update)
+
+        def written(directory: Path, beside: bool = beside, write: Any = write, begun: Any = begun) -> None:
+            """Write a version once the step after it has begun, where there is one."""
+            number = int(directory.name.rpartition("v")[2])
+            assert not beside or number == 3 or begun[number].wait(SECONDS)
+            write(directory)
+
+        trainer.optimizer.step, trainer.optimizer.write = stepped, written  # type: ignore[method-assign]
+        trainer.run(follow=False)
+        made[beside] = [contents(Path(version.policy_version.path)) for version in trainer.ledger.versions()[1:]]
+        trainer.close()
+    assert pending == [False, True, True, False, False, False], "a step began while the version before it was written"
+    assert [differing(one, other) for one, other in zip(made[True], made[False], strict=True)] == [[], [], []]
+    assert differing(made[True][0], made[True][1])
+
+
+def test_rank_joins_with_gpu_that_its_process_was_given(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ray calls methods in another thread than the constructor, and each thread has a GPU of its own choice."""
+    from trainer.optim import rank as ranks
+
+    chosen = threading.local()
+    chosen.gpu = 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(chosen, "gpu", gpu))
+    joined: list[int | None] = []
+    monkeypatch.setattr(ranks, "join_group", lambda *_: joined.append(getattr(chosen, "gpu", None)))
+    rank = ranks.Rank(tiny_model, trainer_settings())
+    thread = threading.Thread(target=rank.join, args=("cuda", "file:///nowhere"))
+    thread.start()
+    thread.join()
+    assert joined == [3]
