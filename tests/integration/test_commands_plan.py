@@ -26,7 +26,7 @@ def test_plan_of_7b_on_one_node_prints_items_stages_and_settings(capsys: pytest.
     plan(model=SMALL, gpus="8x80")
     text = capsys.readouterr().out
     assert text.startswith("qwen2: 7,615,616,512 parameters, on 1 node(s) of 8 x A100-80\nFits: all weights; ")
-    for part in ("weights, float32", "KV cache", "state that is written", "checkpoint", "publication by disk", "MFU 0.35"):
+    for part in ("weights, float32", "KV cache", "version that is written", "checkpoint", "publication by disk", "MFU 0.35"):
         assert part in text
     assert "trainer.workers.per_node" in text
 

@@ -158,11 +158,13 @@ def test_best_of_keeps_settings_of_user() -> None:
         planned(SMALL, "8x80", trainer__workers__per_node=8)
 
 
-def test_best_of_within_known_memory_of_hosts_takes_fewer_ranks_of_each() -> None:
-    free, bound = planned(LARGE, "8x80", 2), planned(LARGE, "8x80", 2, 1200)
-    assert memory.peak_bytes(free.first_host) > 1200e9
-    assert bound.misses == ()
-    assert memory.peak_bytes(bound.first_host) <= 1200e9
+def test_best_of_within_known_memory_of_hosts_writes_smaller_versions() -> None:
+    free, bound = planned(LARGE, "8x80", 2), planned(LARGE, "8x80", 2, 300)
+    assert memory.peak_bytes(free.first_host) > 300e9
+    assert (free.lora_rank, bound.lora_rank, bound.misses) == (0, 16, ())
+    assert memory.peak_bytes(bound.first_host) <= 300e9
+    short = planned(LARGE, "8x80", 2, 100)
+    assert any(miss.startswith("a trainer's host needs ") for miss in short.misses)
 
 
 def test_best_of_where_nothing_fits_names_need_and_limit_of_nearest_miss() -> None:

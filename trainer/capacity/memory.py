@@ -217,8 +217,7 @@ def trainer_host(
         MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * host_ranks // ranks),
         MemoryItem("copies at the step's start", _copies(model, settings) * host_ranks // ranks, "step"),
         MemoryItem("weights as they are loaded", _loading(model, host_ranks, first=first), "start"),
-        MemoryItem("weights that are written", written_weights(model, settings) if first else 0, "checkpoint's weights"),
-        MemoryItem("state that is written", _written_state(model, settings) * host_ranks, "checkpoint's state"),
+        MemoryItem("version that is written", checkpoint_bytes(model, settings) if first else 0, "step"),
     ]
 
 
@@ -243,19 +242,19 @@ def _loading(model: Architecture, host_ranks: int, *, first: bool) -> int:
 
 
 def written_weights(model: Architecture, settings: TrainerSettings) -> int:
-    """Return the bytes of the weights that rank 0 collects before it writes them (`Rank.save_weights`)."""
+    """Return the bytes of the weights that rank 0 collects, and writes beside the next step (`Rank.collect`)."""
     return (_adapters(model, settings) if settings.weight_sync.method == "adapter" else model.parameters) * _FLOAT32
 
 
 def _written_state(model: Architecture, settings: TrainerSettings) -> int:
-    """Return the bytes of the state that each rank gathers whole (`Rank.save_state`), of which rank 0 writes its own."""
+    """Return the bytes of the state that rank 0 collects and writes beside the weights (`Rank.collect`)."""
     base = model.parameters if settings.lora.rank and settings.weight_sync.method != "adapter" else 0
     critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
     return (base + _adapters(model, settings)) * _FLOAT32 + trained_parameters(model, settings) * _MOMENTS + critic
 
 
 def checkpoint_bytes(model: Architecture, settings: TrainerSettings) -> int:
-    """Return the size of a checkpoint's files."""
+    """Return the size of a checkpoint's files, which is that of what rank 0 collects."""
     return written_weights(model, settings) + _written_state(model, settings)
 
 

@@ -126,7 +126,7 @@ def _link(hosts: int) -> str:
 
 
 def checkpoint(model: Architecture, settings: Settings, cluster: GpuCluster, hosts: int) -> StageEstimate:
-    """Return the write of a version: whole tensors are gathered, copied to main memory, written by rank 0 and read for a checksum."""
+    """Return the write of a version, beside the next step: rank 0 gets whole tensors, writes them, and reads them for a checksum."""
     size = memory.checkpoint_bytes(model, settings.trainer)
     gathered = size / _link_rate(cluster, hosts) + size / cluster.gpu.host_rate
     weights = memory.written_weights(model, settings.trainer)
