@@ -154,8 +154,7 @@ class World:
         self.settings = settings
         self.groups, self.size = groups, size
         self.client = connect(settings.store, settled=True)
-        arrivals = Arrivals(connect(settings.store, settled=True), settings.store, [Topic.BUILDS])
-        self._arrived: Callable[[float], bool] = lambda seconds: bool(arrivals.wait(seconds))
+        self._arrivals = Arrivals(connect(settings.store, settled=True), settings.store, [Topic.BUILDS])
         self.ledger = open_ledger(settings)
         self.ledger.register_initial(checksum="float32:0", path="/model", tokenizer_hash="t", run_id=RUN)
         self.spec = settings.builder.spec
@@ -168,7 +167,7 @@ class World:
         if self._trainer is None:
             head = self.ledger.frontier()
             assert head
-            source = GroupReader(self.client, self.settings)
+            source = GroupReader(self.client, self.settings, arrived=self._arrivals.lately)
             self._trainer = Trainer(
                 settings=self.settings,
                 ledger=self.ledger,
@@ -181,7 +180,7 @@ class World:
                 loaded=head,
                 load_optimizer=lambda _: _no_optimizer(),
                 evaluation=Evaluation(self.client, self.settings, source.build_spec),
-                arrived=self._arrived,
+                arrived=lambda seconds: bool(self._arrivals.wait(seconds)),
             )
             self.looks(2)
         return self._trainer

@@ -89,8 +89,9 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             logger.info("training with %s", describe_choices(settings.trainer, engine.device))
             return engine
 
-        source = GroupReader(retrying_client(reader, settings.store.url, outage, shutdown), settings)
-        arrivals = Arrivals(reader, settings.store, [Topic.BUILDS], settings.trainer.poll_seconds)
+        of_groups = retrying_client(reader, settings.store.url, outage, shutdown)
+        arrivals = Arrivals(of_groups, settings.store, [Topic.BUILDS], settings.trainer.poll_seconds)
+        source = GroupReader(of_groups, settings, arrived=arrivals.lately)
         watchers = watchers_of(settings, store)
         trainer = Trainer(
             settings=settings,

@@ -28,6 +28,7 @@ PATH = "/arrivals"
 LONGEST_SECONDS = 25.0
 """Longest time that one request waits, in seconds: shorter than proxies wait for a response."""
 _RECONNECT_SECONDS = 0.5
+_JUST_BEFORE_SECONDS = 0.5
 _GRACE_SECONDS = 10.0
 _NOT_FOUND = 404
 _NEWEST = """
@@ -69,6 +70,7 @@ class Arrivals:
         self._topics = tuple(dict.fromkeys(topics))
         self._poll_seconds = poll_seconds
         self._positions: dict[Topic, object] = {}
+        self._asked_at = self._arrived_at = float("-inf")
         self.by_events = True
         """False: the store is not ours, and is polled."""
 
@@ -93,10 +95,23 @@ class Arrivals:
                 positions = self._poll(topics or self._topics)
             new = frozenset(topic for topic, position in positions.items() if position != self._positions.get(topic))
             self._positions |= positions
-            if new or time.monotonic() >= end:
+            self._asked_at = time.monotonic()
+            if new:
+                self._arrived_at = self._asked_at
+            if new or self._asked_at >= end:
                 return new
             if not self.by_events:
                 time.sleep(max(0.0, min(self._poll_seconds, end - time.monotonic())))
+
+    def lately(self, seconds: float) -> bool:
+        """Return whether a call returned topics within the last so many seconds; it is asked now unless that was done just before.
+
+        Raises:
+            StoreError: a statement to a store that is not ours failed.
+        """
+        if time.monotonic() - self._asked_at > _JUST_BEFORE_SECONDS:
+            self.wait(0)
+        return time.monotonic() - self._arrived_at < seconds
 
     def _ask(self, topics: Sequence[Topic], seconds: float) -> Mapping[Topic, object] | None:
         """Return the topics' positions, when one of them changes or the time is over. None: the store is not ours."""

@@ -88,6 +88,18 @@ def test_wait_returns_arrivals_between_two_waits(store: StoreSettings, arrivals:
     assert arrivals.wait(0) == frozenset()
 
 
+def test_lately_is_true_for_the_time_after_an_arrival(store: StoreSettings, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, clock = 0.0, time.monotonic
+    monkeypatch.setattr("spangrad.store.arrivals.time.monotonic", lambda: clock() + passed)
+    assert arrivals.lately(10)
+    passed = 11
+    assert not arrivals.lately(10)
+    connect(store).command(BUILD)
+    assert not arrivals.lately(10), "the store was asked just before"
+    passed = 12
+    assert arrivals.lately(10)
+
+
 def test_wait_returns_all_topics_after_the_store_was_restarted(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "store")
     with running_store(settings, tmp_path / "log"):

@@ -119,3 +119,21 @@ def test_ready_without_arrivals_reads_no_history(settings: Settings, world: Buil
     assert names(source.ready()) == [*"abc"]
     assert len(asked) == 1
     assert "b.IngestedAt >=" in asked[0]
+
+
+def test_ready_asks_store_for_builds_only_when_lately_arrived_or_to_sweep(
+    settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lately = False
+    source = GroupReader(world.client, settings, arrived=lambda seconds: lately)
+    assert source.ready() == []
+    world.group("a", [1.0, 0.0])
+    assert source.ready() == []
+    lately = True
+    assert names(source.ready()) == ["a"]
+    lately = False
+    world.group("b", [1.0, 0.0])
+    assert names(source.ready()) == ["a"]
+    clock = built_groups.time.monotonic
+    monkeypatch.setattr(built_groups.time, "monotonic", lambda: clock() + 31)
+    assert names(source.ready()) == ["a", "b"]

@@ -24,8 +24,10 @@ Rows = Callable[[str], Sequence[tuple[Any, ...]]]
 Key = tuple[str, str]
 """Mode and id of a group."""
 
-_OVERLAP = 10_000_000
-"""Overlap of two polls, in microseconds: longer than nearly every insert takes to become visible after its rows were dated."""
+VISIBLE_SECONDS = 10
+"""Time in which nearly every insert becomes visible after its rows were dated, in seconds."""
+_OVERLAP = VISIBLE_SECONDS * 1_000_000
+"""Overlap of two polls, in microseconds."""
 _SWEEP_OVERLAP = 120_000_000
 """Overlap of two sweeps, in microseconds: longer than any insert takes."""
 _SECONDS_BETWEEN_SWEEPS = 30.0
@@ -83,11 +85,15 @@ class BuiltGroups:
         """Time of the next sweep, in seconds of the monotonic clock."""
         self._seen: set[_Row] = set()
 
-    def poll(self) -> list[Key]:
-        """Return the groups that are whole now, in the order in which they became so; the same list as long as they are the same."""
+    def poll(self, *, arrived: bool = True) -> list[Key]:
+        """Return the groups that are whole now, in the order in which they became so; the same list as long as they are the same.
+
+        Args:
+            arrived: False if nothing has arrived for longer than rows take to become visible: then the store is asked in sweeps alone.
+        """
         if self._whole is None:
             self._scan()
-        else:
+        elif arrived or time.monotonic() >= self._next_sweep:
             self._read_arrived(self._whole)
         if self._sorted is None:
             whole = self._whole or {}

@@ -7,7 +7,7 @@ once. The caller leaves out the groups that the ledger has used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from spangrad.types import AttemptFailure, Mode
 from trainer.credit.learning import ESTIMATORS, Need
 from trainer.credit.overlong import with_overlong
 from trainer.credit.roles import cancelling_roles, count_roles, missing_roles
-from trainer.data.built_groups import THIS_RUN, BuiltGroups
+from trainer.data.built_groups import THIS_RUN, VISIBLE_SECONDS, BuiltGroups
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -189,10 +189,15 @@ def _with_greedy(states: Sequence[GroupState], modes: Sequence[str]) -> list[Gro
 class GroupReader:
     """Reads one run's groups."""
 
-    def __init__(self, client: Client, settings: Settings) -> None:
+    def __init__(self, client: Client, settings: Settings, *, arrived: Callable[[float], bool] = lambda _: True) -> None:
         """Read with `client`: the dataset of the trainer's settings, else what the builder's settings make.
 
         A name without a revision means the newest one now: training does not switch to another revision later.
+
+        Args:
+            client: of the store.
+            settings: the whole tree.
+            arrived: returns whether builds may have arrived within the last so many seconds.
 
         Raises:
             StoreError: the store has no such dataset.
@@ -212,6 +217,7 @@ class GroupReader:
             settings.builder.spec if trainer.dataset is None else resolve(client, self._url, trainer.dataset, self._as_of).build_spec
         )
         self._built = BuiltGroups(self._rows, self._as_of, greedy=self._greedy)
+        self._arrived = arrived
         self._keys: list[tuple[str, str]] = []
         self._ready: list[Group] = []
 
@@ -221,7 +227,7 @@ class GroupReader:
         Groups of unknown size (0) are never ready. Where the estimator compares with a greedy rollout, that is waited for, too. The first
         call reads all of history, each further one what has arrived since; the list is the same as long as nothing changes.
         """
-        keys = self._built.poll()
+        keys = self._built.poll(arrived=self._arrived(VISIBLE_SECONDS))
         if keys is not self._keys:
             self._keys, self._ready = keys, [Group(self._run, mode, self.build_spec, group) for mode, group in keys]
         return self._ready
