@@ -152,6 +152,7 @@ def test_trainer_waits_for_step_of_another_machine_and_takes_over_lost_step(
 
 RIVAL = """
 import sys
+import time
 from pathlib import Path
 from pydantic import SecretStr
 from tests.support.trainers import FakeSource, settings, wired
@@ -159,7 +160,8 @@ base, directory, url, names = sys.argv[1:]
 chosen = settings(Path(base), Path(directory), groups_per_batch=1, max_staleness=99, ledger_url=SecretStr(url) if url else None)
 trainer = wired(chosen, FakeSource(names.split(",")))
 step, made = trainer.step, []
-trainer.step = lambda batch: made.append(step(batch)) or made[-1]
+# A pause before each step: real ones last longer than the other's wait for its turn.
+trainer.step = lambda batch: time.sleep(0.05) or made.append(step(batch)) or made[-1]
 print("ready", flush=True)
 input()
 trainer.run(follow=False)
