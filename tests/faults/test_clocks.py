@@ -37,7 +37,7 @@ HOUR = 3600
 ROOT = Path(__file__).parents[2]
 
 
-# A time of day that tests can move, for real: for a process and whatever runs in it (Python, SQLite), as if somebody had set the clock.
+# Real time of day that tests move, for a process and all that runs in it (Python, SQLite), as if the clock had been set.
 
 _SOURCE = """
 #define _GNU_SOURCE

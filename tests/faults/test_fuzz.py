@@ -92,54 +92,54 @@ class Mutator:
 
     def body(self) -> bytes:
         """One body."""
-        made = bytearray(self._random.choice(self._corpus))
+        mutant = bytearray(self._random.choice(self._corpus))
         for _ in range(self._random.choice((1, 1, 1, 2, 3, 8))):
-            if made:
-                self._random.choice(self._ways)(made)
-        return bytes(made[:_LONGEST])
+            if mutant:
+                self._random.choice(self._ways)(mutant)
+        return bytes(mutant[:_LONGEST])
 
-    def _at(self, made: bytearray) -> int:
-        return self._random.randrange(len(made))
+    def _at(self, mutant: bytearray) -> int:
+        return self._random.randrange(len(mutant))
 
-    def _piece(self, made: bytearray) -> slice:
-        at = self._at(made)
+    def _piece(self, mutant: bytearray) -> slice:
+        at = self._at(mutant)
         return slice(at, at + self._random.choice((1, 2, 8, 64)))
 
-    def _flip(self, made: bytearray) -> None:
-        made[self._at(made)] ^= 1 << self._random.randrange(8)
+    def _flip(self, mutant: bytearray) -> None:
+        mutant[self._at(mutant)] ^= 1 << self._random.randrange(8)
 
-    def _set(self, made: bytearray) -> None:
-        made[self._at(made)] = self._random.choice(_ODD_BYTES)
+    def _set(self, mutant: bytearray) -> None:
+        mutant[self._at(mutant)] = self._random.choice(_ODD_BYTES)
 
-    def _cut(self, made: bytearray) -> None:
-        del made[self._at(made) :]
+    def _cut(self, mutant: bytearray) -> None:
+        del mutant[self._at(mutant) :]
 
-    def _drop(self, made: bytearray) -> None:
-        del made[self._piece(made)]
+    def _drop(self, mutant: bytearray) -> None:
+        del mutant[self._piece(mutant)]
 
-    def _double(self, made: bytearray) -> None:
-        piece = self._piece(made)
-        made[piece] = made[piece] * 2
+    def _double(self, mutant: bytearray) -> None:
+        piece = self._piece(mutant)
+        mutant[piece] = mutant[piece] * 2
 
-    def _move(self, made: bytearray) -> None:
-        piece = self._piece(made)
-        moved = made[piece]
-        del made[piece]
-        at = self._random.randint(0, len(made))
-        made[at:at] = moved
+    def _move(self, mutant: bytearray) -> None:
+        piece = self._piece(mutant)
+        moved = mutant[piece]
+        del mutant[piece]
+        at = self._random.randint(0, len(mutant))
+        mutant[at:at] = moved
 
-    def _splice(self, made: bytearray) -> None:
+    def _splice(self, mutant: bytearray) -> None:
         other = self._random.choice(self._corpus)
         at = self._random.randrange(len(other) or 1)
-        made[self._at(made) :] = other[at:]
+        mutant[self._at(mutant) :] = other[at:]
 
-    def _lie(self, made: bytearray) -> None:
-        at = self._at(made)
-        made[at : at + 1] = self._random.choice(_ODD_LENGTHS)
+    def _lie(self, mutant: bytearray) -> None:
+        at = self._at(mutant)
+        mutant[at : at + 1] = self._random.choice(_ODD_LENGTHS)
 
-    def _odd(self, made: bytearray) -> None:
-        at = self._at(made)
-        made[at:at] = self._random.choice(_ODD_TEXTS)
+    def _odd(self, mutant: bytearray) -> None:
+        at = self._at(mutant)
+        mutant[at:at] = self._random.choice(_ODD_TEXTS)
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ def _doors(store: StoreSettings) -> dict[str, list[Door]]:
 
 def _clickhouse_doors(store: StoreSettings) -> list[Door]:
     connection = _connection(store.clickhouse_port)
-    made = b"CREATE TABLE default.fuzzed (n UInt8, t String, m Map(String, String), l Array(UInt32)) ENGINE = MergeTree ORDER BY n"
-    assert _ask(connection, made, "") == (200, b"")
+    table = b"CREATE TABLE default.fuzzed (n UInt8, t String, m Map(String, String), l Array(UInt32)) ENGINE = MergeTree ORDER BY n"
+    assert _ask(connection, table, "") == (200, b"")
     row = b"SELECT toUInt8(number) AS n, toString(n) AS t, map('a', t) AS m, [toUInt32(n)] AS l FROM numbers(5) FORMAT Native"
     native = _ask(connection, row, "")[1]
     insert = "query=INSERT+INTO+default.fuzzed+FORMAT+Native"

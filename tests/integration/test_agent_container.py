@@ -47,7 +47,7 @@ PROGRAM = Path(__file__).resolve().parents[1] / "programs/docker.py"
 
 @dataclass(frozen=True)
 class FakeDocker:
-    """What it was told, and what it runs."""
+    """Stand-in for docker, with its arguments and its processes."""
 
     directory: Path
 
@@ -79,7 +79,7 @@ class FakeDocker:
 
 
 def has_ended(pid: int, seconds: float = 10) -> bool:
-    """Whether a process is gone, or only waits to be collected; asked for so long."""
+    """Return whether a process ends within so many seconds; one that only waits to be collected has ended."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:

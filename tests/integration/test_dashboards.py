@@ -88,7 +88,7 @@ def store_of_a_run(directory: Path, model: Path) -> Generator[StoreSettings]:
 
         trained = _trained(model)
         sent(trained.otlp())
-        # Delivered again but for one, so that nothing takes it for the same request: whoever counts must count each span once.
+        # Delivered again without one of them, so that it is another request: each span must be counted once.
         sent(trained.otlp(*[str(row["SpanId"]) for row in trained.spans[:-1]]))
         sent(_held_out(model).otlp())
         build_once(settings)

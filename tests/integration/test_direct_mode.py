@@ -55,7 +55,7 @@ COLUMNS = ("framework", "step", "ids", "logprobs", "version", "a stream that was
 
 CLIENTS = Path(__file__).resolve().parents[1] / "agents" / "clients"
 THREADING = "opentelemetry-instrumentation-threading==0.66b1"
-"""What the wheel needs and the stock environment lacks."""
+"""Requirement of the wheel that the stock environment lacks."""
 
 
 def stock() -> Path:
@@ -142,7 +142,7 @@ class EngineFront:
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.refused = False
-        """Whether somebody was told to come again; set to False to do so once more."""
+        """True once a client was told to come again; set to False to do so once more."""
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()

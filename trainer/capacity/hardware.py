@@ -57,6 +57,7 @@ CAST_RATE = 0.5e9
 TRAINING_MFU = 0.35
 """Share of a GPU's peak that training reaches. An assumption."""
 PREFILL_MFU = 0.5
+"""Share of a GPU's peak that an engine reaches in batches of many tokens. An assumption."""
 DECODE_SHARE = 0.6
 """Share of the memory's rate that decoding reaches. An assumption."""
 
