@@ -138,21 +138,22 @@ MARK = "SPANGRAD_HOST"
 """Environment variable whose value all descendants of one agent host inherit."""
 
 
-_KILL_SECONDS = 0.4
-"""Time limit of `kill_marked`, in seconds."""
+_KILL_LOOKS = 8
+"""Looks of `kill_marked` at most. They are counted, not timed: on a busy machine each look takes longer, and as many are needed."""
 
 
 def kill_marked(mark: str) -> None:
     """Send SIGKILL to every process but this one that has inherited a mark, with its group; safe to call in a signal handler.
 
     Processes are found in /proc, so that children that were just started, or whose parent has died, are killed as well. One look misses
-    what is forked during it, and a process within exec, whose environment is not there yet: it looks until it has seen none twice. Without
-    /proc it does nothing.
+    what is forked during it, and a process within exec, whose environment is not there yet: it looks until it has seen none twice, or
+    `_KILL_LOOKS` times. Without /proc it does nothing.
     """
-    end = time.monotonic() + _KILL_SECONDS
     clean_looks = 0
-    while clean_looks < 2 and time.monotonic() < end:
+    for _ in range(_KILL_LOOKS):
         clean_looks = 0 if _kill_marked_once(f"{MARK}={mark}".encode()) else clean_looks + 1
+        if clean_looks == 2:
+            return
 
 
 def _kill_marked_once(variable: bytes) -> bool:
