@@ -50,7 +50,7 @@ class TimedOptimizer:
         """Yield the weight."""
         yield "weight", np.array([self._weight], np.float32)
 
-    def collect(self) -> None:
+    def collect(self, *, state: bool = True) -> None:
         """Copy the weight."""
         self._collected = self._weight
 

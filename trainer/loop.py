@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spangrad.errors import BadRowsError
@@ -35,6 +36,7 @@ from trainer.ledger.batch_rollouts import AlreadyTrainedError
 from trainer.ledger.demand import DemandReporter
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
+from trainer.ledger.optimizer_state import StateSchedule
 from trainer.ledger.recovery import newest_version, prune
 from trainer.ledger.tables import LedgerVersion
 from trainer.ledger.working_branch import WorkingBranch
@@ -45,6 +47,7 @@ from trainer.monitor.evaluate import Evaluation, best, describe_best
 from trainer.monitor.view import LogLines
 from trainer.monitor.watching import Clock, CommittedStep, Watchers, timed
 from trainer.overlap import FollowUps, Lookahead
+from trainer.publish.checkpoint import add_state
 from trainer.publish.publisher import Publisher
 from trainer.publish.publishing import HeadPublisher
 from trainer.retries import Outage
@@ -110,6 +113,7 @@ class Trainer:
         self.lookahead = Lookahead(self._look, lambda: self.arrived(self.settings.trainer.poll_seconds))
         self.follow_ups = FollowUps()
         self.commits = Commits(self.transaction, self.follow_ups, self.clock, beside=self._overlaps)
+        self.state_schedule = StateSchedule(self.settings.trainer, self.ledger, self.loaded)
 
     def start(self) -> None:
         """Bring the store's copy and the gateway up to the ledger's newest commit."""
@@ -121,10 +125,7 @@ class Trainer:
         self.mirror.catch_up()
 
     def _publish_again(self) -> None:
-        """Publish the newest version to engines that were restarted, as they serve the weights that they started with.
-
-        Not while a step is under way: its publication follows.
-        """
+        """Publish the newest version to restarted engines, unless a step is under way: its publication follows."""
         if self.publishing and threading.current_thread() is self._main and self.follow_ups.are_done:
             self.publishing.collect_or_retry(self.loaded, self._weights)
 
@@ -165,10 +166,13 @@ class Trainer:
     def run(self, *, follow: bool) -> None:
         """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready.
 
-        However it ends, no version is pending then.
+        However it ends, no version is pending then; where it ends without an error, the optimizer's state is written as well.
         """
         with self.commits.settled():
             self._run(follow)
+        if self.optimizer and self.state_schedule.steps:
+            self.optimizer.collect()
+            add_state(Path(self.ledger.version(self.loaded.version).policy_version.path), self.optimizer.write)
 
     def _run(self, follow: bool) -> None:
         limit = self.settings.trainer.max_steps if follow else 0
@@ -240,6 +244,7 @@ class Trainer:
             self.optimizer = self.load_optimizer(version)
         if moved:
             self.loaded = version
+            self.state_schedule = StateSchedule(self.settings.trainer, self.ledger, version)
             self._follow_up(self._catch_up)
             logger.info("version %d is loaded: branch %s was moved there by another process", version.version, version.branch)
         return self.optimizer
@@ -383,7 +388,7 @@ class Trainer:
             with self.clock.stage("train"):
                 metrics = optimizer.step(batch, step.take)
             with self.clock.stage("collect"):
-                optimizer.collect()
+                optimizer.collect(state=self.state_schedule.step())
             used = optimizer.token_advantages if batch.chains else batch.advantages
             calls = with_advantages(calls, batch.response_mask, used)
             metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}

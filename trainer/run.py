@@ -7,7 +7,6 @@ whatever ends the run, all parts are closed.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from spangrad.selection import expression
 from spangrad.settings import Settings
@@ -17,9 +16,8 @@ from trainer.credit.assignment import CreditRule
 from trainer.credit.learning import check
 from trainer.data.planning import plan_of
 from trainer.data.source import GroupReader
-from trainer.ledger.file_batches import has_trainers_state
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import earlier_checkpoints, newest_version, open_ledger, prepare, require_beginning
+from trainer.ledger.recovery import newest_version, open_ledger, orphan_after_crash, prepare, require_beginning
 from trainer.ledger.store_retries import retry_transactions, retrying_client
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
@@ -27,9 +25,8 @@ from trainer.monitor.batch_times import batch_times
 from trainer.monitor.evaluate import Evaluation
 from trainer.monitor.watchers import watchers_of
 from trainer.monitor.watching import Watchers
-from trainer.publish import checkpoint
-from trainer.publish.lora import model_of
 from trainer.publish.publisher import publisher_of
+from trainer.restoring import restore
 from trainer.retries import Outage
 from trainer.shutdown import Shutdown, Stopped
 
@@ -68,36 +65,37 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     retry_transactions(ledger, Outage("the ledger's database"), shutdown)
     watchers, trainer = Watchers([]), None
     try:
-        newest = prepare(ledger, settings)
+        prepare(ledger, settings)
+        newest = orphan_after_crash(ledger, settings)
 
         from trainer.credit.estimators import estimator
         from trainer.optim.optimizer import VerlOptimizer
         from trainer.optim.process import describe_choices
 
-        def load(version: LedgerVersion) -> VerlOptimizer:
-            model = Path(version.policy_version.path)
-            checkpoint.verify(model, version.policy_version.checksum)
-            engine = VerlOptimizer(model_of(model), settings.trainer, engine_dtype=settings.engine.dtype)
-            try:
-                if has_trainers_state(ledger.database, version) or model_of(model) != model:
-                    engine.load_state(model)
-                engine.hold(earlier_checkpoints(ledger, version, engine.versions_to_hold))
-            except BaseException:
-                engine.close()
-                raise
-            logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
-            logger.info("training with %s", describe_choices(settings.trainer, engine.device))
-            return engine
-
         of_groups = retrying_client(reader, settings.store.url, outage, shutdown)
         arrivals = Arrivals(of_groups, settings.store, [Topic.BUILDS], settings.trainer.poll_seconds)
         source = GroupReader(of_groups, settings, arrived=arrivals.lately)
+        normalise = estimator(settings.trainer)
+
+        def load(version: LedgerVersion) -> VerlOptimizer:
+            optimizer = restore(
+                version,
+                ledger,
+                source,
+                settings.trainer,
+                normalise,
+                lambda model: VerlOptimizer(model, settings.trainer, engine_dtype=settings.engine.dtype),
+            )
+            logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, optimizer.device)
+            logger.info("training with %s", describe_choices(settings.trainer, optimizer.device))
+            return optimizer
+
         watchers = watchers_of(settings, store)
         trainer = Trainer(
             settings=settings,
             ledger=ledger,
             source=source,
-            normalise=estimator(settings.trainer),
+            normalise=normalise,
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=publisher_of(settings),
             shutdown=shutdown,

@@ -59,8 +59,16 @@ class WeightSyncSettings(Section):
 
 
 class CheckpointSettings(Section):
-    """Settings of the choice of checkpoints that are kept."""
+    """Settings of what a checkpoint holds, and of the choice of those that are kept."""
 
+    every: int = Field(default=1, ge=1)
+    """Number of steps after which the optimizer's state is written beside the weights, which each version has; the state of adapters is
+    written with each version. After a crash the steps since then are replayed from the store."""
+    minutes: float | None = Field(default=None, gt=0)
+    """Time after which the optimizer's state is written even if fewer steps were made, in minutes. None: steps alone decide."""
+    after_crash: Literal["replay", "orphan"] = "replay"
+    """Treatment of the steps since the last state that was written: their batches are trained again, so that the state is restored
+    (replay), or their versions are orphaned and their rollouts are free again (orphan)."""
     keep: int = 3
     """Number of newest checkpoints that are kept, beside pinned ones and those still needed."""
     best_metric: str = "validate_return"

@@ -86,7 +86,7 @@ def learn(
             successes.append(float(np.mean([row["Rewards.Value"][0] == 1 for rows in groups for row in rows])))
             trainer.run(follow=False)
             assert len(ledger.committed_versions()) == number + 2, "each round's sound groups are a step, whatever was skipped"
-        return float(np.mean(successes[-5:])), {group.group_id: reason for group, reason in ledger.skipped().items()}, injected
+        return float(np.mean(successes[-5:])), {group.group_id: reason for group, reason in ledger.skips.reasons().items()}, injected
     finally:
         trainer.optimizer.close()
         ledger.close()

@@ -49,9 +49,11 @@ def start(settings: Settings, log: Path) -> Forked:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("kills", "steps"), [(3, 3), pytest.param(50, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "steps", "every"), [(3, 3, 2), pytest.param(50, 6, 1, marks=pytest.mark.slow), pytest.param(50, 6, 3, marks=pytest.mark.slow)]
+)
 def test_trainer_killed_at_random_points_ends_with_undisturbed_weights(
-    kills: int, steps: int, store: StoreSettings, tiny_model: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
+    kills: int, steps: int, every: int, store: StoreSettings, tiny_model: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
 ) -> None:
     run = f"kills-{uuid.uuid4().hex[:8]}"
 
@@ -65,7 +67,7 @@ def test_trainer_killed_at_random_points_ends_with_undisturbed_weights(
             "max_failed_share": 1.0,
         }
         # A trainer that starts anew compares old rows with the weights of their versions, which it reads from their checkpoints.
-        return Settings(store=store, trainer=trainer_settings(**own, **learning, checkpoint__keep=99))  # type: ignore[arg-type]
+        return Settings(store=store, trainer=trainer_settings(**own, **learning, checkpoint__keep=99, checkpoint__every=every))  # type: ignore[arg-type]
 
     world = BuiltRollouts(settings("world"), tiny_model)
     poisoned = {reason: spoil for reason, spoil in POISON.items() if reason is not SkipReason.ALREADY_TRAINED}  # which needs a trained one
@@ -166,7 +168,7 @@ def skipped(settings: Settings) -> dict[str, SkipReason]:
     """The groups that the branch has skipped, and why."""
     ledger = Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
     try:
-        return {group.group_id: reason for group, reason in ledger.skipped().items()}
+        return {group.group_id: reason for group, reason in ledger.skips.reasons().items()}
     finally:
         ledger.close()
 

@@ -56,7 +56,7 @@ def test_demand_source_enqueues_as_many_groups_as_trainer_demands(tmp_path: Path
         source.version = lambda: trainer.ledger.committed_versions()[-1]
         source.equal = {"TokenizerHash": frontier.tokenizer_hash}
         trainer.run(follow=True)
-        skipped = trainer.ledger.skipped()
+        skipped = trainer.ledger.skips.reasons()
         assert set(skipped.values()) == {SkipReason.EQUAL}
         assert len(committed(trainer)) == 4
         assert source.levels == sorted(source.levels)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.policies import skip
 from tests.support.processes import run_spangrad
 from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory
@@ -165,7 +166,7 @@ def test_rollout_why_before_and_after_build(store: StoreSettings, tmp_path: Path
     ]
     place = f"sqlite:///{tmp_path / 'elsewhere.db'}"
     ledger = Ledger(place, "policy", "tried")
-    ledger.skip([Group("asked", "train", settings.builder.spec, "g")], SkipReason.EQUAL)
+    skip(ledger, [Group("asked", "train", settings.builder.spec, "g")], SkipReason.EQUAL)
     ledger.close()
     skipped = (
         "the trainer of policy policy (branch tried) skipped its group as equal. docs/guides/training.md says what that depends on; "

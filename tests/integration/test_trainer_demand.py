@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from spangrad.client.demand import Demand, Stated, read, state
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings, Settings
-from tests.support.policies import trainer_settings
+from tests.support.policies import skip, trainer_settings
 from tests.support.trainers import SPEC, FakeSource, Place, committed, group, settings, wired, write_base
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
@@ -107,9 +107,9 @@ def test_spent_counts_trained_and_skipped_groups(place: Place):
     train(ledger, "a", "b")
     train(ledger, "c", "d", run="another run")
     train(ledger, "e", "f", mode="production")
-    ledger.skip([group("g"), group("h"), group("i"), replace(group("a"), build_spec="spec")], SkipReason.EQUAL)
-    ledger.skip([group("j")], SkipReason.STALE)
-    ledger.skip([replace(group("k"), build_spec="spec"), replace(group("l"), mode="production")], SkipReason.STALE)
+    skip(ledger, [group("g"), group("h"), group("i"), replace(group("a"), build_spec="spec")], SkipReason.EQUAL)
+    skip(ledger, [group("j")], SkipReason.STALE)
+    skip(ledger, [replace(group("k"), build_spec="spec"), replace(group("l"), mode="production")], SkipReason.STALE)
     ledger.begin(rollouts("m", "n"))
     assert consumed_groups(ledger, TWO, SPEC) == ConsumedGroups(3, 2, {SkipReason.EQUAL: 3, SkipReason.STALE: 1})
     # Of another specification: what this one skipped may be trained there, and one group is skipped that the other has trained.
@@ -177,7 +177,7 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
                     look()
                     ledger.recover()
                 case "skip":
-                    ledger.skip([group(one) for one in names], random.choice(list(SkipReason)))
+                    skip(ledger, [group(one) for one in names], random.choice(list(SkipReason)))
                 case "restart":
                     ledger.close()
                     ledger = opened()
@@ -243,7 +243,7 @@ def test_demand_after_skipped_groups_rises_until_batches_are_full(tmp_path: Path
     trainer.run(follow=True)
     levels = [body["groups"] for _, body, _ in queue.asked if body]
     assert levels == sorted(levels)  # type: ignore[type-var]
-    skipped = trainer.ledger.skipped()
+    skipped = trainer.ledger.skips.reasons()
     assert set(skipped.values()) == {SkipReason.EQUAL}
     assert len(committed(trainer)) == 4
     assert levels[-1] == queue.enqueued == 6 + len(skipped), "not one more than was needed"
@@ -270,7 +270,7 @@ def test_demand_with_absent_queue_warns_once_and_does_not_block(
     trainer.demand.call()
     assert len(queue.asked) == asked, "nothing has changed"
     monkeypatch.setattr(demand_module, "REPEAT_SECONDS", 0.0)
-    trainer.ledger.skip([group("x")], SkipReason.EQUAL)
+    skip(trainer.ledger, [group("x")], SkipReason.EQUAL)
     trainer.demand.call()
     queue.levels.clear()
     trainer.demand.call()

@@ -9,6 +9,7 @@ import pytest
 
 from spangrad.errors import LedgerError
 from spangrad.types import PolicyVersion, VersionStatus
+from tests.support.policies import skip
 from tests.support.processes import crashes
 from tests.support.trainers import Place
 from trainer.data.source import BatchRollout, Group
@@ -130,11 +131,11 @@ def test_ledger_killed_at_any_boundary_of_begin_and_commit_recovers(place: Place
 
 def test_ledger_skipped_groups_are_finished_and_counted(place: Place):
     ledger = begun(place)
-    ledger.skip([group("x"), group("y")], SkipReason.STALE)
-    ledger.skip([group("x")], SkipReason.GREEDY)
+    skip(ledger, [group("x"), group("y")], SkipReason.STALE)
+    skip(ledger, [group("x")], SkipReason.GREEDY)
     assert skipped_by(ledger.database, group("x")) == [("policy", "main", "stale", "")]
     assert skipped_by(ledger.database, group("z")) == []
-    assert ledger.skipped() == {group("x"): SkipReason.STALE, group("y"): SkipReason.STALE}
+    assert ledger.skips.reasons() == {group("x"): SkipReason.STALE, group("y"): SkipReason.STALE}
     assert ledger.finished_groups("run", "spec") == {("train", "x"), ("train", "y")}
     assert ledger.finished_groups("run", "another specification may do better") == set()
     assert ledger.finished_groups("another run", "spec") == set()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sqlalchemy import event
 
 from spangrad.errors import LedgerError
-from tests.support.policies import trainer_settings
+from tests.support.policies import skip, trainer_settings
 from tests.support.trainers import Place
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group
@@ -88,7 +88,7 @@ def test_look_omits_trained_leased_and_skipped_groups_until_undone(place: Place)
     assert (names(ready.poll(source)), names(source.released)) == ([*"def"], ["a"]), "what may be undone is not forgotten"
     other.recover()
     assert names(ready.poll(source)) == [*"bcdef"]
-    other.skip([group("d")], SkipReason.EQUAL)
+    skip(other, [group("d")], SkipReason.EQUAL)
     assert names(ready.poll(source)) == [*"bcef"]
     other.skips.restore()
     assert names(ready.poll(source)) == [*"bcdef"]
@@ -158,8 +158,8 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
 
         trained = set[str]()
         acts: dict[str, Callable[[list[str]], object]] = {
-            "skip": lambda some: other.skip([group(name) for name in some], SkipReason.STALE),
-            "restore": lambda _: other.skips.restore(random.sample([*names(other.skipped())], min(1, len(other.skipped())))),
+            "skip": lambda some: skip(other, [group(name) for name in some], SkipReason.STALE),
+            "restore": lambda _: other.skips.restore(random.sample([*names(other.skips.reasons())], min(1, len(other.skips.reasons())))),
             "elsewhere": train_elsewhere,
             "rollback": lambda _: None if lease else other.rollback(random.choice(other.committed_versions())),
             "arrive": lambda _: source.all.extend([group(f"g{len(source.all) + number}") for number in range(random.randint(1, 3))]),

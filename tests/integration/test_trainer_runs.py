@@ -161,9 +161,9 @@ def test_make_plan_beside_running_trainer_changes_nothing(service: Service) -> N
     one = service.settings.model_copy(update={"trainer": changed(trainer, {"groups_per_batch": 1})})
     ledger = Ledger(trainer.directory, trainer.policy, trainer.branch)
     try:
-        before = (ledger.versions(), ledger.skipped())
+        before = (ledger.versions(), ledger.skips.reasons())
         plan = make_plan(one)
-        assert (ledger.versions(), ledger.skipped()) == before
+        assert (ledger.versions(), ledger.skips.reasons()) == before
         group = Group(RUN, "production", plan.build_spec, "e")
         ledger.begin([BatchRollout(group, f"e-{at}", 0, 0) for at in range(2)])
         during = make_plan(one)

@@ -152,7 +152,10 @@ def test_load_with_missing_rows_reports_incomplete_and_trainer_waits(
         "a",
         "b",
     ]
-    assert (trainer.ledger.skipped(), "group short is not ready yet: rollout 'short-0' has 1 of 2 transitions" in caplog.text) == ({}, True)
+    assert (trainer.ledger.skips.reasons(), "group short is not ready yet: rollout 'short-0' has 1 of 2 transitions" in caplog.text) == (
+        {},
+        True,
+    )
     world.insert("transitions", written[1:2])
     assert source(settings, world).load([group]).incomplete == {}
     trainer.ledger.close()
@@ -188,6 +191,17 @@ def test_load_after_rebuild_without_transitions_has_no_old_rows(settings: Settin
     loaded = source(settings, world).load([Group(run, "train", SPEC, "g")])
     assert loaded.transitions["RolloutId"].to_list() == ["g-1"]
     assert [(one.rollout_id, one.revision) for one in loaded.rollouts] == [("g-0", 1), ("g-1", 0)]
+
+
+def test_load_batch_reads_revisions_of_batch_though_newer_ones_followed(settings: Settings, world: BuiltRollouts, run: str):
+    world.group("g", [1.0, 0.25])
+    group, reader = Group(run, "train", SPEC, "g"), source(settings, world)
+    before = reader.load([group])
+    world.group("g", [0.5], size=2, Revision=1)
+    elsewhere = source(told(settings, run_id="another run"), world)
+    assert reader.load([group]).transitions["Revision"].to_list() == [1, 0]
+    for again in (reader.load_batch(before.rollouts), elsewhere.load_batch(before.rollouts)):
+        assert (again.rollouts, again.transitions.rows(), again.incomplete) == (before.rollouts, before.transitions.rows(), {})
 
 
 def told(settings: Settings, **changes: Any) -> Settings:

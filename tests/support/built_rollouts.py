@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from spangrad.weights.checksums import tokenizer_hash
 from tests.support import servers
 from tests.support.policies import PROMPT, sample, sampled_rows
 from tests.support.spans import SpanFactory, versions
-from tests.support.trainers import FakeOptimizer, saved
+from tests.support.trainers import FakeOptimizer, normalise, restored
 from trainer import loop
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import open_ledger, prepare
+from trainer.ledger.recovery import open_ledger, orphan_after_crash, prepare
 from trainer.ledger.skips import SkipReason
 from trainer.shutdown import Shutdown
 from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS
@@ -121,19 +122,21 @@ def _build(row: dict[str, Any], calls: Sequence[dict[str, Any]]) -> dict[str, An
 
 def trainer_over(world: BuiltRollouts, settings: Settings, optimizer: FakeOptimizer | None = None) -> loop.Trainer:
     """A trainer whose store is real and whose optimizer is a fake, begun; nothing is published."""
-    ledger = open_ledger(settings)
-    newest = prepare(ledger, settings)
+    ledger, source = open_ledger(settings), GroupReader(world.client, settings)
+    prepare(ledger, settings)
+    newest = orphan_after_crash(ledger, settings)
+    load = partial(restored, ledger=ledger, source=source, settings=settings)
     trainer = loop.Trainer(
         settings=settings,
         ledger=ledger,
-        source=GroupReader(world.client, settings),
-        optimizer=optimizer or saved(newest),
-        normalise=lambda units: units.values * 2 - 1,
+        source=source,
+        optimizer=optimizer or load(newest),
+        normalise=normalise,
         mirror=Mirror(world.client, settings.store.url, ledger),
         publisher=None,
         shutdown=Shutdown(),
         loaded=newest,
-        load_optimizer=saved,
+        load_optimizer=load,
     )
     trainer.start()
     return trainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +17,9 @@ from safetensors.numpy import load_file, save_file
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_service import LogprobAlarm
 from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, adapter_facts, write_config
+from trainer.data.source import Group
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.skips import Skip, SkipReason
 
 if TYPE_CHECKING:
     import torch
@@ -286,3 +289,9 @@ def build_spelling_model(directory: Path) -> None:
     )
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
+
+
+def skip(ledger: Ledger, groups: Iterable[Group], reason: SkipReason) -> None:
+    """Skip groups in the step from the head."""
+    head = ledger.frontier()
+    ledger.skips.enter(dict.fromkeys(groups, Skip(reason)), head.version if head else 0)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
-from safetensors.numpy import save_file
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from examples.two_tools.model import WORDS, word_tokenizer
 from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings, TrainerSettings
@@ -22,16 +23,18 @@ from spangrad.types import PolicyVersion, VersionStatus
 from tests.support.policies import trainer_settings, transition_row
 from tests.support.processes import crashes, survives
 from trainer import commits, loop, step
+from trainer.credit.assignment import Units
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import open_ledger, prepare
+from trainer.ledger.recovery import open_ledger, orphan_after_crash, prepare
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.publish import checkpoint
 from trainer.publish.lora import adapter_of
 from trainer.publish.publisher import GatewayRefusedError, Publisher
+from trainer.restoring import restore
 from trainer.sft.examples import Example
 from trainer.sft.files import ExampleFile
 from trainer.sft.rendering import TokenSequence
@@ -74,6 +77,10 @@ class FakeSource:
     def rescan(self) -> None:
         """It names all groups each time."""
 
+    def load_batch(self, rollouts: Sequence[BatchRollout]) -> Loaded:
+        """It has one revision of each rollout."""
+        return self.load(list(dict.fromkeys(rollout.group for rollout in rollouts)))
+
     def load(self, groups: Sequence[Group]) -> Loaded:
         version = self.version if isinstance(self.version, int) else self.version()
         rollouts = [(one, f"{one.group_id}-{i}", self.rewards[i]) for one in groups for i in range(2)]
@@ -97,6 +104,7 @@ class FakeOptimizer:
     interrupted: bool = False
     batches: list[Batch] = field(default_factory=list)
     data_parallel_size: int = 1
+    versions_to_hold: int = 0
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
     def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -112,12 +120,22 @@ class FakeOptimizer:
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         yield "weight", np.array([self.weight], np.float32)
 
-    def collect(self) -> None:
-        self.collected = self.weight
+    def collect(self, *, state: bool = True) -> None:
+        self.collected, self.with_state = self.weight, state
 
     def write(self, directory: Path) -> None:
         save_file({"weight": np.array([self.collected], np.float32)}, directory / "model.safetensors")
-        (directory / "optimizer.pt").write_text(str(self.collected))
+        if self.with_state:
+            (directory / "optimizer.pt").write_text(str(self.collected))
+
+    def load_state(self, directory: Path) -> None:
+        self.weight = float((directory / "optimizer.pt").read_text())
+
+    def load_weights(self, directory: Path) -> None:
+        self.weight = float(load_file(directory / "model.safetensors")["weight"][0])
+
+    def hold(self, checkpoints: Sequence[Path]) -> None:
+        """It compares no calls with earlier weights."""
 
     def close(self) -> None:
         pass
@@ -188,31 +206,37 @@ def settings(base: Path, directory: Path, **changes: object) -> Settings:
 def wired(chosen: Settings, source: FakeSource, optimizer: FakeOptimizer | None = None) -> Trainer:
     """A trainer as `train` wires it, begun."""
     ledger = open_ledger(chosen)
-    newest = prepare(ledger, chosen)
+    prepare(ledger, chosen)
+    newest = orphan_after_crash(ledger, chosen)
     source.changes = {name: {"TokenizerHash": newest.tokenizer_hash, **source.changes.get(name, {})} for name in source.names}
     served = chosen.trainer.directory / "served.json"
     if not served.exists():
         served.write_text("[0]")
+    load = partial(restored, ledger=ledger, source=source, settings=chosen)
     trainer = Trainer(
         settings=chosen,
         ledger=ledger,
         source=source,
-        optimizer=optimizer or saved(newest),
-        normalise=lambda units: units.values * 2 - 1,
+        optimizer=optimizer or load(newest),
+        normalise=normalise,
         mirror=FakeMirror(ledger),
         publisher=FakePublisher(served),
         shutdown=Shutdown(),
         loaded=newest,
-        load_optimizer=saved,
+        load_optimizer=load,
     )
     trainer.start()
     return trainer
 
 
-def saved(version: LedgerVersion) -> FakeOptimizer:
-    """The optimizer that a version's directory holds."""
-    state = Path(version.policy_version.path) / "optimizer.pt"
-    return FakeOptimizer(float(state.read_text()) if state.exists() else 0.0)
+def normalise(units: Units) -> NDArray[np.float64]:
+    """The winner's value is 1, the loser's -1."""
+    return units.values * 2 - 1
+
+
+def restored(version: LedgerVersion, ledger: Ledger, source: Any, settings: Settings) -> FakeOptimizer:
+    """The optimizer of a version, as `train` restores it."""
+    return restore(version, ledger, source, settings.trainer, normalise, lambda _: FakeOptimizer())  # type: ignore[arg-type, return-value]
 
 
 def committed(trainer: Trainer) -> dict[int, list[str]]:
@@ -224,13 +248,14 @@ def committed(trainer: Trainer) -> dict[int, list[str]]:
 def die_at_every_boundary(base: Path, directory: Path, max_staleness: int) -> int:
     """Train, dying at one boundary of a step after the other and going on from there; return how many deaths there were.
 
-    Two batches where the first one's version is written beside the second step, else one. This process only forks: Polars starts threads,
-    which do not survive a fork.
+    Two batches where the first one's version is written beside the second step, else one. There the optimizer's state is written at the end
+    alone, so that a start replays steps. This process only forks: Polars starts threads, which do not survive a fork.
     """
     batches = [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]][: 3 if max_staleness else 2]
 
     def trainer_of(boundary: int) -> Trainer:
-        chosen = settings(base, directory / str(boundary), max_staleness=max_staleness)
+        every = 9 if max_staleness else 1
+        chosen = settings(base, directory / str(boundary), max_staleness=max_staleness, checkpoint__every=every)
         return wired(chosen, FakeSource([*"abcd"][: 2 * len(batches) - 2]))
 
     def train(boundary: int) -> None:
@@ -248,7 +273,7 @@ def die_at_every_boundary(base: Path, directory: Path, max_staleness: int) -> in
         assert here == {f"v{version}" for version in trained if version}, "an uncommitted version was left"
         assert json.loads((own / "served.json").read_text())[-1] == newest.version
 
-    deaths, functions = 0, {loop.__file__: {"step", "_train"}, commits.__file__: COMMITS}
+    deaths, functions = 0, {loop.__file__: {"run", "step", "_train"}, commits.__file__: COMMITS, checkpoint.__file__: {"add_state"}}
     for boundary in crashes(train, functions if max_staleness else {**functions, step.__file__: TRANSACTION}):
         deaths += 1
         survives(go_on, boundary)
@@ -366,7 +391,7 @@ def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Ch
         parent=0,
         batch_id="b",
         base=base,
-        save=functools.partial(save, engine),
+        save=partial(save, engine),
         adapter=adapter_of(base, engine.settings),
     )
 
@@ -374,7 +399,7 @@ def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Ch
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     kinds = {
-        "rollouts": functools.partial(die_at_every_boundary, max_staleness=9),
-        "rollouts of the newest version": functools.partial(die_at_every_boundary, max_staleness=0),
+        "rollouts": partial(die_at_every_boundary, max_staleness=9),
+        "rollouts of the newest version": partial(die_at_every_boundary, max_staleness=0),
     }
     print(kinds[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3])))

@@ -115,7 +115,7 @@ def test_version_at_staleness_0_is_committed_within_its_step(tmp_path: Path, bas
 
 def test_staleness_bound_counts_pending_version(tmp_path: Path, base: Path) -> None:
     """All calls are of version 0: those of the second batch are one version behind while 1 is pending, and e and f are too old for 2."""
-    optimizer = Slow(lambda number: group("e") in trainer.ledger.skipped() if number == 2 else "pass 2" in optimizer.order)
+    optimizer = Slow(lambda number: group("e") in trainer.ledger.skips.reasons() if number == 2 else "pass 2" in optimizer.order)
     trainer = wired(settings(base, tmp_path, max_staleness=1), FakeSource([*"abcd"]), optimizer)
     source = trainer.source
     assert isinstance(source, FakeSource)
@@ -124,7 +124,7 @@ def test_staleness_bound_counts_pending_version(tmp_path: Path, base: Path) -> N
     trainer.run(follow=False)
     assert optimizer.missed == []
     assert [int(batch.staleness.max()) for batch in optimizer.batches] == [0, 1]
-    assert trainer.ledger.skipped() == {group("e"): SkipReason.STALE, group("f"): SkipReason.STALE}
+    assert trainer.ledger.skips.reasons() == {group("e"): SkipReason.STALE, group("f"): SkipReason.STALE}
     assert [version.metrics["staleness_max"] for version in trainer.ledger.versions()[1:]] == [0, 1]
 
 
@@ -135,7 +135,7 @@ def test_look_beside_step_compares_with_pending_version(tmp_path: Path, base: Pa
         if "pass 2" in optimizer.order and "odd" not in source.names:
             source.changes |= {"odd": {**source.changes["a"], "Version": 77}}
             source.names += ["odd"]
-        return number == 2 or group("odd") in trainer.ledger.skipped()
+        return number == 2 or group("odd") in trainer.ledger.skips.reasons()
 
     optimizer = Slow(happened)
     trainer = wired(settings(base, tmp_path), source, optimizer)
@@ -256,7 +256,7 @@ def test_step_refused_while_version_is_pending_leaves_it(tmp_path: Path, base: P
     trainer.run(follow=False)
     assert (optimizer.missed, seen) == ([], [1])
     told = {"rows": SkipReason.LOGPROB_GAP, "ledger": SkipReason.ALREADY_TRAINED}[reason]
-    assert trainer.ledger.skipped() == {group("c"): told}
+    assert trainer.ledger.skips.reasons() == {group("c"): told}
     assert [*committed(trainer).values()] == [[], ["a-0", "a-1", "b-0", "b-1"], ["d-0", "d-1", "e-0", "e-1"]]
 
 

@@ -138,7 +138,7 @@ def test_remax_trainer_step_uses_greedy_returns(tmp_path: Path):
     trainer.normalise = minus_greedy
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "c-0", "c-1"]}, "greedy rollouts are in no batch"
-    assert trainer.ledger.skipped() == {group("b"): SkipReason.NO_BASELINE}
+    assert trainer.ledger.skips.reasons() == {group("b"): SkipReason.NO_BASELINE}
     (batch,) = optimizer.batches
     assert batch.advantages[:, 0].tolist() == [0.0, -1.0, 0.75, -0.25]
     metrics = trainer.ledger.versions()[-1].metrics

@@ -106,7 +106,9 @@ def test_stale_groups_are_skipped_once_and_counted(tmp_path: Path, base: Path, c
     trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource(["a", "b", "c", "d", "e"]))
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "b-0", "b-1"]}
-    assert trainer.ledger.skipped() == dict.fromkeys([group("c"), group("d"), group("e")], SkipReason.STALE), "of whole batches or not"
+    assert trainer.ledger.skips.reasons() == dict.fromkeys([group("c"), group("d"), group("e")], SkipReason.STALE), (
+        "of whole batches or not"
+    )
     assert (
         "3 groups are skipped (stale): c, d, e. c: all 2 calls of the policy are masked: 2 stale (trainer.sampling.max_staleness = 0)"
         in caplog.text
@@ -118,7 +120,7 @@ def test_trainer_skipped_group_is_replaced_by_next(tmp_path: Path, base: Path):
     trainer = wired(settings(base, tmp_path), source)
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["b-0", "b-1", "c-0", "c-1"]}
-    assert trainer.ledger.skipped() == {group("a"): SkipReason.GREEDY}
+    assert trainer.ledger.skips.reasons() == {group("a"): SkipReason.GREEDY}
 
 
 def test_trainer_calls_over_max_tokens_per_device_are_masked_and_logged(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
@@ -139,7 +141,7 @@ def test_trainer_calls_over_max_tokens_per_device_are_masked_and_logged(tmp_path
 def test_trainer_group_without_fitting_call_is_skipped_as_too_long(tmp_path: Path, base: Path):
     trainer = wired(settings(base, tmp_path, max_tokens_per_device=4), FakeSource(["a", "b"]))
     trainer.run(follow=False)
-    assert trainer.ledger.skipped() == {group("a"): SkipReason.TOO_LONG, group("b"): SkipReason.TOO_LONG}
+    assert trainer.ledger.skips.reasons() == {group("a"): SkipReason.TOO_LONG, group("b"): SkipReason.TOO_LONG}
 
 
 def test_trainer_skip_equal_groups_skips_and_refills(tmp_path: Path, base: Path):
@@ -148,7 +150,7 @@ def test_trainer_skip_equal_groups_skips_and_refills(tmp_path: Path, base: Path)
     trainer = wired(settings(base, tmp_path, skip_equal_groups=True), FakeSource(["a", "b", "c"], changes={"a": equal}))
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["b-0", "b-1", "c-0", "c-1"]}
-    assert trainer.ledger.skipped() == {group("a"): SkipReason.EQUAL}
+    assert trainer.ledger.skips.reasons() == {group("a"): SkipReason.EQUAL}
 
 
 def test_trainer_merge_trains_same_tokens_in_fewer_rows(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
@@ -179,7 +181,7 @@ def test_trainer_selection_trains_selected_calls_and_counts_other_rewards(tmp_pa
     assert (batch.prompts.tolist(), batch.advantages[:, 0].tolist()) == ([[2]] * 4, [1.0, -1.0, 1.0, -1.0])
     nobody = wired(settings(base, tmp_path / "nobody", selection=Selection(agents="cod")), source)
     nobody.run(follow=False)
-    assert nobody.ledger.skipped() == {group("a"): SkipReason.NO_TRANSITIONS, group("b"): SkipReason.NO_TRANSITIONS}
+    assert nobody.ledger.skips.reasons() == {group("a"): SkipReason.NO_TRANSITIONS, group("b"): SkipReason.NO_TRANSITIONS}
 
 
 def test_trainer_branch_of_branch_trains_rollouts_of_parent(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
@@ -195,14 +197,14 @@ def test_trainer_branch_of_branch_trains_rollouts_of_parent(tmp_path: Path, base
     brevity = wired(fork, source, FakeOptimizer(2.0))
     brevity.run(follow=False)
     assert committed(brevity) == {2: [], 3: ["a-0", "a-1", "b-0", "b-1"]}
-    assert brevity.ledger.skipped() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
+    assert brevity.ledger.skips.reasons() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
     assert "branch brevity begins with version 2 of branch main" in caplog.text
     first, second = brevity.ledger.versions()
     assert (first.parent_branch, first.policy_version.checksum) == ("main", of_main.checksum)
     assert (second.policy_version.parent, second.parent_branch) == (2, "brevity")
     stranger = wired(settings(base, tmp_path / "elsewhere", branch="brevity"), source)
     stranger.run(follow=False)
-    assert stranger.ledger.skipped()[group("a")] is SkipReason.UNKNOWN_VERSION, "without main's past its versions mean nothing"
+    assert stranger.ledger.skips.reasons()[group("a")] is SkipReason.UNKNOWN_VERSION, "without main's past its versions mean nothing"
 
 
 def test_trainer_keeps_checkpoint_that_another_branch_begins_with(tmp_path: Path, base: Path):
@@ -345,7 +347,8 @@ def test_trainer_does_not_publish_version_that_another_continued(tmp_path: Path,
             if version.version == 1:
                 lease = other.begin(trainer.source.load([group("other")]).rollouts)
                 assert lease
-                other.commit(lease, checksum="", path=version.path, tokenizer_hash=loop.newest_version(other).tokenizer_hash, metrics={})
+                same = {"checksum": version.checksum, "path": version.path, "tokenizer_hash": loop.newest_version(other).tokenizer_hash}
+                other.commit(lease, **same, metrics={})
                 super().publish(other.version(2).policy_version)
             return super().publish(version)
 
@@ -371,7 +374,7 @@ def test_trainer_overtaken_loads_head_once_and_frees_old_optimizer(tmp_path: Pat
 
     def load(version: LedgerVersion) -> FakeOptimizer:
         loads.append((version.version, any(one() for one in held)))
-        return trainers.saved(version)
+        return trainers.restored(version, ours.ledger, ours.source, chosen)
 
     ours.load_optimizer, ours.optimizer = load, None
     theirs.run(follow=False)

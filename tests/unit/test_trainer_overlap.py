@@ -56,13 +56,13 @@ def test_next_batch_is_loaded_and_filtered_groups_skipped_while_step_is_under_wa
             source.names += ["equal", *"cd"]
             shared = source.changes["a"]
             source.changes |= dict.fromkeys("cd", shared) | {"equal": {**shared, "Rewards.Value": [1.0]}}
-        return step > 1 or (group("equal") in trainer.ledger.skipped() and len(loads) > 1)
+        return step > 1 or (group("equal") in trainer.ledger.skips.reasons() and len(loads) > 1)
 
     optimizer = Watchful(happened)
     trainer = wired(settings(base, tmp_path, skip_equal_groups=True), source, optimizer)
     trainer.run(follow=False)
     assert optimizer.missed == []
-    assert trainer.ledger.skipped() == {group("equal"): SkipReason.EQUAL}
+    assert trainer.ledger.skips.reasons() == {group("equal"): SkipReason.EQUAL}
     assert list(committed(trainer).values()) == [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]]
     assert [name for names in loads for name in names] == ["a", "b", "equal", "c", "d"], "each once"
 

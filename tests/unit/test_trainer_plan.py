@@ -121,7 +121,7 @@ def test_planned_batches_equal_those_of_run(tmp_path: Path, staleness: int, skip
         number: sorted(one.group_id for one in made if one.batch == number) for number in {one.batch for one in made if one.batch}
     }
     skips = {group(one.group_id): one.reason for one in made if one.outcome is GroupOutcome.SKIPPED}
-    ran = trainer.ledger.skipped()
+    ran = trainer.ledger.skips.reasons()
     assert {one: skips[one] for one in ran} == ran, "a run skips only what was planned"
     # What is left over at the end is looked at by the plan alone: a run waits for others first.
     assert all(reason is SkipReason.STALE for one, reason in skips.items() if one not in ran)

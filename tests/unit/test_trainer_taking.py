@@ -16,7 +16,7 @@ import pytest
 from commands.training.train_skips import restore, skipped
 from spangrad.errors import BadRowsError, LedgerError, SettingsError, TrainerError
 from spangrad.types import VersionStatus
-from tests.support.policies import transition_row
+from tests.support.policies import skip, transition_row
 from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 from trainer import loop
 from trainer.data import batch_queue
@@ -91,7 +91,7 @@ def test_step_that_names_rows_skips_their_groups_and_refills_the_batch(tmp_path:
     trainer = wired(settings(base, tmp_path), source, Refusing())
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 2: ["b-0", "b-1", "c-0", "c-1"], 3: ["d-0", "d-1", "e-0", "e-1"]}
-    assert trainer.ledger.skipped() == {group("bad"): SkipReason.LOGPROB_GAP}
+    assert trainer.ledger.skips.reasons() == {group("bad"): SkipReason.LOGPROB_GAP}
     assert statuses(trainer.ledger)[1] == (1, VersionStatus.ORPHANED), "its number is burnt, once"
     assert sorted(chain.from_iterable(source.loads)) == ["b", "bad", "c", "d", "e"], (
         "each once: what was loaded of the sound groups was kept"
@@ -119,7 +119,7 @@ def test_batch_refilled_after_skip_equals_that_of_fresh_start(tmp_path: Path, ba
     optimizer = Refusing()
     trainer = wired(settings(base, tmp_path), Counted(["z", "bad", "a"], changes=bad("bad")), optimizer)
     if not refilled:
-        trainer.ledger.skip([group("bad")], SkipReason.LOGPROB_GAP)
+        skip(trainer.ledger, [group("bad")], SkipReason.LOGPROB_GAP)
     trainer.run(follow=False)
     (batch,) = [batch for batch in optimizer.batches if BAD not in batch.prompts]
     ids = [row.rollout_id for row in trainer.ledger.batch(trainer.ledger.versions()[-1].policy_version.batch_id or "")]
@@ -139,7 +139,7 @@ def test_step_that_fails_without_bad_row_skips_whole_batch(tmp_path: Path, base:
 
     trainer = wired(settings(base, tmp_path), Counted([*"abcd"], changes=bad("b")), Exploding())
     trainer.run(follow=False)
-    assert trainer.ledger.skipped() == {group("a"): SkipReason.NOT_FINITE, group("b"): SkipReason.NOT_FINITE}
+    assert trainer.ledger.skips.reasons() == {group("a"): SkipReason.NOT_FINITE, group("b"): SkipReason.NOT_FINITE}
     assert committed(trainer) == {0: [], 2: ["c-0", "c-1", "d-0", "d-1"]}
     assert [version.status for version in trainer.mirror.written if version.version == 1] == [VersionStatus.ORPHANED]  # type: ignore[attr-defined]
 
@@ -176,7 +176,7 @@ def test_lease_refused_by_ledger_skips_groups_it_names(tmp_path: Path, base: Pat
     monkeypatch.setattr(trainer.ledger, "claimed", lambda rollouts, pending: {})
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "b-0", "b-1"]}
-    assert trainer.ledger.skipped() == {group("c"): SkipReason.ALREADY_TRAINED}
+    assert trainer.ledger.skips.reasons() == {group("c"): SkipReason.ALREADY_TRAINED}
 
 
 def test_group_with_missing_rows_waits_until_they_arrive(
@@ -191,7 +191,7 @@ def test_group_with_missing_rows_waits_until_they_arrive(
     source.names.append("d")
     source.changes["d"] = source.changes["c"]
     trainer.run(follow=False)
-    assert (len(committed(trainer)), trainer.ledger.skipped()) == (2, {}), "it is neither trained nor skipped"
+    assert (len(committed(trainer)), trainer.ledger.skips.reasons()) == (2, {}), "it is neither trained nor skipped"
     source.hidden = ()
     trainer.run(follow=False)
     assert committed(trainer)[2] == ["a-0", "a-1", "d-0", "d-1"]
@@ -222,11 +222,11 @@ def test_rollback_trains_groups_that_are_fresh_again(tmp_path: Path, base: Path)
     names = [*"abcd"]
     trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource(names))
     trainer.run(follow=False)
-    assert trainer.ledger.skipped() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
+    assert trainer.ledger.skips.reasons() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
     trainer.ledger.rollback(0)
     trainer.run(follow=False)  # the same process sees it
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "b-0", "b-1"], 2: ["c-0", "c-1", "d-0", "d-1"]}
-    assert (trainer.ledger.skipped(), trainer.ledger.lineage()) == ({}, [0, 2])
+    assert (trainer.ledger.skips.reasons(), trainer.ledger.lineage()) == ({}, [0, 2])
 
 
 def test_rollback_undone_trains_groups_of_known_versions_again(tmp_path: Path, base: Path):
@@ -238,7 +238,7 @@ def test_rollback_undone_trains_groups_of_known_versions_again(tmp_path: Path, b
     trainer.ledger.close()
     back = wired(chosen, source)
     back.run(follow=False)
-    assert back.ledger.skipped() == {group("c"): SkipReason.UNKNOWN_VERSION, group("d"): SkipReason.UNKNOWN_VERSION}
+    assert back.ledger.skips.reasons() == {group("c"): SkipReason.UNKNOWN_VERSION, group("d"): SkipReason.UNKNOWN_VERSION}
     back.ledger.rollback(1)
     back.ledger.close()
     again = wired(chosen, source)  # another process
@@ -251,9 +251,9 @@ def test_setting_changed_restores_groups_skipped_for_it(tmp_path: Path, base: Pa
     source = FakeSource([*"abcd"])
     first = wired(settings(base, tmp_path, max_staleness=0), source)
     first.run(follow=False)
-    assert {one.group_id for one in first.ledger.skipped()} == {"c", "d"}
+    assert {one.group_id for one in first.ledger.skips.reasons()} == {"c", "d"}
     source.names.append("e")
-    first.ledger.skip([group("e")], SkipReason.CONTRADICTORY)
+    skip(first.ledger, [group("e")], SkipReason.CONTRADICTORY)
     first.ledger.close()
     same = wired(settings(base, tmp_path, max_staleness=0, learning_rate=1.0), source)
     same.run(follow=False)
@@ -262,7 +262,7 @@ def test_setting_changed_restores_groups_skipped_for_it(tmp_path: Path, base: Pa
     raised = wired(settings(base, tmp_path, max_staleness=1), source)
     raised.run(follow=False)
     assert committed(raised)[2] == ["c-0", "c-1", "d-0", "d-1"]
-    assert raised.ledger.skipped() == {group("e"): SkipReason.CONTRADICTORY}
+    assert raised.ledger.skips.reasons() == {group("e"): SkipReason.CONTRADICTORY}
     assert "2 groups that were skipped as stale are looked at again: what the reason depends on has changed" in caplog.text
 
 
@@ -311,7 +311,7 @@ def test_run_with_too_many_failed_groups_stops_with_reason_and_remedy(tmp_path: 
     again = failing(tmp_path, base, [*sick, *"abcd"], sick)
     with pytest.raises(TrainerError, match="4 of the last 8 groups"):
         again.run(follow=False)
-    assert len(again.ledger.skipped()) == 4
+    assert len(again.ledger.skips.reasons()) == 4
     again.ledger.close()
     tolerant = failing(tmp_path, base, [*sick, *"abcd"], sick, max_failed_share=0.5)
     tolerant.run(follow=False)
@@ -324,7 +324,7 @@ def test_failures_followed_by_sound_groups_do_not_count(tmp_path: Path, base: Pa
     sick = names[::6]
     trainer = failing(tmp_path, base, names, sick)
     trainer.run(follow=False)
-    assert {one.group_id for one in trainer.ledger.skipped()} == set(sick), "one in six: 4 of 24, and never more than 2 of the last 8"
+    assert {one.group_id for one in trainer.ledger.skips.reasons()} == set(sick), "one in six: 4 of 24, and never more than 2 of the last 8"
     assert sum(len(batch) for batch in committed(trainer).values()) == 2 * 20
     assert trainer.ledger.skips.failures("run", 8).count <= 2
     assert trainer.ledger.skips.failures("run", 24).count == 4
@@ -336,7 +336,7 @@ def test_failures_exclude_stale_and_equal_groups(tmp_path: Path, base: Path):
     names = [f"g{i:02}" for i in range(12)]
     trainer = failing(tmp_path, base, names, [], max_staleness=0)
     trainer.run(follow=False)
-    assert len(trainer.ledger.skipped()) == 10
+    assert len(trainer.ledger.skips.reasons()) == 10
 
 
 def overrides(ledger: Path) -> list[str]:
@@ -369,7 +369,9 @@ def test_train_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path,
     restore(["d"], set_=own)
     again = wired(settings(base, tmp_path), replace(source, names=["bad", "b", "c", "d"]))
     again.run(follow=False)
-    assert again.ledger.skipped() == {group("d"): SkipReason.CONTRADICTORY}, "what would be skipped for the same cause is skipped again"
+    assert again.ledger.skips.reasons() == {group("d"): SkipReason.CONTRADICTORY}, (
+        "what would be skipped for the same cause is skipped again"
+    )
     source.names.append("e")
     more = wired(settings(base, tmp_path), replace(source, names=["bad", "b", "c", "d", "e"]))
     more.run(follow=False)

@@ -246,7 +246,7 @@ def written_weights(model: Architecture, settings: TrainerSettings) -> int:
     return (_adapters(model, settings) if settings.weight_sync.method == "adapter" else model.parameters) * _FLOAT32
 
 
-def _written_state(model: Architecture, settings: TrainerSettings) -> int:
+def written_state(model: Architecture, settings: TrainerSettings) -> int:
     """Return the bytes of the state that rank 0 collects and writes beside the weights (`Rank.collect`)."""
     base = model.parameters if settings.lora.rank and settings.weight_sync.method != "adapter" else 0
     critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
@@ -255,7 +255,7 @@ def _written_state(model: Architecture, settings: TrainerSettings) -> int:
 
 def checkpoint_bytes(model: Architecture, settings: TrainerSettings) -> int:
     """Return the size of a checkpoint's files, which is that of what rank 0 collects."""
-    return written_weights(model, settings) + _written_state(model, settings)
+    return written_weights(model, settings) + written_state(model, settings)
 
 
 # A GPU of an engine.

@@ -127,7 +127,8 @@ def _link(hosts: int) -> str:
 
 def checkpoint(model: Architecture, settings: Settings, cluster: GpuCluster, hosts: int) -> StageEstimate:
     """Return the write of a version, beside the next step: rank 0 gets whole tensors, writes them, and reads them for a checksum."""
-    size = memory.checkpoint_bytes(model, settings.trainer)
+    size = memory.written_weights(model, settings.trainer)
+    size += memory.written_state(model, settings.trainer) // (1 if settings.trainer.lora.rank else settings.trainer.checkpoint.every)
     gathered = size / _link_rate(cluster, hosts) + size / cluster.gpu.host_rate
     weights = memory.written_weights(model, settings.trainer)
     return StageEstimate("checkpoint", gathered + size / DISK_RATE + weights / CHECKSUM_RATE, size, "disk")

@@ -264,11 +264,29 @@ class GroupReader:
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         """Read the rollouts and transitions of some groups."""
+        return self._load(groups, "TRUE")
+
+    def load_batch(self, rollouts: Sequence[BatchRollout]) -> Loaded:
+        """Read what a batch was made of: its rollouts at the revisions that it trained, which newer ones may have followed.
+
+        Where the estimator compares with a greedy rollout, that is read at its newest revision.
+
+        Args:
+            rollouts: of one batch, which share run and specification.
+        """
+        ids, revisions = constant(rollout.rollout_id for rollout in rollouts), [rollout.revision for rollout in rollouts]
+        trained = f"(RolloutId, Revision) IN arrayZip({ids}, {revisions}) OR Mode = '{Mode.GREEDY.value}'"
+        return self._load(list(dict.fromkeys(rollout.group for rollout in rollouts)), trained)
+
+    def _load(self, groups: Sequence[Group], revisions: str) -> Loaded:
+        """Read groups of one run and specification, at the newest of the revisions that a condition admits."""
         named = [(mode, group.group_id) for group in groups for mode in (group.mode, *([Mode.GREEDY.value] if self._greedy else []))]
         in_groups = _IN_GROUPS.format(modes=constant(mode for mode, _ in named), groups=constant(group for _, group in named))
         same_rollouts = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {THIS_RUN} AND {in_groups})"
-        builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, same_rollouts), in_groups=in_groups))
-        rows = self._frame(_TRANSITIONS.format(mine=THIS_RUN, in_groups=in_groups))
+        where = f"{same_rollouts} AND ({revisions})"
+        names = {"run": groups[0].run_id, "spec": groups[0].build_spec} if groups else {}
+        builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, where), in_groups=in_groups), names)
+        rows = self._frame(_TRANSITIONS.format(mine=THIS_RUN, in_groups=in_groups), names)
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
             BatchRollout(Group(*row[: len(GROUP_COLUMNS)]), *row[len(GROUP_COLUMNS) :])
@@ -298,8 +316,8 @@ class GroupReader:
         own = transitions.select((pl.col("Policy") == self._trainer.policy) & expression(self._trainer.selection)).to_series()
         return with_overlong(transitions, own, self._trainer)
 
-    def _frame(self, query: str) -> pl.DataFrame:
-        parameters = {"run": self._run, "spec": self.build_spec}
+    def _frame(self, query: str, names: Mapping[str, str]) -> pl.DataFrame:
+        parameters = {"run": self._run, "spec": self.build_spec, **names}
         with store_errors(self._url):
             table = self._client.query_arrow(query, parameters=parameters, use_strings=True, settings=LONG)
         frame = pl.from_arrow(table)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +32,8 @@ from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import batch_rollouts, file_batches
 from trainer.ledger.file_batches import FileBatch
+from trainer.ledger.lineage import ancestry
 from trainer.ledger.skipped_groups import SkippedGroups
-from trainer.ledger.skips import Skip, SkipReason
 from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, VERSIONS, LedgerDatabase, LedgerVersion, version_of
 
 
@@ -141,7 +141,7 @@ class Ledger:
             if row and not self._is_over(row):
                 return None
             if row:
-                self._undo(transaction, row)
+                self._undo(transaction, row["batch_id"])
             if parent not in {None, head}:
                 return None
             lease = BatchLease(uuid.uuid4().hex, self._free_number(transaction), head)
@@ -200,7 +200,7 @@ class Ledger:
             row = self._lease(transaction)
             if row is None or not (row["holder"] == self._holder or self._is_over(row)):
                 return []
-            self._undo(transaction, row)
+            self._undo(transaction, row["batch_id"])
             return [int(row["version"])]
 
     def rollback(self, version: int) -> LedgerVersion:
@@ -217,18 +217,27 @@ class Ledger:
                 raise LedgerError(f"branch {branch} of {policy} has committed no version {version}. `spangrad policy list` shows them.")
             row = self._lease(transaction)
             if row:
-                self._undo(transaction, row)
+                self._undo(transaction, row["batch_id"])
             transaction.execute(HEADS.update().where(*self._of_branch(HEADS)).values(version=version))
             return version_of(row_of_version)
 
-    def skip(self, groups: Iterable[Group], reason: SkipReason, detail: str = "") -> None:
-        """Skip groups for one reason; see `skips` for several."""
-        head = self.frontier()
-        self.skips.enter({group: Skip(reason, detail) for group in groups}, head.version if head else 0)
+    def orphan(self, versions: Sequence[LedgerVersion], head: int) -> bool:
+        """Orphan the branch's newest versions, free their rollouts, and make the version before them its head.
 
-    def skipped(self) -> dict[Group, SkipReason]:
-        """Return every skipped group with its reason."""
-        return {row.group: row.reason for row in self.skips.read()}
+        Args:
+            versions: the versions after `head` up to the present head, oldest first.
+            head: version that is trained next.
+
+        Returns:
+            False: a step is under way, or the head has moved meanwhile; nothing has changed.
+        """
+        with self.database.transaction() as transaction:
+            if self._lease(transaction) or self._head(transaction) != versions[-1].version:
+                return False
+            for version in versions:
+                self._undo(transaction, version.policy_version.batch_id or "")
+            transaction.execute(HEADS.update().where(*self._of_branch(HEADS)).values(version=head))
+        return True
 
     def claimed(self, rollouts: Sequence[BatchRollout], pending: str | None = None) -> dict[Group, str]:
         """Return the groups of which a rollout is in a batch of the branch, committed or `pending`, with a sentence about each."""
@@ -290,10 +299,17 @@ class Ledger:
 
         return self.database.remembered("frontier", read)
 
-    def lineage(self) -> list[int]:
-        """Return the numbers of the committed versions that led to the head, oldest first: the branch's, and its parent branches'."""
-        branch = self._branch["branch"]
-        return list(self.database.remembered("lineage", lambda reader: ancestry(self._parents(reader), branch, self._head(reader))))
+    def lineage(self, version: int | None = None) -> list[int]:
+        """Return the numbers of the committed versions that led to a version, oldest first: the branch's, and its parent branches'.
+
+        Args:
+            version: of the branch. None: the head.
+        """
+
+        def read(reader: sa.Connection) -> list[int]:
+            return ancestry(self._parents(reader), self._branch["branch"], self._head(reader) if version is None else version)
+
+        return list(self.database.remembered(("lineage", version), read))
 
     def parents_of_other_branches(self) -> set[int]:
         """Return the versions of this branch that are heads of other branches, which began with them: their files are still needed.
@@ -353,8 +369,7 @@ class Ledger:
         """Return whether any process may undo a lease: it was not renewed for its time while this one watched, or its holder is dead."""
         return is_dead(lease["holder"]) or self._watch.observe(lease["batch_id"], lease["beats"], lease["seconds"])
 
-    def _undo(self, transaction: sa.Connection, lease: sa.RowMapping) -> None:
-        batch = lease["batch_id"]
+    def _undo(self, transaction: sa.Connection, batch: str) -> None:
         self._watch.forget(batch)
         transaction.execute(VERSIONS.update().where(VERSIONS.c.batch_id == batch).values(status=VersionStatus.ORPHANED))
         for table in (BATCH_ROLLOUTS, LEASES):
@@ -382,18 +397,3 @@ class Ledger:
         """Return the policy's next version number, over all its branches."""
         newest = transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(self._policy())).scalar()
         return 0 if newest is None else newest + 1
-
-
-def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: str, head: int | None) -> list[int]:
-    """Return the numbers of the versions from the first weights to a head, oldest first.
-
-    Args:
-        parents: (branch, version) of the parent of each (branch, version).
-        branch: the branch of the head.
-        head: its version. None: the branch has not begun.
-    """
-    versions = set[int]()
-    while head is not None and (branch, head) in parents:
-        versions.add(head)
-        branch, head = parents[branch, head]
-    return sorted(versions)

@@ -15,6 +15,7 @@ from spangrad.settings import Settings
 from spangrad.types import VersionStatus
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from trainer.ledger.ledger import Ledger
+from trainer.ledger.optimizer_state import steps_since_state
 from trainer.ledger.tables import FILE as LEDGER_FILE
 from trainer.ledger.tables import LedgerVersion, ledger_location
 from trainer.monitor.evaluate import best
@@ -82,6 +83,23 @@ def existing_ledger(settings: Settings) -> Ledger | None:
     return open_ledger(settings) if trainer.ledger_url or (trainer.directory / LEDGER_FILE).exists() else None
 
 
+def orphan_after_crash(ledger: Ledger, settings: Settings) -> LedgerVersion:
+    """Orphan the versions since the last optimizer state that was written, where trainer.checkpoint.after_crash says so; return the head.
+
+    Their rollouts are free again. Versions are kept, and replayed, where one of them is pinned or another step is under way.
+    """
+    newest, trainer = newest_version(ledger), settings.trainer
+    base, lost = steps_since_state(ledger, newest)
+    if trainer.checkpoint.after_crash == "replay" or not lost or ledger.pinned() & {version.version for version in lost}:
+        return newest
+    if not ledger.orphan(lost, base.version):
+        return newest
+    checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch, ledger.statuses)
+    for version in lost:
+        logger.warning("version %d is orphaned, as its optimizer state was not written: its rollouts are free again", version.version)
+    return base
+
+
 def undo_leases(ledger: Ledger, settings: Settings) -> list[int]:
     """Free the rollouts of a lease that no trainer will commit, and remove the files of versions that were never committed.
 
@@ -106,17 +124,17 @@ def earlier_checkpoints(ledger: Ledger, version: LedgerVersion, count: int) -> l
 
 
 def prune(ledger: Ledger, settings: Settings) -> None:
-    """Remove the files of old versions, except the head, the best, pinned ones and those that another branch still needs."""
+    """Remove the files of old versions, except the head, the best, pinned ones and those that another branch still needs.
+
+    Of a version that is kept without the optimizer's state, the version from which its steps are replayed is kept as well.
+    """
     trainer, head = settings.trainer, ledger.frontier()
-    best_version = best(ledger.versions(), trainer)
-    checkpoint.prune(
-        trainer.directory,
-        trainer.policy,
-        trainer.branch,
-        committed=set(ledger.committed_versions()) - ledger.parents_of_other_branches(),
-        keep=trainer.checkpoint.keep,
-        keep_also=ledger.pinned() | {version.version for version in (head, best_version) if version},
-    )
+    versions = [version for version in ledger.versions() if version.status is VersionStatus.COMMITTED]
+    named = head, best(versions, trainer), *versions[-max(trainer.checkpoint.keep, 1) :]
+    kept = ledger.pinned() | ledger.parents_of_other_branches() | {version.version for version in named if version}
+    bases = {steps_since_state(ledger, version)[0].version for version in versions if version.version in kept}
+    old = [version.version for version in versions if version.version not in kept | bases]
+    checkpoint.prune(trainer.directory, trainer.policy, trainer.branch, old)
 
 
 def newest_version(ledger: Ledger) -> LedgerVersion:

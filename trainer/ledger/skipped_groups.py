@@ -69,6 +69,10 @@ class SkippedGroups:
         self._branch = branch
         self.bases = bases(settings)
 
+    def reasons(self) -> dict[Group, SkipReason]:
+        """Return every skipped group with its reason."""
+        return {row.group: row.reason for row in self.read()}
+
     def enter(self, skips: Mapping[Group, Skip], head: int) -> None:
         """Skip groups that may not be trained in the step from version `head`; one that is skipped already stays as it is."""
         newest = sa.select(sa.func.coalesce(sa.func.max(VERSIONS.c.version), 0)).where(VERSIONS.c.policy == self._branch["policy"])

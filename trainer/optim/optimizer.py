@@ -308,12 +308,13 @@ class VerlOptimizer:
         """Yield every parameter by its Hugging Face name, tied ones once, with adapters merged."""
         return self._workers.weights()
 
-    def collect(self) -> None:
+    def collect(self, *, state: bool = True) -> None:
         """Copy to main memory what `write` writes.
 
-        That is the parameters of `weights` and the state: AdamW's moments, schedule, random states, adapters beside their base, the critic.
+        That is the parameters of `weights`, and with `state` AdamW's moments, schedule, random states, adapters beside their base, and the
+        critic.
         """
-        self._workers.everywhere("collect", self._order.get_state(), True)
+        self._workers.everywhere("collect", self._order.get_state(), state)
 
     def write(self, directory: Path) -> None:
         """Write what was collected into a directory, from any thread, until the next update; under Ray a worker writes it."""
@@ -328,6 +329,14 @@ class VerlOptimizer:
             CheckpointError: the file is missing or damaged, or has other adapters than the settings.
         """
         self._order.set_state(self._workers.everywhere("load_state", directory.absolute()))
+
+    def load_weights(self, directory: Path) -> None:
+        """Give the policy the weights of a checkpoint, and leave all else as it is.
+
+        Raises:
+            CheckpointError: the directory lacks a trained parameter.
+        """
+        self._workers.everywhere("load_weights", directory.absolute())
 
     def close(self) -> None:
         """End the workers; nothing may be called after that."""

@@ -139,18 +139,29 @@ class Rank(Worker):
             self._earlier = EarlierWeights(held_versions)
         engine = self._engine(ModelRole.POLICY)
         own = snapshots.take(engine, moments=False)
-        state = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-        tied = getattr(engine.module, "all_tied_weights_keys", None) or {}
-        lacking = [
-            name for name, value in engine.module.named_parameters() if value.requires_grad and name not in state and name not in tied
-        ]
-        if lacking:
-            raise CheckpointError(f"{directory} lacks {lacking[0]}. Restore it from a copy, or remove it: versions before it are not held.")
         try:
-            _load_module(engine.module, state, strict=False)
+            self.load_weights(directory)
             self._earlier.hold(snapshots.take(engine, moments=False).weights)
         finally:
             snapshots.restore(engine, own)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, directory: Path) -> None:
+        """Give the policy the weights of a checkpoint, and leave all else as it is; collective.
+
+        Args:
+            directory: directory of the checkpoint.
+
+        Raises:
+            CheckpointError: the directory lacks a trained parameter.
+        """
+        module = self._engine(ModelRole.POLICY).module
+        state = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        tied = getattr(module, "all_tied_weights_keys", None) or {}
+        lacking = [name for name, value in module.named_parameters() if value.requires_grad and name not in state and name not in tied]
+        if lacking:
+            raise CheckpointError(f"{directory} lacks {lacking[0]}. Restore it from a copy, or remove it: versions before it are not held.")
+        _load_module(module, state, strict=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def undo_step(self) -> None:

@@ -154,6 +154,42 @@ def verify(path: Path, checksum: str) -> None:
         )
 
 
+def has_state(path: Path) -> bool:
+    """Return whether a version's directory holds the optimizer's state."""
+    marker = path / MARKER
+    return STATE in json.loads(marker.read_text())["files"] if marker.exists() else (path / STATE).exists()
+
+
+def add_state(path: Path, write: Callable[[Path], None]) -> None:
+    """Add the optimizer's state to a version that was written without it.
+
+    Args:
+        path: directory of the version.
+        write: writes into a directory the state, and what lies beside it.
+
+    Raises:
+        CheckpointError: it cannot be written; the version is as before.
+    """
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        write(temporary)
+        facts = json.loads((path / MARKER).read_text())
+        facts["files"][STATE] = (temporary / STATE).stat().st_size
+        (temporary / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
+        for name in (STATE, MARKER):  # the marker last: it makes the state count
+            _sync(temporary / name)
+            (temporary / name).replace(path / name)
+            _sync(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"the optimizer's state could not be written to {path} ({error}). Make room there: the next start replays the last steps."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def remove(directory: Path, policy: str, branch: str, version: int) -> None:
     """Remove a version, if it is there."""
     path = version_directory(directory, policy, branch, version)
@@ -165,9 +201,8 @@ def remove(directory: Path, policy: str, branch: str, version: int) -> None:
         shutil.rmtree(removed)
 
 
-def prune(directory: Path, policy: str, branch: str, *, committed: Collection[int], keep: int, keep_also: Collection[int] = ()) -> None:
-    """Remove all but the newest `keep` committed versions and those of `keep_also`; the newest of all always stays."""
-    old = [version for version in sorted(committed)[: -max(keep, 1)] if version not in keep_also]
+def prune(directory: Path, policy: str, branch: str, old: Collection[int]) -> None:
+    """Remove versions, but base models of adapters below the same directory."""
     adapted = _adapted(directory) if old else ()
     for version in old:
         if version_directory(directory, policy, branch, version) not in adapted:

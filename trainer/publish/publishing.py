@@ -184,7 +184,7 @@ class HeadPublisher:
         """
         served = self.publisher.served(self._policy)
         head = newest_version(self._ledger)  # read last: a served version that is newer was committed before, and the head was moved since
-        back = served is not None and head.version < served and served in self._ledger.committed_versions()
+        back = served is not None and head.version < served and served in self._ledger.statuses()
         path = Path(head.policy_version.path)
         chosen = weights if head.version == held else self._from_files(path)
         try:
