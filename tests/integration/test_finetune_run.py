@@ -19,7 +19,7 @@ from spangrad.errors import GatewayError, SettingsError, TrainerError
 from spangrad.settings import Settings
 from spangrad.types import VersionStatus
 from tests.support.policies import trainer_settings
-from tests.support.processes import crashes, survives
+from tests.support.processes import left_by_crashes, survives
 from tests.support.trainers import TRANSACTION, finetuned, meta, tokens, write_policy, write_rows
 from tests.support.trainers import finetune_settings as settings
 from trainer import step
@@ -338,19 +338,19 @@ def test_finetune_with_unreachable_gateway_raises_before_training(tmp_path: Path
         finetuned(settings(None, tmp_path / "nothing"), file)  # type: ignore[arg-type]
 
 
-def die_at_every_boundary_of_finetuning(base: Path, directory: Path) -> int:
-    """Run over files, dying at one boundary after the other and going on from there; return how many deaths there were.
+def die_at_every_boundary_of_finetuning(base: Path, directory: Path) -> list[int]:
+    """Run over files, and go on from what a death at each boundary leaves; return those boundaries that left something else.
 
     This process only forks: Polars starts threads, which do not survive a fork.
     """
-    file = write_rows(directory / "rows.jsonl", ROWS)
+    file, own = write_rows(directory / "rows.jsonl", ROWS), directory / "trainer"
 
-    def train(boundary: int) -> None:
+    def train() -> None:
         with_fakes()
-        finetuned(settings(base, directory / str(boundary), epochs=2), file)
+        finetuned(settings(base, own, epochs=2), file)
 
-    def go_on(boundary: int) -> None:
-        chosen = settings(base, directory / str(boundary), epochs=2)
+    def go_on() -> None:
+        chosen = settings(base, own, epochs=2)
         with_fakes()
         finetuned(chosen, file)
         ledger = ledger_of(chosen)
@@ -362,22 +362,23 @@ def die_at_every_boundary_of_finetuning(base: Path, directory: Path) -> int:
         batches = [one.policy_version.batch_id for one in ledger.versions() if one.version in committed[1:]]
         assert [len(ledger.batch(batch or "")) for batch in batches] == [4, 4]
 
-    deaths = 0
-    for boundary in crashes(train, {training.__file__: {"_versions", "_version", "_lease"}, step.__file__: TRANSACTION}):
-        deaths += 1
-        survives(go_on, boundary)
-    return deaths
+    boundaries = list[int]()
+    for boundary in left_by_crashes(train, {training.__file__: {"_versions", "_version", "_lease"}, step.__file__: TRANSACTION}, own):
+        survives(go_on)
+        boundaries.append(boundary)
+    return boundaries
 
 
-@pytest.mark.slow
 def test_finetune_killed_at_any_boundary_repeats_and_skips_nothing(base: Path, tmp_path: Path):
     directory = tmp_path / "deaths"
     directory.mkdir()
     command = [sys.executable, "-m", "tests.integration.test_finetune_run", str(base), str(directory)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 40
+    boundaries = [int(boundary) for boundary in done.stdout.split()]
+    assert boundaries[-1] > 40, "the boundaries were not found"
+    assert len(boundaries) > 5, "deaths fell before, within and after each epoch's version"
 
 
 if __name__ == "__main__":
-    print(die_at_every_boundary_of_finetuning(Path(sys.argv[1]), Path(sys.argv[2])))
+    print(*die_at_every_boundary_of_finetuning(Path(sys.argv[1]), Path(sys.argv[2])))

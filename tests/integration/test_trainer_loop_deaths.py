@@ -1,28 +1,75 @@
-"""Deaths at every boundary of the training loop."""
+"""Deaths at every boundary of the training loop, which a program of its own forks: Polars starts threads, which do not survive a fork."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.trainers import write_base
+from tests.support.processes import left_by_crashes, survives
+from tests.support.trainers import TRANSACTION, FakeSource, committed, settings, wired, write_base
+from trainer import commits, loop, step
+from trainer.loop import Trainer
+from trainer.publish import checkpoint
+
+COMMITS = {"begun", "take", "hand_on", "_take", "submit", "settle", "settled", "_commit_pending", "_commit"}
+"""Functions of `trainer.commits` at whose every line a process may die, in the main thread or in that of the follow-ups."""
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return write_base(tmp_path / "base")
+@pytest.mark.parametrize(("max_staleness", "states"), [(9, 12), (0, 6)])
+def test_training_loop_killed_at_any_boundary_recovers(tmp_path: Path, max_staleness: int, states: int):
+    """Law 4 over ledger, checkpoint and gateway together.
 
-
-@pytest.mark.parametrize("kind", ["rollouts", "rollouts of the newest version"])
-def test_training_loop_killed_at_any_boundary_recovers(tmp_path: Path, base: Path, kind: str):
-    """Law 4 over ledger, checkpoint and gateway together; in a process of its own, where forking is safe.
-
-    With older rollouts, versions are written beside the next step.
+    With older rollouts, a version is written beside the next step; without, after its own.
     """
-    command = [sys.executable, "-m", "tests.support.trainers", kind, base, tmp_path]
+    command = [sys.executable, "-m", "tests.integration.test_trainer_loop_deaths", tmp_path, str(max_staleness)]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout) > 100, "the boundaries were not found"
+    boundaries = [int(boundary) for boundary in ended.stdout.split()]
+    assert boundaries[-1] > 100, "the boundaries were not found"
+    assert len(boundaries) >= states, "deaths fell before, within and after each step"
+
+
+def die_at_every_boundary(directory: Path, max_staleness: int) -> list[int]:
+    """Train, and go on from what a death at each boundary leaves; return those boundaries that left something else.
+
+    Two batches where the first one's version is written beside the second step, else one. There the optimizer's state is written at the end
+    alone, so that a start replays steps.
+    """
+    batches = [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]][: 3 if max_staleness else 2]
+    base, own = write_base(directory / "base"), directory / "trainer"
+
+    def trainer_of_run() -> Trainer:
+        chosen = settings(base, own, max_staleness=max_staleness, checkpoint__every=9 if max_staleness else 1)
+        return wired(chosen, FakeSource([*"abcd"][: 2 * len(batches) - 2]))
+
+    def train() -> None:
+        trainer_of_run().run(follow=False)
+
+    def go_on() -> None:
+        trainer = trainer_of_run()
+        trainer.run(follow=False)
+        trained = committed(trainer)
+        assert list(trained.values()) == batches
+        newest = loop.newest_version(trainer.ledger)
+        weight = (Path(newest.policy_version.path) / "optimizer.pt").read_text()
+        assert float(weight) == len(batches) - 1, "a step was repeated or skipped"
+        here = {one.name for one in (own / "policy/main").iterdir()}
+        assert here == {f"v{version}" for version in trained if version}, "an uncommitted version was left"
+        assert json.loads((own / "served.json").read_text())[-1] == newest.version
+
+    functions = {loop.__file__: {"run", "step", "_train"}, commits.__file__: COMMITS, checkpoint.__file__: {"add_state"}}
+    boundaries = list[int]()
+    for boundary in left_by_crashes(train, functions if max_staleness else {**functions, step.__file__: TRANSACTION}, own):
+        survives(go_on)
+        boundaries.append(boundary)
+    return boundaries
+
+
+if __name__ == "__main__":
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    print(*die_at_every_boundary(Path(sys.argv[1]), int(sys.argv[2])))

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from spangrad.weights.checksums import tokenizer_hash
 from tests.support import servers
 from tests.support.policies import PROMPT, sample, sampled_rows
 from tests.support.spans import SpanFactory, versions
-from tests.support.trainers import FakeOptimizer, normalise, restored
+from tests.support.trainers import FakeOptimizer, begun
 from trainer import loop
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import open_ledger, orphan_after_crash, prepare
+from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import SkipReason
-from trainer.shutdown import Shutdown
 from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS
 
 # Rollouts that were built, put into a real span store without anybody having run or built them.
@@ -122,24 +120,9 @@ def _build(row: dict[str, Any], calls: Sequence[dict[str, Any]]) -> dict[str, An
 
 def trainer_over(world: BuiltRollouts, settings: Settings, optimizer: FakeOptimizer | None = None) -> loop.Trainer:
     """A trainer whose store is real and whose optimizer is a fake, begun; nothing is published."""
-    ledger, source = open_ledger(settings), GroupReader(world.client, settings)
+    ledger = open_ledger(settings)
     prepare(ledger, settings)
-    newest = orphan_after_crash(ledger, settings)
-    load = partial(restored, ledger=ledger, source=source, settings=settings)
-    trainer = loop.Trainer(
-        settings=settings,
-        ledger=ledger,
-        source=source,
-        optimizer=optimizer or load(newest),
-        normalise=normalise,
-        mirror=Mirror(world.client, settings.store.url, ledger),
-        publisher=None,
-        shutdown=Shutdown(),
-        loaded=newest,
-        load_optimizer=load,
-    )
-    trainer.start()
-    return trainer
+    return begun(settings, ledger, GroupReader(world.client, settings), Mirror(world.client, settings.store.url, ledger), None, optimizer)
 
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

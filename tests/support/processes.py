@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -18,7 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -29,55 +31,85 @@ from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.sources import load_settings
 from tests.programs import fork_server
 
-# Crashes a child process at a chosen boundary, as a power cut would: no handler, no rollback code runs.
+# Children that die at a boundary, as by a power cut: no handler, no rollback code runs.
 
-CRASHED = 42
+Boundaries = Mapping[str, set[str]]
+"""Source file -> names of functions: each of their lines and returns is a boundary, in whichever thread."""
 
 
-def crashes(action: Callable[[int], object], functions: Mapping[str, set[str]]) -> Iterator[int]:
+def crashes(action: Callable[[int], object], functions: Boundaries) -> Iterator[int]:
     """Run `action` in a forked child that dies at its first boundary, then at its second, until a child lives; yield after each death.
 
-    A boundary is a line, or the return, of one of the `functions`, by source file, in whichever thread. `action` is given its number, and
-    opens its own files and connections.
+    `action` is given the boundary's number, and opens its own files and connections.
     """
-    boundary = 0
-    while _run(action, boundary, functions) == CRASHED:
+    for boundary in itertools.count():
+        child = _forked(partial(action, boundary), functions, first=boundary)
+        if not _stands_still(child):
+            return
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         yield boundary
-        boundary += 1
 
 
-def survives(action: Callable[[int], object], boundary: int) -> None:
+def left_by_crashes(action: Callable[[], object], functions: Boundaries, directory: Path) -> Iterator[int]:
+    """Run `action` once; then yield the number of each boundary, with `directory` as a death of the process there leaves it.
+
+    At each boundary the directory is copied while all threads stand still; deaths that leave it equal byte by byte count once. What is
+    yielded was left by a process that has ended by then.
+    """
+    child = _forked(action, functions)
+    copies = dict[bytes, tuple[int, Path]]()
+    for boundary in itertools.count():
+        if not _stands_still(child):
+            break
+        content = hashlib.sha256()
+        for path in sorted(directory.rglob("*")):
+            content.update(f"\0{path}\0".encode() + (path.read_bytes() if path.is_file() else b""))
+        if content.digest() not in copies:
+            copies[content.digest()] = boundary, directory.with_name(f"{directory.name}-{boundary}")
+            shutil.copytree(directory, copies[content.digest()][1])
+        os.kill(child, signal.SIGCONT)
+    for boundary, copy in copies.values():
+        shutil.rmtree(directory)
+        copy.rename(directory)
+        yield boundary
+
+
+def survives(action: Callable[[], object]) -> None:
     """Run `action` in a forked child that nothing kills, and fail when it fails."""
-    assert _run(action, boundary, {}) == 0
+    assert not _stands_still(_forked(action, {}))
 
 
-def _run(action: Callable[[int], object], boundary: int, functions: Mapping[str, set[str]]) -> int:
+def _forked(action: Callable[[], object], functions: Boundaries, first: int = 0) -> int:
+    """Run `action` in a forked child that stands still at each boundary from its `first` one on; return the child's id."""
     child = os.fork()
     if not child:
         code = 1
         try:
-            _trace(functions, boundary)
-            action(boundary)
+            _stop_at(functions, first)
+            action()
             code = 0
         except BaseException:
             traceback.print_exc()
         finally:
             sys.settrace(None)
             os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in {0, CRASHED}, f"the child failed by itself at boundary {boundary}"
-    return code
+    return child
 
 
-def _trace(functions: Mapping[str, set[str]], boundary: int) -> None:
-    left = boundary
+def _stands_still(child: int) -> bool:
+    """Wait until a child stands still, all its threads, or has ended well."""
+    status = os.waitpid(child, os.WUNTRACED)[1]
+    assert os.WIFSTOPPED(status) or status == 0, "the child failed by itself"
+    return os.WIFSTOPPED(status)
+
+
+def _stop_at(functions: Boundaries, first: int) -> None:
+    numbers = itertools.count()
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if event in {"line", "return"}:
-            if left <= 0:
-                os._exit(CRASHED)
-            left -= 1
+        if event in {"line", "return"} and next(numbers) >= first:
+            os.kill(os.getpid(), signal.SIGSTOP)
         return local
 
     def watched(frame: FrameType, *_: Any) -> Any:

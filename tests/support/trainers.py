@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,14 +20,12 @@ from examples.two_tools.model import WORDS, word_tokenizer
 from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 from tests.support.policies import trainer_settings, transition_row
-from tests.support.processes import crashes, survives
-from trainer import commits, loop, step
 from trainer.credit.assignment import Units
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import open_ledger, orphan_after_crash, prepare
+from trainer.ledger.recovery import newest_version, open_ledger, orphan_after_crash, prepare
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.publish import checkpoint
@@ -50,8 +47,6 @@ if TYPE_CHECKING:
 SPEC = BuilderSettings().spec
 TRANSACTION = {"undone_on_error", "begin", "write", "commit"}
 """Functions of `trainer.step` at whose every line a process may die."""
-COMMITS = {"begun", "take", "hand_on", "_take", "submit", "settle", "settled", "_commit_pending", "_commit"}
-"""Functions of `trainer.commits` at whose every line a process may die, in the main thread or in that of the follow-ups."""
 
 
 def group(name: str) -> Group:
@@ -204,23 +199,30 @@ def settings(base: Path, directory: Path, **changes: object) -> Settings:
 
 
 def wired(chosen: Settings, source: FakeSource, optimizer: FakeOptimizer | None = None) -> Trainer:
-    """A trainer as `train` wires it, begun."""
+    """A trainer whose store and gateway are fakes, begun."""
     ledger = open_ledger(chosen)
     prepare(ledger, chosen)
-    newest = orphan_after_crash(ledger, chosen)
-    source.changes = {name: {"TokenizerHash": newest.tokenizer_hash, **source.changes.get(name, {})} for name in source.names}
+    tokenizer = orphan_after_crash(ledger, chosen).tokenizer_hash
+    source.changes = {name: {"TokenizerHash": tokenizer, **source.changes.get(name, {})} for name in source.names}
     served = chosen.trainer.directory / "served.json"
     if not served.exists():
         served.write_text("[0]")
-    load = partial(restored, ledger=ledger, source=source, settings=chosen)
+    return begun(chosen, ledger, source, FakeMirror(ledger), FakePublisher(served), optimizer)
+
+
+def begun(
+    chosen: Settings, ledger: Ledger, source: Any, mirror: Mirror, publisher: Publisher | None, optimizer: FakeOptimizer | None = None
+) -> Trainer:
+    """A trainer as `train` wires it, whose optimizer is a fake; a prepared ledger is given."""
+    newest, load = newest_version(ledger), partial(restored, ledger=ledger, source=source, settings=chosen)
     trainer = Trainer(
         settings=chosen,
         ledger=ledger,
         source=source,
         optimizer=optimizer or load(newest),
         normalise=normalise,
-        mirror=FakeMirror(ledger),
-        publisher=FakePublisher(served),
+        mirror=mirror,
+        publisher=publisher,
         shutdown=Shutdown(),
         loaded=newest,
         load_optimizer=load,
@@ -243,41 +245,6 @@ def committed(trainer: Trainer) -> dict[int, list[str]]:
     """The rollouts of each committed version's batch."""
     versions = [one for one in trainer.ledger.versions() if one.status is VersionStatus.COMMITTED]
     return {one.version: [row.rollout_id for row in trainer.ledger.batch(one.policy_version.batch_id or "")] for one in versions}
-
-
-def die_at_every_boundary(base: Path, directory: Path, max_staleness: int) -> int:
-    """Train, dying at one boundary of a step after the other and going on from there; return how many deaths there were.
-
-    Two batches where the first one's version is written beside the second step, else one. There the optimizer's state is written at the end
-    alone, so that a start replays steps. This process only forks: Polars starts threads, which do not survive a fork.
-    """
-    batches = [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]][: 3 if max_staleness else 2]
-
-    def trainer_of(boundary: int) -> Trainer:
-        every = 9 if max_staleness else 1
-        chosen = settings(base, directory / str(boundary), max_staleness=max_staleness, checkpoint__every=every)
-        return wired(chosen, FakeSource([*"abcd"][: 2 * len(batches) - 2]))
-
-    def train(boundary: int) -> None:
-        trainer_of(boundary).run(follow=False)
-
-    def go_on(boundary: int) -> None:
-        own, trainer = directory / str(boundary), trainer_of(boundary)
-        trainer.run(follow=False)
-        trained = committed(trainer)
-        assert list(trained.values()) == batches
-        newest = loop.newest_version(trainer.ledger)
-        weight = (Path(newest.policy_version.path) / "optimizer.pt").read_text()
-        assert float(weight) == len(batches) - 1, "a step was repeated or skipped"
-        here = {one.name for one in (own / "policy/main").iterdir()}
-        assert here == {f"v{version}" for version in trained if version}, "an uncommitted version was left"
-        assert json.loads((own / "served.json").read_text())[-1] == newest.version
-
-    deaths, functions = 0, {loop.__file__: {"run", "step", "_train"}, commits.__file__: COMMITS, checkpoint.__file__: {"add_state"}}
-    for boundary in crashes(train, functions if max_staleness else {**functions, step.__file__: TRANSACTION}):
-        deaths += 1
-        survives(go_on, boundary)
-    return deaths
 
 
 # Settings of losses.
@@ -394,12 +361,3 @@ def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Ch
         save=partial(save, engine),
         adapter=adapter_of(base, engine.settings),
     )
-
-
-if __name__ == "__main__":
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    kinds = {
-        "rollouts": partial(die_at_every_boundary, max_staleness=9),
-        "rollouts of the newest version": partial(die_at_every_boundary, max_staleness=0),
-    }
-    print(kinds[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3])))
