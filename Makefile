@@ -33,7 +33,7 @@ endif
 BIN := .venv/bin
 PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer prompts dashboards examples tests benchmarks packaging
 
-.PHONY: setup setup-server otelcol demo test test-slow check format bench docs reference clean
+.PHONY: setup setup-server otelcol demo test test-slow gpu-check check format bench docs reference clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -56,6 +56,9 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(if $(PART),--part $(PART)) $(ARGS)
+
+gpu-check: setup
+	$(BIN)/python -m pytest -m gpu tests/gpu --gpu-report $(GPU_REPORT) $(ARGS)
 
 check: setup-server
 	$(BIN)/ruff check $(PACKAGES)

@@ -49,8 +49,10 @@ def _of_vllm(root: Path) -> set[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--part K/N`, the K-th of N parts of the selected tests, by file, and `--write-docs`."""
+    """Add `--part K/N`, the K-th of N parts of the selected tests, by file, `--write-docs`, and the options of `make gpu-check`."""
     parser.addoption("--write-docs", action="store_true", help="write the tables of docs that tests compute, instead of comparing them")
+    parser.addoption("--gpu-report", help="file that tests/gpu write their report to, in JSON")
+    parser.addoption("--gpu-checks-on-cpu", action="store_true", help="run what a CPU can of tests/gpu: do the checks themselves work?")
     parser.addoption("--part", help="K/N: the K-th of N parts of the selected tests; their files are dealt out in turn")
 
 

@@ -193,7 +193,7 @@ def test_load_after_rebuild_without_transitions_has_no_old_rows(settings: Settin
     assert [(one.rollout_id, one.revision) for one in loaded.rollouts] == [("g-0", 1), ("g-1", 0)]
 
 
-def test_load_batch_reads_revisions_of_batch_though_newer_ones_followed(settings: Settings, world: BuiltRollouts, run: str):
+def test_load_batch_after_rebuild_reads_revisions_of_batch(settings: Settings, world: BuiltRollouts, run: str):
     world.group("g", [1.0, 0.25])
     group, reader = Group(run, "train", SPEC, "g"), source(settings, world)
     before = reader.load([group])

@@ -69,8 +69,9 @@ def write_wrapper(wrapper: Path, python: Path, path: Path) -> None:
 def serve(path: str) -> None:
     """Fork for each connection until this process is killed."""
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}.new")
         listener.listen()
+        Path(f"{path}.new").rename(path)  # who sees the path may connect
         forks: dict[socket.socket, tuple[int, int]] = {}
         while True:
             ready = select.select([listener, *forks, *(pidfd for _, pidfd in forks.values())], [], [])[0]
