@@ -35,8 +35,8 @@ def peer_environment(name: str) -> Path:
     (DIRECTORY / ".gitignore").write_text("*\n")
     print(f"making {environment.relative_to(DIRECTORY.parent)} from {pins.name}", file=sys.stderr, flush=True)
     for command in (
-        [sys.executable, "-m", "venv", str(environment)],
-        [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--requirement", str(pins)],
+        [sys.executable, "-m", "venv", "--without-pip", str(environment)],
+        [sys.executable, "-m", "pip", "--python", str(environment), "install", "--quiet", "--no-deps", "--requirement", str(pins)],
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

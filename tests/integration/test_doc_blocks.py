@@ -24,6 +24,8 @@ import pytest
 from spangrad.cli import app
 from spangrad.processes import free_ports
 from spangrad.settings.sources import explain_settings, load_settings, variable_of
+from tests.programs import fork_server
+from tests.support.processes import address_of_forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -131,7 +133,8 @@ class Place:
         origins = explain_settings(env={})
         known = [str(origin.value) for origin in origins if origin.key.endswith("port") and origin.value]
         self.ports = dict(zip(known, map(str, free_ports(len(known))), strict=True))
-        self.environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        path = f"{self.commands()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
         for origin in origins:
             moved = self.move(str(origin.value))
             if moved != str(origin.value) and (origin.key.endswith("port") or "://" in moved):
@@ -142,8 +145,18 @@ class Place:
         for name in ("tests", "examples", "dashboards"):
             if (ROOT / name).exists():
                 (directory / name).symlink_to(ROOT / name)
-        self.store = subprocess.Popen(["spangrad", "store"], cwd=directory, env=self.environment, start_new_session=True)
+        self.store = subprocess.Popen([self.directory / "bin" / "spangrad", "store"], cwd=directory, env=self.environment, start_new_session=True)
         self.wait(self.ports["8123"])
+
+    def commands(self) -> Path:
+        """Make a directory whose `spangrad` is forked from a process that has imported what it imports."""
+        directory = self.directory / "bin"
+        directory.mkdir()
+        python, command = directory / "forking-python", directory / "spangrad"
+        fork_server.write_wrapper(python, Path(sys.executable), address_of_forks("services"), "spangrad")
+        command.write_text(f'#!/bin/sh\nexec {python} -m spangrad "$@"\n')
+        command.chmod(0o755)
+        return directory
 
     def move(self, text: str) -> str:
         """Replace the usual ports in a text by those that are free here."""

@@ -1,8 +1,8 @@
 """An interpreter that forks where another would start: what tests start often imports once what it imports.
 
-In: a socket's path, and the modules to import; none: vLLM's, six CPU seconds in each of its three processes. Out: forks. vLLM is started
-through a program that takes an interpreter's arguments (`write_wrapper`): it has the fork's output and exit code, its signals reach the
-fork, and both end together. Our own commands are started by `processes.forked`, whose children the forks become. Invariant: the server
+In: a socket's path, and the modules to import; none: vLLM's, six CPU seconds in each of its three processes. Out: forks. vLLM, and what
+scripts start, is started through a program that takes an interpreter's arguments (`write_wrapper`): it has the fork's output and exit code,
+its signals reach the fork, and both end together. Our own commands are started by `processes.forked`, whose children the forks become. Invariant: the server
 imports, and no more: it runs Python in one thread only, so that a fork has all that it needs.
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "gateway.vllm_plugin.launch"
-"""Started by a fork; all else is started as it would be without us."""
+"""vLLM's program."""
 PRELOADED = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.openai.api_server",
@@ -60,9 +60,9 @@ sys.exit(code[0])
 """
 
 
-def write_wrapper(wrapper: Path, python: Path, path: Path) -> None:
-    """Write the program that asks the server on a socket for a fork."""
-    wrapper.write_text(_WRAPPER.format(own=sys.executable, module=MODULE, python=str(python), path=str(path)))
+def write_wrapper(wrapper: Path, python: Path, path: Path, module: str = MODULE) -> None:
+    """Write the program that asks the server on a socket for a fork that runs a module; for all else it starts the interpreter."""
+    wrapper.write_text(_WRAPPER.format(own=sys.executable, module=module, python=str(python), path=str(path)))
     wrapper.chmod(0o755)
 
 

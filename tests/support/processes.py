@@ -159,7 +159,7 @@ class Forked(subprocess.Popen[bytes]):
 
 
 @cache
-def _fork_server(kind: str) -> Path:
+def address_of_forks(kind: str) -> Path:
     """The socket of a server that forks; it starts with the first call, and ends with us."""
     directory = Path(tempfile.mkdtemp(prefix="spangrad-forks-"))
     address = directory / "socket"
@@ -181,7 +181,7 @@ def forked(
     kind: str = "services",
 ) -> Forked:
     """Start a program (`-m MODULE` or `-c CODE`, and its arguments) as a child of ours, without input."""
-    address = str(_fork_server(kind))
+    address = str(address_of_forks(kind))
     order = json.dumps([list(arguments), dict(environment), str(directory or Path.cwd()), os.getpid()]).encode()
     fds = [stream if isinstance(stream, int) else stream.fileno() for stream in (stdout, stderr)]
     libc = ctypes.CDLL(None)
