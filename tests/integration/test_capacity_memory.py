@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.programs.step_memory import ENVIRONMENT
 from tests.support.policies import trainer_settings
 from trainer.capacity import memory
 from trainer.capacity.architecture import architecture_of
@@ -50,7 +49,7 @@ def measured(jobs: list[dict[str, Any]], rendezvous: Path, ranks: int) -> list[l
         subprocess.Popen(
             command,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, **ENVIRONMENT, **(group if ranks > 1 else {}), "RANK": str(rank)},
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **(group if ranks > 1 else {}), "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -7,7 +7,7 @@ step), `peak` (in a second step, when the moments are there).
 With the environment variables RANK, WORLD_SIZE and RENDEZVOUS, a URL, the process is one of several ranks, which get the same jobs; each
 passes all rows.
 
-The kernel counts pages. With the variables of `ENVIRONMENT`, malloc gives all but small blocks back as soon as they are freed.
+The kernel counts pages. Once all is imported, malloc gives all but small blocks back as soon as they are freed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from trainer.data.batch import Batch, layout
 from trainer.data.chains import chains
 from trainer.data.merge import separate
 
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "8192", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+_MALLOC = {-3: 8192, -1: 0, -8: 1}
+"""Values of M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX."""
 _SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _WARM_UP: dict[str, Any] = {"config": {"model_type": "qwen2", "num_key_value_heads": 1, **_SMALL}, "rows": 4, "tokens": 64}
 
@@ -106,5 +107,7 @@ if __name__ == "__main__":
     if "RENDEZVOUS" in os.environ:
         _join()
     measure(**_WARM_UP)
+    for parameter, value in _MALLOC.items():
+        assert ctypes.CDLL("libc.so.6").mallopt(parameter, value)
     for argument in sys.argv[1:]:
         print(json.dumps(measure(**json.loads(argument))), flush=True)
