@@ -47,6 +47,15 @@ def chgo() -> str:
     return binary("SPANGRAD_CHGO", "chgo")
 
 
+@pytest.fixture(scope="module")
+def guarded_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
+    """A store with a token to write and another to read."""
+    directory = tmp_path_factory.mktemp("tokens")
+    settings = store_settings(directory / "data", token="write", read_token="read")
+    with running_store(settings, directory / "log"):
+        yield settings
+
+
 def run_chgo(chgo: str, store: StoreSettings, sql: str, *flags: str, rows: str = "", token: str = "") -> subprocess.CompletedProcess[str]:
     url = f"http://default:{token}@127.0.0.1:{store.clickhouse_port}/default"
     return subprocess.run([chgo, *flags, url, sql], input=rows, capture_output=True, text=True, timeout=60, check=False)
@@ -99,13 +108,10 @@ def test_clickhouse_go_sees_errors_with_their_code(chgo: str, store: StoreSettin
 
 
 @pytest.mark.parametrize("compress", COMPRESSIONS)
-def test_clickhouse_go_with_wrong_token_is_refused(chgo: str, tmp_path_factory: pytest.TempPathFactory, compress: str) -> None:
-    directory = tmp_path_factory.mktemp("tokens")
-    settings = store_settings(directory / "data", token="write", read_token="read")
-    with running_store(settings, directory / "log"):
-        wrong = run_chgo(chgo, settings, "SELECT 1", "-compress", compress, token="other")
-        read = run_chgo(chgo, settings, "SELECT 1 AS a", "-compress", compress, "-setting", "max_execution_time=600", token="read")
-        refused = run_chgo(chgo, settings, "CREATE TABLE t (a UInt8) ORDER BY a", "-compress", compress, token="read")
+def test_clickhouse_go_with_wrong_token_is_refused(chgo: str, guarded_store: StoreSettings, compress: str) -> None:
+    wrong = run_chgo(chgo, guarded_store, "SELECT 1", "-compress", compress, token="other")
+    read = run_chgo(chgo, guarded_store, "SELECT 1 AS a", "-compress", compress, "-setting", "max_execution_time=600", token="read")
+    refused = run_chgo(chgo, guarded_store, "CREATE TABLE t (a UInt8) ORDER BY a", "-compress", compress, token="read")
 
     assert (wrong.returncode, "Code: 516. DB::Exception: " in wrong.stderr) == (1, True)
     assert (read.stdout, read.stderr) == ('[["a","UInt8"]]\n[1]\n', "")

@@ -145,7 +145,8 @@ class Place:
         for name in ("tests", "examples", "dashboards"):
             if (ROOT / name).exists():
                 (directory / name).symlink_to(ROOT / name)
-        self.store = subprocess.Popen([self.directory / "bin" / "spangrad", "store"], cwd=directory, env=self.environment, start_new_session=True)
+        store = [directory / "bin" / "spangrad", "store"]
+        self.store = subprocess.Popen(store, cwd=directory, env=self.environment, start_new_session=True)
         self.wait(self.ports["8123"])
 
     def commands(self) -> Path:

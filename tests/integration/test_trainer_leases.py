@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from spangrad.errors import LedgerError
 from spangrad.leases import LeaseClock, is_dead, shown, this_process
 from spangrad.types import VersionStatus
+from tests.support.processes import ForkedChild
 from tests.support.trainers import Place
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import Ledger, ancestry
@@ -230,7 +231,7 @@ def test_ledger_database_with_invalid_url_raises_without_secret(url: str, senten
 
 RACE = """
 import sys
-from test_trainer_leases import race
+from tests.integration.test_trainer_leases import race
 race(*sys.argv[1:])
 """
 
@@ -251,25 +252,23 @@ def race(place: str, branch: str, names: str) -> None:
             print(lease.version, left[0], flush=True)
 
 
-def test_ledger_racing_trainers_train_each_rollout_once(place: Place):
+def test_ledger_racing_trainers_train_each_rollout_once(place: Place, tmp_path: Path):
     """Four processes, two on each of two branches."""
     names = [f"r{i}" for i in range(20)]
     branches = ("main", "other")
     for branch, base in zip(branches, ("00", "99"), strict=True):
         Ledger(place(), "policy", branch).register_initial(**{**BASE, "checksum": f"float32:{base}"})
-    here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
-    command = [sys.executable, "-c", RACE]
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
     racers = [
-        (branch, subprocess.Popen([*command, str(place()), branch, ",".join(names)], stdout=subprocess.PIPE, text=True, env=env))
+        (branch, ForkedChild("racer", ["-c", RACE, str(place()), branch, ",".join(names)], tmp_path / f"{branch}-{number}.log", env))
         for branch in branches
-        for _ in range(2)
+        for number in range(2)
     ]
     made: dict[str, list[tuple[int, str]]] = {branch: [] for branch in branches}
     for branch, racer in racers:
-        out, _ = racer.communicate(timeout=120)
-        assert racer.returncode == 0
-        made[branch] += [(int(version), name) for version, name in (line.split() for line in out.splitlines())]
+        code, output = racer.process.wait(120), racer.log.read_text()
+        assert code == 0, output
+        made[branch] += [(int(version), name) for version, name in (line.split() for line in output.splitlines())]
     numbers = sorted(version for branch in branches for version, _ in made[branch])
     assert numbers == list(range(2, 2 + 2 * len(names))), "a number was handed out twice, or a rollout trained twice"
     for branch in branches:

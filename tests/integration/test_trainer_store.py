@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -21,6 +19,7 @@ from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory
 from tests.support.built_rollouts import BuiltRollouts, trainer_over
 from tests.support.policies import changed, trainer_settings
+from tests.support.processes import forked
 from trainer.data.group_checks import find_skips
 from trainer.data.source import BatchRollout, Group, GroupReader
 from trainer.ledger.ledger import Ledger
@@ -360,10 +359,10 @@ def test_train_command_follows_until_sigterm(settings: Settings, world: BuiltRol
         "trainer.directory": settings.trainer.directory, "trainer.weight_sync.publish": "false", "trainer.sampling.groups_per_batch": 2,
     }  # fmt: skip
     overrides = [word for name, value in flags.items() for word in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "spangrad", "train", "--follow", "--model", str(world.model), "--run-id", run, *overrides]
+    command = ["-m", "spangrad", "train", "--follow", "--model", str(world.model), "--run-id", run, *overrides]
     log = tmp_path / "log"
     with log.open("wb") as out:
-        trainer = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "SPANGRAD_CONFIG": ""})
+        trainer = forked(command, out, out, {**os.environ, "SPANGRAD_CONFIG": ""}, kind="trainer")
     try:
         end = time.monotonic() + 60
         while "step 1 -> version 1" not in log.read_text():

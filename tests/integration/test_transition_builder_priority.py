@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from urllib.request import urlopen
 
 import pytest
 
-from spangrad.processes import Child, free_ports, wait_until
+from spangrad.processes import free_ports, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from tests.support.built_rollouts import outcome, post, rows, settings_of
+from tests.support.processes import ForkedChild
 from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory
 from transition_builder import builder as builders
@@ -22,7 +22,7 @@ from transition_builder.builder import Builder
 from transition_builder.loop import build_all
 from transition_builder.waiting import BEHIND
 
-BACKLOG = 2000
+BACKLOG = 800
 SLICE = 200
 """Rollouts of a slice, at most, at the speed at which a slice is not made larger."""
 
@@ -141,7 +141,7 @@ follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=builder))
 
 def test_build_follow_wakes_when_a_root_arrives_and_serves_metrics(store: StoreSettings, tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    follower = Child("follower", [sys.executable, "-c", _FOLLOW, store.url, f"127.0.0.1:{port}"], tmp_path / "log")
+    follower = ForkedChild("follower", ["-c", _FOLLOW, store.url, f"127.0.0.1:{port}"], tmp_path / "log")
     try:
 
         def scrape() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 import pytest
 
 from spangrad.errors import BuilderError, StoreError
-from spangrad.processes import Child, free_ports, wait_until
+from spangrad.processes import free_ports, wait_until
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.datasets import builds_sql, rows_sql
 from tests.support import fake_engine
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
 from tests.support.fake_servers import IDS_OF_ANSWERS
+from tests.support.processes import ForkedChild
 from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory
 from transition_builder import batch_sizes
@@ -618,7 +618,7 @@ def test_build_follow_survives_store_outage_and_stops_at_once(tmp_path: Path) ->
     after.evaluation(root)
     linked_call(after, root, rollout="two")
     with running_store(store, tmp_path / "store.log"):
-        follower = Child("follower", [sys.executable, "-c", _FOLLOW, store.url, ".*|follow"], log)
+        follower = ForkedChild("follower", ["-c", _FOLLOW, store.url, ".*|follow"], log)
         post(store, spans.otlp())
         wait_until(lambda: len(outcome(store, "follow")[0]) == 1, 30, "the first build", [follower])
     try:

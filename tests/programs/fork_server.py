@@ -2,8 +2,8 @@
 
 In: a socket's path, and the modules to import; none: vLLM's, six CPU seconds in each of its three processes. Out: forks. vLLM, and what
 scripts start, is started through a program that takes an interpreter's arguments (`write_wrapper`): it has the fork's output and exit code,
-its signals reach the fork, and both end together. Our own commands are started by `processes.forked`, whose children the forks become. Invariant: the server
-imports, and no more: it runs Python in one thread only, so that a fork has all that it needs.
+its signals reach the fork, and both end together. Our own commands are started by `processes.forked`, whose children the forks become.
+Invariant: the server imports, and no more: it runs Python in one thread only, so that a fork has all that it needs.
 """
 
 from __future__ import annotations
