@@ -31,8 +31,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from spangrad.settings import StoreSettings
 from tests.support.deliveries import Load, judge
 from tests.support.load_spans import JSON, PROTOBUF, Rollouts, otlp_json
+from tests.support.otlp import LZ4, ZSTD, frame, logs, packed, traces
 from tests.support.processes import height_mib
-from tests.support.random_otlp import LZ4, ZSTD, frame, logs, packed, traces
 from tests.support.servers import running_store, store_answers, store_settings
 
 BODIES = int(os.environ.get("FAULTS_BODIES", "10000"))

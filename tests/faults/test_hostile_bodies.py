@@ -22,8 +22,8 @@ from google.rpc.status_pb2 import Status
 
 from spangrad.settings import StoreSettings
 from tests.support.load_spans import PROTOBUF, Rollouts
+from tests.support.otlp import LZ4, PLAIN, ZSTD, frame, packed
 from tests.support.processes import height_mib, resident_mib
-from tests.support.random_otlp import LZ4, PLAIN, ZSTD, frame, packed
 from tests.support.servers import running_store, store_settings
 
 GROWTH_MIB = 1536

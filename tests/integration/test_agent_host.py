@@ -21,7 +21,7 @@ from spangrad.agent.command import AgentCommand
 from spangrad.agent.reward_values import rewards_from
 from spangrad.processes import wait_until
 from spangrad.semconv import ROLLOUT_ID
-from tests.support.fake_servers import OtlpSink
+from tests.support.otlp import OtlpSink
 
 AGENT = """
     import asyncio, os, sys, threading, time

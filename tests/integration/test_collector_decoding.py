@@ -24,7 +24,7 @@ from collector.otlp.rows import encode_traces
 from collector.write import span_staging
 from collector.write.ingest import Refused
 from collector.write.span_staging import SpanStaging
-from tests.support.random_otlp import traces
+from tests.support.otlp import traces
 from tests.support.servers import migrated_engine
 
 NEVER = 10**9

@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.random_otlp import logs, traces
+from tests.support.otlp import logs, traces
 from tests.support.servers import collector_values, otelcol, post, running_collector, running_store, store_settings
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import pytest
 
 from commands.training.run import run
 from spangrad.errors import QueueError
-from tests.support.fake_servers import OtlpSink
+from tests.support.otlp import OtlpSink
 from tests.support.runners import AttemptGateway
 
 AGENT = """

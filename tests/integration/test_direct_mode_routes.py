@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from spangrad.settings import StoreSettings
 from tests.support.built_rollouts import rows, settings_of
-from tests.support.fake_servers import HttpServer
+from tests.support.otlp import HttpServer
 from transition_builder.loop import build_once
 
 ROOT = Path(__file__).parents[2]

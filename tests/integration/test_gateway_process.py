@@ -17,7 +17,7 @@ from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_servers import OtlpSink
+from tests.support.otlp import OtlpSink
 from tests.support.processes import fetch, start
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}

@@ -20,7 +20,7 @@ from spangrad.settings.runner import FailureRewards
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
-from tests.support.fake_servers import IDS_OF_ANSWERS
+from tests.support.dialects import IDS_OF_ANSWERS
 from tests.support.processes import engine_settings, fetch, gateway_settings, run_spangrad, running_engine, running_gateway
 from trainer.data.failures import failed_shares
 from trainer.data.source import GroupReader

@@ -22,7 +22,7 @@ from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_servers import HttpServer
+from tests.support.otlp import HttpServer
 from tests.support.policies import trainer_settings
 from tests.support.runners import queue_settings
 from trainer.data.source import GroupReader

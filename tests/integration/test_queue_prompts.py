@@ -28,7 +28,7 @@ from spangrad.database import Database
 from spangrad.errors import PromptError
 from spangrad.settings import GatewaySettings, PromptSettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import Mode, PromptVersion, Task
-from tests.support.fake_servers import OtlpSink
+from tests.support.otlp import OtlpSink
 from tests.support.runners import AttemptGateway, queue_settings, serving, some
 
 

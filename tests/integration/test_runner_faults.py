@@ -25,7 +25,7 @@ from spangrad.client.task_files import read_tasks
 from spangrad.errors import AgentError, StoreError
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
-from tests.support.fake_servers import OtlpSink
+from tests.support.otlp import OtlpSink
 from tests.support.runners import AttemptGateway, kill
 
 AGENT = """

@@ -25,7 +25,7 @@ from spangrad.processes import free_ports
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.settings.runner import FailureRewards
 from spangrad.types import AttemptFailure, Mode, Task
-from tests.support.fake_servers import OtlpSink, SunkSpan
+from tests.support.otlp import OtlpSink, SunkSpan
 from tests.support.policies import trainer_settings
 from tests.support.runners import AttemptGateway
 

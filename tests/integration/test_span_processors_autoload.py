@@ -24,7 +24,7 @@ from span_processors.reward import reward
 from span_processors.rollout import RolloutSpanProcessor
 from spangrad.processes import free_ports
 from spangrad.semconv import CONTEXT_KEYS, PROCESS_ID, SEQ
-from tests.support.fake_servers import OtlpSink, SunkSpan
+from tests.support.otlp import OtlpSink, SunkSpan
 from tests.support.runners import AttemptGateway
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -6,7 +6,7 @@ import os
 
 from span_processors.export import LosslessSpanProcessor, SequenceSpanProcessor, traces_url
 from spangrad.semconv import PROCESS_ID, SEQ
-from tests.support.fake_servers import OtlpSink
+from tests.support.otlp import OtlpSink
 from tests.support.spans import provider_with
 
 

@@ -26,7 +26,7 @@ from runner.workers.slots import Slots
 from spangrad import semconv
 from spangrad.settings.sources import load_settings
 from spangrad.types import AttemptFailure, Mode, Task
-from tests.support.fake_servers import HttpServer
+from tests.support.otlp import HttpServer
 from tests.support.runners import RunnerServices, environment_service_settings, queue_settings, runner_services, serving, until
 
 AGENT = """

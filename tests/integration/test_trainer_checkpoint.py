@@ -12,7 +12,7 @@ import pytest
 from spangrad.errors import CheckpointError
 from spangrad.types import VersionStatus
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
-from tests.support.processes import crashes
+from tests.support.processes import left_by_crashes
 from trainer.publish import checkpoint
 from trainer.publish.checkpoint import Checkpoint
 
@@ -72,9 +72,10 @@ def test_checkpoint_is_model_directory_with_state_and_marker(tmp_path: Path, bas
 
 def test_checkpoint_write_killed_before_rename_leaves_nothing_visible(tmp_path: Path, base: Path):
     directory = tmp_path / "policies"
-    deaths = whole = 0
-    for _ in crashes(lambda _: write(directory, base), {checkpoint.__file__: {"write"}}):
-        deaths += 1
+    directory.mkdir()
+    boundaries, whole = list[int](), 0
+    for boundary in left_by_crashes(lambda: write(directory, base), {checkpoint.__file__: {"write"}}, directory):
+        boundaries.append(boundary)
         versions = [one for one in visible(directory) if one.endswith("/v1")]
         if versions:
             whole += 1
@@ -82,8 +83,8 @@ def test_checkpoint_write_killed_before_rename_leaves_nothing_visible(tmp_path: 
             checkpoint.verify(directory / versions[0], marker["checksum"])
         checkpoint.sweep(directory, "org/policy", "main", lambda: {1: VersionStatus.COMMITTED})
         assert visible(directory) == versions
-        checkpoint.remove(directory, "org/policy", "main", 1)
-    assert deaths > 30
+    assert boundaries[-1] > 30, "the boundaries were not found"
+    assert len(boundaries) > 5, "deaths fell before, within and after the files"
     assert whole, "no death fell after the rename"
 
 

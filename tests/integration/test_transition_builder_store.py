@@ -17,7 +17,7 @@ from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, Sto
 from spangrad.store.datasets import builds_sql, rows_sql
 from tests.support import fake_engine
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
-from tests.support.fake_servers import IDS_OF_ANSWERS
+from tests.support.dialects import IDS_OF_ANSWERS
 from tests.support.processes import ForkedChild
 from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory

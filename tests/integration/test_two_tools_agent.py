@@ -13,7 +13,7 @@ from spangrad import semconv
 from spangrad.client.task_files import read_tasks
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import Mode, Task
-from tests.support.fake_servers import OtlpSink, SunkSpan
+from tests.support.otlp import OtlpSink, SunkSpan
 from tests.support.runners import AttemptGateway
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_tools"

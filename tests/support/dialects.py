@@ -271,3 +271,14 @@ def capture() -> None:
 
 if __name__ == "__main__":
     {"golden": write_golden, "capture": capture}[sys.argv[1]]()
+
+
+_ANSWER = "JSONExtractRaw(SpanAttributes['output.value'], 'choices', 1)"
+
+
+IDS_OF_ANSWERS = f"""SELECT JSONExtract(SpanAttributes['output.value'], 'prompt_token_ids', 'Array(UInt32)') AS prompt,
+    JSONExtract({_ANSWER}, 'token_ids', 'Array(UInt32)') AS response
+FROM otel.otel_traces
+WHERE TraceId IN ({{}}) AND position(SpanAttributes['output.value'], '"token_ids"') > 0
+ORDER BY length(prompt)"""
+"""Token ids in the answers that agents' spans keep, of the traces of a subquery or a list."""

@@ -27,7 +27,7 @@ from spangrad import semconv
 from spangrad.settings.sources import load_settings
 from spangrad.weights.checksums import checksum_directory
 from tests.support.fake_engine import FakeEngine, float32s, uint32s
-from tests.support.fake_servers import OtlpSink, SunkSpan
+from tests.support.otlp import OtlpSink, SunkSpan
 
 # The gateway in this process between a fake engine and a fake store, for its unit tests.
 

@@ -30,7 +30,7 @@ from spangrad.errors import QueueError
 from spangrad.processes import MARK, Child, answers, free_ports, wait_until
 from spangrad.settings import EnvironmentServiceSettings, GatewaySettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure
-from tests.support.fake_servers import HttpServer, OtlpSink
+from tests.support.otlp import HttpServer, OtlpSink
 from tests.support.processes import ForkedChild
 
 # Queues for tests: served in this process, or in one that can be killed.

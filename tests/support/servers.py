@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Generator
@@ -348,3 +349,25 @@ def binary(variable: str, name: str) -> str:
     if not (Path(named).is_file() and os.access(named, os.X_OK)):
         pytest.fail(f"{variable} = {named!r} is no program that can be run: set it right, or unset it")
     return named
+
+
+@contextmanager
+def raw_server(answers: list[bytes]) -> Generator[str]:
+    """Yield the URL of a server that sends raw bytes to each connection and closes it: `answers` in turn, the last one again and again."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return  # the test is over
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answers.pop(0) if len(answers) > 1 else answers[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()

@@ -20,7 +20,7 @@ from examples.from_scratch import agent as from_scratch
 from examples.retrieval_qa import agent as retrieval
 from examples.retrieval_qa import facts
 from examples.text_to_sql import agent as sql
-from tests.support.fake_servers import HttpServer
+from tests.support.otlp import HttpServer
 
 Messages = list[tuple[str, str]]
 

@@ -18,8 +18,8 @@ from gateway.recorder import spill
 from gateway.recorder.exporter import SpanExporter
 from spangrad.processes import free_ports
 from spangrad.settings.sources import load_settings
-from tests.support.fake_servers import OtlpSink
 from tests.support.gateways import FullDisk
+from tests.support.otlp import OtlpSink
 
 Exporting = Callable[..., AbstractAsyncContextManager[SpanExporter]]
 

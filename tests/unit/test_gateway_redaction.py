@@ -17,8 +17,8 @@ from gateway.proxy.redaction import MARK, Redactor
 from spangrad.errors import SettingsError
 from spangrad.settings import GatewaySettings
 from tests.support.fake_engine import FakeEngine, Recorded, float32s, uint32s
-from tests.support.fake_servers import SunkSpan
 from tests.support.gateways import staged
+from tests.support.otlp import SunkSpan
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 ARRAYS = ("spangrad.input.token_ids", "spangrad.output.token_ids", "spangrad.output.logprobs")

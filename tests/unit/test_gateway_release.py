@@ -11,8 +11,8 @@ import pytest
 
 from spangrad import semconv
 from spangrad.weights.checksums import checksum_directory
-from tests.support.fake_servers import SunkSpan
 from tests.support.gateways import Stage, all_serve, ask, backends, models, release_of, several, staged, started
+from tests.support.otlp import SunkSpan
 
 POLICY = "/admin/policies/policy"
 STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]

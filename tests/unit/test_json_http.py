@@ -18,7 +18,7 @@ from spangrad.http.async_http import AsyncClient
 from spangrad.http.json_http import ask, status_of
 from spangrad.http.server import HttpServer
 from spangrad.http.service import RemoteService, RequestError, Retries, in_url, queue_service
-from tests.support.fake_servers import raw_server
+from tests.support.servers import raw_server
 
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}'
 HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"

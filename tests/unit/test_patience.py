@@ -102,7 +102,7 @@ async def test_arriving_other_timeout_error_stays_unchanged() -> None:
 
 @pytest.mark.parametrize("pack", ["gzip", "deflate", "zstd", "lz4"])
 def test_decompress_stops_when_hold_raises(pack: str) -> None:
-    from tests.support.random_otlp import packed
+    from tests.support.otlp import packed
 
     body = packed(pack, bytes(64 * 2**20))
     seen: list[int] = []

@@ -10,7 +10,7 @@ from spangrad.client import demand
 from spangrad.client.queue_http import QueueHttp
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings
-from tests.support.fake_servers import raw_server
+from tests.support.servers import raw_server
 
 HALF = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"rollouts": ['
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 29\r\n\r\n{"rollouts": [], "cursor": 7}'

@@ -14,7 +14,7 @@ from span_processors.export import LosslessSpanProcessor, parse_headers, tracer_
 from spangrad.http.service import bearer
 from spangrad.processes import free_ports
 from spangrad.semconv import PROCESS_ID, SEQ
-from tests.support.fake_servers import OtlpSink
+from tests.support.otlp import OtlpSink
 from tests.support.spans import provider_with
 
 

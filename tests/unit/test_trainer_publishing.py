@@ -17,7 +17,7 @@ from spangrad.errors import GatewayError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
-from tests.support.fake_servers import HttpServer
+from tests.support.otlp import HttpServer
 from tests.support.trainers import FakeOptimizer, FakePublisher, FakeSource, committed, settings, wired, write_base
 from trainer.data.batch import Batch
 from trainer.loop import Trainer, newest_version
