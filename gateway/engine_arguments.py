@@ -3,9 +3,9 @@
 In: engine.extra_args, and the configuration file that they may name. Out: the first argument that does. Invariant: arguments are read as
 vLLM reads them: with `=` or without, `_` for `-`, abbreviated, or from YAML.
 
-An order reaches one API server, whose client gives it to all engine cores that it knows, and the servers share their state. Tensor, pipeline
-and data parallelism and several API servers are therefore one engine. Not so where each server knows some of the ranks only (external and
-hybrid load balancing), or where none answers; and an adapter is known to the one server that loaded it.
+An order reaches one API server, whose client gives it to all engine cores that it knows, and the servers share their state. Tensor,
+pipeline and data parallelism and several API servers are therefore one engine. Not so where each server knows some of the ranks only
+(external and hybrid load balancing), or where none answers; and an adapter is known to the one server that loaded it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ _SOME_RANKS = (
     "--data-parallel-multi-port-external-lb",
 )
 """Options with which an API server knows some of the data-parallel ranks only."""
-_LEAST_ABBREVIATIONS = ("--api-s", "--headl", "--data-parallel-ran", "--data-parallel-st", "--data-parallel-h", "--data-parallel-e", "--data-parallel-m")
+_LEAST_ABBREVIATIONS = (
+    "--api-s",
+    "--headl",
+    "--data-parallel-ran",
+    "--data-parallel-st",
+    "--data-parallel-h",
+    "--data-parallel-e",
+    "--data-parallel-m",
+)
 """Shortest words that vLLM reads as one option that is refused here."""
 _YAML_LINE = re.compile(r"""^["']?([A-Za-z][\w-]*)["']?\s*:\s*["']?([^"'#\s]*)""", re.MULTILINE)
 
@@ -63,7 +71,7 @@ def _refusal(option: str, value: str, engine: EngineSettings) -> str:
             "with --data-parallel-size alone every API server knows all ranks; or start one `spangrad engine` for each rank, and give the "
             "gateway all of them (gateway.backends)."
         )
-    if option == "--headless" and value != "false" or option == _API_SERVERS and value == "0":
+    if (option == "--headless" and value != "false") or (option == _API_SERVERS and value == "0"):
         return "an engine without an API server takes no orders. Take it out, or start that part of a larger engine with `vllm serve`."
     if option == _API_SERVERS and engine.lora_rank and value != "1":
         return (

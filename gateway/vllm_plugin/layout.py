@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+
 @dataclass(frozen=True)
 class Dimension:
     """One dimension of a copy: its size, and the distance between neighbours in the checkpoint's tensor and in the worker's memory."""

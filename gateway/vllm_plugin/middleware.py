@@ -124,7 +124,7 @@ class SpangradMiddleware:
                 "data": parallel.data_parallel_size,
                 "api_servers": parallel._api_process_count,
             },
-            "api_server": max(parallel._api_process_rank, 0),
+            "pid": os.getpid(),
             "shared_state": self.state.shared,
         }
 

@@ -1,9 +1,9 @@
 """Sums of the parameters in one vLLM worker's memory, by tensor and shard of the checkpoint that they were loaded from.
 
-In: a worker's model, its parameters fused, split and on any device. Out: a report (`spangrad.weights.shards.WorkerReport`) as JSON. Invariant:
-a word of a parameter counts once, as the word of the checkpoint's tensor that vLLM's loader copied there; words that no loader filled
-(padding) must be zero. What is listed is what is computed with: on a CPU, vLLM would repack linear layers into an opaque form and drop
-the parameters, so there they are kept plain. Adapters count as vLLM computes with them: B multiplied by its scale.
+In: a worker's model, its parameters fused, split and on any device. Out: a report (`spangrad.weights.shards.WorkerReport`) as JSON.
+Invariant: a word of a parameter counts once, as the word of the checkpoint's tensor that vLLM's loader copied there; words that no loader
+filled (padding) must be zero. What is listed is what is computed with: on a CPU, vLLM would repack linear layers into an opaque form and
+drop the parameters, so there they are kept plain. Adapters count as vLLM computes with them: B multiplied by its scale.
 
 Runs inside vLLM's workers: `vllm serve --worker-extension-cls gateway.vllm_plugin.worker.SpangradWorker`.
 """
@@ -82,15 +82,20 @@ def _adapter_reports(model: torch.nn.Module, scope: ChecksumScope) -> Iterator[W
             if hasattr(module, "w13_lora_a_stacked"):
                 raise ValueError("the model has adapters of experts: vLLM keeps them in another form, which checksums do not know")
             weights = manager._get_lora_layer_weights(manager.get_adapter(adapter), name)
-            sources = list(_named_matrices(manager.packed_modules.get(name, [name]), weights)) if weights else []
-            set_lora = module.set_lora if weights else lambda *_: None
-            placed = layout.recorded(sources, lambda: set_lora(slot, weights and weights.lora_a, weights and weights.lora_b))
+            placed = _placed_by(module, slot, weights, manager.packed_modules.get(name, [name])) if weights else Layout()
             stacked = [*_listed(module.lora_a_stacked), *_listed(module.lora_b_stacked)]
-            yield report({f"{name}, matrix {index} of its adapters": matrices[slot] for index, matrices in enumerate(stacked)}, placed, scope)
+            yield report(
+                {f"{name}, matrix {index} of its adapters": matrices[slot] for index, matrices in enumerate(stacked)}, placed, scope
+            )
 
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def _placed_by(module: Any, slot: int, weights: Any, names: list[str]) -> Layout:
+    """Return the layout of an adapter's matrices in the stacked ones of a layer, whose parts have these names."""
+    return layout.recorded(_named_matrices(names, weights), lambda: module.set_lora(slot, weights.lora_a, weights.lora_b))
 
 
 def _named_matrices(modules: list[str], weights: Any) -> Iterator[tuple[str, torch.Tensor]]:

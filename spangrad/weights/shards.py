@@ -69,6 +69,13 @@ class WorkerReport(msgspec.Struct, frozen=True):
     """Tensors of the checkpoint whose words are not in memory as they are in the file, with the reason."""
 
 
+class EngineReports(msgspec.Struct, frozen=True):
+    """Reports of all workers of an engine."""
+
+    replicas: list[list[WorkerReport]]
+    """Reports of the workers of each data-parallel replica."""
+
+
 class EngineSums(msgspec.Struct, frozen=True):
     """Sums by tensor that an engine holds, each replica the same."""
 
@@ -117,12 +124,13 @@ def region_of(first: int, dimensions: Iterable[tuple[int, int]]) -> Region:
     return first, tuple(merged)
 
 
-def combine(replicas: Sequence[Sequence[WorkerReport]]) -> EngineSums:
-    """Return the sums of an engine, from the reports of the workers of each data-parallel replica.
+def combine(reports: EngineReports) -> EngineSums:
+    """Return the sums of an engine, from the reports of its workers.
 
     Raises:
         CheckpointError: copies of a shard differ, or a replica holds other weights than the first one.
     """
+    replicas = reports.replicas
     combined = [_of_replica(workers, f"replica {number}'s " if len(replicas) > 1 else "") for number, workers in enumerate(replicas)]
     if not combined:
         raise CheckpointError("no worker reported its parameters. Restart the engine.")

@@ -17,7 +17,7 @@ from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion
 from spangrad.weights.checksums import checksum_directory
 from tests.support.policies import logprobs_of
-from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, held_checksum, running_engine, running_gateway
 from trainer.publish.publisher import Publisher
 from trainer.publish.sender import WeightsSender
 
@@ -96,8 +96,7 @@ def test_weight_transfer_with_calls_in_flight_publishes_versions(
         (tmp_path / f"v{number}/model.safetensors").unlink()  # nobody reads it
         assert publisher.publish(made, weights=lambda weights=weights: iter(weights.items())) > 0
         assert list(publisher.stages) == ["files", *STEPS]
-        held = fetch(f"{taking.gateway.engine_url}/collective_rpc", {"method": "spangrad_checksum"})
-        assert (policy(taking)["version"], held) == (number, {"results": [made.checksum]})
+        assert (policy(taking)["version"], held_checksum(taking.gateway.engine_url)) == (number, made.checksum)
         checked(taking, weights, tiny_model, tmp_path / f"whole{number}")
     for caller in callers:
         caller.join()

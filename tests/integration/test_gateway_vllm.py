@@ -22,7 +22,7 @@ from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from tests.support.fake_engine import SAMPLING
-from tests.support.processes import ROOT, VLLM_PYTHON, fetch
+from tests.support.processes import ROOT, VLLM_PYTHON, fetch, held_checksum
 
 pytestmark = pytest.mark.vllm
 
@@ -233,8 +233,7 @@ def test_publication_serves_new_weights_and_refuses_wrong_checksum(
     assert (published["version"], published["checksum"]) == (version + 1, checksum_directory(other))
     assert published["seconds"] < 10
     assert state(policy) == {**before, "version": version + 1, "before": version}
-    held = fetch(f"{engine.gateway.engine_url}/collective_rpc", {"method": "spangrad_checksum"})
-    assert held == {"results": [checksum_directory(other)]}
+    assert held_checksum(engine.gateway.engine_url) == checksum_directory(other)
     new = fetch(f"{gateway.gateway.url}/rollout/reload-1/attempt/0{CHAT}", {**GREEDY, "logprobs": True, "return_token_ids": True})
     assert logprobs(new) != pytest.approx(logprobs(old), abs=1e-3)
     assert logprobs(new) == pytest.approx(reference_logprobs(other, new), abs=1e-4)
