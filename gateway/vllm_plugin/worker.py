@@ -119,21 +119,22 @@ def report(tensors: dict[str, torch.Tensor], placed: Layout, scope: ChecksumScop
         ValueError: words that no loader filled are not zero.
     """
     shards = dict[str, list[Shard]]()
-    unread = dict[str, str]()
+    others = set[str]()
     for name, tensor in {(each.data_ptr(), each.shape): (name, each) for name, each in tensors.items()}.values():
         begin, end = tensor.storage_offset(), tensor.storage_offset() + _extent(tensor)
         found = placed.placements.get(tensor.untyped_storage().data_ptr(), {}).values()
         within = [placement for placement in found if begin <= placement.target and _end(placement) <= end]
         if tensor.dtype not in _BITS:
-            unread |= {placement.name: f"vLLM holds it as {_dtype(tensor)}" for placement in within}
+            others.add(_dtype(tensor))
             continue
         if scope is ChecksumScope.FULL:
             _check_padding(name, tensor, within)
         for placement in within:
             shards.setdefault(placement.name, []).append(_shard(tensor, placement, scope))
     # Copied while vLLM loaded, and not where a parameter is now: quantised, or packed for a kernel.
-    unread |= {name: "vLLM holds it in another form" for name in placed.names if name not in shards and name not in unread}
-    return WorkerReport([shard for name, parts in shards.items() if name not in unread for shard in parts], unread)
+    form = f"as {', '.join(sorted(others))}" if others else "in another form"
+    unread = {name: f"vLLM holds it {form}" for name in placed.names if name not in shards}
+    return WorkerReport([shard for parts in shards.values() for shard in parts], unread)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -4,8 +4,9 @@ In: a publication that names the trainer's sender. Out: the orders to the engine
 sends only what the gateway has asked it for, once the engine is paused; the gateway gives all orders to the engine, and the trainer none.
 
 The sender is asked over HTTP, with the token that came with the publication: `POST /checksum` {"dtype", "others", "scope"} ->
-{"tensors", "whole"}, and `POST /transfers` {"engine", "over", "workers", "dtype", "group"} -> {"group", "init", "update"}. `group` is the connection that engine and
-sender have; `init` is null where they have it already, else the information by which the engine makes it.
+{"tensors", "whole"}, and `POST /transfers` {"engine", "over", "workers", "dtype", "group"} -> {"group", "init", "update"}. `group` is the
+connection that engine and sender have; `init` is null where they have it already, else the information by which the engine makes it.
+Each of the engine's workers is sent all weights, and keeps its shards.
 """
 
 from __future__ import annotations

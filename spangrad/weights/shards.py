@@ -3,8 +3,8 @@
 In: reports of workers, and the sums of a version's tensors. Out: sums by tensor, and what differs. Invariant: sums of shards add up to the
 sums of the whole tensor, however it is split; a shard that several workers hold counts once, and its copies must agree.
 
-A tensor's words are numbered from 0 in the order of the checkpoint's file. Of the mixed words m (`spangrad.weights.checksums`), `plain` is the
-sum of all m, and `weighted` the sum of number * m, both mod 2^64. A worker numbers its words as the whole tensor does, so both sums are
+A tensor's words are numbered from 0 in the order of the checkpoint's file. Of the mixed words m (`spangrad.weights.checksums`), `plain` is
+the sum of all m, and `weighted` the sum of number * m, both mod 2^64. A worker numbers its words as the whole tensor does, so both sums are
 additive; `plain` summed over tensors is the version's checksum, and `weighted` changes when words or shards change places.
 
 A sample is the words whose number is a multiple of `sample_step`, so that each worker knows which of them it holds.

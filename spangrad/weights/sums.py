@@ -1,7 +1,7 @@
 """Sums of tensors in files and in memory, in the dtype in which an engine holds them.
 
-In: words of tensors and the dtype of an engine. Out: sums by tensor (`spangrad.weights.shards`). Invariant: a cast rounds as PyTorch's does,
-and what is held in memory meanwhile is a few chunks, whatever a tensor's size.
+In: words of tensors and the dtype of an engine. Out: sums by tensor (`spangrad.weights.shards`). Invariant: a cast rounds as PyTorch's
+does, and what is held in memory meanwhile is a few chunks, whatever a tensor's size.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,6 +200,10 @@ def _preload() -> None:
     importlib.import_module("vllm.model_executor.models.registry")._run_in_subprocess = lambda look: look()
     for name in ("vllm.v1.engine.coordinator", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         importlib.import_module(name).get_mp_context = lambda: multiprocessing.get_context("fork")
+    # API servers are spawned whatever vLLM's settings say.
+    forking = types.ModuleType("multiprocessing")
+    vars(forking).update(vars(multiprocessing), get_context=lambda _=None: multiprocessing.get_context("fork"))
+    importlib.import_module("vllm.v1.utils").multiprocessing = forking
 
 
 if __name__ == "__main__":
