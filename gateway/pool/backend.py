@@ -48,10 +48,6 @@ class EngineTopology(msgspec.Struct, frozen=True):
     api_servers: int = 1
     """Servers that take requests at the engine's one address."""
 
-    def __str__(self) -> str:
-        sizes = {"tp": self.tensor, "pp": self.pipeline, "dp": self.data, "api": self.api_servers}
-        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
-
 
 class EngineInfo(msgspec.Struct, frozen=True):
     """State and capabilities of an engine, as our plugin in it reports them."""

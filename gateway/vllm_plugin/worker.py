@@ -24,8 +24,10 @@ from spangrad.weights.adapters import PREFIX, A, B
 from spangrad.weights.shards import MASK, MIX_A, MIX_B, ChecksumScope, Shard, TensorSums, WorkerReport, region_of, sample_step
 
 HTTP_BACKEND = "spangrad_http"
-CHUNK_WORDS = 2**24
-"""Words mixed at once: 128 MiB of int64, several times over."""
+CHUNK_WORDS = {"cpu": 2**16}
+"""Words mixed at once, by the kind of device: what fits a core's cache."""
+_CHUNK_WORDS = 2**24
+"""Words mixed at once on other devices: 128 MiB of int64, several times over."""
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 """Dtypes whose words are those of a checkpoint, and the integers of their size."""
 
@@ -182,7 +184,7 @@ def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
     shard = tensor.as_strided([each.size for each in dimensions], [each.target for each in dimensions], placement.target)
     words = shard.view(_BITS[tensor.dtype])
     row = max(1, _count(placement) // dimensions[0].size)
-    rows = max(1, CHUNK_WORDS // row)
+    rows = max(1, CHUNK_WORDS.get(tensor.device.type, _CHUNK_WORDS) // row)
     plain = weighted = 0
     for start in range(0, dimensions[0].size, rows):
         mixed = _mixed(words[start : start + rows], 8 * tensor.element_size())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from spangrad.errors import GatewayError
 from spangrad.processes import Child, wait_until
@@ -160,7 +160,7 @@ def mislabelled(answers: Sequence[dict[str, Any]], versions: Sequence[Path]) -> 
         (labels,) = answer["spangrad"]["versions"]
         ours = [one["logprob"] for one in choice["logprobs"]["content"]]
         assert labels[0][0] == 0
-        for (begin, version), end in zip(labels, [*(start for start, _ in labels[1:]), len(ours)], strict=True):
+        for (begin, version), end in zip(labels, [*(later for later, _ in labels[1:]), len(ours)], strict=True):
             exact = logprobs_of(versions[version], answer["prompt_token_ids"], choice["token_ids"])
             gap = max(abs(one - other) for one, other in zip(ours[begin:end], exact[begin:end], strict=True))
             if gap > EQUAL:
