@@ -118,7 +118,7 @@ class Backend(Upstream):
 
     @property
     def uncompared(self) -> str:
-        """What of the engine's parameters is not compared with a version's, in words; empty: everything is."""
+        """Parameters of the engine that are not compared with a version's, in words; empty: all are."""
         if self.info is None:
             return ""
         if self.scope is ChecksumScope.OFF:
@@ -211,16 +211,16 @@ class Backend(Upstream):
         request = CHAT.parse(msgspec.json.encode(question))
         replicas = self.info.topology.data if self.info else 1
         for rank in range(replicas):
-            whose = f"replica {rank}'s" if replicas > 1 else "its"
+            owner = f"replica {rank}'s" if replicas > 1 else "its"
             headers = {RANK_HEADER: str(rank)} if replicas > 1 else {}
             body = await self._request("POST", CHAT.path, request.for_engine(), PROBE_SECONDS, headers)
             try:
                 answer, _ = CHAT.read(body, request)
             except ValueError as error:
-                raise EngineError(f"{whose} answer to a probe cannot be read: {error}") from None
+                raise EngineError(f"{owner} answer to a probe cannot be read: {error}") from None
             lacking = _lacking(answer, version)
             if lacking:
-                raise EngineError(f"{whose} answer to a probe has no {lacking}. Start it with `spangrad engine`.")
+                raise EngineError(f"{owner} answer to a probe has no {lacking}. Start it with `spangrad engine`.")
 
     async def order(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> bytes:
         """Send an order; return the body of the response.

@@ -400,8 +400,16 @@ def test_engine_killed_twenty_times_about_publications_never_mislabels(
 def processes_of(settings: Settings) -> list[int]:
     """Processes of a vLLM: API servers, engine cores, workers; it begins a session."""
     session = os.getsid(fetch(f"{settings.gateway.engine_url}/spangrad/info")["pid"])
-    found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in found if _session_of(pid) == session]
+    processes = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    # Python's resource tracker is not missed: it removes what others left behind.
+    return [pid for pid in processes if _session_of(pid) == session and b"resource_tracker" not in _command_of(pid)]
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _session_of(pid: int) -> int | None:
