@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layers
 
 from gateway.vllm_plugin import layout
-from gateway.vllm_plugin.layout import Dimension, TensorLayout, Placement
+from gateway.vllm_plugin.layout import Dimension, Placement, TensorLayout
 from spangrad.weights.adapters import PREFIX, A, B
 from spangrad.weights.shards import MASK, MIX_A, MIX_B, ChecksumScope, Shard, TensorSums, WorkerReport, region_of, sample_step
 
