@@ -1,4 +1,4 @@
-"""TensorLayout of a checkpoint's tensors in the parameters of one vLLM worker, as vLLM's own loaders place them.
+"""Layout of a checkpoint's tensors in the parameters of one vLLM worker, as vLLM's own loaders place them.
 
 In: the copies that vLLM makes while it loads a model, or an adapter. Out: for each copy, the place in the checkpoint's tensor and the
 place in the worker's memory. Invariant: nothing here knows how a layer is fused, split or padded: every copy of a loader is recorded as
