@@ -21,7 +21,7 @@ from benchmarks.gateway_bodies import NO_ID, POLICY, TOKENIZER_HASH, VERSION, Bo
 
 CHAT_PATH = b"/v1/chat/completions"
 _NO_ID = NO_ID.encode()
-_CHECKSUM = "float32:0000000000000000"
+_SUMS = {"dtype": "float32", "words": 1, "plain": 0, "weighted": 0}
 _ASKS_LOGPROBS = re.compile(rb'"logprobs": ?(true|1)')
 _ASKS_IDS = re.compile(rb'"return_token_ids": ?true')
 _ASKS_STREAM = re.compile(rb'"stream": ?true')
@@ -30,7 +30,7 @@ _CONTROL = {
     b"/spangrad/info": {"policy": POLICY, "version": VERSION, "tokenizer_hash": TOKENIZER_HASH, "warm": True},
     b"/is_paused": {"is_paused": False},
     b"/v1/models": {"object": "list", "data": [{"id": POLICY, "object": "model", "created": 0, "owned_by": "benchmark"}]},
-    b"/collective_rpc": {"results": [_CHECKSUM]},
+    b"/spangrad/checksum": {"replicas": [[{"shards": [["w", [0, [[1, 1]]], _SUMS]]}]]},
 }
 
 

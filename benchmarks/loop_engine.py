@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from benchmarks.gateway_bodies import SAMPLING
-from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from spangrad.weights.checksums import sums_of_directory, tokenizer_hash
 
 TOKENS = 8
 PROMPT_IDS = [1, 2, 3, 4]
@@ -34,7 +35,7 @@ class Engine:
         self._sigma = sigma
         self._model = str(model)
         self._tokenizer = tokenizer_hash(model)
-        self._checksum = checksum_directory(model)
+        self._sums = sums_of_directory(model)
         self._version = 0
         self._changes: list[tuple[float, int]] = [(0.0, 0)]
         """Time of each change of weights, in seconds of the monotonic clock, with the version that it brought."""
@@ -140,9 +141,10 @@ class Engine:
             self._version, self._model = int(body["new_version"]), ""
             self._changes.append((time.monotonic(), self._version))
         elif name == "reload_weights":
-            self._checksum = await asyncio.to_thread(checksum_directory, Path(body["kwargs"]["weights_path"]))
-        elif name == "spangrad_checksum":
-            return web.json_response({"results": [self._checksum]})
+            self._sums = await asyncio.to_thread(sums_of_directory, Path(body["kwargs"]["weights_path"]))
+        elif name == "/spangrad/checksum":
+            shards = [[name, [0, [[sums.words, 1]]], msgspec.structs.asdict(sums)] for name, sums in self._sums.items()]
+            return web.json_response({"replicas": [[{"shards": shards}]]})
         return web.json_response({"results": [None]})
 
 

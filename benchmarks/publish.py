@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
+
 from benchmarks.scratch import exit_code, scratch
 from commands.demo.services import TrainingSupervisor, make_model
 from commands.demo.settings import CHECKOUT, demo_settings, write_settings
@@ -39,6 +41,7 @@ from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.supervisor.run_directory import fresh_directory
 from spangrad.types import Mode
+from spangrad.weights.shards import EngineReports, combine
 from trainer.publish.publisher import Publisher
 
 EXAMPLE = CHECKOUT / "examples/two_tools"
@@ -169,9 +172,10 @@ def _measure(directory: Path, versions: int, group_size: int, seed: int, method:
         _wait_reported(settings, versions)
         client.end()
         served = Publisher(settings.gateway).served("policy")
-        checksums = json.loads(_post(settings.gateway.engine_url + "/collective_rpc", {"method": "spangrad_checksum"}))["results"]
+        reports = _post(settings.gateway.engine_url + "/spangrad/checksum", {"part": "all"})
+        held = combine(msgspec.json.decode(reports, type=EngineReports)).checksum
         services.stop("train")  # it sends its last spans before it ends
-        figures = read(settings, client.tokens, served, checksums, client.failed, METHODS[method])
+        figures = read(settings, client.tokens, served, held, client.failed, METHODS[method])
         newest = figures.pop("path")
         reload = peer_reload(settings, newest)
         services.stop("gateway")
@@ -213,7 +217,7 @@ def _wait_reported(settings: Settings, version: int) -> None:
     time.sleep(1)  # for the last version's first token
 
 
-def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: Sequence[str], failed: int, taking: str) -> dict[str, Any]:
+def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: str, failed: int, taking: str) -> dict[str, Any]:
     """Read the figures from the store; `taking` is the name of the stage in which the engine loads the weights."""
     client = connect(settings.store)
     names = {"ids": tuple(one.response_id for one in tokens)}
@@ -242,7 +246,7 @@ def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: 
         },
         "checked": {
             "not_served": int(served != newest),
-            "other_weights": int(list(held) != [checksum]),
+            "other_weights": int(held != checksum),
             "no_span": len(rows) - len(spans),
             "went_back": went_back(tokens, weights),
             "failed_calls": failed,

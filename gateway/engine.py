@@ -23,10 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from gateway.engine_arguments import require_one_server
+from gateway.engine_arguments import names_api_servers, require_orders_reach_all
 from gateway.engine_failure import failure
 from gateway.engine_fit import fit_to_memory, vllm_python
 from gateway.vllm_plugin.middleware import (
+    CHECKSUM_VARIABLE,
     MODEL_VARIABLE,
     POLICY_VARIABLE,
     RANK_VARIABLE,
@@ -36,6 +37,7 @@ from gateway.vllm_plugin.middleware import (
     base_name,
 )
 from gateway.vllm_plugin.request_fields import CHAT_PATH
+from gateway.vllm_plugin.state import STATE_VARIABLE, write_state
 from gateway.zero_adapter import write_zero_adapter, zero_adapter
 from spangrad.errors import EngineError
 from spangrad.http.json_http import ask
@@ -74,6 +76,7 @@ def serve(settings: Settings) -> None:
     base = f"http://{in_url(engine.host)}:{engine.port}"
     with _stop_signal() as stopping:
         began = time.monotonic()
+        write_state(_state_file(engine), engine.version)
         vllm = _Vllm(engine, command(settings, model), environment(settings, model))
         try:
             vllm.wait_until(lambda: answers(f"{base}/health"), stopping)
@@ -113,6 +116,9 @@ def command(settings: Settings, model: Path) -> list[str]:
     if engine.lora_rank:
         rank = next(rank for rank in _LORA_RANKS if rank >= engine.lora_rank)
         options |= {"--max-lora-rank": str(rank), "--max-loras": "1", "--lora-modules": f"{policy}={zero_adapter(engine)}"}
+        if not names_api_servers(engine.extra_args):
+            # vLLM starts one for each data-parallel rank; the adapters that a server knows are its own.
+            options["--api-server-count"] = "1"
     if engine.transfer:
         options["--weight-transfer-config"] = json.dumps({"backend": TRANSFER_BACKENDS[engine.transfer]})
     flags = [*(["--enforce-eager"] if engine.enforce_eager else []), *(["--enable-lora"] if engine.lora_rank else [])]
@@ -145,7 +151,14 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
         POLICY_VARIABLE: settings.gateway.policy,
         VERSION_VARIABLE: str(engine.version),
         MODEL_VARIABLE: str(model),
+        CHECKSUM_VARIABLE: engine.checksum,
+        STATE_VARIABLE: str(_state_file(engine)),
     }
+
+
+def _state_file(engine: EngineSettings) -> Path:
+    """Return the file of the state that the engine's API servers share; one for each port, as several engines share a cache."""
+    return engine.cache_dir.absolute() / f"engine-state-{engine.port}"
 
 
 def _plugin_path(cache: Path) -> Path:
@@ -182,7 +195,7 @@ def _model_of(engine: EngineSettings) -> Path:
 
 def _check(engine: EngineSettings, model: Path) -> None:
     """Check the settings, before vLLM spends half a minute on what cannot work."""
-    require_one_server(engine.extra_args)
+    require_orders_reach_all(engine)
     if engine.lora_rank and engine.transfer:
         raise EngineError(
             f"engine.lora_rank = {engine.lora_rank} and engine.transfer = {engine.transfer!r}: "

@@ -1,10 +1,11 @@
-"""Arguments of vLLM that make several processes of one engine: API servers and data-parallel ranks.
+"""Arguments of vLLM that divide one engine so that the gateway's orders do not reach all of it.
 
-In: engine.extra_args, and the configuration file that they may name. Out: the first argument that asks for more than one, or for a way to
-connect several. Invariant: arguments are read as vLLM reads them: with `=` or without, `_` for `-`, abbreviated, or from YAML.
+In: engine.extra_args, and the configuration file that they may name. Out: the first argument that does. Invariant: arguments are read as
+vLLM reads them: with `=` or without, `_` for `-`, abbreviated, or from YAML.
 
-The policy's version, pauses and the checksum are those of one API server and one model. A second API server would answer with labels that
-no order has reached; a second rank with weights whose checksum was not compared.
+An order reaches one API server, whose client gives it to all engine cores that it knows, and the servers share their state. Tensor,
+pipeline and data parallelism and several API servers are therefore one engine. Not so where each server knows some of the ranks only
+(external and hybrid load balancing), or where none answers; and an adapter is known to the one server that loaded it.
 """
 
 from __future__ import annotations
@@ -14,46 +15,70 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spangrad.errors import EngineError
+from spangrad.settings import EngineSettings
 
 _SHORT = {
     "-asc": "--api-server-count",
-    "-dp": "--data-parallel-size",
-    "-dpl": "--data-parallel-size-local",
     "-dpn": "--data-parallel-rank",
     "-dpr": "--data-parallel-start-rank",
-    "-dpa": "--data-parallel-address",
-    "-dpp": "--data-parallel-rpc-port",
-    "-dpb": "--data-parallel-backend",
     "-dph": "--data-parallel-hybrid-lb",
     "-dpe": "--data-parallel-external-lb",
     "-dpm": "--data-parallel-multi-port-external-lb",
 }
-_COUNTS = ("--api-server-count", "--data-parallel-size", "--data-parallel-size-local")
-"""Options of which the value 1 changes nothing."""
-_LEAST_ABBREVIATION = "--api-s"
+_API_SERVERS = "--api-server-count"
+_SOME_RANKS = (
+    "--data-parallel-rank",
+    "--data-parallel-start-rank",
+    "--data-parallel-hybrid-lb",
+    "--data-parallel-external-lb",
+    "--data-parallel-multi-port-external-lb",
+)
+"""Options with which an API server knows some of the data-parallel ranks only."""
+_LEAST_ABBREVIATIONS = (
+    "--api-s",
+    "--headl",
+    "--data-parallel-ran",
+    "--data-parallel-st",
+    "--data-parallel-h",
+    "--data-parallel-e",
+    "--data-parallel-m",
+)
+"""Shortest words that vLLM reads as one option that is refused here."""
 _YAML_LINE = re.compile(r"""^["']?([A-Za-z][\w-]*)["']?\s*:\s*["']?([^"'#\s]*)""", re.MULTILINE)
 
 
-def require_one_server(extra_args: Sequence[str]) -> None:
-    """Refuse arguments that give an engine several API servers or data-parallel ranks.
+def require_orders_reach_all(engine: EngineSettings) -> None:
+    """Refuse arguments with which an order would not reach all of an engine.
 
     Raises:
-        EngineError: one does; the message names it, and the place where it is set.
+        EngineError: one does; the message names it, the place where it is set, and the reason.
     """
-    for option, value, place in _options(extra_args):
-        if option.startswith("--data-parallel") or _is_abbreviation(option):
-            if option in _COUNTS and value == "1":
-                continue
-            shown = f"{option} {value}".rstrip()
-            raise EngineError(
-                f"{place} has {shown}: an engine with several API servers or data-parallel ranks cannot be given new weights. Take it out, "
-                "start one `spangrad engine` for each replica, and give the gateway all of them (gateway.backends)."
-            )
+    for option, value, place in _options(engine.extra_args):
+        reason = _refusal(option, value, engine)
+        if reason:
+            raise EngineError(f"{place} has {f'{option} {value}'.rstrip()}: {reason}")
 
 
-def _is_abbreviation(option: str) -> bool:
-    """Return whether vLLM reads an option as an abbreviation of --api-server-count."""
-    return option.startswith(_LEAST_ABBREVIATION) and "--api-server-count".startswith(option)
+def names_api_servers(extra_args: Sequence[str]) -> bool:
+    """Return whether the arguments set the number of API servers."""
+    return any(option == _API_SERVERS for option, _, _ in _options(extra_args))
+
+
+def _refusal(option: str, value: str, engine: EngineSettings) -> str:
+    if option in _SOME_RANKS and value != "false":
+        return (
+            "its API servers would know some of the data-parallel ranks only, and new weights would not reach the others. Take it out: "
+            "with --data-parallel-size alone every API server knows all ranks; or start one `spangrad engine` for each rank, and give the "
+            "gateway all of them (gateway.backends)."
+        )
+    if (option == "--headless" and value != "false") or (option == _API_SERVERS and value == "0"):
+        return "an engine without an API server takes no orders. Take it out, or start that part of a larger engine with `vllm serve`."
+    if option == _API_SERVERS and engine.lora_rank and value != "1":
+        return (
+            f"engine.lora_rank = {engine.lora_rank}, and vLLM loads adapters at run time with one API server only. Set {_API_SERVERS} 1; "
+            "--data-parallel-size may stay."
+        )
+    return ""
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
@@ -62,14 +87,22 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
         if not word.startswith("-"):
             continue
         name, equals, value = word.partition("=")
-        option = _SHORT.get(name, name).replace("_", "-")
+        option = _long(name)
         following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else ""
         yield option, value if equals else following, "engine.extra_args"
         if option == "--config":
             yield from _in_file(Path(value if equals else following))
 
 
+def _long(name: str) -> str:
+    """Return the option that vLLM reads a word as, if it is one that matters here."""
+    option = _SHORT.get(name, name).replace("_", "-")
+    if option.startswith(_LEAST_ABBREVIATIONS):
+        return next((full for full in (_API_SERVERS, "--headless", *_SOME_RANKS) if full.startswith(option)), option)
+    return option
+
+
 def _in_file(path: Path) -> Iterator[tuple[str, str, str]]:
     if path.is_file():  # vLLM says what is wrong with one that is not
         for name, value in _YAML_LINE.findall(path.read_text(errors="replace")):
-            yield "--" + name.replace("_", "-"), value, f"{path}, which engine.extra_args names,"
+            yield _long("--" + name), value, f"{path}, which engine.extra_args names,"

@@ -16,7 +16,7 @@ from aiohttp import web
 from pydantic import SecretStr, ValidationError
 
 from gateway.metrics import GatewayMetrics
-from gateway.pool.backend import Backend
+from gateway.pool.backend import Backend, EngineTopology
 from gateway.pool.policy import Policy
 from gateway.pool.pool import BackendPool, BackendRefusedError
 from gateway.pool.sleeping import send_to_sleep, wake_up
@@ -75,6 +75,11 @@ class BackendState(msgspec.Struct, frozen=True):
     version: int | None
     """None: it is no engine, or was never reached."""
     checksum: str
+    """Checksum of what is compared of an engine's parameters; empty: nothing is, or they are not known."""
+    uncompared: str
+    """Parameters of an engine that are not compared with a version's, in words; empty: all are."""
+    topology: EngineTopology | None
+    """Processes that an engine consists of. None: it is no engine, or was never reached."""
     in_flight: int
     calls: int
     limit: int | None
@@ -263,6 +268,8 @@ def _backend_state(backend: Upstream) -> BackendState:
         reason=backend.reason,
         version=engine.info.version if engine and engine.info else None,
         checksum=engine.checksum if engine else "",
+        uncompared=engine.uncompared if engine else "",
+        topology=engine.info.topology if engine and engine.info else None,
         in_flight=backend.in_flight,
         calls=backend.calls,
         limit=backend.limit,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import aiohttp
@@ -16,20 +17,36 @@ import msgspec
 from gateway.dialects import CHAT
 from gateway.dialects.answer import EngineAnswer
 from gateway.pool.upstream import BackendStatus, Upstream, unreachable
-from gateway.vllm_plugin.middleware import ADAPTER_PATH
-from spangrad.errors import EngineError
+from gateway.vllm_plugin.middleware import ADAPTER_PATH, CHECKSUM_PATH
+from spangrad.errors import CheckpointError, EngineError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RemoteService
 from spangrad.settings import BackendSettings
+from spangrad.weights.shards import ChecksumScope, EngineReports, EngineSums, combine
 
 log = logging.getLogger(__name__)
 
 CONTROL_SECONDS = 60
 """Time limit of an order that moves no weights."""
 PROBE_SECONDS = 60
-CHECKSUM_METHOD = "spangrad_checksum"
+RANK_HEADER = "X-data-parallel-rank"
+"""Header by which vLLM has one data-parallel replica answer a request."""
 
 _T = TypeVar("_T")
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+class EngineTopology(msgspec.Struct, frozen=True):
+    """Processes that an engine consists of."""
+
+    tensor: int = 1
+    """Workers that share each layer."""
+    pipeline: int = 1
+    """Groups of workers that have the layers one after the other."""
+    data: int = 1
+    """Replicas, each of all weights."""
+    api_servers: int = 1
+    """Servers that take requests at the engine's one address."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -47,12 +64,13 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Directory of the adapter that changes nothing; empty: it takes none."""
     transfer: str = ""
     """Transport by which it takes weights from a trainer; empty: it takes none."""
-    api_servers: int = 1
-    data_parallel_size: int = 1
-
-
-class _Results(msgspec.Struct):
-    results: list[str]
+    dtype: str = ""
+    """Dtype of the model in the engine."""
+    checksum: ChecksumScope = ChecksumScope.FULL
+    """Part of its parameters that is compared with a version's."""
+    topology: EngineTopology = EngineTopology()
+    shared_state: bool = True
+    """True if its API servers share their state, so that an order to one reaches all."""
 
 
 class _Pause(msgspec.Struct):
@@ -68,8 +86,8 @@ class Backend(Upstream):
         self.reason = f"the engine at {self.url} is not admitted yet"
         self.info: EngineInfo | None = None
         """State that the engine reported. None: it was never reached while it was warm."""
-        self.checksum = ""
-        """Checksum of the parameters in the engine's memory, in its dtype; empty: not known."""
+        self.held: EngineSums | None = None
+        """Sums of the parameters in the engine's memory, by tensor. None: not known."""
         self.publication: dict[str, float] = {}
         """Seconds of each step of the last publication that succeeded; empty: there was none."""
         self.lock = asyncio.Lock()
@@ -88,9 +106,34 @@ class Backend(Upstream):
         """Return whether a call may try the engine while it is down: it may be up by now, and if not, the call's error says so."""
         return self.status is BackendStatus.DOWN and not self.broken
 
-    def serve(self, info: EngineInfo, checksum: str) -> None:
+    @property
+    def scope(self) -> ChecksumScope:
+        """Part of the parameters that is compared with a version's."""
+        return self.info.checksum if self.info else ChecksumScope.FULL
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of what is compared of the parameters in the engine's memory; empty: nothing is."""
+        return self.held.checksum if self.held and self.scope is not ChecksumScope.OFF else ""
+
+    @property
+    def uncompared(self) -> str:
+        """Parameters of the engine that are not compared with a version's, in words; empty: all are."""
+        if self.info is None:
+            return ""
+        if self.scope is ChecksumScope.OFF:
+            return "engine.checksum = off: no parameter is compared"
+        unread = self.held.unread if self.held else {}
+        parts = ["engine.checksum = sampled: about 4,096 words of each parameter are compared"] * (self.scope is ChecksumScope.SAMPLED)
+        if unread:
+            name, reason = next(iter(unread.items()))
+            count = len(unread) + len(self.held.tensors if self.held else ())
+            parts.append(f"{len(unread)} of {count} tensors are not compared, such as {name}: {reason}")
+        return "; ".join(parts)
+
+    def serve(self, info: EngineInfo, held: EngineSums | None) -> None:
         """Admit the backend."""
-        self.info, self.checksum, self.broken = info, checksum, False
+        self.info, self.held, self.broken = info, held, False
         self.set_status(BackendStatus.SERVING)
 
     def take_down(self, reason: str, *, broken: bool) -> None:
@@ -132,14 +175,22 @@ class Backend(Upstream):
         """Return whether the engine is paused."""
         return (await self.fetch("/is_paused", _Pause)).is_paused
 
-    async def read_checksum(self, *, base_only: bool = False) -> str:
-        """Return the checksum of the parameters in the engine's memory, and of its active adapter unless `base_only`."""
-        order = {"method": CHECKSUM_METHOD, **({"kwargs": {"base_only": True}} if base_only else {})}
-        body = await self.order("/collective_rpc", order, self.seconds)
-        checksums = self._decode("/collective_rpc", body, _Results).results
-        if len(checksums) != 1:
-            raise EngineError(f"the engine at {self.url} has {len(checksums)} workers; the parameters of one only can be compared.")
-        return checksums[0]
+    async def read_sums(self, part: str = "all") -> EngineSums | None:
+        """Return the sums of the parameters in the engine's memory. None: the engine's setting is to compare none.
+
+        Args:
+            part: `all`, `base` (the model's own) or `adapter` (the active adapters).
+
+        Raises:
+            EngineError: the engine does not answer, its workers hold different copies, or its replicas different weights.
+        """
+        if self.scope is ChecksumScope.OFF:
+            return None
+        body = await self.order(CHECKSUM_PATH, {"part": part}, self.seconds)
+        try:
+            return combine(self._decode(CHECKSUM_PATH, body, EngineReports))
+        except CheckpointError as error:
+            raise EngineError(f"the engine at {self.url}: {error}") from error
 
     async def reload(self, path: str) -> None:
         """Load weights from a directory that the engine's machine sees."""
@@ -151,21 +202,25 @@ class Backend(Upstream):
         await self.order(ADAPTER_PATH, order, self.seconds)
 
     async def probe(self, version: int) -> None:
-        """Generate one token, unrecorded, and check that the response holds everything that training needs.
+        """Have each data-parallel replica generate one token, unrecorded, and check that its response holds everything that training needs.
 
         Raises:
-            EngineError: it does not.
+            EngineError: one does not.
         """
         question = {"model": self.model, "messages": [{"role": "user", "content": "probe"}], "max_tokens": 1}
         request = CHAT.parse(msgspec.json.encode(question))
-        body = await self._request("POST", CHAT.path, request.for_engine(), PROBE_SECONDS)
-        try:
-            answer, _ = CHAT.read(body, request)
-        except ValueError as error:
-            raise EngineError(f"its answer to a probe cannot be read: {error}") from None
-        lacking = _lacking(answer, version)
-        if lacking:
-            raise EngineError(f"its answer to a probe has no {lacking}. Start it with `spangrad engine`.")
+        replicas = self.info.topology.data if self.info else 1
+        for rank in range(replicas):
+            owner = f"replica {rank}'s" if replicas > 1 else "its"
+            headers = {RANK_HEADER: str(rank)} if replicas > 1 else {}
+            body = await self._request("POST", CHAT.path, request.for_engine(), PROBE_SECONDS, headers)
+            try:
+                answer, _ = CHAT.read(body, request)
+            except ValueError as error:
+                raise EngineError(f"{owner} answer to a probe cannot be read: {error}") from None
+            lacking = _lacking(answer, version)
+            if lacking:
+                raise EngineError(f"{owner} answer to a probe has no {lacking}. Start it with `spangrad engine`.")
 
     async def order(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> bytes:
         """Send an order; return the body of the response.
@@ -195,10 +250,10 @@ class Backend(Upstream):
         except msgspec.DecodeError as error:
             raise EngineError(f"the engine at {self.url} answers {path} with something else than expected: {error}") from None
 
-    async def _request(self, method: str, path: str, body: bytes | None, seconds: float) -> bytes:
+    async def _request(self, method: str, path: str, body: bytes | None, seconds: float, more: Mapping[str, str] = _NO_HEADERS) -> bytes:
         try:
             timeout = aiohttp.ClientTimeout(total=seconds)
-            headers = {"Content-Type": "application/json", **self.headers}
+            headers = {"Content-Type": "application/json", **self.headers, **more}
             async with self._session.request(
                 method, self.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:

@@ -60,9 +60,10 @@ async def wake_up(backend: Backend, policy: Policy) -> None:
         try:
             await backend.order("/wake_up", seconds=backend.seconds)
             backend.set_status(BackendStatus.PUBLISHING)
-            if await backend.read_checksum() == backend.checksum and not policy.missed(backend, info.version):
+            held = await backend.read_sums()
+            if held and held == backend.held and not policy.missed(backend, info.version):
                 await backend.probe(info.version)
-                backend.serve(info, backend.checksum)
+                backend.serve(info, held)
             elif release:
                 await put(backend, release, await Expected(release).by(backend))
             else:

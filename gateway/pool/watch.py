@@ -82,11 +82,10 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
             broken=True,
         )
         return
-    if info.api_servers > 1 or info.data_parallel_size > 1:
+    if info.topology.api_servers > 1 and not info.shared_state:
         backend.take_down(
-            f"the engine at {backend.url} runs {info.api_servers} API servers and {info.data_parallel_size} data-parallel ranks: "
-            "orders reach one of them, and the others would answer with weights that have not been compared. "
-            "Start one `spangrad engine` for each replica.",
+            f"the engine at {backend.url} runs {info.topology.api_servers} API servers that share no state: orders reach one of them, and "
+            "the others would take calls during a publication. Start it with `spangrad engine`.",
             broken=True,
         )
         return
@@ -94,8 +93,9 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
         backend.reason = f"the engine at {backend.url} is warming up"
         return
     try:
-        # Set before the verdict: a publication to an engine that is down compares with its dtype.
-        backend.info, backend.checksum = info, await backend.read_checksum()
+        # Set before the verdict: an engine that is down is published to all the same.
+        backend.info = info
+        backend.held = await backend.read_sums()
         if await backend.read_paused():
             raise EngineError("it is paused, as a publication left it that failed. Publish again, or restart the engine.")
         missed = policy.missed(backend, info.version)
@@ -108,9 +108,12 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
             backend.take_down(f"the engine at {backend.url} was not admitted: {error}", broken=True)
         return
     if not policy.releases and info.model and info.version >= (policy.version or 0):
-        policy.served(WeightsRelease(info.version, info.model, backend.checksum))
-    backend.serve(info, backend.checksum)
+        # A checksum of all words is that of the files; another one says nothing of them.
+        policy.served(WeightsRelease(info.version, info.model, "" if backend.uncompared else backend.checksum))
+    backend.serve(info, backend.held)
     log.info("engine admitted: %s, policy %r version %d at %s, %s", backend.name, info.policy, info.version, backend.url, backend.checksum)
+    if backend.uncompared:
+        log.warning("backend %s: %s", backend.name, backend.uncompared)
 
 
 async def _bring_up(backend: Backend, release: WeightsRelease) -> None:

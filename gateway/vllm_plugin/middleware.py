@@ -20,9 +20,11 @@ from urllib.parse import parse_qs
 
 from gateway.vllm_plugin.request_fields import CHAT_PATH, COMPLETIONS_PATH, TAPPED_PATHS, with_ids
 from gateway.vllm_plugin.sender import AnswerSender, FieldSender
+from gateway.vllm_plugin.state import STATE_VARIABLE, EngineState, Gate
 from gateway.vllm_plugin.tap import Labels, Tap, open_tap
 from spangrad.sampling import is_constrained
 from spangrad.weights.checksums import tokenizer_hash
+from spangrad.weights.shards import ChecksumScope
 
 POLICY_VARIABLE = "SPANGRAD_GATEWAY__POLICY"
 VERSION_VARIABLE = "SPANGRAD_ENGINE__VERSION"
@@ -30,12 +32,19 @@ MODEL_VARIABLE = "SPANGRAD_ENGINE__MODEL"
 RANK_VARIABLE = "SPANGRAD_ENGINE__LORA_RANK"
 ZERO_ADAPTER_VARIABLE = "SPANGRAD_ZERO_ADAPTER"
 TRANSFER_VARIABLE = "SPANGRAD_ENGINE__TRANSFER"
-"""Environment variables of the settings that the middleware reads, set by `spangrad engine`; of the last three, those
+CHECKSUM_VARIABLE = "SPANGRAD_ENGINE__CHECKSUM"
+"""Environment variables of the settings that the middleware reads, set by `spangrad engine`; of the last four, those
 that it needs."""
 
 UNLABELLED = "default"
 """vLLM's label of the weights that it was started with."""
 ADAPTER_PATH = "/v1/load_lora_adapter"
+CHECKSUM_PATH = "/spangrad/checksum"
+CHECKSUM_METHOD = "spangrad_checksum"
+POLL_SECONDS = 0.002
+"""Time between two looks at a gate that another API server opens."""
+DEATH_SECONDS = 0.5
+"""Time between two looks at whether the engine lives, while an order waits for it."""
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
 """Paths of the routes that have the policy generate."""
 
@@ -59,23 +68,21 @@ class SpangradMiddleware:
         self.policy = os.environ[POLICY_VARIABLE]
         self.first_version = int(os.environ[VERSION_VARIABLE])
         """Policy version of the weights that vLLM was started with."""
-        self.version = self.first_version
-        """Policy version that is served now."""
+        path = os.environ.get(STATE_VARIABLE)
+        self.state = EngineState(self.first_version, Path(path) if path else None)
         self.model = os.environ[MODEL_VARIABLE]
-        """Directory of the weights that vLLM was started with; empty once it has others."""
+        """Directory of the weights that vLLM was started with."""
         self.tokenizer_hash = tokenizer_hash(Path(self.model))
+        self.checksum = ChecksumScope(os.environ.get(CHECKSUM_VARIABLE, ChecksumScope.FULL))
+        """Part of the parameters that is compared after a publication."""
         self.lora_rank = int(os.environ.get(RANK_VARIABLE, "0"))
         """Largest rank of the adapters that it takes. 0: it takes none."""
         self.zero_adapter = os.environ.get(ZERO_ADAPTER_VARIABLE, "")
         """Directory of the adapter that changes nothing; empty where it takes none. Calls always have an adapter then."""
         self.transfer = os.environ.get(TRANSFER_VARIABLE, "")
         """Transport by which it takes weights from a trainer; empty: it takes none."""
-        self.warm = False
-        self._publishing = asyncio.Event()
-        """Cleared in a pause that keeps calls: those that arrive wait for its end."""
-        self._publishing.set()
-        self._refusing = False
-        """True after a pause that aborted all calls: those that arrive are refused until vLLM is resumed."""
+        self._opening: asyncio.Task[None] | None = None
+        """Waits for the end of a pause, for all calls that have arrived in it."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -86,14 +93,18 @@ class SpangradMiddleware:
             case "GET", "/spangrad/info":
                 await _respond(send, 200, self.info(scope))
             case "POST", "/spangrad/warm":
-                self.warm = True
+                self.state.warm = True
                 await _respond(send, 200, self.info(scope))
+            case "POST", path if path == CHECKSUM_PATH:
+                await self._report(scope, receive, send)
             case "POST", "/pause" | "/resume" | "/update_weight_version":
                 await self._control(scope, receive, send)
             case "POST", path if path == ADAPTER_PATH and self.lora_rank:
                 await self._load_adapter(scope, receive, send)
             case "POST", path if path in _ANSWERED:
                 await self._answer(scope, receive, send)
+            case "POST", _:
+                await self._order(scope, receive, send)
             case _:
                 await self.app(scope, receive, send)
 
@@ -102,15 +113,23 @@ class SpangradMiddleware:
         parallel = scope["app"].state.vllm_config.parallel_config
         return {
             "policy": self.policy,
-            "version": self.version,
+            "version": self.state.version,
             "tokenizer_hash": self.tokenizer_hash,
-            "warm": self.warm,
-            "model": self.model,
+            "warm": self.state.warm,
+            "model": "" if self.state.replaced else self.model,
+            "dtype": str(scope["app"].state.vllm_config.model_config.dtype).removeprefix("torch."),
+            "checksum": self.checksum,
             "lora_rank": self.lora_rank,
             "zero_adapter": self.zero_adapter,
             "transfer": self.transfer,
-            "api_servers": parallel._api_process_count,
-            "data_parallel_size": parallel.data_parallel_size,
+            "topology": {
+                "tensor": parallel.tensor_parallel_size,
+                "pipeline": parallel.pipeline_parallel_size,
+                "data": parallel.data_parallel_size,
+                "api_servers": parallel._api_process_count,
+            },
+            "pid": os.getpid(),
+            "shared_state": self.state.shared,
         }
 
     def facts(self, tap: Tap | None, constrained: bool, complete: bool) -> dict[str, Any]:
@@ -139,10 +158,10 @@ class SpangradMiddleware:
         return int(label) if label.isascii() and label.isdigit() else None
 
     async def _control(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass on an order to vLLM, and record its pause or version once vLLM has obeyed."""
+        """Pass on an order to vLLM, whose client gives it to every engine core, and record its pause or version for all API servers."""
         path = scope["path"]
         body = await _read(receive)
-        version = self.version
+        version = self.first_version
         if path == "/update_weight_version":
             try:
                 version = int(json.loads(body)["new_version"])
@@ -152,19 +171,67 @@ class SpangradMiddleware:
         aborts = path == "/pause" and parse_qs(scope["query_string"].decode()).get("mode", ["abort"]) == ["abort"]
         if path == "/pause" and not aborts:
             # Calls that arrive from now on wait here, so that the version they start with is read after the reload.
-            self._publishing.clear()
+            self.state.gate = Gate.WAIT
 
         async def watch(message: Message) -> None:
             if message["type"] == "http.response.start":
                 succeeded = message["status"] == 200
                 if path == "/update_weight_version" and succeeded:
-                    self.version, self.model = version, ""
+                    self.state.version, self.state.replaced = version, True
                 elif (path == "/resume" and succeeded) or (path == "/pause" and (aborts or not succeeded)):
-                    self._refusing = aborts and succeeded
-                    self._publishing.set()
+                    self.state.gate = Gate.REFUSE if aborts and succeeded else Gate.OPEN
             await send(message)
 
-        await self.app(scope, _replay(body, receive), watch)
+        await self._order(scope, _replay(body, receive), watch)
+
+    async def _order(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass on an order to vLLM, and give it up once the engine has died.
+
+        vLLM's client would wait for the dead engine's answer for ever, and its server, which ends then, for the client.
+        """
+        begun = False
+
+        async def watch(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        order = asyncio.ensure_future(self.app(scope, receive, watch))
+        try:
+            while not (await asyncio.wait({order}, timeout=DEATH_SECONDS))[0]:
+                if scope["app"].state.engine_client.errored:
+                    self.state.gate = Gate.REFUSE
+                    if not begun:
+                        await _respond(send, 500, {"error": "the engine has died"})
+                    return
+            await order
+        finally:
+            order.cancel()
+
+    async def _report(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer with the reports of the workers of every data-parallel replica; vLLM's own route gives those of the first alone."""
+        part = json.loads(await _read(receive) or b"{}").get("part", "all")
+        try:
+            arguments = (CHECKSUM_METHOD, None, (self.checksum, part), None)
+            replicas = await scope["app"].state.engine_client.engine_core.call_utility_all_async("collective_rpc", *arguments)
+        except Exception as error:  # a worker's error is vLLM's to choose; the gateway reports it
+            await _respond(send, 500, {"error": str(error)})
+            return
+        await _respond(send, 200, {"replicas": [[json.loads(worker) for worker in workers] for workers in replicas]})
+
+    async def _until_open(self, engine_client: Any) -> None:
+        """Wait for the end of a pause, whichever API server was told of it, or for the engine's."""
+        if self.state.gate is not Gate.WAIT:
+            return
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._poll_gate(engine_client))
+        await asyncio.shield(self._opening)
+
+    async def _poll_gate(self, engine_client: Any) -> None:
+        while self.state.gate is Gate.WAIT:
+            if engine_client.errored:
+                self.state.gate = Gate.REFUSE
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _load_adapter(self, scope: Message, receive: Receive, send: Send) -> None:
         """Have vLLM load an adapter in place once, instead of at each of its steps.
@@ -183,8 +250,8 @@ class SpangradMiddleware:
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _read(receive)
-        await self._publishing.wait()
-        if self._refusing:
+        await self._until_open(scope["app"].state.engine_client)
+        if self.state.gate is Gate.REFUSE:
             await _respond(send, 503, PAUSED)
             return
         try:

@@ -1,27 +1,35 @@
-"""Checksum of the parameters in vLLM's memory, equal to that of the checkpoint they were loaded from.
+"""Sums of the parameters in one vLLM worker's memory, by tensor and shard of the checkpoint that they were loaded from.
 
-In: a worker's model, its parameters fused and on any device. Out: `float32:00c0ffee00c0ffee`, as
-`spangrad.weights.checksums.checksum_directory` writes it. Invariant: only what `named_parameters` lists counts, each once;
-buffers (rotary tables, scales) are no weights of a checkpoint, and with it the adapters in the slots that are computed with: vLLM
-keeps them padded with zeros, and B multiplied by its scale. What is listed is what is computed with: on a CPU, vLLM
-would repack linear layers into an opaque form and drop the parameters, so there they are kept plain.
+In: a worker's model, its parameters fused, split and on any device. Out: a report (`spangrad.weights.shards.WorkerReport`) as JSON.
+Invariant: a word of a parameter counts once, as the word of the checkpoint's tensor that vLLM's loader copied there; words that no loader
+filled (padding) must be zero. What is listed is what is computed with: on a CPU, vLLM would repack linear layers into an opaque form and
+drop the parameters, so there they are kept plain. Adapters count as vLLM computes with them: B multiplied by its scale.
 
 Runs inside vLLM's workers: `vllm serve --worker-extension-cls gateway.vllm_plugin.worker.SpangradWorker`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layers
 
-from spangrad.weights.checksums import MASK, MIX_A, MIX_B
+from gateway.vllm_plugin import layout
+from gateway.vllm_plugin.layout import Dimension, Placement, TensorLayout
+from spangrad.weights.adapters import PREFIX, A, B
+from spangrad.weights.shards import MASK, MIX_A, MIX_B, ChecksumScope, Shard, TensorSums, WorkerReport, region_of, sample_step
 
 HTTP_BACKEND = "spangrad_http"
-CHUNK_WORDS = 2**24
-"""Words mixed at once: 128 MiB of int64, several times over."""
+CHUNK_WORDS = {"cpu": 2**16}
+"""Words mixed at once, by the kind of device: what fits a core's cache."""
+_CHUNK_WORDS = 2**24
+"""Words mixed at once on other devices: 128 MiB of int64, several times over."""
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+"""Dtypes whose words are those of a checkpoint, and the integers of their size."""
 
 
 _dispatch = layers.dispatch_cpu_unquantized_gemm
@@ -37,60 +45,187 @@ def _keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 # vLLM imports this module in each worker before it loads the model. On a GPU the function is not called.
 layers.dispatch_cpu_unquantized_gemm = _keep_plain
+layout.install()
 WeightTransferEngineFactory.register_engine(HTTP_BACKEND, "gateway.vllm_plugin.transfer", "HttpTransferEngine")
 
 
 class SpangradWorker:
     """Worker extension: methods that collective_rpc may call beside vLLM's own."""
 
-    def spangrad_checksum(self, base_only: bool = False) -> str:
-        """Return the checksum of the model's parameters, and of the active adapters unless `base_only`."""
-        model = self.get_model()
-        parameters = [parameter for _, parameter in model.named_parameters()]
-        return checksum(parameters if base_only else [*parameters, *_active_adapters(model)])
+    def spangrad_checksum(self, scope: str, part: str) -> str:
+        """Return this worker's report, as JSON.
+
+        Args:
+            scope: a `ChecksumScope`: all words, or a sample of them.
+            part: `all`, `base` (the model's own parameters) or `adapter` (the active adapters).
+        """
+        model, scope = self.get_model(), ChecksumScope(scope)
+        reports = [_base_report(model, scope)] if part != "adapter" else []
+        if part != "base":
+            reports += _adapter_reports(model, scope)
+        unread = {name: reason for report in reports for name, reason in report.unread.items()}
+        return msgspec.json.encode(WorkerReport([shard for report in reports for shard in report.shards], unread)).decode()
 
 
-def _active_adapters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield A and B of each layer, of each active adapter."""
+def _base_report(model: torch.nn.Module, scope: ChecksumScope) -> WorkerReport:
+    loaded = layout.layout_of(model)
+    if loaded is None:
+        raise ValueError("vLLM's default loader did not load this model, so that its parameters cannot be compared: take --load-format out")
+    return report({name: parameter.data for name, parameter in model.named_parameters()}, loaded, scope)
+
+
+def _adapter_reports(model: torch.nn.Module, scope: ChecksumScope) -> Iterator[WorkerReport]:
+    """Yield a report of each active adapter; where its tensors lie, vLLM's own methods say, which change nothing meanwhile."""
     manager = getattr(model, "lora_manager", None)
-    slots = [] if manager is None else [slot for slot, adapter in enumerate(manager.lora_index_to_id) if adapter is not None]
-    for layer in {id(module): module for module in manager.modules.values()}.values() if slots else ():
-        if hasattr(layer, "w13_lora_a_stacked"):
-            raise ValueError("the model has adapters of experts: vLLM keeps them in another form, which checksums do not know")
-        for stacked in (layer.lora_a_stacked, layer.lora_b_stacked):
-            for matrices in stacked if isinstance(stacked, tuple | list) else (stacked,):
-                yield from (matrices[slot] for slot in slots)
+    for slot, adapter in enumerate(manager.lora_index_to_id if manager else ()):
+        if adapter is None:
+            continue
+        for name, module in manager.modules.items():
+            if hasattr(module, "w13_lora_a_stacked"):
+                raise ValueError("the model has adapters of experts: vLLM keeps them in another form, which checksums do not know")
+            weights = manager._get_lora_layer_weights(manager.get_adapter(adapter), name)
+            placed = _placed_by(module, slot, weights, manager.packed_modules.get(name, [name])) if weights else TensorLayout()
+            stacked = [*_listed(module.lora_a_stacked), *_listed(module.lora_b_stacked)]
+            yield report(
+                {f"{name}, matrix {index} of its adapters": matrices[slot] for index, matrices in enumerate(stacked)}, placed, scope
+            )
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def _placed_by(module: Any, slot: int, weights: Any, names: list[str]) -> TensorLayout:
+    """Return the layout of an adapter's matrices in the stacked ones of a layer, whose parts have these names."""
+    return layout.recorded(_named_matrices(names, weights), lambda: module.set_lora(slot, weights.lora_a, weights.lora_b))
+
+
+def _named_matrices(modules: list[str], weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield A and B of an adapter's modules under PEFT's names."""
+    for suffix, matrices in ((A, weights.lora_a), (B, weights.lora_b)):
+        for module, matrix in zip(modules, _listed(matrices), strict=True):
+            if matrix is not None:
+                yield f"{PREFIX}{module}{suffix}", matrix
 
 
 @torch.inference_mode()
-def checksum(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the multiset checksum of tensors of one floating dtype; the formula is in `spangrad.weights.checksums`.
+def report(tensors: dict[str, torch.Tensor], placed: TensorLayout, scope: ChecksumScope) -> WorkerReport:
+    """Return the sums of the shards that lie in these tensors.
+
+    Args:
+        tensors: tensors of a worker, by name; one that is listed twice counts once.
+        placed: layout of the checkpoint's tensors in them.
+        scope: all words, or a sample.
 
     Raises:
-        ValueError: the dtypes differ, or are not of two or four bytes.
+        ValueError: words that no loader filled are not zero.
     """
-    total, dtypes = 0, set()
-    for tensor in tensors:
-        dtypes.add(str(tensor.dtype).removeprefix("torch."))
-        bits = {2: torch.int16, 4: torch.int32}.get(tensor.element_size())
-        if bits is None:
-            raise ValueError(f"a parameter is {tensor.dtype}: checksums know dtypes of two and four bytes")
-        words = tensor.detach().contiguous().view(-1).view(bits)
-        for start in range(0, words.numel(), CHUNK_WORDS):
-            total += _mix(words[start : start + CHUNK_WORDS], 8 * tensor.element_size())
-    if len(dtypes) != 1:
-        raise ValueError(f"the parameters are {', '.join(sorted(dtypes)) or 'none'}: one dtype is needed for a checksum")
-    return f"{dtypes.pop()}:{total & MASK:016x}"
+    shards = dict[str, list[Shard]]()
+    others = set[str]()
+    for name, tensor in {(each.data_ptr(), each.shape): (name, each) for name, each in tensors.items()}.values():
+        begin, end = tensor.storage_offset(), tensor.storage_offset() + _extent(tensor)
+        candidates = placed.placements.get(tensor.untyped_storage().data_ptr(), {}).values()
+        within = [placement for placement in candidates if begin <= placement.target and _end(placement) <= end]
+        if tensor.dtype not in _BITS:
+            others.add(_dtype(tensor))
+            continue
+        if scope is ChecksumScope.FULL:
+            _check_padding(name, tensor, within)
+        for placement in within:
+            shards.setdefault(placement.name, []).append(_shard(tensor, placement, scope))
+    # Copied while vLLM loaded, and not where a parameter is now: quantised, or packed for a kernel.
+    form = f"as {', '.join(sorted(others))}" if others else "in another form"
+    unread = {name: f"vLLM holds it {form}" for name in placed.names if name not in shards}
+    return WorkerReport([shard for parts in shards.values() for shard in parts], unread)
 
 
-def _mix(words: torch.Tensor, bits: int) -> int:
-    """Return the sum of the mixed words. int64 arithmetic wraps as uint64's does, so only shifts and the sign need care."""
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _end(placement: Placement) -> int:
+    return placement.target + 1 + sum((each.size - 1) * each.target for each in placement.dimensions)
+
+
+def _check_padding(name: str, tensor: torch.Tensor, within: list[Placement]) -> None:
+    """Raise ValueError unless the words that no placement covers are zero."""
+    if not within or sum(_count(placement) for placement in within) >= tensor.numel():
+        return
+    rest = tensor.clone()
+    base = rest.as_strided((_extent(tensor),), (1,), rest.storage_offset()) if rest.stride() == tensor.stride() else None
+    for placement in within:
+        assert base is not None, "a clone has the strides of its original"
+        sizes, strides = [each.size for each in placement.dimensions], [each.target for each in placement.dimensions]
+        base.as_strided(sizes, strides, base.storage_offset() + placement.target - tensor.storage_offset()).zero_()
+    if rest.view(_BITS[tensor.dtype]).any():
+        raise ValueError(f"{name} has words beside the checkpoint's that are not zero")
+
+
+def _count(placement: Placement) -> int:
+    count = 1
+    for each in placement.dimensions:
+        count *= each.size
+    return count
+
+
+def _shard(tensor: torch.Tensor, placement: Placement, scope: ChecksumScope) -> Shard:
+    region = region_of(placement.source, [(each.size, each.source) for each in placement.dimensions])
+    sums = _sampled_sums(tensor, placement) if scope is ChecksumScope.SAMPLED else _sums(tensor, placement)
+    return Shard(placement.name, region, TensorSums(_dtype(tensor), *sums))
+
+
+def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
+    """Return the number of words, and their plain and weighted sums."""
+    dimensions = placement.dimensions or (Dimension(1, 1, 1),)
+    shard = tensor.as_strided([each.size for each in dimensions], [each.target for each in dimensions], placement.target)
+    words = shard.view(_BITS[tensor.dtype])
+    row = max(1, _count(placement) // dimensions[0].size)
+    rows = max(1, CHUNK_WORDS.get(tensor.device.type, _CHUNK_WORDS) // row)
+    plain = weighted = 0
+    for start in range(0, dimensions[0].size, rows):
+        mixed = _mixed(words[start : start + rows], 8 * tensor.element_size())
+        total = int(mixed.sum())
+        plain += total
+        # The number of a word is a sum over dimensions, so that sums along each dimension are enough.
+        weighted += total * (placement.source + start * dimensions[0].source)
+        for axis, each in enumerate(dimensions):
+            along = mixed.sum([other for other in range(mixed.ndim) if other != axis]) if mixed.ndim > 1 else mixed
+            weighted += each.source * int((along * torch.arange(along.numel(), device=along.device)).sum())
+    return _count(placement), plain & MASK, weighted & MASK
+
+
+def _sampled_sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
+    """Return the number of sampled words of the tensor that lie in this shard, and their plain and weighted sums."""
+    step = sample_step(placement.words)
+    numbers = torch.arange(0, placement.words, step, device=tensor.device)
+    rest = numbers - placement.source
+    inside, target = rest >= 0, torch.full_like(rest, placement.target)
+    for each in placement.dimensions:
+        if each.size == 1:
+            continue
+        at = rest // each.source
+        inside &= at < each.size
+        rest = rest - at * each.source
+        target += at * each.target
+    inside &= rest == 0
+    numbers, target = numbers[inside], target[inside]
+    memory = tensor.as_strided((_end(placement),), (1,), 0)
+    mixed = _mixed(memory[target].view(_BITS[tensor.dtype]), 8 * tensor.element_size())
+    return numbers.numel(), int(mixed.sum()) & MASK, int((mixed * numbers).sum()) & MASK
+
+
+def _mixed(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the mixed words. int64 arithmetic wraps as uint64's does, so only shifts and the sign need care."""
     mixed = words.to(torch.int64) & (2**bits - 1)
     mixed *= _signed(MIX_A)
     mixed ^= (mixed >> 32) & (2**32 - 1)
     mixed *= _signed(MIX_B)
     mixed ^= (mixed >> 29) & (2**35 - 1)
-    return int(mixed.sum())
+    return mixed
 
 
 def _signed(word: int) -> int:

@@ -18,10 +18,11 @@ import msgspec
 
 from gateway.pool.backend import Backend
 from gateway.pool.upstream import BackendStatus
-from gateway.weights.sync_methods import Adapter, SyncMethod, refusal_of, sync_method_of
-from gateway.weights.transfer import SenderAddress, checksums
+from gateway.weights.sync_methods import Adapter, SyncMethod, refusal_of, sync_method_of, with_base_of
+from gateway.weights.transfer import SenderAddress, sender_sums
 from spangrad.errors import CheckpointError, EngineError, GatewayError
-from spangrad.weights.checksums import checksum_directory
+from spangrad.weights.checksums import checksum_directory, sums_of_directory
+from spangrad.weights.shards import ChecksumScope, EngineSums, TensorSums, checksum_of, difference
 
 log = logging.getLogger(__name__)
 
@@ -60,60 +61,98 @@ class WeightsRelease(msgspec.Struct, frozen=True):
     version: int
     path: str
     checksum: str
+    """Checksum of all words of its weights; empty: not known, of weights that an engine was started with which compares fewer."""
+
+
+_Dtypes = tuple[str, frozenset[tuple[str, str]]]
+"""Dtype of an engine, and the dtypes of the tensors that it holds in another one."""
 
 
 class Expected:
-    """Checksums that engines must show once they hold a release, by dtype. The release's files are read once for each dtype."""
+    """Sums that engines must show once they hold a release. The release's files are read once for each dtype and scope."""
 
     def __init__(self, release: WeightsRelease, sender: SenderAddress | None = None) -> None:
-        """Expect a release that is read from its files, or that `sender` sends; the sender is asked for checksums of other dtypes."""
+        """Expect a release that is read from its files, or that `sender` sends; the sender is asked for its sums."""
         self._release = release
         self.sender = sender
-        self._checksums: dict[str, str] = {}
+        self._sums: dict[tuple[_Dtypes, ChecksumScope], dict[str, TensorSums]] = {}
+        self._whole = ""
+        """Checksum of all words of the files, once they were read."""
 
-    async def by(self, backend: Backend) -> str:
-        """Return the checksum that a backend must show.
+    async def by(self, backend: Backend) -> EngineSums:
+        """Return the sums that a backend must show, of the tensors that can be compared with those in its memory.
 
         Raises:
             PublicationError: the files are missing, broken or others than the checksum says, or the backend cannot take them.
         """
-        dtype = backend.checksum.partition(":")[0]
-        if dtype not in self._checksums:
-            self._checksums[dtype] = await (self._sent(backend, dtype) if self.sender else asyncio.to_thread(_read, self._release, dtype))
+        unread = backend.held.unread if backend.held else {}
+        dtypes = _dtypes_of(backend)
+        key = dtypes, backend.scope
+        if key not in self._sums:
+            self._sums[key] = await (self._sent(backend, dtypes) if self.sender else asyncio.to_thread(self._read, dtypes, backend.scope))
         try:
             reason = refusal_of(backend, Path(self._release.path), self.sender)
         except CheckpointError as error:
             raise PublicationError(409, str(error)) from error
         if reason:
             raise PublicationError(409, reason)
-        return self._checksums[dtype]
+        return EngineSums({name: sums for name, sums in self._sums[key].items() if name not in unread}, unread)
 
-    async def _sent(self, backend: Backend, dtype: str) -> str:
+    async def _sent(self, backend: Backend, dtypes: _Dtypes) -> dict[str, TensorSums]:
         release, sender = self._release, self.sender
         assert sender
-        if release.checksum.startswith(f"{dtype}:"):
-            return release.checksum
+        if backend.scope is ChecksumScope.OFF:
+            return {}
         try:
-            sent = await checksums(backend, sender, dtype)
+            sent = await sender_sums(backend, sender, dtypes[0], dict(dtypes[1]), backend.scope)
         except EngineError as error:
             raise PublicationError(502, str(error)) from error
-        if sent.whole != release.checksum:
+        if sent.whole and sent.whole != release.checksum:
             raise PublicationError(
                 409, f"the trainer has weights with checksum {sent.whole}, not {release.checksum}. Publish from the files."
             )
-        return sent.checksum
+        return sent.tensors
+
+    def _read(self, dtypes: _Dtypes, scope: ChecksumScope) -> dict[str, TensorSums]:
+        release, path = self._release, Path(self._release.path)
+        try:
+            if not path.is_dir():
+                raise PublicationError(409, f"there is no directory {release.path!r} on the gateway's machine.")
+            if scope is ChecksumScope.OFF:
+                return {}
+            dtype, others = dtypes[0] or None, dict(dtypes[1])
+            tensors = sums_of_directory(path, dtype, others, scope)
+            given = release.checksum.partition(":")[0]
+            if scope is ChecksumScope.FULL and given and not self._whole:
+                # A release that an engine was started with is known by its checksum in that engine's dtype.
+                same = {sums.dtype for sums in tensors.values()} == {given}
+                self._whole = checksum_of(tensors, given) if same else checksum_directory(path, given)
+        except (CheckpointError, OSError) as error:
+            raise PublicationError(409, str(error)) from error
+        if self._whole and self._whole != release.checksum:
+            raise PublicationError(
+                409, f"the weights in {release.path} have checksum {self._whole}, not {release.checksum}. Write them anew."
+            )
+        return tensors
+
+
+def _dtypes_of(backend: Backend) -> _Dtypes:
+    dtype = backend.info.dtype if backend.info else ""
+    tensors = backend.held.tensors if backend.held else {}
+    return dtype, frozenset((name, sums.dtype) for name, sums in tensors.items() if sums.dtype != dtype)
 
 
 KEEP = CallsInFlight()
 
 
-def holds(backend: Backend, expected: str) -> bool:
-    """Return whether a backend serves weights with that checksum, under any version, as far as the gateway knows."""
-    return backend.status is BackendStatus.SERVING and backend.checksum == expected
+def holds(backend: Backend, expected: EngineSums) -> bool:
+    """Return whether a backend serves these weights, under any version, as far as the gateway knows."""
+    compared = backend.held is not None and backend.scope is not ChecksumScope.OFF
+    return compared and backend.status is BackendStatus.SERVING and backend.checksum == expected.checksum
 
 
 async def put(
-    backend: Backend, release: WeightsRelease, expected: str, calls: CallsInFlight = KEEP, sender: SenderAddress | None = None
+    backend: Backend, release: WeightsRelease, expected: EngineSums, calls: CallsInFlight = KEEP, sender: SenderAddress | None = None
 ) -> None:
     """Make an engine serve a release; the caller holds its lock. `backend.publication` then holds the seconds of each step.
 
@@ -122,7 +161,7 @@ async def put(
     Args:
         backend: the engine.
         release: what it is to serve.
-        expected: the checksum that it must show.
+        expected: the sums that it must show.
         calls: how its calls in flight are treated.
         sender: the trainer that sends the weights. None: they are read from the release's files.
 
@@ -132,36 +171,20 @@ async def put(
     info = backend.info
     assert info, "an engine that was never reached is not published to"
     try:
-        sync_method = sync_method_of(backend, Path(release.path), sender)
+        sync_method = sync_method_of(backend, Path(release.path), sender, expected)
     except CheckpointError as error:
         raise EngineError(f"version {release.version} cannot be read any more: {error}") from error
     if holds(backend, expected) and await _relabel(backend, release, expected):
-        backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
+        backend.serve(msgspec.structs.replace(info, version=release.version, model=""), backend.held)
         return
     before = backend.status
     backend.set_status(BackendStatus.PUBLISHING)
     try:
-        await _replace_weights(backend, release, expected, calls, before, sync_method)
-        backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
+        held = await _replace_weights(backend, release, expected, calls, before, sync_method)
+        backend.serve(msgspec.structs.replace(info, version=release.version, model=""), held)
     finally:
         if backend.status is BackendStatus.PUBLISHING:
             backend.take_down(f"publication of version {release.version} was cut short. Publish again, or restart the engine.", broken=True)
-
-
-def _read(release: WeightsRelease, dtype: str) -> str:
-    path = Path(release.path)
-    try:
-        if not path.is_dir():
-            raise PublicationError(409, f"there is no directory {release.path!r} on the gateway's machine.")
-        actual = checksum_directory(path)
-        # A release that an engine was started with is known by its checksum in that engine's dtype.
-        given = release.checksum.partition(":")[0]
-        compared = actual if actual.startswith(f"{given}:") else checksum_directory(path, given)
-        if compared != release.checksum:
-            raise PublicationError(409, f"the weights in {release.path} have checksum {actual}, not {release.checksum}. Write them anew.")
-        return actual if not dtype or actual.startswith(f"{dtype}:") else checksum_directory(path, dtype)
-    except (CheckpointError, OSError) as error:
-        raise PublicationError(409, str(error)) from error
 
 
 class _Steps:
@@ -179,7 +202,7 @@ class _Steps:
         self.now, self._began = step, ended
 
 
-async def _relabel(backend: Backend, release: WeightsRelease, expected: str) -> bool:
+async def _relabel(backend: Backend, release: WeightsRelease, expected: EngineSums) -> bool:
     """Give a serving engine a version's number, once its checksum has shown that it holds that version's weights.
 
     Returns:
@@ -190,7 +213,8 @@ async def _relabel(backend: Backend, release: WeightsRelease, expected: str) -> 
     """
     steps = _Steps("checksum")
     try:
-        if await backend.read_checksum() != expected:
+        held = await backend.read_sums()
+        if held is None or difference(expected.tensors, held):
             return False
         steps.to("update_weight_version")
         await backend.order("/update_weight_version", {"new_version": str(release.version)})
@@ -206,9 +230,13 @@ async def _relabel(backend: Backend, release: WeightsRelease, expected: str) -> 
 
 
 async def _replace_weights(
-    backend: Backend, release: WeightsRelease, expected: str, calls: CallsInFlight, before: BackendStatus, sync_method: SyncMethod
-) -> None:
-    """Run all steps of a publication; an engine that served before resumes if a step fails before any weights are loaded."""
+    backend: Backend, release: WeightsRelease, expected: EngineSums, calls: CallsInFlight, before: BackendStatus, sync_method: SyncMethod
+) -> EngineSums | None:
+    """Run all steps of a publication; an engine that served before resumes if a step fails before any weights are loaded.
+
+    Returns:
+        The sums of what it holds then. None: none are compared.
+    """
     steps = _Steps("check")
     try:
         if before is BackendStatus.ASLEEP:
@@ -227,9 +255,10 @@ async def _replace_weights(
         steps.to(sync_method.step)
         await sync_method.load(backend)
         steps.to("checksum")
-        held = await backend.read_checksum()
-        if held != expected:
-            raise EngineError(f"the engine holds {held or 'no weights'} after the {sync_method.step}, not {expected}.")
+        held = await _read_held(backend, sync_method.part)
+        reason = difference(expected.tensors, held) if held else ""
+        if reason:
+            raise EngineError(f"the engine does not hold the version's weights after the {sync_method.step}: {reason}.")
         steps.to("update_weight_version")
         await backend.order("/update_weight_version", {"new_version": str(release.version)})
         steps.to("resume")
@@ -247,6 +276,13 @@ async def _replace_weights(
             await _give_up(backend, reason)
         raise EngineError(f"{reason} The engine is {backend.status}.") from error
     backend.publication = steps.seconds
+    return held
+
+
+async def _read_held(backend: Backend, part: str) -> EngineSums | None:
+    """Return the sums of all parameters, of which a part is read from the engine's memory, and the rest is known."""
+    held = await backend.read_sums(part)
+    return with_base_of(held, backend.held) if held and part == "adapter" else held
 
 
 async def _holds_old(backend: Backend, step: str) -> bool:
@@ -254,7 +290,8 @@ async def _holds_old(backend: Backend, step: str) -> bool:
     if step != Adapter.step:
         return False
     try:
-        return await backend.read_checksum() == backend.checksum
+        held = await _read_held(backend, Adapter.part)
+        return held is not None and held == backend.held
     except EngineError:
         return False
 

@@ -20,6 +20,7 @@ from gateway.pool.upstream import BackendStatus
 from gateway.weights.publication import CallsInFlight, Expected, InFlight, PublicationError, WeightsRelease, holds, put
 from gateway.weights.transfer import SenderAddress
 from spangrad.errors import EngineError
+from spangrad.weights.shards import ChecksumScope, EngineSums
 
 log = logging.getLogger(__name__)
 
@@ -182,9 +183,10 @@ def _publishable(policy: Policy) -> list[Backend]:
     return publishable
 
 
-def _serves(backend: Backend, release: WeightsRelease, expected: str) -> bool:
+def _serves(backend: Backend, release: WeightsRelease, expected: EngineSums) -> bool:
     assert backend.info
-    return backend.status is BackendStatus.SERVING and (backend.info.version, backend.checksum) == (release.version, expected)
+    same = backend.scope is ChecksumScope.OFF or backend.checksum == expected.checksum
+    return backend.status is BackendStatus.SERVING and backend.info.version == release.version and same
 
 
 def _require_newer(policy: Policy, release: WeightsRelease, todo: Sequence[Backend], *, again: bool) -> None:

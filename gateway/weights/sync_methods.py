@@ -6,16 +6,15 @@ take is refused before it is touched; an engine that takes adapters keeps the ba
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from gateway.pool.backend import Backend
 from gateway.weights.transfer import SenderAddress, Transfer
-from spangrad.errors import CheckpointError, EngineError
-from spangrad.weights.adapters import AdapterFacts, adapter_facts
-from spangrad.weights.checksums import checksum_base
+from spangrad.errors import EngineError
+from spangrad.weights.adapters import PREFIX, AdapterFacts, adapter_facts
+from spangrad.weights.shards import EngineSums, difference
 
 
 class SyncMethod(Protocol):
@@ -24,6 +23,11 @@ class SyncMethod(Protocol):
     @property
     def step(self) -> str:
         """Name of the publication step that loads the weights."""
+        ...
+
+    @property
+    def part(self) -> str:
+        """Part of the engine's parameters that it loads, and that is read from memory afterwards: `all` or `adapter`."""
         ...
 
     async def check(self, backend: Backend) -> None:
@@ -57,6 +61,7 @@ class Reload:
 
     path: str
     step: str = "reload"
+    part: str = "all"
 
     async def check(self, backend: Backend) -> None:
         """Do nothing."""
@@ -76,22 +81,18 @@ class Adapter:
     path: str
     base: Path
     """Directory of the adapter's base model."""
-    dtype: str
-    """Dtype of the engine's parameters."""
+    expected: EngineSums
+    """Sums of the base and the adapter, as the engine must hold them."""
     step: str = "adapter"
+    part: str = "adapter"
 
     async def check(self, backend: Backend) -> None:
-        """Compare the engine's base with the adapter's; its files are read at the first publication only."""
-        try:
-            expected = await asyncio.to_thread(checksum_base, self.base, self.dtype or None)
-        except CheckpointError as error:
-            raise EngineError(str(error)) from error
-        held = await backend.read_checksum(base_only=True)
-        if held != expected:
-            raise EngineError(
-                f"the engine's base has checksum {held}, and {self.base}, which the version is of, {expected}. Start the engine with that "
-                "model."
-            )
+        """Compare the engine's base with the adapter's: both were read once, since adapters leave the base as it is."""
+        if backend.held is None:
+            return
+        reason = difference(_base_of(self.expected).tensors, _base_of(backend.held))
+        if reason:
+            raise EngineError(f"the engine's base is not {self.base}, which the version is of: {reason}. Start the engine with that model.")
 
     async def prepare(self, backend: Backend) -> None:
         """Do nothing."""
@@ -99,6 +100,17 @@ class Adapter:
     async def load(self, backend: Backend) -> None:
         """Replace the adapter; vLLM drops the old one once it has the new one."""
         await backend.load_adapter(self.path)
+
+
+def _base_of(sums: EngineSums) -> EngineSums:
+    """Return the sums of the tensors that are no adapter's."""
+    return EngineSums({name: each for name, each in sums.tensors.items() if not name.startswith(PREFIX)}, sums.unread)
+
+
+def with_base_of(adapter: EngineSums, held: EngineSums | None) -> EngineSums:
+    """Return the sums of an adapter, with those of the base that an engine holds."""
+    base = _base_of(held) if held else EngineSums({})
+    return EngineSums(base.tensors | adapter.tensors, base.unread | adapter.unread)
 
 
 def refusal_of(backend: Backend, path: Path, sender: SenderAddress | None) -> str:
@@ -138,18 +150,18 @@ def refusal_of(backend: Backend, path: Path, sender: SenderAddress | None) -> st
     return ""
 
 
-def sync_method_of(backend: Backend, path: Path, sender: SenderAddress | None) -> SyncMethod:
+def sync_method_of(backend: Backend, path: Path, sender: SenderAddress | None, expected: EngineSums) -> SyncMethod:
     """Return the method by which an engine loads a release. One that takes adapters can load a whole model only if that is its base.
 
     Raises:
         CheckpointError: an adapter's configuration cannot be read.
     """
-    info, dtype = backend.info, backend.checksum.partition(":")[0]
+    info = backend.info
     assert info, "an engine that was never reached is not published to"
     if sender:
-        return Transfer(sender, dtype)
+        return Transfer(sender, info.dtype)
     adapter = adapter_facts(path)
     if info.lora_rank:
         facts = adapter or AdapterFacts(path, 1, 1.0)
-        return Adapter(str(path) if adapter else info.zero_adapter, facts.base, dtype)
+        return Adapter(str(path) if adapter else info.zero_adapter, facts.base, expected)
     return Reload(str(path))

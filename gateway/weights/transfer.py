@@ -3,19 +3,21 @@
 In: a publication that names the trainer's sender. Out: the orders to the engine between which the trainer sends. Invariant: the trainer
 sends only what the gateway has asked it for, once the engine is paused; the gateway gives all orders to the engine, and the trainer none.
 
-The sender is asked over HTTP, with the token that came with the publication: `POST /checksum` {"dtype"} -> {"checksum", "whole"}, and
-`POST /transfers` {"engine", "over", "workers", "dtype", "group"} -> {"group", "init", "update"}. `group` is the connection that engine and
-sender have; `init` is null where they have it already, else the information by which the engine makes it.
+The sender is asked over HTTP, with the token that came with the publication: `POST /checksum` {"dtype", "others", "scope"} ->
+{"tensors", "whole"}, and `POST /transfers` {"engine", "over", "workers", "dtype", "group"} -> {"group", "init", "update"}. `group` is the
+connection that engine and sender have; `init` is null where they have it already, else the information by which the engine makes it.
+Each of the engine's workers is sent all weights, and keeps its shards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from gateway.pool.backend import Backend
-from spangrad.errors import EngineError
+from spangrad.weights.shards import ChecksumScope, TensorSums
 
 
 class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,13 +27,13 @@ class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str
 
 
-class Checksums(msgspec.Struct, frozen=True):
-    """Checksums of the sender's weights."""
+class SenderSums(msgspec.Struct, frozen=True):
+    """Sums of the sender's weights."""
 
-    checksum: str
-    """Checksum of the weights in the requested dtype, as an engine holds them."""
+    tensors: dict[str, TensorSums]
+    """Sums by tensor, as an engine holds them."""
     whole: str
-    """Checksum of the weights in the dtype of the version's files."""
+    """Checksum of the weights in the dtype of the version's files; empty: only a sample was summed."""
 
 
 class _Transfer(msgspec.Struct, frozen=True):
@@ -48,6 +50,7 @@ class Transfer:
     """Weight sync in which a sender transfers the weights to one engine."""
 
     step = "transfer"
+    part = "all"
 
     def __init__(self, sender: SenderAddress, dtype: str) -> None:
         self._sender = sender
@@ -61,10 +64,6 @@ class Transfer:
         """Connect engine and trainer; the engine is paused, since vLLM's workers wait for the trainer."""
         assert backend.info
         workers = (await backend.fetch("/get_world_size", _WorldSize)).world_size
-        if workers != 1:
-            raise EngineError(
-                f"the engine at {backend.url} has {workers} workers; the weights of one only can be compared. Use one a backend."
-            )
         transfer = {"engine": backend.name, "over": backend.info.transfer, "workers": workers, "dtype": self._dtype, "group": backend.group}
         answer = await backend.ask_sender(self._sender.url, self._sender.token, "/transfers", transfer, _Transfer)
         if answer.init is not None:
@@ -83,10 +82,18 @@ class Transfer:
         backend.group = group
 
 
-async def checksums(backend: Backend, sender: SenderAddress, dtype: str) -> Checksums:
-    """Ask the sender for the checksum that an engine of a dtype must show once it has the sender's weights.
+async def sender_sums(backend: Backend, sender: SenderAddress, dtype: str, others: Mapping[str, str], scope: ChecksumScope) -> SenderSums:
+    """Ask the sender for the sums that an engine must show once it has the sender's weights.
+
+    Args:
+        backend: the engine.
+        sender: the trainer.
+        dtype: dtype in which the weights are sent.
+        others: dtypes of the tensors that the engine holds in another one, by name.
+        scope: all words, or a sample.
 
     Raises:
         EngineError: the sender does not answer.
     """
-    return await backend.ask_sender(sender.url, sender.token, "/checksum", {"dtype": dtype}, Checksums)
+    question = {"dtype": dtype, "others": dict(others), "scope": scope}
+    return await backend.ask_sender(sender.url, sender.token, "/checksum", question, SenderSums)

@@ -143,6 +143,9 @@ class EngineSettings(Section):
     transfer: Literal["nccl", "http"] | None = None
     """Transport of weights from trainers with trainer.weight_sync.method `transfer`: `nccl` between GPUs, `http` anywhere. None: the engine
     receives none."""
+    checksum: Literal["full", "sampled", "off"] = "full"
+    """Part of the parameters in the engine's memory that is compared with a version's after its publication: every word, about 4,096 words
+    of each parameter, or none. With `off` a version is served on vLLM's word that it was loaded."""
     warmup_requests: int = 16
     """Number of chat requests sent at once before the engine counts as warm."""
     start_timeout_seconds: float = 600

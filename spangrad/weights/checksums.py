@@ -9,7 +9,8 @@ computed with, A and B times alpha over the rank. An adapter of zeros adds nothi
 
 The checksum is a multiset hash: each word w of a parameter's bits (32 bits for float32, 16 for bfloat16 and
 float16) is mixed to 64 bits by `x = w * A; x ^= x >> 32; x *= B; x ^= x >> 29` (mod 2^64, so that a zero word
-counts nothing), and the sum over all words mod 2^64 is written with its dtype: `float32:00c0ffee00c0ffee`.
+counts nothing), and the sum over all words mod 2^64 is written with its dtype: `float32:00c0ffee00c0ffee`. `spangrad.weights.shards` says
+how engines of several workers are compared, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -19,21 +20,20 @@ import functools
 import hashlib
 import json
 import struct
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spangrad.errors import CheckpointError
 from spangrad.weights import adapters
+from spangrad.weights.shards import ChecksumScope, TensorSums, checksum_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MIX_A = 0x9E3779B97F4A7C15
-MIX_B = 0xD6E8FEB86659FD93
-MASK = 2**64 - 1
 _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
+_NO_OTHERS: Mapping[str, str] = {}
 
 
 def checksum_directory(directory: Path, dtype: str | None = None) -> str:
@@ -41,33 +41,62 @@ def checksum_directory(directory: Path, dtype: str | None = None) -> str:
 
     Args:
         directory: a Hugging Face model directory, or an adapter's.
-        dtype: the dtype that an engine casts the weights to; None keeps the file's own, and for an adapter its base's. Only float32 ->
-            bfloat16 is a cast.
+        dtype: the dtype that an engine casts the weights to; None keeps the file's own, and for an adapter its base's.
 
     Raises:
         CheckpointError: there are no weights, a file is truncated or cannot be read, or the dtypes cannot be compared.
     """
-    with _readable(directory):
-        adapter = adapters.adapter_facts(directory)
-        if adapter is None:
-            return _checksum(directory, _words(directory), dtype)
-        if not adapter.base.is_dir():
-            raise CheckpointError(f"{directory} adapts {adapter.base}, which is no directory here. Restore that model to where it was.")
-        base, _, total = _checksum_of_base(adapter.base, dtype, _stamp(adapter.base)).partition(":")
-        if not (directory / adapters.WEIGHTS).exists():
-            raise CheckpointError(f"{directory} holds no {adapters.WEIGHTS}. Restore it from a copy.")
-        own = _checksum(directory, _computed_with(directory, adapter.scaling, base), base).partition(":")[2]
-        return f"{base}:{(int(total, 16) + int(own, 16)) & MASK:016x}"
+    tensors = sums_of_directory(directory, dtype)
+    dtypes = sorted({sums.dtype for sums in tensors.values()})
+    if len(dtypes) > 1:
+        raise CheckpointError(f"{directory} holds {dtypes[0]} weights beside {dtypes[1]}: one dtype is needed for a checksum.")
+    return checksum_of(tensors, dtypes[0])
 
 
-def checksum_base(directory: Path, dtype: str | None = None) -> str:
-    """Return the checksum of an adapter's base model, as `checksum_directory` does; cached while its files are unchanged.
+def sums_of_directory(
+    directory: Path, dtype: str | None = None, others: Mapping[str, str] = _NO_OTHERS, scope: ChecksumScope = ChecksumScope.FULL
+) -> dict[str, TensorSums]:
+    """Return the sums of each tensor in a model directory, or of an adapter and its base, by name.
+
+    Args:
+        directory: a Hugging Face model directory, or an adapter's.
+        dtype: the dtype that an engine casts the weights to; None keeps the file's own, and for an adapter its base's.
+        others: dtypes of the tensors that the engine holds in another one, by name.
+        scope: all words, or a sample of each tensor.
 
     Raises:
         CheckpointError: as for `checksum_directory`.
     """
     with _readable(directory):
-        return _checksum_of_base(directory, dtype, _stamp(directory))
+        adapter = adapters.adapter_facts(directory)
+        if adapter is None:
+            return _sums(directory, dtype, others, scope)
+        if not adapter.base.is_dir():
+            raise CheckpointError(f"{directory} adapts {adapter.base}, which is no directory here. Restore that model to where it was.")
+        base = _sums_of_base(adapter.base, dtype, tuple(sorted(others.items())), scope, _stamp(adapter.base))
+        if not (directory / adapters.WEIGHTS).exists():
+            raise CheckpointError(f"{directory} holds no {adapters.WEIGHTS}. Restore it from a copy.")
+        own = next(iter(base.values())).dtype
+        return base | _sums(directory, dtype or own, others, scope, adapter.scaling)
+
+
+def sums_of_arrays(
+    arrays: Mapping[str, NDArray[np.float32]],
+    dtype: str,
+    others: Mapping[str, str] = _NO_OTHERS,
+    scope: ChecksumScope = ChecksumScope.FULL,
+) -> dict[str, TensorSums]:
+    """Return the sums of weights in memory, as an engine holds them that is sent `dtype`, and holds some as one of `others`.
+
+    Raises:
+        CheckpointError: a dtype cannot be compared.
+    """
+    from spangrad.weights.sums import tensor_sums
+
+    sent = {name: words_of(array, dtype) if name in others else words_of(array, "float32") for name, array in arrays.items()}
+    return {
+        name: tensor_sums(words, dtype if name in others else "float32", others.get(name, dtype), scope) for name, words in sent.items()
+    }
 
 
 @contextlib.contextmanager
@@ -78,107 +107,60 @@ def _readable(directory: Path) -> Generator[None]:
         raise CheckpointError(f"{directory} cannot be read: {error}. Restore it from a copy, or let its files be read.") from error
 
 
-def checksum_arrays(arrays: Iterable[NDArray[np.float32]], dtype: str) -> str:
-    """Return the checksum of weights in memory, as an engine of that dtype holds them.
-
-    Raises:
-        CheckpointError: float32 is not cast to that dtype.
-    """
-    return _checksum("what is in memory", ((dtype, words_of(array, dtype)) for array in arrays), dtype)
-
-
 def words_of(array: NDArray[np.float32], dtype: str) -> NDArray[np.unsignedinteger]:
     """Return the words of an array's bits, flat, after the cast.
 
     Raises:
-        CheckpointError: float32 is not cast to that dtype.
+        CheckpointError: weights of that dtype cannot be compared.
     """
     import numpy as np
 
-    words = np.ascontiguousarray(array).reshape(-1).view(np.uint32)
-    return words if _word_bytes(dtype) == 4 else _to_bfloat16(words)
+    from spangrad.weights.sums import cast_words
+
+    return cast_words(np.ascontiguousarray(array).reshape(-1).view(np.uint32), "float32", dtype)
 
 
 def nbytes(array: NDArray[np.float32], dtype: str) -> int:
     """Return the size in bytes of the result of `words_of`, without the cast.
 
     Raises:
-        CheckpointError: float32 is not cast to that dtype.
+        CheckpointError: weights of that dtype cannot be compared.
     """
-    return array.size * _word_bytes(dtype)
+    from spangrad.weights.sums import WORD_BYTES
+
+    if dtype not in WORD_BYTES:
+        raise CheckpointError(f"weights are sent as {', '.join(WORD_BYTES)}, not as {dtype}. Set engine.dtype to one of them.")
+    return array.size * WORD_BYTES[dtype]
 
 
-def _word_bytes(dtype: str) -> int:
-    """Return the size in bytes of a word of a dtype that float32 is cast to."""
-    match dtype:
-        case "float32":
-            return 4
-        case "bfloat16":
-            return 2
-        case _:
-            raise CheckpointError(
-                f"float32 weights are cast to bfloat16 alone, not to {dtype}. Start the engine with engine.dtype = bfloat16."
-            )
+def _sums(
+    directory: Path, dtype: str | None, others: Mapping[str, str], scope: ChecksumScope, scaling: float = 1.0
+) -> dict[str, TensorSums]:
+    """Return the sums of a directory's tensors; B of an adapter is scaled in the dtype that it is computed with."""
+    from spangrad.weights.sums import cast_words, scaled_words, tensor_sums
+
+    tensors = dict[str, TensorSums]()
+    for name, own, words in _tensors(directory):
+        held = others.get(name, dtype or own)
+        if name.endswith(adapters.B) and scaling != 1:
+            words, own = scaled_words(cast_words(words, own, held), held, scaling), held
+        tensors[name] = tensor_sums(words, own, held, scope)
+    if not tensors:
+        raise CheckpointError(f"{directory} holds no *.safetensors. Save the model with `save_pretrained(..., safe_serialization=True)`.")
+    return tensors
 
 
-def _checksum(where: Path | str, words: Iterable[tuple[str, NDArray[np.unsignedinteger]]], dtype: str | None) -> str:
-    """Return the checksum of pairs of dtype name and words, cast to `dtype` if that is given; `where` is for errors."""
-    import numpy as np
-
-    total, common = 0, ""
-    for name, part in words:
-        if dtype == "bfloat16" and name == "float32":
-            part, name = _to_bfloat16(part), "bfloat16"
-        if common not in {"", name} or dtype not in {None, name}:
-            raise CheckpointError(f"{where} holds {name} weights beside {common or dtype}: one dtype is needed for a checksum.")
-        common = name
-        total = (total + mix_words(part.astype(np.uint64))) & MASK
-    if not common:
-        raise CheckpointError(f"{where} holds no *.safetensors. Save the model with `save_pretrained(..., safe_serialization=True)`.")
-    return f"{common}:{total:016x}"
-
-
-@functools.lru_cache(maxsize=64)
-def _checksum_of_base(base: Path, dtype: str | None, stamp: tuple[tuple[str, int, int], ...]) -> str:
-    """Return the checksum of a base model, cached for all its adapters while its files' stamp is unchanged."""
-    return _checksum(base, _words(base), dtype)
+@functools.lru_cache(maxsize=16)
+def _sums_of_base(
+    base: Path, dtype: str | None, others: tuple[tuple[str, str], ...], scope: ChecksumScope, stamp: tuple[tuple[str, int, int], ...]
+) -> dict[str, TensorSums]:
+    """Return the sums of a base model, cached for all its adapters while its files' stamp is unchanged."""
+    return _sums(base, dtype, dict(others), scope)
 
 
 def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
     facts = [(file.name, file.stat()) for file in sorted(directory.glob("*.safetensors"))]
     return tuple((name, fact.st_mtime_ns, fact.st_size) for name, fact in facts)
-
-
-def _words(directory: Path) -> Iterator[tuple[str, NDArray[np.unsignedinteger]]]:
-    return ((dtype, words) for _, dtype, words in _tensors(directory))
-
-
-def _computed_with(directory: Path, scaling: float, dtype: str) -> Iterator[tuple[str, NDArray[np.unsignedinteger]]]:
-    """Yield an adapter's words as an engine of that dtype multiplies with them: cast, then B scaled in that dtype."""
-    import numpy as np
-
-    for name, own, words in _tensors(directory):
-        if own == "float32" and dtype == "bfloat16":
-            words, own = _to_bfloat16(words), "bfloat16"
-        if name.endswith(adapters.B) and scaling != 1:
-            wide = words.astype(np.uint32) << np.uint32(16) if own == "bfloat16" else words
-            if own not in {"float32", "bfloat16"}:
-                raise CheckpointError(f"{directory}: tensor {name} is {own}; adapters of float32 and bfloat16 can be compared.")
-            scaled = (wide.view(np.float32) * np.float32(scaling)).view(np.uint32)
-            words = _to_bfloat16(scaled) if own == "bfloat16" else scaled
-        yield own, words
-
-
-def mix_words(words: NDArray[np.uint64]) -> int:
-    """Return the sum of the mixed words, mod 2^64."""
-    import numpy as np
-
-    with np.errstate(over="ignore"):
-        mixed = words * np.uint64(MIX_A)
-        mixed ^= mixed >> np.uint64(32)
-        mixed *= np.uint64(MIX_B)
-        mixed ^= mixed >> np.uint64(29)
-        return int(mixed.sum(dtype=np.uint64))
 
 
 def tokenizer_hash(directory: Path) -> str:
@@ -230,11 +212,3 @@ def _placed(header: dict[str, Any]) -> Iterator[tuple[str, str, int, int]]:
         if tensor != "__metadata__":
             start, end = facts["data_offsets"]
             yield tensor, str(facts["dtype"]), int(start), int(end)
-
-
-def _to_bfloat16(words: NDArray[np.unsignedinteger]) -> NDArray[np.uint16]:
-    """Round float32 bits to bfloat16 bits, to nearest even, as PyTorch does."""
-    import numpy as np
-
-    wide = words.astype(np.uint64)
-    return ((wide + 0x7FFF + ((wide >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)).astype(np.uint16)

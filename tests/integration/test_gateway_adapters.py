@@ -17,7 +17,7 @@ from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.weights.checksums import checksum_directory
 from tests.support.policies import build_spelling_model, logprobs_of, random_adapter
-from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, held_checksum, running_engine, running_gateway
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -77,7 +77,7 @@ def policy(settings: Settings) -> dict[str, Any]:
 
 def held(settings: Settings) -> str:
     """Checksum of what the engine computes with."""
-    return fetch(f"{settings.gateway.engine_url}/collective_rpc", {"method": "spangrad_checksum"})["results"][0]
+    return held_checksum(settings.gateway.engine_url)
 
 
 def ask(settings: Settings, text: str, **more: object) -> dict[str, Any]:

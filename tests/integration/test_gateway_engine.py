@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gateway.engine import command, environment, serve
-from gateway.engine_arguments import require_one_server
+from gateway.engine_arguments import require_orders_reach_all
 from gateway.zero_adapter import write_zero_adapter
 from spangrad.errors import CheckpointError, EngineError, SpangradError
 from spangrad.processes import free_ports, wait_until
@@ -75,6 +75,8 @@ def test_engine_environment_has_plugin_and_no_misleading_variables(model: Path, 
         "SPANGRAD_GATEWAY__POLICY": "policy",
         "SPANGRAD_ENGINE__VERSION": "7",
         "SPANGRAD_ENGINE__MODEL": str(model),
+        "SPANGRAD_ENGINE__CHECKSUM": "full",
+        "SPANGRAD_ENGINE_STATE": str(tmp_path / "engine-state-8000"),
     }
 
 
@@ -183,33 +185,26 @@ def script(directory: Path, text: str) -> Path:
     return path
 
 
-SEVERAL = [
-    (["--api-server-count", "2"], "--api-server-count 2"),
-    (["--api-server-count=2"], "--api-server-count 2"),
-    (["--api_server_count=4"], "--api-server-count 4"),
-    (["--api-server-c", "2"], "--api-server-c 2"),
-    (["-asc", "2"], "--api-server-count 2"),
-    (["--seed", "3", "--data-parallel-size", "2"], "--data-parallel-size 2"),
-    (["--data-parallel-size=2"], "--data-parallel-size 2"),
-    (["-dp", "2"], "--data-parallel-size 2"),
-    (["-dp=2"], "--data-parallel-size 2"),
-    (["-dpl", "2"], "--data-parallel-size-local 2"),
-    (["--data-parallel-rank", "0"], "--data-parallel-rank 0"),
-    (["--data_parallel_address", "10.0.0.1"], "--data-parallel-address 10.0.0.1"),
-    (["--data-parallel-hybrid-lb", "--seed", "3"], "--data-parallel-hybrid-lb"),
+REFUSED = [
+    (["--data-parallel-rank", "0"], "--data-parallel-rank 0", "would know some of the data-parallel ranks only"),
+    (["-dpn", "0"], "--data-parallel-rank 0", "would know some of the data-parallel ranks only"),
+    (["--data-parallel-hybrid-lb", "--seed", "3"], "--data-parallel-hybrid-lb", "would know some of the data-parallel ranks only"),
+    (["--data_parallel_ext"], "--data-parallel-external-lb", "would know some of the data-parallel ranks only"),
+    (["--headless"], "--headless", "an engine without an API server takes no orders"),
+    (["--api-server-c=0"], "--api-server-count 0", "an engine without an API server takes no orders"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "shown"), SEVERAL, ids=[" ".join(arguments) for arguments, _ in SEVERAL])
-def test_require_one_server_several_servers_or_ranks_refuses(model: Path, tmp_path: Path, arguments: list[str], shown: str) -> None:
-    with pytest.raises(EngineError, match=f"engine.extra_args has {re.escape(shown)}: .* one `spangrad engine` for each replica"):
+@pytest.mark.parametrize(("arguments", "shown", "reason"), REFUSED, ids=[" ".join(arguments) for arguments, _, _ in REFUSED])
+def test_require_orders_reach_all_partial_engine_refuses(
+    model: Path, tmp_path: Path, arguments: list[str], shown: str, reason: str
+) -> None:
+    with pytest.raises(EngineError, match=f"engine.extra_args has {re.escape(shown)}: .*{reason}"):
         serve(settings(model, tmp_path, extra_args=arguments))
 
 
-@pytest.mark.parametrize(
-    "line", ["api-server-count: 2", "data_parallel_size: 2", "'data-parallel-size' : '2'  # two", "data-parallel-hybrid-lb: true"]
-)
-def test_require_one_server_several_in_the_configuration_file_refuses(model: Path, tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize("line", ["data_parallel_rank: 2", "'headless' : 'true'  # two", "data-parallel-hybrid-lb: true"])
+def test_require_orders_reach_all_option_in_configuration_file_refuses(model: Path, tmp_path: Path, line: str) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text(f"seed: 3\n{line}\n")
     for arguments in (["--config", str(file)], [f"--config={file}"]):
@@ -217,15 +212,24 @@ def test_require_one_server_several_in_the_configuration_file_refuses(model: Pat
             serve(settings(model, tmp_path, extra_args=arguments))
 
 
+def test_require_orders_reach_all_adapters_beside_several_api_servers_refuses(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"has --api-server-count 2: engine.lora_rank = 8, and vLLM loads adapters at run time with one"):
+        serve(settings(model, tmp_path, lora_rank=8, extra_args=["-asc", "2"]))
+    words = command(settings(model, tmp_path, lora_rank=8, extra_args=["--data-parallel-size", "2"]), model)
+    assert words[words.index("--api-server-count") + 1] == "1", "vLLM would start one for each rank"
+    assert words.count("--api-server-count") == 1
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--api-server-count", "1", "-dp", "1", "--data-parallel-size-local=1"],
+        ["--api-server-count", "2", "-dp", "2", "--data-parallel-size-local=1"],
+        ["--data-parallel-address", "10.0.0.1", "--data-parallel-backend", "ray"],
         ["--api-key", "2"],
-        ["--tensor-parallel-size", "2", "--dtype", "half"],
+        ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--dtype", "half"],
         ["--config", "nowhere.yaml"],
     ],
     ids=str,
 )
-def test_require_one_server_one_server_passes(arguments: list[str]) -> None:
-    require_one_server(arguments)
+def test_require_orders_reach_all_whole_engine_passes(model: Path, tmp_path: Path, arguments: list[str]) -> None:
+    require_orders_reach_all(settings(model, tmp_path, extra_args=arguments).engine)

@@ -17,9 +17,9 @@ from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion
 from spangrad.weights.checksums import checksum_directory
 from tests.support.policies import logprobs_of
-from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, held_checksum, running_engine, running_gateway
 from trainer.publish.publisher import Publisher
-from trainer.publish.sender import WeightsSender
+from trainer.publish.sender import WeightsSender, _Offer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -96,12 +96,23 @@ def test_weight_transfer_with_calls_in_flight_publishes_versions(
         (tmp_path / f"v{number}/model.safetensors").unlink()  # nobody reads it
         assert publisher.publish(made, weights=lambda weights=weights: iter(weights.items())) > 0
         assert list(publisher.stages) == ["files", *STEPS]
-        held = fetch(f"{taking.gateway.engine_url}/collective_rpc", {"method": "spangrad_checksum"})
-        assert (policy(taking)["version"], held) == (number, {"results": [made.checksum]})
+        assert (policy(taking)["version"], held_checksum(taking.gateway.engine_url)) == (number, made.checksum)
         checked(taking, weights, tiny_model, tmp_path / f"whole{number}")
     for caller in callers:
         caller.join()
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [200] * 8
+
+
+class Faulty(WeightsSender):
+    """A sender that sends other weights than it says."""
+
+    def __init__(self, settings: TrainerSettings, sent: Named) -> None:
+        super().__init__(settings)
+        self._sent = sent
+
+    def fetched(self, key: str) -> tuple[_Offer, str] | None:
+        offered = super().fetched(key)
+        return offered and (_Offer(lambda: iter(self._sent.items())), offered[1])
 
 
 def test_weight_transfer_cut_short_takes_engine_out_until_rollback(
@@ -111,12 +122,16 @@ def test_weight_transfer_cut_short_takes_engine_out_until_rollback(
     weights = weights_times(tiny_model, 1.2)
     made = version_of(number, weights, tmp_path / "version")
     others = weights_times(tiny_model, 1.3)
-    with pytest.raises(GatewayError, match=rf"publication of version {number} failed at checksum"):
+    with pytest.raises(GatewayError, match="the trainer has weights with checksum"):
         publisher.publish(made, weights=lambda: iter(others.items()))
-    assert policy(taking)["status"] == "down"
+    assert policy(taking)["status"] == "serving", "the engine was not touched"
     lacking = {name: value for name, value in weights.items() if name != "lm_head.weight"}
-    with pytest.raises(GatewayError, match=rf"publication of version {number} failed at (transfer|checksum)"):
-        publisher.publish(made, weights=lambda: iter(lacking.items()))
+    for sent, step in ((others, "checksum"), (lacking, "(transfer|checksum)")):
+        faulty = Faulty(TrainerSettings(), sent)
+        with pytest.raises(GatewayError, match=rf"publication of version {number} failed at {step}"):
+            Publisher(taking.gateway, sender=faulty).publish(made, weights=lambda: iter(weights.items()))
+        faulty.close()
+        assert policy(taking)["status"] == "down"
     assert fetch(taking.gateway.url + CHAT, GREEDY)["error"]["type"] == "engine_down"
     assert publisher.publish(made) > 0, "from the files"
     assert publisher.stages["reload"] > 0
@@ -142,6 +157,5 @@ def test_weight_transfer_whose_sender_left_keeps_old_version(
     ):
         answer = fetch(f"{taking.gateway.url}/admin/policies/policy/versions", {**body, "sender": sender})
         assert said in answer["error"]["message"]
-        assert answer["error"]["message"].endswith("The engine is serving.")
-        assert policy(taking) == before
+        assert policy(taking) == before, "the sender is asked for its sums before the engine is touched"
         assert fetch(taking.gateway.url + CHAT, GREEDY)["choices"]

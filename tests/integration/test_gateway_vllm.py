@@ -14,15 +14,17 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from clickhouse_connect.driver.client import Client
 
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
-from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from spangrad.weights.checksums import checksum_directory, sums_of_directory, tokenizer_hash
+from spangrad.weights.shards import ChecksumScope, EngineReports, combine
 from tests.support.fake_engine import SAMPLING
-from tests.support.processes import ROOT, VLLM_PYTHON, fetch
+from tests.support.processes import ROOT, VLLM_PYTHON, fetch, held_checksum
 
 pytestmark = pytest.mark.vllm
 
@@ -233,8 +235,7 @@ def test_publication_serves_new_weights_and_refuses_wrong_checksum(
     assert (published["version"], published["checksum"]) == (version + 1, checksum_directory(other))
     assert published["seconds"] < 10
     assert state(policy) == {**before, "version": version + 1, "before": version}
-    held = fetch(f"{engine.gateway.engine_url}/collective_rpc", {"method": "spangrad_checksum"})
-    assert held == {"results": [checksum_directory(other)]}
+    assert held_checksum(engine.gateway.engine_url) == checksum_directory(other)
     new = fetch(f"{gateway.gateway.url}/rollout/reload-1/attempt/0{CHAT}", {**GREEDY, "logprobs": True, "return_token_ids": True})
     assert logprobs(new) != pytest.approx(logprobs(old), abs=1e-3)
     assert logprobs(new) == pytest.approx(reference_logprobs(other, new), abs=1e-4)
@@ -294,28 +295,69 @@ def test_publication_of_incomplete_weights_takes_engine_out_until_next(
     assert fetch(url, GREEDY)["choices"][0]["finish_reason"] == "stop"
 
 
-CHECKSUMS = """
-import sys
-import torch
-from safetensors.torch import load_file, save_file
-from gateway.vllm_plugin import worker
+SUMS = """
+import json, sys, torch, msgspec
+from safetensors.torch import save_file
+from gateway.vllm_plugin import layout, worker
+from spangrad.weights.shards import ChecksumScope
 torch.manual_seed(0)
-tensors = {"a": torch.randn(7, 5), "b": torch.randn(3) * 1e30, "c": torch.tensor([0.0, -0.0, float("inf"), 1e-42])}
+tensors = {"q": torch.randn(6, 5), "k": torch.randn(6, 5) * 1e30, "down": torch.randn(4, 8)}
+tensors["norm"] = torch.tensor([0.0, -0.0, float("inf"), 1e-42])
 save_file(tensors, f"{sys.argv[1]}/model.safetensors")
-worker.CHUNK_WORDS = 4
-padded = [tensors["b"], torch.cat([tensors["a"], torch.zeros(2, 5)]), tensors["c"].flip(0)]
-for dtype in (torch.float32, torch.bfloat16):
-    print(worker.checksum(one.to(dtype) for one in padded))
+worker.CHUNK_WORDS["cpu"] = 4
+
+def held(rank, dtype):
+    # As vLLM's loaders copy: fused rows, columns, a transposed layer, padding, and a copy for each worker.
+    qk, down, norm = torch.empty(8, 5, dtype=dtype).fill_(0), torch.empty(4, 4, dtype=dtype).t(), torch.empty(4, dtype=dtype)
+    with layout.CopyRecorder() as recorder:
+        for name, tensor in tensors.items():
+            recorder.add(name, tensor)
+        qk[:3].copy_(tensors["q"].narrow(0, 3 * rank, 3))
+        qk[3:6].copy_(tensors["k"].narrow(0, 3 * rank, 3))
+        down.t().copy_(tensors["down"][:, 4 * rank : 4 * rank + 4])
+        norm.copy_(tensors["norm"])
+    return {"qk": qk, "down": down, "norm": norm, "again": norm}, recorder.layout
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for scope in (ChecksumScope.FULL, ChecksumScope.SAMPLED):
+        reports = [worker.report(*held(rank, dtype), scope) for rank in (0, 1)]
+        print(msgspec.json.encode({"replicas": [reports]}).decode())
+parameters, placed = held(0, torch.float32)
+parameters["qk"][7, 2] = 1
+try:
+    worker.report(parameters, placed, ChecksumScope.FULL)
+except ValueError as error:
+    print(error)
+parameters, placed = held(0, torch.float32)
+parameters["qk"] = parameters["qk"].to(torch.float8_e4m3fn)
+print(sorted(worker.report(parameters, placed, ChecksumScope.FULL).unread.items()))
+
+def load():
+    parameters["norm"].zero_()
+    parameters["norm"].copy_(tensors["norm"] * 1)
+    parameters["down"].copy_(tensors["down"][:, :4].t())
+
+placed = layout.recorded(tensors.items(), load)
+print(parameters["norm"][2].item(), sorted(placed.names))
 """
 
 
-def test_worker_checksum_equals_that_of_files(tmp_path: Path) -> None:
-    """In any order, with padding, in float32 and as the engine casts to bfloat16."""
+def test_worker_report_equals_sums_of_files(tmp_path: Path) -> None:
+    """Fused, split, transposed and padded, in each dtype, whole and as a sample; what is quantised is named."""
     if not VLLM_PYTHON.exists():
         pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
-    command = [str(VLLM_PYTHON), "-c", CHECKSUMS, str(tmp_path)]
+    command = [str(VLLM_PYTHON), "-c", SUMS, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [checksum_directory(tmp_path), checksum_directory(tmp_path, "bfloat16")]
+    *reports, padding, unread, unchanged = done.stdout.splitlines()
+    pairs = [(dtype, scope) for dtype in ("float32", "bfloat16", "float16") for scope in (ChecksumScope.FULL, ChecksumScope.SAMPLED)]
+    for (dtype, scope), report in zip(pairs, reports, strict=True):
+        held = combine(msgspec.json.decode(report, type=EngineReports))
+        assert held.tensors == sums_of_directory(tmp_path, dtype, scope=scope)
+        if scope is ChecksumScope.FULL:
+            assert held.checksum == checksum_directory(tmp_path, dtype)
+    assert padding == "qk has words beside the checkpoint's that are not zero"
+    assert unread == "[('k', 'vLLM holds it as float8_e4m3fn'), ('q', 'vLLM holds it as float8_e4m3fn')]"
+    assert unchanged == "inf ['down']", "a layout is recorded without a change, and what is computed is no tensor of the checkpoint"
 
 
 def publish(policy: str, path: Path, version: int, checksum: str | None = None, **more: str) -> dict[str, Any]:

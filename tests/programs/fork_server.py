@@ -9,6 +9,7 @@ Invariant: the server imports, and no more: it runs Python in one thread only, s
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +80,8 @@ def serve(path: str) -> None:
             for connection, (pid, pidfd) in list(forks.items()):
                 if pidfd in ready:
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)  # as who started it in a group of its own would end the rest
                     _answer(connection, code if code >= 0 else 128 - code)
                 elif connection in ready:
                     number = connection.recv(1)
@@ -200,6 +204,10 @@ def _preload() -> None:
     importlib.import_module("vllm.model_executor.models.registry")._run_in_subprocess = lambda look: look()
     for name in ("vllm.v1.engine.coordinator", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         importlib.import_module(name).get_mp_context = lambda: multiprocessing.get_context("fork")
+    # API servers are spawned whatever vLLM's settings say.
+    forking = types.ModuleType("multiprocessing")
+    vars(forking).update(vars(multiprocessing), get_context=lambda _=None: multiprocessing.get_context("fork"))
+    importlib.import_module("vllm.v1.utils").multiprocessing = forking
 
 
 if __name__ == "__main__":

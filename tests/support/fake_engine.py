@@ -7,20 +7,28 @@ writes as null when they were not asked for are null here, and chunks that it le
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import struct
 import urllib.request
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
+from gateway.vllm_plugin.middleware import CHECKSUM_PATH
+from spangrad.errors import CheckpointError
 from spangrad.processes import free_ports
-from spangrad.weights.checksums import checksum_directory, mix_words
+from spangrad.weights.adapters import PREFIX
+from spangrad.weights.checksums import checksum_directory, sums_of_directory
+from spangrad.weights.shards import TensorSums, checksum_of
+from spangrad.weights.sums import tensor_sums
 
 ANSWER_TEXT = "weather rome"
 ANSWER_TOKENS = [(9, "weather", -0.25), (12, " rome", -0.5), (2, "", -0.125)]
@@ -62,14 +70,20 @@ class FakeEngine:
     transfer: str = ""
     """Over what it takes weights from a trainer."""
     workers: int = 1
-    base_checksum: str = ""
-    """Of its parameters, whatever adapter it has; empty: `checksum` is."""
+    base: Path | None = None
+    """Directory of its base, where that is another than the weights' that it was started with."""
+    scope: str = "full"
+    """What of its parameters is compared."""
+    unread: dict[str, str] = field(default_factory=dict[str, str])
+    """Tensors that it holds in a form that cannot be compared."""
+    reports: list[list[dict[str, Any]]] | None = None
+    """Reports of its workers, by replica. None: one worker holds the weights of `checksum`."""
     spoils: bool = False
     """An adapter that it refuses spoils what it had."""
     sampling: dict[str, Any] | None = None
     """Parameters in effect, as the plugin reports them. None: it does not."""
-    api_servers: int = 1
-    data_parallel_size: int = 1
+    topology: dict[str, int] = field(default_factory=dict[str, int])
+    shared_state: bool = True
     port: int = field(default_factory=lambda: free_ports(1)[0])
     status: int = 200
     refusal: str = "the engine says no"
@@ -93,6 +107,10 @@ class FakeEngine:
     stall_after: int = 1
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    probed: list[str] = field(default_factory=list[str])
+    """Data-parallel ranks that were asked for a probe by name."""
+    parts: list[str] = field(default_factory=list[str])
+    """Parts of the parameters that were asked for, in the order they came."""
     orders: list[str] = field(default_factory=list)
     """Control orders and chat requests, in the order they came."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -112,6 +130,7 @@ class FakeEngine:
     """What was asked there, and at paths of no dialect."""
 
     def __post_init__(self) -> None:
+        self._known = dict[str, dict[str, TensorSums]]()
         self.go_on.set()
         self.hold_reload.set()
 
@@ -164,8 +183,30 @@ class FakeEngine:
     async def _info(self, request: web.Request) -> web.Response:
         served = {"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm, "model": self.model}
         bare = "the bare adapter" if self.lora_rank else ""
-        parallel = {"api_servers": self.api_servers, "data_parallel_size": self.data_parallel_size}
-        return web.json_response({**served, "lora_rank": self.lora_rank, "zero_adapter": bare, "transfer": self.transfer, **parallel})
+        capabilities = {"lora_rank": self.lora_rank, "zero_adapter": bare, "transfer": self.transfer, "checksum": self.scope}
+        processes = {"topology": self.topology, "shared_state": self.shared_state, "dtype": self.checksum.partition(":")[0]}
+        return web.json_response({**served, **capabilities, **processes})
+
+    def take(self, sums: dict[str, TensorSums]) -> None:
+        """Hold these weights from now on."""
+        self.checksum = checksum_of(sums, next(iter(sums.values())).dtype)
+        self._known[self.checksum] = sums
+
+    def report(self, part: str) -> dict[str, Any]:
+        """The report of its worker: the sums of the weights with `checksum`, which a test may have set."""
+        sums = self._held()
+        base = {name: each for name, each in sums.items() if not name.startswith(PREFIX)}
+        held = {"all": sums, "base": base, "adapter": {name: each for name, each in sums.items() if name not in base}}[part]
+        shards = [[name, [0, [[each.words, 1]]], msgspec.structs.asdict(each)] for name, each in held.items() if name not in self.unread]
+        return {"shards": shards, "unread": self.unread}
+
+    def _held(self) -> dict[str, TensorSums]:
+        for directory in [self.base, *([Path(self.model), *Path(self.model).parent.iterdir()] if self.model else [])]:
+            if directory and self.checksum not in self._known and any(directory.glob("*.safetensors")):
+                with contextlib.suppress(CheckpointError):
+                    self._known.setdefault(checksum_directory(directory), sums_of_directory(directory))
+        dtype, _, total = self.checksum.partition(":")
+        return self._known.get(self.checksum) or {"w": TensorSums(dtype, 6, int(total, 16), 0)}
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
@@ -189,13 +230,14 @@ class FakeEngine:
         elif name == "reload_weights":
             self.reloading.set()
             await self.hold_reload.wait()
-            found = checksum_directory(Path(body["kwargs"]["weights_path"]))
-            self.checksum = "float32:ffffffffffffffff" if self.wrong_after_reload else found
+            self.take(sums_of_directory(Path(body["kwargs"]["weights_path"])))
+            if self.wrong_after_reload:
+                self.checksum = "float32:ffffffffffffffff"
         elif name == "/update_weights":
-            self.checksum = await asyncio.to_thread(checksum_sent, body["update_info"], self.checksum.partition(":")[0])
-        elif name == "spangrad_checksum":
-            base_only = body.get("kwargs", {}).get("base_only")
-            return web.json_response({"results": [self.base_checksum or self.checksum if base_only else self.checksum]})
+            self.take(await asyncio.to_thread(sums_sent, body["update_info"], self.checksum.partition(":")[0]))
+        elif name == CHECKSUM_PATH:
+            self.parts.append(body["part"])
+            return web.json_response({"replicas": self.reports or [[self.report(body["part"])]]})
         return web.json_response({"results": [None]})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
@@ -208,13 +250,15 @@ class FakeEngine:
                 self.checksum = "float32:ffffffffffffffff"
             return web.json_response({"error": {"message": "unexpected modules", "code": 500}}, status=500)
         bare = body["lora_path"] == "the bare adapter"
-        self.checksum = self.base_checksum if bare else checksum_directory(Path(body["lora_path"]))
+        self.take(sums_of_directory(Path(body["lora_path"]) if not bare else self.base or Path(self.model)))
         return web.Response(text="Success: LoRA adapter 'policy' added successfully.")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         probe = asked["messages"][0]["content"] == "probe"
         self.orders.append("probe" if probe else "chat")
+        if probe and "X-data-parallel-rank" in request.headers:
+            self.probed.append(request.headers["X-data-parallel-rank"])
         if not probe:
             self.requests.append(asked)
             self.headers.append({name.lower(): value for name, value in request.headers.items()})
@@ -326,14 +370,14 @@ class FakeEngine:
         return response
 
 
-def checksum_sent(update: dict[str, Any], dtype: str) -> str:
+def sums_sent(update: dict[str, Any], dtype: str) -> dict[str, TensorSums]:
     """Of what a sender gives away over HTTP; anything else over another carrier."""
     if "url" not in update:
-        return f"{dtype}:ffffffffffffffff"
+        return {"other": TensorSums(dtype, 1, 1, 1)}
     with urllib.request.urlopen(update["url"], timeout=10) as answer:
-        data = answer.read()
-    words = np.frombuffer(data, {"float32": np.uint32, "bfloat16": np.uint16}[dtype])
-    return f"{dtype}:{mix_words(words.astype(np.uint64)):016x}"
+        words = np.frombuffer(answer.read(), {"float32": np.uint32, "bfloat16": np.uint16}[dtype])
+    ends = np.cumsum([prod(shape) for shape in update["shapes"]])
+    return {name: tensor_sums(part, dtype, dtype) for name, part in zip(update["names"], np.split(words, ends[:-1]), strict=True)}
 
 
 def event(chunk: dict[str, Any]) -> bytes:

@@ -18,16 +18,15 @@ from tests.support.gateways import Stage, staged
 from tests.support.policies import random_adapter
 
 STEPS = [
-    "spangrad_checksum",
     "/pause",
     "/reset_prefix_cache",
     "load_lora_adapter",
-    "spangrad_checksum",
+    "/spangrad/checksum",
     "/update_weight_version",
     "/resume",
     "probe",
 ]
-"""The first checksum is the base's."""
+"""The base was summed when the engine was admitted; the checksum is the adapter's."""
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def adapter(base: Path, tmp_path: Path) -> Path:
 
 def engine_of(base: Path, rank: int = 4) -> FakeEngine:
     checksum = checksum_directory(base)
-    return FakeEngine(lora_rank=rank, checksum=checksum, base_checksum=checksum, model=str(base))
+    return FakeEngine(lora_rank=rank, checksum=checksum, base=base, model=str(base))
 
 
 async def publish(stage: Stage, path: Path, version: int = 1) -> tuple[int, Any]:
@@ -79,27 +78,26 @@ async def test_publish_adapter_replaces_previous_and_rollback_ends_at_bare_base(
         assert (stage.engine.version, stage.engine.checksum) == (0, checksum_directory(base))
 
 
-async def test_publish_adapter_checksum_of_base_is_read_once_before_pause(
-    base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, words = list[Path](), checksums._words
+async def test_publish_adapter_checksum_of_base_is_read_once(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, tensors = list[Path](), checksums._tensors
 
     def counted(directory: Path) -> Any:
         read.append(directory)
-        return words(directory)
+        return tensors(directory)
 
-    monkeypatch.setattr(checksums, "_words", counted)
-    checksums._checksum_of_base.cache_clear()
+    monkeypatch.setattr(checksums, "_tensors", counted)
     async with staged(engine_of(base)) as stage:
         await stage.readiness("serving")
+        adapters = [random_adapter(base, adapter.with_name(f"n{version}"), seed=version) for version in (1, 2, 3)]
+        body = [{"version": version, "path": str(path), "checksum": checksum_directory(path)} for version, path in enumerate(adapters, 1)]
         read.clear()
-        checksums._checksum_of_base.cache_clear()
-        for version in (1, 2, 3):
-            stage.engine.orders.clear()
-            assert (await publish(stage, random_adapter(base, adapter.with_name(f"n{version}"), seed=version), version))[0] == 200
-            first, paused = stage.engine.orders.index("spangrad_checksum"), stage.engine.orders.index("/pause")
-            assert first < paused, "the engine's base is compared while it answers"
-    assert read.count(base) == 2, "of three publications the first reads the base, once in its own dtype and once in the engine's"
+        checksums._sums_of_base.cache_clear()
+        for request in body:
+            stage.engine.parts.clear()
+            async with stage.client.post("/admin/policies/policy/versions", json=request) as answer:
+                assert answer.status == 200
+            assert stage.engine.parts == ["adapter"], "the engine sums its base when it is admitted, and no more"
+    assert read.count(base) == 2, "of three publications the first reads the base: the gateway, and the fake engine in this process"
 
 
 async def test_publish_adapter_unfit_for_engine_is_refused_before_any_order(base: Path, adapter: Path, tmp_path: Path) -> None:

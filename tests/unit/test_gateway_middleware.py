@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from gateway.vllm_plugin import middleware as middleware_module
 from gateway.vllm_plugin.middleware import PAUSED, SpangradMiddleware
 from gateway.vllm_plugin.request_fields import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, with_ids
+from gateway.vllm_plugin.state import EngineState, write_state
 from spangrad.weights.checksums import tokenizer_hash
 from tests.support.fake_engine import SAMPLING, FakeEngine, event
 
@@ -41,6 +43,7 @@ class EngineClient:
     """vLLM's engine client: all choices of three tokens at once, the last of which has the label of the weights at that time."""
 
     first = label = "default"
+    errored = False
 
     async def generate(self, prompt: object, sampling_params: Sampling) -> AsyncGenerator[Any, None]:
         spans = [SimpleNamespace(version=self.first, start=0, end=2), SimpleNamespace(version=self.label, start=2, end=3)]
@@ -56,7 +59,12 @@ class Vllm:
         self.state = SimpleNamespace(
             engine_client=EngineClient(),
             openai_serving_models=SimpleNamespace(lora_requests=ADAPTERS),
-            vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=1, data_parallel_size=1)),
+            vllm_config=SimpleNamespace(
+                parallel_config=SimpleNamespace(
+                    _api_process_count=1, data_parallel_size=1, tensor_parallel_size=2, pipeline_parallel_size=1
+                ),
+                model_config=SimpleNamespace(dtype="torch.bfloat16"),
+            ),
         )
         self.asked: list[Any] = []
         self.refuses = False
@@ -223,11 +231,11 @@ async def test_middleware_load_inplace_is_cleared_after_load(vllm: Vllm, plugin_
 async def test_middleware_version_changes_once_vllm_has_accepted(vllm: Vllm, middleware: SpangradMiddleware, tmp_path: Path) -> None:
     vllm.refuses = True
     await call(middleware, "/update_weight_version", {"new_version": "4"})
-    assert middleware.version == 3
+    assert middleware.state.version == 3
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0])["model"] == os.environ["SPANGRAD_ENGINE__MODEL"]
     vllm.refuses = False
     status, _, _ = await call(middleware, "/update_weight_version", {"new_version": "four"})
-    assert (status, middleware.version) == (400, 3)
+    assert (status, middleware.state.version) == (400, 3)
     await call(middleware, "/update_weight_version", {"new_version": "4"})
     expected = {
         "policy": "policy",
@@ -238,12 +246,85 @@ async def test_middleware_version_changes_once_vllm_has_accepted(vllm: Vllm, mid
         "lora_rank": 0,
         "zero_adapter": "",
         "transfer": "",
-        "api_servers": 1,
-        "data_parallel_size": 1,
+        "dtype": "bfloat16",
+        "checksum": "full",
+        "topology": {"tensor": 2, "pipeline": 1, "data": 1, "api_servers": 1},
+        "pid": os.getpid(),
+        "shared_state": False,
     }
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == expected
     await call(middleware, "/spangrad/warm", {})
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == {**expected, "warm": True}
+
+
+@pytest.fixture
+def servers(vllm: Vllm, plugin_environment: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SpangradMiddleware]:
+    """The middlewares of two API servers of one vLLM, each of which stands for a process."""
+    write_state(tmp_path / "state", 3)
+    monkeypatch.setenv("SPANGRAD_ENGINE_STATE", str(tmp_path / "state"))
+    return [SpangradMiddleware(vllm), SpangradMiddleware(vllm)]
+
+
+async def test_middleware_orders_to_one_api_server_reach_the_other(servers: list[SpangradMiddleware], vllm: Vllm) -> None:
+    told, other = servers
+    await call(told, "/spangrad/warm", {})
+    await call(told, "/pause?mode=keep")
+    arriving = asyncio.create_task(call(other, CHAT_PATH, ASKED))
+    await asyncio.wait({arriving}, timeout=0.05)
+    assert not vllm.asked, "a call that arrives in the pause waits, whichever server it comes to"
+    await call(told, "/update_weight_version", {"new_version": "7"})
+    await call(told, "/resume")
+    assert (await asyncio.wait_for(arriving, 5))[0] == 200
+    info = json.loads((await call(other, "/spangrad/info", method="GET"))[2][0])
+    assert (info["version"], info["warm"], info["model"], info["shared_state"]) == (7, True, "", True)
+    await call(other, "/pause?mode=abort")
+    assert json.loads((await call(told, CHAT_PATH, ASKED))[2][0]) == PAUSED, "calls would wait in vLLM for ever"
+    await call(told, "/resume")
+    assert (await call(other, CHAT_PATH, ASKED))[0] == 200
+
+
+async def test_middleware_order_and_waiting_calls_end_with_a_dead_engine(
+    middleware: SpangradMiddleware, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else vLLM's server, which waits for its connections, would never end, and nobody would start it again."""
+    monkeypatch.setattr(middleware_module, "DEATH_SECONDS", 0.01)
+    vllm.before_last.clear()
+    pause = asyncio.create_task(call(middleware, "/pause?mode=keep"))
+    order = asyncio.create_task(call(middleware, "/sleep?level=1"))
+    await asyncio.wait({pause, order}, timeout=0.05)
+    waiting = asyncio.create_task(call(middleware, CHAT_PATH, ASKED))
+    await asyncio.wait({waiting}, timeout=0.05)
+    assert not any(task.done() for task in (pause, order, waiting))
+    vllm.state.engine_client.errored = True
+    status, _, (body,) = await asyncio.wait_for(waiting, 5)
+    assert (status, json.loads(body)) == (503, PAUSED)
+    await asyncio.wait_for(asyncio.gather(pause, order), 5)
+
+
+async def test_middleware_state_of_an_engine_that_starts_again_is_new(servers: list[SpangradMiddleware], tmp_path: Path) -> None:
+    await call(servers[0], "/update_weight_version", {"new_version": "7"})
+    write_state(tmp_path / "state", 3)
+    assert (EngineState(3, tmp_path / "state").version, servers[1].state.version) == (3, 7), "one that still ends has the old one"
+
+
+async def test_middleware_checksum_asks_every_replica(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    asked: list[Any] = []
+
+    async def all_replicas(method: str, *arguments: object) -> list[list[str]]:
+        asked.append((method, *arguments))
+        return [['{"shards": []}', '{"shards": []}'], ['{"shards": [1]}']]
+
+    vllm.state.engine_client.engine_core = SimpleNamespace(call_utility_all_async=all_replicas)
+    status, _, (body,) = await call(middleware, "/spangrad/checksum", {"part": "base"})
+    assert (status, json.loads(body)) == (200, {"replicas": [[{"shards": []}, {"shards": []}], [{"shards": [1]}]]})
+    assert asked == [("collective_rpc", "spangrad_checksum", None, ("full", "base"), None)]
+
+    async def failing(*_: object) -> None:
+        raise RuntimeError("lm_head.weight has words beside the checkpoint's that are not zero")
+
+    vllm.state.engine_client.engine_core.call_utility_all_async = failing
+    status, _, (body,) = await call(middleware, "/spangrad/checksum", {})
+    assert (status, "that are not zero" in json.loads(body)["error"]) == (500, True)
 
 
 async def test_middleware_answer_across_reload_names_each_version_and_its_start(vllm: Vllm, middleware: SpangradMiddleware) -> None:

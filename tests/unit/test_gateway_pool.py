@@ -73,7 +73,7 @@ async def test_pool_call_that_cannot_connect_is_retried_at_another_engine_as_one
         again = FakeEngine(port=engines[0].port)
         async with again.running():
             await all_serve(stage, 2)
-            assert again.orders == ["spangrad_checksum", "probe"]
+            assert again.orders == ["/spangrad/checksum", "probe"]
 
 
 async def test_pool_call_whose_engine_began_to_answer_is_not_retried() -> None:
@@ -126,6 +126,8 @@ async def test_backends_are_added_and_removed_at_run_time() -> None:
                     "status": "down",
                     "version": None,
                     "checksum": "",
+                    "uncompared": "",
+                    "topology": None,
                     "in_flight": 0,
                     "calls": 0,
                     "limit": 4,

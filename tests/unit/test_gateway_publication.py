@@ -16,7 +16,7 @@ from spangrad.weights.checksums import checksum_directory
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import Stage, staged
 
-STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]
+STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "/spangrad/checksum", "/update_weight_version", "/resume", "probe"]
 
 
 @pytest.fixture
@@ -101,14 +101,14 @@ async def test_publish_invalid_request_is_refused_before_any_order(weights: Path
         assert (await state(stage))["status"] == "serving"
 
 
-@pytest.mark.parametrize("step", ["reload_weights", "spangrad_checksum", "/update_weight_version", "/resume"])
+@pytest.mark.parametrize("step", ["reload_weights", "/spangrad/checksum", "/update_weight_version", "/resume"])
 async def test_publish_failing_after_reload_takes_engine_out_until_next(weights: Path, step: str) -> None:
     async with staged() as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
         stage.engine.refuses = step
         status, answer = await publish(stage, weights)
-        failed = {"reload_weights": "reload", "spangrad_checksum": "checksum"}.get(step, step.strip("/"))
+        failed = {"reload_weights": "reload", "/spangrad/checksum": "checksum"}.get(step, step.strip("/"))
         assert status == 502
         assert answer["error"]["message"].startswith(f"publication of version 1 failed at {failed}: ")
         assert answer["error"]["message"].endswith("The engine is down.")
@@ -130,9 +130,8 @@ async def test_publish_with_wrong_checksum_after_reload_fails(weights: Path) -> 
         await stage.readiness("serving")
         status, answer = await publish(stage, weights)
         assert status == 502
-        assert (
-            f"the engine holds float32:ffffffffffffffff after the reload, not {checksum_directory(weights)}." in answer["error"]["message"]
-        )
+        reason = "the engine does not hold the version's weights after the reload: it holds other values of w."
+        assert reason in answer["error"]["message"]
         assert "/resume" not in stage.engine.orders
 
 

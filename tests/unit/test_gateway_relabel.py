@@ -13,8 +13,8 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import ask, backends, models, release_of, several, staged, started
 
 POLICY = "/admin/policies/policy"
-RELABELLING = ["spangrad_checksum", "/update_weight_version"]
-LOADING = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]
+RELABELLING = ["/spangrad/checksum", "/update_weight_version"]
+LOADING = ["/pause", "/reset_prefix_cache", "reload_weights", "/spangrad/checksum", "/update_weight_version", "/resume", "probe"]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ async def test_publish_to_several_engines_loads_only_those_that_differ(weights: 
 async def test_publish_zero_adapter_changes_version_of_base_only(tmp_path: Path) -> None:
     base = models(tmp_path, 1)[0]
     checksum = checksum_directory(base)
-    async with staged(FakeEngine(lora_rank=8, checksum=checksum, base_checksum=checksum)) as stage:
+    async with staged(FakeEngine(lora_rank=8, checksum=checksum, base=base)) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
         body = {"version": 1, "path": str(base), "checksum": checksum}
@@ -79,7 +79,7 @@ async def test_publish_to_engine_with_unexpected_weights_loads_them(weights: lis
         stage.engine.checksum = checksum_directory(weights[0])
         stage.engine.orders.clear()
         assert (await publish(stage, weights, 2))[0] == 200
-        assert stage.engine.orders == ["spangrad_checksum", *LOADING]
+        assert stage.engine.orders == ["/spangrad/checksum", *LOADING]
         assert stage.engine.checksum == checksum_directory(weights[2])
 
 

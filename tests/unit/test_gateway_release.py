@@ -15,7 +15,7 @@ from tests.support.gateways import Stage, all_serve, ask, backends, models, rele
 from tests.support.otlp import SunkSpan
 
 POLICY = "/admin/policies/policy"
-STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]
+STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "/spangrad/checksum", "/update_weight_version", "/resume", "probe"]
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ async def test_publish_rolling_fails_with_first_engine_and_takes_out_later_faili
         assert (status, "publication of version 1 failed at reload" in answer["error"]["message"]) == (502, True)
         assert [(one["status"], one["version"]) for one in await backends(stage)] == [("down", 0), ("serving", 0), ("serving", 0)]
 
-        engines[0].refuses, engines[1].refuses = "", "spangrad_checksum"
+        engines[0].refuses, engines[1].refuses = "", "/spangrad/checksum"
         status, answer = await publish(stage, weights, 1, order="rolling")
         told = answer["backends"]
         assert (status, told["policy-0"], told["policy-2"]) == (200, "serving", "serving")
@@ -161,7 +161,7 @@ async def test_restarted_engine_gets_served_version_before_calls(weights: list[P
         again.port = engines[0].port
         async with again.running():
             await all_serve(stage, 2)
-            assert again.orders == ["spangrad_checksum", *STEPS]
+            assert again.orders == ["/spangrad/checksum", *STEPS]
             assert (await versions(stage), again.checksum) == ([2, 2], checksum_directory(weights[2]))
 
 
@@ -321,7 +321,7 @@ async def test_sleep_waits_for_calls_and_wake_up_checks_weights(weights: list[Pa
         status, awake = await ask(stage, "POST", "/admin/backends/policy-0/wake_up")
         assert (status, awake["status"]) == (200, "serving")
         assert (await call)[0] == 200
-        assert stage.engine.orders == ["/sleep", "/wake_up", "spangrad_checksum", "probe", "chat"]
+        assert stage.engine.orders == ["/sleep", "/wake_up", "/spangrad/checksum", "probe", "chat"]
 
 
 async def test_wake_up_of_engine_without_weights_loads_them(weights: list[Path]) -> None:
@@ -331,7 +331,7 @@ async def test_wake_up_of_engine_without_weights_loads_them(weights: list[Path])
         stage.engine.checksum = "float32:0000000000000000"
         stage.engine.orders.clear()
         assert (await ask(stage, "POST", "/admin/backends/policy-0/wake_up"))[0] == 200
-        assert stage.engine.orders == ["/wake_up", "spangrad_checksum", *STEPS]
+        assert stage.engine.orders == ["/wake_up", "/spangrad/checksum", *STEPS]
         assert stage.engine.checksum == checksum_directory(weights[0])
 
 

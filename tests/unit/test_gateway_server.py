@@ -358,7 +358,7 @@ async def test_gateway_readiness_waits_for_warm_and_probed_engine() -> None:
             assert answer.status == 503
         stage.engine.warm = True
         await stage.readiness("serving")
-        assert stage.engine.orders == ["spangrad_checksum", "probe"]
+        assert stage.engine.orders == ["/spangrad/checksum", "probe"]
         async with stage.client.get("/admin/policies/policy") as answer:
             facts = {"policy": "policy", "version": 0, "tokenizer_hash": "cafe", "status": "serving"}
             assert (await answer.json()).items() >= facts.items()

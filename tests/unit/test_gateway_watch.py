@@ -11,7 +11,7 @@ import pytest
 from gateway.pool import watch
 from spangrad.weights.checksums import checksum_directory
 from tests.support.fake_engine import FakeEngine
-from tests.support.gateways import Stage, ask, backends, models, release_of, several, started
+from tests.support.gateways import Stage, ask, backends, models, release_of, several, staged, started
 
 VERSIONS = "/admin/policies/policy/versions"
 
@@ -49,19 +49,42 @@ async def test_admission_with_unreadable_weights_keeps_only_that_engine_out(weig
         assert (status, "File name too long" in answer["error"]["message"]) == (409, True)
 
 
-@pytest.mark.parametrize("counts", [{"api_servers": 2}, {"data_parallel_size": 2}, {"api_servers": 2, "data_parallel_size": 2}], ids=str)
-async def test_admission_of_an_engine_with_several_servers_or_ranks_refuses(counts: dict[str, int]) -> None:
-    """A second API server has a middleware of its own, which no order reaches: it would go on with the label of the old version."""
+async def test_admission_of_engine_whose_api_servers_share_no_state_refuses() -> None:
+    """The second one would not know of a pause, which the first one was told of."""
     engines = [FakeEngine(), FakeEngine()]
     async with several(*engines) as stage:
-        # What a restart of it with other arguments does.
-        for name, value in {**counts, "version": 3}.items():
-            setattr(engines[1], name, value)
-        reason = await second_is_down(stage)
-        servers, ranks = counts.get("api_servers", 1), counts.get("data_parallel_size", 1)
-        assert f"runs {servers} API servers and {ranks} data-parallel ranks" in reason
+        # What a restart of it by hand does.
+        engines[1].topology, engines[1].shared_state, engines[1].version = {"api_servers": 2, "data": 2}, False, 3
+        assert "runs 2 API servers that share no state" in await second_is_down(stage)
         assert (await stage.chat())[0] == 200
         assert not engines[1].requests
+
+
+async def test_admission_of_engine_with_several_workers_and_replicas_shows_topology() -> None:
+    engine = FakeEngine(topology={"tensor": 2, "data": 2, "api_servers": 2})
+    engine.reports = [[engine.report("all")] * 2] * 2
+    async with staged(engine) as stage:
+        await stage.readiness("serving")
+        (shown,) = await backends(stage)
+        assert shown["topology"] == {"tensor": 2, "pipeline": 1, "data": 2, "api_servers": 2}
+        assert engine.probed == ["0", "1"], "each replica has answered a probe"
+
+
+async def test_admission_of_engine_whose_replicas_differ_refuses() -> None:
+    engine = FakeEngine(topology={"data": 2})
+    stale = FakeEngine(checksum="float32:0000000000000001")
+    engine.reports = [[engine.report("all")], [stale.report("all")]]
+    async with staged(engine) as stage:
+        await stage.readiness("data-parallel replica 1 holds other weights than replica 0: it holds other values of w")
+        assert (await stage.chat())[0] == 503
+
+
+async def test_admission_of_quantised_engine_names_uncompared_tensors(weights: list[Path]) -> None:
+    engine = FakeEngine(model=str(weights[0]), checksum=checksum_directory(weights[0]), unread={"w": "vLLM holds it as float8_e4m3fn"})
+    async with staged(engine) as stage:
+        await stage.readiness("serving")
+        (shown,) = await backends(stage)
+        assert shown["uncompared"] == "1 of 1 tensors are not compared, such as w: vLLM holds it as float8_e4m3fn"
 
 
 async def test_admission_with_internal_error_takes_only_that_engine_out(monkeypatch: pytest.MonkeyPatch) -> None:

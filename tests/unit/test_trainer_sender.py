@@ -9,18 +9,21 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from spangrad.errors import SettingsError
 from spangrad.processes import free_ports
 from spangrad.settings import TrainerSettings
-from spangrad.weights.checksums import checksum_arrays
+from spangrad.weights.checksums import sums_of_arrays
+from spangrad.weights.shards import checksum_of
+from spangrad.weights.sums import cast_words, tensor_sums
 from tests.support.policies import trainer_settings
 from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}
-ASKED = {"engine": "policy-0", "over": "http", "workers__per_node": 1, "dtype": "float32", "group": ""}
+ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32", "group": ""}
 
 
 @pytest.fixture
@@ -58,8 +61,10 @@ def test_sender_weights_are_fetched_once_in_dtype_of_engine(sender: WeightsSende
                 assert data == b"".join(one.tobytes() for one in WEIGHTS.values())
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 fetched(url)
-            sums = {"checksum": checksum_arrays(WEIGHTS.values(), dtype), "whole": checksum_arrays(WEIGHTS.values(), "float32")}
-            assert ask(sender, "/checksum", {"dtype": dtype}) == (200, sums)
+            tensors = {name: msgspec.structs.asdict(sums) for name, sums in sums_of_arrays(WEIGHTS, dtype).items()}
+            whole = checksum_of(sums_of_arrays(WEIGHTS, "float32"), "float32")
+            question = {"dtype": dtype, "others": {}, "scope": "full"}
+            assert ask(sender, "/checksum", question) == (200, {"tensors": tensors, "whole": whole})
         assert ask(sender, "/transfers", {**ASKED, "group": "http"})[1]["init"] is None
         pending = ask(sender, "/transfers", ASKED)[1]["update"]["url"]
     assert ask(sender, "/transfers", ASKED) == (409, "no version is being published.")
@@ -83,6 +88,26 @@ def test_sender_checks_token_and_length_before_reading_body(sender: WeightsSende
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
+def test_sender_each_worker_fetches_weights_once(sender: WeightsSender):
+    with sender.offering(lambda: iter(WEIGHTS.items())):
+        url = ask(sender, "/transfers", {**ASKED, "workers": 3})[1]["update"]["url"]
+        assert len({fetched(url) for _ in range(3)}) == 1
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            fetched(url)
+
+
+def test_sender_sums_of_sample_and_of_other_dtypes_are_those_of_engine(sender: WeightsSender):
+    """An engine that is sent bfloat16 and holds one tensor as float32 has the rounded words of it."""
+    with sender.offering(lambda: iter(WEIGHTS.items())):
+        mixed = {"dtype": "bfloat16", "others": {"a": "float32"}, "scope": "full"}
+        tensors = ask(sender, "/checksum", mixed)[1]["tensors"]
+        sampled = ask(sender, "/checksum", {"dtype": "float32", "others": {}, "scope": "sampled"})[1]
+    rounded = {"a": cast_words(WEIGHTS["a"].reshape(-1).view(np.uint32), "float32", "bfloat16")}
+    held = tensor_sums(rounded["a"], "bfloat16", "float32")
+    assert (tensors["a"], tensors["b"]["dtype"]) == (msgspec.structs.asdict(held), "bfloat16")
+    assert sampled["whole"] == ""
+
+
 def test_sender_reads_weights_from_trainer_on_first_request_only(sender: WeightsSender):
     reads: list[int] = []
 
@@ -100,7 +125,7 @@ def test_sender_reads_weights_from_trainer_on_first_request_only(sender: Weights
 def test_sender_wrong_token_or_request_is_refused(sender: WeightsSender):
     with sender.offering(lambda: iter(WEIGHTS.items())):
         assert ask(sender, "/transfers", ASKED, token="wrong") == (401, "another token is needed.")
-        assert ask(sender, "/checksum", {"dtype": "float16"})[0] == 409
+        assert ask(sender, "/checksum", {"dtype": "float8_e4m3fn", "others": {}, "scope": "full"})[0] == 409
         assert ask(sender, "/transfers", {**ASKED, "over": "pigeon"}) == (409, "weights are sent over http or nccl, not 'pigeon'.")
         assert ask(sender, "/transfers", {"over": "http"})[0] == 400
         assert ask(sender, "/elsewhere", ASKED) == (409, "there is no /elsewhere.")

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import CheckpointError
-from spangrad.weights.checksums import MASK, MIX_A, MIX_B, checksum_directory, mix_words, tokenizer_hash
+from spangrad.weights.checksums import checksum_directory, sums_of_directory, tokenizer_hash
+from spangrad.weights.shards import MASK, MIX_A, MIX_B
+from spangrad.weights.sums import mix_words
 
 
 def write(directory: Path, name: str, dtype: str, arrays: dict[str, np.ndarray]) -> Path:
@@ -62,12 +64,18 @@ def test_checksum_directory_of_fused_and_split_files_agrees_unlike_changed_bit(t
     assert checksum_directory(other) != checksum_directory(split)
 
 
-def test_checksum_directory_cast_to_bfloat16_matches_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_sums_of_directory_cast_to_another_dtype_match_torch(tmp_path: Path, own: str, dtype: str) -> None:
     torch = pytest.importorskip("torch")
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    wide = write(tmp_path / "wide", "m.safetensors", "F32", {"w": values.numpy()})
-    narrow = write(tmp_path / "narrow", "m.safetensors", "BF16", {"w": values.to(torch.bfloat16).view(torch.int16).numpy()})
-    assert checksum_directory(wide, "bfloat16") == checksum_directory(narrow)
+    letters = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+    values = torch.cat([torch.randn(300_000, generator=torch.Generator().manual_seed(0)), torch.tensor([1e9, -1e-9, 0.0, -0.0, 65519.0])])
+    held = values.to(getattr(torch, own))
+    directories = [
+        write(tmp_path / name, "m.safetensors", letters[name], {"w": each.contiguous().view(torch.uint8).numpy()})
+        for name, each in ((f"{own}", held), (f"{dtype}", held.to(getattr(torch, dtype))))
+    ]
+    assert sums_of_directory(directories[0], dtype) == sums_of_directory(directories[-1])
 
 
 def test_checksum_directory_of_invalid_files_raises(tmp_path: Path) -> None:
@@ -77,8 +85,12 @@ def test_checksum_directory_of_invalid_files_raises(tmp_path: Path) -> None:
     whole.write_bytes(whole.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="is truncated: tensor w"):
         checksum_directory(tmp_path / "cut")
-    with pytest.raises(CheckpointError, match="float32 weights beside float16"):
-        checksum_directory(write(tmp_path / "f", "m.safetensors", "F32", {"w": np.ones(1, dtype=np.float32)}), "float16")
+    mixed = write(tmp_path / "f", "m.safetensors", "F32", {"w": np.ones(1, dtype=np.float32)})
+    with pytest.raises(CheckpointError, match="weights of dtype float64 cannot be compared"):
+        checksum_directory(mixed, "float64")
+    write(mixed, "n.safetensors", "F16", {"v": np.ones(1, dtype=np.float16)})
+    with pytest.raises(CheckpointError, match="holds float16 weights beside float32"):
+        checksum_directory(mixed)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,7 +30,8 @@ from spangrad.errors import SettingsError, SpangradError, TrainerError
 from spangrad.http.service import in_url
 from spangrad.http.tokens import credential, is_token
 from spangrad.settings import TrainerSettings
-from spangrad.weights.checksums import checksum_arrays, nbytes, words_of
+from spangrad.weights.checksums import nbytes, sums_of_arrays, words_of
+from spangrad.weights.shards import ChecksumScope, TensorSums, checksum_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class _Offer:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._lock = threading.Lock()
+        self._sums: dict[tuple[str, frozenset[tuple[str, str]], ChecksumScope], dict[str, TensorSums]] = {}
 
     @cached_property
     def _named(self) -> dict[str, NDArray[np.float32]]:
@@ -57,6 +60,23 @@ class _Offer:
         """Return the weights by name, in the order in which they are sent."""
         with self._lock:
             return self._named
+
+    def sums(self, dtype: str, others: Mapping[str, str], scope: ChecksumScope) -> dict[str, Any]:
+        """Return the sums of each tensor as an engine holds it, and the checksum of all words; engines of a kind share the work."""
+        named = self.named
+        with self._lock:
+            tensors = self._summed(named, dtype, others, scope)
+            whole = self._summed(named, "float32", {}, scope) if scope is ChecksumScope.FULL else None
+        sums = {name: msgspec.structs.asdict(each) for name, each in tensors.items()}
+        return {"tensors": sums, "whole": checksum_of(whole, "float32") if whole else ""}
+
+    def _summed(
+        self, named: Mapping[str, NDArray[np.float32]], dtype: str, others: Mapping[str, str], scope: ChecksumScope
+    ) -> dict[str, TensorSums]:
+        key = dtype, frozenset(others.items()), scope
+        if key not in self._sums:
+            self._sums[key] = sums_of_arrays(named, dtype, others, scope)
+        return self._sums[key]
 
     def update(self, dtype: str) -> dict[str, Any]:
         """Return the description for vLLM's workers: names, dtypes and shapes."""
@@ -76,8 +96,9 @@ class WeightsSender:
         """
         self.token = secrets.token_urlsafe(24)
         self._offer: _Offer | None = None
-        self._keys: dict[str, tuple[_Offer, str]] = {}
-        """Weights, and their dtype, that may be fetched once over HTTP, by key."""
+        self._lock = threading.Lock()
+        self._keys: dict[str, tuple[_Offer, str, int]] = {}
+        """Weights, their dtype, and how often they may still be fetched over HTTP, by key."""
         self._groups: dict[str, Any] = {}
         """Connected NCCL communicators, by group."""
         try:
@@ -118,9 +139,7 @@ class WeightsSender:
         if offer is None:
             raise TrainerError("no version is being published.")
         if path == "/checksum":
-            arrays = offer.named.values()
-            whole = checksum_arrays(arrays, "float32")
-            return {"checksum": whole if body["dtype"] == "float32" else checksum_arrays(arrays, body["dtype"]), "whole": whole}
+            return offer.sums(body["dtype"], body["others"], ChecksumScope(body["scope"]))
         if path != "/transfers":
             raise TrainerError(f"there is no {path}.")
         match body["over"]:
@@ -132,12 +151,16 @@ class WeightsSender:
                 raise TrainerError(f"weights are sent over http or nccl, not {over!r}.")
 
     def fetched(self, key: str) -> tuple[_Offer, str] | None:
-        """Return the weights that a worker may fetch with a key, once, and their dtype. None: the key is not valid."""
-        return self._keys.pop(key, None)
+        """Return the weights that a worker may fetch with a key, each worker once, and their dtype. None: the key is not valid."""
+        with self._lock:
+            offer, dtype, left = self._keys.pop(key, (None, "", 0))
+            if offer is not None and left > 1:
+                self._keys[key] = offer, dtype, left - 1
+        return None if offer is None else (offer, dtype)
 
     def _over_http(self, offer: _Offer, body: Mapping[str, Any]) -> dict[str, Any]:
         key = secrets.token_urlsafe(24)
-        self._keys[key] = offer, body["dtype"]
+        self._keys[key] = offer, body["dtype"], body["workers"]
         update = {**offer.update(body["dtype"]), "url": f"{self.url}/weights/{key}"}
         return {"group": "http", "init": None if body["group"] == "http" else {}, "update": update}
 
