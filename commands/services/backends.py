@@ -139,13 +139,24 @@ def _tables(gateway: GatewaySettings) -> RenderableType:
         row = (_shown(entry["version"]), _shown(entry.get("before")), shown, str(entry.get("waiting", 0)), entry.get("reason", ""))
         policies.add_row(Text(entry["policy"]), _status(entry["status"]), *map(Text, row))
     table = Table(
-        "backend", "policy", "kind", "status", "version", "in flight", "limit", "calls", "url", "reason", box=None, pad_edge=False
+        *("backend", "policy", "kind", "topology", "status", "version", "in flight", "limit", "calls", "url", "reason"),
+        box=None,
+        pad_edge=False,
     )
     for backend in _ask(gateway, "GET", "/admin/backends")["backends"]:
         numbers = (_shown(backend["version"]), str(backend["in_flight"]), _shown(backend["limit"]), str(backend["calls"]))
-        words = (backend["name"], backend["policy"], backend["kind"])
-        table.add_row(*map(Text, words), _status(backend["status"]), *map(Text, (*numbers, backend["url"], backend["reason"])))
+        words = (backend["name"], backend["policy"], backend["kind"], _topology(backend["topology"]))
+        reason = backend["reason"] or backend["uncompared"]
+        table.add_row(*map(Text, words), _status(backend["status"]), *map(Text, (*numbers, backend["url"], reason)))
     return Group(policies, Text(), table)
+
+
+def _topology(sizes: Mapping[str, int] | None) -> str:
+    """Return the processes of an engine in short, such as `tp2 dp4 api4`; 1: it has one worker."""
+    if sizes is None:
+        return "-"
+    shown = {"tp": sizes["tensor"], "pp": sizes["pipeline"], "dp": sizes["data"], "api": sizes["api_servers"]}
+    return " ".join(f"{name}{size}" for name, size in shown.items() if size > 1) or "1"
 
 
 def _status(status: str) -> RenderableType:

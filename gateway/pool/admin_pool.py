@@ -79,7 +79,7 @@ class BackendState(msgspec.Struct, frozen=True):
     checksum: str
     """Checksum of what is compared of an engine's parameters; empty: nothing is, or they are not known."""
     uncompared: str
-    """What of an engine's parameters is not compared with a version's, in words; empty: everything is."""
+    """Parameters of an engine that are not compared with a version's, in words; empty: all are."""
     topology: EngineTopology | None
     """Processes that an engine consists of. None: it is no engine, or was never reached."""
     in_flight: int

@@ -48,10 +48,6 @@ class EngineTopology(msgspec.Struct, frozen=True):
     api_servers: int = 1
     """Servers that take requests at the engine's one address."""
 
-    def __str__(self) -> str:
-        sizes = {"tp": self.tensor, "pp": self.pipeline, "dp": self.data, "api": self.api_servers}
-        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
-
 
 class EngineInfo(msgspec.Struct, frozen=True):
     """State and capabilities of an engine, as our plugin in it reports them."""
@@ -129,7 +125,7 @@ class Backend(Upstream):
 
     @property
     def uncompared(self) -> str:
-        """What of the engine's parameters is not compared with a version's, in words; empty: everything is."""
+        """Parameters of the engine that are not compared with a version's, in words; empty: all are."""
         if self.info is None:
             return ""
         if self.scope is ChecksumScope.OFF:
@@ -222,16 +218,16 @@ class Backend(Upstream):
         request = CHAT.parse(msgspec.json.encode(question))
         replicas = self.info.topology.data if self.info else 1
         for rank in range(replicas):
-            whose = f"replica {rank}'s" if replicas > 1 else "its"
+            owner = f"replica {rank}'s" if replicas > 1 else "its"
             headers = {RANK_HEADER: str(rank)} if replicas > 1 else {}
             body = await self._request("POST", CHAT.path, request.for_engine(), PROBE_SECONDS, headers)
             try:
                 answer, _ = CHAT.read(body, request)
             except ValueError as error:
-                raise EngineError(f"{whose} answer to a probe cannot be read: {error}") from None
+                raise EngineError(f"{owner} answer to a probe cannot be read: {error}") from None
             lacking = _lacking(answer, version)
             if lacking:
-                raise EngineError(f"{whose} answer to a probe has no {lacking}. Start it with `spangrad engine`.")
+                raise EngineError(f"{owner} answer to a probe has no {lacking}. Start it with `spangrad engine`.")
 
     async def order(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> bytes:
         """Send an order; return the body of the response.

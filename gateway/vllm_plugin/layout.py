@@ -1,4 +1,4 @@
-"""Layout of a checkpoint's tensors in the parameters of one vLLM worker, as vLLM's own loaders place them.
+"""TensorLayout of a checkpoint's tensors in the parameters of one vLLM worker, as vLLM's own loaders place them.
 
 In: the copies that vLLM makes while it loads a model, or an adapter. Out: for each copy, the place in the checkpoint's tensor and the
 place in the worker's memory. Invariant: nothing here knows how a layer is fused, split or padded: every copy of a loader is recorded as
@@ -60,7 +60,7 @@ class _Source:
 
 
 @dataclass
-class Layout:
+class TensorLayout:
     """Placements by the address of the parameter's storage, and the names of all tensors that were loaded."""
 
     placements: dict[int, dict[tuple[Any, ...], Placement]] = field(default_factory=dict[int, dict[tuple[Any, ...], Placement]])
@@ -73,7 +73,7 @@ class CopyRecorder(TorchDispatchMode):
     def __init__(self, *, runs: bool = True) -> None:
         """Record; `runs`: also run what is recorded. Otherwise copies and fills are left out, so that nothing changes."""
         super().__init__()
-        self.layout = Layout()
+        self.layout = TensorLayout()
         self._runs = runs
         self._sources: list[_Source] = []
 
@@ -110,7 +110,7 @@ class CopyRecorder(TorchDispatchMode):
 
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 
-_layouts: WeakKeyDictionary[torch.nn.Module, Layout] = WeakKeyDictionary()
+_layouts: WeakKeyDictionary[torch.nn.Module, TensorLayout] = WeakKeyDictionary()
 _load_weights: Callable[..., None] = DefaultModelLoader.load_weights
 _get_all_weights: Callable[..., Iterator[tuple[str, torch.Tensor]]] = DefaultModelLoader.get_all_weights
 _recorders: list[CopyRecorder] = []
@@ -123,12 +123,12 @@ def install() -> None:
     DefaultModelLoader.get_all_weights = _named
 
 
-def layout_of(model: torch.nn.Module) -> Layout | None:
+def layout_of(model: torch.nn.Module) -> TensorLayout | None:
     """Return the layout of a model's parameters. None: vLLM's default loader did not load it."""
     return _layouts.get(model)
 
 
-def recorded(sources: Iterable[tuple[str, torch.Tensor]], load: Callable[[], object]) -> Layout:
+def recorded(sources: Iterable[tuple[str, torch.Tensor]], load: Callable[[], object]) -> TensorLayout:
     """Return the layout that `load` would copy these tensors to; nothing is changed."""
     with CopyRecorder(runs=False) as recorder:
         for name, tensor in sources:

@@ -45,6 +45,8 @@ CHECKSUM_PATH = "/spangrad/checksum"
 CHECKSUM_METHOD = "spangrad_checksum"
 POLL_SECONDS = 0.002
 """Time between two looks at a gate that another API server opens."""
+DEATH_SECONDS = 0.5
+"""Time between two looks at whether the engine lives, while an order waits for it."""
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
 """Paths of the routes that have the policy generate."""
 
@@ -111,6 +113,8 @@ class SpangradMiddleware:
                 await self._load_adapter(scope, receive, send)
             case "POST", path if path in _ANSWERED:
                 await self._answer(scope, receive, send)
+            case "POST", _:
+                await self._order(scope, receive, send)
             case _:
                 await self.app(scope, receive, send)
 
@@ -197,7 +201,31 @@ class SpangradMiddleware:
                     self.state.gate = Gate.REFUSE if aborts and succeeded else Gate.OPEN
             await send(message)
 
-        await self.app(scope, _replay(body, receive), watch)
+        await self._order(scope, _replay(body, receive), watch)
+
+    async def _order(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass on an order to vLLM, and give it up once the engine has died.
+
+        vLLM's client would wait for the dead engine's answer for ever, and its server, which ends then, for the client.
+        """
+        begun = False
+
+        async def watch(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        order = asyncio.ensure_future(self.app(scope, receive, watch))
+        try:
+            while not (await asyncio.wait({order}, timeout=DEATH_SECONDS))[0]:
+                if scope["app"].state.engine_client.errored:
+                    self.state.gate = Gate.REFUSE
+                    if not begun:
+                        await _respond(send, 500, {"error": "the engine has died"})
+                    return
+            await order
+        finally:
+            order.cancel()
 
     async def _report(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer with the reports of the workers of every data-parallel replica; vLLM's own route gives those of the first alone."""
@@ -210,16 +238,18 @@ class SpangradMiddleware:
             return
         await _respond(send, 200, {"replicas": [[json.loads(worker) for worker in workers] for workers in replicas]})
 
-    async def _until_open(self) -> None:
-        """Wait for the end of a pause, whichever API server was told of it."""
+    async def _until_open(self, engine_client: Any) -> None:
+        """Wait for the end of a pause, whichever API server was told of it, or for the engine's."""
         if self.state.gate is not Gate.WAIT:
             return
         if self._opening is None or self._opening.done():
-            self._opening = asyncio.create_task(self._poll_gate())
+            self._opening = asyncio.create_task(self._poll_gate(engine_client))
         await asyncio.shield(self._opening)
 
-    async def _poll_gate(self) -> None:
-        while self.state.gate is Gate.WAIT:  # noqa: ASYNC110 - another process opens it
+    async def _poll_gate(self, engine_client: Any) -> None:
+        while self.state.gate is Gate.WAIT:
+            if engine_client.errored:
+                self.state.gate = Gate.REFUSE
             await asyncio.sleep(POLL_SECONDS)
 
     async def _load_adapter(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -239,7 +269,7 @@ class SpangradMiddleware:
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _read(receive)
-        await self._until_open()
+        await self._until_open(scope["app"].state.engine_client)
         if self.state.gate is Gate.REFUSE:
             await _respond(send, 503, PAUSED)
             return

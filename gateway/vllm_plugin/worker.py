@@ -19,13 +19,15 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layers
 
 from gateway.vllm_plugin import layout
-from gateway.vllm_plugin.layout import Dimension, Layout, Placement
+from gateway.vllm_plugin.layout import Dimension, Placement, TensorLayout
 from spangrad.weights.adapters import PREFIX, A, B
 from spangrad.weights.shards import MASK, MIX_A, MIX_B, ChecksumScope, Shard, TensorSums, WorkerReport, region_of, sample_step
 
 HTTP_BACKEND = "spangrad_http"
-CHUNK_WORDS = 2**24
-"""Words mixed at once: 128 MiB of int64, several times over."""
+CHUNK_WORDS = {"cpu": 2**16}
+"""Words mixed at once, by the kind of device: what fits a core's cache."""
+_CHUNK_WORDS = 2**24
+"""Words mixed at once on other devices: 128 MiB of int64, several times over."""
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 """Dtypes whose words are those of a checkpoint, and the integers of their size."""
 
@@ -82,7 +84,7 @@ def _adapter_reports(model: torch.nn.Module, scope: ChecksumScope) -> Iterator[W
             if hasattr(module, "w13_lora_a_stacked"):
                 raise ValueError("the model has adapters of experts: vLLM keeps them in another form, which checksums do not know")
             weights = manager._get_lora_layer_weights(manager.get_adapter(adapter), name)
-            placed = _placed_by(module, slot, weights, manager.packed_modules.get(name, [name])) if weights else Layout()
+            placed = _placed_by(module, slot, weights, manager.packed_modules.get(name, [name])) if weights else TensorLayout()
             stacked = [*_listed(module.lora_a_stacked), *_listed(module.lora_b_stacked)]
             yield report(
                 {f"{name}, matrix {index} of its adapters": matrices[slot] for index, matrices in enumerate(stacked)}, placed, scope
@@ -93,7 +95,7 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple | list) else [value]
 
 
-def _placed_by(module: Any, slot: int, weights: Any, names: list[str]) -> Layout:
+def _placed_by(module: Any, slot: int, weights: Any, names: list[str]) -> TensorLayout:
     """Return the layout of an adapter's matrices in the stacked ones of a layer, whose parts have these names."""
     return layout.recorded(_named_matrices(names, weights), lambda: module.set_lora(slot, weights.lora_a, weights.lora_b))
 
@@ -107,7 +109,7 @@ def _named_matrices(modules: list[str], weights: Any) -> Iterator[tuple[str, tor
 
 
 @torch.inference_mode()
-def report(tensors: dict[str, torch.Tensor], placed: Layout, scope: ChecksumScope) -> WorkerReport:
+def report(tensors: dict[str, torch.Tensor], placed: TensorLayout, scope: ChecksumScope) -> WorkerReport:
     """Return the sums of the shards that lie in these tensors.
 
     Args:
@@ -122,8 +124,8 @@ def report(tensors: dict[str, torch.Tensor], placed: Layout, scope: ChecksumScop
     others = set[str]()
     for name, tensor in {(each.data_ptr(), each.shape): (name, each) for name, each in tensors.items()}.values():
         begin, end = tensor.storage_offset(), tensor.storage_offset() + _extent(tensor)
-        found = placed.placements.get(tensor.untyped_storage().data_ptr(), {}).values()
-        within = [placement for placement in found if begin <= placement.target and _end(placement) <= end]
+        candidates = placed.placements.get(tensor.untyped_storage().data_ptr(), {}).values()
+        within = [placement for placement in candidates if begin <= placement.target and _end(placement) <= end]
         if tensor.dtype not in _BITS:
             others.add(_dtype(tensor))
             continue
@@ -182,7 +184,7 @@ def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
     shard = tensor.as_strided([each.size for each in dimensions], [each.target for each in dimensions], placement.target)
     words = shard.view(_BITS[tensor.dtype])
     row = max(1, _count(placement) // dimensions[0].size)
-    rows = max(1, CHUNK_WORDS // row)
+    rows = max(1, CHUNK_WORDS.get(tensor.device.type, _CHUNK_WORDS) // row)
     plain = weighted = 0
     for start in range(0, dimensions[0].size, rows):
         mixed = _mixed(words[start : start + rows], 8 * tensor.element_size())

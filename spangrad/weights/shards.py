@@ -7,7 +7,7 @@ A tensor's words are numbered from 0 in the order of the checkpoint's file. Of t
 the sum of all m, and `weighted` the sum of number * m, both mod 2^64. A worker numbers its words as the whole tensor does, so both sums are
 additive; `plain` summed over tensors is the version's checksum, and `weighted` changes when words or shards change places.
 
-A sample is the words whose number is a multiple of `sample_step`, so that each worker knows which of them it holds.
+A sample is the words owner number is a multiple of `sample_step`, so that each worker knows which of them it holds.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
     shards: list[Shard]
     unread: dict[str, str] = {}
-    """Tensors of the checkpoint whose words are not in memory as they are in the file, with the reason."""
+    """Tensors of the checkpoint owner words are not in memory as they are in the file, with the reason."""
 
 
 class EngineReports(msgspec.Struct, frozen=True):
@@ -141,18 +141,18 @@ def combine(reports: EngineReports) -> EngineSums:
     return combined[0]
 
 
-def _of_replica(workers: Sequence[WorkerReport], whose: str) -> EngineSums:
+def _of_replica(workers: Sequence[WorkerReport], owner: str) -> EngineSums:
     holders: dict[tuple[str, Region], tuple[int, TensorSums]] = {}
     for worker, report in enumerate(workers):
         for shard in report.shards:
             first, sums = holders.setdefault((shard.name, shard.region), (worker, shard.sums))
             if sums != shard.sums:
-                raise CheckpointError(f"{whose}workers {first} and {worker} hold different copies of {shard.name}.")
+                raise CheckpointError(f"{owner}workers {first} and {worker} hold different copies of {shard.name}.")
     tensors: dict[str, TensorSums] = {}
     for (name, _), (_, sums) in holders.items():
         before = tensors.get(name, TensorSums(sums.dtype, 0, 0, 0))
         if before.dtype != sums.dtype:
-            raise CheckpointError(f"{whose}workers hold {name} as {before.dtype} and as {sums.dtype}.")
+            raise CheckpointError(f"{owner}workers hold {name} as {before.dtype} and as {sums.dtype}.")
         tensors[name] = TensorSums(
             sums.dtype, before.words + sums.words, (before.plain + sums.plain) & MASK, (before.weighted + sums.weighted) & MASK
         )

@@ -41,9 +41,11 @@ async def backends_of(stage: Stage) -> list[dict[str, Any]]:
 
 async def test_backends_add_list_and_remove_change_pool(tmp_path: Path) -> None:
     (nobody,) = free_ports(1)
-    async with staged() as stage:
+    async with staged(FakeEngine(topology={"tensor": 2, "api_servers": 4}, scope="sampled")) as stage:
         await stage.readiness("serving")
         url = gateway_url(stage)
+        engine_url = f"http://127.0.0.1:{stage.engine.port}"
+        sampled = "engine.checksum = sampled: about 4,096 words of each parameter are compared"
         added = ["add", f"http://127.0.0.1:{nobody}/v1", "--policy", "judge", "--kind", "openai", "--limit", "4", "--key-variable", "KEY"]
         assert await run(url, *added, cwd=tmp_path, KEY="sesame") == (
             0,
@@ -59,9 +61,9 @@ async def test_backends_add_list_and_remove_change_pool(tmp_path: Path) -> None:
                 ["policy", "status", "version", "before", "canary", "waiting", "reason"],
                 ["policy", "serving", "0", "-", "-", "0"],
                 ["judge", "serving", "-", "-", "-", "0"],
-                ["backend", "policy", "kind", "status", "version", "in flight", "limit", "calls", "url", "reason"],
-                ["policy-0", "policy", "engine", "serving", "0", "0", "-", "0", f"http://127.0.0.1:{stage.engine.port}"],
-                ["judge-0", "judge", "openai", "serving", "-", "0", "4", "0", f"http://127.0.0.1:{nobody}"],
+                ["backend", "policy", "kind", "topology", "status", "version", "in flight", "limit", "calls", "url", "reason"],
+                ["policy-0", "policy", "engine", "tp2 api4", "serving", "0", "0", "-", "0", engine_url, sampled],
+                ["judge-0", "judge", "openai", "-", "serving", "-", "0", "4", "0", f"http://127.0.0.1:{nobody}"],
             ],
         )
         assert await run(url, "remove", "judge-0", cwd=tmp_path) == (0, "judge-0 has left\n", "")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from spangrad.errors import GatewayError
 from spangrad.processes import Child, wait_until
@@ -160,7 +160,7 @@ def mislabelled(answers: Sequence[dict[str, Any]], versions: Sequence[Path]) -> 
         (labels,) = answer["spangrad"]["versions"]
         ours = [one["logprob"] for one in choice["logprobs"]["content"]]
         assert labels[0][0] == 0
-        for (begin, version), end in zip(labels, [*(start for start, _ in labels[1:]), len(ours)], strict=True):
+        for (begin, version), end in zip(labels, [*(later for later, _ in labels[1:]), len(ours)], strict=True):
             exact = logprobs_of(versions[version], answer["prompt_token_ids"], choice["token_ids"])
             gap = max(abs(one - other) for one, other in zip(ours[begin:end], exact[begin:end], strict=True))
             if gap > EQUAL:
@@ -400,8 +400,16 @@ def test_engine_killed_twenty_times_about_publications_never_mislabels(
 def processes_of(settings: Settings) -> list[int]:
     """Processes of a vLLM: API servers, engine cores, workers; it begins a session."""
     session = os.getsid(fetch(f"{settings.gateway.engine_url}/spangrad/info")["pid"])
-    found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in found if _session_of(pid) == session]
+    processes = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    # Python's resource tracker is not missed: it removes what others left behind.
+    return [pid for pid in processes if _session_of(pid) == session and b"resource_tracker" not in _command_of(pid)]
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _session_of(pid: int) -> int | None:

@@ -196,7 +196,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "shown", "reason"), REFUSED, ids=[" ".join(arguments) for arguments, _, _ in REFUSED])
-def test_require_orders_reach_all_part_of_an_engine_refuses(
+def test_require_orders_reach_all_partial_engine_refuses(
     model: Path, tmp_path: Path, arguments: list[str], shown: str, reason: str
 ) -> None:
     with pytest.raises(EngineError, match=f"engine.extra_args has {re.escape(shown)}: .*{reason}"):
@@ -204,7 +204,7 @@ def test_require_orders_reach_all_part_of_an_engine_refuses(
 
 
 @pytest.mark.parametrize("line", ["data_parallel_rank: 2", "'headless' : 'true'  # two", "data-parallel-hybrid-lb: true"])
-def test_require_orders_reach_all_part_of_an_engine_in_the_configuration_file_refuses(model: Path, tmp_path: Path, line: str) -> None:
+def test_require_orders_reach_all_option_in_configuration_file_refuses(model: Path, tmp_path: Path, line: str) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text(f"seed: 3\n{line}\n")
     for arguments in (["--config", str(file)], [f"--config={file}"]):

@@ -301,9 +301,10 @@ from safetensors.torch import save_file
 from gateway.vllm_plugin import layout, worker
 from spangrad.weights.shards import ChecksumScope
 torch.manual_seed(0)
-tensors = {"q": torch.randn(6, 5), "k": torch.randn(6, 5) * 1e30, "down": torch.randn(4, 8), "norm": torch.tensor([0.0, -0.0, float("inf"), 1e-42])}
+tensors = {"q": torch.randn(6, 5), "k": torch.randn(6, 5) * 1e30, "down": torch.randn(4, 8)}
+tensors["norm"] = torch.tensor([0.0, -0.0, float("inf"), 1e-42])
 save_file(tensors, f"{sys.argv[1]}/model.safetensors")
-worker.CHUNK_WORDS = 4
+worker.CHUNK_WORDS["cpu"] = 4
 
 def held(rank, dtype):
     # As vLLM's loaders copy: fused rows, columns, a transposed layer, padding, and a copy for each worker.
@@ -330,8 +331,13 @@ except ValueError as error:
 parameters, placed = held(0, torch.float32)
 parameters["qk"] = parameters["qk"].to(torch.float8_e4m3fn)
 print(sorted(worker.report(parameters, placed, ChecksumScope.FULL).unread.items()))
-sources = dict(tensors)
-placed = layout.recorded(sources.items(), lambda: (parameters["norm"].zero_(), parameters["norm"].copy_(tensors["norm"] * 1), parameters["down"].copy_(tensors["down"][:, :4].t())))
+
+def load():
+    parameters["norm"].zero_()
+    parameters["norm"].copy_(tensors["norm"] * 1)
+    parameters["down"].copy_(tensors["down"][:, :4].t())
+
+placed = layout.recorded(tensors.items(), load)
 print(parameters["norm"][2].item(), sorted(placed.names))
 """
 

@@ -9,6 +9,7 @@ imports, and no more: it runs Python in one thread only, so that a fork has all 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -78,6 +79,8 @@ def serve(path: str) -> None:
             for connection, (pid, pidfd) in list(forks.items()):
                 if pidfd in ready:
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)  # as who started it in a group of its own would end the rest
                     _answer(connection, code if code >= 0 else 128 - code)
                 elif connection in ready:
                     number = connection.recv(1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gateway.vllm_plugin import middleware as middleware_module
 from gateway.vllm_plugin.middleware import PAUSED, SpangradMiddleware
 from gateway.vllm_plugin.request_fields import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, with_ids
 from gateway.vllm_plugin.state import EngineState, write_state
@@ -42,6 +43,7 @@ class EngineClient:
     """vLLM's engine client: all choices of three tokens at once, the last of which has the label of the weights at that time."""
 
     first = label = "default"
+    errored = False
 
     async def generate(self, prompt: object, sampling_params: Sampling) -> AsyncGenerator[Any, None]:
         spans = [SimpleNamespace(version=self.first, start=0, end=2), SimpleNamespace(version=self.label, start=2, end=3)]
@@ -301,6 +303,24 @@ async def test_middleware_orders_to_one_api_server_reach_the_other(servers: list
     assert json.loads((await call(told, CHAT_PATH, ASKED))[2][0]) == PAUSED, "calls would wait in vLLM for ever"
     await call(told, "/resume")
     assert (await call(other, CHAT_PATH, ASKED))[0] == 200
+
+
+async def test_middleware_order_and_waiting_calls_end_with_a_dead_engine(
+    middleware: SpangradMiddleware, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else vLLM's server, which waits for its connections, would never end, and nobody would start it again."""
+    monkeypatch.setattr(middleware_module, "DEATH_SECONDS", 0.01)
+    vllm.before_last.clear()
+    pause = asyncio.create_task(call(middleware, "/pause?mode=keep"))
+    order = asyncio.create_task(call(middleware, "/sleep?level=1"))
+    await asyncio.wait({pause, order}, timeout=0.05)
+    waiting = asyncio.create_task(call(middleware, CHAT_PATH, ASKED))
+    await asyncio.wait({waiting}, timeout=0.05)
+    assert not any(task.done() for task in (pause, order, waiting))
+    vllm.state.engine_client.errored = True
+    status, _, (body,) = await asyncio.wait_for(waiting, 5)
+    assert (status, json.loads(body)) == (503, PAUSED)
+    await asyncio.wait_for(asyncio.gather(pause, order), 5)
 
 
 async def test_middleware_state_of_an_engine_that_starts_again_is_new(servers: list[SpangradMiddleware], tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ async def test_admission_of_engine_whose_replicas_differ_refuses() -> None:
         assert (await stage.chat())[0] == 503
 
 
-async def test_admission_of_engine_that_quantised_weights_says_what_is_not_compared(weights: list[Path]) -> None:
+async def test_admission_of_quantised_engine_names_uncompared_tensors(weights: list[Path]) -> None:
     engine = FakeEngine(model=str(weights[0]), checksum=checksum_directory(weights[0]), unread={"w": "vLLM holds it as float8_e4m3fn"})
     async with staged(engine) as stage:
         await stage.readiness("serving")

@@ -86,7 +86,7 @@ def test_checksum_directory_of_invalid_files_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is truncated: tensor w"):
         checksum_directory(tmp_path / "cut")
     mixed = write(tmp_path / "f", "m.safetensors", "F32", {"w": np.ones(1, dtype=np.float32)})
-    with pytest.raises(CheckpointError, match="float32 weights beside float64|weights of dtype float64 cannot be compared"):
+    with pytest.raises(CheckpointError, match="weights of dtype float64 cannot be compared"):
         checksum_directory(mixed, "float64")
     write(mixed, "n.safetensors", "F16", {"v": np.ones(1, dtype=np.float16)})
     with pytest.raises(CheckpointError, match="holds float16 weights beside float32"):

@@ -262,7 +262,7 @@ def checkpoint_bytes(model: Architecture, settings: TrainerSettings) -> int:
 
 
 def engine_gpu(model: Architecture, engine: EngineSettings, gpu_bytes: int) -> list[MemoryItem]:
-    """Return the memory of an engine's GPU; an engine is one worker, since the gateway compares the checksum of one."""
+    """Return the memory of an engine's GPU; engines are planned with one worker each."""
     weights = model.parameters * engine_width(engine) + model.adapter_parameters(engine.lora_rank) * engine_width(engine)
     cache = engine.kv_cache_bytes or max(int(utilisation(engine) * gpu_bytes) - weights - ENGINE_OVERHEAD, 0)
     return [
