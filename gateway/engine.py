@@ -1,7 +1,7 @@
 """`spangrad engine`: vLLM in its own environment, with our plugin, ready for the gateway's orders.
 
 In: settings.engine. Out: vLLM on engine.host:engine.port, warmed up, its log on our standard output. Invariant: vLLM and
-its workers live exactly as long as this process; beyond this machine, nobody gives it orders without the token.
+its workers live exactly as long as this process; beyond this machine, orders about weights need the token.
 """
 
 from __future__ import annotations

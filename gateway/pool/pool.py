@@ -131,9 +131,9 @@ class BackendPool:
             BackendRefusedError: as `add`.
         """
         policy = self.policies.get(settings.policy)
-        here = next((other for other in (policy.backends if policy else ()) if other.url == base_url(settings.url)), None)
-        if renew and here and here.status is not BackendStatus.DRAINING:
-            return here
+        known = next((other for other in (policy.backends if policy else ()) if other.url == base_url(settings.url)), None)
+        if renew and known and known.status is not BackendStatus.DRAINING:
+            return known
         backend = self.add(settings)
         self._registered[backend.name] = settings
         self._registry.write(self._registered.values())
