@@ -1,8 +1,7 @@
 """`spangrad engine`: vLLM in its own environment, with our plugin, ready for the gateway's orders.
 
 In: settings.engine. Out: vLLM on engine.host:engine.port, warmed up, its log on our standard output. Invariant: vLLM and
-its workers live exactly as long as this process; its weight endpoints, which take orders from anyone, are never opened
-beyond this machine.
+its workers live exactly as long as this process; beyond this machine, orders about weights need the token.
 """
 
 from __future__ import annotations
@@ -26,11 +25,13 @@ from typing import IO
 from gateway.engine_arguments import names_api_servers, require_orders_reach_all
 from gateway.engine_failure import failure
 from gateway.engine_fit import fit_to_memory, vllm_python
+from gateway.registration import Registration
 from gateway.vllm_plugin.middleware import (
     CHECKSUM_VARIABLE,
     MODEL_VARIABLE,
     POLICY_VARIABLE,
     RANK_VARIABLE,
+    TOKEN_VARIABLE,
     TRANSFER_VARIABLE,
     VERSION_VARIABLE,
     ZERO_ADAPTER_VARIABLE,
@@ -42,7 +43,7 @@ from gateway.zero_adapter import write_zero_adapter, zero_adapter
 from spangrad.errors import EngineError
 from spangrad.http.json_http import ask
 from spangrad.http.service import RemoteService, in_url
-from spangrad.processes import answers, die_with_parent, require_free_port, stop_group
+from spangrad.processes import answers, die_with_parent, require_free_port, require_safe_bind, stop_group
 from spangrad.settings import EngineSettings, Settings
 from spangrad.weights.checksums import tokenizer_hash
 
@@ -84,7 +85,8 @@ def serve(settings: Settings) -> None:
                 _warm_up(base, settings)
                 seconds = time.monotonic() - began
                 log.info("engine ready: policy %r version %d at %s (%.1f s)", settings.gateway.policy, engine.version, base, seconds)
-            vllm.wait(stopping)
+                with Registration(settings):
+                    vllm.wait(stopping)
         finally:
             vllm.stop()
 
@@ -140,6 +142,7 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
         **inherited,
         **(adapters if engine.lora_rank else {}),
         **({TRANSFER_VARIABLE: engine.transfer} if engine.transfer else {}),
+        **({TOKEN_VARIABLE: token} if (token := _token(engine)) else {}),
         "PATH": f"{vllm_python(engine).absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": str(_plugin_path(cache)),
         "PYTHONUNBUFFERED": "1",
@@ -159,6 +162,10 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
 def _state_file(engine: EngineSettings) -> Path:
     """Return the file of the state that the engine's API servers share; one for each port, as several engines share a cache."""
     return engine.cache_dir.absolute() / f"engine-state-{engine.port}"
+
+
+def _token(engine: EngineSettings) -> str | None:
+    return engine.token.get_secret_value() if engine.token else None
 
 
 def _plugin_path(cache: Path) -> Path:
@@ -212,11 +219,7 @@ def _check(engine: EngineSettings, model: Path) -> None:
             f"engine.transfer = 'nccl', and the PyTorch of engine.python = {str(python)!r} sees no GPU. Set engine.transfer = "
             "http, or start the engine where there is one."
         )
-    if engine.host not in {"127.0.0.1", "::1", "localhost"}:
-        raise EngineError(
-            f"engine.host = {engine.host!r}: vLLM's weight endpoints take orders from anyone who reaches them. "
-            "Bind 127.0.0.1 and let clients come through the gateway."
-        )
+    require_safe_bind(engine.host, engine.token, "engine")
     require_free_port(engine.host, engine.port, "engine.port")
     if engine.lora_rank:
         write_zero_adapter(engine, model)
@@ -290,7 +293,7 @@ def _warm_up(base: str, settings: Settings) -> None:
     messages = [{"role": "user", "content": "warm up"}]
     request = {"model": settings.gateway.policy, "messages": messages, "max_tokens": WARM_UP_TOKENS, "logprobs": True}
     count = settings.engine.warmup_requests
-    vllm = RemoteService("vLLM", base, None, EngineError, "Its log stands above.")
+    vllm = RemoteService("vLLM", base, _token(settings.engine), EngineError, "Its log stands above.")
     with ThreadPoolExecutor(max(count, 1)) as pool:
         sent = [pool.submit(ask, vllm, "POST", CHAT_PATH, request, seconds=_WARM_UP_SECONDS) for _ in range(count)]
     for answer in sent:

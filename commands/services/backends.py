@@ -68,7 +68,7 @@ def _add(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Add a backend until the gateway ends. To keep it beyond that, add it to `gateway.backends` in the settings.
+    """Add a backend. The gateway remembers it, also after a restart, until it is drained or removed.
 
     Args:
         url: URL on which the backend listens, with or without `/v1`.

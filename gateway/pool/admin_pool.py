@@ -42,6 +42,8 @@ class BackendRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str | None = None
     limit: int | None = None
     model: str | None = None
+    renew: bool = False
+    """True: an engine registers itself, and may be registered already."""
 
 
 class OrderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,7 +157,7 @@ class PoolAdmin:
         except ValidationError as error:
             first = error.errors()[0]
             raise PublicationError(400, f"the backend's {'.'.join(map(str, first['loc']))} cannot be right: {first['msg']}") from None
-        return json_response(_backend_state(self._pool.add(settings)), 201)
+        return json_response(_backend_state(self._pool.register(settings, renew=fields.renew)), 201)
 
     async def remove(self, request: web.Request) -> web.Response:
         """Remove a backend when its calls have ended, or at once."""

@@ -68,6 +68,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Dtype of the model in the engine."""
     checksum: ChecksumScope = ChecksumScope.FULL
     """Part of its parameters that is compared with a version's."""
+    capacity: int = 1
+    """Largest number of requests that it computes at once."""
     topology: EngineTopology = EngineTopology()
     shared_state: bool = True
     """True if its API servers share their state, so that an order to one reaches all."""
@@ -100,6 +102,11 @@ class Backend(Upstream):
         self.seconds = reload_seconds
         """Time limit in seconds of an order that moves weights."""
         self._session = session
+
+    @property
+    def capacity(self) -> int:
+        """Largest number of calls that it computes at once; 1 until it was reached."""
+        return self.info.capacity if self.info else 1
 
     @property
     def may_be_tried(self) -> bool:

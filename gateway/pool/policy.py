@@ -8,6 +8,7 @@ backend that is admitted, or to one that was never reached.
 from __future__ import annotations
 
 import asyncio
+import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Set
@@ -22,7 +23,8 @@ from spangrad.errors import GatewayError
 
 RETRY_AFTER_SECONDS = 1
 AFFINITY_CALLS = 8
-"""Largest surplus of calls in flight over the least busy backend at which a backend is still chosen for its cached prefixes."""
+"""Largest surplus of calls in flight, over what would make a backend as busy as the least busy one, at which it is still chosen for its
+cached prefixes."""
 ATTEMPTS_KEPT = 100_000
 """Number of attempts whose last backend is remembered."""
 RELEASES_KEPT = 16
@@ -202,11 +204,13 @@ class Policy:
             free = [backend for backend in group if backend.may_be_tried and backend.has_room and not self.release]
             if not free:
                 return None
-        # Among equals the one that was given the fewest calls in all, so that sequential calls rotate.
-        least = min(free, key=lambda backend: (backend.in_flight, backend.calls))
+        # The least busy by its capacity; among equals the one that was given the fewest calls in all, so that sequential calls rotate.
+        least = min(free, key=lambda backend: (backend.in_flight / backend.capacity, backend.calls / backend.capacity))
         holder = self._holders.get(attempt) if attempt else None
-        if holder is not None and holder in free and holder.in_flight - least.in_flight <= AFFINITY_CALLS:
-            return holder
+        if holder is not None and holder in free:
+            as_busy = least.in_flight * holder.capacity / least.capacity
+            if holder.in_flight - as_busy <= AFFINITY_CALLS:
+                return holder
         return least
 
     def may_become_free(self, attempt: AttemptKey | None, avoid: Set[str]) -> bool:
@@ -230,12 +234,12 @@ class Policy:
         return others
 
     def _has_share(self, backend: Upstream) -> bool:
-        """Return whether a backend may take another call: while all take new weights, no more than its even share."""
+        """Return whether a backend may take another call: while all take new weights, no more than its share by capacity."""
         if not self.all_at_once:
             return True
         sharing = [backend for backend in self.backends if backend.status in {BackendStatus.SERVING, BackendStatus.PUBLISHING}]
         calls = 1 + len(self._queue) + sum(backend.in_flight for backend in sharing)
-        return backend.in_flight < -(-calls // len(sharing))
+        return backend.in_flight < math.ceil(calls * backend.capacity / sum(other.capacity for other in sharing))
 
 
 def _canary_bucket(attempt: AttemptKey) -> float:

@@ -17,11 +17,12 @@ from pydantic import ValidationError
 
 from gateway.pool.backend import Backend
 from gateway.pool.policy import NOTHING, Policy
-from gateway.pool.upstream import BackendStatus, FrozenUpstream, Upstream
+from gateway.pool.registry import BackendRegistry
+from gateway.pool.upstream import BackendStatus, FrozenUpstream, Upstream, base_url
 from gateway.pool.watch import watch
 from gateway.proxy.context import AttemptKey
 from spangrad.errors import GatewayError, SettingsError
-from spangrad.settings import BackendSettings, GatewaySettings, Settings
+from spangrad.settings import BackendSettings, Settings
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +64,16 @@ class BackendPool:
         self._start_seconds = settings.engine.start_timeout_seconds
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        for backend in _configured(settings.gateway):
+        self._registry = BackendRegistry(settings.gateway.spill_path)
+        self._registered: dict[str, BackendSettings] = {}
+        """Settings of the backends that were registered at run time, by their names."""
+        for backend in _configured(settings):
             self.add(backend)
+        for backend in self._registry.read():
+            try:
+                self._registered[self.add(backend).name] = backend
+            except BackendRefusedError as error:
+                log.info("a backend that was registered before is left out: %s", error)
 
     @property
     def backends(self) -> list[Upstream]:
@@ -111,8 +120,27 @@ class BackendPool:
         finally:
             policy.give_back(backend)
 
+    def register(self, settings: BackendSettings, *, renew: bool) -> Upstream:
+        """Add a backend that a later gateway is to have as well.
+
+        Args:
+            settings: of the backend.
+            renew: True where an engine registers itself, as it does again and again: one that is here stays as it is.
+
+        Raises:
+            BackendRefusedError: as `add`.
+        """
+        policy = self.policies.get(settings.policy)
+        known = next((other for other in (policy.backends if policy else ()) if other.url == base_url(settings.url)), None)
+        if renew and known and known.status is not BackendStatus.DRAINING:
+            return known
+        backend = self.add(settings)
+        self._registered[backend.name] = settings
+        self._registry.write(self._registered.values())
+        return backend
+
     def add(self, settings: BackendSettings) -> Upstream:
-        """Register a backend. An engine answers calls once it is admitted, a frozen upstream at once.
+        """Add a backend. An engine answers calls once it is admitted, a frozen upstream at once.
 
         Raises:
             BackendRefusedError: it is here already, or a policy would have backends of both kinds.
@@ -145,6 +173,8 @@ class BackendPool:
 
     async def remove(self, backend: Upstream, *, now: bool) -> None:
         """Remove a backend: it gets no more calls, and leaves when those in flight have ended, or at once with `now`."""
+        if self._registered.pop(backend.name, None):
+            self._registry.write(self._registered.values())
         watcher = self._watchers.pop(backend.name, None)
         if watcher is not None:
             watcher.cancel()
@@ -174,13 +204,14 @@ class BackendPool:
         self._watchers[backend.name] = tasks.create_task(watching, name=f"watcher of {backend.name}")
 
 
-def _configured(settings: GatewaySettings) -> list[BackendSettings]:
+def _configured(settings: Settings) -> list[BackendSettings]:
     """Return the backends that the settings name, `gateway.engine_url` first unless it is in the list."""
-    listed = list(settings.backends)
-    if not settings.engine_url:
+    gateway = settings.gateway
+    listed = list(gateway.backends)
+    if not gateway.engine_url:
         return listed
     try:
-        first = BackendSettings(url=settings.engine_url, policy=settings.policy)
+        first = BackendSettings(url=gateway.engine_url, policy=gateway.policy, key=settings.engine.token)
     except ValidationError:
-        raise SettingsError(f"gateway.engine_url = {settings.engine_url!r} is no engine's URL, such as http://127.0.0.1:8000.") from None
+        raise SettingsError(f"gateway.engine_url = {gateway.engine_url!r} is no engine's URL, such as http://127.0.0.1:8000.") from None
     return listed if any((backend.url, backend.policy) == (first.url, first.policy) for backend in listed) else [first, *listed]

@@ -118,6 +118,11 @@ class Upstream:
         return self.limit is None or self.in_flight < self.limit
 
     @property
+    def capacity(self) -> int:
+        """Return the measure by which its calls in flight are compared with another backend's."""
+        return 1
+
+    @property
     def may_be_tried(self) -> bool:
         """Return whether a call may try this backend while it is down and no other serves."""
         return False

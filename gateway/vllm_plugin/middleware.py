@@ -10,6 +10,7 @@ Runs inside vLLM's process: `vllm serve --middleware gateway.vllm_plugin.middlew
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import os
 from collections.abc import Awaitable, Callable
@@ -33,7 +34,8 @@ RANK_VARIABLE = "SPANGRAD_ENGINE__LORA_RANK"
 ZERO_ADAPTER_VARIABLE = "SPANGRAD_ZERO_ADAPTER"
 TRANSFER_VARIABLE = "SPANGRAD_ENGINE__TRANSFER"
 CHECKSUM_VARIABLE = "SPANGRAD_ENGINE__CHECKSUM"
-"""Environment variables of the settings that the middleware reads, set by `spangrad engine`; of the last four, those
+TOKEN_VARIABLE = "SPANGRAD_ENGINE__TOKEN"
+"""Environment variables of the settings that the middleware reads, set by `spangrad engine`; of the last five, those
 that it needs."""
 
 UNLABELLED = "default"
@@ -81,11 +83,19 @@ class SpangradMiddleware:
         """Directory of the adapter that changes nothing; empty where it takes none. Calls always have an adapter then."""
         self.transfer = os.environ.get(TRANSFER_VARIABLE, "")
         """Transport by which it takes weights from a trainer; empty: it takes none."""
+        self._token = os.environ.get(TOKEN_VARIABLE, "").encode()
+        """Token that requests must carry. Empty: none is required."""
         self._opening: asyncio.Task[None] | None = None
         """Waits for the end of a pause, for all calls that have arrived in it."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if not self._may_pass(scope):
+            await _refuse(scope, send)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -108,9 +118,17 @@ class SpangradMiddleware:
             case _:
                 await self.app(scope, receive, send)
 
+    def _may_pass(self, scope: Message) -> bool:
+        """Return whether a request carries the token, or needs none: anyone may ask whether the engine lives."""
+        if not self._token or (scope["type"] == "http" and scope["path"] == "/health"):
+            return True
+        sent = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        return hmac.compare_digest(sent, b"Bearer " + self._token)
+
     def info(self, scope: Message) -> dict[str, Any]:
         """Describe what the engine serves, and which weights it can take."""
         parallel = scope["app"].state.vllm_config.parallel_config
+        capacity = parallel.data_parallel_size * scope["app"].state.vllm_config.scheduler_config.max_num_seqs
         return {
             "policy": self.policy,
             "version": self.state.version,
@@ -122,6 +140,7 @@ class SpangradMiddleware:
             "lora_rank": self.lora_rank,
             "zero_adapter": self.zero_adapter,
             "transfer": self.transfer,
+            "capacity": capacity,
             "topology": {
                 "tensor": parallel.tensor_parallel_size,
                 "pipeline": parallel.pipeline_parallel_size,
@@ -281,6 +300,14 @@ class SpangradMiddleware:
 def base_name(policy: str) -> str:
     """Return vLLM's name of the base model in an engine that takes adapters, where the policy's name is the adapter's."""
     return f"{policy}-base"
+
+
+async def _refuse(scope: Message, send: Send) -> None:
+    """Refuse a request without the token."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+    else:
+        await _respond(send, 401, {"error": "the engine requires the token of engine.token: go through the gateway"})
 
 
 async def _read(receive: Receive) -> bytes:

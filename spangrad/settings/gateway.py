@@ -116,9 +116,15 @@ class EngineSettings(Section):
     """Python interpreter of vLLM's environment; a relative path in a file is relative to the file. None: the nearest
     `.venv-vllm/bin/python` in the working directory, above it, or in spangrad's checkout."""
     host: str = "127.0.0.1"
-    """Address that vLLM's server binds to."""
+    """Address that vLLM's server binds to; any but loopback needs a token."""
     port: int = 8000
     """TCP port of vLLM's server."""
+    token: SecretStr | None = Field(default=None, min_length=1)
+    """Token that every request to the engine but a health check carries; the gateway sends it. None: no token is required, and only
+    loopback may be bound."""
+    url: str | None = Field(default=None, pattern=r"^https?://")
+    """URL at which the gateway reaches the engine. Set: the engine registers itself with the gateway at gateway.url while it runs. None:
+    gateway.engine_url or gateway.backends name it."""
     model: Path | None = None
     """Directory of the policy's model. None: `spangrad engine` requires it as an argument."""
     version: int = 0

@@ -132,7 +132,7 @@ def test_engine_with_invalid_settings_raises_with_remedy(model: Path, tmp_path: 
         serve(settings(tmp_path / "missing", tmp_path))
     with pytest.raises(EngineError, match=r"is no interpreter. Make vLLM's environment"):
         serve(settings(model, tmp_path, python="/no/python"))
-    with pytest.raises(EngineError, match=r"Bind 127.0.0.1 and let clients come through the gateway"):
+    with pytest.raises(SpangradError, match=r"would listen beyond this machine without a token. Set engine.token, or bind 127.0.0.1"):
         serve(settings(model, tmp_path, host="0.0.0.0"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

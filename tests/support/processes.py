@@ -338,7 +338,8 @@ def start(module: str, settings: Settings, log: Path) -> Child:
     """Start `module.serve(settings)`; it may not be ready yet."""
     values = settings.model_dump(mode="json")
     # Secrets hide themselves in a dump.
-    for section, token in (("store", settings.store.token), ("gateway", settings.gateway.token)):
+    tokens = {"store": settings.store.token, "gateway": settings.gateway.token, "engine": settings.engine.token}
+    for section, token in tokens.items():
         values[section]["token"] = token.get_secret_value() if token else None
     return ForkedChild(module, ["-c", _SERVE, module, json.dumps(values)], log, {"PYTHONPATH": str(ROOT)})
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +64,7 @@ class Vllm:
                     _api_process_count=1, data_parallel_size=1, tensor_parallel_size=2, pipeline_parallel_size=1
                 ),
                 model_config=SimpleNamespace(dtype="torch.bfloat16"),
+                scheduler_config=SimpleNamespace(max_num_seqs=128),
             ),
         )
         self.asked: list[Any] = []
@@ -114,7 +115,7 @@ def middleware(vllm: Vllm, plugin_environment: None) -> SpangradMiddleware:
 
 
 async def call(
-    middleware: SpangradMiddleware, path: str, body: object = None, method: str = "POST"
+    middleware: SpangradMiddleware, path: str, body: object = None, method: str = "POST", headers: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[int, dict[bytes, bytes], list[bytes]]:
     """Status, headers and the parts of the body as they were sent."""
     sent: list[dict[str, Any]] = []
@@ -133,7 +134,7 @@ async def call(
         "method": method,
         "path": path,
         "query_string": query.encode(),
-        "headers": [(b"content-length", str(len(raw)).encode())],
+        "headers": [(b"content-length", str(len(raw)).encode()), *((name.encode(), value.encode()) for name, value in headers.items())],
         "app": middleware.app,
     }
     await middleware(scope, receive, send)
@@ -218,6 +219,26 @@ async def test_middleware_with_lora_sends_calls_to_adapter(vllm: Vllm, plugin_en
     assert (await call(middleware, CHAT_PATH, {**ASKED, "model": ["policy"]}))[0] == 200, "vLLM's to refuse"
 
 
+async def test_middleware_with_token_refuses_requests_without_it(
+    vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPANGRAD_ENGINE__TOKEN", "secret")
+    middleware = SpangradMiddleware(vllm)
+    for path in ("/pause", "/collective_rpc", "/spangrad/warm", CHAT_PATH, "/metrics"):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            assert (await call(middleware, path, ASKED, headers=headers))[0] == 401
+    assert (vllm.asked, middleware.state.warm) == ([], False)
+    assert (await call(middleware, "/health", method="GET"))[0] == 200
+    assert (await call(middleware, CHAT_PATH, ASKED, headers={"authorization": "Bearer secret"}))[0] == 200
+    closed: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        closed.append(message)
+
+    await middleware({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)  # type: ignore[arg-type]
+    assert closed == [{"type": "websocket.close", "code": 1008}]
+
+
 async def test_middleware_load_inplace_is_cleared_after_load(vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAD_ENGINE__LORA_RANK", "8")
     middleware = SpangradMiddleware(vllm)
@@ -248,6 +269,7 @@ async def test_middleware_version_changes_once_vllm_has_accepted(vllm: Vllm, mid
         "transfer": "",
         "dtype": "bfloat16",
         "checksum": "full",
+        "capacity": 128,
         "topology": {"tensor": 2, "pipeline": 1, "data": 1, "api_servers": 1},
         "pid": os.getpid(),
         "shared_state": False,

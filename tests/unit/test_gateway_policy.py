@@ -52,6 +52,24 @@ async def test_acquire_takes_least_busy_backend_in_turns() -> None:
     assert await policy.acquire(None) is third
 
 
+class Large(FrozenUpstream):
+    """A backend that computes three calls at once."""
+
+    capacity = 3  # type: ignore[assignment]
+
+
+async def test_acquire_divides_calls_by_capacity() -> None:
+    policy, (small,) = policy_of(None)
+    large = Large("policy-1", BackendSettings(url="http://upstream-1", kind="openai"))
+    policy.backends.append(large)
+    calls = [await policy.acquire(None) for _ in range(8)]
+    assert (calls.count(small), calls.count(large)) == (2, 6)
+    policy.all_at_once = True
+    assert [policy._has_share(small), policy._has_share(large)] == [True, True]
+    small.in_flight, large.in_flight = 0, 9
+    assert [policy._has_share(small), policy._has_share(large)] == [True, False], "10 calls, of which 3 and 8 are their shares"
+
+
 async def test_acquire_keeps_rollout_at_its_backend_until_much_busier() -> None:
     policy, (first, second) = policy_of(None, None)
     assert [await policy.acquire(A), await policy.acquire(B)] == [first, second]

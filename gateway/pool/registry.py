@@ -1,0 +1,92 @@
+"""Backends that were registered at run time, which a gateway remembers beyond its end.
+
+In: the backends that come and go. Out: a file, and at the next start what it holds. Invariant: the file is replaced as a whole, and only
+its owner may read it, since it holds backends' keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from pydantic import SecretStr
+
+from spangrad.errors import GatewayError
+from spangrad.settings import BackendSettings
+
+log = logging.getLogger(__name__)
+
+FILE = "backends.json"
+
+
+class RegisteredBackend(msgspec.Struct, frozen=True):
+    """Backend that was registered at run time."""
+
+    url: str
+    policy: str
+    kind: Literal["engine", "openai", "anthropic"]
+    key: str | None
+    limit: int | None
+    model: str | None
+
+
+class BackendRegistry:
+    """File of the backends that were registered with one gateway."""
+
+    def __init__(self, directory: Path) -> None:
+        """Use `backends.json` in a directory, which is made when something is written."""
+        self._file = directory / FILE
+
+    def read(self) -> list[BackendSettings]:
+        """Return the backends that were written last; none where there is no file.
+
+        Raises:
+            GatewayError: the file cannot be read.
+        """
+        try:
+            registered = msgspec.json.decode(self._file.read_bytes(), type=list[RegisteredBackend])
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError) as error:
+            raise GatewayError(
+                f"{self._file}, where the gateway remembers backends that were registered with it, cannot be read ({error}). Restore it "
+                "from a copy, or remove it: engines register again, and other backends are added by `spangrad backends add`."
+            ) from None
+        return [
+            BackendSettings(
+                url=backend.url,
+                policy=backend.policy,
+                kind=backend.kind,
+                key=SecretStr(backend.key) if backend.key else None,
+                limit=backend.limit,
+                model=backend.model,
+            )
+            for backend in registered
+        ]
+
+    def write(self, backends: Iterable[BackendSettings]) -> None:
+        """Replace what was written; a failure is logged, since the gateway works without."""
+        registered = [
+            RegisteredBackend(
+                backend.url,
+                backend.policy,
+                backend.kind,
+                backend.key.get_secret_value() if backend.key else None,
+                backend.limit,
+                backend.model,
+            )
+            for backend in backends
+        ]
+        new = self._file.with_suffix(".new")
+        try:
+            new.parent.mkdir(parents=True, exist_ok=True)
+            new.unlink(missing_ok=True)
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+                out.write(msgspec.json.encode(registered))
+            new.replace(self._file)
+        except OSError as error:
+            log.warning("backends that a restart of the gateway needs could not be written to %s: %s", self._file, error)

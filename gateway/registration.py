@@ -1,0 +1,72 @@
+"""Registration of an engine with its gateway, from the engine's own process.
+
+In: engine.url, and where the gateway is. Out: a backend of the gateway as long as the engine runs. Invariant: the gateway learns of the
+engine whenever both are up, whichever started first or was restarted; an engine that ends in good order is a backend no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import TracebackType
+from typing import Self
+from urllib.parse import quote
+
+from spangrad.errors import GatewayError
+from spangrad.http.json_http import ask
+from spangrad.http.service import gateway_service
+from spangrad.settings import Settings
+
+log = logging.getLogger(__name__)
+
+RENEWAL_SECONDS = 5.0
+"""Time between two registrations: how late a gateway that has forgotten the engine learns of it again."""
+_ANSWER_SECONDS = 10.0
+
+
+class Registration:
+    """Backend of the gateway at gateway.url, while the block runs; nothing where engine.url is not set."""
+
+    def __init__(self, settings: Settings, renewal_seconds: float = RENEWAL_SECONDS) -> None:
+        """Register nothing yet."""
+        engine = settings.engine
+        self._gateway = gateway_service(settings.gateway.url, settings.gateway.token)
+        self._where = settings.gateway.url
+        self._body: dict[str, object] = {"url": engine.url, "policy": settings.gateway.policy, "renew": True}
+        if engine.token:
+            self._body["key"] = engine.token.get_secret_value()
+        self._renewal_seconds = renewal_seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="registration", daemon=True) if engine.url else None
+        self._name = ""
+        self._failure = ""
+
+    def __enter__(self) -> Self:
+        if self._thread:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        if self._thread:
+            self._thread.join()
+        if self._name:
+            try:
+                ask(self._gateway, "DELETE", f"/admin/backends/{quote(self._name, safe='')}?now=true", seconds=_ANSWER_SECONDS)
+            except GatewayError as failure:
+                log.warning("the engine is still a backend of the gateway: %s", failure)
+
+    def _renew(self) -> None:
+        while True:
+            try:
+                name = str(ask(self._gateway, "POST", "/admin/backends", self._body, seconds=_ANSWER_SECONDS)["name"])
+            except GatewayError as failure:
+                if str(failure) != self._failure:  # a gateway that is away for long is logged once
+                    log.warning("the engine is not registered yet: %s", failure)
+                self._failure = str(failure)
+            else:
+                if name != self._name or self._failure:
+                    log.info("the engine is backend %s of the gateway at %s", name, self._where)
+                self._name, self._failure = name, ""
+            if self._ended.wait(self._renewal_seconds):
+                return

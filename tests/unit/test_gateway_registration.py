@@ -1,0 +1,117 @@
+"""Backends that register: engines by themselves, what a gateway remembers beyond its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.pool.registry import FILE, BackendRegistry
+from gateway.registration import Registration
+from spangrad.errors import GatewayError
+from spangrad.processes import free_ports
+from spangrad.settings import BackendSettings, EngineSettings, Settings
+from spangrad.settings.sources import explain_settings, load_settings, variable_of
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import ask, backends, staged
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 10.0
+"""Longest wait for what must happen."""
+
+
+def registering(engine: FakeEngine, port: int) -> Settings:
+    """Settings of an engine that registers itself with the gateway at a port."""
+    where = {"engine.url": f"http://127.0.0.1:{engine.port}", "gateway.url": f"http://127.0.0.1:{port}"}
+    return load_settings({**where, "engine.token": "secret"}, env={})
+
+
+async def urls(stage: Any) -> list[str]:
+    return [backend["url"] for backend in await backends(stage)]
+
+
+async def happens(stage: Any, expected: list[str]) -> None:
+    end = asyncio.get_running_loop().time() + SECONDS
+    while await urls(stage) != expected:
+        assert asyncio.get_running_loop().time() < end, await urls(stage)
+        await asyncio.sleep(0.01)
+
+
+async def test_engine_registers_whenever_gateway_is_up_and_leaves_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = FakeEngine(), FakeEngine()
+    (port,) = free_ports(1)
+    registration = Registration(registering(second, port), renewal_seconds=0.02)
+    both = [f"http://127.0.0.1:{engine.port}" for engine in (first, second)]
+    async with second.running():
+        registration.__enter__()
+        await asyncio.sleep(0.1)
+        assert "the engine is not registered yet" in caplog.text
+        async with staged(first, port=port, spill_path=str(tmp_path / "a")) as stage:
+            await happens(stage, both)
+            (_, backend) = await backends(stage)
+            assert (backend["has_key"], backend["policy"]) == (True, "policy")
+        async with staged(first, port=port, spill_path=str(tmp_path / "b")) as stage:  # it has forgotten
+            await happens(stage, both)
+            await asyncio.sleep(0.1)
+            assert await urls(stage) == both, "once, however often it renews"
+            await asyncio.to_thread(registration.__exit__, None, None, None)
+            assert await urls(stage) == both[:1]
+
+
+async def test_gateway_after_restart_has_registered_backends(tmp_path: Path) -> None:
+    first, second, third = FakeEngine(), FakeEngine(), FakeEngine()
+    spill = str(tmp_path / "spill")
+    async with second.running(), third.running():
+        async with staged(first, spill_path=spill) as stage:
+            for engine, key in ((second, "secret"), (third, None)):
+                body = {"url": f"http://127.0.0.1:{engine.port}", **({"key": key} if key else {})}
+                assert (await ask(stage, "POST", "/admin/backends", body))[0] == 201
+            everyone = await urls(stage)
+        file = tmp_path / "spill" / FILE
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        async with staged(first, spill_path=spill) as stage:
+            assert await urls(stage) == everyone
+            assert [backend["has_key"] for backend in await backends(stage)] == [False, True, False]
+            assert (await ask(stage, "DELETE", "/admin/backends/policy-1?now=true"))[0] == 200
+            (_, renewed) = await ask(stage, "POST", "/admin/backends", {"url": everyone[2], "renew": True})
+            assert renewed["name"] == "policy-2", "it stays as it is"
+        async with staged(first, spill_path=spill) as stage:
+            assert await urls(stage) == [everyone[0], everyone[2]]
+    async with staged(third, spill_path=spill) as stage:
+        assert await urls(stage) == [everyone[2]], "what the settings name by now is there once"
+
+
+def test_registry_that_is_damaged_raises_with_remedy(tmp_path: Path) -> None:
+    registry = BackendRegistry(tmp_path)
+    assert registry.read() == []
+    registry.write([BackendSettings(url="http://engine", limit=3)])
+    assert registry.read() == [BackendSettings(url="http://engine", limit=3)]
+    (tmp_path / FILE).write_text(json.dumps([{"url": 1}]))
+    with pytest.raises(GatewayError, match=r"cannot be read .*or remove it: engines register again"):
+        registry.read()
+
+
+def test_registry_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    BackendRegistry(tmp_path / "file").write([])
+    assert "could not be written" in caplog.text
+
+
+def test_engine_without_url_registers_nowhere() -> None:
+    with Registration(load_settings({"gateway.url": "http://127.0.0.1:9"}, env={})) as registration:
+        assert registration._thread is None
+
+
+def test_kubernetes_manifest_names_settings_of_engine_and_gateway() -> None:
+    manifest = yaml.safe_load((ROOT / "packaging/kubernetes/engine.yaml").read_text())
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    known = {variable_of(origin.key) for origin in explain_settings(env={})}
+    assert {variable["name"] for variable in container["env"]} - known == {"POD_IP"}
+    keys = {word.partition("=")[0] for word in container["command"] if "=" in word}
+    assert keys == {"engine.host", "engine.url"}
+    assert container["readinessProbe"]["httpGet"]["port"] == EngineSettings().port
