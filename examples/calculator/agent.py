@@ -39,9 +39,13 @@ def _tool() -> FunctionTool:
     return FunctionTool(calc, name="calc", description="Calculate with whole numbers from 0 to 99.")
 
 
+async def solve(task: str, client: OpenAIChatCompletionClient, tool: FunctionTool, *, calls: int = CALLS, system: str | None = None) -> str:
+    """Answer a question with a tool that may be used so often; the last text, or "" where that is no text."""
+    solver = AssistantAgent("solver", client, tools=[tool], system_message=system, max_tool_iterations=calls + 1)
+    last = (await solver.run(task=task)).messages[-1]
+    return last.content if isinstance(last, BaseTextChatMessage) else ""
+
+
 async def agent(given: Mapping[str, Any]) -> str:
     """Answer one question."""
-    solver = AssistantAgent("solver", _client(), tools=[_tool()], system_message=None, max_tool_iterations=CALLS + 1)
-    result = await solver.run(task=given["text"])
-    last = result.messages[-1]
-    return last.content if isinstance(last, BaseTextChatMessage) else ""
+    return await solve(given["text"], _client(), _tool())

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypedDict
 
-from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemMessage
+from langchain_core.runnables import Runnable
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Command
@@ -54,35 +56,70 @@ def rewriting(text: str, query: str, said: str) -> list[AnyMessage]:
     return [SystemMessage("fix sql"), HumanMessage(f"question : {text} sql : {query} : {outcome(query)} checker : {said}")]
 
 
-async def write(state: State) -> Command[str]:
-    """Write a first query."""
-    said = await _said(_policy(), writing(state["given"]["text"]))
-    return Command(goto=_after(said, 1), update={"queries": [said]})
+@dataclass(frozen=True)
+class SqlTeam:
+    """A writer, a checker and a rewriter, and what makes them answer questions about one kind of database."""
+
+    policy: Callable[[], Runnable[Any, AIMessage]]
+    """Model of the writer and the rewriter."""
+    checker: Callable[[], Runnable[Any, AIMessage]]
+    writing: Callable[[Mapping[str, Any]], list[AnyMessage]]
+    """What the writer is told of a question."""
+    checking: Callable[[Mapping[str, Any], str], list[AnyMessage]]
+    """What the checker is told of a question and a query."""
+    rewriting: Callable[[Mapping[str, Any], str, str], list[AnyMessage]]
+    """What the rewriter is told of a question, a query and what the checker said."""
+    is_checked: Callable[[str], bool]
+    """Whether a query, but the last one, is worth the checker's reading."""
+    accepts: Callable[[str], bool] = "ok".__eq__
+    """Whether the checker accepts, by its words."""
+    query: Callable[[str], str] = lambda reply: " ".join(reply.split())
+    """The query in a reply; vLLM begins the text of a tokenizer of words with a space."""
+    oracle: Callable[[Mapping[str, Any], str], str] | None = None
+    """Stands in for the checker where a question asks for it."""
+
+    async def write(self, state: State) -> Command[str]:
+        """Write a first query."""
+        return self._after(self.query((await self.policy().ainvoke(self.writing(state["given"]))).text), 1)
+
+    async def check(self, state: State) -> Command[str]:
+        """Say what is thought of the last query."""
+        given, query = state["given"], state["queries"][-1]
+        if self.oracle and given.get("oracle"):
+            verdict = self.oracle(given, query)
+        else:
+            verdict = " ".join((await self.checker().ainvoke(self.checking(given, query))).text.split())
+        return Command(goto=END if self.accepts(verdict) else "rewriter_agent", update={"verdicts": [verdict]})
+
+    async def rewrite(self, state: State) -> Command[str]:
+        """Mend the last query."""
+        told = self.rewriting(state["given"], state["queries"][-1], state["verdicts"][-1])
+        return self._after(self.query((await self.policy().ainvoke(told)).text), len(state["queries"]) + 1)
+
+    def _after(self, query: str, written: int) -> Command[str]:
+        """A query, and where it goes: nowhere, where it is the last one or not worth checking."""
+        goes_on = written < QUERIES and self.is_checked(query)
+        return Command(goto="checker_agent" if goes_on else END, update={"queries": [query]})
+
+    def graph(self) -> Any:
+        """The three as a graph, whose nodes' names are the agents' in spans."""
+        graph = StateGraph(State)
+        graph.add_node("writer_agent", self.write, destinations=("checker_agent", END))
+        graph.add_node("checker_agent", self.check, destinations=("rewriter_agent", END))
+        graph.add_node("rewriter_agent", self.rewrite, destinations=("checker_agent", END))
+        graph.add_edge(START, "writer_agent")
+        return graph.compile()
+
+    async def answer(self, graph: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer one question by the team's graph."""
+        end = await graph.ainvoke({"given": given, "queries": [], "verdicts": []})
+        return {"query": end["queries"][-1], "queries": end["queries"], "verdicts": end["verdicts"]}
 
 
-async def check(state: State) -> Command[str]:
-    """Say what is thought of the last query."""
-    given, query = state["given"], state["queries"][-1]
-    said = _oracle(given, query) if given.get("oracle") else await _said(_checker(), checking(given["text"], query))
-    return Command(goto=END if said == "ok" else "rewriter_agent", update={"verdicts": [said]})
-
-
-async def rewrite(state: State) -> Command[str]:
-    """Mend the last query."""
-    said = await _said(_policy(), rewriting(state["given"]["text"], state["queries"][-1], state["verdicts"][-1]))
-    return Command(goto=_after(said, len(state["queries"]) + 1), update={"queries": [said]})
-
-
-async def _said(model: ChatOpenAI, told: list[AnyMessage]) -> str:
-    """The words of a model's reply; vLLM begins the text of a tokenizer of words with a space."""
-    return " ".join((await model.ainvoke(told)).text.split())
-
-
-def _after(query: str, written: int) -> str:
-    """Where a query goes: nowhere, where it is the last one or cannot be told to a model."""
+def _is_sayable(query: str) -> bool:
+    """Whether a query can be told to a model."""
     words = query.split()
-    sayable = 0 < len(words) < LONGEST and all(word in _WORDS for word in words)
-    return "checker_agent" if sayable and written < QUERIES else END
+    return 0 < len(words) < LONGEST and all(word in _WORDS for word in words)
 
 
 def _oracle(given: Mapping[str, Any], query: str) -> str:
@@ -103,17 +140,18 @@ def _checker() -> ChatOpenAI:
     return ChatOpenAI(model="checker", max_completion_tokens=3, temperature=0.0)
 
 
-@cache
-def _graph() -> Any:
-    graph = StateGraph(State)
-    graph.add_node("writer_agent", write, destinations=("checker_agent", END))
-    graph.add_node("checker_agent", check, destinations=("rewriter_agent", END))
-    graph.add_node("rewriter_agent", rewrite, destinations=("checker_agent", END))
-    graph.add_edge(START, "writer_agent")
-    return graph.compile()
+TEAM = SqlTeam(
+    policy=_policy,
+    checker=_checker,
+    writing=lambda given: writing(given["text"]),
+    checking=lambda given, query: checking(given["text"], query),
+    rewriting=lambda given, query, said: rewriting(given["text"], query, said),
+    is_checked=_is_sayable,
+    oracle=_oracle,
+)
+_graph = cache(TEAM.graph)
 
 
 async def agent(given: Mapping[str, Any]) -> dict[str, Any]:
     """Answer one question."""
-    end = await _graph().ainvoke({"given": given, "queries": [], "verdicts": []})
-    return {"query": end["queries"][-1], "queries": end["queries"], "verdicts": end["verdicts"]}
+    return await TEAM.answer(_graph(), given)
