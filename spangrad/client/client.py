@@ -84,7 +84,7 @@ class Client:
         """Store data in the queue for the run; uploading the same data again changes nothing.
 
         Args:
-            data: training data: a file, a directory, `hf:OWNER/NAME[:SPLIT]`, or rows.
+            data: training data: a file, a directory, `hf:OWNER/NAME[:[CONFIG:]SPLIT]`, or rows.
             test_file: held-out data, run in mode `validate`. None: there is none.
 
         Raises:

@@ -1,7 +1,7 @@
 """Reading of tasks from files: JSON lines, Parquet, and datasets of Hugging Face's library.
 
-In: `FILE.jsonl`, `FILE.parquet`, `DIRECTORY[:SPLIT]` that `Dataset.save_to_disk` wrote, or `hf:OWNER/NAME[:SPLIT]` on its hub. Out:
-`Task`s, in the order of the rows. Invariant: each row is one task, or the whole is refused with an error that names source, row and
+In: `FILE.jsonl`, `FILE.parquet`, `DIRECTORY[:SPLIT]` that `Dataset.save_to_disk` wrote, or `hf:OWNER/NAME[:[CONFIG:]SPLIT]` on its hub.
+Out: `Task`s, in the order of the rows. Invariant: each row is one task, or the whole is refused with an error that names source, row and
 remedy; a task's input is a JSON value.
 
 A row with `task_id` and `input` has both. A row with neither is itself the input, and its task is named by source and row, `train:17`.
@@ -23,7 +23,7 @@ T = TypeVar("T")
 HUB = "hf:"
 _SPLIT = "train"
 """Split of a dataset that has several, where none is named."""
-_FORMS = "Give JSON lines (.jsonl), Parquet (.parquet), a directory that Dataset.save_to_disk wrote, or hf:OWNER/NAME[:SPLIT]."
+_FORMS = "Give JSON lines (.jsonl), Parquet (.parquet), a directory that Dataset.save_to_disk wrote, or hf:OWNER/NAME[:[CONFIG:]SPLIT]."
 _JSON = "each line is {'task_id': ..., 'input': ...}, or an object that is itself the input"
 
 
@@ -57,8 +57,9 @@ def tasks_of(rows: Iterable[Task | Mapping[str, object]], name: str) -> list[Tas
 def _rows(source: str) -> tuple[str, Iterator[tuple[int, str, object]]]:
     """Return the prefix of the rows' names, and the rows: number from 1, place for messages, content."""
     if source.startswith(HUB):
-        name, _, split = source.removeprefix(HUB).partition(":")
-        return name.rpartition("/")[2], _numbered(_of_hub(source, name, split or _SPLIT))
+        name, _, part = source.removeprefix(HUB).partition(":")
+        config, _, split = part.rpartition(":")
+        return name.rpartition("/")[2], _numbered(_of_hub(source, name, config or None, split or _SPLIT))
     path = Path(source)
     if path.suffix == ".parquet" and path.is_file():
         return path.stem, _numbered(_of_parquet(path))
@@ -123,12 +124,12 @@ def _of_directory(source: str, directory: Path, split: str) -> Iterable[object]:
     return dataset
 
 
-def _of_hub(source: str, name: str, split: str) -> Iterable[object]:
+def _of_hub(source: str, name: str, config: str | None, split: str) -> Iterable[object]:
     datasets = _library(source)
     if not name:
         raise AgentError(f"{source!r} names no dataset. Give hf:OWNER/NAME or hf:OWNER/NAME:SPLIT.")
     try:
-        return datasets.load_dataset(name, split=split)
+        return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # any error of the hub, the network and the library
         raise AgentError(
             f"{source} cannot be loaded, split {split!r} ({_first_line(error)}). Check name, split and network, or save it with "

@@ -1,0 +1,196 @@
+"""The one command of a recipe: it reads the data, writes the run's settings, and keeps all services and the agent running.
+
+In: a recipe and its arguments. Out: a directory with `spangrad.toml`, `train.jsonl`, `held_out.jsonl`, logs and what the services write;
+with `--steps`, a line of JSON at the end. Invariant: a command of spangrad that gets that settings file sees the run as the services do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from commands.demo.services import make_model
+from commands.demo.settings import SETTINGS, store_and_gateway, write_settings
+from commands.options import flag_values
+from recipes.recipe import CHECKOUT, METHODS, SIZES, Prepared, Recipe, layers, merged, write_tasks
+from spangrad.errors import SettingsError, SpangradError
+from spangrad.processes import free_ports, own_command
+from spangrad.settings import Settings
+from spangrad.settings.sources import explain_settings, load_settings
+from spangrad.supervisor.run_directory import fresh_directory
+from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec
+from spangrad.supervisor.supervisor import Supervisor
+from spangrad.supervisor.training_services import training_services
+from trainer.publish.publisher import Publisher
+
+TINY_THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""vLLM takes no core that it does not use."""
+TINY_SECONDS = 300
+_POLL_SECONDS = 0.25
+
+
+def arguments_of(recipe: Recipe, words: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog=f"python -m recipes.{recipe.name}", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", type=Path, help="directory of the instruct model; required without --tiny")
+    parser.add_argument("--size", choices=SIZES, default="7b", help="which model's settings")
+    parser.add_argument("--method", choices=METHODS, default="full", help="train all weights, or adapters")
+    parser.add_argument("--train", default=recipe.train, help="data set that is trained on")
+    parser.add_argument("--held-out", default=recipe.held_out, help="data set of held_out.jsonl")
+    parser.add_argument("--rows", type=int, help="take so many rows of each data set at most")
+    parser.add_argument("--directory", type=Path, default=Path("runs") / recipe.name, help="the run's files")
+    parser.add_argument("--steps", type=int, help="end once so many versions are served; default: never, with --tiny 1")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="value of any setting of spangrad")
+    parser.add_argument("--prepare", action="store_true", help="write settings and tasks, and start nothing")
+    parser.add_argument("--tiny", action="store_true", help="a tiny random model and small made data, on a CPU")
+    recipe.options(parser)
+    arguments = parser.parse_args(words)
+    if arguments.model is None and not arguments.tiny:
+        parser.error("--model is not given. Name the directory of an instruct model, or try the recipe with --tiny.")
+    return arguments
+
+
+def main(recipe: Recipe, words: Sequence[str] | None = None) -> None:
+    """Run a recipe's command line."""
+    arguments = arguments_of(recipe, words)
+
+    def stop(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        run(recipe, arguments)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except SpangradError as error:
+        print(f"{recipe.name}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def run(recipe: Recipe, arguments: argparse.Namespace) -> None:
+    """Prepare the run and start it."""
+    directory = arguments.directory.absolute()
+    if not arguments.tiny:
+        directory.mkdir(parents=True, exist_ok=True)
+        _run(recipe, arguments, directory)
+        return
+    with fresh_directory(directory) as fresh:
+        fresh.clear()
+        _run(recipe, arguments, directory)
+
+
+def _run(recipe: Recipe, arguments: argparse.Namespace, directory: Path) -> None:
+    if arguments.tiny:
+        data = directory / "data"
+        data.mkdir()
+        vars(arguments).update(recipe.write_small(data))
+    prepared = recipe.prepare(arguments, directory)
+    write_tasks(directory / "train.jsonl", "train", prepared.train)
+    write_tasks(directory / "held_out.jsonl", "held-out", prepared.held_out)
+    values = settings_of(recipe, arguments, directory)
+    settings = load_settings(values, env={})
+    write_settings(directory / SETTINGS, explain_settings(values, env={}))
+    print(f"{len(prepared.train)} tasks, {len(prepared.held_out)} held out; settings are in {directory / SETTINGS}", flush=True)
+    if arguments.prepare:
+        return
+    if arguments.tiny:
+        make_model([sys.executable, "-m", f"recipes.{recipe.name}.tiny", str(directory / "model")], directory)
+    _serve(recipe, arguments, directory, settings, prepared)
+
+
+def settings_of(recipe: Recipe, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Return the run's settings, by section or dotted key."""
+    model = str(directory / "model" if arguments.tiny else arguments.model.absolute())
+    paths = {
+        "engine": {"model": model},
+        "trainer": {"model": model, "directory": str(directory / "policies")},
+        "store": {"path": str(directory / "store")},
+        "gateway": {"spill_path": str(directory / "gateway-spill")},
+        "runner": {"directory": str(directory / "runner")},
+        "up": {"directory": str(directory / "up")},
+    }
+    files = layers(recipe.name, arguments.size, arguments.method)
+    if arguments.tiny:
+        files = [*files[:1], CHECKOUT / "recipes/tiny.toml"]
+    return {**merged(files, paths), **(_tiny_values(recipe, directory) if arguments.tiny else {}), **flag_values(arguments.set)}
+
+
+def _tiny_values(recipe: Recipe, directory: Path) -> dict[str, object]:
+    """Return what --tiny needs on any machine: free ports, one process of vLLM that reads tool calls of words."""
+    *ports, engine, queue = free_ports(6)
+    plugin = str(CHECKOUT / "examples" / "learning" / "word_calls.py")
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", recipe.parser, "--tool-parser-plugin", plugin] if recipe.parser else []
+    return {
+        **store_and_gateway(directory, ports),
+        "gateway.engine_url": f"http://127.0.0.1:{engine}",
+        "engine.port": engine,
+        "engine.cache_dir": str(directory.parent / ".vllm-cache"),
+        "engine.extra_args": ["--distributed-executor-backend", "uni", *tools],
+        "queue.port": queue,
+        "queue.url": f"http://127.0.0.1:{queue}",
+    }
+
+
+def services_of(recipe: Recipe, directory: Path, settings: Settings, prepared: Prepared) -> list[ServiceSpec]:
+    """Return all services of a run; on GPUs, engines have one each, in order, and the trainer has the others."""
+    logs, config = directory / "logs", ("--config", str(directory / SETTINGS))
+    agent = [*recipe.agent, "--tasks", str(directory / "train.jsonl")]
+    engines = [str(backend.url) for backend in settings.gateway.backends]
+    gpus = gpus_of(settings)
+    own = {"engine": gpus[:1], "train": gpus[1 + len(engines) :]}
+    services = list(prepared.services)
+    for service in training_services(settings, logs, config, agent):
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(own[service.name])} if gpus and service.name in own else {}
+        env = {**env, **(prepared.env or {})} if service.name == "run" else env
+        needs = (*service.needs, *(extra.name for extra in prepared.services)) if service.name == "run" else service.needs
+        services.append(replace(service, env={**service.env, **env}, needs=needs))
+    for number, url in enumerate(engines, 1):
+        words = own_command("engine", *config, "--set", f"engine.port={url.rpartition(':')[2].strip('/')}")
+        name = f"engine-{number}"
+        env = {"CUDA_VISIBLE_DEVICES": gpus[number]}
+        services.append(ServiceSpec(name, tuple(words), logs / f"{name}.log", f"{url.rstrip('/')}/health", ("store",), env))
+    return services
+
+
+def gpus_of(settings: Settings) -> list[str]:
+    """Return the GPUs of this machine that a run takes: those of CUDA_VISIBLE_DEVICES, else the first ones. None, without ranks."""
+    count = 1 + len(settings.gateway.backends) + settings.trainer.workers.per_node if settings.trainer.workers.per_node else 0
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or [str(gpu) for gpu in range(count)]
+    if len(visible) < count:
+        raise SettingsError(f"the settings take {count} GPUs, and CUDA_VISIBLE_DEVICES names {len(visible)}: `spangrad plan` finds others.")
+    return visible[:count]
+
+
+def _serve(recipe: Recipe, arguments: argparse.Namespace, directory: Path, settings: Settings, prepared: Prepared) -> None:
+    """Keep the services running until --steps versions are served, or until Ctrl-C."""
+    began, steps = time.monotonic(), arguments.steps or (1 if arguments.tiny else None)
+    if arguments.tiny:
+        for name, value in TINY_THREADS.items():
+            os.environ.setdefault(name, value)
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
+
+    services = services_of(recipe, directory, settings, prepared)
+    publisher, version = Publisher(settings.gateway), 0
+    policy = NEVER if arguments.tiny else RestartPolicy()
+    with Supervisor(services, say, policy=policy, inherit_settings=False) as supervisor:
+        while steps is None or version < steps:
+            supervisor.poll()
+            if supervisor.failed:
+                raise SpangradError(supervisor.failure(supervisor.failed[0]))
+            if supervisor.are_ready and (served := publisher.served(settings.gateway.policy) or 0) > version:
+                version = served
+                say(f"version {version} is served")
+            if arguments.tiny and time.monotonic() - began > TINY_SECONDS:
+                raise SpangradError(f"version {steps} was not served within {TINY_SECONDS} s. Look into {directory / 'logs'}.")
+            time.sleep(_POLL_SECONDS)
+    print(json.dumps({"recipe": recipe.name, "version": version, "seconds": round(time.monotonic() - began, 1)}), flush=True)

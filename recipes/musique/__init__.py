@@ -1,0 +1,1 @@
+"""MuSiQue: questions of several hops, answered with a dense retrieval service."""

@@ -1,0 +1,1 @@
+"""Spider: text to SQL by one model in three roles."""

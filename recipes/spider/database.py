@@ -1,0 +1,55 @@
+"""SQLite databases that are asked and never changed.
+
+In: a file and a query. Out: its rows, in an order of their own, or None where SQLite refuses it. Invariant: a query that would take long is
+refused.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+LONGEST = 20_000_000
+"""Instructions of SQLite's machine."""
+SHOWN = 5
+"""Rows that a model is told."""
+SHOWN_CHARACTERS = 300
+
+Rows = tuple[tuple[object, ...], ...]
+
+
+def _opened(database: str | Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{Path(database).absolute().as_uri()}?mode=ro", uri=True)
+    connection.text_factory = _text
+    connection.set_progress_handler(lambda: 1, LONGEST)
+    return connection
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
+
+
+def rows(database: str | Path, query: str) -> Rows | None:
+    """Return the rows that a query finds, sorted; None where it is none or SQLite refuses it."""
+    try:
+        with closing(_opened(database)) as connection:
+            found = connection.execute(query).fetchall()
+    except (sqlite3.Error, sqlite3.Warning):
+        return None
+    rounded = (tuple(round(value, 6) if isinstance(value, float) else value for value in row) for row in found)
+    return tuple(sorted(rounded, key=repr))
+
+
+def shown(found: Rows | None) -> str:
+    """Return what a model is told of rows."""
+    if found is None:
+        return "error"
+    return " ; ".join(" , ".join(map(str, row)) for row in found[:SHOWN])[:SHOWN_CHARACTERS] or "empty"
+
+
+def schema(database: str | Path) -> str:
+    """Return the statements that make a database's tables, a line each."""
+    with closing(_opened(database)) as connection:
+        found = connection.execute("SELECT sql FROM sqlite_master WHERE type = 'table' AND sql IS NOT NULL ORDER BY rowid").fetchall()
+    return "\n".join(" ".join(statement.split()) for (statement,) in found)
