@@ -1,7 +1,7 @@
 """Hooks of MkDocs: pages outside docs/ that the documentation links to become pages of its site.
 
-In: mkdocs.yml, and README files beside the code. Out: pages `examples/...` and `benchmarks/...` with their links, and the navigation of
-the decisions. Invariant: a link that leads to no page of the site is an error.
+In: mkdocs.yml, and README files beside the code. Out: pages `examples/...`, `recipes/...` and `benchmarks/...` with their links, and the
+navigation of the decisions. Invariant: a link that leads to no page of the site is an error.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in [ROOT / "CHANGELOG.md", *ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/README.md"), *ROOT.glob("examples/*/README.md")]
+    for pattern in ("CHANGELOG.md", "benchmarks/*.md", "examples/README.md", "examples/*/README.md", "recipes/*/README.md")
+    for path in ROOT.glob(pattern)
 )
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Add the examples, the benchmarks, the decisions, and pages that mkdocs.yml does not name, to the navigation."""
+    """Add the examples, the recipes, the benchmarks, the decisions, and pages that mkdocs.yml does not name, to the navigation."""
     named = set(_named(config.nav))
     for section in config.nav:
         for title, entries in section.items():
@@ -31,8 +32,8 @@ def on_config(config: Any) -> Any:
                 pages = (path.relative_to(ROOT / "docs").as_posix() for path in sorted((ROOT / "docs" / title.lower()).glob("*.md")))
                 entries += [page for page in pages if page not in named]
     decisions = sorted(path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/decisions/*.md"))
-    examples = [_page(path) for path in OUTSIDE if path.startswith("examples/")]
-    config.nav.append({"Examples": examples})
+    examples, recipes = ([_page(path) for path in OUTSIDE if path.startswith(folder)] for folder in ("examples/", "recipes/"))
+    config.nav += [{"Examples": examples}, {"Recipes": recipes}]
     config.nav.append({"Project": [_page("benchmarks/RESULTS.md"), _page("CHANGELOG.md"), {"Decisions": decisions}]})
     return config
 

@@ -25,7 +25,7 @@ from spangrad.errors import SettingsError, SpangradError
 from spangrad.processes import free_ports, own_command
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
-from spangrad.supervisor.run_directory import fresh_directory
+from spangrad.supervisor.run_directory import RunDirectory, fresh_directory
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
 from spangrad.supervisor.training_services import training_services
@@ -78,16 +78,14 @@ def main(recipe: Recipe, words: Sequence[str] | None = None) -> None:
 def run(recipe: Recipe, arguments: argparse.Namespace) -> None:
     """Prepare the run and start it."""
     directory = arguments.directory.absolute()
-    if not arguments.tiny:
-        directory.mkdir(parents=True, exist_ok=True)
-        _run(recipe, arguments, directory)
-        return
-    with fresh_directory(directory) as fresh:
-        fresh.clear()
-        _run(recipe, arguments, directory)
+    with fresh_directory(directory) if arguments.tiny else RunDirectory(directory) as owned:
+        if arguments.tiny:
+            owned.clear()
+        _run(recipe, arguments, owned)
 
 
-def _run(recipe: Recipe, arguments: argparse.Namespace, directory: Path) -> None:
+def _run(recipe: Recipe, arguments: argparse.Namespace, owned: RunDirectory) -> None:
+    directory = owned.path
     if arguments.tiny:
         data = directory / "data"
         data.mkdir()
@@ -103,7 +101,7 @@ def _run(recipe: Recipe, arguments: argparse.Namespace, directory: Path) -> None
         return
     if arguments.tiny:
         make_model([sys.executable, "-m", f"recipes.{recipe.name}.tiny", str(directory / "model")], directory)
-    _serve(recipe, arguments, directory, settings, prepared)
+    _serve(recipe, arguments, owned, settings, prepared)
 
 
 def settings_of(recipe: Recipe, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def settings_of(recipe: Recipe, arguments: argparse.Namespace, directory: Path) 
         "store": {"path": str(directory / "store")},
         "gateway": {"spill_path": str(directory / "gateway-spill")},
         "runner": {"directory": str(directory / "runner")},
-        "up": {"directory": str(directory / "up")},
+        "up": {"directory": str(directory)},
     }
     files = layers(recipe.name, arguments.size, arguments.method)
     if arguments.tiny:
@@ -169,28 +167,29 @@ def gpus_of(settings: Settings) -> list[str]:
     return visible[:count]
 
 
-def _serve(recipe: Recipe, arguments: argparse.Namespace, directory: Path, settings: Settings, prepared: Prepared) -> None:
+def _serve(recipe: Recipe, arguments: argparse.Namespace, owned: RunDirectory, settings: Settings, prepared: Prepared) -> None:
     """Keep the services running until --steps versions are served, or until Ctrl-C."""
     began, steps = time.monotonic(), arguments.steps or (1 if arguments.tiny else None)
     if arguments.tiny:
         for name, value in TINY_THREADS.items():
             os.environ.setdefault(name, value)
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
-    services = services_of(recipe, directory, settings, prepared)
+    services = services_of(recipe, owned.path, settings, prepared)
     publisher, version = Publisher(settings.gateway), 0
     policy = NEVER if arguments.tiny else RestartPolicy()
-    with Supervisor(services, say, policy=policy, inherit_settings=False) as supervisor:
+    with Supervisor(services, report, policy=policy, inherit_settings=False) as supervisor:
         while steps is None or version < steps:
             supervisor.poll()
+            owned.publish({"services": supervisor.status(), "ready": supervisor.are_ready})
             if supervisor.failed:
                 raise SpangradError(supervisor.failure(supervisor.failed[0]))
             if supervisor.are_ready and (served := publisher.served(settings.gateway.policy) or 0) > version:
                 version = served
-                say(f"version {version} is served")
+                report(f"version {version} is served")
             if arguments.tiny and time.monotonic() - began > TINY_SECONDS:
-                raise SpangradError(f"version {steps} was not served within {TINY_SECONDS} s. Look into {directory / 'logs'}.")
+                raise SpangradError(f"version {steps} was not served within {TINY_SECONDS} s. Look into {owned.path / 'logs'}.")
             time.sleep(_POLL_SECONDS)
     print(json.dumps({"recipe": recipe.name, "version": version, "seconds": round(time.monotonic() - began, 1)}), flush=True)

@@ -24,10 +24,10 @@ def tasks(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 def evaluate(given: Mapping[str, Any], output: str) -> float:
     """Return 1 for the right number after the word `answer`, 0 for a wrong one, less than 0 for no answer at all."""
-    said = _NUMBER.findall(output.lower().rpartition("answer")[2]) if "answer" in output.lower() else []
-    if not said:
+    numbers = _NUMBER.findall(output.lower().rpartition("answer")[2]) if "answer" in output.lower() else []
+    if not numbers:
         return MALFORMED
-    return float(abs(float(said[-1].replace(",", "")) - float(given["answer"])) < 1e-6)
+    return float(abs(float(numbers[-1].replace(",", "")) - float(given["answer"])) < 1e-6)
 
 
 def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:

@@ -21,8 +21,8 @@ SYSTEM = (
     " <answer> ... </answer> What is found stands between <information> and </information> ."
 )
 QUERIES = 4
-FOUND = 3
-"""Paragraphs that a query gets."""
+PARAGRAPHS = 3
+"""Number of paragraphs that a query gets."""
 LONGEST = 384
 """Tokens of a reply."""
 _QUERY = re.compile(r"<query>(.*?)</query>", re.S)
@@ -52,7 +52,7 @@ async def agent(given: Mapping[str, Any]) -> str:
         queries = _QUERY.findall(reply)
         if not queries or "<answer>" in reply:
             break
-        found = await retrieval.post("/search", json={"query": queries[-1].strip(), "count": FOUND})
-        found.raise_for_status()
-        messages.append({"role": "user", "content": f"<information> {' '.join(found.json()['documents'])} </information>"})
+        response = await retrieval.post("/search", json={"query": queries[-1].strip(), "count": PARAGRAPHS})
+        response.raise_for_status()
+        messages.append({"role": "user", "content": f"<information> {' '.join(response.json()['documents'])} </information>"})
     return "\n".join(message["content"] for message in messages if message["role"] == "assistant")

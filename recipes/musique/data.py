@@ -46,10 +46,10 @@ def words_of(text: str) -> list[str]:
 
 def evaluate(given: Mapping[str, Any], output: str) -> float:
     """Return 0.9 F1 with the nearest answer + 0.1 for an answer in tags; 0 for none."""
-    said = _ANSWER.findall(output)
-    if not said:
+    answers = _ANSWER.findall(output)
+    if not answers:
         return 0.0
-    return RIGHT * max(f1(words_of(said[-1]), words_of(answer)) for answer in given["answers"]) + FORM
+    return RIGHT * max(f1(words_of(answers[-1]), words_of(right)) for right in given["answers"]) + FORM
 
 
 def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:
@@ -57,13 +57,24 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:
     train, held_out = (rows_of(source, arguments.rows) for source in (arguments.train, arguments.held_out))
     file = directory / "corpus.jsonl"
     file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in corpus([*train, *held_out])))
+    inputs = tasks(train), tasks(held_out)
+    if arguments.retrieval:
+        return Prepared(*inputs, env={"RETRIEVAL_URL": arguments.retrieval})
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     # In the checkout's root, wherever the recipe was started.
     code = f"import sys; sys.path.insert(0, {str(CHECKOUT)!r}); from recipes.musique.retrieval import main; main()"
     command = (sys.executable, "-c", code, "--corpus", str(file), "--embedder", arguments.embedder, "--port", str(port))
-    service = ServiceSpec("retrieval", command, directory / "logs" / "retrieval.log", f"{url}/health")
-    return Prepared(tasks(train), tasks(held_out), (service,), {"RETRIEVAL_URL": url})
+    # On the CPU: engines and trainer take the GPUs.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    service = ServiceSpec("retrieval", command, directory / "logs" / "retrieval.log", f"{url}/health", env=hidden)
+    return Prepared(*inputs, (service,), {"RETRIEVAL_URL": url})
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the retrieval service."""
+    parser.add_argument("--embedder", default="models/e5-base-v2", help=f"encoder of paragraphs and queries: its directory, or {WORDS}")
+    parser.add_argument("--retrieval", metavar="URL", help="service of corpus.jsonl that runs already; default: one on this machine's CPU")
 
 
 def write_small(directory: Path) -> dict[str, Any]:
@@ -73,8 +84,10 @@ def write_small(directory: Path) -> dict[str, Any]:
         {"idx": number, "title": entity, "paragraph_text": f"the {relation} of {entity} is {answer}", "is_supporting": False}
         for number, ((relation, entity), answer) in enumerate(known.items())
     ]
-    one = [(f"what is the {relation} of {country}", known[relation, country]) for relation in COUNTRIES_HAVE for country in COUNTRIES[:8]]
-    two = [
+    single = [
+        (f"what is the {relation} of {country}", known[relation, country]) for relation in COUNTRIES_HAVE for country in COUNTRIES[:8]
+    ]
+    double = [
         (f"what is the {relation} of the capital of {country}", known[relation, known["capital", country]])
         for relation in CITIES_HAVE
         for country in COUNTRIES[:8]
@@ -86,7 +99,7 @@ def write_small(directory: Path) -> dict[str, Any]:
 
     rows = [
         {"id": f"{number}", "question": question, "answer": answer, "answer_aliases": [], "answerable": True, "paragraphs": given(number)}
-        for number, (question, answer) in enumerate([*one, *two])
+        for number, (question, answer) in enumerate([*single, *double])
     ]
     for name, part in (("train", rows), ("validation", rows[::6])):
         (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
@@ -103,7 +116,5 @@ RECIPE = Recipe(
     held_out="hf:dgslibisey/MuSiQue:validation",
     prepare=prepare,
     write_small=write_small,
-    options=lambda parser: parser.add_argument(
-        "--embedder", default="models/e5-base-v2", help="directory of the encoder of paragraphs and queries, or the word: words"
-    ),
+    options=add_options,
 )

@@ -92,15 +92,16 @@ def application(index: Index) -> web.Application:
 
 
 def main() -> None:
-    """Serve a corpus on loopback."""
+    """Serve a corpus."""
     parser = argparse.ArgumentParser(prog="python -m recipes.musique.retrieval", description="Serve a corpus for dense retrieval.")
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--embedder", required=True, help=f"directory of an encoder, or {WORDS}")
+    parser.add_argument("--host", default="127.0.0.1", help="address that it listens on; it asks for no token")
     parser.add_argument("--port", type=int, default=8193)
     arguments = parser.parse_args()
     texts = [json.loads(line)["text"] for line in arguments.corpus.read_text().splitlines()]
     embed = embed_words if arguments.embedder == WORDS else encoder(Path(arguments.embedder))
-    web.run_app(application(Index(texts, embed)), host="127.0.0.1", port=arguments.port, print=None)
+    web.run_app(application(Index(texts, embed)), host=arguments.host, port=arguments.port, print=None)
 
 
 if __name__ == "__main__":

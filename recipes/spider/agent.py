@@ -36,7 +36,7 @@ def accepts(verdict: str) -> bool:
     return re.match(r"\W*ok\b", verdict, re.I) is not None
 
 
-def _told(system: str, given: Mapping[str, Any], *more: str) -> list[AnyMessage]:
+def _messages(system: str, given: Mapping[str, Any], *more: str) -> list[AnyMessage]:
     return [SystemMessage(system), HumanMessage("\n".join((given["schema"], f"question : {given['question']}", *more)))]
 
 
@@ -52,9 +52,9 @@ def _model() -> ChatOpenAI:
 TEAM = SqlTeam(
     policy=_model,
     checker=_model,
-    writing=lambda given: _told(WRITER, given),
-    checking=lambda given, query: _told(CHECKER, given, _ran(given, query)),
-    rewriting=lambda given, query, verdict: _told(REWRITER, given, _ran(given, query), f"checker : {verdict}"),
+    writing=lambda given: _messages(WRITER, given),
+    checking=lambda given, query: _messages(CHECKER, given, _ran(given, query)),
+    rewriting=lambda given, query, verdict: _messages(REWRITER, given, _ran(given, query), f"checker : {verdict}"),
     is_checked=bool,
     accepts=accepts,
     query=query_of,

@@ -27,19 +27,19 @@ def tasks(data: Iterable[Row], databases: Path) -> list[dict[str, Any]]:
         AgentError: a database is not there.
     """
     schema_of = cache(schema)
-    found = list[dict[str, Any]]()
+    inputs = list[dict[str, Any]]()
     for row in data:
         file = databases / row["db_id"] / f"{row['db_id']}.sqlite"
         if not file.is_file():
             raise AgentError(f"{file} is not there. Unpack Spider's own archive (yale-lily.github.io/spider) and name its --databases.")
-        found.append({"question": row["question"], "schema": schema_of(file), "database": str(file.absolute()), "query": row["query"]})
-    return found
+        inputs.append({"question": row["question"], "schema": schema_of(file), "database": str(file.absolute()), "query": row["query"]})
+    return inputs
 
 
 def evaluate(given: Mapping[str, Any], output: Mapping[str, Any]) -> float:
     """Return 1 where the last query finds what the right one finds, else 0."""
-    found = rows(given["database"], output["query"])
-    return float(found is not None and found == rows(given["database"], given["query"]))
+    result = rows(given["database"], output["query"])
+    return float(result is not None and result == rows(given["database"], given["query"]))
 
 
 def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:

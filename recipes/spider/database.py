@@ -34,22 +34,22 @@ def rows(database: str | Path, query: str) -> Rows | None:
     """Return the rows that a query finds, sorted; None where it is none or SQLite refuses it."""
     try:
         with closing(_opened(database)) as connection:
-            found = connection.execute(query).fetchall()
+            result = connection.execute(query).fetchall()
     except (sqlite3.Error, sqlite3.Warning):
         return None
-    rounded = (tuple(round(value, 6) if isinstance(value, float) else value for value in row) for row in found)
+    rounded = (tuple(round(value, 6) if isinstance(value, float) else value for value in row) for row in result)
     return tuple(sorted(rounded, key=repr))
 
 
-def shown(found: Rows | None) -> str:
+def shown(result: Rows | None) -> str:
     """Return what a model is told of rows."""
-    if found is None:
+    if result is None:
         return "error"
-    return " ; ".join(" , ".join(map(str, row)) for row in found[:SHOWN])[:SHOWN_CHARACTERS] or "empty"
+    return " ; ".join(" , ".join(map(str, row)) for row in result[:SHOWN])[:SHOWN_CHARACTERS] or "empty"
 
 
 def schema(database: str | Path) -> str:
     """Return the statements that make a database's tables, a line each."""
     with closing(_opened(database)) as connection:
-        found = connection.execute("SELECT sql FROM sqlite_master WHERE type = 'table' AND sql IS NOT NULL ORDER BY rowid").fetchall()
-    return "\n".join(" ".join(statement.split()) for (statement,) in found)
+        result = connection.execute("SELECT sql FROM sqlite_master WHERE type = 'table' AND sql IS NOT NULL ORDER BY rowid").fetchall()
+    return "\n".join(" ".join(statement.split()) for (statement,) in result)

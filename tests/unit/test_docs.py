@@ -18,6 +18,7 @@ PAGES = sorted(
         ROOT / "CHANGELOG.md",
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("examples/*/README.md"),
+        *ROOT.glob("recipes/*/README.md"),
         *ROOT.glob("benchmarks/*.md"),
     ]
 )
@@ -55,7 +56,7 @@ class TestPage:
 
     def test_docs_files_exist(self, page: Path) -> None:
         named = re.findall(
-            r"`((?:spangrad|commands|gateway|collector|runner|trainer|transition_builder|dashboards|tests|docs|packaging|examples)/[^`]*)`",
+            r"`((?:spangrad|commands|gateway|collector|runner|trainer|transition_builder|dashboards|tests|docs|packaging|examples|recipes)/[^`]*)`",
             page.read_text(),
         )
         assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []

@@ -1,4 +1,4 @@
-"""The examples' agents, each in its real framework, against a policy that says what a script says."""
+"""The agents of examples and recipes, each in its real framework, against a policy that says what a script says."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from examples.from_scratch import agent as from_scratch
 from examples.retrieval_qa import agent as retrieval
 from examples.retrieval_qa import facts
 from examples.text_to_sql import agent as sql
+from recipes.math import agent as math
+from recipes.musique import agent as musique
+from recipes.spider import agent as spider
+from recipes.spider.data import RECIPE as SPIDER
 from tests.support.otlp import HttpServer
 
 Messages = list[tuple[str, str]]
@@ -253,3 +257,63 @@ def test_word_calls_arguments_are_parsed_from_words() -> None:
         *[None] * 5,
     ]
     assert [read(words.split(), text) for words in ("mayor siniton", "x", "")] == [{"query": "mayor siniton"}, {"query": "x"}, None]
+
+
+async def test_math_recipe_agent_calculates_expressions(policy: Callable[..., WordPolicy]) -> None:
+    math._client.cache_clear()
+    seen: list[Messages] = []
+    answers = script("calculate ( 12 + 7 ) * 2", "calculate 1 / 0", "so answer 38")
+    policy(lambda messages: (seen.append(messages), answers(messages))[1])
+    assert (await math.agent({"question": "how many ?"})).strip() == "so answer 38"
+    assert seen[0] == [("system", math.SYSTEM), ("user", "how many ?")]
+    assert [words for role, words in seen[-1] if role == "tool"] == ["38", "error : '1 / 0' is no expression with a value"]
+
+
+async def test_spider_recipe_agent_asks_one_model_in_three_roles(policy: Callable[..., WordPolicy], tmp_path: Path) -> None:
+    spider._model.cache_clear()
+    SPIDER.write_small(tmp_path)
+    file = tmp_path / "database/singers/singers.sqlite"
+    seen: list[Messages] = []
+    answers = script("```sql\nselect sid from singer where age > 99\n```", "that finds nothing", "select 1", "OK", "never asked")
+    fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
+    ended = await spider.agent({"question": "which ?", "schema": "create table singer", "database": str(file)})
+    assert ended == {
+        "query": "select 1",
+        "queries": ["select sid from singer where age > 99", "select 1"],
+        "verdicts": ["that finds nothing", "OK"],
+    }
+    assert [messages[0] for messages in seen] == [
+        ("system", text) for text in (spider.WRITER, spider.CHECKER, spider.REWRITER, spider.CHECKER)
+    ]
+    told = "query : select sid from singer where age > 99\nresult : empty\nchecker : that finds nothing"
+    assert seen[2][1] == ("user", f"create table singer\nquestion : which ?\n{told}")
+    assert seen[3][1][1].endswith("query : select 1\nresult : 1")
+    assert {chat["model"] for chat in fake.chats} == {"policy"}
+
+
+class Retrieval(HttpServer):
+    """Answers every query with two paragraphs."""
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        assert (method, path) == ("POST", "/search")
+        asked = json.loads(body)
+        assert asked["count"] == musique.PARAGRAPHS
+        return 200, {"content-type": "application/json"}, json.dumps({"documents": [asked["query"], "more"]}).encode()
+
+
+async def test_musique_recipe_agent_queries_until_it_answers(policy: Callable[..., WordPolicy], monkeypatch: pytest.MonkeyPatch) -> None:
+    query, last = "<think> x </think> <query> river of x </query>", "<think> y </think> <answer> ruso </answer>"
+    with Retrieval() as service:
+        monkeypatch.setenv("RETRIEVAL_URL", service.url)
+        seen: list[Messages] = []
+        for replies, calls in (((query, last), 2), (("nothing in tags",), 1), ((query,) * 9, musique.QUERIES + 1)):
+            musique._clients.cache_clear()
+            seen.clear()
+            answers = script(*replies)
+            fake = policy(lambda messages, answers=answers: (seen.append(messages), answers(messages))[1])
+            ended = await musique.agent({"question": "what is the river ?"})
+            assert len(seen) == calls
+            assert ended.split("\n")[-1].strip() == replies[calls - 1]
+        assert fake.chats[0]["stop"] == ["</query>", "</answer>"]
+        assert fake.chats[0]["include_stop_str_in_output"]
+        assert seen[1][2:] == [("assistant", query), ("user", "<information> river of x more </information>")]

@@ -100,10 +100,10 @@ def test_read_tasks_unusable_source_raises(tmp_path: Path) -> None:
 def test_read_tasks_hub_dataset_is_loaded_by_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked: list[tuple[str, str]] = []
+    asked: list[tuple[str, str | None, str]] = []
 
-    def load(name: str, split: str) -> datasets.Dataset:
-        asked.append((name, split))
+    def load(name: str, config: str | None, split: str) -> datasets.Dataset:
+        asked.append((name, config, split))
         if name == "mine/away":
             raise ConnectionError("no network\nand more")
         return datasets.Dataset.from_list(QUESTIONS)
@@ -114,7 +114,8 @@ def test_read_tasks_hub_dataset_is_loaded_by_datasets_library(monkeypatch: pytes
         AgentError, match=re.escape("hf:mine/away cannot be loaded, split 'train' (ConnectionError: no network). Check name")
     ):
         read_tasks("hf:mine/away")
-    assert asked == [("mine/sums", "dev"), ("mine/away", "train")]
+    assert read_tasks("hf:mine/sums:hard:dev")[0].task_id == "sums:1"
+    assert asked == [("mine/sums", None, "dev"), ("mine/away", None, "train"), ("mine/sums", "hard", "dev")]
 
 
 JSON = st.recursive(

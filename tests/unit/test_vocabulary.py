@@ -23,6 +23,7 @@ PACKAGES = (
     "trainer",
     "prompts",
     "dashboards",
+    "recipes",
 )
 BANNED = {"one", "said", "told", "some", "theirs", "mine", "found", "made", "wanted"}
 FIGURATIVE = {
