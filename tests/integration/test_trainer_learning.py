@@ -45,7 +45,9 @@ def chained(tiny_model: Path, count: int = 12) -> Any:
 def test_optimal_token_baseline_uses_forward_pass(name: Any, tiny_model: Path):
     batch = chained(tiny_model)
     engine = VerlOptimizer(tiny_model, trainer_settings(estimator=name, learning_rate=RATE))
-    seen = engine._estimated(batch)
+    phases = engine.phases(batch)
+    phases.compute_advantages()
+    seen = phases.batch
     pairs = [(batch.prompts[i][batch.attention_mask[i, : batch.prompts.shape[1]] > 0], i) for i in range(batch.real_rows)]
     squared = np.zeros_like(batch.logprobs)
     for prompt, i in pairs:
@@ -110,7 +112,7 @@ def test_step_with_each_loss_raises_better_over_worse(name: Any, tiny_model: Pat
         tiny_model, trainer_settings(loss__name=name, loss__options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE)
     )
     engine.step(batch)
-    moved = engine._logprobs("policy", batch) - batch.logprobs
+    moved = engine.phases(batch).logprobs_under("policy", batch) - batch.logprobs
     assert (moved * batch.advantages).sum() > 0.1
 
 

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 _CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "trainer.optim.cpu_platform"}
+RENDEZVOUS = "SPANGRAD_RENDEZVOUS"
+"""Environment variable of a rank's process: URL at which the ranks meet."""
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -111,20 +113,23 @@ def worker_environment(device: str, *, own: bool) -> dict[str, str]:
     return {"VERL_LOGGING_LEVEL": "ERROR", **(_CPU if device == "cpu" else {}), **(interfaces if own else {})}
 
 
-def join_group(device: str, rendezvous: str) -> None:
-    """Make this process a rank of the group that its environment names (RANK, WORLD_SIZE), with its share of the machine's cores.
+def join_group() -> None:
+    """Make this process a rank of the group that its environment names, with its share of the machine's cores, unless it is one.
 
-    Args:
-        device: cuda or cpu.
-        rendezvous: a URL, the same for all ranks: file:// or tcp://.
+    The environment is verl's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and `RENDEZVOUS` where the ranks meet elsewhere.
     """
     import torch
 
+    if torch.distributed.is_initialized():
+        return
     _silence_torch()
     on_this_machine = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // on_this_machine))
     torch.distributed.init_process_group(
-        _BACKENDS[device], init_method=rendezvous, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+        _BACKENDS["cpu" if os.environ.get("VERL_PLATFORM") == "cpu" else "cuda"],
+        init_method=os.environ.get(RENDEZVOUS, "env://"),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
     )
 
 
