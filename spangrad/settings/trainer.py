@@ -90,7 +90,7 @@ class TrainerSettings(Section):
     """Low-rank adapters (LoRA) of the policy's layers."""
     workers: WorkersSettings = WorkersSettings()
     """Processes that share a step, under Ray."""
-    verl: dict[str, Any] = {}
+    verl: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Settings of verl's own (`ppo_trainer.yaml`), by their names there, applied last: sharding, offload, Ulysses sequence parallelism and
     the like. Names that follow from this project's settings, or that would take rows, advantages or checkpoints from the ledger, are
     refused (docs/start/scaling.md)."""

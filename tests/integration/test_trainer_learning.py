@@ -13,12 +13,11 @@ import pytest
 from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
-from tests.support.policies import NO_ALARM, distribution, logprobs_of, padded, sampled_rows, trainer_settings, transition_row
+from tests.support.policies import NO_ALARM, chained, distribution, logprobs_of, padded, sampled_rows, trainer_settings
 from tests.support.trainers import save, written
 from trainer.credit import learning
 from trainer.credit.estimators import over_tokens
 from trainer.data.batch import layout
-from trainer.data.chains import chains
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import prepare_process
@@ -26,19 +25,6 @@ from trainer.optim.process import prepare_process
 prepare_process()  # verl reads its platform when it is first imported
 
 RATE = 1e-3
-
-
-def chained(tiny_model: Path, count: int = 12) -> Any:
-    """Rollouts of two turns, the second of which is paid when its first token is odd."""
-    rows: list[dict[str, object]] = []
-    for at, row in enumerate(sampled_rows(tiny_model, 2 * count, temperature=1.0, seed=5)):
-        i, turn = divmod(at, 2)
-        worth = float(turn and row["ResponseIds"][0] % 2)  # type: ignore[index]
-        paid = transition_row(f"r{i:02}", turn, rewards=(worth,))
-        rewards = {name: value for name, value in paid.items() if name.startswith("Rewards.")}
-        rows.append({**row, "RolloutId": f"r{i:02}", "Turn": turn, "CallId": f"{i}-{turn}", "GroupId": "ab"[i >= count // 2], **rewards})
-    frame, links = chains(pl.DataFrame(rows), pl.repeat(value=True, n=len(rows), eager=True), {})
-    return replace(layout(separate(frame, pl.zeros(len(frame), eager=True)), lineage=[0]), chains=links)
 
 
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])

@@ -30,10 +30,9 @@ from tests.support.policies import changed, sampled_rows, trainer_key, trainer_s
 from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
+from trainer.distributed.cluster import Cluster
 from trainer.ledger.ledger import Ledger
-from trainer.optim import ray_workers
 from trainer.optim.optimizer import VerlOptimizer
-from trainer.optim.ray_cluster import Cluster
 from trainer.publish import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -137,7 +136,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def workers_of(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [one for one in family if any("ray::Rank" in word for word in one.cmdline())]
+    return [one for one in family if any("ray::WorkerDict" in word for word in one.cmdline())]
 
 
 def listening(family: list[psutil.Process]) -> set[str]:
@@ -248,10 +247,12 @@ def test_ray_worker_that_fails_alone_ends_others(
     """The first would wait for the second for ever."""
     import ray
 
-    monkeypatch.setattr(ray_workers, "_SETTLE_SECONDS", 2.0)
     engine = close(VerlOptimizer(tiny_model, trainer_settings(workers__per_node=2)))
-    second = engine._workers._group.workers[1]
-    ray.get(second.__ray_call__.remote(lambda self: self._models.clear()))
+    from trainer.distributed import worker_group
+
+    monkeypatch.setattr(worker_group, "_SETTLE_SECONDS", 2.0)
+    second = engine._workers._trainer.actor_rollout_wg.workers[1]  # type: ignore[union-attr]
+    ray.get(second.__ray_call__.remote(lambda self: self.worker_dict["actor"]._models.clear()))
     with pytest.raises(TrainerError, match=r"worker 1 of 2 failed \(.*KeyError.*and the others were ended"):
         engine.step(rows(tiny_model, engine))
 

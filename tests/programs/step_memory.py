@@ -4,8 +4,8 @@ In: jobs in JSON, each with `config` (of a model with random weights), `rows`, `
 fields' names). Out: a line of JSON for each with `parameters`, and in bytes above what the process had before: `loaded`, `held` (after a
 step), `peak` (in a second step, when the moments are there).
 
-With the environment variables RANK, WORLD_SIZE and SPANGRAD_RENDEZVOUS, a URL, the process is one of several ranks, which get the same jobs; each
-passes all rows.
+With the environment variables RANK, WORLD_SIZE and SPANGRAD_RENDEZVOUS, a URL, the process is one of several ranks, which get the same
+jobs; each passes all rows.
 
 The kernel counts pages. With the variables of `ENVIRONMENT`, malloc gives all but small blocks back as soon as they are freed.
 """

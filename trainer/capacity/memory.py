@@ -26,7 +26,7 @@ _ENTROPY_CHUNK = 512
 _ROW_BYTES = 147
 """Bytes of a batch for each of its tokens, in the trainer's own process (measured)."""
 _OBJECT_STORE = 256 * 2**20
-"""Size of Ray's object store on a host (`trainer.optim.ray_cluster`)."""
+"""Size of Ray's object store on a host (`trainer.distributed.cluster`)."""
 GPU_PROCESS = int(1.5 * 2**30)
 """Memory of a GPU that CUDA and NCCL take in each process. An assumption."""
 FRAGMENTATION = 0.1

@@ -7,7 +7,10 @@ where it changed.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import uuid
+from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import torch
 import transfer_queue
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
+from ray.exceptions import GetTimeoutError, RayError
 from tensordict import NonTensorData, TensorDict
 from transfer_queue import KVBatchMeta, SequentialSampler, interface
 from transfer_queue.controller import TransferQueueController
@@ -23,9 +27,12 @@ from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 from transfer_queue.utils.zmq_utils import process_zmq_server_info
 
+from spangrad.errors import TrainerError
 from trainer.data.batch import Batch
 from trainer.optim.rows import by_response, flags_of, response_columns
 
+_LOOK_SECONDS = 2.0
+"""Interval at which a call of the queue that is not answered looks whether the queue lives, in seconds."""
 _ROWS = ["prompts", "responses", "response_length", "response_mask", "temperature_of_row"]
 """Columns that every pass reads. verl's own flag `temperature` is one for all rows."""
 PER_ROW = {"temperature_of_row", "row_share", "rollout_log_ratio"}
@@ -36,7 +43,8 @@ class RowQueue:
     """TransferQueue of this process: one controller, and a storage unit on each node."""
 
     _users = 0
-    _storage: list[Any]
+    _actors: tuple[Any, ...] = ()
+    """Controller and storage units."""
 
     @classmethod
     def open(cls, nodes: int) -> Any:
@@ -60,9 +68,9 @@ class RowQueue:
             }
             ray.get(controller.store_config.remote(settings))
             attach(controller)
-            cls._storage = list(units.values())
+            cls._actors = (controller, *units.values())
         cls._users += 1
-        return interface._TQ_CONTROLLER
+        return cls._actors[0]
 
     @classmethod
     def close(cls) -> None:
@@ -71,9 +79,44 @@ class RowQueue:
         if cls._users:
             return
         if ray.is_initialized():
-            for unit in cls._storage:
-                ray.kill(unit)
+            for actor in cls._actors:
+                ray.kill(actor)
+        cls._actors = ()
         transfer_queue.close()
+
+    @classmethod
+    def look(cls) -> None:
+        """Raise where the queue has ended: TransferQueue's own calls would wait for its controller for ever.
+
+        Raises:
+            TrainerError: it has.
+        """
+        for actor in cls._actors:
+            try:
+                ray.get(actor.get_zmq_server_info.remote(), timeout=_LOOK_SECONDS)
+            except GetTimeoutError:
+                continue
+            except RayError as error:
+                raise TrainerError(
+                    f"the queue of the rows between this trainer and its workers has ended ({type(error).__name__}: {error}). The batch is "
+                    "trained again at the next start."
+                ) from error
+
+    @classmethod
+    def call(cls, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of a call of TransferQueue.
+
+        Raises:
+            TrainerError: the queue has ended.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, transfer_queue.get_client()._loop)
+        while True:
+            try:
+                return future.result(_LOOK_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                cls.look()
 
 
 def attach(controller: Any) -> None:
@@ -149,14 +192,15 @@ class LeasedRows:
         """Return outputs of the last pass of rows, of the batch's shape [rows, response]; 0 where nothing was sampled."""
         if not names:
             return {}
-        values = transfer_queue.kv_batch_get(keys=self.keys_of(part), partition_id=self._partition, select_fields=list(names))
+        got = transfer_queue.async_kv_batch_get(keys=self.keys_of(part), partition_id=self._partition, select_fields=list(names))
+        values = RowQueue.call(got)
         return {name: by_response(values[name], part) for name in names}
 
     def clear(self) -> None:
         """Remove the rows from the queue."""
         self._batch = self._loss_columns = None
         if self._stored:
-            transfer_queue.kv_clear(keys=list(self._stored), partition_id=self._partition)
+            RowQueue.call(transfer_queue.async_kv_clear(keys=list(self._stored), partition_id=self._partition))
         self._stored = {}
 
     def _put(self, part: Batch, columns: dict[str, Any], *, tags: bool = False) -> None:
@@ -165,7 +209,8 @@ class LeasedRows:
             columns, tags = {**_row_columns(part), **columns}, True
         self._stored |= dict.fromkeys(keys)
         fields = TensorDict(columns, batch_size=len(keys))
-        transfer_queue.kv_batch_put(keys=keys, partition_id=self._partition, fields=fields, tags=_tags(part) if tags else None)
+        new_tags = _tags(part) if tags else None
+        RowQueue.call(transfer_queue.async_kv_batch_put(keys=keys, partition_id=self._partition, fields=fields, tags=new_tags))
 
 
 def _lengths(batch: Batch) -> NDArray[np.int64]:

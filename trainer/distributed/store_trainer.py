@@ -1,8 +1,8 @@
 """verl's PPO trainer, fed with batches that were leased from the ledger (trainer.v1.trainer_mode = spangrad).
 
-In: the phases of a step (`trainer.optim.phases`), rows in TransferQueue. Out: passes by verl's worker groups. Invariant: verl's `step` calls
-the phases in its order, once per batch; the lease, the checks, advantages, checkpoints and publication are this project's, so that nothing
-of verl's that reads data, saves or restores is used.
+In: the phases of a step (`trainer.optim.phases`), rows in TransferQueue. Out: passes by verl's worker groups. Invariant: verl's `step`
+calls the phases in its order, once per batch; the lease, the checks, advantages, checkpoints and publication are this project's, so that
+nothing of verl's that reads data, saves or restores is used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainer.data.batch import Batch
 from trainer.distributed.cluster import Cluster
 from trainer.distributed.ranks import QueueActor, QueueCritic
 from trainer.distributed.row_queue import LeasedRows
-from trainer.optim.passes import Passed, PassKind, Phases
 from trainer.optim.rank import MESH
 from trainer.optim.verl_config import MODE
+from trainer.optim.workers import Passed, PassKind, Phases
 
 
 @register_trainer(MODE)

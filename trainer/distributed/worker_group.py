@@ -30,14 +30,15 @@ _REMEDY = "The batch is trained again at the next start."
 class RankCalls:
     """Waits for calls of all ranks of a trainer."""
 
-    def __init__(self, logs: Path | None, end: Callable[[bool], None]) -> None:
+    def __init__(self, logs: Path | None, end: Callable[[bool], None], look: Callable[[], None] = lambda: None) -> None:
         """Wait for nothing yet.
 
         Args:
             logs: directory of the ranks' logs. None: the cluster's own.
             end: ends all ranks; called with True where their logs are to be kept.
+            look: raises where what the ranks wait for has ended; called at intervals.
         """
-        self._logs, self._end = logs, end
+        self._logs, self._end, self._look = logs, end, look
 
     def wait(self, method: str, calls: list[Any]) -> list[Any]:
         """Wait until all ranks have ended a call; return the calls.
@@ -50,6 +51,8 @@ class RankCalls:
         pending = list(calls)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=_LOOK_SECONDS)
+            if not done:
+                self._look()
             if any(failure(call) for call in done):
                 _, pending = ray.wait(calls, num_returns=len(calls), timeout=_SETTLE_SECONDS)
                 self._raise(method, calls, stuck=pending)

@@ -19,9 +19,9 @@ from spangrad.errors import SpangradError, TrainerError
 from spangrad.settings import TrainerSettings
 from trainer.data.batch import Batch
 from trainer.distributed.cluster import Cluster
-from trainer.optim.passes import Passed, PassKind, Phases
 from trainer.optim.process import RENDEZVOUS, check_device, choose_platform, quiet, worker_environment
 from trainer.optim.verl_config import compose
+from trainer.optim.workers import Passed, PassKind, Phases
 from trainer.publish.lora import weights_file
 from trainer.sft.objective import Objective
 
@@ -59,7 +59,7 @@ class DistributedWorkers:
         environment = worker_environment(self.device, own=self._cluster.own)
         if self._cluster.directory:
             environment[RENDEZVOUS] = f"file://{self._cluster.directory}/meeting-{uuid.uuid4().hex}"
-        self._calls = RankCalls(self._cluster.directory, self._end)
+        self._calls = RankCalls(self._cluster.directory, self._end, RowQueue.look)
         controller = None
         if objective is None:
             controller = RowQueue.open(settings.workers.nodes)

@@ -4,8 +4,8 @@ In: a batch, the workers. Out: metrics, the batch with what was computed of it. 
 that came with them are checked (`trainer.monitor.row_check`), and the caller has been told that weights are about to change. A batch that
 is stepped more than once, or corrected, is first passed forward whole, so that the denominators of its ratios stay as at its start.
 
-The order of the phases is that of verl's trainer (`trainer.optim.passes.Phases`), but for the critic, which is trained after the policy: the
-policy's first pass may be the one that checks the rows.
+The order of the phases is that of verl's trainer (`trainer.optim.workers.Phases`), but for the critic, which is trained after the policy:
+the policy's first pass may be the one that checks the rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer.monitor.row_check import RowCheck, blame_gradient
 from trainer.optim.losses.corrected import correct, correction_metrics
 from trainer.optim.losses.reshaped import corrected as reshaped_corrected
 from trainer.optim.losses.rollout_losses import by_rollout, needs_logprobs, several_rows
-from trainer.optim.passes import PassKind, Workers
+from trainer.optim.workers import PassKind, Workers
 
 if TYPE_CHECKING:
     import torch
@@ -101,9 +101,7 @@ class StepPhases:
             self.batch = replace(self.batch, values=self._forward("critic", self.batch, "values")["values"])
 
     def compute_advantages(self) -> None:
-        """Derive advantages and weights that depend on passes: credit by token, rollout correction, rows sampled with more than a
-        temperature.
-        """
+        """Derive advantages and weights that depend on passes: credit by token, rollout correction, weights of reshaped rows."""
         if self.batch.chains:
             self.batch = self._estimated()
         if self._settings.loss.recompute_logprobs:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 _CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "trainer.optim.cpu_platform"}
+_QUIET = {"VERL_LOGGING_LEVEL": "ERROR", "TQ_LOGGING_LEVEL": "ERROR"}
 RENDEZVOUS = "SPANGRAD_RENDEZVOUS"
 """Environment variable of a rank's process: URL at which the ranks meet."""
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -32,6 +33,8 @@ def choose_platform() -> str:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     if device == "cpu":
         os.environ.update(_CPU)
     return device
@@ -44,7 +47,6 @@ def prepare_process() -> str:
     device = choose_platform()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
     _silence_torch()
     if not torch.distributed.is_initialized():
         # A group of one needs no rendezvous over a port.
@@ -110,7 +112,23 @@ def worker_environment(device: str, *, own: bool) -> dict[str, str]:
         own: True if all workers are on this machine, and need no other interface than loopback.
     """
     interfaces = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    return {"VERL_LOGGING_LEVEL": "ERROR", **(_CPU if device == "cpu" else {}), **(interfaces if own else {})}
+    return {**_QUIET, **(_CPU if device == "cpu" else {}), **(interfaces if own else {})}
+
+
+class GpuOfProcess:
+    """GPU that a process was given. Each thread chooses its own, and Ray calls methods in another thread than the constructor."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def use(self) -> None:
+        """Choose the GPU for this thread."""
+        import torch
+
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
 
 
 def join_group() -> None:

@@ -188,9 +188,7 @@ def _derived(model: Path, settings: TrainerSettings, device: str, objective: Obj
             f"{section}.path": Derived(str(model), "trainer.model"),
             f"{section}.use_remove_padding": Derived(packed, "trainer.packing"),
             f"{section}.override_config.attn_implementation": Derived("flash_attention_2" if packed else "sdpa"),
-            f"{section}.enable_gradient_checkpointing": Derived(
-                recomputes_activations(settings, device), "trainer.gradient_checkpointing"
-            ),
+            f"{section}.enable_gradient_checkpointing": Derived(recomputes_activations(settings, device), "trainer.gradient_checkpointing"),
         }
     engines = {f"{_ACTOR}.fsdp_config", f"{_REFERENCE}.fsdp_config", "critic.fsdp"}
     for section in engines:

@@ -1,8 +1,8 @@
 """Workers of verl for one process: policy, reference and critic, with this project's losses, and additions to verl for a CPU.
 
-In: verl's configuration (`trainer.optim.verl_config`). Out: `ActorWorker` and `CriticWorker`, which verl's Ray trainer starts on every rank,
-and `local_rank` for one process without Ray. Invariant: weights are held in float32 for any dtype of the file; every rank of a group makes
-the same models.
+In: verl's configuration (`trainer.optim.verl_config`). Out: `ActorWorker` and `CriticWorker`, which verl's Ray trainer starts on every
+rank, and `local_rank` for one process without Ray. Invariant: weights are held in float32 for any dtype of the file; every rank of a group
+makes the same models.
 
 verl is imported with this module, so `trainer.optim.process.choose_platform` comes first.
 """
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import HFModelConfig, TrainingWorkerConfig
+from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from spangrad.settings import TrainerSettings
@@ -28,7 +28,7 @@ from trainer.optim.float32_head import compute_head_in_float32
 from trainer.optim.losses.corrected import policy_loss_of, value_loss_of
 from trainer.optim.losses.entropy import measure_entropy
 from trainer.optim.micro_batches import bound_padded_micro_batches
-from trainer.optim.process import check_device, join_group, quiet
+from trainer.optim.process import GpuOfProcess, check_device, join_group, quiet
 from trainer.optim.rank import ModelRole, Rank
 from trainer.optim.verl_config import compose, settings_of
 from trainer.sft.losses import loss_of
@@ -49,6 +49,7 @@ class ActorWorker(Rank, ActorRolloutRefWorker):
             options: verl's.
         """
         join_group()
+        self._gpu = GpuOfProcess()
         config = copy.deepcopy(config)
         settings, self._objective, self._device = settings_of(config)
         if role == "ref":
@@ -67,6 +68,7 @@ class ActorWorker(Rank, ActorRolloutRefWorker):
             SettingsError: the device does not support the settings.
         """
         check_device(self._loaded, self._device)
+        self._gpu.use()
         _prepare(self._device, packed=self.config.model.use_remove_padding)
         with quiet(), _same_random_numbers():
             ActorRolloutRefWorker.init_model(self)
@@ -88,10 +90,12 @@ class CriticWorker(TrainingWorker):
     def __init__(self, config: TrainingWorkerConfig) -> None:
         """Join the other ranks; `load_models` loads the weights."""
         join_group()
+        self._gpu = GpuOfProcess()
         super().__init__(config)
 
     def load_models(self) -> None:
         """Load the weights, with a new head that is the same on every rank."""
+        self._gpu.use()
         _prepare(self.device_name, packed=self.model_config.use_remove_padding)
         with quiet(), _same_random_numbers(), _value_head():
             TrainingWorker.reset(self)
