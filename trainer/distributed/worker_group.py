@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from verl.single_controller.ray.base import RayWorkerGroup, _unwrap_ray_remote
 
 from spangrad.errors import SpangradError, TrainerError
@@ -69,7 +69,7 @@ class RankCalls:
                 self._end(False)
             raise known
         rank, error = next(iter((dead or causes).items()))
-        outcome = "died" if dead else f"failed ({type(error).__name__}: {error})"
+        outcome = _outcome(error)
         logs = f" Its log lies in {self._logs}." if self._logs else ""
         self._end(True)
         raise TrainerError(
@@ -95,6 +95,13 @@ class RankCalls:
             raise TrainerError(
                 f"worker 0 could not write a checkpoint to {directory} ({type(error).__name__}: {error}). {_REMEDY}"
             ) from error
+
+
+def _outcome(error: BaseException) -> str:
+    """Return what a rank's error says of it, in a few words."""
+    if isinstance(error, ActorDiedError) and "creation task" in str(error):
+        return f"failed as it began ({str(error).strip().splitlines()[-1]})"
+    return "died" if isinstance(error, RayError) else f"failed ({type(error).__name__}: {error})"
 
 
 def failure(call: Any) -> BaseException | None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from omegaconf import open_dict
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -91,12 +92,12 @@ class CriticWorker(TrainingWorker):
         """Join the other ranks; `load_models` loads the weights."""
         join_group()
         self._gpu = GpuOfProcess()
+        _prepare(get_device_name(), packed=config.model_config.use_remove_padding)
         super().__init__(config)
 
     def load_models(self) -> None:
         """Load the weights, with a new head that is the same on every rank."""
         self._gpu.use()
-        _prepare(self.device_name, packed=self.model_config.use_remove_padding)
         with quiet(), _same_random_numbers(), _value_head():
             TrainingWorker.reset(self)
 
