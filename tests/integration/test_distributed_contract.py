@@ -6,7 +6,9 @@ verl's V1 trainer is new and moves between releases: after an update, what is no
 from __future__ import annotations
 
 import inspect
+import re
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,12 @@ CALLED = {"step", "on_step_begin"}
 """Methods of PPOTrainer that are called."""
 ASSIGNED = {"actor_rollout_wg", "ref_policy_wg", "critic_wg", "replay_buffer", "use_critic", "use_reference_policy"}
 """Attributes that PPOTrainer assigns, and the trainer here reads."""
+
+
+def test_optimizer_of_one_process_names_neither_ray_nor_its_queue() -> None:
+    files = [path for folder in ("optim", "sft", "data", "credit") for path in (Path("trainer") / folder).rglob("*.py")]
+    pattern = re.compile(r"^\s*(import|from) (ray|transfer_queue)\b", re.MULTILINE)
+    assert [path.name for path in files if pattern.search(path.read_text())] == []
 
 
 def test_versions_are_those_of_the_contract() -> None:
@@ -91,7 +99,7 @@ def test_worker_group_replaces_methods_of_verls_group() -> None:
     assert all(hasattr(RayWorkerGroup, name) for name in replaced | {"execute_all_async", "execute_rank_zero_async", "workers"})
 
 
-def test_transfer_queue_has_what_the_row_queue_uses() -> None:
+def test_transfer_queue_has_functions_of_row_queue() -> None:
     import transfer_queue
     from verl.utils import transferqueue_utils
 

@@ -280,7 +280,7 @@ def kill_at_random(
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "adapters": {"lora__rank": 2},
+    "adapters beside a reference": {"lora__rank": 2, "kl_coef": 0.05},
     "bfloat16": {"dtype": "bf16"},
     "entropy": {"entropy_coef": 0.01, "gradient_checkpointing": True},
 }
@@ -291,7 +291,7 @@ def test_ray_workers_restarted_continue_exactly(
     name: str, tiny_model: Path, tmp_path: Path, close: Callable[[VerlOptimizer], VerlOptimizer]
 ) -> None:
     """Two workers, killed after a step, and two others that read what the first wrote; and one process does the same but for rounding."""
-    settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2, **VARIANTS[name])
+    settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2, model=tiny_model, **VARIANTS[name])
     first, alone = close(VerlOptimizer(tiny_model, settings)), VerlOptimizer(tiny_model, changed(settings, {"workers__per_node": 0}))
     assert first.step(rows(tiny_model, first))["updated"] == alone.step(rows(tiny_model, alone))["updated"] == 2
     made = written(first, tiny_model, tmp_path)
@@ -306,6 +306,23 @@ def test_ray_workers_restarted_continue_exactly(
     assert all(np.array_equal(found[name], value) for name, value in held.items())
     near = 5e-3 if settings.dtype == "bf16" else 1e-5
     assert max(float(np.abs(held[name] - value).max()) for name, value in alone.weights()) < near
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_state_of_two_ranks_resumes_on_another_number(
+    ranks: int, tiny_model: Path, tmp_path: Path, close: Callable[[VerlOptimizer], VerlOptimizer]
+) -> None:
+    settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2)
+    first = close(VerlOptimizer(tiny_model, settings))
+    first.step(rows(tiny_model, first))
+    made = written(first, tiny_model, tmp_path)
+    expected, held = first.step(rows(tiny_model, first, current=False)), dict(first.weights())
+    first.close()
+    again = close(VerlOptimizer(made.path, changed(settings, {"workers__per_node": ranks})))
+    again.load_state(made.path)
+    resumed = again.step(rows(tiny_model, again, current=False))
+    assert [resumed[name] for name in ("loss", "grad_norm")] == pytest.approx([expected[name] for name in ("loss", "grad_norm")], rel=1e-5)
+    assert max(float(np.abs(held[name] - value).max()) for name, value in again.weights()) < 1e-5
 
 
 def test_ray_worker_that_fails_alone_ends_others(

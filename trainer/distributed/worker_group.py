@@ -113,12 +113,13 @@ def failure(call: Any) -> BaseException | None:
     return None
 
 
-def worker_group(calls: RankCalls, environment: dict[str, str]) -> type[RayWorkerGroup]:
+def worker_group(calls: RankCalls, environment: dict[str, str], device: str = "cpu") -> type[RayWorkerGroup]:
     """Return the class of a trainer's worker groups.
 
     Args:
         calls: waits for the calls of all ranks.
         environment: variables of the ranks' processes; with `RENDEZVOUS`, they meet there and not at a port that a process of Ray's finds.
+        device: of the ranks, cuda or cpu; this process may have another.
     """
 
     class WatchedWorkerGroup(RayWorkerGroup):
@@ -127,7 +128,8 @@ def worker_group(calls: RankCalls, environment: dict[str, str]) -> type[RayWorke
         def __init__(self, **options: Any) -> None:
             if not options.get("worker_handles"):
                 _write_beside(options["ray_cls_with_init"])
-            super().__init__(**options, worker_env=environment)
+                options["ray_cls_with_init"].update_options({"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0})
+            super().__init__(**options, worker_env=environment, use_gpu=False)  # verl would ask the platform of this process
 
         def _get_master_addr_port(self, *arguments: Any, **options: Any) -> None:
             if RENDEZVOUS in environment:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.errors import SpangradError, TrainerError
+from spangrad.errors import BadRowsError, LedgerError, TrainerError
 from spangrad.settings import TrainerSettings
 from trainer.data.batch import Batch
 from trainer.distributed.cluster import Cluster
@@ -65,7 +65,7 @@ class DistributedWorkers:
             controller = RowQueue.open(settings.workers.nodes)
             self._has_queue = True
         config = compose(model, _everywhere(settings), self.device, objective)
-        self._trainer = StoreTrainer(config, self._cluster, worker_group(self._calls, environment))
+        self._trainer = StoreTrainer(config, self._cluster, worker_group(self._calls, environment, self.device))
         self._trainer.init()
         self.everywhere("take_charge", controller)
         self.size = self._trainer.data_parallel_size
@@ -83,9 +83,11 @@ class DistributedWorkers:
             with quiet():
                 trainer.train(phases, batch)
                 trainer.replay_buffer.clear()
-        except SpangradError:
-            if self._trainer:
-                trainer.replay_buffer.clear()
+        except (BadRowsError, LedgerError):
+            trainer.replay_buffer.clear()
+            raise
+        except TrainerError:  # of a rank, or the queue of the rows
+            self._end(True)
             raise
         except Exception as error:  # verl and TransferQueue have no family of errors
             self._end(True)
