@@ -98,8 +98,8 @@ class RowQueue:
                 continue
             except RayError as error:
                 raise TrainerError(
-                    f"the queue of the rows between this trainer and its workers has ended ({type(error).__name__}: {error}). The batch is "
-                    "trained again at the next start."
+                    f"the queue of the rows between this trainer and its workers has ended ({str(error).splitlines()[0]}), and they were "
+                    "ended. The batch is trained again at the next start."
                 ) from error
 
     @classmethod

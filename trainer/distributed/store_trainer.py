@@ -23,9 +23,10 @@ from trainer.data.batch import Batch
 from trainer.distributed.cluster import Cluster
 from trainer.distributed.ranks import QueueActor, QueueCritic
 from trainer.distributed.row_queue import LeasedRows
+from trainer.optim.phases import StepPhases
 from trainer.optim.rank import MESH
 from trainer.optim.verl_config import MODE
-from trainer.optim.workers import Passed, PassKind, Phases
+from trainer.optim.workers import Passed, PassKind
 
 
 @register_trainer(MODE)
@@ -45,7 +46,7 @@ class StoreTrainer(PPOTrainer):
             groups: class of the worker groups.
         """
         self._cluster, self._groups = cluster, groups
-        self._phases: Phases | None = None
+        self._phases: StepPhases | None = None
         super().__init__(config)
         self._passes = {
             (PassKind.INFER, "policy"): lambda rows: self.actor_rollout_wg.compute_log_prob(rows),
@@ -60,10 +61,10 @@ class StoreTrainer(PPOTrainer):
         with _replaced(trainer_base, RayWorkerGroup=self._groups, LLMServerManager=_NO_SERVERS):
             super().init()
 
-    def train(self, phases: Phases, batch: Batch) -> None:
+    def train(self, phases: StepPhases) -> None:
         """Do the phases of one step."""
         self._phases = phases
-        self.replay_buffer.hold(batch)
+        self.replay_buffer.hold(phases.batch)
         self.global_steps += 1
         try:
             self.on_step_begin()
@@ -153,7 +154,7 @@ class StoreTrainer(PPOTrainer):
         return self._done(batch, self._phase.update_critic)
 
     @property
-    def _phase(self) -> Phases:
+    def _phase(self) -> StepPhases:
         assert self._phases is not None
         return self._phases
 

@@ -19,9 +19,10 @@ from spangrad.errors import BadRowsError, LedgerError, TrainerError
 from spangrad.settings import TrainerSettings
 from trainer.data.batch import Batch
 from trainer.distributed.cluster import Cluster
+from trainer.optim.phases import StepPhases
 from trainer.optim.process import RENDEZVOUS, check_device, choose_platform, quiet, worker_environment
 from trainer.optim.verl_config import compose
-from trainer.optim.workers import Passed, PassKind, Phases
+from trainer.optim.workers import Passed, PassKind
 from trainer.publish.lora import weights_file
 from trainer.sft.objective import Objective
 
@@ -70,7 +71,7 @@ class DistributedWorkers:
         self.everywhere("take_charge", controller)
         self.size = self._trainer.data_parallel_size
 
-    def run(self, phases: Phases, batch: Batch) -> None:
+    def run(self, phases: StepPhases) -> None:
         """Do the phases of a step in verl's trainer.
 
         Raises:
@@ -81,7 +82,7 @@ class DistributedWorkers:
         trainer = self._alive()
         try:
             with quiet():
-                trainer.train(phases, batch)
+                trainer.train(phases)
                 trainer.replay_buffer.clear()
         except (BadRowsError, LedgerError):
             trainer.replay_buffer.clear()
@@ -92,8 +93,8 @@ class DistributedWorkers:
         except Exception as error:  # verl and TransferQueue have no family of errors
             self._end(True)
             raise TrainerError(
-                f"the step failed between this process and its workers ({type(error).__name__}: {error}), and they were ended. The batch "
-                "is trained again at the next start."
+                f"the step failed between this process and its workers ({type(error).__name__}: {str(error).splitlines()[:1]}), and they "
+                "were ended. The batch is trained again at the next start."
             ) from error
 
     def pass_batch(self, kind: PassKind, batch: Batch, role: str, *outputs: str, **flags: bool | int) -> Passed:

@@ -99,7 +99,7 @@ class VerlOptimizer:
         phases = self.phases(batch, before_update)
         self._workers.everywhere("begin_step", self._versions_to_hold, phases.several or phases.has_critic)
         try:
-            self._workers.run(phases, phases.batch)
+            self._workers.run(phases)
             metrics = phases.end()
         except (BadRowsError, LedgerError):
             self._workers.everywhere("undo_step")

@@ -4,7 +4,7 @@ In: a batch, the workers. Out: metrics, the batch with what was computed of it. 
 that came with them are checked (`trainer.monitor.row_check`), and the caller has been told that weights are about to change. A batch that
 is stepped more than once, or corrected, is first passed forward whole, so that the denominators of its ratios stay as at its start.
 
-The order of the phases is that of verl's trainer (`trainer.optim.workers.Phases`), but for the critic, which is trained after the policy:
+The order of the phases is that of verl's trainer (`LocalWorkers.run`), but for the critic, which is trained after the policy:
 the policy's first pass may be the one that checks the rows.
 """
 
@@ -26,10 +26,12 @@ from trainer.monitor.row_check import RowCheck, blame_gradient
 from trainer.optim.losses.corrected import correct, correction_metrics
 from trainer.optim.losses.reshaped import corrected as reshaped_corrected
 from trainer.optim.losses.rollout_losses import by_rollout, needs_logprobs, several_rows
-from trainer.optim.workers import PassKind, Workers
+from trainer.optim.workers import LocalWorkers, PassKind
 
 if TYPE_CHECKING:
     import torch
+
+    from trainer.distributed.workers import DistributedWorkers
 
 _METRIC_NAMES = {
     "loss": "loss",
@@ -51,7 +53,7 @@ class StepPhases:
         self,
         batch: Batch,
         settings: TrainerSettings,
-        workers: Workers,
+        workers: LocalWorkers | DistributedWorkers,
         check: RowCheck,
         order: torch.Generator,
         held_versions: int,

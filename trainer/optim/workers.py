@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,10 @@ from trainer.data.batch import Batch
 from trainer.optim.process import prepare_process, quiet
 from trainer.optim.rows import by_response, scalars, tensordict
 from trainer.sft.objective import Objective
+
+if TYPE_CHECKING:
+    from trainer.distributed.workers import DistributedWorkers
+    from trainer.optim.phases import StepPhases
 
 
 class PassKind(StrEnum):
@@ -43,87 +47,6 @@ class Passed:
     """Outputs for the sampled tokens, by verl's names, of the batch's shape [rows, response]; 0 elsewhere."""
 
 
-class Phases(Protocol):
-    """Phases of a step, in the order of verl's trainer."""
-
-    def compute_old_logprobs(self) -> None:
-        """Pass the rows forward through the policy, where the step needs that before its first update, and check them."""
-        ...
-
-    def compute_reference_logprobs(self) -> None:
-        """Pass the rows forward through the reference, where the loss has a term against it."""
-        ...
-
-    def compute_values(self) -> None:
-        """Pass the rows forward through the critic, where there is one."""
-        ...
-
-    def compute_advantages(self) -> None:
-        """Derive advantages and weights that depend on passes."""
-        ...
-
-    def update_policy(self) -> None:
-        """Take the optimizer steps of the policy."""
-        ...
-
-    def update_critic(self) -> None:
-        """Take the optimizer steps of the critic, where there is one."""
-        ...
-
-
-class Workers(Protocol):
-    """Processes that hold the models: one here, or several under Ray (`trainer.distributed`)."""
-
-    device: str
-
-    @property
-    def size(self) -> int:
-        """Return the number that a batch's rows must be divisible by."""
-        ...
-
-    def run(self, phases: Phases, batch: Batch) -> None:
-        """Do the phases of a step; passes over rows of the batch are made within.
-
-        Raises:
-            BadRowsError: rows fail a check.
-            LedgerError: a phase raised it.
-            TrainerError: a process died, or failed.
-        """
-        ...
-
-    def pass_batch(self, kind: PassKind, batch: Batch, role: str, *outputs: str, **flags: bool | int) -> Passed:
-        """Pass rows of the batch of `run` through a model.
-
-        Args:
-            kind: of the pass.
-            batch: the rows, with no-op rows up to a multiple of `size`.
-            role: model of a rank.
-            outputs: names of the outputs that are returned, by verl's names.
-            flags: of the pass (`trainer.optim.rows.flags_of`).
-        """
-        ...
-
-    def everywhere(self, method: str, *arguments: object) -> Any:
-        """Call a method on every rank; return the first rank's result."""
-        ...
-
-    def by_rows(self, method: str, rows: Any) -> Any:
-        """Call a method on every rank with its part of rows in verl's layout; return the concatenated results."""
-        ...
-
-    def write(self, directory: Path) -> None:
-        """Write what the first rank has collected, beside other calls; from any thread."""
-        ...
-
-    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Yield the policy's parameters by name."""
-        ...
-
-    def close(self) -> None:
-        """End the processes; nothing may be called after that."""
-        ...
-
-
 class LocalWorkers:
     """One rank in this process, without Ray."""
 
@@ -144,7 +67,7 @@ class LocalWorkers:
         """Return 1."""
         return 1
 
-    def run(self, phases: Phases, batch: Batch) -> None:
+    def run(self, phases: StepPhases) -> None:
         """Do the phases of a step, in the order of verl's trainer."""
         phases.compute_old_logprobs()
         phases.compute_reference_logprobs()
@@ -154,7 +77,15 @@ class LocalWorkers:
         phases.update_critic()
 
     def pass_batch(self, kind: PassKind, batch: Batch, role: str, *outputs: str, **flags: bool | int) -> Passed:
-        """Pass rows through a model of the rank."""
+        """Pass rows of the batch of `run` through a model.
+
+        Args:
+            kind: of the pass.
+            batch: the rows, with no-op rows up to a multiple of `size`.
+            role: model of a rank.
+            outputs: names of the outputs that are returned, by verl's names.
+            flags: of the pass (`trainer.optim.rows.flags_of`).
+        """
         output = self.by_rows(kind, tensordict(batch, role=role, **flags))
         return Passed(scalars(output), {name: by_response(output[name], batch) for name in outputs})
 
@@ -178,7 +109,7 @@ class LocalWorkers:
         """Do nothing: no process runs elsewhere, and memory is freed with the last reference."""
 
 
-def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> Workers:
+def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> LocalWorkers | DistributedWorkers:
     """Start the workers of trainer.workers.per_node, with the model loaded.
 
     Args:
