@@ -257,6 +257,21 @@ def test_ray_workers_beyond_cluster_raise(ray: Cluster, tiny_model: Path) -> Non
         VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=1, nodes=2))
 
 
+def test_row_queue_that_dies_ends_step_with_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
+    """TransferQueue's own calls would wait for its controller for ever. The last test of these engines."""
+    import ray
+
+    from trainer.distributed.row_queue import RowQueue
+
+    ray.kill(RowQueue._actors[0])
+    with pytest.raises(
+        TrainerError, match=r"the queue of the rows between this trainer and its workers has ended \(.*\), and they were ended"
+    ):
+        engines[1].step(batch(engines[1], rows, current=False))
+    with pytest.raises(TrainerError, match="workers have ended"):
+        engines[1].step(batch(engines[1], rows, current=False))
+
+
 def test_is_packed_by_default_on_gpu_with_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = TrainerSettings()
     assert not is_packed(asked, "cuda"), "flash-attn is not installed here"

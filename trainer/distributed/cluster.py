@@ -91,7 +91,7 @@ class Cluster:
             self._kill_remains()
             if attempts == 1:
                 raise
-            logger.warning("Ray did not start (%s): once more", _first_line(error))
+            logger.warning("Ray did not start (%s): once more", first_line(error))
             self._begin(attempts - 1)
 
     def _kill_remains(self) -> None:
@@ -171,12 +171,13 @@ class Cluster:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; Ray's have many."""
     return str(error).strip().split("\n")[0]
 
 
 def _refused(address: str | None, error: Exception) -> str:
-    reason = _first_line(error)
+    reason = first_line(error)
     if address is None:
         return f"Ray did not start on this machine ({reason}). trainer.workers.per_node = 0 trains without it."
     return (

@@ -29,6 +29,7 @@ from transfer_queue.utils.zmq_utils import process_zmq_server_info
 
 from spangrad.errors import TrainerError
 from trainer.data.batch import Batch
+from trainer.distributed.cluster import first_line
 from trainer.optim.rows import by_response, flags_of, response_columns
 
 _LOOK_SECONDS = 2.0
@@ -98,7 +99,7 @@ class RowQueue:
                 continue
             except RayError as error:
                 raise TrainerError(
-                    f"the queue of the rows between this trainer and its workers has ended ({str(error).splitlines()[0]}), and they were "
+                    f"the queue of the rows between this trainer and its workers has ended ({first_line(error)}), and they were "
                     "ended. The batch is trained again at the next start."
                 ) from error
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from spangrad.errors import BadRowsError, LedgerError, TrainerError
 from spangrad.settings import TrainerSettings
 from trainer.data.batch import Batch
-from trainer.distributed.cluster import Cluster
+from trainer.distributed.cluster import Cluster, first_line
 from trainer.optim.phases import StepPhases
 from trainer.optim.process import RENDEZVOUS, check_device, choose_platform, quiet, worker_environment
 from trainer.optim.verl_config import compose
@@ -93,7 +93,7 @@ class DistributedWorkers:
         except Exception as error:  # verl and TransferQueue have no family of errors
             self._end(True)
             raise TrainerError(
-                f"the step failed between this process and its workers ({type(error).__name__}: {str(error).splitlines()[:1]}), and they "
+                f"the step failed between this process and its workers ({type(error).__name__}: {first_line(error)}), and they "
                 "were ended. The batch is trained again at the next start."
             ) from error
 
