@@ -106,7 +106,8 @@ def of_queue(data: Any) -> Any:
     """
     tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
     flags = {name: tu.get(data, name) for name in data.keys() if name not in tensors}  # noqa: SIM118
-    flags["global_token_num"] = NonTensorData(flags["global_token_num"])  # of all ranks' rows, so that it is no column of these
+    counts = [int(count) for count in flags["global_token_num"].split()]
+    flags["global_token_num"] = NonTensorData(counts)  # of all ranks' rows, so that it is no column of these
     prompt_width, response_width = flags.pop("prompt_width"), flags.pop("response_width")
     prompts, lengths = tensors.pop("prompts"), torch.stack(tensors.pop("response_length").unbind())
     columns = {

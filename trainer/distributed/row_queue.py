@@ -20,7 +20,7 @@ import transfer_queue
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
-from tensordict import NonTensorData, TensorDict
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta, SequentialSampler, interface
 from transfer_queue.controller import TransferQueueController
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
@@ -175,7 +175,7 @@ class LeasedRows:
             self._put(part, columns)
             self._loss_columns = part
         widths = {"prompt_width": part.prompts.shape[1], "response_width": part.responses.shape[1]}
-        counts = {"global_token_num": NonTensorData(part.token_counts)}  # a list would be taken for a column
+        counts = {"global_token_num": " ".join(map(str, part.token_counts))}  # a list would be taken for a column
         return KVBatchMeta(
             keys=self.keys_of(part),
             tags=_tags(part),

@@ -81,9 +81,8 @@ class DistributedWorkers:
         """
         trainer = self._alive()
         try:
-            with quiet():
-                trainer.train(phases)
-                trainer.replay_buffer.clear()
+            trainer.train(phases)
+            trainer.replay_buffer.clear()
         except (BadRowsError, LedgerError):
             trainer.replay_buffer.clear()
             raise
