@@ -94,6 +94,7 @@ def environments(torch_index: str) -> dict[str, Environment]:
                 "torch",
                 "verl",
                 "ray",
+                "transfer_queue",
                 "chdb",
                 "polars",
                 "aiohttp",

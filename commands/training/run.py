@@ -52,7 +52,8 @@ def run(
         command: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
             its answer. Or FILE.py with a function that is decorated with @spangrad.rollout.
         tasks: FILE.jsonl of lines {"task_id": ..., "input": ...}, FILE.parquet, DIRECTORY[:SPLIT] written by Dataset.save_to_disk,
-            hf:OWNER/NAME[:[CONFIG:]SPLIT] on Hugging Face's hub, or queue:NAME for tasks that a client has uploaded. Required without --resume.
+            hf:OWNER/NAME[:[CONFIG:]SPLIT] on Hugging Face's hub, or queue:NAME for tasks that a client has uploaded. Required without
+            --resume.
         agent: Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
         evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward
             service.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SecretStr
 
@@ -90,6 +90,10 @@ class TrainerSettings(Section):
     """Low-rank adapters (LoRA) of the policy's layers."""
     workers: WorkersSettings = WorkersSettings()
     """Processes that share a step, under Ray."""
+    verl: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Settings of verl's own (`ppo_trainer.yaml`), by their names there, applied last: sharding, offload, Ulysses sequence parallelism and
+    the like. Names that follow from this project's settings, or that would take rows, advantages or checkpoints from the ledger, are
+    refused (docs/start/scaling.md)."""
     weight_sync: WeightSyncSettings = WeightSyncSettings()
     """Way in which engines get each version's weights."""
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -44,7 +44,7 @@ def job(model: str, tokens: int = 1024, **settings: object) -> dict[str, Any]:
 def measured(jobs: list[dict[str, Any]], rendezvous: Path, ranks: int) -> list[list[dict[str, int]]]:
     """The memory of each rank, job by job."""
     command = [sys.executable, "-m", "tests.programs.step_memory", *map(json.dumps, jobs)]
-    group = {"WORLD_SIZE": str(ranks), "RENDEZVOUS": f"file://{rendezvous}"}
+    group = {"WORLD_SIZE": str(ranks), "SPANGRAD_RENDEZVOUS": f"file://{rendezvous}"}
     processes = [
         subprocess.Popen(
             command,

@@ -21,7 +21,7 @@ from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.optim.optimizer import VerlOptimizer
-from trainer.optim.process import prepare_process
+from trainer.optim.process import GpuOfProcess, prepare_process
 from trainer.publish import checkpoint
 
 prepare_process()  # verl reads its platform when it is first imported
@@ -137,19 +137,20 @@ def test_run_with_checkpoints_beside_steps_equals_run_without(
     assert differing(made[True][0], made[True][1])
 
 
-def test_rank_joins_with_gpu_that_its_process_was_given(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gpu_of_process_is_used_in_thread_of_another_call(monkeypatch: pytest.MonkeyPatch):
     """Ray calls methods in another thread than the constructor, and each thread has a GPU of its own choice."""
-    from trainer.optim import rank as ranks
-
     chosen = threading.local()
     chosen.gpu = 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.gpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(chosen, "gpu", gpu))
-    joined: list[int | None] = []
-    monkeypatch.setattr(ranks, "join_group", lambda *_: joined.append(getattr(chosen, "gpu", None)))
-    rank = ranks.Rank(tiny_model, trainer_settings())
-    thread = threading.Thread(target=rank.join, args=("cuda", "file:///nowhere"))
+    gpu, used = GpuOfProcess(), list[int | None]()
+
+    def work() -> None:
+        gpu.use()
+        used.append(getattr(chosen, "gpu", None))
+
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert joined == [3]
+    assert used == [3]

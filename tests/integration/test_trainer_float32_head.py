@@ -48,7 +48,7 @@ def test_float32_head_logprobs_of_bf16_trainer_match_float32_logits(model: str, 
     rounded = torch.from_numpy(weights.get("lm_head.weight", weights["model.embed_tokens.weight"])).bfloat16().float()
     for row in range(rows.real_rows):
         alone = take(rows, np.array([row]))
-        computed, tokens = engine._logprobs("policy", alone)[0], int(alone.response_mask.sum())
+        computed, tokens = engine.phases(alone).logprobs_under("policy", alone)[0], int(alone.response_mask.sum())
         assert seen["hidden"].dtype == torch.bfloat16
         states = seen["hidden"].float().reshape(-1, rounded.shape[1])[-tokens - 1 : -1]
         expected = (states @ rounded.T / float(alone.temperature[0])).log_softmax(-1)

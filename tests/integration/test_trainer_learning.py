@@ -13,12 +13,11 @@ import pytest
 from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
-from tests.support.policies import NO_ALARM, distribution, logprobs_of, padded, sampled_rows, trainer_settings, transition_row
+from tests.support.policies import NO_ALARM, chained, distribution, logprobs_of, padded, sampled_rows, trainer_settings
 from tests.support.trainers import save, written
 from trainer.credit import learning
 from trainer.credit.estimators import over_tokens
 from trainer.data.batch import layout
-from trainer.data.chains import chains
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import prepare_process
@@ -28,24 +27,13 @@ prepare_process()  # verl reads its platform when it is first imported
 RATE = 1e-3
 
 
-def chained(tiny_model: Path, count: int = 12) -> Any:
-    """Rollouts of two turns, the second of which is paid when its first token is odd."""
-    rows: list[dict[str, object]] = []
-    for at, row in enumerate(sampled_rows(tiny_model, 2 * count, temperature=1.0, seed=5)):
-        i, turn = divmod(at, 2)
-        worth = float(turn and row["ResponseIds"][0] % 2)  # type: ignore[index]
-        paid = transition_row(f"r{i:02}", turn, rewards=(worth,))
-        rewards = {name: value for name, value in paid.items() if name.startswith("Rewards.")}
-        rows.append({**row, "RolloutId": f"r{i:02}", "Turn": turn, "CallId": f"{i}-{turn}", "GroupId": "ab"[i >= count // 2], **rewards})
-    frame, links = chains(pl.DataFrame(rows), pl.repeat(value=True, n=len(rows), eager=True), {})
-    return replace(layout(separate(frame, pl.zeros(len(frame), eager=True)), lineage=[0]), chains=links)
-
-
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
 def test_optimal_token_baseline_uses_forward_pass(name: Any, tiny_model: Path):
     batch = chained(tiny_model)
     engine = VerlOptimizer(tiny_model, trainer_settings(estimator=name, learning_rate=RATE))
-    seen = engine._estimated(batch)
+    phases = engine.phases(batch)
+    phases.compute_advantages()
+    seen = phases.batch
     pairs = [(batch.prompts[i][batch.attention_mask[i, : batch.prompts.shape[1]] > 0], i) for i in range(batch.real_rows)]
     squared = np.zeros_like(batch.logprobs)
     for prompt, i in pairs:
@@ -110,7 +98,7 @@ def test_step_with_each_loss_raises_better_over_worse(name: Any, tiny_model: Pat
         tiny_model, trainer_settings(loss__name=name, loss__options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE)
     )
     engine.step(batch)
-    moved = engine._logprobs("policy", batch) - batch.logprobs
+    moved = engine.phases(batch).logprobs_under("policy", batch) - batch.logprobs
     assert (moved * batch.advantages).sum() > 0.1
 
 

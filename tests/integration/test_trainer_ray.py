@@ -27,9 +27,9 @@ from tests.support.policies import sampled_rows, trainer_settings
 from tests.support.trainers import save, written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
+from trainer.distributed.cluster import Cluster
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import dtype_of, is_packed
-from trainer.optim.ray_cluster import Cluster
 from trainer.publish import checkpoint
 
 ROWS = 23
@@ -110,10 +110,15 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+def group(engine: VerlOptimizer) -> Any:
+    """Return verl's worker group of an engine."""
+    return engine._workers._trainer.actor_rollout_wg  # type: ignore[union-attr]
+
+
 def rank_pids(engine: VerlOptimizer) -> list[int]:
     import ray
 
-    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in engine._workers._group.workers])
+    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in group(engine).workers])
 
 
 def test_ray_workers_step_as_one_process(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
@@ -194,7 +199,7 @@ def test_ray_worker_writes_checkpoint_beside_passes(engines: dict[int, VerlOptim
 
     save(engines[0], tmp_path / "alone")
     expected = weights(engine)
-    first = engine._workers._group.workers[0]  # type: ignore[union-attr]
+    first = group(engine).workers[0]
     ray.get(first.__ray_call__.remote(slow))
     engine.collect()
     thread = threading.Thread(target=engine.write, args=(tmp_path,), daemon=True)
@@ -250,6 +255,21 @@ def test_ray_workers_beyond_cluster_raise(ray: Cluster, tiny_model: Path) -> Non
         VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=7))
     with pytest.raises(TrainerError, match=r"trainer\.workers\.nodes = 2 with trainer\.workers\.per_node = 1"):
         VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=1, nodes=2))
+
+
+def test_row_queue_that_dies_ends_step_with_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
+    """TransferQueue's own calls would wait for its controller for ever. The last test of these engines."""
+    import ray
+
+    from trainer.distributed.row_queue import RowQueue
+
+    ray.kill(RowQueue._actors[0])
+    with pytest.raises(
+        TrainerError, match=r"the queue of the rows between this trainer and its workers has ended \(.*\), and they were ended"
+    ):
+        engines[1].step(batch(engines[1], rows, current=False))
+    with pytest.raises(TrainerError, match="workers have ended"):
+        engines[1].step(batch(engines[1], rows, current=False))
 
 
 def test_is_packed_by_default_on_gpu_with_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -30,14 +32,15 @@ from tests.support.policies import changed, sampled_rows, trainer_key, trainer_s
 from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
+from trainer.distributed.cluster import Cluster
 from trainer.ledger.ledger import Ledger
-from trainer.optim import ray_workers
 from trainer.optim.optimizer import VerlOptimizer
-from trainer.optim.ray_cluster import Cluster
 from trainer.publish import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 4
+LOADED = "is loaded on cpu"
+"""Text of the log once the weights are loaded."""
 
 
 @dataclass
@@ -86,6 +89,12 @@ class Service:
         finally:
             ledger.close()
 
+    def trained(self, branch: str) -> list[list[str]]:
+        """The rollouts of each committed batch, in order."""
+        if not (self.settings(branch).trainer.directory / "ledger.db").exists():
+            return []
+        return [batch for _, status, batch in self.story(branch) if status is VersionStatus.COMMITTED and batch]
+
     def weights(self, branch: str, version: int) -> dict[str, np.ndarray]:
         settings = self.settings(branch).trainer
         return load_file(checkpoint.version_directory(settings.directory, settings.policy, settings.branch, version) / checkpoint.WEIGHTS)
@@ -114,7 +123,7 @@ def loaded(service: Service, branch: str) -> Generator[tuple[subprocess.Popen[st
     trainer = service.start(branch, workers__per_node=2)
     try:
         end = time.monotonic() + 240
-        while "is loaded on cpu" not in (service.log(branch).read_text() if service.log(branch).exists() else ""):
+        while LOADED not in (service.log(branch).read_text() if service.log(branch).exists() else ""):
             assert trainer.poll() is None, service.log(branch).read_text()
             assert time.monotonic() < end, service.log(branch).read_text()
             time.sleep(0.02)
@@ -137,7 +146,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def workers_of(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [one for one in family if any("ray::Rank" in word for word in one.cmdline())]
+    return [one for one in family if any("ray::WorkerDict" in word for word in one.cmdline())]
 
 
 def listening(family: list[psutil.Process]) -> set[str]:
@@ -194,9 +203,9 @@ def test_train_with_killed_ray_worker_undoes_lease_and_next_run_resumes(service:
     assert trainer.returncode == 1, service.log("killed").read_text()
     assert "of 2 died in `" in service.log("killed").read_text()
     assert all(status is not None for _, status, _ in service.story("killed"))
-    done = [batch for _, status, batch in service.story("killed") if status is VersionStatus.COMMITTED and batch]
+    done = service.trained("killed")
     service.run_whole("killed")
-    story = [batch for _, status, batch in service.story("killed") if status is VersionStatus.COMMITTED and batch]
+    story = service.trained("killed")
     assert story[: len(done)] == done
     assert story == [[f"g{i}-{j}" for j in range(3)] for i in range(STEPS)]
 
@@ -212,9 +221,66 @@ def test_train_stopped_or_killed_leaves_no_process(service: Service, number: sig
         assert all(status is not None for _, status, _ in service.story(branch)), "the lease is undone"
 
 
+KILLED = {
+    "trainer": "-m spangrad train",
+    "rank": "ray::WorkerDict",
+    "queue": "ray::TransferQueueController",
+    "rows": "ray::SimpleStorageUnit",
+    "raylet": "/raylet/raylet ",
+    "gcs": "/gcs_server ",
+}
+"""Words of the command line of each process that is killed."""
+KILLS = int(os.environ.get("FAULTS_KILLS", "50"))
+
+
+@pytest.mark.timeout(4 * 3600)
+def test_train_with_processes_killed_at_random_points_trains_each_batch_once(service: Service) -> None:
+    """Trainer, ranks, the queue of the rows and Ray itself, at any instant from the start on; FAULTS_SEED repeats a run."""
+    chance, fell, runs = Random(int(os.environ.get("FAULTS_SEED", "1"))), Counter[str](), 0
+    expected = [[f"g{i}-{j}" for j in range(3)] for i in range(STEPS)]
+    family: set[psutil.Process] = set()
+    while fell.total() < KILLS:
+        runs += 1
+        branch, done = f"chance-{runs}", list[list[str]]()
+        while len(done) < STEPS:
+            trainer = service.start(branch, workers__per_node=2, lease_seconds=3)
+            kind = chance.choice(list(KILLED)) if fell.total() < KILLS else ""
+            killed = bool(kind) and kill_at_random(service, branch, trainer, kind, chance, family)
+            code = trainer.wait(600)
+            fell[kind] += killed
+            assert code in ({0, 1, -signal.SIGKILL} if killed else {0}), (kind, service.log(branch).read_text()[-3000:])
+            done = service.trained(branch)
+            assert done == expected[: len(done)], (kind, "a batch was repeated or skipped")
+    wait_until(lambda: not any(lives(one) for one in family), 240, "the end of every process of the trainers'")
+    print(f"{fell.total()} kills in {runs} runs of {STEPS} steps: {dict(sorted(fell.items()))}")
+
+
+def kill_at_random(
+    service: Service, branch: str, trainer: subprocess.Popen[str], kind: str, chance: Random, family: set[psutil.Process]
+) -> bool:
+    """Kill a process of a trainer, at an instant of its start or of its steps; return whether there was one to kill."""
+    log = service.log(branch)
+    seen, in_start, patience = log.read_text().count(LOADED), chance.random() < 0.3, chance.uniform(0, 20 if chance.random() < 0.3 else 3)
+    end = time.monotonic() + 240
+    while not in_start and trainer.poll() is None and log.read_text().count(LOADED) == seen and time.monotonic() < end:
+        time.sleep(0.02)
+    if not in_start or kind == "trainer":
+        time.sleep(patience)
+    while trainer.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            whole = [psutil.Process(trainer.pid), *psutil.Process(trainer.pid).children(recursive=True)]
+            family |= {*whole[1:]}
+            named = [one for one in whole if KILLED[kind] in " ".join([*one.cmdline(), ""])]
+            if named:
+                named[-1].kill()
+                return True
+        time.sleep(0.05)
+    return False
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "adapters": {"lora__rank": 2},
+    "adapters beside a reference": {"lora__rank": 2, "kl_coef": 0.05},
     "bfloat16": {"dtype": "bf16"},
     "entropy": {"entropy_coef": 0.01, "gradient_checkpointing": True},
 }
@@ -225,7 +291,7 @@ def test_ray_workers_restarted_continue_exactly(
     name: str, tiny_model: Path, tmp_path: Path, close: Callable[[VerlOptimizer], VerlOptimizer]
 ) -> None:
     """Two workers, killed after a step, and two others that read what the first wrote; and one process does the same but for rounding."""
-    settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2, **VARIANTS[name])
+    settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2, model=tiny_model, **VARIANTS[name])
     first, alone = close(VerlOptimizer(tiny_model, settings)), VerlOptimizer(tiny_model, changed(settings, {"workers__per_node": 0}))
     assert first.step(rows(tiny_model, first))["updated"] == alone.step(rows(tiny_model, alone))["updated"] == 2
     made = written(first, tiny_model, tmp_path)
@@ -242,16 +308,35 @@ def test_ray_workers_restarted_continue_exactly(
     assert max(float(np.abs(held[name] - value).max()) for name, value in alone.weights()) < near
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_state_of_two_ranks_resumes_on_another_number(
+    ranks: int, tiny_model: Path, tmp_path: Path, close: Callable[[VerlOptimizer], VerlOptimizer]
+) -> None:
+    settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2)
+    first = close(VerlOptimizer(tiny_model, settings))
+    first.step(rows(tiny_model, first))
+    made = written(first, tiny_model, tmp_path)
+    expected, held = first.step(rows(tiny_model, first, current=False)), dict(first.weights())
+    first.close()
+    again = close(VerlOptimizer(made.path, changed(settings, {"workers__per_node": ranks})))
+    again.load_state(made.path)
+    resumed = again.step(rows(tiny_model, again, current=False))
+    assert [resumed[name] for name in ("loss", "grad_norm")] == pytest.approx([expected[name] for name in ("loss", "grad_norm")], rel=1e-5)
+    assert max(float(np.abs(held[name] - value).max()) for name, value in again.weights()) < 1e-5
+
+
 def test_ray_worker_that_fails_alone_ends_others(
     tiny_model: Path, close: Callable[[VerlOptimizer], VerlOptimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first would wait for the second for ever."""
     import ray
 
-    monkeypatch.setattr(ray_workers, "_SETTLE_SECONDS", 2.0)
     engine = close(VerlOptimizer(tiny_model, trainer_settings(workers__per_node=2)))
-    second = engine._workers._group.workers[1]
-    ray.get(second.__ray_call__.remote(lambda self: self._models.clear()))
+    from trainer.distributed import worker_group
+
+    monkeypatch.setattr(worker_group, "_SETTLE_SECONDS", 2.0)
+    second = engine._workers._trainer.actor_rollout_wg.workers[1]  # type: ignore[union-attr]
+    ray.get(second.__ray_call__.remote(lambda self: self.worker_dict["actor"]._models.clear()))
     with pytest.raises(TrainerError, match=r"worker 1 of 2 failed \(.*KeyError.*and the others were ended"):
         engine.step(rows(tiny_model, engine))
 

@@ -18,6 +18,7 @@ from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
+from trainer.optim.phases import StepPhases
 from trainer.publish import checkpoint
 
 ROWS = 8
@@ -58,7 +59,7 @@ def micro_batches(engine: VerlOptimizer, batch: Batch, row: int, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(fsdp, "forward_step", recorded)
-        engine._logprobs("policy", wrong_at(batch, row))
+        engine.phases(batch).logprobs_under("policy", wrong_at(batch, row))
     return order
 
 
@@ -141,7 +142,7 @@ def test_step_with_infinite_gradient_in_later_mini_batch_undoes_whole_batch(tiny
     ids=["one update", "several", "critic", "critic alone"],
 )
 def test_step_refused_by_its_caller_before_the_first_update_equals_the_step_alone(
-    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, changes: dict[str, Any], updates: bool
+    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, changes: dict[str, Any], updates: bool, monkeypatch: pytest.MonkeyPatch
 ):
     links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS)) if "estimator" in changes else None
     sound, other = replace(sound, chains=links), replace(other, chains=links)
@@ -149,7 +150,7 @@ def test_step_refused_by_its_caller_before_the_first_update_equals_the_step_alon
     alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     before, calls = facts(engine, tmp_path), list[dict[str, torch.Tensor]]()
     if not updates:
-        alone._trainable = engine._trainable = lambda batch: False  # type: ignore[method-assign]
+        monkeypatch.setattr(StepPhases, "_trainable", lambda *_: False)
 
     def note() -> None:
         """Mini-batches are drawn by then."""

@@ -296,10 +296,10 @@ def test_mini_batches_keep_a_rollouts_rows_together(tiny_model: Path):
     rows, worth = trajectories(tiny_model)
     engine = VerlOptimizer(tiny_model, trainer_settings(mini_batches=3))
     batch = layout(separate(rows, worth), lineage=[0])
-    rollouts = [set(part.rollout[: part.real_rows].tolist()) for _, part in engine._parts(batch)]
+    rollouts = [set(part.rollout[: part.real_rows].tolist()) for part in engine.phases(batch).parts()]
     assert [len(one) for one in rollouts] == [2, 2, 1]
     assert set.union(*rollouts) == set(range(5))
-    assert sum(part.real_rows for _, part in engine._parts(batch)) == len(rows)
+    assert sum(part.real_rows for part in engine.phases(batch).parts()) == len(rows)
 
 
 def test_several_rows_false_for_rollouts_merged_into_one_row(tiny_model: Path):

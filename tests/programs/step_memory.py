@@ -4,8 +4,8 @@ In: jobs in JSON, each with `config` (of a model with random weights), `rows`, `
 fields' names). Out: a line of JSON for each with `parameters`, and in bytes above what the process had before: `loaded`, `held` (after a
 step), `peak` (in a second step, when the moments are there).
 
-With the environment variables RANK, WORLD_SIZE and RENDEZVOUS, a URL, the process is one of several ranks, which get the same jobs; each
-passes all rows.
+With the environment variables RANK, WORLD_SIZE and SPANGRAD_RENDEZVOUS, a URL, the process is one of several ranks, which get the same
+jobs; each passes all rows.
 
 The kernel counts pages. Once all is imported, malloc gives all but small blocks back as soon as they are freed.
 """
@@ -100,11 +100,12 @@ def _join() -> None:
     from trainer.optim.process import choose_platform, join_group
 
     os.environ |= {"LOCAL_RANK": "0", "RAY_LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
-    join_group(choose_platform(), os.environ["RENDEZVOUS"])
+    choose_platform()
+    join_group()
 
 
 if __name__ == "__main__":
-    if "RENDEZVOUS" in os.environ:
+    if "SPANGRAD_RENDEZVOUS" in os.environ:
         _join()
     measure(**_WARM_UP)
     for parameter, value in _MALLOC.items():

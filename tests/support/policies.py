@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -126,6 +127,23 @@ def sampled_rows(model: Path, count: int, *, temperature: float, seed: int, leng
         facts = {"PromptIds": prompt, "ResponseIds": response, "Logprobs": logprobs, "Temperature": temperature}
         rows.append(transition_row(f"{seed}-{i}", **{**facts, **changes}))
     return rows
+
+
+def chained(tiny_model: Path, count: int = 12, divisor: int = 1) -> Any:
+    """Rollouts of two turns, the second of which is paid when its first token is odd."""
+    rows: list[dict[str, object]] = []
+    for at, row in enumerate(sampled_rows(tiny_model, 2 * count, temperature=1.0, seed=5)):
+        i, turn = divmod(at, 2)
+        worth = float(turn and row["ResponseIds"][0] % 2)  # type: ignore[index]
+        paid = transition_row(f"r{i:02}", turn, rewards=(worth,))
+        rewards = {name: value for name, value in paid.items() if name.startswith("Rewards.")}
+        rows.append({**row, "RolloutId": f"r{i:02}", "Turn": turn, "CallId": f"{i}-{turn}", "GroupId": "ab"[i >= count // 2], **rewards})
+    from trainer.data.batch import layout
+    from trainer.data.chains import chains
+    from trainer.data.merge import separate
+
+    frame, links = chains(pl.DataFrame(rows), pl.repeat(value=True, n=len(rows), eager=True), {})
+    return replace(layout(separate(frame, pl.zeros(len(frame), eager=True)), lineage=[0], divisor=divisor), chains=links)
 
 
 def sampled_by(rows: pl.DataFrame, version: int) -> pl.DataFrame:

@@ -249,7 +249,7 @@ def committed(trainer: Trainer) -> dict[int, list[str]]:
 
 # Settings of losses.
 
-_OPTIONS: dict[str, dict[str, float]] = {
+LOSS_OPTIONS: dict[str, dict[str, float]] = {
     "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.0, "clip_cov_ub": 5.0},
     "kl_cov": {"kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0},
     "dro": {"dro_beta": 0.5},
@@ -260,7 +260,7 @@ _OPTIONS: dict[str, dict[str, float]] = {
 
 def loss_settings(name: str, **changes: Any) -> TrainerSettings:
     """Of a loss with its options for the fixed batch."""
-    return trainer_settings(loss__name=name, loss__options=_OPTIONS.get(name, {}), **changes)  # type: ignore[arg-type]
+    return trainer_settings(loss__name=name, loss__options=LOSS_OPTIONS.get(name, {}), **changes)  # type: ignore[arg-type]
 
 
 # Files of examples, and a run over files whose optimizer is a fake: everything else of it is real.

@@ -25,8 +25,9 @@ _ENTROPY_CHUNK = 512
 """Tokens whose entropy is measured at once (`trainer.optim.losses.entropy`)."""
 _ROW_BYTES = 147
 """Bytes of a batch for each of its tokens, in the trainer's own process (measured)."""
-_OBJECT_STORE = 256 * 2**20
-"""Size of Ray's object store on a host (`trainer.optim.ray_cluster`)."""
+_RAY = 256 * 2**20 + 900 * 2**20
+"""Ray's object store on a host (`trainer.distributed.cluster`), and the processes of the row queue (`trainer.distributed.row_queue`;
+measured on a CPU)."""
 GPU_PROCESS = int(1.5 * 2**30)
 """Memory of a GPU that CUDA and NCCL take in each process. An assumption."""
 FRAGMENTATION = 0.1
@@ -212,7 +213,7 @@ def trainer_host(
     """
     trained = trained_parameters(model, settings)
     return [
-        MemoryItem("processes", (host_ranks + first) * RANK_PROCESS + (_OBJECT_STORE if settings.workers.per_node else 0)),
+        MemoryItem("processes", (host_ranks + first) * RANK_PROCESS + (_RAY if settings.workers.per_node else 0)),
         MemoryItem("batch's rows", batch_tokens * _ROW_BYTES if first else 0),
         MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * host_ranks // ranks),
         MemoryItem("copies at the step's start", _copies(model, settings) * host_ranks // ranks, "step"),

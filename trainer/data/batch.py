@@ -52,6 +52,8 @@ class Batch:
     """Number of each row's group within the batch, from 0; -1 for no-op rows."""
     real_rows: int
     """Number of rows that are sequences; the rest are no-op rows."""
+    index: NDArray[np.int64] | None = None
+    """Index of each row in the batch of its step, -1 for no-op rows. None: it is in no step yet."""
     old_logprobs: NDArray[np.float32] | None = None
     """Logprobs (nats) of the sampled tokens under the weights at the step's start: denominators of the ratios. None: `logprobs`."""
     reference_logprobs: NDArray[np.float32] | None = None
@@ -81,6 +83,11 @@ class Batch:
         advantages = self.advantages[self.response_mask.astype(bool)].astype(np.float64)
         mean, deviation = (advantages.mean(), advantages.std()) if len(advantages) else (0.0, 0.0)
         return {"advantage_mean": float(mean), "advantage_std": float(deviation)}
+
+    def numbered(self) -> Batch:
+        """Return the batch as that of a step, with the index of each row."""
+        rows = np.arange(len(self.rollout), dtype=np.int64)
+        return replace(self, index=np.where(rows < self.real_rows, rows, -1))
 
     @property
     def token_counts(self) -> list[int]:
@@ -165,7 +172,7 @@ def take(batch: Batch, rows: NDArray[np.int64], *, divisor: int = 1) -> Batch:
         result[: len(rows)] = whole[rows]
         return result
 
-    fills = {"temperature": 1, "versions": UNKNOWN, "staleness": UNKNOWN, "rollout": -1, "group": -1}
+    fills = {"temperature": 1, "versions": UNKNOWN, "staleness": UNKNOWN, "rollout": -1, "group": -1, "index": -1}
     arrays = {name: rows_of(value, fills.get(name, 0)) for name, value in vars(batch).items() if isinstance(value, np.ndarray)}
     arrays["attention_mask"][len(rows) :, batch.prompts.shape[1] - 1] = 1
     return replace(batch, **arrays, real_rows=len(rows))

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 _CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "trainer.optim.cpu_platform"}
+_QUIET = {"VERL_LOGGING_LEVEL": "ERROR", "TQ_LOGGING_LEVEL": "ERROR"}
+RENDEZVOUS = "SPANGRAD_RENDEZVOUS"
+"""Environment variable of a rank's process: URL at which the ranks meet."""
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -30,6 +33,8 @@ def choose_platform() -> str:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     if device == "cpu":
         os.environ.update(_CPU)
     return device
@@ -42,7 +47,6 @@ def prepare_process() -> str:
     device = choose_platform()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
     _silence_torch()
     if not torch.distributed.is_initialized():
         # A group of one needs no rendezvous over a port.
@@ -108,23 +112,42 @@ def worker_environment(device: str, *, own: bool) -> dict[str, str]:
         own: True if all workers are on this machine, and need no other interface than loopback.
     """
     interfaces = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    return {"VERL_LOGGING_LEVEL": "ERROR", **(_CPU if device == "cpu" else {}), **(interfaces if own else {})}
+    return {**_QUIET, **(_CPU if device == "cpu" else {}), **(interfaces if own else {})}
 
 
-def join_group(device: str, rendezvous: str) -> None:
-    """Make this process a rank of the group that its environment names (RANK, WORLD_SIZE), with its share of the machine's cores.
+class GpuOfProcess:
+    """GPU that a process was given. Each thread chooses its own, and Ray calls methods in another thread than the constructor."""
 
-    Args:
-        device: cuda or cpu.
-        rendezvous: a URL, the same for all ranks: file:// or tcp://.
+    def __init__(self) -> None:
+        import torch
+
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def use(self) -> None:
+        """Choose the GPU for this thread."""
+        import torch
+
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
+
+
+def join_group() -> None:
+    """Make this process a rank of the group that its environment names, with its share of the machine's cores, unless it is one.
+
+    The environment is verl's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and `RENDEZVOUS` where the ranks meet elsewhere.
     """
     import torch
 
+    if torch.distributed.is_initialized():
+        return
     _silence_torch()
     on_this_machine = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // on_this_machine))
     torch.distributed.init_process_group(
-        _BACKENDS[device], init_method=rendezvous, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+        _BACKENDS["cpu" if os.environ.get("VERL_PLATFORM") == "cpu" else "cuda"],
+        init_method=os.environ.get(RENDEZVOUS, "env://"),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
     )
 
 

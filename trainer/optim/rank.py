@@ -1,6 +1,7 @@
-"""One process of the optimizer: verl's TrainingWorkers of the policy, its reference and its critic, with their weights and state.
+"""One rank of the optimizer: the policy, its reference and its critic in one process, with their weights and state.
 
-Invariant: every rank makes the same calls in the same order; rank 0 alone writes.
+In: verl's TrainingWorkers (`trainer.optim.verl_worker`). Out: passes, steps in two halves, states. Invariant: every rank makes the same
+calls in the same order; rank 0 alone writes.
 
 verl is imported with this module, so `trainer.optim.process.choose_platform` comes first.
 """
@@ -8,7 +9,6 @@ verl is imported with this module, so `trainer.optim.process.choose_platform` co
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 
@@ -27,16 +26,13 @@ from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from trainer.optim import snapshots, staged_step
 from trainer.optim.pass_times import PassTimes
-from trainer.optim.process import check_device, join_group, quiet
+from trainer.optim.process import quiet
 from trainer.optim.snapshots import EarlierWeights
-from trainer.optim.verl_worker import training_worker
 from trainer.publish import checkpoint
 from trainer.publish.lora import alone, kept, merged, require_adapters, weights_file
-from trainer.sft.objective import Objective
 
-_SEED = 0
-MESH = "train"
-"""Name of verl's device mesh, by which rows are divided among ranks."""
+MESH = "actor"
+"""Name of verl's device mesh of the policy, by which rows are divided among ranks."""
 
 
 class ModelRole(StrEnum):
@@ -47,60 +43,28 @@ class ModelRole(StrEnum):
     CRITIC = "critic"
 
 
-class Rank(Worker):
-    """Rank of the process group that this process has joined; `load` must be called first."""
+class Rank:
+    """Calls on the models of one process, as a part of verl's worker; `assemble` must be called first."""
 
-    def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
-        super().__init__()
-        self._model, self._settings, self._objective = model, settings, objective
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._models: dict[ModelRole, Any] = {}
+    rank: int
+    world_size: int
+
+    def assemble(self, models: dict[ModelRole, Any], settings: TrainerSettings, device: str) -> None:
+        """Take charge of the models of this process.
+
+        Args:
+            models: verl's TrainingWorker of each model, with its weights.
+            settings: the trainer's.
+            device: cuda or cpu.
+        """
+        self._models, self._settings = models, settings
         self._before: dict[ModelRole, snapshots.Snapshot] = {}
         self._earlier: EarlierWeights | None = None
         self._collected: tuple[dict[str, NDArray[np.float32]], dict[str, Any] | None] | None = None
         """Weights and state that `write` writes, on rank 0. None: there are none."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def rendezvous_address(self) -> str:
-        """Return a URL at which other ranks can meet this one: a free port of this node."""
-        import ray
-
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def join(self, device: str, rendezvous: str) -> None:
-        """Join the other ranks; not for a rank whose process is a group of its own already."""
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)  # of this thread: Ray calls methods in another one than __init__, where verl chose it
-        join_group(device, rendezvous)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load(self, device: str) -> None:
-        """Load the weights of the policy and of the models that the settings ask for, in float32.
-
-        Raises:
-            SettingsError: the device does not support the settings.
-        """
-        settings = self._settings
-        check_device(settings, device)
-        with quiet(), _same_random_numbers():
-            self._models[ModelRole.POLICY] = training_worker(
-                self._model, settings, device, rank=settings.lora.rank, objective=self._objective
-            )
-            if settings.loss.kl_coef:
-                # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
-                held = settings.loss.reference or settings.model
-                assert held is not None  # checked
-                self._models[ModelRole.REFERENCE] = training_worker(held, settings, device)
-            if settings.credit.estimator == "gae":
-                self._models[ModelRole.CRITIC] = training_worker(self._model, settings, device, critic=True)
         self._times = PassTimes(device)
-        for role in self._models:
+        for role in models:
             self._times.watch(self._engine(role))
-        policy = self._engine(ModelRole.POLICY)
-        self._register_dispatch_collect_info(MESH, policy.get_data_parallel_rank(), policy.is_mp_src_rank_with_outputs())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_step(self, held_versions: int, undoable: bool) -> None:
@@ -255,6 +219,7 @@ class Rank(Worker):
         state = self._state(order) if with_state else None
         self._collected = (weights, state) if self.rank == 0 else None
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write(self, directory: Path) -> None:
         """Write what was collected, and free it; by rank 0 alone, beside other calls."""
         assert self._collected is not None
@@ -317,14 +282,6 @@ class Rank(Worker):
 
     def _engine(self, role: ModelRole) -> Any:
         return self._models[role].engine
-
-
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Seed PyTorch equally in every process, since adapters and a critic's head begin with random numbers."""
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
-        torch.manual_seed(_SEED)
-        yield
 
 
 def _whole(state: Any, keep: bool, *, copy: bool = False) -> Any:

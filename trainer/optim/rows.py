@@ -13,62 +13,107 @@ from numpy.typing import NDArray
 from trainer.data.batch import Batch
 
 
-def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool = False, **flags: bool | int) -> Any:
+def tensordict(batch: Batch, *, role: str, **flags: bool | int) -> Any:
     """Return verl's jagged layout of a batch, with one temperature per row.
 
     Args:
         batch: its number of rows is a multiple of the number of workers.
         role: model of a worker that takes it (`trainer.optim.rank`).
+        flags: of the pass (`flags_of`).
+    """
+    import torch
+
+    columns = {
+        "prompts": batch.prompts.copy(),
+        "responses": batch.responses.copy(),
+        "attention_mask": batch.attention_mask,
+        "temperature": batch.temperature,
+        **response_columns(batch),
+    }
+    return unpadded({name: torch.from_numpy(value) for name, value in columns.items()}, flags_of(batch, role, **flags))
+
+
+def response_columns(batch: Batch) -> dict[str, NDArray[Any]]:
+    """Return what a loss reads of each response token and each row, by verl's names where it has one."""
+    optional = {
+        "values": batch.values,
+        "returns": batch.returns,
+        "rollout_is_weights": batch.weights,
+        "ref_log_prob": batch.reference_logprobs,
+        "row_share": batch.row_share,
+        "rollout_log_ratio": batch.rollout_log_ratio,
+    }
+    return {
+        "response_mask": batch.response_mask,
+        "rollout_log_probs": batch.logprobs,
+        "old_log_probs": batch.logprobs if batch.old_logprobs is None else batch.old_logprobs,
+        "advantages": batch.advantages,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def flags_of(batch: Batch, role: str, *, entropy: bool = False, stepped: bool = False, **flags: bool | int) -> dict[str, Any]:
+    """Return what a pass reads beside the rows.
+
+    Args:
+        batch: the rows.
+        role: model of a worker.
         entropy: True if the loss has an entropy term.
         stepped: True if an optimizer step follows, which the learning rate's warm-up counts.
         flags: verl's own flags of a pass.
+    """
+    return {
+        "role": role,
+        "calculate_entropy": entropy,
+        "measure_entropy": role == "policy" and not entropy and flags.get("compute_loss", True),
+        "global_batch_size": batch.rollouts,
+        "global_token_num": batch.token_counts,
+        "update_lr_scheduler": stepped,
+        **flags,
+    }
+
+
+def unpadded(columns: dict[str, Any], flags: dict[str, Any]) -> Any:
+    """Return verl's jagged layout of padded columns.
+
+    Args:
+        columns: tensors by name: prompts (padded on the left), responses and what belongs to their tokens (padded on the right),
+            attention_mask over both, and one value per row.
+        flags: of the pass.
     """
     import torch
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
 
-    attention = torch.from_numpy(batch.attention_mask)
-    prompts, responses = torch.from_numpy(batch.prompts.copy()), torch.from_numpy(batch.responses.copy())
-    rows = TensorDict(
-        {
-            "prompts": prompts,
-            "responses": responses,
-            "input_ids": torch.cat([prompts, responses], dim=1),
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-            "response_mask": torch.from_numpy(batch.response_mask),
-            "rollout_log_probs": torch.from_numpy(batch.logprobs),
-            "old_log_probs": torch.from_numpy(batch.logprobs if batch.old_logprobs is None else batch.old_logprobs),
-            "advantages": torch.from_numpy(batch.advantages),
-            "temperature": torch.from_numpy(batch.temperature),
-            **({} if batch.values is None else {"values": torch.from_numpy(batch.values), "returns": torch.from_numpy(batch.returns)}),
-            **({} if batch.weights is None else {"rollout_is_weights": torch.from_numpy(batch.weights)}),
-            **({} if batch.reference_logprobs is None else {"ref_log_prob": torch.from_numpy(batch.reference_logprobs)}),
-            **({} if batch.row_share is None else {"row_share": torch.from_numpy(batch.row_share)}),
-            **({} if batch.rollout_log_ratio is None else {"rollout_log_ratio": torch.from_numpy(batch.rollout_log_ratio)}),
-        },
-        batch_size=len(attention),
-    )
-    jagged = left_right_2_no_padding(rows)
-    tu.assign_non_tensor(
-        jagged,
-        role=role,
-        calculate_entropy=entropy,
-        measure_entropy=role == "policy" and not entropy and flags.get("compute_loss", True),
-        global_batch_size=batch.rollouts,
-        global_token_num=batch.token_counts,
-        update_lr_scheduler=stepped,
-        **flags,
-    )
+    attention = columns["attention_mask"]
+    whole = {
+        **columns,
+        "input_ids": torch.cat([columns["prompts"], columns["responses"]], dim=1),
+        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+    }
+    jagged = left_right_2_no_padding(TensorDict(whole, batch_size=len(attention)))
+    tu.assign_non_tensor(jagged, **flags)
     return jagged
 
 
-def padded(output: Any, name: str, rows: Any, batch: Batch) -> NDArray[np.float32]:
-    """Return an output of a forward pass for the sampled tokens, by verl's name; 0 elsewhere."""
-    from verl.workers.utils.padding import no_padding_2_padding
+def by_response(output: Any, batch: Batch) -> NDArray[np.float32]:
+    """Return an output of a forward pass for the sampled tokens; 0 elsewhere.
 
-    return no_padding_2_padding(output[name], rows).float().cpu().numpy() * batch.response_mask.astype(np.float32)
+    Args:
+        output: jagged over the batch's tokens, row by row; at each position that of the next token.
+        batch: the rows, in their order.
+
+    Returns:
+        Values of the batch's shape [rows, response].
+    """
+    flat = (output.values() if output.is_nested else output.reshape(-1)).float().cpu().numpy()
+    width = batch.prompts.shape[1]
+    lengths, ends = batch.attention_mask[:, width:].sum(axis=1), batch.attention_mask.sum(axis=1).cumsum()
+    column = np.arange(batch.responses.shape[1])
+    at = (ends - lengths - 1)[:, None] + column
+    inside = (column < lengths[:, None]) & batch.response_mask.astype(bool)
+    return np.where(inside, flat[np.where(inside, at, 0)], np.float32(0))
 
 
 def scalars(output: Any) -> dict[str, float]:

@@ -1,103 +1,152 @@
-"""TrainingWorker of verl (FSDP2) for one model: its configuration, its loss, and additions to verl for a CPU.
+"""Workers of verl for one process: policy, reference and critic, with this project's losses, and additions to verl for a CPU.
 
-Invariant: weights are held in float32 for any dtype of the file; every rank of a group makes the same worker.
+In: verl's configuration (`trainer.optim.verl_config`). Out: `ActorWorker` and `CriticWorker`, which verl's Ray trainer starts on every
+rank, and `local_rank` for one process without Ray. Invariant: weights are held in float32 for any dtype of the file; every rank of a group
+makes the same models.
+
+verl is imported with this module, so `trainer.optim.process.choose_platform` comes first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from omegaconf import open_dict
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name
+from verl.workers.config import TrainingWorkerConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
 from spangrad.settings import TrainerSettings
 from trainer.optim.float32_head import compute_head_in_float32
 from trainer.optim.losses.corrected import policy_loss_of, value_loss_of
+from trainer.optim.losses.entropy import measure_entropy
 from trainer.optim.micro_batches import bound_padded_micro_batches
-from trainer.optim.process import dtype_of, is_packed, recomputes_activations
+from trainer.optim.process import GpuOfProcess, check_device, join_group, quiet
+from trainer.optim.rank import ModelRole, Rank
+from trainer.optim.verl_config import compose, settings_of
 from trainer.sft.losses import loss_of
 from trainer.sft.objective import Objective
 
-_NO_END = 1 << 62
-"""Total steps of the learning rate's schedule, which is constant."""
+_SEED = 0
 
 
-def training_worker(
-    model: Path, settings: TrainerSettings, device: str, *, critic: bool = False, rank: int = 0, objective: Objective | None = None
-) -> Any:
-    """Return a worker of the process group that this process has joined.
+class ActorWorker(Rank, ActorRolloutRefWorker):
+    """Worker of the policy, whose `Rank` is in charge of all models of its process; or of the reference."""
 
-    Args:
-        model: a Hugging Face directory, which every rank can read.
-        settings: the trainer's.
-        device: cuda or cpu.
-        critic: True if the model has a value head and is trained on the returns.
-        rank: rank of the adapters; 0: the weights are trained.
-        objective: objective of a run over files. None: that of the settings, on batches of rollouts.
+    def __init__(self, config: Any, role: str, **options: Any) -> None:
+        """Join the other ranks; `init_model` loads the weights.
+
+        Args:
+            config: `actor_rollout_ref` of verl's configuration.
+            role: actor or ref.
+            options: verl's.
+        """
+        join_group()
+        self._gpu = GpuOfProcess()
+        config = copy.deepcopy(config)
+        settings, self._objective, self._device = settings_of(config)
+        if role == "ref":
+            held = settings.loss.reference or settings.model
+            assert held is not None  # checked
+            with open_dict(config):
+                config.model.path, config.model.lora_rank = str(held), 0
+                config.ref.optim = config.actor.optim
+        self._loaded = settings
+        super().__init__(config, role, **options)
+
+    def load_models(self) -> Any:
+        """Load the weights of the worker's model; return verl's TrainingWorker of it.
+
+        Raises:
+            SettingsError: the device does not support the settings.
+        """
+        check_device(self._loaded, self._device)
+        self._gpu.use()
+        _prepare(self._device, packed=self.config.model.use_remove_padding)
+        with quiet(), _same_random_numbers():
+            ActorRolloutRefWorker.init_model(self)
+        model = self.ref if self._is_ref else self.actor
+        assert model is not None
+        compute_head_in_float32(model.engine.module)
+        if self._objective:
+            model.set_loss_fn(loss_of(self._objective))
+            return model
+        measure_entropy(model.engine)
+        if not self._is_ref:
+            model.set_loss_fn(policy_loss_of(self._loaded, model.optimizer_config))
+        return model
+
+
+class CriticWorker(TrainingWorker):
+    """Worker of the critic."""
+
+    def __init__(self, config: TrainingWorkerConfig) -> None:
+        """Join the other ranks; `load_models` loads the weights."""
+        join_group()
+        self._gpu = GpuOfProcess()
+        _prepare(get_device_name(), packed=config.model_config.use_remove_padding)
+        super().__init__(config)
+
+    def load_models(self) -> None:
+        """Load the weights, with a new head that is the same on every rank."""
+        self._gpu.use()
+        with quiet(), _same_random_numbers(), _value_head():
+            TrainingWorker.reset(self)
+
+
+def local_rank(model: Path, settings: TrainerSettings, device: str, objective: Objective | None = None) -> Rank:
+    """Load the models of a process that is a group of its own, without Ray.
+
+    Raises:
+        SettingsError: the settings cannot be carried out.
     """
-    from transformers.utils import logging as transformers_logging
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-    from verl.workers.engine_workers import TrainingWorker
+    config = compose(model, settings, device, objective)
+    policy = ActorWorker(config.actor_rollout_ref, "actor")
+    models: dict[ModelRole, Any] = {ModelRole.POLICY: policy.load_models()}
+    if config.actor_rollout_ref.actor.use_kl_loss:
+        models[ModelRole.REFERENCE] = ActorWorker(config.actor_rollout_ref, "ref").load_models()
+    if config.critic.enable:
+        critic = CriticWorker(critic_config(config.critic))
+        critic.load_models()
+        critic.set_loss_fn(value_loss_of(settings, critic.optimizer_config))
+        models[ModelRole.CRITIC] = critic
+    policy.assemble(models, settings, device)
+    return policy
 
-    from trainer.optim.losses.entropy import measure_entropy
+
+def critic_config(config: Any) -> TrainingWorkerConfig:
+    """Return a worker's configuration of `critic` of verl's, as verl's trainer makes it."""
+    critic: Any = omega_conf_to_dataclass(config)
+    critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
+    critic.engine.max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
+    return TrainingWorkerConfig(
+        model_type="value_model",
+        model_config=critic.model,
+        engine_config=critic.engine,
+        optimizer_config=critic.optim,
+        checkpoint_config=critic.checkpoint,
+        profiler_config=None,
+    )
+
+
+def _prepare(device: str, *, packed: bool) -> None:
+    """Make verl's engines fit for a device and a layout of rows, before the first of them is loaded."""
+    from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)  # of plans that FSDP has no use for
     if device == "cpu":
         _register_cpu_engine()
-    packed = is_packed(settings, device)
     if not packed:
         bound_padded_micro_batches()
-    optimizer = FSDPOptimizerConfig(
-        lr=objective.learning_rate if objective else settings.optim.critic_learning_rate if critic else settings.optim.learning_rate,
-        betas=settings.optim.betas,
-        weight_decay=settings.optim.weight_decay,
-        clip_grad=settings.optim.clip_grad,
-        lr_warmup_steps=objective.warmup_steps if objective else 0 if critic else settings.optim.warmup_steps,
-        lr_scheduler_type=objective.schedule if objective else "constant",
-        total_training_steps=objective.steps if objective else _NO_END,
-    )
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="value_model" if critic else "language_model",
-            model_config=HFModelConfig(
-                path=str(model),
-                use_remove_padding=packed,
-                override_config={"attn_implementation": "flash_attention_2" if packed else "sdpa"},
-                enable_gradient_checkpointing=recomputes_activations(settings, device),
-                lora_rank=rank,
-                lora_alpha=settings.lora.alpha,
-                target_modules=list(settings.lora.modules) or "all-linear",
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy="fsdp2",
-                use_dynamic_bsz=True,
-                max_token_len_per_gpu=settings.max_tokens_per_device,
-                infer_max_token_len_per_gpu=settings.max_tokens_per_device,
-                use_torch_compile=False,
-                # Gradients that wait for their sync lie unsharded on each rank, 4 bytes a parameter, where zero_grad does not clear them.
-                use_no_sync_for_gradient_accumulation=False,
-                mixed_precision={"param_dtype": dtype_of(settings, device), "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-            ),
-            optimizer_config=optimizer,
-            checkpoint_config=CheckpointConfig(),
-            profiler_config=None,
-        )
-    )
-    with _value_head() if critic else contextlib.nullcontext():
-        worker.reset()
-    if not critic:
-        compute_head_in_float32(worker.engine.module)
-    if not (critic or objective):
-        measure_entropy(worker.engine)
-    if objective:
-        worker.set_loss_fn(loss_of(objective))
-        return worker
-    worker.set_loss_fn((value_loss_of if critic else policy_loss_of)(settings, optimizer))
-    return worker
 
 
 @functools.cache
@@ -108,6 +157,14 @@ def _register_cpu_engine() -> None:
 
     EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)
     EngineRegistry.register("value_model", ["fsdp2"], device="cpu")(FSDPEngineWithValueHead)
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Seed PyTorch equally in every process, since adapters and a critic's head begin with random numbers."""
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(_SEED)
+        yield
 
 
 @contextlib.contextmanager

@@ -1,38 +1,93 @@
-"""Processes that hold the model, as the optimizer sees them: one here, or several under Ray (`trainer.optim.ray_workers`).
+"""Processes that hold the models, as the optimizer sees them: one here, or several under Ray (`trainer.distributed`).
 
-Invariant: the two kinds differ for the optimizer only in their size.
+Invariant: the two kinds differ for the optimizer only in their size; outputs of a pass are row by row those of the batch that was passed,
+whichever ranks computed them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.settings import TrainerSettings
+from trainer.data.batch import Batch
 from trainer.optim.process import prepare_process, quiet
-from trainer.optim.ray_workers import RayWorkers
+from trainer.optim.rows import by_response, scalars, tensordict
 from trainer.sft.objective import Objective
+
+if TYPE_CHECKING:
+    from trainer.distributed.workers import DistributedWorkers
+    from trainer.optim.phases import StepPhases
+
+
+class PassKind(StrEnum):
+    """Kind of a pass, by the method of a rank that does it."""
+
+    INFER = "infer"
+    """Forward; with a loss unless `compute_loss` is False."""
+    ACCUMULATE = "accumulate"
+    """Forward and backward; gradients are kept for `apply`."""
+    TRAIN = "train"
+    """Forward, backward and an optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Results of a pass."""
+
+    metrics: dict[str, float]
+    """verl's metrics, by verl's names."""
+    outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
+    """Outputs for the sampled tokens, by verl's names, of the batch's shape [rows, response]; 0 elsewhere."""
 
 
 class LocalWorkers:
     """One rank in this process, without Ray."""
 
     def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
+        """Load the models.
+
+        Raises:
+            SettingsError: the settings cannot be carried out.
+        """
         with quiet():
             self.device = prepare_process()
-            from trainer.optim.rank import Rank
+            from trainer.optim.verl_worker import local_rank
 
-            self._rank = Rank(model, settings, objective)
-        self._rank.load(self.device)
+            self._rank = local_rank(model, settings, self.device, objective)
 
     @property
     def size(self) -> int:
         """Return 1."""
         return 1
+
+    def run(self, phases: StepPhases) -> None:
+        """Do the phases of a step, in the order of verl's trainer."""
+        phases.compute_old_logprobs()
+        phases.compute_reference_logprobs()
+        phases.compute_values()
+        phases.compute_advantages()
+        phases.update_policy()
+        phases.update_critic()
+
+    def pass_batch(self, kind: PassKind, batch: Batch, role: str, *outputs: str, **flags: bool | int) -> Passed:
+        """Pass rows of the batch of `run` through a model.
+
+        Args:
+            kind: of the pass.
+            batch: the rows, with no-op rows up to a multiple of `size`.
+            role: model of a rank.
+            outputs: names of the outputs that are returned, by verl's names.
+            flags: of the pass (`trainer.optim.rows.flags_of`).
+        """
+        output = self.by_rows(kind, tensordict(batch, role=role, **flags))
+        return Passed(scalars(output), {name: by_response(output[name], batch) for name in outputs})
 
     def everywhere(self, method: str, *arguments: object) -> Any:
         """Call a method of the rank."""
@@ -54,7 +109,7 @@ class LocalWorkers:
         """Do nothing: no process runs elsewhere, and memory is freed with the last reference."""
 
 
-def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> LocalWorkers | RayWorkers:
+def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> LocalWorkers | DistributedWorkers:
     """Start the workers of trainer.workers.per_node, with the model loaded.
 
     Args:
@@ -66,4 +121,8 @@ def begin(model: Path, settings: TrainerSettings, objective: Objective | None = 
         SettingsError: the settings cannot be carried out.
         TrainerError: Ray has no resources for them.
     """
-    return RayWorkers(model, settings, objective) if settings.workers.per_node else LocalWorkers(model, settings, objective)
+    if not settings.workers.per_node:
+        return LocalWorkers(model, settings, objective)
+    from trainer.distributed.workers import DistributedWorkers
+
+    return DistributedWorkers(model, settings, objective)

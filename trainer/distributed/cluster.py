@@ -91,7 +91,7 @@ class Cluster:
             self._kill_remains()
             if attempts == 1:
                 raise
-            logger.warning("Ray did not start (%s): once more", _first_line(error))
+            logger.warning("Ray did not start (%s): once more", first_line(error))
             self._begin(attempts - 1)
 
     def _kill_remains(self) -> None:
@@ -106,17 +106,31 @@ class Cluster:
         for process in [inner for top in begun for inner in (*top.children(recursive=True), top)]:
             process.kill()
 
-    def reserve(self) -> tuple[list[Any], str]:
-        """Reserve resources for each worker; return placement groups, one per node, and the workers' device, cuda or cpu.
+    @property
+    def device(self) -> str:
+        """Return the ranks' device: cuda where a node has a GPU, else cpu."""
+        return "cuda" if self._kind == "GPU" else "cpu"
+
+    @property
+    def _nodes(self) -> list[dict[str, float]]:
+        import ray
+
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    @property
+    def _kind(self) -> str:
+        return "GPU" if any(node.get("GPU", 0) for node in self._nodes) else "CPU"
+
+    def reserve(self) -> list[Any]:
+        """Reserve resources for each worker; return placement groups, one per node, in the order of the nodes' addresses.
 
         Raises:
             TrainerError: the cluster does not have enough resources.
         """
-        import ray
         from ray.util.placement_group import placement_group
+        from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 
-        settings, nodes = self._settings, [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        kind = "GPU" if any(node.get("GPU", 0) for node in nodes) else "CPU"
+        settings, nodes, kind = self._settings, self._nodes, self._kind
         fitting = [node for node in nodes if node.get(kind, 0) >= settings.workers.per_node]
         if len(fitting) < settings.workers.nodes:
             counts = ", ".join(f"{node.get(kind, 0):g}" for node in nodes)
@@ -135,7 +149,7 @@ class Cluster:
                     f"{_PLACE_SECONDS:g} "
                     "s: other processes hold it (`ray status` lists them). Wait for their end, or lower trainer.workers.per_node."
                 )
-        return self._groups, "cuda" if kind == "GPU" else "cpu"
+        return sort_placement_group_by_node_ip(self._groups)
 
     def close(self, *, keep_logs: bool = False) -> None:
         """Release the resources, and stop the cluster if it was started here.
@@ -157,12 +171,13 @@ class Cluster:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; Ray's have many."""
     return str(error).strip().split("\n")[0]
 
 
 def _refused(address: str | None, error: Exception) -> str:
-    reason = _first_line(error)
+    reason = first_line(error)
     if address is None:
         return f"Ray did not start on this machine ({reason}). trainer.workers.per_node = 0 trains without it."
     return (

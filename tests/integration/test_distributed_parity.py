@@ -1,0 +1,137 @@
+"""The same rows through the optimizer of one process and through verl's trainer with 1 and 2 ranks: the same loss and gradient.
+
+One Ray and three optimizers for the module; each test gives them another loss or estimator, and all of them step alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from spangrad.settings import TrainerSettings
+from tests.support.policies import NO_ALARM, chained, sampled_rows, trainer_settings, transition_row
+from tests.support.trainers import LOSS_OPTIONS
+from trainer.credit import assignment, learning
+from trainer.credit.assignment import CreditRule
+from trainer.credit.estimators import estimator
+from trainer.data.batch import Batch, layout
+from trainer.data.merge import separate
+from trainer.distributed.cluster import Cluster
+from trainer.optim.optimizer import VerlOptimizer
+
+pytestmark = pytest.mark.timeout(600)
+ROWS = 7
+"""Odd, so that two ranks need a no-op row."""
+NEAR = {"rel": 1e-3, "abs": 1e-6}
+COMPARED = ("loss", "grad_norm", "advantage_std", "reference_kl", "entropy", "clip_low", "clip_high", "updated")
+"""Metrics that do not depend on the division into micro-batches; `ppo_kl` and `clip_fraction` are means over each."""
+
+
+@pytest.fixture(scope="module")
+def optimizers(tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
+    """Optimizers with no, 1 and 2 ranks under Ray, each with a critic and a reference."""
+    cluster = Cluster(trainer_settings(workers__per_node=3))
+    made = {count: VerlOptimizer(tiny_model, settings(tiny_model, estimator="gae", workers__per_node=count)) for count in (0, 1, 2)}
+    yield made
+    for optimizer in made.values():
+        optimizer.close()
+    cluster.close()
+
+
+def settings(model: Path, **changes: Any) -> TrainerSettings:
+    """One micro-batch a row: what `clip_cov` and `kl_cov` compare is then the same on any number of ranks."""
+    base = {"learning_rate": 1e-4, "critic_learning_rate": 1e-4, "kl_coef": 0.05, "max_tokens_per_device": 1, "model": model}
+    return trainer_settings(**{**base, "alarms__logprob": NO_ALARM, **changes})
+
+
+def step(optimizer: VerlOptimizer, chosen: TrainerSettings, batch: Batch) -> dict[str, float]:
+    """Step by another loss and estimator than the optimizer was made with."""
+    from verl.workers.config import FSDPOptimizerConfig
+
+    from trainer.optim.losses.corrected import policy_loss_of
+
+    optimizer.settings = chosen
+    optimizer._workers.everywhere("set_loss_fn", policy_loss_of(chosen, FSDPOptimizerConfig()))
+    return optimizer.step(batch)
+
+
+def require_alike(steps: dict[int, dict[str, float]]) -> None:
+    alone = steps[0]
+    for ranks in (1, 2):
+        assert steps[ranks].keys() == alone.keys()
+        assert {name: steps[ranks][name] for name in COMPARED if name in alone} == pytest.approx(
+            {name: alone[name] for name in COMPARED if name in alone}, **NEAR
+        ), f"{ranks} ranks"
+
+
+def batch_of(rows: pl.DataFrame, worth: pl.Series, optimizer: VerlOptimizer) -> Batch:
+    """Rows that were sampled by a policy a little away, so that ratios and KL terms are not those of one."""
+    batch = layout(separate(rows, worth), lineage=[0], divisor=optimizer.data_parallel_size)
+    away = np.random.default_rng(3).normal(0, 0.2, batch.logprobs.shape)[:1].astype(np.float32)
+    mask = batch.response_mask.astype(np.float32)
+    return replace(batch, logprobs=(batch.logprobs + away) * mask, staleness=np.full_like(batch.staleness, -1))
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_model: Path) -> pl.DataFrame:
+    return pl.DataFrame(sampled_rows(tiny_model, 4, temperature=1.0, seed=1) + sampled_rows(tiny_model, ROWS - 4, temperature=0.7, seed=2))
+
+
+@pytest.mark.parametrize("name", list(learning.LOSSES))
+def test_loss_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame) -> None:
+    chosen = settings(tiny_model, loss__name=name, loss__options=LOSS_OPTIONS.get(name, {}))
+    worth = pl.Series(np.linspace(-1, 1, ROWS))
+    steps = {count: step(optimizer, chosen, batch_of(rows, worth, optimizer)) for count, optimizer in optimizers.items()}
+    require_alike(steps)
+    assert steps[0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name, facts in learning.ESTIMATORS.items() if not facts.by_token])
+def test_estimator_on_ranks_equals_one_process(
+    name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame
+) -> None:
+    weights = {"reward": 1.0, "style": 0.5} if name == "gdpo" else {}
+    chosen = settings(tiny_model, estimator=name, reward_weights=weights)
+    rewards = [
+        {name: value for name, value in transition_row("", rewards=(at % 3 / 2, at % 2)[: 1 + bool(weights)]).items() if "Rewards" in name}
+        | {"Rewards.Name": ["reward", "style"][: 1 + bool(weights)], "GroupId": "xy"[at % 2]}
+        for at in range(ROWS)
+    ]
+    calls = rows.drop("GroupId", *[column for column in rows.columns if "Rewards" in column]).hstack(pl.DataFrame(rewards))
+    graded = calls
+    if name == "remax":
+        greedy = [transition_row(f"greedy-{group}", Mode="greedy", GroupId=group, rewards=(0.5,)) for group in "xy"]
+        graded = assignment.with_greedy(calls, pl.DataFrame(greedy), chosen.credit.reward_weights)
+    worth = assignment.advantages(graded, graded["Policy"] == "policy", CreditRule.of(chosen), normalise=estimator(chosen))
+    require_alike({count: step(optimizer, chosen, batch_of(calls, worth, optimizer)) for count, optimizer in optimizers.items()})
+
+
+@pytest.mark.parametrize("name", [name for name, facts in learning.ESTIMATORS.items() if facts.by_token])
+def test_token_estimator_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path) -> None:
+    """GAE's step is the one of PPO with a critic."""
+    chosen = settings(tiny_model, estimator=name)
+    steps: dict[int, dict[str, float]] = {}
+    for count, optimizer in optimizers.items():
+        batch = chained(tiny_model, 6, divisor=optimizer.data_parallel_size)
+        steps[count] = step(optimizer, chosen, replace(batch, staleness=np.full_like(batch.staleness, -1)))
+    require_alike(steps)
+    assert ("critic_loss" in steps[0]) == (name == "gae")
+    if name == "gae":
+        assert [steps[ranks]["critic_loss"] for ranks in (1, 2)] == pytest.approx([steps[0]["critic_loss"]] * 2, **NEAR)
+
+
+def test_three_grpo_steps_on_ranks_equal_one_process(optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame) -> None:
+    """Rows leave the queue after each step."""
+    import transfer_queue
+
+    chosen = settings(tiny_model, recompute_logprobs=True, epochs=2, mini_batches=2)
+    worth = pl.Series(np.linspace(-1, 1, ROWS))
+    for _ in range(3):
+        require_alike({count: step(optimizer, chosen, batch_of(rows, worth, optimizer)) for count, optimizer in optimizers.items()})
+        assert not any(transfer_queue.kv_list().values())

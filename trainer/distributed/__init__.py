@@ -1,0 +1,1 @@
+"""Workers under Ray, driven by verl's own trainer."""
