@@ -33,7 +33,7 @@ from trainer.publish.publisher import Publisher
 
 TINY_THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """vLLM takes no core that it does not use."""
-TINY_SECONDS = 300
+TINY_SECONDS = 480
 _POLL_SECONDS = 0.25
 
 
