@@ -24,8 +24,9 @@ from spangrad.processes import Child, wait_until
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion
 from spangrad.weights.checksums import checksum_directory
+from tests.support.gateways import held_checksum
 from tests.support.policies import logprobs_of, perturbed, random_adapter
-from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, held_checksum, running_gateway, start
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
 from trainer.publish.publisher import Publisher
 from trainer.publish.sender import Weights, WeightsSender, _Offer
 

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file, save_file
 from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.weights.checksums import checksum_directory
+from tests.support.gateways import held_checksum
 from tests.support.policies import build_spelling_model, logprobs_of, random_adapter
-from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, held_checksum, running_engine, running_gateway
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

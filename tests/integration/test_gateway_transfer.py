@@ -16,8 +16,9 @@ from spangrad.errors import GatewayError
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion
 from spangrad.weights.checksums import checksum_directory
+from tests.support.gateways import held_checksum
 from tests.support.policies import logprobs_of
-from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, held_checksum, running_engine, running_gateway
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
 from trainer.publish.publisher import Publisher
 from trainer.publish.sender import WeightsSender, _Offer
 

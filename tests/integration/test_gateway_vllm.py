@@ -24,7 +24,8 @@ from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory, sums_of_directory, tokenizer_hash
 from spangrad.weights.shards import ChecksumScope, EngineReports, combine
 from tests.support.fake_engine import SAMPLING
-from tests.support.processes import ROOT, VLLM_PYTHON, fetch, held_checksum
+from tests.support.gateways import held_checksum
+from tests.support.processes import ROOT, VLLM_PYTHON, fetch
 
 pytestmark = pytest.mark.vllm
 

@@ -69,7 +69,6 @@ class FakeEngine:
     """Largest rank of the adapters that it takes."""
     transfer: str = ""
     """Over what it takes weights from a trainer."""
-    workers: int = 1
     base: Path | None = None
     """Directory of its base, where that is another than the weights' that it was started with."""
     scope: str = "full"
@@ -86,9 +85,8 @@ class FakeEngine:
     shared_state: bool = True
     port: int = field(default_factory=lambda: free_ports(1)[0])
     status: int = 200
+    """Of chat answers; anything but 200 is an error in vLLM's words, with this message:"""
     refusal: str = "the engine says no"
-    """Message of the error that it answers with where `status` is not 200."""
-    """Of chat answers; anything but 200 is an error in vLLM's words."""
     body: bytes | None = None
     """Chat answers' body, in place of the right one."""
     cut_after: int | None = None
@@ -116,14 +114,11 @@ class FakeEngine:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """The gateway closed a chat request before it was answered."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    """A chat request has come."""
     paused: bool = False
     pause_modes: list[str] = field(default_factory=list[str])
-    """Of the pauses, in the order they came."""
     hold_reload: asyncio.Event = field(default_factory=asyncio.Event)
     """A reload waits for it; set at the start."""
     reloading: asyncio.Event = field(default_factory=asyncio.Event)
-    """A reload has begun."""
     answers: dict[str, Recorded] = field(default_factory=dict[str, "Recorded"])
     """What is answered at other paths of dialects: recorded from vLLM, since these have no shapes here."""
     bodies: list[bytes] = field(default_factory=list[bytes])
@@ -212,7 +207,7 @@ class FakeEngine:
         return web.json_response({"is_paused": self.paused})
 
     async def _world_size(self, request: web.Request) -> web.Response:
-        return web.json_response({"world_size": self.workers})
+        return web.json_response({"world_size": 1})
 
     async def _order(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -26,8 +27,10 @@ from gateway.server import running
 from spangrad import semconv
 from spangrad.settings.sources import load_settings
 from spangrad.weights.checksums import checksum_directory
+from spangrad.weights.shards import EngineReports, combine
 from tests.support.fake_engine import FakeEngine, float32s, uint32s
 from tests.support.otlp import OtlpSink, SunkSpan
+from tests.support.processes import fetch
 
 # The gateway in this process between a fake engine and a fake store, for its unit tests.
 
@@ -326,3 +329,8 @@ async def before_a_sound_call(stage: Stage, upstream: Upstream) -> list[SunkSpan
 
 async def answer_whole(exchange: Exchange) -> None:
     await exchange.send(JSON_HEAD % len(WHOLE) + WHOLE)
+
+
+def held_checksum(engine_url: str) -> str:
+    """Checksum of the parameters that all workers of an engine hold."""
+    return combine(msgspec.convert(fetch(f"{engine_url}/spangrad/checksum", {"part": "all"}), EngineReports)).checksum

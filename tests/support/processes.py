@@ -25,13 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-import msgspec
-
 from gateway.engine import command, environment
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.sources import load_settings
-from spangrad.weights.shards import EngineReports, combine
 from tests.programs import fork_server
 
 # Children that die at a boundary, as by a power cut: no handler, no rollback code runs.
@@ -382,11 +379,6 @@ def running_gateway(settings: Settings, log: Path) -> Generator[Child]:
         yield child
     finally:
         child.stop()
-
-
-def held_checksum(engine_url: str) -> str:
-    """Checksum of the parameters that all workers of an engine hold."""
-    return combine(msgspec.convert(fetch(f"{engine_url}/spangrad/checksum", {"part": "all"}), EngineReports)).checksum
 
 
 def fetch(url: str, body: object | None = None) -> dict[str, Any]:
