@@ -151,6 +151,7 @@ def test_trainer_waits_for_step_of_another_machine_and_takes_over_lost_step(
 
 
 RIVAL = """
+import os
 import sys
 import time
 from pathlib import Path
@@ -159,9 +160,19 @@ from tests.support.trainers import FakeSource, settings, wired
 base, directory, url, names = sys.argv[1:]
 chosen = settings(Path(base), Path(directory), groups_per_batch=1, max_staleness=99, ledger_url=SecretStr(url) if url else None)
 trainer = wired(chosen, FakeSource(names.split(",")))
-step, made = trainer.step, []
-# A pause before each step: real ones last longer than the other's wait for its turn.
-trainer.step = lambda batch: time.sleep(0.05) or made.append(step(batch)) or made[-1]
+step, made, turns = trainer.step, [], Path(base).with_name("turns")
+
+def take_turn(batch):
+    # A pause before each step: real ones last longer than the other's wait for its turn. After its first, a rival lets the other make one.
+    time.sleep(0.05)
+    made.append(step(batch))
+    if made[-1]:
+        (turns / str(os.getpid())).touch()
+    while made[-1] and len(list(turns.iterdir())) < 2:
+        time.sleep(0.01)
+    return made[-1]
+
+trainer.step = take_turn
 print("ready", flush=True)
 input()
 trainer.run(follow=False)
@@ -177,6 +188,7 @@ def test_trainers_of_one_branch_take_turns_without_repeating_a_step(place: Place
     directory.mkdir(exist_ok=True)
     # The fake gateway's file is there before either begins.
     (directory / "served.json").write_text("[0]")
+    (tmp_path / "turns").mkdir()
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", RIVAL, str(base), str(directory), url, ",".join(names)]

@@ -100,7 +100,9 @@ def until_warm(settings: Settings, child: Child) -> None:
     wait_until(lambda: fetch(url).get("warm", False), 180, "vLLM", [child], poll_seconds=0.2)
 
 
-@pytest.fixture(scope="module", params=list(TOPOLOGIES))
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (place > 0)) for place, name in enumerate(TOPOLOGIES)]
+)
 def served(
     request: pytest.FixtureRequest, grouped_model: Path, store: StoreSettings, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Settings]]:
