@@ -138,22 +138,23 @@ MARK = "SPANGRAD_HOST"
 """Environment variable whose value all descendants of one agent host inherit."""
 
 
-_KILL_LOOKS = 8
-"""Looks of `kill_marked` at most. They are counted, not timed: on a busy machine each look takes longer, and as many are needed."""
+_KILL_LOOKS, _KILL_SECONDS = 8, 0.4
+"""Looks of `kill_marked`, and its time in seconds, of which it takes both before it gives up: on a busy machine each look takes long, and
+on one that is not, a killed process may take longer to end than many looks."""
 
 
 def kill_marked(mark: str) -> None:
     """Send SIGKILL to every process but this one that has inherited a mark, with its group; safe to call in a signal handler.
 
     Processes are found in /proc, so that children that were just started, or whose parent has died, are killed as well. One look misses
-    what is forked during it, and a process within exec, whose environment is not there yet: it looks until it has seen none twice, or
-    `_KILL_LOOKS` times. Without /proc it does nothing.
+    what is forked during it, and a process within exec, whose environment is not there yet: it looks until it has seen none twice, and
+    gives up where processes are forked faster than they are killed. Without /proc it does nothing.
     """
-    clean_looks = 0
-    for _ in range(_KILL_LOOKS):
+    end = time.monotonic() + _KILL_SECONDS
+    looks = clean_looks = 0
+    while clean_looks < 2 and (looks < _KILL_LOOKS or time.monotonic() < end):
+        looks += 1
         clean_looks = 0 if _kill_marked_once(f"{MARK}={mark}".encode()) else clean_looks + 1
-        if clean_looks == 2:
-            return
 
 
 def _kill_marked_once(variable: bytes) -> bool:

@@ -127,14 +127,16 @@ def test_kill_marked_kills_processes_forked_during_its_look(groups: str) -> None
         mark = uuid.uuid4().hex
         subprocess.run([sys.executable, "-SE", "-c", FORKS_ON, groups], env={MARK: mark}, check=True)
         kill_marked(mark)
-        assert [pid for pid in all_pids() if f"{MARK}={mark}".encode() in environment_of(pid)] == []
+        for pid in [pid for pid in all_pids() if f"{MARK}={mark}".encode() in environment_of(pid)]:
+            gone(pid)  # it is killed, and on a busy machine yet to end; what is not killed sleeps for a minute
 
 
 def test_kill_marked_of_endless_forks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = iter(range(1000))
-    monkeypatch.setattr("spangrad.processes._kill_marked_once", lambda variable: next(looks) >= 0)
+    looks: list[bytes] = []
+    monkeypatch.setattr("spangrad.processes._kill_marked_once", lambda variable: looks.append(variable) is None)
+    begin = time.monotonic()
     kill_marked("mark")
-    assert next(looks) == 8
+    assert (len(looks) >= 8, 0.4 <= time.monotonic() - begin < 10) == (True, True)
 
 
 def all_pids() -> list[int]:
