@@ -33,6 +33,15 @@ COMPARED = ("loss", "grad_norm", "advantage_std", "reference_kl", "entropy", "cl
 """Metrics that do not depend on the division into micro-batches; `ppo_kl` and `clip_fraction` are means over each."""
 
 
+QUICK = {"vanilla", "gspo", "grpo", "gae"}
+"""Losses and estimators of the ordinary suite: a token's, a response's, a group's, a critic's."""
+
+
+def mostly_slow(names: list[str]) -> list[Any]:
+    """Parameters of a test, of which those that are not quick are marked slow."""
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
+
+
 @pytest.fixture(scope="module")
 def optimizers(tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
     """Optimizers with no, 1 and 2 ranks under Ray, each with a critic and a reference."""
@@ -83,7 +92,7 @@ def rows(tiny_model: Path) -> pl.DataFrame:
     return pl.DataFrame(sampled_rows(tiny_model, 4, temperature=1.0, seed=1) + sampled_rows(tiny_model, ROWS - 4, temperature=0.7, seed=2))
 
 
-@pytest.mark.parametrize("name", list(learning.LOSSES))
+@pytest.mark.parametrize("name", mostly_slow(list(learning.LOSSES)))
 def test_loss_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame) -> None:
     chosen = settings(tiny_model, loss__name=name, loss__options=LOSS_OPTIONS.get(name, {}))
     worth = pl.Series(np.linspace(-1, 1, ROWS))
@@ -92,7 +101,7 @@ def test_loss_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlO
     assert steps[0]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name, facts in learning.ESTIMATORS.items() if not facts.by_token])
+@pytest.mark.parametrize("name", mostly_slow([name for name, facts in learning.ESTIMATORS.items() if not facts.by_token]))
 def test_estimator_on_ranks_equals_one_process(
     name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame
 ) -> None:
@@ -112,7 +121,7 @@ def test_estimator_on_ranks_equals_one_process(
     require_alike({count: step(optimizer, chosen, batch_of(calls, worth, optimizer)) for count, optimizer in optimizers.items()})
 
 
-@pytest.mark.parametrize("name", [name for name, facts in learning.ESTIMATORS.items() if facts.by_token])
+@pytest.mark.parametrize("name", mostly_slow([name for name, facts in learning.ESTIMATORS.items() if facts.by_token]))
 def test_token_estimator_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path) -> None:
     """GAE's step is the one of PPO with a critic."""
     chosen = settings(tiny_model, estimator=name)
