@@ -151,9 +151,9 @@ def kill_marked(mark: str) -> None:
     gives up where processes are forked faster than they are killed. Without /proc it does nothing.
     """
     end = time.monotonic() + _KILL_SECONDS
-    looks = clean_looks = 0
-    while clean_looks < 2 and (looks < _KILL_LOOKS or time.monotonic() < end):
-        looks += 1
+    count = clean_looks = 0
+    while clean_looks < 2 and (count < _KILL_LOOKS or time.monotonic() < end):
+        count += 1
         clean_looks = 0 if _kill_marked_once(f"{MARK}={mark}".encode()) else clean_looks + 1
 
 
