@@ -74,8 +74,12 @@ def rows_of(source: str, at_most: int | None = None) -> list[Row]:
 
 def write_tasks(path: Path, name: str, inputs: Iterable[Row]) -> None:
     """Write tasks, a line of JSON each."""
-    lines = (json.dumps({"task_id": f"{name}-{number}", "input": dict(row)}) for number, row in enumerate(inputs))
-    path.write_text("".join(f"{line}\n" for line in lines))
+    write_rows(path, ({"task_id": f"{name}-{number}", "input": dict(row)} for number, row in enumerate(inputs)))
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows, a line of JSON each."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def layers(recipe: str, size: str, method: Method) -> list[Path]:

@@ -143,6 +143,15 @@ def _emptied_store(request: pytest.FixtureRequest) -> None:
             empty_store(settings)
 
 
+@pytest.fixture(scope="module")
+def guarded_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
+    """A store with a token to write and another to read."""
+    directory = tmp_path_factory.mktemp("tokens")
+    settings = store_settings(directory / "data", token="write", read_token="read")
+    with running_store(settings, directory / "log"):
+        yield settings
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the two-tools example's model: shared, so never written to."""

@@ -42,17 +42,17 @@ class State(TypedDict):
 
 
 def writing(text: str) -> list[AnyMessage]:
-    """What the writer is told."""
+    """Return the messages to the writer."""
     return [SystemMessage("write sql"), HumanMessage(text)]
 
 
 def checking(text: str, query: str) -> list[AnyMessage]:
-    """What the checker is told."""
+    """Return the messages to the checker."""
     return [SystemMessage("check sql"), HumanMessage(f"question : {text} sql : {query} : {outcome(query)}")]
 
 
 def rewriting(text: str, query: str, said: str) -> list[AnyMessage]:
-    """What the rewriter is told."""
+    """Return the messages to the rewriter."""
     return [SystemMessage("fix sql"), HumanMessage(f"question : {text} sql : {query} : {outcome(query)} checker : {said}")]
 
 
@@ -64,15 +64,15 @@ class SqlTeam:
     """Model of the writer and the rewriter."""
     checker: Callable[[], Runnable[Any, AIMessage]]
     writing: Callable[[Mapping[str, Any]], list[AnyMessage]]
-    """What the writer is told of a question."""
+    """Messages to the writer about a question."""
     checking: Callable[[Mapping[str, Any], str], list[AnyMessage]]
-    """What the checker is told of a question and a query."""
+    """Messages to the checker about a question and a query."""
     rewriting: Callable[[Mapping[str, Any], str, str], list[AnyMessage]]
-    """What the rewriter is told of a question, a query and what the checker said."""
+    """Messages to the rewriter about a question, a query and the checker's verdict."""
     is_checked: Callable[[str], bool]
-    """Whether a query, but the last one, is worth the checker's reading."""
+    """Decides whether a query, but the last one, goes to the checker."""
     accepts: Callable[[str], bool] = "ok".__eq__
-    """Whether the checker accepts, by its words."""
+    """Decides by the checker's verdict whether it accepts."""
     query: Callable[[str], str] = lambda reply: " ".join(reply.split())
     """The query in a reply; vLLM begins the text of a tokenizer of words with a space."""
     oracle: Callable[[Mapping[str, Any], str], str] | None = None
@@ -93,8 +93,8 @@ class SqlTeam:
 
     async def rewrite(self, state: State) -> Command[str]:
         """Mend the last query."""
-        told = self.rewriting(state["given"], state["queries"][-1], state["verdicts"][-1])
-        return self._after(self.query((await self.policy().ainvoke(told)).text), len(state["queries"]) + 1)
+        messages = self.rewriting(state["given"], state["queries"][-1], state["verdicts"][-1])
+        return self._after(self.query((await self.policy().ainvoke(messages)).text), len(state["queries"]) + 1)
 
     def _after(self, query: str, written: int) -> Command[str]:
         """A query, and where it goes: nowhere, where it is the last one or not worth checking."""
@@ -117,7 +117,7 @@ class SqlTeam:
 
 
 def _is_sayable(query: str) -> bool:
-    """Whether a query can be told to a model."""
+    """Return whether a model's vocabulary and length limit admit a query."""
     words = query.split()
     return 0 < len(words) < LONGEST and all(word in _WORDS for word in words)
 

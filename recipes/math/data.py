@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from examples.calculator.task import questions
-from recipes.recipe import Prepared, Recipe, Row, rows_of
+from recipes.recipe import Prepared, Recipe, Row, rows_of, write_rows
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 MALFORMED = -0.2
@@ -40,7 +39,7 @@ def write_small(directory: Path) -> dict[str, Any]:
     drawn = questions(0, 64)
     for name, part in (("train", drawn.train), ("test", drawn.held_out[:16])):
         rows = ({"question": row["text"], "answer": f"{row['start']} {row['steps']}\n#### {row['answer']}"} for row in part)
-        (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_rows(directory / f"{name}.jsonl", rows)
     return {"train": str(directory / "train.jsonl"), "held_out": str(directory / "test.jsonl")}
 
 

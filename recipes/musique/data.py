@@ -7,7 +7,6 @@ and a corpus. Invariant: unanswerable questions are left out; the agent never se
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 from examples.retrieval_qa.facts import CITIES, CITIES_HAVE, COUNTRIES, COUNTRIES_HAVE, facts
 from examples.retrieval_qa.task import f1
 from recipes.musique.retrieval import WORDS
-from recipes.recipe import CHECKOUT, Prepared, Recipe, Row, rows_of
+from recipes.recipe import CHECKOUT, Prepared, Recipe, Row, rows_of, write_rows
 from spangrad.processes import free_ports
 from spangrad.supervisor.service import ServiceSpec
 
@@ -56,7 +55,7 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:
     """Read the data set, write the corpus, and have it served."""
     train, held_out = (rows_of(source, arguments.rows) for source in (arguments.train, arguments.held_out))
     file = directory / "corpus.jsonl"
-    file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in corpus([*train, *held_out])))
+    write_rows(file, ({"text": text} for text in corpus([*train, *held_out])))
     inputs = tasks(train), tasks(held_out)
     if arguments.retrieval:
         return Prepared(*inputs, env={"RETRIEVAL_URL": arguments.retrieval})
@@ -102,7 +101,7 @@ def write_small(directory: Path) -> dict[str, Any]:
         for number, (question, answer) in enumerate([*single, *double])
     ]
     for name, part in (("train", rows), ("validation", rows[::6])):
-        (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
+        write_rows(directory / f"{name}.jsonl", part)
     return {"train": str(directory / "train.jsonl"), "held_out": str(directory / "validation.jsonl"), "embedder": WORDS}
 
 

@@ -79,8 +79,8 @@ def application(index: Index) -> web.Application:
     """Return the service of an index."""
 
     async def search(request: web.Request) -> web.Response:
-        asked = await request.json()
-        documents = await asyncio.to_thread(index.search, str(asked["query"]), int(asked["count"]))
+        body = await request.json()
+        documents = await asyncio.to_thread(index.search, str(body["query"]), int(body["count"]))
         return web.json_response({"documents": documents})
 
     async def health(request: web.Request) -> web.Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sqlite3
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recipes.recipe import Prepared, Recipe, Row, rows_of
+from recipes.recipe import Prepared, Recipe, Row, rows_of, write_rows
 from recipes.spider.database import rows, schema
 from spangrad.errors import AgentError
 
@@ -61,7 +60,7 @@ def write_small(directory: Path) -> dict[str, Any]:
     data = [{"db_id": "singers", "question": f"how many singers from {name}", "query": by_country(name)} for name in COUNTRIES]
     data += [{"db_id": "singers", "question": f"how many singers older than {age}", "query": by_age(age)} for age in AGES]
     for name, part in (("train", data), ("validation", data[::2])):
-        (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
+        write_rows(directory / f"{name}.jsonl", part)
     return {
         "train": str(directory / "train.jsonl"),
         "held_out": str(directory / "validation.jsonl"),

@@ -54,7 +54,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> ReportedFigures:
-    """What a check measures, for the report."""
+    """Figures that a check measures, for the report."""
     request.node.figures = {}
     return request.node.figures
 
@@ -95,8 +95,8 @@ def gpus() -> list[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": gpu.name, "memory_gb": round(gpu.total_memory / 1e9, 1), "capability": f"{gpu.major}.{gpu.minor}"} for gpu in found]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": gpu.name, "memory_gb": round(gpu.total_memory / 1e9, 1), "capability": f"{gpu.major}.{gpu.minor}"} for gpu in devices]
 
 
 @cache

@@ -47,15 +47,6 @@ def chgo() -> str:
     return binary("SPANGRAD_CHGO", "chgo")
 
 
-@pytest.fixture(scope="module")
-def guarded_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
-    """A store with a token to write and another to read."""
-    directory = tmp_path_factory.mktemp("tokens")
-    settings = store_settings(directory / "data", token="write", read_token="read")
-    with running_store(settings, directory / "log"):
-        yield settings
-
-
 def run_chgo(chgo: str, store: StoreSettings, sql: str, *flags: str, rows: str = "", token: str = "") -> subprocess.CompletedProcess[str]:
     url = f"http://default:{token}@127.0.0.1:{store.clickhouse_port}/default"
     return subprocess.run([chgo, *flags, url, sql], input=rows, capture_output=True, text=True, timeout=60, check=False)

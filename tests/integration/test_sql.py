@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,15 @@ from commands.inspection.sql import sql
 from spangrad.errors import StoreError
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.servers import running_store, store_settings
 
 CHANGES_NOTHING = "`spangrad sql` changes nothing: give one SELECT, SHOW or DESCRIBE, or send the statement with curl (docs/guides/sql.md)."
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
-    """A store that asks for tokens."""
-    directory = tmp_path_factory.mktemp("asked")
-    settings = store_settings(directory / "data", token="write", read_token="read")
-    with running_store(settings, directory / "log"):
-        yield settings
-
-
 @pytest.fixture(params=["token=write", "read_token=read"])
-def asked(request: pytest.FixtureRequest, guarded: StoreSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def asked(request: pytest.FixtureRequest, guarded_store: StoreSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Settings of who writes, and of who reads."""
     monkeypatch.chdir(tmp_path)
-    return [f"store.url={guarded.url}", f"store.{request.param}"]
+    return [f"store.url={guarded_store.url}", f"store.{request.param}"]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +32,8 @@ def asked(request: pytest.FixtureRequest, guarded: StoreSettings, monkeypatch: p
         "INSERT INTO spangrad_internal.claims SELECT * FROM spangrad_internal.claims",
     ],
 )
-def test_sql_command_changing_statement_is_refused_with_any_token(guarded: StoreSettings, asked: list[str], statement: str) -> None:
-    client = connect(guarded)
+def test_sql_command_changing_statement_is_refused_with_any_token(guarded_store: StoreSettings, asked: list[str], statement: str) -> None:
+    client = connect(guarded_store)
     tables = "SELECT name, uuid, metadata_modification_time FROM system.tables WHERE database = 'spangrad_internal' ORDER BY name"
     before = client.query(tables).result_rows
     with pytest.raises(StoreError) as refused:
@@ -70,8 +59,8 @@ def test_sql_command_query_is_answered_with_any_token(
     assert [line.strip() for line in capsys.readouterr().out.splitlines()] == printed
 
 
-def test_sql_command_with_write_token_accepts_settings(guarded: StoreSettings, capsys: pytest.CaptureFixture[str]) -> None:
-    sql("SELECT number FROM numbers(3) SETTINGS limit = 1", set_=[f"store.url={guarded.url}", "store.token=write"])
+def test_sql_command_with_write_token_accepts_settings(guarded_store: StoreSettings, capsys: pytest.CaptureFixture[str]) -> None:
+    sql("SELECT number FROM numbers(3) SETTINGS limit = 1", set_=[f"store.url={guarded_store.url}", "store.token=write"])
     assert capsys.readouterr().out.split() == ["number", "0"]
 
 
@@ -84,10 +73,10 @@ def test_sql_command_with_format_clause_raises(asked: list[str]) -> None:
 
 
 @pytest.mark.parametrize("shown", [[], ["store.token=other"]])
-def test_sql_command_with_missing_or_wrong_token_names_setting(guarded: StoreSettings, shown: list[str]) -> None:
+def test_sql_command_with_missing_or_wrong_token_names_setting(guarded_store: StoreSettings, shown: list[str]) -> None:
     with pytest.raises(StoreError) as refused:
-        sql("SELECT 1", set_=[f"store.url={guarded.url}", *shown])
+        sql("SELECT 1", set_=[f"store.url={guarded_store.url}", *shown])
     assert str(refused.value) == (
-        f"the span store at {guarded.url} asks for a token, and got none or a wrong one. Set store.token (SPANGRAD_STORE__TOKEN) to its"
-        " token, or store.read_token where you only ask."
+        f"the span store at {guarded_store.url} asks for a token, and got none or a wrong one. Set store.token (SPANGRAD_STORE__TOKEN) to "
+        "its token, or store.read_token where you only ask."
     )

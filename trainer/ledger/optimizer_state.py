@@ -26,7 +26,7 @@ def steps_since_state(ledger: Ledger, version: LedgerVersion) -> tuple[LedgerVer
         anew. The versions after it, up to `version`, oldest first; empty where it is `version` itself.
     """
     steps: list[LedgerVersion] = []
-    while has_trainers_state(ledger.database, version) and not checkpoint.has_state(Path(version.policy_version.path)):
+    while not checkpoint.has_state(Path(version.policy_version.path)) and has_trainers_state(ledger.database, version):
         steps.append(version)
         assert version.policy_version.parent is not None
         version = ledger.version(version.policy_version.parent)
