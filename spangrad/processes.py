@@ -147,8 +147,8 @@ def kill_marked(mark: str) -> None:
     """Send SIGKILL to every process but this one that has inherited a mark, with its group; safe to call in a signal handler.
 
     Processes are found in /proc, so that children that were just started, or whose parent has died, are killed as well. One look misses
-    what is forked during it, and a process within exec, whose environment is not there yet: it looks until it has seen none twice, and
-    gives up where processes are forked faster than they are killed. Without /proc it does nothing.
+    what is forked during it, and cannot tell of a process within exec, whose environment is not there yet: it looks until it has seen
+    neither twice, and gives up where processes are forked faster than they are killed. Without /proc it does nothing.
     """
     end = time.monotonic() + _KILL_SECONDS
     count = clean_looks = 0
@@ -158,13 +158,15 @@ def kill_marked(mark: str) -> None:
 
 
 def _kill_marked_once(variable: bytes) -> bool:
-    """Kill the processes that have a variable in their environment now, and return whether there were any."""
+    """Kill the processes that have a variable in their environment now; return whether there were any, or one that may have it soon."""
     own_pid, own_group = os.getpid(), os.getpgrp()
     any_there = False
     for path in Path("/proc").glob("[0-9]*/environ"):
         pid = int(path.parent.name)
         try:
-            if pid == own_pid or variable not in path.read_bytes().split(b"\0"):
+            environment = path.read_bytes()
+            any_there |= not environment and _is_starting(pid)
+            if pid == own_pid or variable not in environment.split(b"\0"):
                 continue
             any_there = True
             # A group dies at once: what a member forks meanwhile, too.
@@ -175,6 +177,24 @@ def _kill_marked_once(variable: bytes) -> bool:
         except OSError:
             continue  # it has ended meanwhile, or belongs to another user
     return any_there
+
+
+_STARTING_SECONDS = 2.0
+"""Age up to which a process without an environment may be within exec; an older one was started without."""
+_KERNEL_THREAD = 0x200000
+"""Flag of a kernel's thread, which has no environment (PF_KTHREAD)."""
+
+
+def _is_starting(pid: int) -> bool:
+    """Return whether a process began a moment ago, and is neither dead nor a kernel's thread, which have no environment either.
+
+    Raises:
+        OSError: it has ended meanwhile.
+    """
+    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    flags, began = int(fields[5]), int(fields[18]) / os.sysconf("SC_CLK_TCK")
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return state not in "ZX" and not flags & _KERNEL_THREAD and uptime - began < _STARTING_SECONDS
 
 
 @cache

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from spangrad import processes
 from spangrad.errors import SpangradError
 from spangrad.processes import MARK, Child, die_with_parent, free_ports, kill_marked, require_free_port, require_safe_bind, wait_until
 
@@ -137,6 +138,29 @@ def test_kill_marked_of_endless_forks_ends(monkeypatch: pytest.MonkeyPatch) -> N
     begin = time.monotonic()
     kill_marked("mark")
     assert (len(looks) >= 8, 0.4 <= time.monotonic() - begin < 10) == (True, True)
+
+
+def test_kill_marked_looks_again_while_a_process_may_be_within_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was just started without an environment looks like it."""
+    looks: list[bool] = []
+    look_once = processes._kill_marked_once
+
+    def counted(variable: bytes) -> bool:
+        looks.append(look_once(variable))
+        return looks[-1]
+
+    monkeypatch.setattr(processes, "_kill_marked_once", counted)
+    sleeper = subprocess.Popen(["sleep", "60"], env={})
+    try:
+        kill_marked(uuid.uuid4().hex)
+        assert (len(looks) >= 8, any(looks), sleeper.poll()) == (True, True, None), "it is looked for, and lives"
+        monkeypatch.setattr(processes, "_STARTING_SECONDS", 0.0)
+        looks.clear()
+        kill_marked(uuid.uuid4().hex)
+        assert looks == [False, False], "an older one has no environment for good"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def all_pids() -> list[int]:
