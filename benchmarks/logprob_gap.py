@@ -47,36 +47,12 @@ STATISTICS = ("logprob_gap_mean", "logprob_gap_p99", "logprob_gap_max", "probs_p
 
 def build_models(directory: Path) -> dict[str, Path]:
     """Write both models and return their directories by name."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from examples.two_tools.model import WORDS, build_model, word_tokenizer
+    from benchmarks.random_model import write_model
+    from examples.two_tools.model import build_model
 
     small, larger = directory / "two-tools", directory / "four-layers"
     build_model(small, 0)
-    tokenizer = word_tokenizer([*WORDS, *(f"w{number}" for number in range(8000 - len(WORDS)))])
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=1024,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=256,
-            tie_word_embeddings=False,
-            initializer_range=0.02,
-            bos_token_id=None,
-            eos_token_id=2,
-            pad_token_id=0,
-            dtype="float32",
-        )
-    )
-    torch.nn.init.normal_(model.lm_head.weight, std=HEAD_SPREAD)
-    model.save_pretrained(larger)
-    tokenizer.save_pretrained(larger)
+    write_model(larger, hidden=256, layers=4, words=8000, seed=0, head_spread=HEAD_SPREAD)
     return {"two-tools": small, "four-layers": larger}
 
 

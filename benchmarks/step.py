@@ -16,18 +16,20 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import polars as pl
 
+from benchmarks.random_model import write_model
 from benchmarks.scratch import exit_code, scratch
-from benchmarks.step_plain import PlainLoop, logprobs_of, write_model
+from benchmarks.step_plain import PlainLoop, load, logprobs_of
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import OptimSettings
-from trainer.data.batch import Batch, layout
+from trainer.data.batch import layout
 from trainer.data.merge import Sequences, merge, separate
 from trainer.optim.optimizer import VerlOptimizer
 
@@ -54,11 +56,12 @@ class Sizes:
 class Timed:
     """Steps of one kind."""
 
-    seconds: list[float]
-    losses: list[float]
-    norms: list[float]
-    mfu: float | None
-    """Model FLOP utilisation of the last step. None: the device has no known peak."""
+    seconds: list[float] = field(default_factory=list[float])
+    """Of the measured steps."""
+    losses: list[float] = field(default_factory=list[float])
+    norms: list[float] = field(default_factory=list[float])
+    mfu: list[float] = field(default_factory=list[float])
+    """Model FLOP utilisation. Empty: the device has no known peak."""
 
 
 def main() -> int:
@@ -99,7 +102,7 @@ def main() -> int:
         "ours": {
             **{f"{name}_tokens_per_s": figure["tokens_per_s"] for name, figure in figures.items()},
             "merge_ratio": round(merged.merge_ratio, 2),
-            "mfu": timed["merged"].mfu,
+            "mfu": next(reversed(timed["merged"].mfu), None),
         },
         "peer": peer,
         "ratio": {name: round(figure["tokens_per_s"] / peer["tokens_per_s"], 3) for name, figure in figures.items()},
@@ -114,9 +117,10 @@ def random_rows(model: Path, sizes: Sizes, words: int, seed: int) -> pl.DataFram
     random = np.random.default_rng(seed)
     rows = list[dict[str, object]]()
     added = sizes.response + sizes.observation
+    loaded = load(model)
     for rollout in range(sizes.rollouts):
         whole = random.integers(3, words, sizes.prompt + sizes.turns * added - sizes.observation).tolist()
-        logprobs = logprobs_of(model, whole)
+        logprobs = logprobs_of(loaded, whole)
         for turn in range(sizes.turns):
             begin = sizes.prompt + turn * added
             end = begin + sizes.response
@@ -138,28 +142,24 @@ def measure(model: Path, calls: Sequences, merged: Sequences, device_tokens: int
     unmerged, as_merged = VerlOptimizer(model, settings), VerlOptimizer(model, settings)
     kinds: dict[str, Callable[[], dict[str, float]]] = {
         "plain": plain.step,
-        "unmerged": _stepping(unmerged, layout(calls, lineage=[0])),
-        "merged": _stepping(as_merged, layout(merged, lineage=[0])),
+        "unmerged": partial(unmerged.step, layout(calls, lineage=[0])),
+        "merged": partial(as_merged.step, layout(merged, lineage=[0])),
     }
-    timed = {name: Timed([], [], [], None) for name in kinds}
+    timed = {name: Timed() for name in kinds}
     for at in range(rounds + 1):
         for name, step in kinds.items():
             began = time.perf_counter()
             metrics = step()
             seconds = time.perf_counter() - began
             each = timed[name]
-            timed[name] = Timed(
-                [*each.seconds, *([seconds] if at else [])],
-                [*each.losses, metrics["loss"]],
-                [*each.norms, metrics["grad_norm"]],
-                metrics.get("mfu"),
-            )
+            if at:
+                each.seconds.append(seconds)
+            each.losses.append(metrics["loss"])
+            each.norms.append(metrics["grad_norm"])
+            if "mfu" in metrics:
+                each.mfu.append(metrics["mfu"])
             print(f"step {at} {name}: {seconds:.2f} s", file=sys.stderr)
     return unmerged.device, timed
-
-
-def _stepping(optimizer: VerlOptimizer, batch: Batch) -> Callable[[], dict[str, float]]:
-    return lambda: optimizer.step(batch)
 
 
 def different(peer: Timed, ours: Timed, relative: float) -> int:

@@ -1,4 +1,4 @@
-"""The peer of `benchmarks.step`: an optimizer step as it is written with PyTorch and transformers alone, and the model of both.
+"""The peer of `benchmarks.step`: an optimizer step as it is written with PyTorch and transformers alone.
 
 In: the same sequences. Out: loss and gradient's norm of each step. Invariant: rows of similar lengths share a micro-batch, padded to the
 longest, within the same bound of tokens, so that the peer wastes no more on padding than it must.
@@ -11,42 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from trainer.data.merge import Sequences
+from trainer.optim.micro_batches import padded_partition
 
 CLIP = 0.2
 BETAS = (0.9, 0.95)
 
 
-def write_model(directory: Path, *, hidden: int, layers: int, words: int, seed: int) -> None:
-    """Write a random model of some size, with a tokenizer of as many words."""
-    from examples.two_tools.model import WORDS, word_tokenizer
-
-    torch.manual_seed(seed)
-    heads = max(1, hidden // 64)
-    config = LlamaConfig(
-        vocab_size=words,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
-        max_position_embeddings=32768,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    word_tokenizer([*WORDS, *(f"w{number}" for number in range(words - len(WORDS)))]).save_pretrained(directory)
+def load(model: Path) -> Any:
+    """Return the model of a directory in float32, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
-def logprobs_of(model: Path, ids: list[int]) -> list[float]:
+def logprobs_of(model: Any, ids: list[int]) -> list[float]:
     """Return the logprob (nats) of each token after those before it; 0 for the first."""
     with torch.inference_mode():
-        logits = _load(model)(torch.tensor([ids])).logits[0, :-1]
+        logits = model(torch.tensor([ids])).logits[0, :-1]
         chosen = torch.tensor(ids[1:])[:, None]
         return [0.0, *logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()]
 
@@ -58,11 +40,11 @@ class PlainLoop:
         """Load the model; rows are cut into micro-batches of at most `device_tokens` padded tokens."""
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._autocast = torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda")
-        self._model = _load(model).to(self._device)
+        self._model = load(model).to(self._device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
         self._clip_grad = clip_grad
         self._trained = rows.trained_tokens
-        self._micro_batches = [self._padded(rows, part) for part in partition(np.diff(rows.offsets), device_tokens)]
+        self._micro_batches = [self._padded(rows, part) for part in padded_partition(np.diff(rows.offsets).tolist(), device_tokens)]
 
     def step(self) -> dict[str, float]:
         """Pass all rows forward and backward, and step the weights; return loss and grad_norm (before clipping)."""
@@ -96,18 +78,3 @@ class PlainLoop:
         attention = padded(np.ones(len(rows.ids)), torch.long)
         old, advantages = padded(rows.logprobs, torch.float32), padded(rows.advantages, torch.float32)
         return ids, attention, mask[:, 1:], old[:, 1:], advantages[:, 1:]
-
-
-def partition(lengths: Any, limit: int) -> list[list[int]]:
-    """Divide rows among micro-batches, rows of similar lengths together, each within `limit` padded tokens."""
-    parts = list[list[int]]()
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= limit:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-    return parts
-
-
-def _load(model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

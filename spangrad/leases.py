@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from spangrad.processes import process_start
+
 Name = TypeVar("Name", bound=Hashable)
 BEATS = 4
 """Number of renewals in the duration of a lease: a few may fail before it expires."""
@@ -87,7 +89,7 @@ def this_process() -> str:
 
 def holder_of(pid: int) -> str:
     """Return HOST PID START TABLE, which shows users where a process runs, and identifies it and its process table to `is_dead`."""
-    return f"{socket.gethostname()} {pid} {_started(pid)} {_process_table()}"
+    return f"{socket.gethostname()} {pid} {process_start(pid)} {_process_table()}"
 
 
 def is_dead(holder: str) -> bool:
@@ -101,7 +103,7 @@ def is_dead(holder: str) -> bool:
         case [host, pid, started, table]:
             if host != socket.gethostname() or table != _process_table():
                 return False
-            start = _started(int(pid))
+            start = process_start(int(pid))
             return start != started if start is not None else not _in_use(int(pid))
         case _:
             return False
@@ -132,17 +134,6 @@ def _in_use(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _started(pid: int) -> str | None:
-    """Return a process's start, in ticks since boot; empty: it is a zombie or dead. None: /proc shows no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The name in brackets may hold anything; state is the third field, the start the 22nd.
-    fields = text.rpartition(")")[2].split()
-    return "" if fields[0] in {"Z", "X"} else fields[19]
 
 
 async def beat(lease_seconds: Callable[[], Iterable[float]], changed: asyncio.Event, renew: Callable[[], Awaitable[None]]) -> None:

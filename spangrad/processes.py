@@ -164,9 +164,11 @@ def _kill_marked_once(variable: bytes) -> bool:
     for path in Path("/proc").glob("[0-9]*/environ"):
         pid = int(path.parent.name)
         try:
+            if pid == own_pid:
+                continue
             environment = path.read_bytes()
             any_there |= not environment and _is_starting(pid)
-            if pid == own_pid or variable not in environment.split(b"\0"):
+            if variable not in environment.split(b"\0"):
                 continue
             any_there = True
             # A group dies at once: what a member forks meanwhile, too.
@@ -181,20 +183,29 @@ def _kill_marked_once(variable: bytes) -> bool:
 
 _STARTING_SECONDS = 2.0
 """Age up to which a process without an environment may be within exec; an older one was started without."""
-_KERNEL_THREAD = 0x200000
-"""Flag of a kernel's thread, which has no environment (PF_KTHREAD)."""
 
 
 def _is_starting(pid: int) -> bool:
-    """Return whether a process began a moment ago, and is neither dead nor a kernel's thread, which have no environment either.
+    """Return whether a process began a moment ago.
 
     Raises:
-        OSError: it has ended meanwhile.
+        OSError: it runs no program: it is dead, or a thread of the kernel's; they have no environment either.
     """
-    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    flags, began = int(fields[5]), int(fields[18]) / os.sysconf("SC_CLK_TCK")
+    Path(f"/proc/{pid}/exe").readlink()
     uptime = float(Path("/proc/uptime").read_text().split()[0])
-    return state not in "ZX" and not flags & _KERNEL_THREAD and uptime - began < _STARTING_SECONDS
+    start = process_start(pid)
+    return bool(start) and uptime - int(start) / os.sysconf("SC_CLK_TCK") < _STARTING_SECONDS
+
+
+def process_start(pid: int) -> str | None:
+    """Return a process's start, in ticks since boot; empty: it is a zombie or dead. None: /proc shows no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name in brackets may hold anything; state is the third field, the start the 22nd.
+    fields = text.rpartition(")")[2].split()
+    return "" if fields[0] in {"Z", "X"} else fields[19]
 
 
 @cache

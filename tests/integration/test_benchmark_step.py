@@ -6,14 +6,12 @@ import json
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from benchmarks import step
 from benchmarks.step import Timed, different
-from benchmarks.step_plain import partition
 
-TIMED = Timed([0.1], [0.5, 0.4], [2.0, 1.9], None)
+TIMED = Timed([0.1], [0.5, 0.4], [2.0, 1.9])
 
 
 def test_step_on_small_rows_reports_equal_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,11 +29,3 @@ def test_step_on_small_rows_reports_equal_losses_and_gradients(monkeypatch: pyte
 def test_different_counts_steps_that_differ(change: dict[str, list[float]]) -> None:
     assert different(TIMED, replace(TIMED, **change), 1e-3) == 1
     assert different(TIMED, TIMED, 0.0) == 0
-
-
-def test_partition_has_each_row_once_within_bound() -> None:
-    lengths = np.array([5, 9, 2, 9, 4])
-    parts = partition(lengths, 18)
-    assert sorted(row for part in parts for row in part) == [0, 1, 2, 3, 4]
-    assert all(len(part) * max(lengths[part]) <= 18 for part in parts)
-    assert len(parts) == 2

@@ -125,7 +125,7 @@ def test_is_dead_with_hidden_proc_asks_by_signal(monkeypatch: pytest.MonkeyPatch
     holder = this_process()
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
-    monkeypatch.setattr("spangrad.leases._started", lambda pid: None)
+    monkeypatch.setattr("spangrad.leases.process_start", lambda pid: None)
     assert not is_dead(holder), "its number is in use"
     host, _, started, table = holder.split(" ")
     assert is_dead(f"{host} {child.pid} {started} {table}")

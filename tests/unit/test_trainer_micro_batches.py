@@ -28,6 +28,14 @@ def test_padded_partition_with_units_tears_none_apart(rows: list[tuple[int, int]
     assert all(len(part) * max(lengths[row] for row in part) <= limit for part in crowded), "one unit alone may exceed it"
 
 
+def test_padded_partition_of_few_rows_makes_as_few_micro_batches_as_can_be():
+    lengths = [5, 9, 2, 9, 4]
+    parts = padded_partition(lengths, 18)
+    assert sorted(row for part in parts for row in part) == [0, 1, 2, 3, 4]
+    assert all(len(part) * max(lengths[row] for row in part) <= 18 for part in parts)
+    assert len(parts) == 2
+
+
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40), st.integers(0, 10))
 def test_split_to_makes_as_many_micro_batches_as_the_other_ranks_have(lengths: list[int], more: int):
     parts = padded_partition(lengths, 256)
