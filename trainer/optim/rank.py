@@ -24,10 +24,11 @@ from verl.utils import tensordict_utils as tu
 
 from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
-from trainer.optim import snapshots, staged_step
+from trainer.optim import staged_step
 from trainer.optim.pass_times import PassTimes
 from trainer.optim.process import quiet
-from trainer.optim.snapshots import EarlierWeights
+from trainer.optim.states import snapshots
+from trainer.optim.states.snapshots import EarlierWeights
 from trainer.publish import checkpoint
 from trainer.publish.lora import alone, kept, merged, require_adapters, weights_file
 

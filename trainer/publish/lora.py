@@ -7,7 +7,7 @@ Source: LoRA (https://arxiv.org/abs/2106.09685), section 4.1: W + alpha / r B A.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,41 @@ def merged(parameters: Mapping[str, Any], scaling: float) -> Iterator[tuple[str,
         if ".lora_" in name:
             continue
         weight = _full_tensor(value)
-        module, base, _ = name.partition(_BASE)
-        if base and module + _A in parameters and name.endswith(".weight"):
-            weight = weight + scaling * (_full_tensor(parameters[module + _B]) @ _full_tensor(parameters[module + _A]))
-        yield name.removeprefix(PREFIX).replace(_BASE, "."), weight
+        if pair := pair_of(name, parameters):
+            a, b = (_full_tensor(parameters[adapter]) for adapter in pair)
+            weight = weight + scaling * (b @ a)
+        yield merged_name(name), weight
 
 
 def alone(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield each A and B, without the weights that they adapt."""
     for name, value in parameters.items():
-        for in_model, in_file in ((_A, A), (_B, B)):
-            if name.endswith(in_model):
-                yield name.removesuffix(in_model) + in_file, _full_tensor(value)
+        if in_file := adapter_name(name):
+            yield in_file, _full_tensor(value)
+
+
+def pair_of(name: str, names: Container[str]) -> tuple[str, str] | None:
+    """Return the names of A and B that adapt a weight, in the model. None: no adapter does.
+
+    Args:
+        name: of the weight, in the model.
+        names: all tensors of the model.
+    """
+    module, base, _ = name.partition(_BASE)
+    return (module + _A, module + _B) if base and name.endswith(".weight") and module + _A in names else None
+
+
+def merged_name(name: str) -> str:
+    """Return the name of a weight without PEFT's additions."""
+    return name.removeprefix(PREFIX).replace(_BASE, ".")
+
+
+def adapter_name(name: str) -> str | None:
+    """Return the name in an adapter's file of a tensor of the model. None: it is no part of an adapter."""
+    for in_model, in_file in ((_A, A), (_B, B)):
+        if name.endswith(in_model):
+            return name.removesuffix(in_model) + in_file
+    return None
 
 
 def kept(parameters: Mapping[str, Any], settings: TrainerSettings) -> dict[str, Any]:

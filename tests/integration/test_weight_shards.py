@@ -1,0 +1,100 @@
+"""Parts of a model's weights on gloo ranks: together they are each tensor once, word by word that of the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from spangrad.errors import SettingsError
+from tests.support.policies import trainer_settings
+from tests.support.ranks import odd_module, on_ranks, sharded
+from trainer.optim.weight_shards import own_parts, row_range
+
+SHAPES: tuple[tuple[int, ...], ...] = ((4,), (2, 2), (4, 1), ())
+"""Meshes of four ranks: all shards, two replicas of two shards, four replicas, no mesh."""
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "merged": {"lora__rank": 2, "lora__alpha": 3},
+    "alone": {"lora__rank": 2, "weight_sync__method": "adapter"},
+}
+Part = tuple[str, tuple[int, ...], int, NDArray[np.float32]]
+
+
+def all_parts() -> dict[tuple[str, tuple[int, ...]], list[Part]]:
+    """Return this rank's parts by kind and mesh, and under the mesh (1,) those of the unsharded model in one process."""
+    parts: dict[tuple[str, tuple[int, ...]], list[Part]] = {}
+    for kind, changes in KINDS.items():
+        for shape in SHAPES:
+            module = sharded(odd_module(adapted=kind != "plain"), shape)
+            taken = list(own_parts(module, trainer_settings(**changes)))
+            parts[kind, shape] = [(part.name, part.shape, part.first, part.words.numpy().copy()) for part in taken]
+    return parts
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[tuple[str, tuple[int, ...]], list[Part]]]:
+    return on_ranks(4, all_parts)
+
+
+def whole(kind: str) -> dict[str, NDArray[np.float32]]:
+    parts = own_parts(odd_module(adapted=kind != "plain"), trainer_settings(**KINDS[kind]))
+    return {part.name: part.words.numpy().reshape(part.shape) for part in parts}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_parts_of_all_ranks_are_each_word_once(ranks: list[dict[Any, list[Part]]], kind: str, shape: tuple[int, ...]) -> None:
+    expected, taken = whole(kind), [rank[kind, shape] for rank in ranks]
+    assert all([part[:2] for part in parts] == [(name, value.shape) for name, value in expected.items()] for parts in taken)
+    joined = {name: np.full(value.size, np.nan, np.float32) for name, value in expected.items()}
+    for name, _, first, words in (part for parts in taken for part in parts):
+        assert np.isnan(joined[name][first : first + words.size]).all(), f"two ranks have words of {name}"
+        joined[name][first : first + words.size] = words.ravel()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(joined[name], value.ravel(), err_msg=name)
+
+
+def test_own_parts_names_are_those_of_files() -> None:
+    names = list(whole("merged"))
+    assert "layers.0.q_proj.weight" in names
+    assert "layers.0.mlp.experts.2.up_proj.weight" in names
+    assert "head.weight" not in names, "tied with another"
+    assert list(whole("alone")) == ["layers.0.q_proj.lora_A.weight", "layers.0.q_proj.lora_B.weight"]
+
+
+def test_own_parts_divides_replicated_tensors_evenly(ranks: list[dict[Any, list[Part]]]) -> None:
+    words = [sum(part[3].size for part in rank["plain", ()]) for rank in ranks]
+    assert max(words) < 2 * sum(words) / 4
+
+
+def test_own_parts_of_tensor_sharded_by_columns_raises() -> None:
+    assert on_ranks(2, columns) == ["weight is placed as S(1), and weights are read where they are sharded along dimension 0."] * 2
+
+
+def columns() -> str:
+    """Return the error of a model that is sharded along dimension 1, but for its remedy."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    module = nn.Linear(4, 4, bias=False)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=lambda _: Shard(1))
+    with pytest.raises(SettingsError) as raised:
+        list(own_parts(module, trainer_settings()))
+    return str(raised.value).partition(" Remove")[0]
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_row_range_divides_rows_as_pytorch_does(rows: int, ranks: int) -> None:
+    import torch
+
+    chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)] if rows else []
+    ranges = [row_range(rows, ranks, number) for number in range(ranks)]
+    assert [count for _, count in ranges] == chunks + [0] * (ranks - len(chunks))
+    assert [first for first, _ in ranges] == [min(sum(chunks[:number]), rows) for number in range(ranks)]

@@ -1,0 +1,1 @@
+"""States of the models of a rank: copies in main memory, and files."""

@@ -1,0 +1,171 @@
+"""This rank's own parts of the policy's weights, without a tensor of which it would hold the whole.
+
+In: verl's module of one rank. Out: parts of tensors by Hugging Face's names, in float32. Invariant: each word of each tensor is in the part
+of exactly one rank; every rank yields the same names in the same order. Only A of an adapter that is merged is gathered.
+
+FSDP2 shards along dimension 0, so a part is a range of rows, and one range of bytes in a file. What several ranks hold alike is divided
+among them, also by rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from spangrad.errors import SettingsError
+from spangrad.settings import TrainerSettings
+from trainer.publish.lora import adapter_name, merged_name, pair_of
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """Rows of a tensor that one rank answers for."""
+
+    name: str
+    """Name of the tensor in a file: Hugging Face's, or PEFT's for adapters alone."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    first: int
+    """Number of the part's first word in the whole tensor, row by row."""
+    words: torch.Tensor
+    """Rows in float32, contiguous, on the device of the shard; they may share its memory. Empty: the rank has none of this tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a tensor that one rank answers for."""
+
+    shape: tuple[int, ...]
+    first: int
+    """Number of the first row."""
+    values: torch.Tensor
+
+
+def own_parts(module: Any, settings: TrainerSettings) -> Iterator[WeightPart]:
+    """Yield this rank's part of each of the policy's parameters, tied ones once, adapters merged or alone; collective for merged ones.
+
+    Args:
+        module: the model, sharded along dimension 0 or replicated.
+        settings: trainer.lora and trainer.weight_sync.method decide about adapters.
+
+    Raises:
+        SettingsError: a tensor is sharded along another dimension.
+    """
+    state: Mapping[str, Any] = module.state_dict()
+    if settings.weight_sync.method == "adapter":
+        tensors = ((in_file, _own_rows(name, value)) for name, value in state.items() if (in_file := adapter_name(name)))
+    elif settings.lora.rank:  # verl would merge them too, in bfloat16
+        tensors = _merged(state, settings.lora.alpha / settings.lora.rank)
+    else:
+        tensors = ((name, _own_rows(name, value)) for name, value in _renamed(state, module).items())
+    tied = getattr(module, "all_tied_weights_keys", None) or {}
+    fused = getattr(getattr(module, "config", None), "model_type", None) == "gpt_oss"  # its files hold all experts in one tensor
+    for name, rows in tensors:
+        if name not in tied:
+            yield from _parts(name, rows, fused=fused)
+
+
+def row_range(rows: int, ranks: int, number: int) -> tuple[int, int]:
+    """Return the first row and the number of rows of one rank, as `torch.chunk` divides them: the last ranks may have fewer, or none.
+
+    Args:
+        rows: of the tensor.
+        ranks: number of ranks that divide it.
+        number: of the rank.
+    """
+    size = -(-rows // ranks)
+    first = min(number * size, rows)
+    return first, min(size, rows - first)
+
+
+def _own_rows(name: str, value: Any) -> _Rows:
+    """Return the rows that this rank answers for, in float32."""
+    shape = tuple(value.shape)
+    rows = shape[0] if shape else 1
+    first, count = 0, rows
+    replicas = [(torch.distributed.get_world_size(), torch.distributed.get_rank())] if torch.distributed.is_initialized() else []
+    held = value.detach()
+    if isinstance(value, DTensor):
+        held, coordinate, replicas = value.to_local().detach(), value.device_mesh.get_coordinate(), list[tuple[int, int]]()
+        assert coordinate is not None
+        for size, number, placement in zip(value.device_mesh.shape, coordinate, value.placements, strict=True):
+            if type(placement) is Replicate:
+                replicas.append((size, number))
+            elif type(placement) is Shard and placement.dim == 0:
+                offset, count = row_range(count, size, number)
+                first += offset
+            else:
+                raise SettingsError(
+                    f"{name} is placed as {placement}, and weights are read where they are sharded along dimension 0. Remove what changes "
+                    "that from trainer.verl."
+                )
+    held = held.reshape(held.shape or (1,))
+    for size, number in replicas:
+        offset, count = row_range(count, size, number)
+        first, held = first + offset, held[offset : offset + count]
+    return _Rows(shape, first, held.float().contiguous())
+
+
+def _merged(state: Mapping[str, Any], scaling: float) -> Iterator[tuple[str, _Rows]]:
+    """Yield the rows of each weight, with those of its adapter added; collective."""
+    for name, value in state.items():
+        if ".lora_" in name:
+            continue
+        rows = _own_rows(name, value)
+        if pair := pair_of(name, state):
+            a = _whole(state[pair[0]]).to(rows.values.device)
+            b = _same_rows(pair[1], state[pair[1]], value, rows).to(rows.values.device)
+            rows = _Rows(rows.shape, rows.first, rows.values + scaling * (b @ a))
+        yield merged_name(name), rows
+
+
+def _same_rows(name: str, value: Any, other: Any, rows: _Rows) -> torch.Tensor:
+    """Return the rows of a tensor that this rank has of another one; collective where the two are sharded differently."""
+    if _placement(value) == _placement(other):
+        return _own_rows(name, value).values
+    return _whole(value)[rows.first : rows.first + len(rows.values)]
+
+
+def _placement(value: Any) -> Any:
+    return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+
+
+def _whole(value: Any) -> torch.Tensor:
+    """Return a small tensor, gathered, in float32; collective."""
+    if not isinstance(value, DTensor):
+        return value.detach().float()
+    own: Any = value.detach().to(value.device_mesh.device_type)  # a shard that is offloaded is in main memory
+    return own.full_tensor().float()
+
+
+def _renamed(state: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
+    """Return tensors by the names that a model's files have, where its class names them otherwise in memory."""
+    if not hasattr(module, "_checkpoint_conversion_mapping"):
+        return state
+    from verl.utils.model import convert_weight_keys
+
+    return convert_weight_keys(dict(state), module)
+
+
+def _parts(name: str, rows: _Rows, *, fused: bool) -> Iterator[WeightPart]:
+    """Yield a part, or those of each expert where the model holds experts in one tensor and its files do not.
+
+    Source: `unfuse_moe_params` of verl, whose names and order these are.
+    """
+    stem, _, kind = name.rpartition(".")
+    if fused or len(rows.shape) != 3 or not stem.endswith(".mlp.experts") or kind not in {"gate_up_proj", "down_proj"}:
+        yield WeightPart(name, rows.shape, rows.first * math.prod(rows.shape[1:]), rows.values)
+        return
+    experts, height, width = rows.shape
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    height //= len(names)
+    for expert in range(experts):
+        own = 0 <= expert - rows.first < len(rows.values)
+        for number, projection in enumerate(names):
+            held = rows.values[expert - rows.first, number * height : (number + 1) * height] if own else rows.values.new_empty(0, width)
+            yield WeightPart(f"{stem}.{expert}.{projection}.weight", (height, width), 0, held)
