@@ -33,6 +33,7 @@ from spangrad.processes import free_ports
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
+from spangrad.supervisor.launcher import launch_without_settings
 from spangrad.supervisor.run_directory import fresh_directory
 from spangrad.supervisor.supervisor import Supervisor
 from spangrad.supervisor.training_services import training_services
@@ -126,7 +127,7 @@ def measure(directory: Path, load: Load, max_staleness: int) -> Measured:
         _write_tasks(directory / "tasks.jsonl")
         times = directory / "steps.jsonl"
         with Supervisor(
-            _services(directory, settings, load, times), lambda text: print(text, file=sys.stderr), inherit_settings=False
+            _services(directory, settings, load, times), lambda text: print(text, file=sys.stderr), launch=launch_without_settings
         ) as services:
             services.start(120)
             whole = load.warm_up + load.steps

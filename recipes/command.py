@@ -25,6 +25,7 @@ from spangrad.errors import SettingsError, SpangradError
 from spangrad.processes import free_ports, own_command
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
+from spangrad.supervisor.launcher import launch_without_settings
 from spangrad.supervisor.run_directory import RunDirectory, fresh_directory
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
@@ -180,7 +181,7 @@ def _serve(recipe: Recipe, arguments: argparse.Namespace, owned: RunDirectory, s
     services = services_of(recipe, owned.path, settings, prepared)
     publisher, version = Publisher(settings.gateway), 0
     policy = NEVER if arguments.tiny else RestartPolicy()
-    with Supervisor(services, report, policy=policy, inherit_settings=False) as supervisor:
+    with Supervisor(services, report, policy=policy, launch=launch_without_settings) as supervisor:
         while steps is None or version < steps:
             supervisor.poll()
             owned.publish({"services": supervisor.status(), "ready": supervisor.are_ready})

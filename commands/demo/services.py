@@ -17,6 +17,7 @@ from commands.demo.settings import SETTINGS
 from spangrad.errors import SpangradError
 from spangrad.processes import die_with_parent, own_command
 from spangrad.settings import Settings
+from spangrad.supervisor.launcher import launch_without_settings
 from spangrad.supervisor.service import ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
 from spangrad.supervisor.training_services import training_services
@@ -94,7 +95,8 @@ class TrainingSupervisor(Supervisor):
         model: Sequence[str] = (),
     ) -> None:
         """Store the arguments, those of `demo_services` and of `Supervisor`; `start` starts the services."""
-        super().__init__(demo_services(directory, settings, otelcol, further_engines, model), on_event, inherit_settings=False)
+        services = demo_services(directory, settings, otelcol, further_engines, model)
+        super().__init__(services, on_event, launch=launch_without_settings)
         self.directory = directory
         self._gateway = settings.gateway
 

@@ -14,6 +14,7 @@ from examples.prompt_optimisation.models import serving
 from examples.prompt_optimisation.task import FIRST_PROMPT, tasks
 from spangrad.processes import free_ports, own_command
 from spangrad.settings.sources import explain_settings
+from spangrad.supervisor.launcher import launch_without_settings
 from spangrad.supervisor.run_directory import fresh_directory
 from spangrad.supervisor.service import ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
@@ -74,7 +75,7 @@ def _run(directory: Path, seed: int) -> dict[str, object]:
         services = [
             ServiceSpec(name, tuple(own_command(name, "--config", str(file))), directory / f"{name}.log", url) for name, url in urls.items()
         ]
-        stack.enter_context(Supervisor(services, print, inherit_settings=False)).start(60)
+        stack.enter_context(Supervisor(services, print, launch=launch_without_settings)).start(60)
         _spangrad(file, "prompt", "put", "dates", str(directory / "first.txt"))
         files = ["--tasks", str(directory / "tasks.jsonl"), "--held-out", str(directory / "held_out.jsonl")]
         judge = ["--evaluator", "examples.prompt_optimisation.task:score", "--directory", str(CHECKOUT)]

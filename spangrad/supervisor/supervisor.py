@@ -13,14 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from spangrad.errors import SpangradError
-from spangrad.leases import holder_of
-from spangrad.processes import Child, answers
+from spangrad.processes import answers
+from spangrad.supervisor.launcher import Launcher, LocalProcess, ServiceProcess
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, ServiceState, cause_of, start_order
 
 _PROVEN_SECONDS = 20.0
 """Time in operation after which a service without a URL counts as one that was ready, in seconds."""
-_LOG_BYTES = 1 << 18
-"""Bytes at the end of a log in which the cause of a failure is searched."""
 _ENDED = {ServiceState.FAILED, ServiceState.DONE, ServiceState.STOPPED}
 
 
@@ -30,7 +28,7 @@ class _Supervised:
 
     service: ServiceSpec
     state: ServiceState = ServiceState.WAITING
-    child: Child | None = None
+    process: ServiceProcess | None = None
     failures: int = 0
     """Failures in a row."""
     restarts: int = 0
@@ -40,12 +38,10 @@ class _Supervised:
     checked: float = 0.0
     due: float = 0.0
     """Time of the next start, where it is restarted."""
-    log_start: int = 0
-    """Size of the log when the process was started, in bytes."""
     cause: str = ""
     """Cause of its last failure."""
     holder: str = ""
-    """Process that was started last, as `spangrad.leases.is_dead` knows it; empty: none was."""
+    """Process that was started last, as `spangrad.leases.is_dead` knows it; empty: none was, or it is not on this machine."""
 
     @property
     def serves(self) -> bool:
@@ -54,7 +50,7 @@ class _Supervised:
 
 
 class Supervisor:
-    """Services of one machine; a context manager that stops them at its end.
+    """Services, wherever their launcher starts them; a context manager that stops them at its end.
 
     All calls come from one thread, since Linux ends the services with the thread that started them.
     """
@@ -65,7 +61,7 @@ class Supervisor:
         on_event: Callable[[str], None],
         *,
         policy: RestartPolicy = NEVER,
-        inherit_settings: bool = True,
+        launch: Launcher = LocalProcess,
     ) -> None:
         """Store the arguments; `start` or `poll` starts the services.
 
@@ -73,12 +69,12 @@ class Supervisor:
             services: services to run.
             on_event: called with a line of text about each change.
             policy: rule for services that end.
-            inherit_settings: False hides this process's SPANGRAD_ variables from the services.
+            launch: starts the process of a service.
         """
         self._all = {service.name: _Supervised(service) for service in start_order(tuple(services))}
         self._on_event = on_event
         self._policy = policy
-        self._inherit_settings = inherit_settings
+        self._launch = launch
 
     def __enter__(self) -> Self:
         """Start nothing yet, so that `__exit__` stops what an interrupted start has started."""
@@ -103,13 +99,14 @@ class Supervisor:
         return all(supervised.serves for supervised in self._all.values())
 
     def status(self) -> list[dict[str, Any]]:
-        """Return name, state, process, seconds in the state, restarts, cause of the last failure and log file of each service."""
+        """Return name, state, process, node, seconds in the state, restarts, cause of the last failure and log file of each service."""
         now = time.monotonic()
         return [
             {
                 "name": name,
                 "state": supervised.state.value,
-                "pid": supervised.child.process.pid if supervised.child and supervised.child.running else None,
+                "pid": supervised.process.pid if supervised.process and supervised.process.exit_code is None else None,
+                "node": supervised.process.node if supervised.process else "",
                 "holder": supervised.holder,
                 "seconds": round(now - supervised.since, 1),
                 "restarts": supervised.restarts,
@@ -157,19 +154,21 @@ class Supervisor:
         for supervised in self._all.values():
             if supervised.state in _ENDED:
                 continue
-            if supervised.child and not supervised.child.running:
-                self._ended(supervised, supervised.child)
+            process = supervised.process
+            if process and (code := process.exit_code) is not None:
+                self._ended(supervised, process, code)
             elif self._is_due(supervised):
                 self._spawn(supervised)
-            elif supervised.child:
-                self._check_health(supervised)
+            elif process:
+                supervised.holder = process.holder
+                self._check_health(supervised, process)
 
     def stop(self, name: str) -> None:
         """Stop one service for good, and wait until it has ended."""
         supervised = self._all[name]
-        if supervised.child:
-            supervised.child.stop()
-            supervised.child = None
+        if supervised.process:
+            supervised.process.stop()
+            supervised.process = None
         if supervised.state not in _ENDED:
             self._enter(supervised, ServiceState.STOPPED)
 
@@ -188,17 +187,16 @@ class Supervisor:
     def _spawn(self, supervised: _Supervised) -> None:
         service = supervised.service
         supervised.restarts += supervised.state is ServiceState.RESTARTING
-        supervised.log_start = service.log.stat().st_size if service.log.exists() else 0
         self._on_event(f"starting {service.name}")
         self._enter(supervised, ServiceState.STARTING)
-        supervised.child = Child(service.name, service.command, service.log, service.env, inherit_settings=self._inherit_settings)
-        supervised.holder = holder_of(supervised.child.process.pid)
+        supervised.process = self._launch(service)
+        supervised.holder = supervised.process.holder
 
-    def _check_health(self, supervised: _Supervised) -> None:
-        if supervised.service.ends:
+    def _check_health(self, supervised: _Supervised, process: ServiceProcess) -> None:
+        if supervised.service.ends or process.pid is None:
             return
         now = time.monotonic()
-        url = supervised.service.ready_url
+        url = process.ready_url
         if supervised.state is not ServiceState.STARTING and now - supervised.checked < self._policy.health_seconds:
             return
         supervised.checked = now
@@ -215,16 +213,15 @@ class Supervisor:
         elif healthy and supervised.failures and now - supervised.since > self._policy.settled_seconds:
             supervised.failures = 0
 
-    def _ended(self, supervised: _Supervised, child: Child) -> None:
-        code = child.process.returncode
-        child.stop(0)  # what is left of its group
-        supervised.child = None
+    def _ended(self, supervised: _Supervised, process: ServiceProcess, code: int) -> None:
+        process.stop(0)  # what is left of its group
+        supervised.process = None
         if code == 0:
             self._on_event(f"{supervised.service.name} is done ({time.monotonic() - supervised.since:.1f} s)")
             self._enter(supervised, ServiceState.DONE)
             return
         supervised.failures += 1
-        supervised.cause = self._cause(supervised) or f"exit code {code}"
+        supervised.cause = cause_of(process.log_end()) or f"exit code {code}"
         if self._policy.restarts(code, supervised.failures, was_ready=supervised.was_ready):
             delay = self._policy.delay(supervised.failures)
             supervised.due = time.monotonic() + delay
@@ -233,12 +230,6 @@ class Supervisor:
         else:
             self._on_event(self.failure(supervised.service.name))
             self._enter(supervised, ServiceState.FAILED)
-
-    def _cause(self, supervised: _Supervised) -> str:
-        with supervised.service.log.open("rb") as log:
-            size = log.seek(0, 2)
-            log.seek(max(supervised.log_start, size - _LOG_BYTES))
-            return cause_of(log.read().decode(errors="replace"))
 
     def _enter(self, supervised: _Supervised, state: ServiceState) -> None:
         supervised.state = state

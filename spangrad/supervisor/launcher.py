@@ -1,0 +1,96 @@
+"""Launcher of services: where the process of a service runs, and what the supervisor knows of it.
+
+In: a service. Out: its process. Invariant: a process ends with the process of the supervisor, whichever launcher started it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from spangrad.leases import holder_of
+from spangrad.processes import Child
+from spangrad.supervisor.service import ServiceSpec
+
+_LOG_BYTES = 1 << 18
+"""Bytes at the end of a log in which the cause of a failure is searched."""
+
+
+class ServiceProcess(Protocol):
+    """Process of a service, on this machine or another."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return the exit code; None: it runs, or is about to."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Return its id on its machine; None: it has none yet."""
+        ...
+
+    @property
+    def holder(self) -> str:
+        """Return the process as `spangrad.leases.is_dead` knows it; empty: it is on another machine, whose processes are not seen."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """Return the address of its machine; empty: this one."""
+        ...
+
+    @property
+    def ready_url(self) -> str | None:
+        """Return the URL that answers with status 200 once it is ready. None: it is ready when it runs."""
+        ...
+
+    def log_end(self) -> str:
+        """Return the end of the log that it has written since its start."""
+        ...
+
+    def stop(self, grace_seconds: float = 15) -> None:
+        """Ask it to end, then end it and its children; idempotent."""
+        ...
+
+
+Launcher = Callable[[ServiceSpec], ServiceProcess]
+"""Start of a service's process."""
+
+
+class LocalProcess:
+    """Process of a service on this machine: a child of this process, which must be started and watched by one thread."""
+
+    def __init__(self, service: ServiceSpec, *, inherit_settings: bool = True) -> None:
+        """Start the service.
+
+        Args:
+            service: service to start.
+            inherit_settings: False hides this process's SPANGRAD_ variables from it.
+        """
+        self._log_start = service.log.stat().st_size if service.log.exists() else 0
+        self._child = Child(service.name, service.command, service.log, service.env, inherit_settings=inherit_settings)
+        self.pid = self._child.process.pid
+        self.holder = holder_of(self.pid)
+        self.node = ""
+        self.ready_url = service.ready_url
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return the exit code; None: it runs."""
+        return self._child.process.poll()
+
+    def log_end(self) -> str:
+        """Return the end of the log that it has written since its start."""
+        with self._child.log.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(max(self._log_start, size - _LOG_BYTES))
+            return log.read().decode(errors="replace")
+
+    def stop(self, grace_seconds: float = 15) -> None:
+        """Ask it to end, then end it and its children; idempotent."""
+        self._child.stop(grace_seconds)
+
+
+def launch_without_settings(service: ServiceSpec) -> LocalProcess:
+    """Start a service that does not see this process's SPANGRAD_ variables, because its settings are in a file already."""
+    return LocalProcess(service, inherit_settings=False)
