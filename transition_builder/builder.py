@@ -178,7 +178,7 @@ class Builder:
 
     def _look(self, summary: Summary, *, sweeps: bool = False) -> None:
         """Remember what ended or is out of date, and all else that arrived, for later; build what is complete of training."""
-        self._claims.renew()
+        self._claims.begin()
         self._known.forget()
         self._discovery.begin(self._reader.as_of or self._clock(), sweeps=sweeps)
         if self._discovery.is_first:

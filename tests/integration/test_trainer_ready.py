@@ -121,6 +121,22 @@ def test_ready_without_arrivals_reads_no_history(settings: Settings, world: Buil
     assert "b.IngestedAt >=" in asked[0]
 
 
+def test_ready_of_group_whose_rollouts_all_arrived_is_known_by_one_statement(
+    settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = GroupReader(world.client, settings)
+    world.group("a", [1.0], size=2)
+    assert source.ready() == []
+    asked: list[str] = []
+    query: Callable[..., object] = world.client.query
+    world.group("a", [0.0], size=2, RolloutId="a-later")
+    world.group("b", [1.0, 0.0])
+    monkeypatch.setattr(world.client, "query", lambda text, **options: asked.append(text) or query(text, **options))
+    assert names(source.ready()) == names(GroupReader(world.client, settings).ready()) == ["a", "b"]
+    assert len([text for text in asked if "b.IngestedAt >=" in text]) == 1 + 1, "the second reader reads all of history"
+    assert len(asked) == 1 + 3
+
+
 def test_ready_asks_store_for_builds_only_when_lately_arrived_or_to_sweep(
     settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ A row is dated when its insert begins and is seen when that ends. So each poll r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from spangrad.store.clickhouse import batches as batches_of_keys
@@ -43,7 +43,8 @@ HAVING uniqExact(RolloutId) >= max(GroupSize)
 """
 _COMPARED = "AND GroupId IN (SELECT GroupId FROM {builds} AS greedy WHERE Mode = '" + Mode.GREEDY.value + "')"
 _ARRIVED = f"""
-SELECT toUnixTimestamp64Micro(now64(6)), groupUniqArray((b.RolloutId, b.Revision, toUnixTimestamp64Micro(b.IngestedAt), b.GroupId))
+SELECT toUnixTimestamp64Micro(now64(6)),
+    groupUniqArray((b.RolloutId, b.Revision, toUnixTimestamp64Micro(b.IngestedAt), b.Mode, b.GroupId, b.GroupSize))
 FROM spangrad_internal.builds AS b
 WHERE {THIS_RUN} AND Mode IN %(read)s AND b.IngestedAt >= fromUnixTimestamp64Micro({{since}}){{until}}
 """
@@ -51,14 +52,17 @@ _GROUPS = f"SELECT DISTINCT GroupId FROM spangrad_internal.builds WHERE {THIS_RU
 _OF_GROUPS = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {THIS_RUN} AND GroupId IN {{groups}})"
 
 
-class _Row(NamedTuple):
+class BuiltRow(NamedTuple):
     """Revision of a rollout."""
 
     rollout: str
     revision: int
     dated: int
     """Start of its insert, in microseconds of the store's clock."""
+    mode: str
     group: str
+    size: int
+    """Number of rollouts of the whole group; 0: unknown."""
 
 
 class BuiltGroups:
@@ -83,7 +87,7 @@ class BuiltGroups:
         self._swept = 0
         self._next_sweep = 0.0
         """Time of the next sweep, in seconds of the monotonic clock."""
-        self._seen: set[_Row] = set()
+        self._seen: set[BuiltRow] = set()
 
     def poll(self, *, arrived: bool = True) -> list[Key]:
         """Return the groups that are whole now, in the order in which they became so; the same list as long as they are the same.
@@ -118,17 +122,24 @@ class BuiltGroups:
         self._reads_until = self._swept = int(now)
         self._next_sweep, self._seen = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, seen
 
-    def _arrived(self, since: int) -> tuple[int, set[_Row]]:
+    def _arrived(self, since: int) -> tuple[int, set[BuiltRow]]:
         """Return the store's time, and the rows dated since `since` (microseconds since 1970)."""
         until = f" AND {until_sql(self._as_of)}" if self._as_of else ""
         ((now, rows),) = self._rows(_ARRIVED.format(since=since, until=until))
-        return int(now), {_Row(str(rollout), int(revision), int(dated), str(group)) for rollout, revision, dated, group in rows}
+        return int(now), {
+            BuiltRow(str(rollout), int(revision), int(dated), str(mode), str(group), int(size))
+            for rollout, revision, dated, mode, group, size in rows
+        }
 
     def _read_arrived(self, whole: dict[Key, int]) -> None:
         sweeps = time.monotonic() >= self._next_sweep
         now, arrived = self._arrived(self._swept - _SWEEP_OVERLAP if sweeps else self._reads_until - _OVERLAP)
         new = arrived - self._seen
-        groups = {row.group for row in new}
+        complete = {} if self._greedy else whole_by_rows(new, self._seen | arrived)
+        if complete:
+            whole.update(complete)
+            self._sorted = None
+        groups = {row.group for row in new if (row.mode, row.group) not in complete}
         # An earlier revision may have been in another group, which has lost the rollout.
         for rollouts in batches_of_keys(row.rollout for row in new if row.revision):
             groups |= {group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))}
@@ -152,3 +163,20 @@ class BuiltGroups:
         builds = builds_sql(self._as_of, where)
         rows = self._rows(_WHOLE.format(builds=builds, compared=_COMPARED.format(builds=builds) if self._greedy else ""))
         return {(str(mode), str(group)): int(at) for mode, group, at in rows}
+
+
+def whole_by_rows(new: Collection[BuiltRow], known: Collection[BuiltRow]) -> dict[Key, int]:
+    """Return the groups of `new` rows that are whole by the `known` ones, which need not be all of their rows, and since when.
+
+    A group with a rollout that was built anew is left out: the rollout may have moved there.
+    """
+    groups: dict[Key, list[BuiltRow]] = {(row.mode, row.group): [] for row in new}
+    for row in known:
+        if (row.mode, row.group) in groups:
+            groups[row.mode, row.group].append(row)
+    anew = {row.rollout for row in known if row.revision}
+    return {
+        key: max(row.dated for row in rows)
+        for key, rows in groups.items()
+        if 0 < max(row.size for row in rows) <= len({row.rollout for row in rows}) and anew.isdisjoint(row.rollout for row in rows)
+    }

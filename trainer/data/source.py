@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
@@ -218,6 +219,7 @@ class GroupReader:
         )
         self._built = BuiltGroups(self._rows, self._as_of, greedy=self._greedy)
         self._arrived = arrived
+        self._beside = ThreadPoolExecutor(1, "builds of groups")
         self._keys: list[tuple[str, str]] = []
         self._ready: list[Group] = []
 
@@ -285,8 +287,9 @@ class GroupReader:
         same_rollouts = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {THIS_RUN} AND {in_groups})"
         where = f"{same_rollouts} AND ({revisions})"
         names = {"run": groups[0].run_id, "spec": groups[0].build_spec} if groups else {}
-        builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, where), in_groups=in_groups), names)
+        reading = self._beside.submit(self._frame, _BUILDS.format(builds=builds_sql(self._as_of, where), in_groups=in_groups), names)
         rows = self._frame(_TRANSITIONS.format(mine=THIS_RUN, in_groups=in_groups), names)
+        builds = reading.result()
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
             BatchRollout(Group(*row[: len(GROUP_COLUMNS)]), *row[len(GROUP_COLUMNS) :])

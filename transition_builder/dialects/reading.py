@@ -8,9 +8,10 @@ from the maps; all keys are compared once, as numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import polars as pl
@@ -24,6 +25,9 @@ OF_CLIENT = pl.col("OfClient")
 """Condition: the span's scope belongs to a client library of the model's server."""
 _ERROR_FLAG = r'"is_?[eE]rror"\s*:\s*true'
 """Pattern of a failed tool result, in the spelling of MCP and Anthropic."""
+
+_NAMES_KEPT = 2**16
+"""Names of attributes whose comparison with a pattern is remembered."""
 
 
 def attribute(name: str) -> pl.Expr:
@@ -45,7 +49,9 @@ class AttributeColumns:
         )
         lengths = maps["keys"].list.len().fill_null(0).to_numpy()
         self.height = spans.height
-        self._values = maps["values"].explode(empty_as_null=False, keep_nulls=False)
+        values = maps["values"].explode(empty_as_null=False, keep_nulls=False)
+        self._absent = len(values)
+        self._values = values.append(pl.Series([None], dtype=values.dtype))
         encoded = maps["keys"].explode(empty_as_null=False, keep_nulls=False).to_arrow().dictionary_encode()
         self._names: list[str] = encoded.dictionary.to_pylist()
         self._codes = encoded.indices.to_numpy(zero_copy_only=False)
@@ -107,7 +113,7 @@ class AttributeColumns:
 
     def _at(self, pattern: str) -> np.ndarray:
         """Return the places of the attributes whose names match a pattern."""
-        matching = pl.Series(self._names, dtype=pl.String).str.contains(pattern).to_numpy()
+        matching = np.fromiter((_matches(pattern, name) for name in self._names), np.bool_, len(self._names))
         return np.flatnonzero(matching[self._codes]) if matching.any() else np.zeros(0, dtype=np.int64)
 
     def forget(self) -> None:
@@ -124,11 +130,16 @@ class AttributeColumns:
         return {name: code for code, name in enumerate(self._names)}
 
     def _column(self, name: str, at: np.ndarray) -> pl.Series:
-        entry_of = np.full(self.height, -1, dtype=np.int64)
+        entry_of = np.full(self.height, self._absent, dtype=np.uint32)
         # The first of several, should a sender repeat a key.
         entry_of[self._rows[at[::-1]]] = at[::-1]
-        entries = pl.Series(entry_of, dtype=pl.Int64)
-        return self._values.gather(entries.set(entries < 0, None).cast(pl.UInt32)).alias(name)
+        return self._values.gather(pl.Series(entry_of)).alias(name)
+
+
+@lru_cache(_NAMES_KEPT)
+def _matches(pattern: str, name: str) -> bool:
+    # Names repeat from batch to batch, and a pattern may take longer to compile than a small batch to read.
+    return re.search(pattern, name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

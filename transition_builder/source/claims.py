@@ -3,15 +3,16 @@
 Invariant: among builders that know of each other, a rollout that another one holds is left to it until it is built, or for
 `builder.lease_seconds`.
 
-Builders of a specification write that they are at work, and see before they build who else is. A builder that is alone claims nothing.
-Among several, a builder writes its claims, waits for the claims of others to become visible, and reads which came first. A claim is done
-when its rollout has been built since, and expires with its lease. Claims save work and nothing else: two builders that build the same
-rollout write the same rows, or one of them the next revision.
+Builders of a specification write that they are at work, and ask who else is when they begin to look for what ended. A builder that is
+alone claims nothing. Among several, a builder writes its claims, waits for the claims of others to become visible, and reads which came
+first. A claim is done when its rollout has been built since, and expires with its lease. Claims save work and nothing else: two builders
+that build the same rollout write the same rows, or one of them the next revision.
 """
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import polars as pl
 
@@ -49,8 +50,10 @@ class Claims:
         self._builder = builder
         self._lease = round(lease_seconds * 1000)
         self._renewed = float("-inf")
+        self._beside = ThreadPoolExecutor(1, "claims")
+        self._others: Future[bool] | None = None
         self.alone = False
-        """True if no other builder of the specification was at work when rollouts were taken last."""
+        """True if no other builder of the specification was at work when that was last asked."""
 
     def renew(self) -> None:
         """Write that this builder is at work, unless that was written lately.
@@ -65,6 +68,15 @@ class Claims:
             time.sleep(SETTLE_SECONDS)
         self._renewed = time.monotonic()
 
+    def begin(self) -> None:
+        """Ask whether other builders are at work, beside the statements of the caller; `take` waits for the response."""
+        self.renew()
+        self._others = self._beside.submit(self._are_others)
+
+    def _are_others(self) -> bool:
+        asked = {"spec": self._reader.spec, "lease": self._lease, "own": self._builder}
+        return self._reader.frame(_OTHERS, asked)["others"].item() > 0
+
     def take(self, rollouts: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
         """Claim rollouts; return those that this builder holds now.
 
@@ -78,8 +90,8 @@ class Claims:
         if rollouts.is_empty():
             return rollouts
         self.renew()
-        asked = {"spec": self._reader.spec, "lease": self._lease, "own": self._builder}
-        self.alone = self._reader.frame(_OTHERS, asked)["others"].item() == 0
+        others, self._others = self._others, None
+        self.alone = not (others.result() if others else self._are_others())
         if self.alone:
             return rollouts
         live = self._live(rollouts, built)
