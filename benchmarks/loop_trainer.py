@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from spangrad.settings.sources import load_settings
 from trainer import run
 from trainer.data.batch import Batch
-from trainer.publish.checkpoint import WEIGHTS, save_weights
+from trainer.publish.checkpoint import STATE, WEIGHTS
 
 
 class TimedOptimizer:
@@ -56,8 +56,8 @@ class TimedOptimizer:
 
     def write(self, directory: Path) -> None:
         """Write the weight and a state."""
-        save_weights(directory, [("weight", np.array([self._collected], np.float32))])
-        (directory / "optimizer.pt").write_text(str(self._collected))
+        save_file({"weight": np.array([self._collected], np.float32)}, directory / WEIGHTS)
+        (directory / STATE).write_text(str(self._collected))
 
     def load_state(self, directory: Path) -> None:
         """Read nothing: the weight is known."""

@@ -23,6 +23,7 @@ from trainer.ledger.ledger import BatchLease
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.watching import Clock, CommittedStep, StepStage, stage_seconds, timed
 from trainer.overlap import FollowUps
+from trainer.publish.checkpoint import Save
 from trainer.publish.lora import adapter_of
 from trainer.shutdown import Stopped
 from trainer.step import StepTransaction, beating
@@ -48,7 +49,7 @@ class UncommittedVersion:
     rollouts: Sequence[BatchRollout]
     calls: pl.DataFrame
     """Calls that the step trained, with their advantages."""
-    write: Callable[[Path], None]
+    write: Save
     """Writes weights and state into a directory."""
     stages: list[StepStage]
     beats: ExitStack

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from spangrad.errors import BadRowsError, CheckpointError
 from spangrad.settings import TrainerSettings
-from spangrad.weights.checksums import sums_of_arrays
 from spangrad.weights.shards import checksum_of
 from trainer.data.assemble import assemble
 from trainer.data.source import GroupReader
@@ -117,9 +116,7 @@ def _replay(
 
 def _take_weights(optimizer: VerlOptimizer, version: LedgerVersion) -> None:
     """Load a version's own weights, unless the replay led to exactly these."""
-    dtype = version.policy_version.checksum.partition(":")[0]
-    sums = {name: held for name, array in optimizer.weights() for held in sums_of_arrays({name: array}, dtype).values()}
-    if checksum_of(sums, dtype) == version.policy_version.checksum:
+    if checksum_of(optimizer.weight_sums(), "float32") == version.policy_version.checksum:
         return
     optimizer.load_weights(Path(version.policy_version.path))
     logger.warning(

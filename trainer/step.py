@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from spangrad.errors import LedgerError, SpangradError
 from spangrad.leases import BEATS
 from spangrad.settings import Settings
 from spangrad.weights.adapters import AdapterFacts
+from spangrad.weights.shards import TensorSums
 from trainer.data.source import BatchRollout
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.recovery import undo_leases
@@ -87,7 +88,7 @@ class StepTransaction:
         self,
         lease: BatchLease,
         parent: LedgerVersion,
-        write: Callable[[Path], None],
+        write: checkpoint.Save,
         *,
         calls: pl.DataFrame | None = None,
         adapter: AdapterFacts | None = None,
@@ -106,10 +107,11 @@ class StepTransaction:
         """
         settings = self.settings.trainer
 
-        def save(directory: Path) -> None:
-            write(directory)
+        def save(directory: Path) -> Mapping[str, TensorSums] | None:
+            sums = write(directory)
             if calls is not None:
                 calls.write_parquet(directory / checkpoint.TRAINED_CALLS)
+            return sums
 
         return checkpoint.write(
             settings.directory,

@@ -101,6 +101,23 @@ def checksum_of(tensors: Mapping[str, TensorSums], dtype: str) -> str:
     return f"{dtype}:{sum(sums.plain for sums in tensors.values()) & MASK:016x}"
 
 
+def added(sums: Iterable[tuple[str, TensorSums]]) -> dict[str, TensorSums]:
+    """Return the sums of tensors, by name, from those of their shards.
+
+    Raises:
+        CheckpointError: shards of a tensor have different dtypes.
+    """
+    tensors: dict[str, TensorSums] = {}
+    for name, shard in sums:
+        before = tensors.get(name, TensorSums(shard.dtype, 0, 0, 0))
+        if before.dtype != shard.dtype:
+            raise CheckpointError(f"{name} as {before.dtype} and as {shard.dtype}.")
+        tensors[name] = TensorSums(
+            shard.dtype, before.words + shard.words, (before.plain + shard.plain) & MASK, (before.weighted + shard.weighted) & MASK
+        )
+    return tensors
+
+
 def sample_step(words: int) -> int:
     """Return the distance between the sampled words of a tensor: odd, so that samples fall into all columns of a matrix."""
     return max(1, words // SAMPLES) | 1
@@ -148,14 +165,10 @@ def _of_replica(workers: Sequence[WorkerReport], owner: str) -> EngineSums:
             first, sums = holders.setdefault((shard.name, shard.region), (worker, shard.sums))
             if sums != shard.sums:
                 raise CheckpointError(f"{owner}workers {first} and {worker} hold different copies of {shard.name}.")
-    tensors: dict[str, TensorSums] = {}
-    for (name, _), (_, sums) in holders.items():
-        before = tensors.get(name, TensorSums(sums.dtype, 0, 0, 0))
-        if before.dtype != sums.dtype:
-            raise CheckpointError(f"{owner}workers hold {name} as {before.dtype} and as {sums.dtype}.")
-        tensors[name] = TensorSums(
-            sums.dtype, before.words + sums.words, (before.plain + sums.plain) & MASK, (before.weighted + sums.weighted) & MASK
-        )
+    try:
+        tensors = added((name, sums) for (name, _), (_, sums) in holders.items())
+    except CheckpointError as error:
+        raise CheckpointError(f"{owner}workers hold {error}") from None
     unread = {name: reason for report in workers for name, reason in report.unread.items()}
     return EngineSums({name: sums for name, sums in tensors.items() if name not in unread}, unread)
 

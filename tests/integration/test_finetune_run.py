@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 from spangrad.errors import GatewayError, SettingsError, TrainerError
 from spangrad.settings import Settings
@@ -28,7 +29,7 @@ from trainer.ledger.demand import consumed_groups
 from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
-from trainer.publish.checkpoint import STATE, save_weights
+from trainer.publish.checkpoint import STATE, WEIGHTS
 from trainer.sft import training
 from trainer.sft.examples import Example
 from trainer.sft.files import find_sources
@@ -67,7 +68,7 @@ class FakeFileOptimizer:
 
     def write(self, directory: Path) -> None:
         weight, state = self.collected
-        save_weights(directory, [("weight", np.array([weight], np.float32))])
+        save_file({"weight": np.array([weight], np.float32)}, directory / WEIGHTS)
         if state:
             (directory / STATE).write_text(str(weight))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from spangrad.errors import CheckpointError
 from spangrad.types import VersionStatus
@@ -32,7 +33,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def save_all(directory: Path) -> None:
-    checkpoint.save_weights(directory, WEIGHTS.items())
+    save_file(WEIGHTS, directory / checkpoint.WEIGHTS)
     (directory / "optimizer.pt").write_text("state")
 
 

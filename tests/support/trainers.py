@@ -19,6 +19,8 @@ from safetensors.numpy import load_file, save_file
 from examples.two_tools.model import WORDS, word_tokenizer
 from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
+from spangrad.weights.checksums import sums_of_arrays
+from spangrad.weights.shards import TensorSums
 from tests.support.policies import trainer_settings, transition_row
 from trainer.credit.assignment import Units
 from trainer.data.batch import Batch
@@ -114,6 +116,9 @@ class FakeOptimizer:
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         yield "weight", np.array([self.weight], np.float32)
+
+    def weight_sums(self) -> dict[str, TensorSums]:
+        return sums_of_arrays(dict(self.weights()), "float32")
 
     def collect(self, *, state: bool = True) -> None:
         self.collected, self.with_state = self.weight, state

@@ -77,24 +77,24 @@ class RankCalls:
             "lower trainer.max_tokens_per_device."
         ) from error
 
-    def wait_for_write(self, call: Any, directory: Path) -> None:
-        """Wait until the first rank has written a directory; from any thread.
+    def wait_for_writes(self, calls: list[Any], directory: Path) -> list[Any]:
+        """Wait until all ranks have written their parts of a directory; return their results; from any thread.
 
         Raises:
-            OSError, SafetensorError: it could not.
-            TrainerError: it died, or failed.
+            OSError: one could not.
+            TrainerError: one died, or failed.
         """
-        from safetensors import SafetensorError
-
-        while not ray.wait([call], timeout=_LOOK_SECONDS)[0]:
-            pass
-        error = failure(call)
-        if isinstance(error, RayTaskError) and isinstance(error.cause, OSError | SafetensorError):
-            raise error.cause
-        if error:
-            raise TrainerError(
-                f"worker 0 could not write a checkpoint to {directory} ({type(error).__name__}: {error}). {_REMEDY}"
-            ) from error
+        waiting = calls
+        while waiting:  # for all of them, if one fails: the directory is removed then
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOK_SECONDS)
+        for rank, error in enumerate(failure(call) for call in calls):
+            if isinstance(error, RayTaskError) and isinstance(error.cause, OSError):
+                raise error.cause
+            if error:
+                raise TrainerError(
+                    f"worker {rank} could not write a checkpoint to {directory} ({type(error).__name__}: {error}). {_REMEDY}"
+                ) from error
+        return ray.get(calls)
 
 
 def _outcome(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from spangrad.errors import BadRowsError, LedgerError, TrainerError
 from spangrad.settings import TrainerSettings
+from spangrad.weights.shards import TensorSums, added
 from trainer.data.batch import Batch
 from trainer.distributed.cluster import Cluster, first_line
 from trainer.optim.phases import StepPhases
@@ -108,26 +109,32 @@ class DistributedWorkers:
         """Call a method on every rank with its part of the rows; return the concatenated results."""
         return getattr(self._alive().actor_rollout_wg, method)(rows)
 
-    def write(self, directory: Path) -> None:
-        """Have the first rank write what it has collected, beside other calls; from any thread.
+    def write(self, directory: Path) -> dict[str, TensorSums]:
+        """Have each rank write what it has collected, beside other calls, from any thread; return the sums of the weights.
 
         Raises:
-            OSError, SafetensorError: it could not.
-            TrainerError: it died, or failed.
+            OSError: one could not.
+            TrainerError: one died, or failed.
         """
         group = self._alive().actor_rollout_wg
-        self._calls.wait_for_write(group.execute_rank_zero_async("actor_write", directory), directory)
+        return _all_ranks(self._calls.wait_for_writes(group.execute_all_async("actor_write", directory), directory))
+
+    def weight_sums(self) -> dict[str, TensorSums]:
+        """Return the sums of the policy's parameters."""
+        return _all_ranks(self._alive().actor_rollout_wg.weight_sums())
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Yield the policy's parameters by name; they are transferred through a file."""
-        from safetensors.numpy import load_file
+        """Yield the policy's parameters by name, one at a time; they are transferred through a file."""
+        from safetensors import safe_open
 
         shared = None if self._cluster.own else self._settings.directory.absolute()
         if shared:
             shared.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".weights-", dir=shared) as directory:
             self.everywhere("save_weights", Path(directory))
-            yield from load_file(Path(directory) / weights_file(self._settings)).items()
+            with safe_open(Path(directory) / weights_file(self._settings), "numpy") as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield name, file.get_tensor(name)
 
     def close(self) -> None:
         """End the ranks, and Ray if it was started for them."""
@@ -152,6 +159,10 @@ class DistributedWorkers:
         if self._trainer is None:
             raise TrainerError("the trainer's workers have ended: the call is not done. Start `spangrad train` again.")
         return self._trainer
+
+
+def _all_ranks(sums: Iterable[dict[str, TensorSums]]) -> dict[str, TensorSums]:
+    return added(item for rank in sums for item in rank.items())
 
 
 def _everywhere(settings: TrainerSettings) -> TrainerSettings:

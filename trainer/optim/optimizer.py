@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from spangrad.errors import BadRowsError, LedgerError
 from spangrad.settings import TrainerSettings
+from spangrad.weights.shards import TensorSums
 from trainer.credit.learning import check
 from trainer.data.batch import Batch
 from trainer.monitor import logprob_check
@@ -128,9 +129,17 @@ class VerlOptimizer:
         """
         self._workers.everywhere("collect", self._order.get_state(), state)
 
-    def write(self, directory: Path) -> None:
-        """Write what was collected into a directory, from any thread, until the next update; under Ray a worker writes it."""
-        self._workers.write(directory.absolute())
+    def write(self, directory: Path) -> dict[str, TensorSums]:
+        """Write what was collected into a directory, from any thread, until the next update; under Ray each worker writes its part.
+
+        Returns:
+            Sums of the parameters that were written, by name.
+        """
+        return self._workers.write(directory.absolute())
+
+    def weight_sums(self) -> dict[str, TensorSums]:
+        """Return the sums of the parameters of `weights`, which no process gathers for it."""
+        return self._workers.weight_sums()
 
     def load_state(self, directory: Path) -> None:
         """Read the state that `write` wrote, so that training resumes as if it had never stopped. A critic that it lacks starts untrained.

@@ -1,7 +1,7 @@
 """One rank of the optimizer: the policy, its reference and its critic in one process, with their weights and state.
 
 In: verl's TrainingWorkers (`trainer.optim.verl_worker`). Out: passes, steps in two halves, states. Invariant: every rank makes the same
-calls in the same order; rank 0 alone writes.
+calls in the same order, and writes its own part of files.
 
 verl is imported with this module, so `trainer.optim.process.choose_platform` comes first.
 """
@@ -9,7 +9,7 @@ verl is imported with this module, so `trainer.optim.process.choose_platform` co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,17 @@ from verl.utils import tensordict_utils as tu
 
 from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
+from spangrad.weights.shards import TensorSums
 from trainer.optim import staged_step
 from trainer.optim.pass_times import PassTimes
 from trainer.optim.process import quiet
 from trainer.optim.states import snapshots
+from trainer.optim.states.host_parts import host_part
 from trainer.optim.states.snapshots import EarlierWeights
+from trainer.optim.weight_shards import WeightPart, own_parts
 from trainer.publish import checkpoint
-from trainer.publish.lora import alone, kept, merged, require_adapters, weights_file
+from trainer.publish.lora import kept, require_adapters, weights_file
+from trainer.publish.shared_file import FilePart, sums_of_parts, write_parts
 
 MESH = "actor"
 """Name of verl's device mesh of the policy, by which rows are divided among ranks."""
@@ -61,8 +65,8 @@ class Rank:
         self._models, self._settings = models, settings
         self._before: dict[ModelRole, snapshots.Snapshot] = {}
         self._earlier: EarlierWeights | None = None
-        self._collected: tuple[dict[str, NDArray[np.float32]], dict[str, Any] | None] | None = None
-        """Weights and state that `write` writes, on rank 0. None: there are none."""
+        self._collected: tuple[list[FilePart], dict[str, Any] | None] | None = None
+        """Weights and state that `write` writes. None: there are none."""
         self._times = PassTimes(device)
         for role in models:
             self._times.watch(self._engine(role))
@@ -175,36 +179,36 @@ class Rank:
         return self._earlier.loaded(self._engine(role), behind)
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters, by PEFT's; collective."""
-        for name, tensor in self._tensors():
-            yield name, np.ascontiguousarray(tensor.cpu().numpy())
+        """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters, by PEFT's; with one rank."""
+        assert self.world_size == 1
+        for part in self._parts():
+            yield part.name, part.words.cpu().numpy().reshape(part.shape)
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of `weights` in float32, on the device; collective."""
-        module, settings = self._engine(ModelRole.POLICY).module, self._settings
-        tied = getattr(module, "all_tied_weights_keys", None) or {}
-        if settings.weight_sync.method == "adapter":
-            tensors = alone(module.state_dict())
-        elif settings.lora.rank:  # verl would merge them too, in bfloat16
-            tensors = merged(module.state_dict(), settings.lora.alpha / settings.lora.rank)
-        else:
-            tensors, _ = self._engine(ModelRole.POLICY).get_per_tensor_param()
-        for name, tensor in tensors:
-            if name not in tied:
-                yield name, tensor.detach().float()
+    def _parts(self) -> Iterator[WeightPart]:
+        return own_parts(self._engine(ModelRole.POLICY).module, self._settings)
+
+    def _weight_parts(self) -> list[FilePart]:
+        return [host_part(part.name, part.shape, part.first, part.words, copy=True) for part in self._parts()]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_weights(self, directory: Path) -> None:
-        """Write the policy's parameters; collective."""
-        if self.rank == 0:
-            checkpoint.save_weights(directory, self.weights(), weights_file(self._settings))
-        else:
-            for _ in self.weights():
-                pass  # each whole tensor takes all ranks
+        """Write the policy's parameters, each rank its own; collective."""
+        self._write_weights(directory, self._weight_parts())
+
+    def _write_weights(self, directory: Path, parts: Sequence[FilePart]) -> None:
+        write_parts(directory / weights_file(self._settings), parts, {"format": "pt"}, first=self.rank == 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_sums(self) -> dict[str, TensorSums]:
+        """Return the sums of this rank's parts of the policy's parameters; collective."""
+        sums: dict[str, TensorSums] = {}
+        for part in self._parts():
+            sums |= sums_of_parts([host_part(part.name, part.shape, part.first, part.words, copy=False)])
+        return sums
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def collect(self, order: Any, with_state: bool) -> None:
-        """Copy to rank 0's main memory what `write` writes; collective.
+        """Copy to main memory what `write` writes of this rank's; collective.
 
         Weights are copied, since a check of earlier versions' calls puts others in their place for a while. What changes in an update
         alone (moments, critic) is not, where it is in main memory already: it is to be written before the next update.
@@ -213,21 +217,17 @@ class Rank:
             order: random state that mini-batches are drawn from, which is not a worker's.
             with_state: True to collect the state beside the weights.
         """
-        weights: dict[str, NDArray[np.float32]] = {}
-        for name, tensor in self._tensors():  # each whole tensor takes all ranks
-            if self.rank == 0:
-                weights[name] = tensor.to("cpu", copy=True).contiguous().numpy()
-        state = self._state(order) if with_state else None
-        self._collected = (weights, state) if self.rank == 0 else None
+        self._collected = self._weight_parts(), self._state(order) if with_state else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def write(self, directory: Path) -> None:
-        """Write what was collected, and free it; by rank 0 alone, beside other calls."""
+    def write(self, directory: Path) -> dict[str, TensorSums]:
+        """Write what was collected, and free it, beside other calls; return the sums of this rank's parts of the weights."""
         assert self._collected is not None
         (weights, state), self._collected = self._collected, None
-        checkpoint.save_weights(directory, weights.items(), weights_file(self._settings))
-        if state is not None:
+        self._write_weights(directory, weights)
+        if state is not None and self.rank == 0:
             torch.save(state, directory / checkpoint.STATE)
+        return sums_of_parts(weights)
 
     def _state(self, order: Any) -> dict[str, Any]:
         """Return the state beside the weights; collective. Tensors are None on other ranks than 0."""

@@ -112,7 +112,12 @@ def _own_rows(name: str, value: Any) -> _Rows:
 
 
 def _merged(state: Mapping[str, Any], scaling: float) -> Iterator[tuple[str, _Rows]]:
-    """Yield the rows of each weight, with those of its adapter added; collective."""
+    """Yield the rows of each weight, with those of its adapter added; collective.
+
+    In float32 for any dtype of training, so that what is served has the logprobs of what is trained.
+
+    Source: LoRA (https://arxiv.org/abs/2106.09685), section 4.1: W + alpha / r B A.
+    """
     for name, value in state.items():
         if ".lora_" in name:
             continue

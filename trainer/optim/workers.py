@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.settings import TrainerSettings
+from spangrad.weights.shards import TensorSums
 from trainer.data.batch import Batch
 from trainer.optim.process import prepare_process, quiet
 from trainer.optim.rows import by_response, scalars, tensordict
@@ -97,9 +98,13 @@ class LocalWorkers:
         """Call a method of the rank with all rows."""
         return getattr(self._rank, method)(rows.copy())
 
-    def write(self, directory: Path) -> None:
-        """Write what the rank has collected, from any thread."""
-        self._rank.write(directory)
+    def write(self, directory: Path) -> dict[str, TensorSums]:
+        """Write what the rank has collected, from any thread; return the sums of the weights."""
+        return self._rank.write(directory)
+
+    def weight_sums(self) -> dict[str, TensorSums]:
+        """Return the sums of the policy's parameters."""
+        return self._rank.weight_sums()
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the policy's parameters by name."""

@@ -12,25 +12,25 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
-
-import numpy as np
-from numpy.typing import NDArray
 
 from spangrad.errors import CheckpointError
 from spangrad.types import VersionStatus
 from spangrad.weights import adapters
 from spangrad.weights.adapters import AdapterFacts
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from spangrad.weights.shards import TensorSums, checksum_of
 
 MARKER = "STABLE"
 WEIGHTS = "model.safetensors"
 STATE = "optimizer.pt"
 TRAINED_CALLS = "trained_calls.parquet"
 """Calls of the batch that made a version, with the advantage of each; the store's copy is made of it."""
+Save = Callable[[Path], Mapping[str, TensorSums] | None]
+"""Function that writes into a directory, and returns the sums of the float32 weights that it wrote. None: they are read from the files."""
 _TEMPORARY = ".writing-"
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Suffixes of weights and optimizer states, which each version has of its own."""
@@ -70,7 +70,7 @@ def write(
     parent: int,
     batch_id: str,
     base: Path,
-    save: Callable[[Path], None],
+    save: Save,
     adapter: AdapterFacts | None = None,
 ) -> Checkpoint:
     """Write a version.
@@ -83,7 +83,7 @@ def write(
         parent: the version that was trained.
         batch_id: id of the batch that it was trained on.
         base: a model directory whose configuration and tokenizer are copied.
-        save: writes into a directory the parameters, as `save_weights` below does, and what lies beside them.
+        save: writes into a directory the parameters, and what lies beside them.
         adapter: base model, rank and alpha of the adapter. None: the weights are a whole model.
 
     Raises:
@@ -101,11 +101,13 @@ def write(
         for file in sorted(base.iterdir()):
             if file.is_file() and file.name not in {MARKER, TRAINED_CALLS, adapters.CONFIG} and not file.name.endswith(_NOT_COPIED):
                 shutil.copyfile(file, temporary / file.name)
-        save(temporary)
+        sums = save(temporary)
         if adapter:
             with safe_open(temporary / adapters.WEIGHTS, "numpy") as opened:
                 adapters.write_config(temporary, adapter, opened.keys())
-        written = Checkpoint(final, policy, branch, version, parent, batch_id, checksum_directory(temporary), tokenizer_hash(temporary))
+        # An adapter's checksum is also of its base.
+        checksum = checksum_of(sums, "float32") if sums and not adapter else checksum_directory(temporary)
+        written = Checkpoint(final, policy, branch, version, parent, batch_id, checksum, tokenizer_hash(temporary))
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
         for name in sizes:
             _sync(temporary / name)
@@ -123,13 +125,6 @@ def write(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return written
-
-
-def save_weights(directory: Path, weights: Iterable[tuple[str, NDArray[np.float32]]], file: str = WEIGHTS) -> None:
-    """Write parameters, by their Hugging Face names, as a model directory has them; or by PEFT's, as `adapters.WEIGHTS`."""
-    from safetensors.numpy import save_file
-
-    save_file(dict(weights), directory / file, metadata={"format": "pt"})
 
 
 def verify(path: Path, checksum: str) -> None:
@@ -160,7 +155,7 @@ def has_state(path: Path) -> bool:
     return STATE in json.loads(marker.read_text())["files"] if marker.exists() else (path / STATE).exists()
 
 
-def add_state(path: Path, write: Callable[[Path], None]) -> None:
+def add_state(path: Path, write: Save) -> None:
     """Add the optimizer's state to a version that was written without it.
 
     Args:

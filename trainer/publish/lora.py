@@ -1,13 +1,11 @@
-"""LoRA adapters: merged into the weights that they adapt, or alone.
+"""LoRA adapters: their names in the model and in files, and what of them a version's state and file hold.
 
-Invariant: in float32 for any dtype of training, so that what is served has the logprobs of what is trained; nothing of the model changes.
-
-Source: LoRA (https://arxiv.org/abs/2106.09685), section 4.1: W + alpha / r B A.
+In: names of PEFT's. Out: names of files. Weights are merged in `trainer.optim.weight_shards`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +18,6 @@ from trainer.publish.checkpoint import WEIGHTS
 _BASE = ".base_layer."
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 """Suffixes of the adapters' tensors in the model; in files they have no `default`."""
-
-
-def merged(parameters: Mapping[str, Any], scaling: float) -> Iterator[tuple[str, Any]]:
-    """Yield each weight with its adapter, if it has one, added to it.
-
-    Args:
-        parameters: tensors (full or FSDP2's) by PEFT's names.
-        scaling: alpha over rank.
-    """
-    for name, value in parameters.items():
-        if ".lora_" in name:
-            continue
-        weight = _full_tensor(value)
-        if pair := pair_of(name, parameters):
-            a, b = (_full_tensor(parameters[adapter]) for adapter in pair)
-            weight = weight + scaling * (b @ a)
-        yield merged_name(name), weight
-
-
-def alone(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each A and B, without the weights that they adapt."""
-    for name, value in parameters.items():
-        if in_file := adapter_name(name):
-            yield in_file, _full_tensor(value)
 
 
 def pair_of(name: str, names: Container[str]) -> tuple[str, str] | None:
@@ -132,8 +106,3 @@ def adapter_of(parent: Path, settings: TrainerSettings) -> AdapterFacts | None:
     if settings.weight_sync.method != "adapter":
         return None
     return AdapterFacts(model_of(parent), settings.lora.rank, settings.lora.alpha)
-
-
-def _full_tensor(value: Any) -> Any:
-    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole.detach().float()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from spangrad.errors import TrainerError
 from spangrad.settings import Settings
+from spangrad.weights.shards import TensorSums
 from trainer.optim.rows import scalars
 from trainer.optim.workers import begin
 from trainer.sft.examples import Example
@@ -96,9 +97,9 @@ class FileOptimizer:
         """
         self._workers.everywhere("collect", self.reference, state)
 
-    def write(self, directory: Path) -> None:
-        """Write what was collected."""
-        self._workers.write(directory.absolute())
+    def write(self, directory: Path) -> dict[str, TensorSums]:
+        """Write what was collected; return the sums of the weights."""
+        return self._workers.write(directory.absolute())
 
     def load_state(self, directory: Path) -> None:
         """Read the state that `write` wrote, by any number of workers.
