@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def split(tensors: dict[str, torch.Tensor], ranks: int) -> list[list[FilePart]]:
     parts: list[list[FilePart]] = [[] for _ in range(ranks)]
     for name, tensor in tensors.items():
         cuts = [tensor.numel() * (rank * rank) // (ranks * ranks) for rank in range(ranks + 1)]
-        for rank, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for rank, (first, end) in enumerate(itertools.pairwise(cuts)):
             parts[rank].append(host_part(name, tuple(tensor.shape), first, tensor.reshape(-1)[first:end], copy=False))
     return parts
 
@@ -74,7 +75,7 @@ def test_write_parts_on_full_disk_raises_and_closes_file(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shared_file.os, "pwrite", full)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="No space left"):
         write_parts(tmp_path / "file", [FilePart("a", "F32", (2,), 0, np.zeros(2, np.float32))], {}, first=True)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
