@@ -14,6 +14,8 @@ from commands.options import ConfigFile, Overrides, resolve
 from spangrad.errors import SpangradError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from spangrad.settings import Settings
 
 DETACHED_LOG = "up.log"
@@ -24,6 +26,7 @@ def up(
     *agent: Annotated[str, Parameter(allow_leading_hyphen=True)],
     detach: bool = False,
     queue: bool = False,
+    ray: str | None = None,
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
@@ -37,44 +40,51 @@ def up(
             `spangrad worker`.
         detach: return once every service is ready, and leave them running.
         queue: start the queue of rollouts on this machine, at queue.port.
+        ray: address of an existing Ray cluster on whose nodes the services run: HOST:PORT of its head, `auto` for the one of this machine,
+            or ray://HOST:PORT.
     """
     settings = resolve(config, set_)
     overrides = list(set_ or ())
     if queue and settings.queue.url is None:
         overrides.append(f"queue.url=http://127.0.0.1:{settings.queue.port}")
         settings = resolve(config, overrides)
-    options = [*(["--config", str(config)] if config else []), *(word for override in overrides for word in ("--set", override))]
     words = list(agent) or list(settings.up.agent)
     if detach:
+        options = [*options_of(config, overrides), *(["--ray", ray] if ray else [])]
         _detach(settings, options, words)
     else:
-        _supervise(settings, options, words)
+        _supervise(settings, config, overrides, words, ray)
 
 
-def _supervise(settings: Settings, options: list[str], agent: list[str]) -> None:
+def options_of(config: Path | None, overrides: list[str]) -> list[str]:
+    """Return the options with which another command resolves the same settings on this machine."""
+    return [*(["--config", str(config)] if config else []), *(word for override in overrides for word in ("--set", override))]
+
+
+def _supervise(settings: Settings, config: Path | None, overrides: list[str], agent: list[str], ray: str | None) -> None:
+    from commands.services.places import on_ray, on_this_machine
     from commands.services.progress import ProgressReader
     from commands.services.status_screen import StatusScreen
     from spangrad.supervisor.run_directory import RunDirectory
     from spangrad.supervisor.service import RestartPolicy
     from spangrad.supervisor.supervisor import Supervisor
-    from spangrad.supervisor.training_services import training_services
 
     def stop(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
     directory = settings.up.directory
-    services = training_services(settings, directory / "logs", options, agent)
-    with RunDirectory(directory) as run, StatusScreen(directory) as screen:
-        progress = ProgressReader(settings)
+    place = on_ray(ray, config, overrides, agent) if ray else on_this_machine(settings, options_of(config, overrides), agent)
+    with RunDirectory(directory) as run, StatusScreen(directory) as screen, place(screen.event) as placed:
+        progress = ProgressReader(placed.settings)
         was_ready = False
-        with Supervisor(services, screen.event, policy=RestartPolicy()) as supervisor:
+        with Supervisor(placed.services, screen.event, policy=RestartPolicy(), launch=placed.launch) as supervisor:
             try:
                 while True:
                     supervisor.poll()
                     was_ready = was_ready or supervisor.are_ready
                     status = supervisor.status()
-                    run.publish({"services": status, "ready": was_ready})
+                    run.publish({"services": status, "ready": was_ready, "addresses": placed.addresses})
                     screen.show(status, progress.read() if was_ready else None)
                     # Later, a failed service leaves the others to those who use them.
                     if not was_ready and supervisor.failed:

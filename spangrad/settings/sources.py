@@ -8,6 +8,7 @@ even None, which the environment and the file write as the text `null`.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ _AGENT_VARIABLES = {"SPANGRAD_ENVIRONMENT", "SPANGRAD_HOST"}
 _OF_PROMPTS = {f"SPANGRAD_PROMPT{suffix}" for suffix in ("", "_NAME", "_TOKEN", "_URL", "_VARIABLE", "_VERSION")}
 ENV_NOT_SETTINGS = frozenset(_FILES | _AGENT_VARIABLES | _OF_PROMPTS)
 """Variables with our prefix that name files, or that describe an attempt to its agent; they are read where they are used."""
+_OF_THIS_PROCESS = _AGENT_VARIABLES | {"SPANGRAD_CONFIG"}
 DEFAULT_FILE = "spangrad.toml"
 _PYTHON = "engine.python"
 _NULL = "null"
@@ -64,16 +66,39 @@ def explain_settings(
     return [Origin(key, value, sources.get(key, "default")) for key, value in _leaves(settings.model_dump())]
 
 
-def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
+def settings_variables(
+    flags: Mapping[str, object] | None = None, *, file: Path | None = None, env: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return environment variables that resolve to the same settings in another process, which reads no file; it may be elsewhere.
+
+    Arguments as for `load_settings`, which refuses what these variables would not carry.
+    """
+    env = os.environ if env is None else env
+    values = {key: value for _, layer in _layers(flags or {}, file, env) for key, value in layer.items()}
+    carried = {name: env[name] for name in ENV_NOT_SETTINGS - _OF_THIS_PROCESS if name in env}
+    return {**carried, "SPANGRAD_CONFIG": os.devnull, **{variable_of(key): _as_variable(value) for key, value in values.items()}}
+
+
+def _as_variable(value: object) -> str:
+    if value is None:
+        return _NULL
+    return str(value) if isinstance(value, str | Path) else json.dumps(value)
+
+
+def _layers(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> list[tuple[str, dict[str, object]]]:
+    """Return the values of each source by dotted key, the weakest source first."""
     path, from_file = _read_file(file, env)
-    layers: list[tuple[str, dict[str, object]]] = [
+    return [
         (f"file {path}", _relative_to_file(path, _as_written(_leaves(from_file)))),
         ("environment", _read_env(env)),
         ("flag", dict(leaf for key, value in flags.items() for leaf in _of_key(key, value))),
     ]
+
+
+def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for source, layer in layers:
+    for source, layer in _layers(flags, file, env):
         for key, value in layer.items():
             if key not in _KEYS:
                 raise SettingsError(f"unknown setting {key!r} ({source}).{_nearest(key)}")

@@ -43,13 +43,15 @@ def status_table(services: Sequence[Mapping[str, Any]], progress: TrainingProgre
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("service", "state", "for", "restarts", "pid", "log", box=None, pad_edge=False)
+    nodes = any(service["node"] for service in services)
+    table = Table("service", "state", "for", "restarts", *(["node"] if nodes else []), "pid", "log", box=None, pad_edge=False)
     for service in services:
         table.add_row(
             service["name"],
             Text(_state(service), _COLOURS.get(service["state"], "dim")),
             _duration(service["seconds"]),
             str(service["restarts"]),
+            *([service["node"] or "-"] if nodes else []),
             str(service["pid"] or "-"),
             service["log"],
         )

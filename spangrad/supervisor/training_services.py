@@ -6,6 +6,7 @@ Invariant: pure but for the settings; a service whose address lies on another ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,7 +22,7 @@ def training_services(
     """Return the services that the settings ask for: store, queue, engine, gateway, builder, trainer and agent.
 
     The store, the queue and the engine are left out where their URLs name another machine or port; the queue, too, where there is no
-    queue.url; the agent where it has no arguments.
+    queue.url; the agent where it has no arguments. Without gateway.engine_url there are up.engines engines where engine.url is set.
 
     Args:
         settings: resolved settings.
@@ -42,24 +43,44 @@ def training_services(
     if agent and queue_url is None:
         raise SettingsError("an agent needs a queue: set queue.url, such as http://127.0.0.1:8190.")
     service = _factory(logs, options, env or {})
-    store = _is_local(settings.store.url, settings.store.clickhouse_port)
-    engine = _is_local(settings.gateway.engine_url, settings.engine.port)
-    queue = queue_url is not None and _is_local(queue_url, settings.queue.port)
+    store = _is_local(settings.store.url, settings.store.host, settings.store.clickhouse_port)
+    queue = queue_url is not None and _is_local(queue_url, settings.queue.host, settings.queue.port)
     after_store = ["store"] if store else []
     after_all = [*after_store, *(["queue"] if queue else []), "gateway"]
     return tuple(
         started
         for started in (
             service("store", f"{settings.store.url}/ping") if store else None,
-            service("queue", f"{queue_url}/readyz") if queue else None,
-            service("engine", f"{settings.gateway.engine_url}/health", after_store, ["--model", str(model)]) if engine else None,
+            service("queue", f"{queue_url}/healthz") if queue else None,
+            *_engines(service, settings, after_store, model),
             service("gateway", f"{settings.gateway.url}/readyz", after_store),
             service("build", None, after_store, ["--follow"]),
             service("train", None, after_store, ["--follow", "--model", str(settings.trainer.model or model)]),
-            _agent(service, after_all, agent) if agent else None,
+            *(_agents(service, after_all, agent, settings.up.workers) if agent else ()),
         )
         if started is not None
     )
+
+
+def _engines(service: Callable[..., ServiceSpec], settings: Settings, needs: Sequence[str], model: Path) -> list[ServiceSpec]:
+    """Return the engine of gateway.engine_url if it is local, or those that register themselves, at successive ports."""
+    gateway, engine = settings.gateway, settings.engine
+    if _is_local(gateway.engine_url, engine.host, engine.port):
+        return [service("engine", f"{gateway.engine_url}/health", needs, ["--model", str(model)])]
+    if gateway.engine_url or engine.url is None:
+        return []
+    count, first = settings.up.engines, engine.url.removesuffix(f":{engine.port}")
+    started: list[ServiceSpec] = []
+    for number in range(count):
+        port, url = engine.port + number, engine.url if number == 0 else f"{first}:{engine.port + number}"
+        spec = service("engine", f"{url}/health", needs, ["--model", str(model), "--port", str(port), "--set", f"engine.url={url}"])
+        started.append(renamed(spec, f"engine-{number + 1}") if count > 1 else spec)
+    return started
+
+
+def renamed(service: ServiceSpec, name: str) -> ServiceSpec:
+    """Return one of several services of a kind, with a name and a log of its own."""
+    return replace(service, name=name, log=service.log.with_name(f"{name}.log"))
 
 
 def _factory(logs: Path, options: Sequence[str], env: Mapping[str, str]) -> Callable[..., ServiceSpec]:
@@ -69,12 +90,14 @@ def _factory(logs: Path, options: Sequence[str], env: Mapping[str, str]) -> Call
     return service
 
 
-def _agent(service: Callable[..., ServiceSpec], needs: Sequence[str], arguments: Sequence[str]) -> ServiceSpec:
-    makes_rollouts = any(word.partition("=")[0] == "--tasks" for word in arguments)
-    return service("run", None, needs, ["--follow-demand", *arguments]) if makes_rollouts else service("worker", None, needs, arguments)
+def _agents(service: Callable[..., ServiceSpec], needs: Sequence[str], arguments: Sequence[str], count: int) -> list[ServiceSpec]:
+    if any(word.partition("=")[0] == "--tasks" for word in arguments):
+        return [service("run", None, needs, ["--follow-demand", *arguments])]
+    worker = service("worker", None, needs, arguments)
+    return [worker] if count == 1 else [renamed(worker, f"worker-{number + 1}") for number in range(count)]
 
 
-def _is_local(url: str, port: int) -> bool:
-    """Return whether a URL names this port of this machine."""
+def _is_local(url: str, host: str, port: int) -> bool:
+    """Return whether a URL names this port of this machine, or of the address that the service binds."""
     parts = urlsplit(url)
-    return parts.hostname in LOOPBACK and parts.port == port
+    return (parts.hostname in LOOPBACK or parts.hostname == host.strip("[]").lower()) and parts.port == port

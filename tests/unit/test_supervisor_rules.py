@@ -92,7 +92,7 @@ def test_training_services_with_invalid_settings_raise(values: dict[str, object]
 
 
 def test_status_table_names_states_causes_and_progress() -> None:
-    row = {"pid": 7, "seconds": 61.2, "restarts": 2, "waits_for": [], "cause": "", "log": "logs/x.log"}
+    row = {"pid": 7, "node": "", "seconds": 61.2, "restarts": 2, "waits_for": [], "cause": "", "log": "logs/x.log"}
     rows = [
         {**row, "name": "store", "state": "ready", "cause": "an old failure"},
         {**row, "name": "gateway", "state": "waiting", "waits_for": ["store"]},
@@ -107,3 +107,6 @@ def test_status_table_names_states_causes_and_progress() -> None:
     assert "1:01" in text
     assert "step 7   return +0.500   waiting rollouts 3   trainer idle 25%" in text
     assert text.endswith("the hint\n")
+    assert "node" not in text
+    console.print(status_table([{**rows[0], "node": "10.0.0.7"}, rows[1]], None))
+    assert "10.0.0.7" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -12,14 +12,13 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 from spangrad.errors import TrainerError
+from spangrad.ray_connection import connect_to_ray, first_line, signals_kept
 from spangrad.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class Cluster:
         if not self._began:
             return
         try:
-            with _signals_kept(), _environment(self.own):
+            with signals_kept(), _environment(self.own):
                 self._begin(_STARTS if self.own else 1)
         except Exception as error:  # Ray has no family of errors for this
             self.close()
@@ -84,9 +83,12 @@ class Cluster:
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_temp_dir": str(self.directory),
         }
-        address = self._settings.workers.ray_address or "local"
+        address = self._settings.workers.ray_address
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **(own if self.own else {}))
+            if address is None:
+                ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **own)
+            else:
+                connect_to_ray(address)
         except Exception as error:
             self._kill_remains()
             if attempts == 1:
@@ -171,11 +173,6 @@ class Cluster:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; Ray's have many."""
-    return str(error).strip().split("\n")[0]
-
-
 def _refused(address: str | None, error: Exception) -> str:
     reason = first_line(error)
     if address is None:
@@ -206,20 +203,3 @@ def _environment(own: bool) -> Generator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Generator[None]:
-    """Restore the handler of SIGTERM, which Ray replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit:  # by Ray's handler, of a signal that was meant for ours
-        signal.signal(signal.SIGTERM, handler)
-        signal.raise_signal(signal.SIGTERM)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, handler)

@@ -28,8 +28,8 @@ from transfer_queue.utils.common import get_node_round_robin_scheduling_strategi
 from transfer_queue.utils.zmq_utils import process_zmq_server_info
 
 from spangrad.errors import TrainerError
+from spangrad.ray_connection import first_line
 from trainer.data.batch import Batch
-from trainer.distributed.cluster import first_line
 from trainer.optim.rows import by_response, flags_of, response_columns
 
 _LOOK_SECONDS = 2.0

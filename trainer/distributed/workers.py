@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.errors import BadRowsError, LedgerError, TrainerError
+from spangrad.ray_connection import first_line
 from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import TensorSums, added
 from trainer.data.batch import Batch
-from trainer.distributed.cluster import Cluster, first_line
+from trainer.distributed.cluster import Cluster
 from trainer.optim.phases import StepPhases
 from trainer.optim.process import RENDEZVOUS, check_device, choose_platform, quiet, worker_environment
 from trainer.optim.verl_config import compose
