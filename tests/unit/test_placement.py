@@ -1,4 +1,4 @@
-"""Placement of services in a cluster: bundles by the settings, addresses, tokens, what is lacking, and settings that travel as variables."""
+"""Placement of services in a cluster: bundles by the settings, addresses, tokens, what is lacking, settings as variables."""
 
 from __future__ import annotations
 
