@@ -12,6 +12,7 @@ from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from spangrad.errors import SettingsError
+from spangrad.http.service import in_url
 from spangrad.processes import LOOPBACK
 from spangrad.settings import Settings
 from spangrad.supervisor.service import ServiceSpec
@@ -221,5 +222,4 @@ def _is_loopback(url: str) -> bool:
 def _at(url: str, host: str) -> str:
     """Return a URL with another host."""
     parts = urlsplit(url)
-    where = f"[{host}]" if ":" in host else host
-    return urlunsplit(parts._replace(netloc=f"{where}:{parts.port}" if parts.port else where))
+    return urlunsplit(parts._replace(netloc=f"{in_url(host)}:{parts.port}" if parts.port else in_url(host)))

@@ -111,8 +111,8 @@ class RayProcess:
     @property
     def holder(self) -> str:
         """Return the process as `spangrad.leases.is_dead` knows it; empty: its node is another machine."""
-        here, there = this_process().split(" "), self._report.holder.split(" ")
-        return self._report.holder if (here[0], here[-1]) == (there[0], there[-1]) else ""
+        own, other = this_process().split(" "), self._report.holder.split(" ")
+        return self._report.holder if (own[0], own[-1]) == (other[0], other[-1]) else ""
 
     @property
     def node(self) -> str:
