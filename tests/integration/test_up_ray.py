@@ -167,7 +167,7 @@ def settings(engine_port: int) -> dict[str, str]:
 
 
 @pytest.mark.timeout(240)
-async def test_up_on_ray_places_services_and_restarts_dead_ones(nodes: Nodes, tmp_path: Path) -> None:
+async def test_up_on_ray_places_services_and_restarts_those_that_end(nodes: Nodes, tmp_path: Path) -> None:
     engine = FakeEngine()
     variables = settings(engine.port)
     (tmp_path / "agent.py").write_text(AGENT)
