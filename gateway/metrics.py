@@ -59,6 +59,8 @@ class GatewayMetrics(Collector):
         self.backends: Callable[[], Iterable[BackendSample]] = tuple
         self.spans: Callable[[], SpanState] = SpanState
         self.calls_waiting: Callable[[], int] = int
+        self.followers: Callable[[], int] = int
+        self.controller_up: Callable[[], bool] = lambda: True
         self._events = CollectorRegistry(auto_describe=False)
         labels = ("policy", "dialect")
         self._calls = self._counter("calls", "Policy calls that ended.", *labels, "status", "error_type")
@@ -70,6 +72,7 @@ class GatewayMetrics(Collector):
         self._whole = self._histogram("call_seconds", "From a call's beginning to its end.", WHOLE_SECONDS, *labels)
         self._recorded = self._counter("spans_recorded", "Spans written to the spill file.")
         self._publications = self._histogram("publication_seconds", "Publications, by outcome.", PUBLICATION_SECONDS, "policy", "outcome")
+        self._dropped_followers = self._counter("followers_dropped", "Followers that were disconnected since they did not confirm a state.")
         # To find the children of labels takes longer than to count.
         self._calls_of, self._children = cache(self._calls.labels), cache(self._of_policy)
 
@@ -115,6 +118,10 @@ class GatewayMetrics(Collector):
         """Count a publication that has ended, with outcome `ok` or `failed`."""
         self._publications.labels(policy, outcome).observe(seconds)
 
+    def dropped_follower(self) -> None:
+        """Count a follower that was disconnected."""
+        self._dropped_followers.inc()
+
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; prometheus_client calls this at each scrape."""
         yield from self._events.collect()
@@ -125,6 +132,8 @@ class GatewayMetrics(Collector):
         yield _counter("spans_refused", "Spans that the store refused for what they are: they are lost.", spans.refused)
         yield _gauge("spans_waiting_bytes", "Bytes of spans in the spill file that the store has not acknowledged.", spans.waiting_bytes)
         yield _gauge("spans_memory_bytes", "Of those, bytes that are in memory as well.", spans.memory_bytes)
+        yield _gauge("followers", "Gateways that follow this one.", self.followers())
+        yield _gauge("controller_up", "0 while this gateway follows another one that is away, else 1.", self.controller_up())
         yield from self._of_backends()
 
     def _of_policy(self, policy: str, dialect: str) -> tuple[Counter, Counter, Histogram, Histogram]:

@@ -18,6 +18,9 @@ import aiohttp
 from aiohttp import web
 
 from gateway.dialects import DIALECTS
+from gateway.followers.controller import Followers
+from gateway.followers.followed_pool import FollowedPool
+from gateway.followers.follower import Follower
 from gateway.metrics import BackendSample, GatewayMetrics, SpanState
 from gateway.pool.admin_pool import PoolAdmin
 from gateway.pool.backend import Backend
@@ -101,16 +104,17 @@ async def running(settings: Settings) -> AsyncGenerator[RunningGateway]:
         skip_auto_headers=("Accept-Encoding",),
         cookie_jar=aiohttp.DummyCookieJar(),
     ) as session:
-        pool = BackendPool(settings, session)
+        pool = FollowedPool(settings, session) if settings.gateway.controller else BackendPool(settings, session)
+        follower = Follower(settings.gateway, pool, session) if isinstance(pool, FollowedPool) else None
         access = AccessControl(settings.gateway, lambda model: pool.policy_of(model).name)
         # Nothing has begun so far that would have to be ended.
         exporter = SpanExporter(settings, session, process_id, retokenizer)
-        watcher = asyncio.create_task(pool.run(), name="engine watchers")
+        watcher = asyncio.create_task(follower.run() if follower else pool.run(), name="engine watchers")
         metrics = GatewayMetrics()
         metrics.backends = lambda: map(_state, pool.backends)
         metrics.calls_waiting = lambda: pool.waiting
         metrics.spans = lambda: SpanState(exporter.delivered, exporter.refused, exporter.waiting_bytes, exporter.memory_bytes)
-        app = application(settings, session, pool, exporter, process_id, access, metrics, redactor)
+        app = application(settings, session, pool, exporter, process_id, access, metrics, redactor, follower)
         server = HttpServer(
             app,
             settings.gateway.host,
@@ -140,12 +144,20 @@ def application(
     access: AccessControl,
     metrics: GatewayMetrics,
     redactor: Redactor | None,
+    follower: Follower | None,
 ) -> web.Application:
     """Return the HTTP application with all routes of the gateway."""
     counts = Counts()
     calls = Calls(settings, session, pool, exporter, counts, process_id, metrics, redactor)
     app = web.Application(middlewares=[access.check], client_max_size=settings.gateway.max_request_bytes)
-    app.add_routes([metrics_route(metrics), *Admin(pool, counts).routes(), *PoolAdmin(pool, metrics).routes(), *calls.routes()])
+    if follower:
+        metrics.controller_up = lambda: follower.connected
+        app.add_routes([*Admin(pool, counts, follower.reason).routes(), *follower.routes()])
+    else:
+        followers = Followers(pool, metrics)
+        app.on_shutdown.append(followers.close)
+        app.add_routes([*Admin(pool, counts).routes(), *followers.routes(), *PoolAdmin(pool, metrics).routes()])
+    app.add_routes([metrics_route(metrics), *calls.routes()])
     app.router.add_route("*", "/{rest:(?s:.*)}", _unknown)
     return app
 

@@ -156,7 +156,7 @@ class Backend(Upstream):
             self.take_down(unreachable(self, error), broken=False)
 
     async def wait_drained(self, max_seconds: float | None = None) -> None:
-        """Wait until no call is in flight.
+        """Wait until no call is in flight, of any gateway.
 
         Args:
             max_seconds: seconds after which the calls that are left are waited for no more. None: they have the time of a call.
@@ -165,14 +165,12 @@ class Backend(Upstream):
             EngineError: some are still in flight after the time of a call.
         """
         try:
-            await asyncio.wait_for(self.idle.wait(), self.seconds if max_seconds is None else max_seconds)
+            await asyncio.wait_for(self.wait_idle(), self.seconds if max_seconds is None else max_seconds)
         except TimeoutError:
             if max_seconds is not None:
-                log.info(
-                    "%d calls are still in flight at %s after %g s: they go on with the new weights", self.in_flight, self.url, max_seconds
-                )
+                log.info("%d calls are still in flight at %s after %g s: they go on with the new weights", self.load, self.url, max_seconds)
                 return
-            raise EngineError(f"{self.in_flight} calls are still in flight at {self.url} after {self.seconds:g} s.") from None
+            raise EngineError(f"{self.load} calls are still in flight at {self.url} after {self.seconds:g} s.") from None
 
     async def read_info(self) -> EngineInfo:
         """Return the state that the engine reports."""

@@ -11,7 +11,7 @@ import asyncio
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from gateway.pool.backend import Backend
@@ -56,7 +56,7 @@ class _Waiter:
 class Policy:
     """A policy: its backends, its releases, and the queue of calls for them."""
 
-    def __init__(self, name: str, queue_limit: int) -> None:
+    def __init__(self, name: str, queue_limit: int, on_change: Callable[[], None] = lambda: None) -> None:
         self.name = name
         self.backends: list[Upstream] = []
         self.releases: list[WeightsRelease] = []
@@ -70,6 +70,9 @@ class Policy:
         """Held by the task that publishes."""
         self.all_at_once = False
         """True while all engines take new weights: those that are done first do not get the calls of all."""
+        self.waiting_elsewhere = 0
+        """Number of calls that wait for a backend at other gateways, as they reported last."""
+        self._on_change = on_change
         self._queue: FairQueue[AttemptKey | None, _Waiter] = FairQueue()
         self._queue_limit = queue_limit
         self._holders: OrderedDict[AttemptKey, Upstream] = OrderedDict()
@@ -131,6 +134,7 @@ class Policy:
             self._queue.discard(waiter.attempt, waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(BackendDownError(self.why_down()))
+        self._on_change()
 
     async def acquire(self, attempt: AttemptKey | None, avoid: Set[str] = NOTHING) -> Upstream:
         """Wait for a backend; the caller must give it back.
@@ -205,11 +209,11 @@ class Policy:
             if not free:
                 return None
         # The least busy by its capacity; among equals the one that was given the fewest calls in all, so that sequential calls rotate.
-        least = min(free, key=lambda backend: (backend.in_flight / backend.capacity, backend.calls / backend.capacity))
+        least = min(free, key=lambda backend: (backend.load / backend.capacity, backend.calls / backend.capacity))
         holder = self._holders.get(attempt) if attempt else None
         if holder is not None and holder in free:
-            as_busy = least.in_flight * holder.capacity / least.capacity
-            if holder.in_flight - as_busy <= AFFINITY_CALLS:
+            as_busy = least.load * holder.capacity / least.capacity
+            if holder.load - as_busy <= AFFINITY_CALLS:
                 return holder
         return least
 

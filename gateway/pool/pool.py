@@ -49,6 +49,16 @@ class BackendLease:
         return avoid if self._policy.may_become_free(self._attempt, avoid) else None
 
 
+class OtherGateways:
+    """Gateways that send calls to the same backends: none."""
+
+    def changed(self) -> None:
+        """Handle a change of the pool."""
+
+    async def wait_idle(self, backend: Upstream) -> None:
+        """Wait until they send a backend no calls, and none of theirs is in flight."""
+
+
 class BackendPool:
     """All backends of the gateway, and their watchers."""
 
@@ -58,6 +68,7 @@ class BackendPool:
         """Policy that answers for models that name no policy."""
         self.models = settings.gateway.models
         """Alias of a policy -> name of the policy."""
+        self.others = OtherGateways()
         self._session = session
         self._queue_limit = settings.gateway.queue_limit
         self._call_seconds = settings.gateway.request_timeout_seconds
@@ -69,7 +80,7 @@ class BackendPool:
         """Settings of the backends that were registered at run time, by their names."""
         for backend in _configured(settings):
             self.add(backend)
-        for backend in self._registry.read():
+        for backend in [] if settings.gateway.controller else self._registry.read():
             try:
                 self._registered[self.add(backend).name] = backend
             except BackendRefusedError as error:
@@ -97,7 +108,13 @@ class BackendPool:
     def policy_of(self, model: str | None) -> Policy:
         """Return the policy that answers for a model; where none has its name, the default one, whose engine then refuses the call."""
         name = self.models.get(model or "", model or "")
-        return self.policies.get(name) or self.policies.setdefault(self.default, Policy(self.default, self._queue_limit))
+        return self.policies.get(name) or self.policy(self.default)
+
+    def policy(self, name: str) -> Policy:
+        """Return the policy of that name; a new one has no backends."""
+        if name not in self.policies:
+            self.policies[name] = Policy(name, self._queue_limit, lambda: self.others.changed())
+        return self.policies[name]
 
     @asynccontextmanager
     async def lease(self, model: str | None, attempt: AttemptKey | None, avoid: Set[str] = NOTHING) -> AsyncGenerator[BackendLease]:
@@ -145,7 +162,7 @@ class BackendPool:
         Raises:
             BackendRefusedError: it is here already, or a policy would have backends of both kinds.
         """
-        policy = self.policies.setdefault(settings.policy, Policy(settings.policy, self._queue_limit))
+        policy = self.policy(settings.policy)
         name = next(
             name for number in count() if (name := f"{settings.policy}-{number}") not in {backend.name for backend in self.backends}
         )
@@ -163,13 +180,19 @@ class BackendPool:
                 )
         if isinstance(backend, Backend) and any(other.url == backend.url and other.is_engine for other in self.backends):
             raise BackendRefusedError(f"the engine at {backend.url} serves another policy already. Remove it there first.")
-        backend.changed = policy.changed
-        policy.backends.append(backend)
+        self.join(backend)
         if isinstance(backend, Backend) and self._tasks is not None:
             self._watch(self._tasks, backend)
+        return backend
+
+    def join(self, backend: Upstream) -> None:
+        """Make a backend one of its policy's."""
+        policy = self.policy(backend.policy)
+        backend.changed = policy.changed
+        backend.wait_elsewhere = lambda backend: self.others.wait_idle(backend)
+        policy.backends.append(backend)
         log.info("backend %s: %s of policy %r at %s", backend.name, backend.kind, backend.policy, backend.url)
         policy.changed()
-        return backend
 
     async def remove(self, backend: Upstream, *, now: bool) -> None:
         """Remove a backend: it gets no more calls, and leaves when those in flight have ended, or at once with `now`."""
@@ -180,7 +203,11 @@ class BackendPool:
             watcher.cancel()
         backend.set_status(BackendStatus.DRAINING)
         if not now:
-            await backend.idle.wait()
+            await backend.wait_idle()
+        self.leave(backend)
+
+    def leave(self, backend: Upstream) -> None:
+        """End a backend's part in its policy; calls in flight go on."""
         policy = self.policies[backend.policy]
         if backend in policy.backends:
             policy.backends.remove(backend)
@@ -205,8 +232,10 @@ class BackendPool:
 
 
 def _configured(settings: Settings) -> list[BackendSettings]:
-    """Return the backends that the settings name, `gateway.engine_url` first unless it is in the list."""
+    """Return the backends that the settings name, `gateway.engine_url` first unless it is in the list; a follower's name none."""
     gateway = settings.gateway
+    if gateway.controller:
+        return []
     listed = list(gateway.backends)
     if not gateway.engine_url:
         return listed

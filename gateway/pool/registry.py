@@ -33,6 +33,24 @@ class RegisteredBackend(msgspec.Struct, frozen=True):
     limit: int | None
     model: str | None
 
+    @classmethod
+    def of(cls, settings: BackendSettings) -> RegisteredBackend:
+        """Return the form in which a backend's settings are written."""
+        key = settings.key.get_secret_value() if settings.key else None
+        return cls(settings.url, settings.policy, settings.kind, key, settings.limit, settings.model)
+
+    @property
+    def settings(self) -> BackendSettings:
+        """Return the backend's settings."""
+        return BackendSettings(
+            url=self.url,
+            policy=self.policy,
+            kind=self.kind,
+            key=SecretStr(self.key) if self.key else None,
+            limit=self.limit,
+            model=self.model,
+        )
+
 
 class BackendRegistry:
     """File of the backends that were registered with one gateway."""
@@ -56,31 +74,11 @@ class BackendRegistry:
                 f"{self._file}, where the gateway remembers backends that were registered with it, cannot be read ({error}). Restore it "
                 "from a copy, or remove it: engines register again, and other backends are added by `spangrad backends add`."
             ) from None
-        return [
-            BackendSettings(
-                url=backend.url,
-                policy=backend.policy,
-                kind=backend.kind,
-                key=SecretStr(backend.key) if backend.key else None,
-                limit=backend.limit,
-                model=backend.model,
-            )
-            for backend in registered
-        ]
+        return [backend.settings for backend in registered]
 
     def write(self, backends: Iterable[BackendSettings]) -> None:
         """Replace what was written; a failure is logged, since the gateway works without."""
-        registered = [
-            RegisteredBackend(
-                backend.url,
-                backend.policy,
-                backend.kind,
-                backend.key.get_secret_value() if backend.key else None,
-                backend.limit,
-                backend.model,
-            )
-            for backend in backends
-        ]
+        registered = [RegisteredBackend.of(backend) for backend in backends]
         new = self._file.with_suffix(".new")
         try:
             new.parent.mkdir(parents=True, exist_ok=True)

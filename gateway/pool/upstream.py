@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from enum import StrEnum
+from itertools import count
 
 from gateway.vllm_plugin.request_fields import MESSAGES_PATH
 from spangrad.errors import GatewayError
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_SECONDS = 1.0
 LONGEST_BACKOFF_SECONDS = 60.0
 """Longest back-off from a frozen upstream that cannot be reached; it begins at FIRST_BACKOFF_SECONDS and doubles each time."""
+_IDS = count()
 ANTHROPIC_VERSION = "2023-06-01"
 
 
@@ -43,11 +45,18 @@ class BackendDownError(GatewayError):
     """A call was refused because no backend with verified weights is up."""
 
 
+async def _no_calls(backend: Upstream) -> None:
+    """Return at once: no other gateway sends calls to the backend."""
+
+
 class Upstream:
     """A backend in the pool: its address and limits, its status, and its calls in flight."""
 
     def __init__(self, name: str, settings: BackendSettings) -> None:
         self.name = name
+        self.id = next(_IDS)
+        """Number that no other backend of this process has."""
+        self.settings = settings
         self.url = base_url(settings.url)
         self.policy = settings.policy
         self.kind = settings.kind
@@ -58,6 +67,8 @@ class Upstream:
         self.reason = ""
         """Reason why it is down."""
         self.in_flight = 0
+        self.in_flight_elsewhere = 0
+        """Calls in flight that other gateways sent, as they reported last."""
         self.calls = 0
         """Total number of calls that it was given."""
         self.idle = asyncio.Event()
@@ -70,6 +81,8 @@ class Upstream:
         self._key = settings.key.get_secret_value() if settings.key else ""
         self.changed: Callable[[], None] = lambda: None
         """Callback for changes of the status."""
+        self.wait_elsewhere: Callable[[Upstream], Awaitable[None]] = _no_calls
+        """Callback that waits until other gateways send it no calls, and none of theirs is in flight."""
 
     @property
     def is_engine(self) -> bool:
@@ -115,7 +128,12 @@ class Upstream:
     @property
     def has_room(self) -> bool:
         """Return whether another call is within its limit."""
-        return self.limit is None or self.in_flight < self.limit
+        return self.limit is None or self.load < self.limit
+
+    @property
+    def load(self) -> int:
+        """Return the calls in flight of all gateways."""
+        return self.in_flight + self.in_flight_elsewhere
 
     @property
     def capacity(self) -> int:
@@ -137,18 +155,24 @@ class Upstream:
 
     def begin(self) -> None:
         """Count a call that goes to this backend."""
-        if not self.in_flight:
-            self._busy_since = time.monotonic()
-        self.in_flight += 1
+        self._set_load(self.in_flight + 1, self.in_flight_elsewhere)
         self.calls += 1
         self.idle.clear()
 
     def end(self) -> None:
         """Count a call that has ended."""
-        self.in_flight -= 1
+        self._set_load(self.in_flight - 1, self.in_flight_elsewhere)
         if not self.in_flight:
-            self._busy_seconds, self._busy_since = self.busy_seconds, None
             self.idle.set()
+
+    def set_elsewhere(self, calls: int) -> None:
+        """Take over the number of other gateways' calls in flight."""
+        self._set_load(self.in_flight, calls)
+
+    async def wait_idle(self) -> None:
+        """Wait until no call is in flight, of any gateway; the caller has closed the backend to new ones."""
+        await self.idle.wait()
+        await self.wait_elsewhere(self)
 
     def set_status(self, status: BackendStatus, reason: str = "") -> None:
         """Change the status, unless the backend is draining: the end of an earlier publication or back-off does not revive it."""
@@ -159,6 +183,17 @@ class Upstream:
     def could_not_connect(self, error: Exception) -> None:
         """Handle a call's failure to connect to this backend."""
         raise NotImplementedError
+
+    def refused_call(self) -> bool:
+        """Handle its refusal of a call because it is paused; return whether the call waits for it, or goes to another backend."""
+        return self.status in {BackendStatus.PUBLISHING, BackendStatus.ASLEEP}
+
+    def _set_load(self, own: int, elsewhere: int) -> None:
+        if not self.load and own + elsewhere:
+            self._busy_since = time.monotonic()
+        elif self.load and not own + elsewhere:
+            self._busy_seconds, self._busy_since = self.busy_seconds, None
+        self.in_flight, self.in_flight_elsewhere = own, elsewhere
 
     def close(self) -> None:
         """Release what the backend holds when it has left the pool."""

@@ -6,6 +6,7 @@ In: HTTP requests. Out: JSON. Invariant: nothing here answers an agent, and ever
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -78,7 +79,9 @@ class CountedAttempts(msgspec.Struct):
 class Admin:
     """Handlers of the routes for the runner and for health checks."""
 
-    def __init__(self, pool: BackendPool, counts: Counts) -> None:
+    def __init__(self, pool: BackendPool, counts: Counts, degraded: Callable[[], str] = str) -> None:
+        """Store the arguments; `degraded` returns the reason why the gateway is not whole, or an empty string."""
+        self._degraded = degraded
         self._pool = pool
         self._counts = counts
 
@@ -118,8 +121,9 @@ class Admin:
         return json_response(CountedAttempts(counts))
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answer that the gateway is up."""
-        return json_response({"status": "up"})
+        """Answer that the gateway is up, and the reason if it is not whole."""
+        reason = self._degraded()
+        return json_response({"status": "degraded", "reason": reason} if reason else {"status": "up"})
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer whether every policy that has backends has one that serves, or will soon."""

@@ -25,6 +25,8 @@ from spangrad.processes import require_safe_bind
 from spangrad.settings import ClientSettings, GatewaySettings
 
 _OPEN = frozenset({"/healthz", "/readyz"})
+STATE_PATH = "/admin/followers/state"
+"""Path at which gateways learn of the backends, and of their keys: `gateway.token` alone opens it."""
 _UNKNOWN = "/{rest}"
 _CALLS = ("/v1/", "/rollout/{rollout}/attempt/{attempt}/v1/")
 _ANY_ROLLOUT = "*"
@@ -187,6 +189,8 @@ def _refuse_call(caller: Caller, request: web.Request) -> web.Response | None:
 
 
 def _refuse_admin(caller: Caller, path: str) -> web.Response | None:
+    if path == STATE_PATH and caller is not FULL_ACCESS:
+        return _forbidden(f"client {caller.name!r} may not read the backends' keys. A gateway that follows this one needs gateway.token.")
     if caller.may_admin or path == _UNKNOWN:
         return None
     return _forbidden(f"client {caller.name!r} may only call models. Use gateway.token, or set may_admin in its gateway.clients entry.")

@@ -36,6 +36,7 @@ from gateway.proxy.redaction import Redactor
 from gateway.proxy.relax import relax
 from gateway.recorder.exporter import SpanExporter
 from gateway.recorder.record import GATEWAY_ERROR, CallFacts, bare_span, build_span
+from gateway.vllm_plugin.middleware import PAUSED_TYPE
 from spangrad.agent.failures import names_context_overflow
 from spangrad.http.server import json_response
 from spangrad.settings import Settings
@@ -65,6 +66,10 @@ class _Exchange:
 
 class _ClientLeftError(Exception):
     """The client closed its connection."""
+
+
+class _EnginePausedError(Exception):
+    """The engine refused a call because it is paused; nothing was sampled."""
 
 
 class Calls:
@@ -200,6 +205,8 @@ class Calls:
                     if others is None:
                         return _failed(exchange, 502, "engine_unreachable", unreachable(lease.backend, error))
                     avoid = others
+                except _EnginePausedError:
+                    continue  # its backend is closed to calls for now
                 except aiohttp.ClientError as error:
                     return _failed(exchange, 502, "engine_unreachable", unreachable(lease.backend, error))
 
@@ -225,6 +232,8 @@ class Calls:
             if upstream.content_type == "text/event-stream":
                 return await self._stream(exchange, upstream, backend.scrubber())
             body = backend.scrub(await upstream.read())
+            if upstream.status == 503 and backend.is_engine and PAUSED_TYPE.encode() in body and backend.refused_call():
+                raise _EnginePausedError
             if upstream.status == 200:
                 body = _read_whole(facts, body)
             else:

@@ -50,9 +50,10 @@ DEATH_SECONDS = 0.5
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
 """Paths of the routes that have the policy generate."""
 
+PAUSED_TYPE = "engine_paused"
 PAUSED = {
     "type": "error",
-    "error": {"message": "the engine is paused, and holds no weights that it may answer with", "type": "engine_paused", "code": 503},
+    "error": {"message": "the engine is paused, and holds no weights that it may answer with", "type": PAUSED_TYPE, "code": 503},
 }
 """Error of a call that is refused in a pause, in a form that is both OpenAI's and Anthropic's."""
 

@@ -244,7 +244,8 @@ async def _replace_weights(
             await backend.order("/wake_up", seconds=backend.seconds)
             steps.to("check")
         await sync_method.check(backend)
-        if before is not BackendStatus.ASLEEP and calls.in_flight is InFlight.DRAIN:
+        # In an engine that is down, calls of other gateways may wait for the end of a pause, which comes with this publication.
+        if before is BackendStatus.SERVING and calls.in_flight is InFlight.DRAIN:
             steps.to("drain")
             await backend.wait_drained(calls.drain_seconds)
         steps.to("pause")

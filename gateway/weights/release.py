@@ -267,6 +267,7 @@ def _withdraw_outdated(policy: Policy) -> None:
             engine.take_down(
                 f"the engine at {engine.url} is behind: it serves version {engine.info.version}, not {release.version}", broken=False
             )
+    policy.changed()  # also where no engine was taken down: other gateways are to learn of the release
 
 
 def _publication(policy: Policy, release: WeightsRelease, seconds: float, took: Sequence[Backend] = ()) -> Publication:

@@ -73,6 +73,9 @@ class GatewaySettings(Section):
     """Size limit of a request's body, in bytes: prompts may carry images."""
     body_seconds: float = Field(default=30, gt=0)
     """Time limit for a request's body to arrive, in seconds; one second is added for each 64 KiB received."""
+    controller: str | None = Field(default=None, pattern=r"^https?://[^\s]+$")
+    """URL of the gateway that gives orders to the engines. Set: this gateway sends calls to that one's backends and has none of its own,
+    and `token` is the same for both. None: it gives the orders itself."""
     engine_url: str = "http://127.0.0.1:8000"
     """URL of the first backend: an engine of policy `gateway.policy`. Empty: only the backends of `gateway.backends`."""
     policy: str = "policy"

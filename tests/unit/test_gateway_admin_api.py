@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,8 +21,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from gateway.followers.controller import Followers, FollowerState
 from gateway.pool.admin_pool import BackendRequest, BackendState, OrderRequest, PolicyState, PoolAdmin, SleepRequest
 from gateway.proxy.admin import Admin, AnnouncementRequest, CountedAttempts, CountRequest
+from gateway.proxy.auth import STATE_PATH
 from gateway.weights.release import Publication, PublicationRequest
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import ASKED, staged
@@ -49,6 +52,10 @@ class _Policies(msgspec.Struct):
     policies: list[PolicyState]
 
 
+class _Followers(msgspec.Struct):
+    followers: list[FollowerState]
+
+
 class _Removed(msgspec.Struct):
     name: str
     status: str
@@ -59,7 +66,7 @@ class _Status(msgspec.Struct):
 
 
 BODIES = (BackendRequest, SleepRequest, PublicationRequest, OrderRequest, AnnouncementRequest, CountRequest)
-ANSWERS = (_Failure, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts)
+ANSWERS = (_Failure, _Followers, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts)
 BACKEND = {"backend": {"type": "string", "minLength": 1}}
 POLICY = {"policy": {"type": "string", "enum": ["policy", "other"]}}
 OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] = [
@@ -73,6 +80,7 @@ OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] 
     ("post", "/admin/policies/{policy}/versions", POLICY, PublicationRequest, Publication, [200, 400, 404, 409, 502]),
     ("post", "/admin/policies/{policy}/promote", POLICY, OrderRequest, Publication, [200, 400, 404, 409, 502]),
     ("post", "/admin/policies/{policy}/rollback", POLICY, OrderRequest, Publication, [200, 400, 404, 409, 502]),
+    ("get", "/admin/followers", {}, None, _Followers, [200]),
     ("post", "/attempts", {}, AnnouncementRequest, _Status, [200, 400]),
     ("post", "/attempts/calls", {}, CountRequest, CountedAttempts, [200, 400]),
     ("get", "/healthz", {}, None, _Status, [200]),
@@ -136,9 +144,9 @@ def url() -> Iterator[str]:
 
 
 def test_admin_api_every_route_is_described() -> None:
-    pool: Any = None
-    routes = [*Admin(pool, pool).routes(), *PoolAdmin(pool, pool).routes()]
-    known = {(route.method.lower(), _plain(route)) for route in routes}
+    pool: Any = SimpleNamespace()
+    routes = [*Admin(pool, pool).routes(), *PoolAdmin(pool, pool).routes(), *Followers(pool, pool).routes()]
+    known = {(route.method.lower(), _plain(route)) for route in routes if route.path != STATE_PATH}
     assert known == {(method, path) for method, path, *_ in OPERATIONS}
 
 

@@ -123,6 +123,9 @@ def test_gateway_metrics_registry_contains_no_process_metrics() -> None:
     text = generate_latest(metrics).decode()
     assert "python_info" not in text
     assert {key: value for key, value in samples(text).items() if "bucket" not in key[0]} == {
+        ("controller_up", ()): 1,
+        ("followers", ()): 0,
+        ("followers_dropped_total", ()): 0,
         ("calls_in_flight", ()): 0,
         ("calls_waiting", ()): 5,
         ("spans_recorded_total", ()): 0,

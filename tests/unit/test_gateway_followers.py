@@ -1,0 +1,199 @@
+"""Gateways that follow another one: its backends, its publications and its pauses reach them, and their calls are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from gateway.followers import controller
+from spangrad import semconv
+from tests.support.fake_engine import FakeEngine, uint32s
+from tests.support.followers import GatedEngine, following
+from tests.support.gateways import Stage, ask, backends, models, release_of, several, staged, started
+from tests.support.otlp import SunkSpan
+
+VERSIONS = "/admin/policies/policy/versions"
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> list[Path]:
+    """Model directories of versions 0 and 1."""
+    return models(tmp_path, 2)
+
+
+def label_and_weights(span: SunkSpan) -> tuple[int, int]:
+    """The version that a span names, and the number of the weights that sampled its first token."""
+    (((_, version),),) = json.loads(str(span.attributes[semconv.POLICY_VERSIONS]))
+    ids = span.attributes[semconv.OUTPUT_TOKEN_IDS]
+    assert isinstance(ids, bytes)
+    return version, uint32s(ids)[0]
+
+
+async def until_loaded(stage: Stage, calls: int) -> None:
+    """Wait until the first backend has so many calls in flight, of all gateways."""
+    async with asyncio.timeout(10):
+        while (await backends(stage))[0]["in_flight"] != calls:  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(0.01)
+
+
+async def test_follower_answers_and_records_calls_of_the_controllers_backends() -> None:
+    async with staged() as stage, following(stage) as follower:
+        assert (await follower.chat("/rollout/r/attempt/0"))[0] == 200
+        (span,) = await stage.spans()
+        assert span.attributes[semconv.ROLLOUT_ID] == "r"
+        assert len(stage.engine.requests) == 1
+        assert await ask(follower, "GET", "/healthz") == (200, {"status": "up"})
+        status, listed = await ask(stage, "GET", "/admin/followers")
+        assert (status, [(each["confirmed"], each["in_flight"]) for each in listed["followers"]]) == (200, [(True, 0)])
+
+
+async def test_follower_learns_of_backends_that_join_and_leave() -> None:
+    joined = FakeEngine(policy="other")
+    async with staged() as stage, following(stage) as follower, joined.running() as url:
+        assert (await ask(follower, "POST", "/admin/backends", {"url": url, "policy": "other"}))[0] == 201
+        await follower.readiness("serving")
+        async with asyncio.timeout(10):
+            while (await follower.chat(model="other"))[0] != 200:  # noqa: ASYNC110 - nobody tells us
+                await asyncio.sleep(0.02)
+        assert len(joined.requests) == 1
+        assert (await ask(follower, "DELETE", "/admin/backends/other-0"))[0] == 200
+        await asyncio.sleep(0.1)
+        status, body = await follower.chat(model="other")
+        assert (status, b"other" in body, len(joined.requests)) == (503, True, 1)
+
+
+async def test_publication_through_follower_reaches_calls_of_both_gateways(weights: list[Path]) -> None:
+    async with several(*started(weights, 2, GatedEngine)) as stage, following(stage) as follower:
+        assert (await ask(follower, "POST", VERSIONS, release_of(weights, 1)))[0] == 200
+        assert [(await gateway.chat())[0] for gateway in (stage, follower) for _ in range(2)] == [200] * 4
+        assert {label_and_weights(span) for span in await stage.spans(4)} == {(1, 1)}
+
+
+async def test_publication_with_drain_waits_for_a_followers_call(weights: list[Path]) -> None:
+    (engine,) = started(weights, 1, GatedEngine)
+    async with several(engine) as stage, following(stage) as follower:
+        engine.go_on.clear()
+        calls = [asyncio.create_task(follower.chat()) for _ in range(2)]
+        await until_loaded(stage, 2)
+        publishing = asyncio.create_task(ask(stage, "POST", VERSIONS, release_of(weights, 1, in_flight="drain")))
+        await asyncio.sleep(0.3)
+        late = asyncio.create_task(follower.chat())
+        await asyncio.sleep(0.2)
+        assert (engine.orders.count("/pause"), engine.answering) == (0, 2), "the late call waits at its gateway"
+        engine.go_on.set()
+        assert (await publishing)[0] == 200
+        assert [(await call)[0] for call in (*calls, late)] == [200] * 3
+        assert engine.while_loading == 0
+        assert sorted(label_and_weights(span) for span in await stage.spans(3)) == [(0, 0), (0, 0), (1, 1)]
+
+
+async def test_follower_that_confirms_nothing_is_disconnected_and_not_waited_for(
+    weights: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "CONFIRM_SECONDS", 0.2)
+    async with several(*started(weights, 1)) as stage:
+        async with stage.client.ws_connect("/admin/followers/state", params={"url": "http://silent"}) as silent:
+            await silent.receive()
+            assert (await ask(stage, "POST", VERSIONS, release_of(weights, 1, in_flight="drain")))[0] == 200
+            assert await ask(stage, "GET", "/admin/followers") == (200, {"followers": []})
+        async with stage.client.get("/metrics") as scraped:
+            assert "spangrad_gateway_followers_dropped_total 1.0" in await scraped.text()
+
+
+async def test_call_of_follower_waits_where_the_engine_is_paused_already(weights: list[Path]) -> None:
+    (engine,) = started(weights, 1, GatedEngine)
+    async with several(engine) as stage, following(stage) as follower:
+        engine.paused, engine.pause_modes = True, ["abort"]
+        call = asyncio.create_task(follower.chat())
+        await asyncio.sleep(0.3)
+        assert not call.done()
+        engine.paused = False
+        assert (await call)[0] == 200
+        assert [span.attributes.get(semconv.ERROR_TYPE) for span in await stage.spans()] == [None]
+
+
+async def test_load_of_other_gateways_counts_towards_limit_and_choice() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    limited = [{"url": f"http://127.0.0.1:{engine.port}", "limit": 2} for engine in engines]
+    async with several(*engines, backends=limited[1:]) as stage, following(stage) as follower:
+        for engine in engines:
+            engine.go_on.clear()
+        first = [asyncio.create_task(stage.chat()) for _ in range(4)]
+        await until_loaded(stage, 2)
+        await asyncio.sleep(0.1)
+        second = [asyncio.create_task(follower.chat()) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        assert [len(engine.requests) for engine in engines] == [6, 2], "the second has a limit, the controller's calls fill it"
+        assert [each["in_flight"] for each in await backends(stage)] == [6, 2]
+        for engine in engines:
+            engine.go_on.set()
+        assert [(await call)[0] for call in (*first, *second)] == [200] * 8
+
+
+async def test_state_is_open_to_gateway_token_alone() -> None:
+    clients = [{"name": "operator", "token": "theirs", "may_admin": True}]
+    async with staged(token="ours", clients=clients) as stage:
+        for token, expected in (("theirs", 403), ("wrong", 401)):
+            async with stage.client.get("/admin/followers/state", headers={"Authorization": f"Bearer {token}"}) as answer:
+                assert answer.status == expected
+        async with following(stage, token="ours") as follower:
+            assert (await follower.chat())[0] == 200
+            assert (await ask(follower, "GET", "/admin/followers/state"))[0] == 409
+            async with follower.client.get("/admin/backends", headers={"Authorization": "Bearer theirs"}) as answer:
+                assert answer.status == 401, "a follower has clients of its own"
+
+
+async def test_follower_serves_on_without_its_controller_and_is_degraded() -> None:
+    engine = FakeEngine()
+    async with engine.running() as url:
+        other = FakeEngine()
+        async with staged(other, backends=[{"url": url}], engine_url="") as stage:
+            following_stage = following(stage)
+            follower = await following_stage.__aenter__()
+        try:
+            async with asyncio.timeout(10):
+                while (await ask(follower, "GET", "/healthz"))[1]["status"] != "degraded":  # noqa: ASYNC110 - nobody tells us
+                    await asyncio.sleep(0.02)
+            assert (await follower.chat())[0] == 200
+            assert (await ask(follower, "GET", "/readyz"))[0] == 200
+            status, answer = await ask(follower, "POST", VERSIONS, {})
+            assert (status, "gateway.controller" in answer["error"]["message"]) == (503, True)
+            async with follower.client.get("/metrics") as scraped:
+                assert "spangrad_gateway_controller_up 0.0" in await scraped.text()
+        finally:
+            await following_stage.__aexit__(None, None, None)
+
+
+async def test_engine_that_refuses_a_followers_connection_is_left_alone_for_a_while() -> None:
+    up = FakeEngine()
+    async with several(FakeEngine(), up) as stage, following(stage) as follower:
+        await stage.engine_stops()
+        assert [(await follower.chat())[0] for _ in range(4)] == [200] * 4
+        assert len(up.requests) == 4
+
+
+async def test_frozen_upstreams_and_their_keys_reach_a_follower() -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.headers.get("Authorization", ""))
+        return web.json_response(FakeEngine().whole({"model": "m"}))
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    judge = {"url": f"http://127.0.0.1:{port}/v1", "policy": "judge", "kind": "openai", "key": "sk-judge"}
+    try:
+        async with staged(backends=[judge]) as stage, following(stage) as follower:
+            assert (await follower.chat(model="judge"))[0] == 200
+            assert asked == ["Bearer sk-judge"]
+    finally:
+        await runner.cleanup()
