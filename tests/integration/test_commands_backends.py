@@ -10,12 +10,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from spangrad.processes import free_ports
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import Stage, staged
-from tests.support.processes import heed_interrupts, run_spangrad
+from tests.support.processes import address_of_forks, heed_interrupts, run_spangrad
 
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> None:
+    """Start the server that forks in this thread: Linux ends a child with the thread that started it."""
+    address_of_forks("services")
 
 
 def gateway_url(stage: Stage) -> str:

@@ -21,8 +21,7 @@ from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
 from tests.support.fake_engine import uint32s
-from tests.support.followers import GatedEngine
-from tests.support.gateways import ASKED, models, release_of, started
+from tests.support.gateways import ASKED, GatedEngine, models, release_of, started
 from tests.support.otlp import OtlpSink
 from tests.support.processes import fetch, start
 

@@ -18,9 +18,15 @@ from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
 from tests.support.fake_engine import FakeEngine
 from tests.support.otlp import OtlpSink
-from tests.support.processes import fetch, start
+from tests.support.processes import address_of_forks, fetch, start
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> None:
+    """Start the server that forks in this thread: Linux ends a child with the thread that started it."""
+    address_of_forks("services")
 
 
 def settings(engine: int, store: str, spill: Path, **flags: object) -> Settings:

@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,12 +18,14 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
+from aiohttp import web
 from safetensors.numpy import save_file
 
 from benchmarks.gateway_bodies import ANSWER_TOKENS, Bodies
 from benchmarks.gateway_upstream import CHAT_PATH, Answers
 from gateway.recorder import exporter
 from gateway.server import running
+from gateway.vllm_plugin.middleware import PAUSED
 from spangrad import semconv
 from spangrad.settings.sources import load_settings
 from spangrad.weights.checksums import checksum_directory
@@ -168,6 +170,67 @@ def started(weights: list[Path], count: int, kind: type[FakeEngine] = FakeEngine
 def release_of(weights: list[Path], version: int, **more: object) -> dict[str, object]:
     """What is asked for to publish a version."""
     return {"version": version, "path": str(weights[version]), "checksum": checksum_directory(weights[version]), **more}
+
+
+# Gateways that follow another one, and engines that pause as vLLM with our plugin does.
+
+
+@dataclass
+class GatedEngine(FakeEngine):
+    """An engine whose calls wait in a pause, or are refused in one that aborts; the first token of an answer is its weights' number."""
+
+    weights: int = 0
+    """Number of the directory of `models` whose weights it holds."""
+    answering: int = 0
+    while_loading: int = 0
+    """Calls that were being answered when weights were loaded, in all."""
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        if (await request.json())["messages"][0]["content"] == "probe":
+            return await super()._chat(request)
+        if not await self._opened():
+            return web.json_response(PAUSED, status=503)
+        self.answering += 1
+        try:
+            await asyncio.sleep(0.01)
+            await self.go_on.wait()
+            if not await self._opened():
+                return web.json_response(PAUSED, status=503)
+            return await super()._chat(request)
+        finally:
+            self.answering -= 1
+
+    async def _opened(self) -> bool:
+        """Wait until the engine is paused no more; return False where it aborts calls instead."""
+        while self.paused and self.pause_modes[-1] == "keep":  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(0.002)
+        return not self.paused
+
+    async def _order(self, request: web.Request) -> web.Response:
+        order = await request.json()
+        if order.get("method") == "reload_weights":
+            self.while_loading += self.answering
+            self.weights = int(Path(order["kwargs"]["weights_path"]).name[1:])
+        return await super()._order(request)
+
+    def whole(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer, sampled by the weights that are held now."""
+        answer = super().whole(asked)
+        (answer["choices"][0]["token_ids"] or [0])[0] = self.weights
+        return answer
+
+
+@asynccontextmanager
+async def following(controller: Stage, **flags: object) -> AsyncGenerator[Stage]:
+    """A gateway that follows a stage's, before the same store."""
+    with TemporaryDirectory() as spill:
+        flags |= {"port": 0, "spill_path": spill, "controller": str(controller.client._base_url).rstrip("/")}
+        named = {f"gateway.{key}": value for key, value in flags.items()}
+        settings = load_settings({**named, "store.otlp_endpoint": controller.store.url}, env={})
+        token = {"Authorization": f"Bearer {flags['token']}"} if "token" in flags else {}
+        async with running(settings) as gateway, aiohttp.ClientSession(gateway.url, headers=token) as client:
+            await (stage := replace(controller, client=client)).readiness("serving")
+            yield stage
 
 
 # A gateway in this process before an engine that is written byte by byte: what it sends, when, and how it dies is a test's to say.

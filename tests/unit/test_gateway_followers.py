@@ -12,8 +12,7 @@ from aiohttp import web
 from gateway.followers import controller
 from spangrad import semconv
 from tests.support.fake_engine import FakeEngine, uint32s
-from tests.support.followers import GatedEngine, following
-from tests.support.gateways import Stage, ask, backends, models, release_of, several, staged, started
+from tests.support.gateways import GatedEngine, Stage, ask, backends, following, models, release_of, several, staged, started
 from tests.support.otlp import SunkSpan
 
 VERSIONS = "/admin/policies/policy/versions"
