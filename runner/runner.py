@@ -310,7 +310,7 @@ async def open_attempts(
     stack.push_async_callback(roots.shut)
     opened = await queue()
     stack.push_async_callback(opened.close)
-    pool = HostPool(agent, settings.runner, agent_environment(os.environ, settings, agent.name))
+    pool = HostPool(agent, settings.runner, agent_environment(os.environ, settings, agent))
     stack.push_async_callback(pool.close)
     await asyncio.to_thread(remove_of_dead, agent)
     await pool.start()

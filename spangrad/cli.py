@@ -32,6 +32,7 @@ _MODULES = {
     "Training": {
         "commands.training.plan": "Plan memory, time and settings of a run on any GPUs.",
         "commands.training.run": "Run an agent on tasks, several rollouts a task.",
+        "commands.training.play": "Play an episode of an environment in the terminal.",
         "commands.training.worker": "Run an agent on the rollouts that a queue hands out.",
         "commands.training.build": "Build transitions from complete rollouts, once or as they finish.",
         "commands.training.train": "Train on finished groups of rollouts, once or as they finish.",

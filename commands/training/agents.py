@@ -33,20 +33,27 @@ def agent_spec(
 ) -> AgentSpec:
     """Return the agent that the arguments name: a callable, a container image (which gets the command as arguments), or a command.
 
-    A command of one word that ends in `.py`, or in `.py:FUNCTION`, names a file with a callable.
+    An environment without any of them is played by the agent without code. A command of one word that ends in `.py`, or in `.py:FUNCTION`,
+    names a file with a callable.
 
     Raises:
         AgentError: the arguments name no agent, or several; or a file does not exist.
     """
-    from runner.workers.agents import CallableAgent, CommandAgent, ContainerAgent
+    from runner.workers.agents import CallableAgent, CommandAgent, ContainerAgent, is_service
+    from spangrad.episode.agent import REFERENCE
 
-    evaluator = None if evaluator is None else _located(evaluator, directory)
+    evaluator = None if evaluator is None else located(evaluator, directory)
     if agent is None and image is None and len(command) == 1 and is_file(command[0]):
         agent, command = command[0], ()
+    if environment is not None and not is_service(environment):
+        environment = located(environment, directory)
+        agent = agent or (None if image or command else REFERENCE)
     if sum(map(bool, (agent, image, command and not image))) != 1:
-        raise AgentError("name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, or a command after `--`.")
+        raise AgentError(
+            "name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, a command after `--`, or only --environment MODULE:CLASS."
+        )
     if agent:
-        return CallableAgent(_located(agent, directory), evaluator=evaluator, environment=environment, directory=directory)
+        return CallableAgent(located(agent, directory), evaluator=evaluator, environment=environment, directory=directory)
     if not image:
         return CommandAgent(command, evaluator=evaluator, environment=environment, directory=directory, instrument=instrument)
     return ContainerAgent(
@@ -62,7 +69,7 @@ def agent_spec(
     )
 
 
-def _located(reference: str, directory: Path) -> str:
+def located(reference: str, directory: Path) -> str:
     """Return a reference with the absolute path of its file, if it names one: in the agent's directory, else in the working directory.
 
     Raises:

@@ -12,6 +12,8 @@ from urllib.parse import quote
 from spangrad.agent import prompt_client
 from spangrad.agent.container import Container, reached_at
 from spangrad.callables import split
+from spangrad.episode.agent import REFERENCE as EPISODES
+from spangrad.episode.agent import VARIABLE as EPISODE_VARIABLE
 from spangrad.leases import this_process
 from spangrad.settings import Settings
 
@@ -41,13 +43,14 @@ class CallableAgent:
     python: Path = Path(sys.executable)
     """Interpreter of the agent's environment, where the wheel `spangrad` is installed."""
     environment: str | None = None
-    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. Its value is
-    passed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
+    """`module:function`, called with the input before the agent runs; `module:class` with reset and step; or the URL of a service that
+    leases environments. Its value is passed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
 
     @property
     def name(self) -> str:
         """Service name of its spans, unless the environment sets another one."""
-        return Path(split(self.agent)[0]).name.removesuffix(".py")
+        code = self.environment if self.agent == EPISODES and self.environment else self.agent
+        return Path(split(code)[0]).name.removesuffix(".py")
 
     def host_arguments(self) -> list[str]:
         """Return the arguments of the agent host."""
@@ -147,16 +150,16 @@ def host_command(spec: AgentSpec) -> list[str]:
     ]
 
 
-def agent_environment(environ: Mapping[str, str], settings: Settings, service: str) -> dict[str, str]:
+def agent_environment(environ: Mapping[str, str], settings: Settings, agent: AgentSpec) -> dict[str, str]:
     """Build the environment variables of an agent's process: the runner's own, with the addresses of policy, store and prompts.
 
     Args:
         environ: the runner's own environment.
         settings: addresses of gateway, engine and store.
-        service: `service.name` of the agent's spans, unless the environment sets another one.
+        agent: its name is the `service.name` of its spans, unless the environment sets another one.
     """
     variables = {name: value for name, value in environ.items() if name not in _NOT_FOR_HOSTS}
-    variables.setdefault("OTEL_SERVICE_NAME", service)
+    variables.setdefault("OTEL_SERVICE_NAME", agent.name)
     variables["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
     if settings.store.token is not None:
         variables["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
@@ -166,6 +169,8 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, service: s
         if settings.queue.token is not None:
             variables[prompt_client.TOKEN] = settings.queue.token.get_secret_value()
     policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
+    if isinstance(agent, CallableAgent) and agent.agent == EPISODES:
+        variables[EPISODE_VARIABLE] = settings.runner.episode.model_dump_json()
     variables["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
     # The openai client refuses to start without a key, even where none is asked for.
     if settings.runner.gateway:

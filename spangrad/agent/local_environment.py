@@ -4,7 +4,8 @@ In: a task's input. Out: the initialiser's value, for the agent and its evaluato
 attempt ended, and in bounded time.
 
 An initialiser is a callable `factory(input)`, plain or async. Where its value is an async context manager, it is entered, and the value
-of that is the environment; else the value itself is, and is closed by its `aclose()` or `close()`, where it has one.
+of that is the environment; else the value itself is, and is closed by its `aclose()` or `close()`, where it has one. Or it is a class with
+reset and step (`spangrad.episode.environment.Environment`), called without arguments: the environment is its `EnvironmentCalls`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+
+from spangrad.episode.environment import EnvironmentCalls, is_environment_class
 
 Call = Callable[..., Awaitable[Any]]
 _CLOSE_SECONDS = 4.0
@@ -46,6 +49,10 @@ class LocalEnvironment:
             given: the task's input.
         """
         if self._initialiser is None:
+            return
+        if is_environment_class(self._initialiser):
+            self.value = await EnvironmentCalls.create(self._initialiser)
+            self._close = self.value.aclose
             return
         value = await call(self._initialiser, given)
         if hasattr(value, "__aenter__"):

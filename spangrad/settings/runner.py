@@ -48,6 +48,24 @@ class ContainerSettings(Section):
     `host`, else the container engine's own name for this machine (host.docker.internal)."""
 
 
+class EpisodeSettings(Section):
+    """Episodes of the agent without code (`spangrad run --environment MODULE:CLASS`)."""
+
+    model: str = "policy"
+    """Name of the model in its calls."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature of its calls."""
+    turns: int | None = Field(default=32, ge=1)
+    """Largest number of replies in an episode. None: no limit."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Largest number of generated tokens in an episode. None: no limit."""
+    turn_tokens: int | None = Field(default=None, ge=1)
+    """Largest number of tokens of a reply. None: the engine's own limit."""
+    seconds: float | None = Field(default=None, gt=0)
+    """Time limit of an episode, in seconds, checked between turns; its attempt then ends well, unlike one that exceeds
+    runner.timeout_seconds. None: no limit."""
+
+
 class RunnerSettings(Section):
     """Settings of the runner of agents."""
 
@@ -91,5 +109,7 @@ class RunnerSettings(Section):
     gateway: bool = True
     """True if agents call the policy through the gateway. False (direct mode): they call `gateway.engine_url` itself, their calls are
     not counted, and a rollout is complete when no new span of it has come for `builder.quiet_seconds`."""
+    episode: EpisodeSettings = EpisodeSettings()
+    """Episodes of the agent without code (`spangrad run --environment MODULE:CLASS`)."""
     container: ContainerSettings = ContainerSettings()
     """Container images as agents (`spangrad run --image`)."""

@@ -41,6 +41,10 @@ SERVICES = {"store", "queue", "gateway", "environments", "worker", "rewards"}
 TASKS = "".join(json.dumps({"task_id": f"t{number}", "input": number}) + "\n" for number in range(2))
 FILES = {
     "my_agent.py": "def answer(input):\n    return input\n\n\nif __name__ == '__main__':\n    print(answer(input()))\n",
+    "my_game.py": (
+        "import spangrad.episode.environment as episode\n\n\nclass Guess:\n    def reset(self, task):\n        return 'Your guess?'\n\n"
+        "    def step(self, action):\n        return episode.StepResult('Right.', 1.0, done=True)\n"
+    ),
     "my_task.py": "def score(input, output):\n    return float(input == output)\n",
     "my_world.py": "class World:\n    def begin(self, input):\n        return {}\n\n    def reset(self):\n        pass\n",
     "tasks.jsonl": TASKS,

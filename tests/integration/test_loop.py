@@ -15,8 +15,9 @@ import pytest
 from commands.demo.settings import write_settings
 from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
+from spangrad.episode.agent import REFERENCE as EPISODES
 from spangrad.settings import Selection, Settings, StoreSettings
-from spangrad.settings.runner import FailureRewards
+from spangrad.settings.runner import EpisodeSettings, FailureRewards
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
@@ -108,6 +109,18 @@ def test_loop_every_call_is_transition_or_drop(gateway: Settings, tmp_path: Path
         settings, "SELECT RolloutId, sum(arraySum(Rewards.Value)) FROM spangrad.transitions WHERE RunId = {run:String} GROUP BY RolloutId"
     )
     assert dict(kept) == {outcome.key.rollout_id: (outcome.reward or {})["reward"] for outcome in outcomes}
+
+
+def test_loop_episode_without_agent_rewards_the_call_of_each_step(gateway: Settings, tmp_path: Path) -> None:
+    settings = own_run(gateway)
+    settings = settings.model_copy(update={"runner": settings.runner.model_copy(update={"episode": EpisodeSettings(turn_tokens=3)})})
+    outcomes = roll_out(settings, CallableAgent(EPISODES, environment="two_guesses:TwoGuesses", directory=AGENTS), TASKS, tmp_path, size=2)
+    assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, 2)] * 4
+    build_all(settings, 4)
+    rows = ask(settings, "SELECT Turn, `Rewards.Value` FROM spangrad.transitions WHERE RunId = {run:String} ORDER BY Turn")
+    assert rows == [(0, [0.25])] * 4 + [(1, [0.5])] * 4
+    steps = "SELECT ToolName, count(), uniqExact(CallId) FROM spangrad.tool_calls WHERE RunId = {run:String} GROUP BY ToolName"
+    assert ask(settings, steps) == [("step", 8, 8)]
 
 
 @pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])

@@ -19,11 +19,12 @@ from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, agent_environment
 from span_processors.export import parse_headers
 from spangrad import semconv
+from spangrad.episode.agent import REFERENCE as EPISODES
 from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.processes import free_ports
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings
-from spangrad.settings.runner import FailureRewards
+from spangrad.settings.runner import EpisodeSettings, FailureRewards
 from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.otlp import OtlpSink, SunkSpan
 from tests.support.policies import trainer_settings
@@ -439,7 +440,7 @@ def test_agent_environment_has_endpoints_keys_and_context() -> None:
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://s:1",
         "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20a%2Bb%2Fc%3D%3D%2C%2541",
     }
-    assert agent_environment(started, settings, "mine") == {
+    assert agent_environment(started, settings, CallableAgent("mine:agent")) == {
         **store,
         "OPENAI_BASE_URL": "http://g:2/v1",
         "OPENAI_API_KEY": "k",
@@ -447,8 +448,10 @@ def test_agent_environment_has_endpoints_keys_and_context() -> None:
     assert parse_headers(store["OTEL_EXPORTER_OTLP_HEADERS"]) == {"authorization": "Bearer a+b/c==,%41"}
     direct = settings.model_copy(update={"runner": RunnerSettings(gateway=False)})
     engine = {**store, "OPENAI_BASE_URL": "http://e:3/v1"}
-    assert agent_environment(started, direct, "mine") == {**engine, "OPENAI_API_KEY": "none"}
-    assert agent_environment({**started, "OPENAI_API_KEY": "e"}, direct, "mine") == {**engine, "OPENAI_API_KEY": "e"}
+    episodes = agent_environment(started, settings, CallableAgent(EPISODES, environment="mine:Game"))
+    assert EpisodeSettings.model_validate_json(episodes["SPANGRAD_EPISODE"]) == settings.runner.episode
+    assert agent_environment(started, direct, CallableAgent("mine:agent")) == {**engine, "OPENAI_API_KEY": "none"}
+    assert agent_environment({**started, "OPENAI_API_KEY": "e"}, direct, CallableAgent("mine:agent")) == {**engine, "OPENAI_API_KEY": "e"}
 
 
 async def test_run_without_gateway_has_no_call_count(tmp_path: Path) -> None:

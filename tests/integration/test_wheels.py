@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = tomllib.loads((ROOT / "packaging" / "agent" / "pyproject.toml").read_text())["project"]
-ENTRY_POINTS = {"spangrad", "spangrad.agent.host", "span_processors.reward"} | {
+ENTRY_POINTS = {"spangrad", "spangrad.agent.host", "spangrad.episode.agent", "span_processors.reward"} | {
     reference.partition(":")[0] for group in AGENT["entry-points"].values() for reference in group.values()
 }
 """Modules that an agent's user, its host or OpenTelemetry imports."""
@@ -148,9 +148,11 @@ def test_agent_wheel_files_are_the_import_closure_of_its_entry_points(wheels: di
     closure = import_closure(ENTRY_POINTS)
     assert sorted(files(wheels["agent"])) == sorted(closure)
     in_agent_folders = {
-        str(path.relative_to(ROOT)) for folder in ("spangrad/agent", "span_processors") for path in (ROOT / folder).glob("*.py")
+        str(path.relative_to(ROOT))
+        for folder in ("spangrad/agent", "spangrad/episode", "span_processors")
+        for path in (ROOT / folder).glob("*.py")
     }
-    assert in_agent_folders <= closure, "all of spangrad/agent and span_processors runs in an agent's process"
+    assert in_agent_folders <= closure, "all of these runs in an agent's process"
 
 
 def test_wheels_share_no_file_and_miss_none(wheels: dict[str, Path]) -> None:

@@ -49,7 +49,7 @@ def test_agent_spec_from_each_form_of_arguments(here: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words", "said"),
     [
-        ((), {}, "name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, or a command after `--`."),
+        ((), {}, "name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, a command after `--`, or only --environment"),
         (("python", "a.py"), {"agent": "solver.py"}, "name one agent"),
         ((), {"agent": "solver.py", "image": "agent"}, "name one agent"),
         (("other.py",), {}, "other.py is no file. Name the agent's file."),

@@ -11,7 +11,6 @@ import polars as pl
 from spangrad import semconv
 from transition_builder.dialects.reading import AttributeColumns, Reading, error_type, first_of_list
 
-TOOL_CALL_ID = "gen_ai.tool.call.id"
 CALLS = (
     *("chat", "text_completion", "generate_content", "completion", "chat_completion", "chat.completions", "text.completions", "response"),
     "model_step",
@@ -20,8 +19,14 @@ CALLS = (
 OTHERS = r"embed|tool|agent|workflow|retriev|rerank|guard|memory|plan|evaluat|moderat|image|speech|audio|transcri|token|handoff|task"
 """Pattern of the names of all other operations. An operation that is in neither list is a call if it names a model."""
 TOOL_NAMES = (semconv.GEN_AI_TOOL_NAME,)
-ARGUMENTS = ("gen_ai.tool.call.arguments", "gcp.vertex.agent.tool_call_args", "gen_ai.tool.args", "gen_ai.tool.arguments", "tool_arguments")
-RESULTS = ("gen_ai.tool.call.result", "gcp.vertex.agent.tool_response", "gen_ai.tool.message", "tool_response")
+ARGUMENTS = (
+    semconv.GEN_AI_TOOL_ARGUMENTS,
+    "gcp.vertex.agent.tool_call_args",
+    "gen_ai.tool.args",
+    "gen_ai.tool.arguments",
+    "tool_arguments",
+)
+RESULTS = (semconv.GEN_AI_TOOL_RESULT, "gcp.vertex.agent.tool_response", "gen_ai.tool.message", "tool_response")
 
 
 def read(attributes: AttributeColumns) -> Reading:
@@ -43,7 +48,7 @@ def read(attributes: AttributeColumns) -> Reading:
         & (output.is_not_null() | attributes.has("gen_ai.output.messages", "gen_ai.completion")),
         agent=pl.coalesce(attributes.first(semconv.GEN_AI_AGENT_NAME), invoked),
         tool_name=pl.coalesce(attributes.first(*TOOL_NAMES), pl.col("SpanName").str.extract(r"^(?:execute_tool|tools/call)\s+(.+)$")),
-        tool_call_id=attributes.first(TOOL_CALL_ID),
+        tool_call_id=attributes.first(semconv.GEN_AI_TOOL_CALL_ID),
         arguments=attributes.first(*ARGUMENTS),
         result=attributes.any_of(*RESULTS),
         # Strands ends the span of a failed tool as Ok.

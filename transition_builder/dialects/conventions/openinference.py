@@ -17,7 +17,7 @@ from transition_builder.dialects.reading import NO, AttributeColumns, Reading, o
 
 OPENAI_SCOPE = "openinference.instrumentation.openai"
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
-TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", gen_ai.TOOL_CALL_ID)
+TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", semconv.GEN_AI_TOOL_CALL_ID)
 """Attributes in which a tool's span may name the tool call that it answers."""
 _MODELS = (
     *("llm.response.model_name", "llm.model_name", "llm.request.model_name"),

@@ -1,0 +1,85 @@
+"""Model behind an OpenAI-compatible endpoint, as episodes ask it.
+
+In: messages and tools. Out: its reply. Invariant: the standard library alone; the request carries the current trace, and the call is a
+span by OpenTelemetry's conventions, so that the gateway's own span of it is joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentelemetry import propagate, trace
+from opentelemetry.trace import SpanKind
+
+from spangrad import semconv
+from spangrad.episode.episode import ModelReply
+from spangrad.errors import EngineError
+from spangrad.http.json_http import ask
+from spangrad.http.service import RemoteService
+
+_RETRY_SECONDS = 60.0
+"""Time for which a call is retried while the endpoint is away or busy, in seconds."""
+_CALL_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointModel:
+    """Model of a chat endpoint."""
+
+    url: str
+    """Base URL, which ends in /v1."""
+    key: str = field(repr=False)
+    model: str = "policy"
+    """Name of the model in requests."""
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further fields of requests, such as temperature."""
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> ModelReply:
+        """Ask for a reply.
+
+        Raises:
+            EngineError: the endpoint refuses, or does not answer.
+        """
+        body = {"model": self.model, "messages": list(messages), **self.sampling}
+        if tools:
+            body["tools"] = list(tools)
+        if max_tokens is not None:
+            body["max_completion_tokens"] = max_tokens
+        attributes = {semconv.GEN_AI_OPERATION: "chat", semconv.GEN_AI_REQUEST_MODEL: self.model}
+        tracer = trace.get_tracer(semconv.EPISODE_SCOPE)
+        with tracer.start_as_current_span(f"chat {self.model}", kind=SpanKind.CLIENT, attributes=attributes) as span:
+            answer = await self._ask(body)
+            choice = answer["choices"][0]
+            reply = ModelReply(
+                _appended(choice["message"]),
+                choice.get("finish_reason") or "",
+                answer.get("id") or "",
+                int((answer.get("usage") or {}).get("completion_tokens") or 0),
+            )
+            span.set_attributes(
+                {
+                    semconv.GEN_AI_RESPONSE_ID: reply.response_id,
+                    semconv.GEN_AI_RESPONSE_MODEL: answer.get("model") or self.model,
+                    semconv.GEN_AI_FINISH_REASONS: [reply.finish_reason],
+                    semconv.GEN_AI_OUTPUT_TOKENS: reply.tokens,
+                }
+            )
+        return reply
+
+    async def _ask(self, body: Mapping[str, Any]) -> Any:
+        headers: dict[str, str] = {}
+        propagate.inject(headers)
+        remedy = "Start it, or set OPENAI_BASE_URL."
+        service = RemoteService("the model's endpoint", self.url, self.key, EngineError, remedy, _RETRY_SECONDS, headers)
+        context = contextvars.copy_context()
+        return await asyncio.to_thread(context.run, lambda: ask(service, "POST", "/chat/completions", body, seconds=_CALL_SECONDS))
+
+
+def _appended(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a reply as a message of the next context: fields that are empty are left out, as clients send them."""
+    kept = {name: message[name] for name in ("content", "tool_calls") if message.get(name) is not None}
+    return {"role": "assistant", "content": "", **kept}

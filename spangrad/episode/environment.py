@@ -1,0 +1,185 @@
+"""Environments with reset and step: the protocol that users implement, and calls of it, plain or async.
+
+In: an object with `reset(task)` and `step(action)`. Out: observations, and results of steps whose fields are checked. Invariant: a plain
+method runs in one thread of its own, the same for every call; an object without an optional member behaves as if it had the default.
+
+Only the standard library: agents' processes import this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, Self, TypeGuard, cast
+
+from spangrad.errors import EnvironmentsError
+
+Content = str | list[dict[str, Any]]
+"""Content of a message: text, or parts as OpenAI's API has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Result of an action."""
+
+    observation: Any
+    """Observation that follows: text, a list of content parts, or any JSON."""
+    reward: float | None = None
+    """Reward of the action. None: it has none."""
+    done: bool = False
+    """True if the episode has ended."""
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further facts, as JSON; the model does not see them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolAction:
+    """Action of a model that calls a tool, in environments with `tools`."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Environment(Protocol):
+    """World in which a model acts, a step at a time; each method may be async.
+
+    Optional members: `system_prompt` (text), `tools` (a list of tools as OpenAI's API has them; actions are then `ToolAction`),
+    `parse(text)` (the action that a reply means; default: the text), `render(observation)` (content of the message that shows an
+    observation; default: text as it is, else JSON) and `close()`.
+    """
+
+    def reset(self, task: Any) -> Any:
+        """Begin an episode; return the first observation."""
+        ...
+
+    def step(self, action: Any) -> Any:
+        """Apply an action; return a `StepResult`."""
+        ...
+
+
+def is_environment(value: object) -> TypeGuard[Environment]:
+    """Return whether a value has reset and step."""
+    return callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
+
+
+def is_environment_class(value: object) -> TypeGuard[Callable[[], Environment]]:
+    """Return whether a value is a class whose objects are environments."""
+    return isinstance(value, type) and is_environment(value)
+
+
+class EnvironmentCalls:
+    """Calls of one environment."""
+
+    def __init__(self, environment: Environment, thread: ThreadPoolExecutor | None = None) -> None:
+        """Store the environment.
+
+        Args:
+            environment: an object with reset and step.
+            thread: pool of one thread, in which it was created. None: any thread.
+
+        Raises:
+            EnvironmentsError: it lacks a method.
+        """
+        self._name = type(environment).__name__
+        if not is_environment(environment):
+            raise EnvironmentsError(
+                f"{self._name} is no environment: it lacks {_lacking(environment)}. Write reset(task) and step(action)."
+            )
+        self._environment = environment
+        self._thread = thread or ThreadPoolExecutor(1, "environment")
+
+    @classmethod
+    async def create(cls, factory: Callable[[], Environment]) -> Self:
+        """Create an environment in the thread in which its methods run.
+
+        Raises:
+            EnvironmentsError: what the factory returns lacks a method.
+        """
+        thread = ThreadPoolExecutor(1, "environment")
+        try:
+            return cls(await asyncio.get_running_loop().run_in_executor(thread, factory), thread)
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Tools as OpenAI's API has them; empty: actions are text."""
+        return self._member("tools") or ()
+
+    @property
+    def system_prompt(self) -> str | None:
+        """Text of the system message. None: there is none."""
+        return self._member("system_prompt")
+
+    async def reset(self, task: object) -> Any:
+        """Begin an episode; return the first observation."""
+        return await self._call(self._environment.reset, task)
+
+    async def step(self, action: object) -> StepResult:
+        """Apply an action.
+
+        Raises:
+            EnvironmentsError: the environment returned no `StepResult`, or a reward that is not finite.
+        """
+        result = await self._call(self._environment.step, action)
+        if not isinstance(result, StepResult):
+            raise EnvironmentsError(
+                f"{self._name}.step returned {type(result).__name__}, not a StepResult. Return StepResult(observation, reward, done)."
+            )
+        if result.reward is not None and not math.isfinite(result.reward):
+            raise EnvironmentsError(f"{self._name}.step returned the reward {result.reward!r}. Return a finite number, or None.")
+        return result
+
+    async def parse(self, text: str) -> Any:
+        """Return the action that a reply means."""
+        parse = getattr(self._environment, "parse", None)
+        return text if parse is None else await self._call(parse, text)
+
+    async def render(self, observation: object) -> Content:
+        """Return the content of the message that shows an observation."""
+        render = getattr(self._environment, "render", None)
+        return rendered(observation) if render is None else await self._call(render, observation)
+
+    async def aclose(self) -> None:
+        """Release the environment; `close()` is called where it has one."""
+        close = getattr(self._environment, "close", None)
+        try:
+            if close is not None:
+                await self._call(close)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    def _member(self, name: str) -> Any:
+        value = getattr(self._environment, name, None)
+        return value() if callable(value) else value
+
+    async def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        context = contextvars.copy_context()
+        result = await asyncio.get_running_loop().run_in_executor(self._thread, partial(context.run, method, *arguments))
+        return await result if inspect.isawaitable(result) else result
+
+
+def rendered(observation: object) -> Content:
+    """Return an observation as the content of a message: text and content parts as they are, anything else as JSON."""
+    if isinstance(observation, str) or _are_parts(observation):
+        return observation
+    return json.dumps(observation, ensure_ascii=False, sort_keys=True)
+
+
+def _are_parts(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    parts = cast("list[object]", value) if isinstance(value, list) else []
+    return bool(parts) and all(isinstance(part, dict) and isinstance(cast("dict[str, Any]", part).get("type"), str) for part in parts)
+
+
+def _lacking(value: object) -> str:
+    return " and ".join(name for name in ("reset", "step") if not callable(getattr(value, name, None)))
