@@ -57,7 +57,7 @@ class Timed:
     """Steps of one kind."""
 
     seconds: list[float] = field(default_factory=list[float])
-    """Of the measured steps."""
+    """Seconds of each measured step."""
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
     mfu: list[float] = field(default_factory=list[float])

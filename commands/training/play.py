@@ -13,10 +13,8 @@ from cyclopts import Parameter
 from commands.options import ConfigFile, Overrides, resolve
 
 if TYPE_CHECKING:
-    from spangrad.episode.endpoint_model import EndpointModel
     from spangrad.episode.environment import Environment
     from spangrad.episode.episode import EpisodeLimits, EpisodeOutcome, ModelReply, ReplyModel
-    from spangrad.settings import Settings
 
 Reference = Annotated[str, Parameter(name="ENVIRONMENT")]
 
@@ -47,8 +45,8 @@ def play(
 
     from commands.training.agents import located
     from spangrad.callables import load
+    from spangrad.episode.agent import limits_of, policy_of
     from spangrad.episode.environment import is_environment_class
-    from spangrad.episode.episode import EpisodeLimits
     from spangrad.errors import AgentError
 
     try:
@@ -59,10 +57,12 @@ def play(
     factory = load(located(environment, directory))
     if not is_environment_class(factory):
         raise AgentError(f"{environment} is no class with reset(task) and step(action). Name one, as MODULE:CLASS.")
-    model = Person() if person else _policy(settings, greedy=greedy)
-    episode = settings.runner.episode
-    limits = EpisodeLimits(episode.turns, episode.tokens, episode.turn_tokens, episode.seconds)
-    outcome = asyncio.run(_play(factory, model if json else Shown(model), limits, given))
+    episode, token = settings.runner.episode.model_dump(), settings.gateway.token
+    if greedy:
+        episode["temperature"] = 0.0
+    url, key = settings.gateway.url.rstrip("/") + "/v1", token.get_secret_value() if token else "none"
+    model = Person() if person else policy_of(episode, url, key)
+    outcome = asyncio.run(_play(factory, model if json else Shown(model), limits_of(episode), given))
     if json:
         rewards = [step.result.reward for step in outcome.steps]
         print(dumps({"messages": outcome.messages, "rewards": rewards, "return": outcome.episode_return, "end": outcome.end}))
@@ -70,15 +70,6 @@ def play(
         print(f"{outcome.messages[-1]['role']}: {outcome.messages[-1]['content']}")
         total = "no reward" if outcome.episode_return is None else f"return {outcome.episode_return:+g}"
         print(f"\n{len(outcome.replies)} turns, {total}, ended by: {outcome.end}")
-
-
-def _policy(settings: Settings, *, greedy: bool) -> EndpointModel:
-    """Return the model behind the gateway."""
-    from spangrad.episode.endpoint_model import EndpointModel
-
-    episode, token = settings.runner.episode, settings.gateway.token
-    url, key = settings.gateway.url.rstrip("/") + "/v1", token.get_secret_value() if token else "none"
-    return EndpointModel(url, key, episode.model, {"temperature": 0.0 if greedy else episode.temperature})
 
 
 async def _play(factory: Callable[[], Environment], model: ReplyModel, limits: EpisodeLimits, task: object) -> EpisodeOutcome:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +23,14 @@ VARIABLE = "SPANGRAD_EPISODE"
 async def play(task: Any, environment: EnvironmentCalls, endpoint: str) -> None:
     """Play one episode of an attempt."""
     settings: dict[str, Any] = json.loads(os.environ[VARIABLE])
-    limits = EpisodeLimits(**{each.name: settings.pop(each.name) for each in fields(EpisodeLimits)})
-    model = EndpointModel(endpoint, os.environ["OPENAI_API_KEY"], settings.pop("model"), sampling=settings)
-    await Episode(environment, model, limits).run(task)
+    await Episode(environment, policy_of(settings, endpoint, os.environ["OPENAI_API_KEY"]), limits_of(settings)).run(task)
+
+
+def policy_of(settings: Mapping[str, Any], url: str, key: str) -> EndpointModel:
+    """Return the model behind an endpoint, as the settings `runner.episode` say."""
+    return EndpointModel(url, key, settings["model"], {"temperature": settings["temperature"]})
+
+
+def limits_of(settings: Mapping[str, Any]) -> EpisodeLimits:
+    """Return the limits in the settings `runner.episode`."""
+    return EpisodeLimits(**{limit.name: settings[limit.name] for limit in fields(EpisodeLimits)})

@@ -7,7 +7,6 @@ span by OpenTelemetry's conventions, so that the gateway's own span of it is joi
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,8 +74,7 @@ class EndpointModel:
         propagate.inject(headers)
         remedy = "Start it, or set OPENAI_BASE_URL."
         service = RemoteService("the model's endpoint", self.url, self.key, EngineError, remedy, _RETRY_SECONDS, headers)
-        context = contextvars.copy_context()
-        return await asyncio.to_thread(context.run, lambda: ask(service, "POST", "/chat/completions", body, seconds=_CALL_SECONDS))
+        return await asyncio.to_thread(ask, service, "POST", "/chat/completions", body, seconds=_CALL_SECONDS)
 
 
 def _appended(message: Mapping[str, Any]) -> dict[str, Any]:

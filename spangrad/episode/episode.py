@@ -205,9 +205,9 @@ class Episode:
         """Apply the actions of a reply, and append what is observed; return whether the episode has ended."""
         calls = reply.message.get("tool_calls") or ()
         if not self._environment.tools or not calls:
-            result = await self._step(reply, await self._environment.parse(reply.text), "step", reply.text, "")
-            self.messages.append({"role": "user", "content": await self._environment.render(result.observation)})
-            return result.done
+            content, done = await self._step(reply, await self._environment.parse(reply.text), "step", reply.text, "")
+            self.messages.append({"role": "user", "content": content})
+            return done
         done = False
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -216,27 +216,28 @@ class Episode:
             elif (action := _tool_action(name, arguments)) is None:
                 content = f"The arguments of {name} are no JSON object."
             else:
-                result = await self._step(reply, action, name, arguments, call["id"])
-                content, done = await self._environment.render(result.observation), result.done
+                content, done = await self._step(reply, action, name, arguments, call["id"])
             self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
         return done
 
-    async def _step(self, reply: ModelReply, action: object, tool: str, arguments: str, call_id: str) -> StepResult:
+    async def _step(self, reply: ModelReply, action: object, tool: str, arguments: str, call_id: str) -> tuple[Content, bool]:
+        """Apply an action; return the content that shows what is observed, and whether the episode has ended."""
+        turn = len(self._replies) - 1
         attributes = {
             semconv.GEN_AI_OPERATION: "execute_tool",
             semconv.GEN_AI_TOOL_NAME: tool,
             semconv.GEN_AI_TOOL_ARGUMENTS: arguments,
-            semconv.EPISODE_TURN: len(self._replies) - 1,
+            semconv.EPISODE_TURN: turn,
             **({semconv.GEN_AI_TOOL_CALL_ID: call_id} if call_id else {}),
         }
         with self._tracer.start_as_current_span(f"execute_tool {tool}", attributes=attributes) as span:
             result = await self._environment.step(action)
-            span.set_attribute(semconv.GEN_AI_TOOL_RESULT, _text(await self._environment.render(result.observation)))
-            span.set_attribute(semconv.EPISODE_DONE, result.done)
+            content = await self._environment.render(result.observation)
+            span.set_attributes({semconv.GEN_AI_TOOL_RESULT: _text(content), semconv.EPISODE_DONE: result.done})
             if result.reward is not None:
                 self._reward(span, result.reward, reply.response_id)
-        self._steps.append(EpisodeStep(len(self._replies) - 1, action, result))
-        return result
+        self._steps.append(EpisodeStep(turn, action, result))
+        return content, result.done
 
     def _reward(self, span: Span, value: float, response_id: str) -> None:
         """Record a step's reward as an evaluation of the reply that acted."""

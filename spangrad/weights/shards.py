@@ -101,8 +101,12 @@ def checksum_of(tensors: Mapping[str, TensorSums], dtype: str) -> str:
     return f"{dtype}:{sum(sums.plain for sums in tensors.values()) & MASK:016x}"
 
 
-def added(sums: Iterable[tuple[str, TensorSums]]) -> dict[str, TensorSums]:
+def added(sums: Iterable[tuple[str, TensorSums]], holders: str = "ranks") -> dict[str, TensorSums]:
     """Return the sums of tensors, by name, from those of their shards.
+
+    Args:
+        sums: name and sums of each shard.
+        holders: processes that hold the shards, as an error names them.
 
     Raises:
         CheckpointError: shards of a tensor have different dtypes.
@@ -111,7 +115,7 @@ def added(sums: Iterable[tuple[str, TensorSums]]) -> dict[str, TensorSums]:
     for name, shard in sums:
         before = tensors.get(name, TensorSums(shard.dtype, 0, 0, 0))
         if before.dtype != shard.dtype:
-            raise CheckpointError(f"{name} as {before.dtype} and as {shard.dtype}.")
+            raise CheckpointError(f"{holders} hold {name} as {before.dtype} and as {shard.dtype}.")
         tensors[name] = TensorSums(
             shard.dtype, before.words + shard.words, (before.plain + shard.plain) & MASK, (before.weighted + shard.weighted) & MASK
         )
@@ -165,10 +169,7 @@ def _of_replica(workers: Sequence[WorkerReport], owner: str) -> EngineSums:
             first, sums = holders.setdefault((shard.name, shard.region), (worker, shard.sums))
             if sums != shard.sums:
                 raise CheckpointError(f"{owner}workers {first} and {worker} hold different copies of {shard.name}.")
-    try:
-        tensors = added((name, sums) for (name, _), (_, sums) in holders.items())
-    except CheckpointError as error:
-        raise CheckpointError(f"{owner}workers hold {error}") from None
+    tensors = added(((name, sums) for (name, _), (_, sums) in holders.items()), f"{owner}workers")
     unread = {name: reason for report in workers for name, reason in report.unread.items()}
     return EngineSums({name: sums for name, sums in tensors.items() if name not in unread}, unread)
 

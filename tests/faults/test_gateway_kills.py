@@ -63,7 +63,7 @@ class Load:
         """Wait for so many more answers."""
         until = len(self.answered) + more
         async with asyncio.timeout(30):
-            while len(self.answered) < until:  # noqa: ASYNC110 - nobody tells us
+            while len(self.answered) < until:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
 
     async def _client(self, session: aiohttp.ClientSession, ends: asyncio.Event, number: int) -> None:

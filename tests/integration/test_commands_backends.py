@@ -87,7 +87,7 @@ async def test_backends_drain_waits_for_calls_in_flight(tmp_path: Path) -> None:
         await stage.engine.arrived.wait()
         draining = asyncio.create_task(run(gateway_url(stage), "drain", "policy-0", cwd=tmp_path))
         async with asyncio.timeout(20):
-            while (await backends_of(stage))[0]["status"] != "draining":  # noqa: ASYNC110 - nobody tells us
+            while (await backends_of(stage))[0]["status"] != "draining":  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.05)
         assert not draining.done()
         stage.engine.go_on.set()

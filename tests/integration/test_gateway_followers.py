@@ -211,7 +211,7 @@ async def kill(running: Gateways, dice: Random, kills: int) -> None:
             await running.restart(number % 2)
             await publishing
             async with asyncio.timeout(30):
-                while await running.publish(dice.randrange(2), **dice.choice(WAYS)) != 200:  # noqa: ASYNC110 - nobody tells us
+                while await running.publish(dice.randrange(2), **dice.choice(WAYS)) != 200:  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.1)
             await running.whole()
     assert mislabelled(await running.recorded()) == {}

@@ -15,6 +15,7 @@ import pytest
 from spangrad.processes import free_ports
 from spangrad.types import VersionStatus
 from tests.support.processes import forking_python
+from tests.support.servers import service_addresses
 from trainer.ledger.ledger import Ledger
 
 pytestmark = pytest.mark.vllm
@@ -28,21 +29,12 @@ SECONDS = 420
 
 def elsewhere(cache: Path) -> dict[str, str]:
     """Return the environment that moves every service to a free port, which other tests do not use, and has vLLM forked."""
-    grpc, http, sql, gateway, engine, queue = free_ports(6)
+    (engine,) = free_ports(1)
     moved = {
-        "STORE__OTLP_GRPC_PORT": grpc,
-        "STORE__OTLP_HTTP_PORT": http,
-        "STORE__CLICKHOUSE_PORT": sql,
-        "STORE__URL": f"http://127.0.0.1:{sql}",
-        "STORE__OTLP_ENDPOINT": f"http://127.0.0.1:{http}",
-        "GATEWAY__PORT": gateway,
-        "GATEWAY__URL": f"http://127.0.0.1:{gateway}",
-        "GATEWAY__ENGINE_URL": f"http://127.0.0.1:{engine}",
+        **service_addresses(engine),
         "ENGINE__PORT": engine,
         "ENGINE__CACHE_DIR": cache,
         "ENGINE__PYTHON": forking_python(),
-        "QUEUE__PORT": queue,
-        "QUEUE__URL": f"http://127.0.0.1:{queue}",
     }
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, **{f"SPANGRAD_{name}": str(value) for name, value in moved.items()}, "PYTHONPATH": str(ROOT), "PATH": path}

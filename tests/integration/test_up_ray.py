@@ -26,6 +26,7 @@ from spangrad.supervisor.placement import Bundle, BundleGroup
 from spangrad.supervisor.ray_services import RayCluster
 from spangrad.supervisor.run_directory import status_of
 from tests.support.fake_engine import FakeEngine
+from tests.support.servers import service_addresses
 
 HOME, OTHER = "127.0.0.2", "127.0.0.3"
 """Addresses of the nodes: not loopback's usual one, so that it takes tokens to bind them; what goes there stays on this machine."""
@@ -145,18 +146,8 @@ async def until(reached: Callable[[], bool], run: Run, seconds: float = 60) -> N
 
 
 def settings(engine_port: int) -> dict[str, str]:
-    grpc, http, sql, gateway, queue = free_ports(5)
     values = {
-        "STORE__OTLP_GRPC_PORT": grpc,
-        "STORE__OTLP_HTTP_PORT": http,
-        "STORE__CLICKHOUSE_PORT": sql,
-        "STORE__URL": f"http://127.0.0.1:{sql}",
-        "STORE__OTLP_ENDPOINT": f"http://127.0.0.1:{http}",
-        "GATEWAY__PORT": gateway,
-        "GATEWAY__URL": f"http://127.0.0.1:{gateway}",
-        "GATEWAY__ENGINE_URL": f"http://127.0.0.1:{engine_port}",
-        "QUEUE__PORT": queue,
-        "QUEUE__URL": f"http://127.0.0.1:{queue}",
+        **service_addresses(engine_port),
         "ENGINE__MODEL": "m",
         "UP__DIRECTORY": "up",
         "UP__WORKERS": 2,

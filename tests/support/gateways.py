@@ -73,7 +73,7 @@ class Stage:
     async def readiness(self, until: str) -> None:
         """Wait until /readyz says so."""
         async with asyncio.timeout(10):
-            while until not in await (await self.client.get("/readyz")).text():  # noqa: ASYNC110 - nobody tells us
+            while until not in await (await self.client.get("/readyz")).text():  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
 
 
@@ -144,7 +144,7 @@ async def backends(stage: Stage) -> list[dict[str, Any]]:
 
 async def all_serve(stage: Stage, count: int) -> None:
     async with asyncio.timeout(10):
-        while [one["status"] for one in await backends(stage)] != ["serving"] * count:  # noqa: ASYNC110 - nobody tells us
+        while [one["status"] for one in await backends(stage)] != ["serving"] * count:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 
 
@@ -202,7 +202,7 @@ class GatedEngine(FakeEngine):
 
     async def _opened(self) -> bool:
         """Wait until the engine is paused no more; return False where it aborts calls instead."""
-        while self.paused and self.pause_modes[-1] == "keep":  # noqa: ASYNC110 - nobody tells us
+        while self.paused and self.pause_modes[-1] == "keep":  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.002)
         return not self.paused
 

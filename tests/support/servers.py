@@ -32,6 +32,24 @@ from spangrad.store.clickhouse import connect
 from spangrad.store.names import INTERNAL, STOCK
 from tests.support.processes import ForkedChild
 
+
+def service_addresses(engine_port: int) -> dict[str, object]:
+    """Values that move store, gateway and queue to free ports, by the ends of their variables' names."""
+    grpc, http, sql, gateway, queue = free_ports(5)
+    return {
+        "STORE__OTLP_GRPC_PORT": grpc,
+        "STORE__OTLP_HTTP_PORT": http,
+        "STORE__CLICKHOUSE_PORT": sql,
+        "STORE__URL": f"http://127.0.0.1:{sql}",
+        "STORE__OTLP_ENDPOINT": f"http://127.0.0.1:{http}",
+        "GATEWAY__PORT": gateway,
+        "GATEWAY__URL": f"http://127.0.0.1:{gateway}",
+        "GATEWAY__ENGINE_URL": f"http://127.0.0.1:{engine_port}",
+        "QUEUE__PORT": queue,
+        "QUEUE__URL": f"http://127.0.0.1:{queue}",
+    }
+
+
 # A real store in a process of its own, for tests: settings on free ports, started, ready, stopped.
 
 _SERVE = """

@@ -78,11 +78,11 @@ async def test_grpc_call_beyond_max_reading_is_asked_to_retry(monkeypatch: pytes
     async with served() as address, sender(address) as slow, sender(address) as other:
         calls = [begin(slow), begin(slow)]
         async with asyncio.timeout(20):
-            while await answered(other) != RETRY:  # noqa: ASYNC110 - nobody tells us
+            while await answered(other) != RETRY:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
             for call in calls:
                 call.cancel()
-            while await answered(other) == RETRY:  # noqa: ASYNC110 - nobody tells us
+            while await answered(other) == RETRY:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
         assert await answered(other) == ExportTraceServiceResponse().SerializeToString()
 

@@ -67,7 +67,7 @@ def engine() -> Iterator[BusyEngine]:
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for something to hold."""
     async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110 - nobody tells us
+        while not holds():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
 
 

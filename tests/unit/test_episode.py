@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from spangrad import semconv
 from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction, is_environment_class, rendered
-from spangrad.episode.episode import Episode, EpisodeEnd, EpisodeLimits, EpisodeOutcome, ModelReply
+from spangrad.episode.episode import Episode, EpisodeEnd, EpisodeLimits, EpisodeOutcome, EpisodeState, ModelReply
 from spangrad.errors import EngineError, EnvironmentsError
 
 UNLIMITED = EpisodeLimits()
@@ -90,6 +90,29 @@ async def test_episode_appends_each_reply_and_observation_until_done() -> None:
     assert outcome.end is EpisodeEnd.DONE
     assert outcome.episode_return == 6.0
     assert [len(context) for context in script.contexts] == [2, 4, 6]
+
+
+async def test_episode_state_is_generating_for_model_interacting_for_environment() -> None:
+    seen: list[EpisodeState] = []
+
+    class Watched(Countdown):
+        def reset(self, task: int) -> object:
+            seen.append(episode.state)
+            return super().reset(task)
+
+        async def step(self, action: object) -> StepResult:
+            seen.append(episode.state)
+            return await super().step(action)
+
+    class Watching(Script):
+        async def reply(self, *arguments: Any) -> ModelReply:
+            seen.append(episode.state)
+            return await super().reply(*arguments)
+
+    episode = Episode(EnvironmentCalls(Watched()), Watching(texts("a", "b")), UNLIMITED)
+    await episode.run(2)
+    turn = [EpisodeState.GENERATING, EpisodeState.INTERACTING]
+    assert [*seen, episode.state] == [EpisodeState.PENDING, *turn, *turn, EpisodeState.TERMINATED]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def label_and_weights(span: SunkSpan) -> tuple[int, int]:
 async def until_loaded(stage: Stage, calls: int) -> None:
     """Wait until the first backend has so many calls in flight, of all gateways."""
     async with asyncio.timeout(10):
-        while (await backends(stage))[0]["in_flight"] != calls:  # noqa: ASYNC110 - nobody tells us
+        while (await backends(stage))[0]["in_flight"] != calls:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
 
 
@@ -56,7 +56,7 @@ async def test_follower_learns_of_backends_that_join_and_leave() -> None:
         assert (await ask(follower, "POST", "/admin/backends", {"url": url, "policy": "other"}))[0] == 201
         await follower.readiness("serving")
         async with asyncio.timeout(10):
-            while (await follower.chat(model="other"))[0] != 200:  # noqa: ASYNC110 - nobody tells us
+            while (await follower.chat(model="other"))[0] != 200:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
         assert len(joined.requests) == 1
         assert (await ask(follower, "DELETE", "/admin/backends/other-0"))[0] == 200
@@ -155,7 +155,7 @@ async def test_follower_serves_on_without_its_controller_and_is_degraded() -> No
             follower = await following_stage.__aenter__()
         try:
             async with asyncio.timeout(10):
-                while (await ask(follower, "GET", "/healthz"))[1]["status"] != "degraded":  # noqa: ASYNC110 - nobody tells us
+                while (await ask(follower, "GET", "/healthz"))[1]["status"] != "degraded":  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.02)
             assert (await follower.chat())[0] == 200
             assert (await ask(follower, "GET", "/readyz"))[0] == 200

@@ -99,7 +99,7 @@ async def test_metrics_spans_are_waiting_until_delivered() -> None:
         await stage.chat()
         await stage.spans()
         async with asyncio.timeout(5):
-            while (seen := await scrape(stage))["spans_delivered_total", ()] < 1:  # noqa: ASYNC110 - nobody tells us
+            while (seen := await scrape(stage))["spans_delivered_total", ()] < 1:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
         assert (seen["spans_waiting_bytes", ()], seen["spans_refused_total", ()]) == (0, 0)
 

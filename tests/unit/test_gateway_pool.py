@@ -185,7 +185,7 @@ async def test_backend_removed_while_publishing_gets_no_call(tmp_path: Path) -> 
         await second.reloading.wait()
         leaving = asyncio.create_task(ask(stage, "DELETE", "/admin/backends/policy-1"))
         async with asyncio.timeout(5):
-            while (await backends(stage))[1]["status"] != "draining":  # noqa: ASYNC110 - nobody tells us
+            while (await backends(stage))[1]["status"] != "draining":  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
         second.hold_reload.set()
         assert (await publishing)[0] == 200

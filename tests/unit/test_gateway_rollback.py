@@ -107,6 +107,6 @@ async def test_engine_started_with_newer_version_keeps_it_after_rollback(weights
         await roll_back(stage)
         second.version, second.checksum = 3, checksum_directory(weights[3])
         async with asyncio.timeout(10):
-            while [one["version"] for one in await backends(stage)] != [1, 3]:  # noqa: ASYNC110 - nobody tells us
+            while [one["version"] for one in await backends(stage)] != [1, 3]:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
         assert await held(stage, first, second) == [(1, checksum_directory(weights[1])), (3, checksum_directory(weights[3]))]

@@ -39,8 +39,8 @@ def groups(values: dict[str, object], *agent: str, gpus: bool = True) -> tuple[B
     return placement(*in_cluster(values, *agent), gpus=gpus)
 
 
-def places(found: tuple[BundleGroup, ...]) -> list[tuple[str, int, int, bool]]:
-    return [(bundle.service, bundle.cpus, bundle.gpus, group.home) for group in found for bundle in group.bundles]
+def places(reserved: tuple[BundleGroup, ...]) -> list[tuple[str, int, int, bool]]:
+    return [(bundle.service, bundle.cpus, bundle.gpus, group.home) for group in reserved for bundle in group.bundles]
 
 
 def test_placement_keeps_state_at_home_and_gives_gpus_to_trainer_and_engines() -> None:
@@ -61,19 +61,19 @@ def test_placement_reserves_ranks_first_and_a_group_for_each_engine() -> None:
         "up.engines": 2,
         "engine.extra_args": ["--tensor-parallel-size", "2", "-dp=2"],
     }
-    found = groups(values)
-    assert places(found[:2]) == [("ranks", 8, 8, False)] * 2
-    assert ("train", 1, 0, True) in places(found)
-    engines = [group for group in found if group.bundles[0].service.startswith("engine")]
+    reserved = groups(values)
+    assert places(reserved[:2]) == [("ranks", 8, 8, False)] * 2
+    assert ("train", 1, 0, True) in places(reserved)
+    engines = [group for group in reserved if group.bundles[0].service.startswith("engine")]
     assert [places((group,)) for group in engines] == [[("engine-1", 1, 4, False)], [("engine-2", 1, 4, False)]]
     assert places(groups(values, gpus=False))[0] == ("ranks", 8, 0, False)
     assert ("engine-1", 4, 0, False) in places(groups(values, gpus=False))
 
 
 def test_placement_spreads_workers() -> None:
-    found = groups({**QUEUE, "up.workers": 3}, "--agent", "a.py:f")
-    assert found[-1].strategy == "SPREAD"
-    assert [bundle.service for bundle in found[-1].bundles] == ["worker-1", "worker-2", "worker-3"]
+    reserved = groups({**QUEUE, "up.workers": 3}, "--agent", "a.py:f")
+    assert reserved[-1].strategy == "SPREAD"
+    assert [bundle.service for bundle in reserved[-1].bundles] == ["worker-1", "worker-2", "worker-3"]
     assert places(groups({**QUEUE, "up.workers": 3}, "--tasks", "t.jsonl"))[-1] == ("run", 1, 0, False)
 
 

@@ -64,7 +64,7 @@ class Cluster:
         if not self._began:
             return
         try:
-            with signals_kept(), _environment(self.own):
+            with _environment(self.own):
                 self._begin(_STARTS if self.own else 1)
         except Exception as error:  # Ray has no family of errors for this
             self.close()
@@ -86,7 +86,8 @@ class Cluster:
         address = self._settings.workers.ray_address
         try:
             if address is None:
-                ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **own)
+                with signals_kept():
+                    ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **own)
             else:
                 connect_to_ray(address)
         except Exception as error:

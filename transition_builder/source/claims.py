@@ -74,8 +74,8 @@ class Claims:
         self._others = self._beside.submit(self._are_others)
 
     def _are_others(self) -> bool:
-        asked = {"spec": self._reader.spec, "lease": self._lease, "own": self._builder}
-        return self._reader.frame(_OTHERS, asked)["others"].item() > 0
+        parameters = {"spec": self._reader.spec, "lease": self._lease, "own": self._builder}
+        return self._reader.frame(_OTHERS, parameters)["others"].item() > 0
 
     def take(self, rollouts: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
         """Claim rollouts; return those that this builder holds now.
@@ -111,7 +111,9 @@ class Claims:
 
     def _live(self, rollouts: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
         """Return live claims on the rollouts."""
-        asked = {"spec": self._reader.spec, "lease": self._lease}
-        claims = concat((self._reader.frame(_LIVE.format(keys=constant(some)), asked) for some in batches(rollouts["RolloutId"])), _CLAIMS)
+        parameters = {"spec": self._reader.spec, "lease": self._lease}
+        claims = concat(
+            (self._reader.frame(_LIVE.format(keys=constant(some)), parameters) for some in batches(rollouts["RolloutId"])), _CLAIMS
+        )
         done = built.select(*ROLLOUT, BuiltAt="IngestedAt")
         return claims.join(done, on=ROLLOUT, how="left").filter(pl.col("BuiltAt").is_null() | (pl.col("ClaimedAt") > pl.col("BuiltAt")))
