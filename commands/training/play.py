@@ -62,12 +62,13 @@ def play(
         episode["temperature"] = 0.0
     url, key = settings.gateway.url.rstrip("/") + "/v1", token.get_secret_value() if token else "none"
     model = Person() if person else policy_of(episode, url, key)
-    outcome = asyncio.run(_play(factory, model if json else Shown(model), limits_of(episode), given))
+    shown = Shown(model)
+    outcome = asyncio.run(_play(factory, model if json else shown, limits_of(episode), given))
     if json:
         rewards = [step.result.reward for step in outcome.steps]
         print(dumps({"messages": outcome.messages, "rewards": rewards, "return": outcome.episode_return, "end": outcome.end}))
     else:
-        print(f"{outcome.messages[-1]['role']}: {outcome.messages[-1]['content']}")
+        shown.show(outcome.messages)
         total = "no reward" if outcome.episode_return is None else f"return {outcome.episode_return:+g}"
         print(f"\n{len(outcome.replies)} turns, {total}, ended by: {outcome.end}")
 
@@ -111,7 +112,11 @@ class Shown:
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> ModelReply:
         """Print the messages that are new, and pass the request on."""
+        self.show(messages)
+        return await self._model.reply(messages, tools, max_tokens)
+
+    def show(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Print those of an episode's messages that were not printed yet."""
         for message in messages[self._printed :]:
             print(f"{message['role']}: {message.get('content') or message.get('tool_calls')}", flush=True)
         self._printed = len(messages)
-        return await self._model.reply(messages, tools, max_tokens)

@@ -27,7 +27,15 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_play_by_a_person_prints_each_message_and_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("lima\nrome\n"))
     play("two_guesses:TwoGuesses", task='{"city": "lima"}', person=True, directory=AGENTS)
-    printed = ["user: say lima", "assistant: lima", "user: error", "user: error", "", "2 turns, return +0.75, ended by: done"]
+    printed = [
+        "user: say lima",
+        "assistant: lima",
+        "user: error",
+        "assistant: rome",
+        "user: error",
+        "",
+        "2 turns, return +0.75, ended by: done",
+    ]
     assert capsys.readouterr().out.splitlines() == printed
 
 
