@@ -60,6 +60,7 @@ async def test_worker_without_queue_warns_and_ends_on_signal(tmp_path: Path, mon
 
     monkeypatch.setattr(runner_serving, "open_attempts", open_attempts)
     monkeypatch.setattr(service.logger, "warning", warning)
+    monkeypatch.setattr(service.random, "uniform", lambda least, most: most)  # by chance, all pauses may be short
     settings = Settings(queue=QueueSettings(url="http://127.0.0.1:9"), runner=RunnerSettings(directory=tmp_path))
     serving_it = asyncio.create_task(runner_serving.serve(settings, CallableAgent("mine:agent"), ending, lambda: None))
     async with asyncio.timeout(20):
