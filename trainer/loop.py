@@ -48,6 +48,7 @@ from trainer.monitor.view import LogLines
 from trainer.monitor.watching import Clock, CommittedStep, Watchers, timed
 from trainer.overlap import FollowUps, Lookahead
 from trainer.publish.checkpoint import add_state
+from trainer.publish.offers import WeightSource
 from trainer.publish.publisher import Publisher
 from trainer.publish.publishing import HeadPublisher
 from trainer.retries import Outage
@@ -55,11 +56,9 @@ from trainer.shutdown import Shutdown
 from trainer.step import StepTransaction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
-    import numpy as np
     import polars as pl
-    from numpy.typing import NDArray
 
     from trainer.optim.optimizer import VerlOptimizer
 
@@ -249,8 +248,9 @@ class Trainer:
             logger.info("version %d is loaded: branch %s was moved there by another process", version.version, version.branch)
         return self.optimizer
 
-    def _weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        return self._load(self.loaded).weights()
+    @property
+    def _weights(self) -> WeightSource:
+        return WeightSource(lambda: self._load(self.loaded).weights())
 
     def _close_optimizer(self) -> None:
         if self.optimizer:

@@ -19,30 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-
-@dataclass(frozen=True)
-class Dimension:
-    """One dimension of a copy: its size, and the distance between neighbours in the checkpoint's tensor and in the worker's memory."""
-
-    size: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Copy of a part of a tensor to a parameter."""
-
-    name: str
-    """Name of the tensor in the checkpoint."""
-    words: int
-    """Number of words of the whole tensor."""
-    source: int
-    """Number of the part's first word in the tensor."""
-    target: int
-    """Number of the part's first word in the parameter's storage."""
-    dimensions: tuple[Dimension, ...]
-    """Dimensions, the largest distance in the tensor first."""
+from spangrad.weights.placements import Dimension, Placement
 
 
 @dataclass(frozen=True)
@@ -115,6 +92,7 @@ _load_weights: Callable[..., None] = DefaultModelLoader.load_weights
 _get_all_weights: Callable[..., Iterator[tuple[str, torch.Tensor]]] = DefaultModelLoader.get_all_weights
 _recorders: list[CopyRecorder] = []
 """The recorder of the model that is being loaded."""
+_loads = 0
 
 
 def install() -> None:
@@ -126,6 +104,11 @@ def install() -> None:
 def layout_of(model: torch.nn.Module) -> TensorLayout | None:
     """Return the layout of a model's parameters. None: vLLM's default loader did not load it."""
     return _layouts.get(model)
+
+
+def loads() -> int:
+    """Return how often vLLM's default loader has read a checkpoint in this process."""
+    return _loads
 
 
 def recorded(sources: Iterable[tuple[str, torch.Tensor]], load: Callable[[], object]) -> TensorLayout:
@@ -151,6 +134,8 @@ def _recorded_load(loader: DefaultModelLoader, model: torch.nn.Module, *args: An
 
 
 def _named(loader: DefaultModelLoader, *args: Any, **more: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    global _loads
+    _loads += 1
     for name, tensor in _get_all_weights(loader, *args, **more):
         if _recorders:
             _recorders[-1].add(name, tensor)

@@ -19,8 +19,10 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layers
 
 from gateway.vllm_plugin import layout
-from gateway.vllm_plugin.layout import Dimension, Placement, TensorLayout
+from gateway.vllm_plugin.layout import TensorLayout
+from gateway.vllm_plugin.placing import extent, placed_in, target_end
 from spangrad.weights.adapters import PREFIX, A, B
+from spangrad.weights.placements import Dimension, Placement
 from spangrad.weights.shards import MASK, MIX_A, MIX_B, ChecksumScope, Shard, TensorSums, WorkerReport, region_of, sample_step
 
 HTTP_BACKEND = "spangrad_http"
@@ -123,9 +125,7 @@ def report(tensors: dict[str, torch.Tensor], placed: TensorLayout, scope: Checks
     shards = dict[str, list[Shard]]()
     others = set[str]()
     for name, tensor in {(each.data_ptr(), each.shape): (name, each) for name, each in tensors.items()}.values():
-        begin, end = tensor.storage_offset(), tensor.storage_offset() + _extent(tensor)
-        candidates = placed.placements.get(tensor.untyped_storage().data_ptr(), {}).values()
-        within = [placement for placement in candidates if begin <= placement.target and _end(placement) <= end]
+        within = placed_in(tensor, placed.placements)
         if tensor.dtype not in _BITS:
             others.add(_dtype(tensor))
             continue
@@ -143,33 +143,18 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _end(placement: Placement) -> int:
-    return placement.target + 1 + sum((each.size - 1) * each.target for each in placement.dimensions)
-
-
 def _check_padding(name: str, tensor: torch.Tensor, within: list[Placement]) -> None:
     """Raise ValueError unless the words that no placement covers are zero."""
-    if not within or sum(_count(placement) for placement in within) >= tensor.numel():
+    if not within or sum(placement.count for placement in within) >= tensor.numel():
         return
     rest = tensor.clone()
-    base = rest.as_strided((_extent(tensor),), (1,), rest.storage_offset()) if rest.stride() == tensor.stride() else None
+    base = rest.as_strided((extent(tensor),), (1,), rest.storage_offset()) if rest.stride() == tensor.stride() else None
     for placement in within:
         assert base is not None, "a clone has the strides of its original"
         sizes, strides = [each.size for each in placement.dimensions], [each.target for each in placement.dimensions]
         base.as_strided(sizes, strides, base.storage_offset() + placement.target - tensor.storage_offset()).zero_()
     if rest.view(_BITS[tensor.dtype]).any():
         raise ValueError(f"{name} has words beside the checkpoint's that are not zero")
-
-
-def _count(placement: Placement) -> int:
-    count = 1
-    for each in placement.dimensions:
-        count *= each.size
-    return count
 
 
 def _shard(tensor: torch.Tensor, placement: Placement, scope: ChecksumScope) -> Shard:
@@ -183,7 +168,7 @@ def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
     dimensions = placement.dimensions or (Dimension(1, 1, 1),)
     shard = tensor.as_strided([each.size for each in dimensions], [each.target for each in dimensions], placement.target)
     words = shard.view(_BITS[tensor.dtype])
-    row = max(1, _count(placement) // dimensions[0].size)
+    row = max(1, placement.count // dimensions[0].size)
     rows = max(1, CHUNK_WORDS.get(tensor.device.type, _CHUNK_WORDS) // row)
     plain = weighted = 0
     for start in range(0, dimensions[0].size, rows):
@@ -195,7 +180,7 @@ def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
         for axis, each in enumerate(dimensions):
             along = mixed.sum([other for other in range(mixed.ndim) if other != axis]) if mixed.ndim > 1 else mixed
             weighted += each.source * int((along * torch.arange(along.numel(), device=along.device)).sum())
-    return _count(placement), plain & MASK, weighted & MASK
+    return placement.count, plain & MASK, weighted & MASK
 
 
 def _sampled_sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
@@ -213,7 +198,7 @@ def _sampled_sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int,
         target += at * each.target
     inside &= rest == 0
     numbers, target = numbers[inside], target[inside]
-    memory = tensor.as_strided((_end(placement),), (1,), 0)
+    memory = tensor.as_strided((target_end(placement),), (1,), 0)
     mixed = _mixed(memory[target].view(_BITS[tensor.dtype]), 8 * tensor.element_size())
     return numbers.numel(), int(mixed.sum()) & MASK, int((mixed * numbers).sum()) & MASK
 

@@ -6,7 +6,8 @@ sends only what the gateway has asked it for, once the engine is paused; the gat
 The sender is asked over HTTP, with the token that came with the publication: `POST /checksum` {"dtype", "others", "scope"} ->
 {"tensors", "whole"}, and `POST /transfers` {"engine", "over", "workers", "dtype", "group"} -> {"group", "init", "update"}. `group` is the
 connection that engine and sender have; `init` is null where they have it already, else the information by which the engine makes it.
-Each of the engine's workers is sent all weights, and keeps its shards.
+Over NCCL each of the engine's workers is sent all weights, and keeps its shards. Over HTTP `update` is a plan of which rank of the trainer
+has which words, and each worker fetches those that it holds (`gateway/vllm_plugin/fetching.py`).
 """
 
 from __future__ import annotations

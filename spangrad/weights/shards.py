@@ -51,6 +51,10 @@ class TensorSums(msgspec.Struct, frozen=True):
     plain: int
     weighted: int
 
+    def __add__(self, other: TensorSums) -> TensorSums:
+        """Return the sums of two parts of a tensor together."""
+        return TensorSums(self.dtype, self.words + other.words, (self.plain + other.plain) & MASK, (self.weighted + other.weighted) & MASK)
+
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
     """Part of a tensor in a worker's memory."""
@@ -116,9 +120,7 @@ def added(sums: Iterable[tuple[str, TensorSums]], holders: str = "ranks") -> dic
         before = tensors.get(name, TensorSums(shard.dtype, 0, 0, 0))
         if before.dtype != shard.dtype:
             raise CheckpointError(f"{holders} hold {name} as {before.dtype} and as {shard.dtype}.")
-        tensors[name] = TensorSums(
-            shard.dtype, before.words + shard.words, (before.plain + shard.plain) & MASK, (before.weighted + shard.weighted) & MASK
-        )
+        tensors[name] = before + shard
     return tensors
 
 

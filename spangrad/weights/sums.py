@@ -25,22 +25,29 @@ WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Words = NDArray[np.unsignedinteger]
 
 
-def tensor_sums(words: Words, own: str, dtype: str, scope: ChecksumScope = ChecksumScope.FULL) -> TensorSums:
-    """Return the sums of a tensor as an engine holds it.
+def tensor_sums(
+    words: Words, own: str, dtype: str, scope: ChecksumScope = ChecksumScope.FULL, *, first: int = 0, whole: int | None = None
+) -> TensorSums:
+    """Return the sums of a tensor as an engine holds it, or of consecutive words of one; those of parts add up to the tensor's.
 
     Args:
         words: its words in the order of the file, flat.
         own: dtype of the words.
         dtype: dtype of the engine.
         scope: all words, or a sample.
+        first: number of the first of the words in the tensor.
+        whole: number of words of the tensor. None: these are all.
 
     Raises:
         CheckpointError: one of the dtypes is not known.
     """
-    step = sample_step(words.size) if scope is ChecksumScope.SAMPLED else 1
-    taken = words[::step]
+    step = sample_step(words.size if whole is None else whole) if scope is ChecksumScope.SAMPLED else 1
+    ahead = -first % step
+    taken = words[ahead::step]
     sums = list(_chunks(taken, partial(_chunk_sums, taken, own, dtype)))
-    return TensorSums(dtype, taken.size, sum(plain for plain, _ in sums) & MASK, step * sum(weighted for _, weighted in sums) & MASK)
+    plain = sum(plain for plain, _ in sums)
+    weighted = step * sum(weighted for _, weighted in sums) + (first + ahead) * plain
+    return TensorSums(dtype, taken.size, plain & MASK, weighted & MASK)
 
 
 def _chunks(words: Words, sums: Callable[[int], tuple[int, int]]) -> Iterator[tuple[int, int]]:

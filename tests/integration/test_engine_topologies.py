@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from spangrad.errors import GatewayError
@@ -27,8 +26,12 @@ from spangrad.weights.checksums import checksum_directory
 from tests.support.gateways import held_checksum
 from tests.support.policies import logprobs_of, perturbed, random_adapter
 from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
+from tests.support.receivers import Named, OtherWords, source_of
+from trainer.publish.offers import WeightSource
+from trainer.publish.parts import Parts
 from trainer.publish.publisher import Publisher
-from trainer.publish.sender import Weights, WeightsSender, _Offer
+from trainer.publish.rank_sender import PartsService
+from trainer.publish.sender import WeightsSender
 
 pytestmark = pytest.mark.vllm
 
@@ -175,8 +178,8 @@ def version_of(number: int, directory: Path) -> PolicyVersion:
     return PolicyVersion("policy", number, number - 1, "b", checksum_directory(directory), str(directory))
 
 
-def weights_of(directory: Path) -> Weights:
-    return lambda: iter(load_file(directory / "model.safetensors").items())
+def weights_of(directory: Path) -> WeightSource:
+    return source_of(load_file(directory / "model.safetensors"))
 
 
 def policy(settings: Settings) -> dict[str, Any]:
@@ -239,37 +242,27 @@ def test_publication_into_several_workers_by_disk_and_transfer_labels_every_toke
     assert mislabelled(traffic.answers, versions) == []
 
 
-class Stale(WeightsSender):
+def stale(tensor: str, source: Path, older: Path) -> Callable[[Parts], PartsService]:
     """A sender that sends one tensor of an older version."""
-
-    def __init__(self, settings: TrainerSettings, tensor: str, older: Path) -> None:
-        super().__init__(settings)
-        self._old = {tensor: load_file(older / "model.safetensors")[tensor]}
-
-    def fetched(self, key: str) -> tuple[_Offer, str] | None:
-        offered = super().fetched(key)
-        if offered is None:
-            return None
-        named = {**offered[0].named, **self._old}
-        return _Offer(lambda: iter(named.items())), offered[1]
+    named = load_file(source / "model.safetensors")
+    sent = {**named, tensor: load_file(older / "model.safetensors")[tensor]}
+    return lambda parts: OtherWords(parts, lambda _: sent)
 
 
-class OtherOnce(WeightsSender):
+def other_once(tensor: str, source: Path) -> Callable[[Parts], PartsService]:
     """A sender whose second worker is sent other weights: in a tensor, the first and the last word change."""
+    named = load_file(source / "model.safetensors")
+    number, requests = list(named).index(tensor), list[int]()
+    changed = named[tensor].copy()
+    for place in (0, -1):
+        changed.reshape(-1)[place] = np.nextafter(changed.reshape(-1)[place], np.float32(9))
 
-    def __init__(self, settings: TrainerSettings, tensor: str) -> None:
-        super().__init__(settings)
-        self._tensor, self._fetches = tensor, 0
+    def of_second(body: dict[str, Any]) -> Named | None:
+        if any(part == number for part, *_ in body["pieces"]):
+            requests.append(number)
+        return {**named, tensor: changed} if len(requests) == 2 else None
 
-    def fetched(self, key: str) -> tuple[_Offer, str] | None:
-        offered = super().fetched(key)
-        self._fetches += 1
-        if offered is None or self._fetches != 2:
-            return offered
-        named: dict[str, NDArray[np.float32]] = {name: value.copy() for name, value in offered[0].named.items()}
-        for place in (0, -1):
-            named[self._tensor].reshape(-1)[place] = np.nextafter(named[self._tensor].reshape(-1)[place], np.float32(9))
-        return _Offer(lambda: iter(named.items())), offered[1]
+    return lambda parts: OtherWords(parts, of_second)
 
 
 OTHERS = {
@@ -287,7 +280,7 @@ def test_worker_or_replica_with_one_other_word_is_refused_until_published_to(
     topology, settings = served
     other = versions[3 + list(OTHERS).index(tensor)]
     number = policy(settings)["version"] + 10  # what was rolled back does not return by itself
-    sender = OtherOnce(TrainerSettings(), tensor)
+    sender = WeightsSender(TrainerSettings(), other_once(tensor, other))
     publisher = Publisher(settings.gateway, sender=sender)
     reason = (
         OTHERS[tensor]
@@ -344,7 +337,7 @@ def test_engine_that_compares_in_part_or_in_another_dtype_is_published_to(
             if scope == "full":
                 assert (backend["checksum"], backend["uncompared"]) == (checksum_directory(versions[2], dtype), "")
                 return
-            sender = Stale(TrainerSettings(), "model.norm.weight", versions[2])
+            sender = WeightsSender(TrainerSettings(), stale("model.norm.weight", versions[3], versions[2]))
             publisher = Publisher(settings.gateway, sender=sender)
             if scope == "sampled":
                 with pytest.raises(GatewayError, match=r"it holds other values of model\.norm\.weight"):
@@ -422,7 +415,7 @@ def _session_of(pid: int) -> int | None:
         return None
 
 
-def _published(publisher: Publisher, version: PolicyVersion, weights: Weights | None) -> None:
+def _published(publisher: Publisher, version: PolicyVersion, weights: WeightSource | None) -> None:
     try:
         publisher.publish(version, weights=weights)
     except GatewayError:

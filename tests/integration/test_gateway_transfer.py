@@ -19,8 +19,9 @@ from spangrad.weights.checksums import checksum_directory
 from tests.support.gateways import held_checksum
 from tests.support.policies import logprobs_of
 from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from tests.support.receivers import OtherWords, source_of
 from trainer.publish.publisher import Publisher
-from trainer.publish.sender import WeightsSender, _Offer
+from trainer.publish.sender import WeightsSender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -95,25 +96,13 @@ def test_weight_transfer_with_calls_in_flight_publishes_versions(
         weights = weights_times(tiny_model, factor)
         made = version_of(number, weights, tmp_path / f"v{number}")
         (tmp_path / f"v{number}/model.safetensors").unlink()  # nobody reads it
-        assert publisher.publish(made, weights=lambda weights=weights: iter(weights.items())) > 0
+        assert publisher.publish(made, weights=source_of(weights)) > 0
         assert list(publisher.stages) == ["files", *STEPS]
         assert (policy(taking)["version"], held_checksum(taking.gateway.engine_url)) == (number, made.checksum)
         checked(taking, weights, tiny_model, tmp_path / f"whole{number}")
     for caller in callers:
         caller.join()
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [200] * 8
-
-
-class Faulty(WeightsSender):
-    """A sender that sends other weights than it says."""
-
-    def __init__(self, settings: TrainerSettings, sent: Named) -> None:
-        super().__init__(settings)
-        self._sent = sent
-
-    def fetched(self, key: str) -> tuple[_Offer, str] | None:
-        offered = super().fetched(key)
-        return offered and (_Offer(lambda: iter(self._sent.items())), offered[1])
 
 
 def test_weight_transfer_cut_short_takes_engine_out_until_rollback(
@@ -124,13 +113,13 @@ def test_weight_transfer_cut_short_takes_engine_out_until_rollback(
     made = version_of(number, weights, tmp_path / "version")
     others = weights_times(tiny_model, 1.3)
     with pytest.raises(GatewayError, match="the trainer has weights with checksum"):
-        publisher.publish(made, weights=lambda: iter(others.items()))
+        publisher.publish(made, weights=source_of(others))
     assert policy(taking)["status"] == "serving", "the engine was not touched"
     lacking = {name: value for name, value in weights.items() if name != "lm_head.weight"}
     for sent, step in ((others, "checksum"), (lacking, "(transfer|checksum)")):
-        faulty = Faulty(TrainerSettings(), sent)
+        faulty = WeightsSender(TrainerSettings(), lambda parts, sent=sent: OtherWords(parts, lambda _: sent))
         with pytest.raises(GatewayError, match=rf"publication of version {number} failed at {step}"):
-            Publisher(taking.gateway, sender=faulty).publish(made, weights=lambda: iter(weights.items()))
+            Publisher(taking.gateway, sender=faulty).publish(made, weights=source_of(weights))
         faulty.close()
         assert policy(taking)["status"] == "down"
     assert fetch(taking.gateway.url + CHAT, GREEDY)["error"]["type"] == "engine_down"
@@ -138,7 +127,7 @@ def test_weight_transfer_cut_short_takes_engine_out_until_rollback(
     assert publisher.stages["reload"] > 0
     checked(taking, weights, tiny_model, tmp_path / "whole")
     later = version_of(number + 1, others, tmp_path / "later")
-    assert publisher.publish(later, weights=lambda: iter(others.items())) > 0
+    assert publisher.publish(later, weights=source_of(others)) > 0
     checked(taking, others, tiny_model, tmp_path / "others")
     assert fetch(f"{taking.gateway.url}/admin/policies/policy/rollback", {})["version"] == number
     checked(taking, weights, tiny_model, tmp_path / "again")

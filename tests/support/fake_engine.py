@@ -10,16 +10,13 @@ import asyncio
 import contextlib
 import json
 import struct
-import urllib.request
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from aiohttp import web
 
 from gateway.vllm_plugin.middleware import CHECKSUM_PATH
@@ -28,7 +25,7 @@ from spangrad.processes import free_ports
 from spangrad.weights.adapters import PREFIX
 from spangrad.weights.checksums import checksum_directory, sums_of_directory
 from spangrad.weights.shards import TensorSums, checksum_of
-from spangrad.weights.sums import tensor_sums
+from tests.support.receivers import sums_sent
 
 ANSWER_TEXT = "weather rome"
 ANSWER_TOKENS = [(9, "weather", -0.25), (12, " rome", -0.5), (2, "", -0.125)]
@@ -229,7 +226,11 @@ class FakeEngine:
             if self.wrong_after_reload:
                 self.checksum = "float32:ffffffffffffffff"
         elif name == "/update_weights":
-            self.take(await asyncio.to_thread(sums_sent, body["update_info"], self.checksum.partition(":")[0]))
+            update = body["update_info"]
+            over_http = "ranks" in update
+            self.take(
+                await asyncio.to_thread(sums_sent, update) if over_http else {"other": TensorSums(self.checksum.partition(":")[0], 1, 1, 1)}
+            )
         elif name == CHECKSUM_PATH:
             self.parts.append(body["part"])
             return web.json_response({"replicas": self.reports or [[self.report(body["part"])]]})
@@ -363,16 +364,6 @@ class FakeEngine:
                 await self.go_on.wait()
         await response.write(b"data: [DONE]\n\n")
         return response
-
-
-def sums_sent(update: dict[str, Any], dtype: str) -> dict[str, TensorSums]:
-    """Of what a sender gives away over HTTP; anything else over another carrier."""
-    if "url" not in update:
-        return {"other": TensorSums(dtype, 1, 1, 1)}
-    with urllib.request.urlopen(update["url"], timeout=10) as answer:
-        words = np.frombuffer(answer.read(), {"float32": np.uint32, "bfloat16": np.uint16}[dtype])
-    ends = np.cumsum([prod(shape) for shape in update["shapes"]])
-    return {name: tensor_sums(part, dtype, dtype) for name, part in zip(update["names"], np.split(words, ends[:-1]), strict=True)}
 
 
 def event(chunk: dict[str, Any]) -> bytes:

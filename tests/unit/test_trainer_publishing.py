@@ -21,6 +21,7 @@ from tests.support.otlp import HttpServer
 from tests.support.trainers import FakeOptimizer, FakePublisher, FakeSource, committed, settings, wired, write_base
 from trainer.data.batch import Batch
 from trainer.loop import Trainer, newest_version
+from trainer.publish.offers import WeightSource
 from trainer.publish.publisher import EngineUsage, GatewayRefusedError, Publisher
 from trainer.retries import Outage
 from trainer.shutdown import Shutdown, Stopped
@@ -210,8 +211,8 @@ def test_publication_retry_of_transfer_reads_weights_from_files(tmp_path: Path, 
     class Sending(Away):
         def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
             super().publish(version, again=again)
-            assert callable(weights)
-            sent.append([float(value) for _, array in weights() for value in array])
+            assert isinstance(weights, WeightSource)
+            sent.append([float(value) for _, array in weights.arrays() for value in array])
             return 0.25
 
     trainer = wired(chosen, FakeSource(["a"]))

@@ -20,9 +20,12 @@ from spangrad.weights.checksums import sums_of_arrays
 from spangrad.weights.shards import checksum_of
 from spangrad.weights.sums import cast_words, tensor_sums
 from tests.support.policies import trainer_settings
+from tests.support.receivers import words_sent
+from trainer.publish.offers import WeightSource
 from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}
+SOURCE = WeightSource(lambda: iter(WEIGHTS.items()))
 ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32", "group": ""}
 
 
@@ -42,34 +45,63 @@ def ask(sender: WeightsSender, path: str, body: object, token: str | None = None
         return error.code, error.read().decode()
 
 
-def fetched(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return answer.read()
+def fetched(plan: dict[str, Any], **changes: Any) -> tuple[int, bytes, Any]:
+    """Answer to the request of a worker that holds the last two words of each row of `a`, and `b`."""
+    pieces = [[0, 1, [[2, 3], [2, 1]]], [1, 0, [[2, 1]]]]
+    body = {"version": plan["version"], "dtype": plan["dtype"], "base": "", "pieces": pieces, **changes}
+    headers = {"Authorization": f"Bearer {changes.pop('key', plan['key'])}"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(plan["ranks"][0]["url"] + "/words", json.dumps(body).encode(), headers), timeout=10
+        ) as answer:
+            return answer.status, answer.read(), answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), error.headers
 
 
-def test_sender_weights_are_fetched_once_in_dtype_of_engine(sender: WeightsSender):
-    with sender.offering(lambda: iter(WEIGHTS.items())) as said:
+def test_sender_pieces_are_fetched_in_dtype_of_engine(sender: WeightsSender):
+    held = np.concatenate([WEIGHTS["a"][:, 1:].reshape(-1), WEIGHTS["b"]])
+    with sender.offering(SOURCE) as said:
         assert said == {"url": sender.url, "token": sender.token}
         for dtype, size in (("float32", 4), ("bfloat16", 2)):
             status, answer = ask(sender, "/transfers", {**ASKED, "dtype": dtype})
-            url = answer["update"].pop("url")
-            update = {"names": ["a", "b"], "dtype_names": [dtype] * 2, "shapes": [[2, 3], [2]]}
-            assert (status, answer) == (200, {"group": "http", "init": {}, "update": update})
-            data = fetched(url)
-            assert len(data) == 8 * size
-            if dtype == "float32":
-                assert data == b"".join(one.tobytes() for one in WEIGHTS.values())
-            with pytest.raises(urllib.error.HTTPError, match="404"):
-                fetched(url)
+            plan = answer["update"]
+            assert (status, answer["group"], answer["init"]) == (200, "http", {})
+            assert (plan["names"], plan["shapes"], plan["dtype"], plan["base"]) == (["a", "b"], [[2, 3], [2]], dtype, "")
+            assert plan["ranks"] == [{"url": sender.url, "parts": [[0, 0, 6], [1, 0, 2]]}]
+            words = cast_words(held.view(np.uint32), "float32", dtype)
+            assert [fetched(plan)[:2] for _ in range(2)] == [(200, words.tobytes())] * 2
+            assert {name: each.nbytes for name, each in words_sent(plan).items()} == {"a": 6 * size, "b": 2 * size}
             tensors = {name: msgspec.structs.asdict(sums) for name, sums in sums_of_arrays(WEIGHTS, dtype).items()}
             whole = checksum_of(sums_of_arrays(WEIGHTS, "float32"), "float32")
             question = {"dtype": dtype, "others": {}, "scope": "full"}
             assert ask(sender, "/checksum", question) == (200, {"tensors": tensors, "whole": whole})
         assert ask(sender, "/transfers", {**ASKED, "group": "http"})[1]["init"] is None
-        pending = ask(sender, "/transfers", ASKED)[1]["update"]["url"]
+        pending = ask(sender, "/transfers", ASKED)[1]["update"]
     assert ask(sender, "/transfers", ASKED) == (409, "no version is being published.")
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        fetched(pending)
+    assert fetched(pending)[0] == 401
+    assert sender.sent == {"full": 2 * 6 * 4 + 8 * 4 + 2 * 6 * 2 + 8 * 2, "delta": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"key": "another"}, 401),
+        ({"version": "another"}, 409),
+        ({"dtype": "float16"}, 409),
+        ({"pieces": [[2, 0, [[1, 1]]]]}, 409),
+        ({"pieces": [[0, 1, [[2, 3], [3, 1]]]]}, 409),
+        ({"pieces": [[0, 3, [[2, -3]]]]}, 409),
+        ({"pieces": [[0, -1, []]]}, 409),
+        ({"pieces": [[0]]}, 400),
+    ],
+    ids=["another key", "another version", "another dtype", "no part", "beyond its end", "before its begin", "negative", "no piece"],
+)
+def test_sender_request_for_other_words_is_refused(sender: WeightsSender, changes: dict[str, Any], status: int):
+    with sender.offering(SOURCE):
+        plan = ask(sender, "/transfers", ASKED)[1]["update"]
+        assert fetched(plan, **changes)[0] == status
+        assert fetched(plan)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -88,17 +120,9 @@ def test_sender_checks_token_and_length_before_reading_body(sender: WeightsSende
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_sender_each_worker_fetches_weights_once(sender: WeightsSender):
-    with sender.offering(lambda: iter(WEIGHTS.items())):
-        url = ask(sender, "/transfers", {**ASKED, "workers": 3})[1]["update"]["url"]
-        assert len({fetched(url) for _ in range(3)}) == 1
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            fetched(url)
-
-
 def test_sender_sums_of_sample_and_of_other_dtypes_are_those_of_engine(sender: WeightsSender):
     """An engine that is sent bfloat16 and holds one tensor as float32 has the rounded words of it."""
-    with sender.offering(lambda: iter(WEIGHTS.items())):
+    with sender.offering(SOURCE):
         mixed = {"dtype": "bfloat16", "others": {"a": "float32"}, "scope": "full"}
         tensors = ask(sender, "/checksum", mixed)[1]["tensors"]
         sampled = ask(sender, "/checksum", {"dtype": "float32", "others": {}, "scope": "sampled"})[1]
@@ -115,7 +139,7 @@ def test_sender_reads_weights_from_trainer_on_first_request_only(sender: Weights
         reads.append(1)
         return iter(WEIGHTS.items())
 
-    with sender.offering(weights):
+    with sender.offering(WeightSource(weights)):
         assert reads == []
         ask(sender, "/transfers", ASKED)
         ask(sender, "/transfers", ASKED)
@@ -123,7 +147,7 @@ def test_sender_reads_weights_from_trainer_on_first_request_only(sender: Weights
 
 
 def test_sender_wrong_token_or_request_is_refused(sender: WeightsSender):
-    with sender.offering(lambda: iter(WEIGHTS.items())):
+    with sender.offering(SOURCE):
         assert ask(sender, "/transfers", ASKED, token="wrong") == (401, "another token is needed.")
         assert ask(sender, "/checksum", {"dtype": "float8_e4m3fn", "others": {}, "scope": "full"})[0] == 409
         assert ask(sender, "/transfers", {**ASKED, "over": "pigeon"}) == (409, "weights are sent over http or nccl, not 'pigeon'.")
@@ -134,7 +158,7 @@ def test_sender_wrong_token_or_request_is_refused(sender: WeightsSender):
 def test_sender_nccl_without_gpu_is_refused_with_remedy(sender: WeightsSender, monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with sender.offering(lambda: iter(WEIGHTS.items())):
+    with sender.offering(SOURCE):
         status, said = ask(sender, "/transfers", {**ASKED, "over": "nccl"})
     assert (status, "sees no GPU. Give it one of its own" in said) == (409, True)
 

@@ -18,7 +18,8 @@ from spangrad.http.json_http import ask
 from spangrad.http.service import gateway_service
 from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
-from trainer.publish.sender import Weights, WeightsSender
+from trainer.publish.offers import WeightSource
+from trainer.publish.sender import WeightsSender
 
 _REFUSALS = {400, 401, 403, 405, 409, 413, 422}
 """HTTP statuses of permanent refusals; others, such as those of a proxy before a gateway that starts, are transient."""
@@ -92,13 +93,13 @@ class Publisher:
         version = state["version"]
         return None if version is None else int(version)
 
-    def publish(self, version: PolicyVersion, *, again: bool = False, weights: Weights | None = None) -> float:
+    def publish(self, version: PolicyVersion, *, again: bool = False, weights: WeightSource | None = None) -> float:
         """Make the gateway serve a version, and wait until its engines do.
 
         Args:
             version: the version to serve.
             again: True to serve it even if it is older than the served one, or was rolled back.
-            weights: yields the version's weights, for the sender if there is one. None: they are not in memory.
+            weights: where the version's weights are, for the sender if there is one. None: engines read files.
 
         Returns:
             Seconds that the gateway took.

@@ -22,6 +22,7 @@ from spangrad.settings import Settings
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
 from trainer.publish.checkpoint import WEIGHTS
+from trainer.publish.offers import WeightSource
 from trainer.publish.publisher import EngineUsage, GatewayRefusedError, Publisher
 from trainer.retries import BACK_OFF, Outage, call_with_retries, without_retries
 from trainer.shutdown import Shutdown
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trainer.ledger.tables import LedgerVersion
-    from trainer.publish.sender import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,14 @@ class HeadPublisher:
         """Return whether a publication failed and has not succeeded since."""
         return self._thread is not None
 
-    def start(self, held: LedgerVersion, weights: Weights) -> None:
+    def start(self, held: LedgerVersion, weights: WeightSource) -> None:
         """Wait until the gateway has an engine, which may still be starting, and publish the head.
 
         A head that is reported as served is published, too: the gateway compares weights, not numbers, and restores engines that are down.
 
         Args:
             held: version that this process has in memory.
-            weights: yields its parameters.
+            weights: its parameters.
 
         Raises:
             GatewayRefusedError: the gateway refuses the head permanently.
@@ -90,12 +90,12 @@ class HeadPublisher:
         self._retried(self._await_engine, end)
         self._retried(lambda: self._attempt(held.version, weights), end)
 
-    def publish(self, held: LedgerVersion | None = None, weights: Weights | None = None) -> ServedHead | None:
+    def publish(self, held: LedgerVersion | None = None, weights: WeightSource | None = None) -> ServedHead | None:
         """Publish the head.
 
         Args:
             held: version that this process has in memory. None: a step may be changing it, and parameters are read from files.
-            weights: yields its parameters, until this call returns.
+            weights: its parameters, which do not change until this call returns.
 
         Returns:
             None: the gateway cannot serve it now, and it is retried in the background; or another process moved the head meanwhile.
@@ -117,7 +117,7 @@ class HeadPublisher:
                 self._thread.start()
             return None
 
-    def collect_or_retry(self, held: LedgerVersion, weights: Weights) -> None:
+    def collect_or_retry(self, held: LedgerVersion, weights: WeightSource) -> None:
         """Publish the head if another version is served: a restarted engine serves the weights that it was started with.
 
         Raises:
@@ -175,12 +175,12 @@ class HeadPublisher:
         if self.publisher.served(self._policy) is None:
             raise GatewayError(f"the gateway at {self._settings.gateway.url} has no engine. Start one with `spangrad engine`.")
 
-    def _attempt(self, held: int | None = None, weights: Weights | None = None) -> ServedHead | None:
+    def _attempt(self, held: int | None = None, weights: WeightSource | None = None) -> ServedHead | None:
         """Publish the head, even if it is older than the served version: after a rollback that did not reach the gateway.
 
         Args:
             held: version of `weights`.
-            weights: yields parameters that are in memory. None: they are read from files.
+            weights: parameters that are in memory. None: they are read from files.
         """
         served = self.publisher.served(self._policy)
         head = newest_version(self._ledger)  # read last: a served version that is newer was committed before, and the head was moved since
@@ -203,14 +203,14 @@ class HeadPublisher:
         idle = self._usage.idle_share_since(before) if before and self._usage else None
         return {} if idle is None else {"engine_idle": idle}
 
-    def _from_files(self, path: Path) -> Weights | None:
+    def _from_files(self, path: Path) -> WeightSource | None:
         """Return a reader of a version's parameters from its files: those in memory may be in the middle of a step.
 
         None: the engines read the version's files.
         """
         if self._settings.trainer.weight_sync.method != "transfer" or not (path / WEIGHTS).is_file():
             return None
-        return lambda: _read_weights(path / WEIGHTS)
+        return WeightSource(lambda: _read_weights(path / WEIGHTS))
 
     def _sleep(self, seconds: float) -> None:
         self._closed.wait(seconds)

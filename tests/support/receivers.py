@@ -1,0 +1,70 @@
+"""Receivers of weights: what a worker does with a trainer's plan, without vLLM; and senders of wrong words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gateway.vllm_plugin.fetching import RankParts, buckets_of, fetch
+from spangrad.weights.placements import Dimension, Placement
+from spangrad.weights.shards import TensorSums
+from spangrad.weights.sums import WORD_BYTES, tensor_sums
+from trainer.publish.offers import WeightSource, whole_parts
+from trainer.publish.parts import Parts
+from trainer.publish.rank_sender import PartsService
+from trainer.publish.token_server import Binary
+
+
+def ranks_of(plan: Mapping[str, Any]) -> list[RankParts]:
+    """The parts of each rank, as the plugin reads them from a plan."""
+    return [RankParts(rank["url"], [(plan["names"][name], first, words) for name, first, words in rank["parts"]]) for rank in plan["ranks"]]
+
+
+def words_sent(plan: Mapping[str, Any]) -> dict[str, NDArray[np.unsignedinteger]]:
+    """Whole tensors, put together from all ranks."""
+    shapes = zip(plan["names"], plan["shapes"], strict=True)
+    tensors = [Placement(name, prod(shape), 0, 0, (Dimension(prod(shape), 1, 1),)) for name, shape in shapes]
+    size, ranks = WORD_BYTES[plan["dtype"]], ranks_of(plan)
+    whole = {each.name: np.zeros(each.words, f"u{size}") for each in tensors}
+    buckets = buckets_of([(each, False) for each in tensors], ranks, size)
+    for fetched in fetch(buckets, ranks, key=plan["key"], version=plan["version"], dtype=plan["dtype"], word_bytes=size, base=""):
+        words = np.frombuffer(fetched.data, f"u{size}")
+        for piece in fetched.bucket.pieces:
+            part, words = words[: piece.placement.count], words[piece.placement.count :]
+            whole[piece.placement.name][piece.placement.source : piece.placement.source + part.size] = part
+    return whole
+
+
+def sums_sent(plan: Mapping[str, Any]) -> dict[str, TensorSums]:
+    """Sums of what a trainer's ranks send."""
+    return {name: tensor_sums(words, plan["dtype"], plan["dtype"]) for name, words in words_sent(plan).items()}
+
+
+Named = Mapping[str, NDArray[np.float32]]
+
+
+def source_of(weights: Named) -> WeightSource:
+    """Weights in memory, as a publication takes them."""
+    return WeightSource(lambda: iter(weights.items()))
+
+
+class OtherWords(PartsService):
+    """A sender of other weights than it sums."""
+
+    def __init__(self, parts: Parts, changed: Callable[[dict[str, Any]], Named | None]) -> None:
+        """Send what `changed` returns for a request. None: the right weights."""
+        super().__init__(parts)
+        self._changed = changed
+
+    def words(self, body: Mapping[str, Any]) -> Binary:
+        """Return words of other weights."""
+        sent = self._changed(dict(body))
+        if sent is None:
+            return super().words(body)
+        other = PartsService(lambda: whole_parts(lambda: iter(sent.items())))
+        other.answer("/versions", {"version": body["version"], "dtype": body["dtype"], "key": "", "delta": False})
+        return other.words(body)

@@ -1,0 +1,191 @@
+"""Words from the ranks of a trainer to the parameters of workers that fuse, split and pad tensors, over HTTP, without vLLM."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gateway.vllm_plugin import fetching
+from gateway.vllm_plugin.fetching import buckets_of, fetch
+from spangrad.settings import TrainerSettings
+from spangrad.weights.checksums import sums_of_arrays
+from spangrad.weights.placements import Dimension, Placement
+from spangrad.weights.shards import checksum_of
+from tests.support.receivers import ranks_of
+from trainer.publish.offers import WeightSource
+from trainer.publish.parts import OwnPart
+from trainer.publish.rank_sender import RankSender
+from trainer.publish.sender import WeightsSender
+
+torch = pytest.importorskip("torch")
+placing = pytest.importorskip("gateway.vllm_plugin.placing")
+
+ROWS, COLUMNS, WORKERS = 12, 8, 2
+Named = dict[str, NDArray[np.float32]]
+NAMES = ["q", "k", "down", "norm"]
+
+
+def weights(seed: int) -> Named:
+    dice = np.random.default_rng(seed)
+    shapes = {"q": (ROWS, COLUMNS), "k": (6, COLUMNS), "down": (COLUMNS, ROWS), "norm": (COLUMNS,)}
+    return {name: dice.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def parts_of(named: Named, rank: int, ranks: int) -> Iterator[OwnPart]:
+    """A range of rows of each tensor, as FSDP2 shards them: the last ranks may have fewer, or none."""
+    for name, array in named.items():
+        step = -(-len(array) // ranks)
+        rows = array[rank * step : (rank + 1) * step]
+        yield OwnPart(name, array.shape, min(rank * step, len(array)) * array[0].size, rows.reshape(-1).view(np.uint32))
+
+
+class Worker:
+    """A worker that fuses q and k by rows, splits both and `down` between workers, and pads `down` by a column."""
+
+    def __init__(self, number: int, dtype: Any) -> None:
+        own_q, own_k, own_down = ROWS // WORKERS, 6 // WORKERS, ROWS // WORKERS
+        self.dtype = dtype
+        self.fused = torch.zeros(own_q + own_k, COLUMNS, dtype=dtype)
+        self.down = torch.zeros(COLUMNS, own_down + 1, dtype=dtype)
+        self.norm = torch.zeros(COLUMNS, dtype=torch.float32)
+        rows = Dimension(COLUMNS, 1, 1)
+        self.placed = {
+            self.fused: [
+                Placement("q", ROWS * COLUMNS, number * own_q * COLUMNS, 0, (Dimension(own_q, COLUMNS, COLUMNS), rows)),
+                Placement("k", 6 * COLUMNS, number * own_k * COLUMNS, own_q * COLUMNS, (Dimension(own_k, COLUMNS, COLUMNS), rows)),
+            ],
+            self.down: [
+                Placement("down", ROWS * COLUMNS, number * own_down, 0, (Dimension(COLUMNS, ROWS, own_down + 1), Dimension(own_down, 1, 1)))
+            ],
+            self.norm: [Placement("norm", COLUMNS, 0, 0, (rows,))],
+        }
+        placements = {
+            tensor.untyped_storage().data_ptr(): {(place,): each for place, each in enumerate(placed)}
+            for tensor, placed in self.placed.items()
+        }
+        self.targets, self.reason = placing.targets_in(self.placed, placements, NAMES)
+        self.held = ""
+        self.deltas = 0
+
+    def receive(self, plan: dict[str, Any]) -> None:
+        ranks, base = ranks_of(plan), plan["base"] if plan["base"] == self.held else ""
+        buckets = buckets_of([(each.placement, each.tensor.dtype == self.dtype) for each in self.targets], ranks, self.dtype.itemsize)
+        facts = {"key": plan["key"], "version": plan["version"], "dtype": plan["dtype"], "word_bytes": self.dtype.itemsize}
+        for fetched in fetch(buckets, ranks, **facts, base=base):
+            placing.place(fetched, self.targets, self.dtype)
+            self.deltas += fetched.is_delta
+        self.held = plan["version"]
+
+    def holds(self, named: Named, number: int) -> bool:
+        """Whether all words are those of the weights, and padding is zero."""
+        q, k, down, norm = (torch.from_numpy(named[name]).to(self.dtype) for name in NAMES)
+        fused = torch.cat([q.chunk(WORKERS)[number], k.chunk(WORKERS)[number]])
+        padded = torch.nn.functional.pad(down.chunk(WORKERS, 1)[number], (0, 1))
+        return bool((self.fused == fused).all() and (self.down == padded).all() and (self.norm == norm.float()).all())
+
+
+class Trainer:
+    """Ranks that each serve their parts of the same weights, and the process that publishes."""
+
+    def __init__(self, stack: ExitStack, ranks: int) -> None:
+        self.named = weights(0)
+        self.senders = [RankSender(lambda rank=rank: parts_of(self.named, rank, ranks), "127.0.0.1") for rank in range(ranks)]
+        self.sender = WeightsSender(TrainerSettings())
+        for each in (*self.senders, self.sender):
+            stack.enter_context(closing(each))
+
+    def plan(self, dtype: str) -> dict[str, Any]:
+        return self.ask("/transfers", {"engine": "e", "over": "http", "workers": WORKERS, "dtype": dtype, "group": ""})["update"]
+
+    def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self.sender.token}"}
+        with urllib.request.urlopen(
+            urllib.request.Request(self.sender.url + path, json.dumps(body).encode(), headers), timeout=10
+        ) as answer:
+            return json.loads(answer.read())
+
+    @property
+    def source(self) -> WeightSource:
+        return WeightSource(lambda: iter(()), lambda: [each.address for each in self.senders])
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [1, 4, 5])
+@pytest.mark.parametrize("bucket", [64, 2**24])
+def test_workers_fetch_the_words_that_they_hold_from_all_ranks(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, ranks: int, dtype: str, bucket: int
+) -> None:
+    monkeypatch.setattr(fetching, "BUCKET_BYTES", bucket)
+    trainer, workers = Trainer(stack, ranks), [Worker(number, getattr(torch, dtype)) for number in range(WORKERS)]
+    with trainer.sender.offering(trainer.source):
+        for number, worker in enumerate(workers):
+            assert worker.reason == ""
+            worker.receive(trainer.plan(dtype))
+            assert worker.holds(trainer.named, number)
+        sums = trainer.ask("/checksum", {"dtype": dtype, "others": {"norm": "float32"}, "scope": "full"})
+    words = sum(array.size for array in trainer.named.values()) + COLUMNS
+    assert trainer.sender.sent == {"full": words * getattr(torch, dtype).itemsize, "delta": 0}, "each word once, norms once a worker"
+    expected = sums_of_arrays(trainer.named, dtype, {"norm": "float32"})
+    assert sums["tensors"] == {name: msgspec.structs.asdict(each) for name, each in expected.items()}
+    assert sums["whole"] == checksum_of(sums_of_arrays(trainer.named, "float32"), "float32")
+
+
+def test_buckets_of_ranks_that_lack_words_are_refused(stack: ExitStack) -> None:
+    trainer, worker = Trainer(stack, 4), Worker(0, torch.float32)
+    trainer.senders.pop()
+    with (
+        trainer.sender.offering(trainer.source),
+        pytest.raises(OSError, match=r"the trainer's ranks have \d+ of the \d+ words"),
+    ):
+        worker.receive(trainer.plan("float32"))
+
+
+def test_worker_of_a_rank_that_died_raises_and_names_it(stack: ExitStack) -> None:
+    trainer, worker = Trainer(stack, 3), Worker(0, torch.float32)
+    with trainer.sender.offering(trainer.source):
+        plan = trainer.plan("float32")
+        dead = trainer.senders[1].address.url
+        trainer.senders[1].close()
+        with pytest.raises(OSError, match=f"the trainer's rank at {dead} did not send its words"):
+            worker.receive(plan)
+
+
+def whole(fetched: Sequence[Any], shapes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    loaded = dict[str, Any]()
+    tensors = placing.WholeTensors(shapes, torch.float32, loaded.__setitem__)
+    for each in fetched:
+        tensors.place(each)
+    return loaded
+
+
+def test_whole_tensors_are_put_together_from_all_ranks_in_order(stack: ExitStack) -> None:
+    trainer = Trainer(stack, 4)
+    with trainer.sender.offering(trainer.source):
+        plan = trainer.plan("float32")
+        shapes = list(zip(plan["names"], plan["shapes"], strict=True))
+        facts = {"key": plan["key"], "version": plan["version"], "dtype": "float32", "word_bytes": 4, "base": ""}
+        fetched = list(fetch(placing.whole_buckets(shapes, ranks_of(plan), 4), ranks_of(plan), **facts))
+    loaded = whole(fetched, shapes)
+    assert list(loaded) == NAMES
+    assert all(np.array_equal(loaded[name].numpy(), trainer.named[name]) for name in NAMES)
+
+
+def test_targets_in_tensor_that_is_held_in_another_form_is_named() -> None:
+    packed = torch.zeros(4, dtype=torch.int8)
+    placements = {packed.untyped_storage().data_ptr(): {(0,): Placement("q", 4, 0, 0, (Dimension(4, 1, 1),))}}
+    assert placing.targets_in([packed], placements, ["q"]) == ([], "vLLM holds q as int8")
+    assert placing.targets_in([], {}, ["q"]) == ([], "vLLM holds q in another form")
