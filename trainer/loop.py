@@ -250,7 +250,7 @@ class Trainer:
 
     @property
     def _weights(self) -> WeightSource:
-        return WeightSource(lambda: self._load(self.loaded).weights())
+        return WeightSource(lambda: self._load(self.loaded).weights(), lambda: self._load(self.loaded).rank_senders())
 
     def _close_optimizer(self) -> None:
         if self.optimizer:

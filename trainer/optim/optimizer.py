@@ -26,6 +26,7 @@ from trainer.monitor.row_check import RowCheck
 from trainer.optim.phases import StepPhases
 from trainer.optim.process import dtype_of
 from trainer.optim.workers import begin
+from trainer.publish.rank_sender import RankAddress
 
 
 class VerlOptimizer:
@@ -120,6 +121,10 @@ class VerlOptimizer:
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield every parameter by its Hugging Face name, tied ones once, with adapters merged."""
         return self._workers.weights()
+
+    def rank_senders(self) -> Sequence[RankAddress]:
+        """Return the senders of the ranks' own parts of the parameters of `weights`; they are started at the first call."""
+        return self._workers.everywhere("serve_parts")
 
     def collect(self, *, state: bool = True) -> None:
         """Copy to main memory what `write` writes.

@@ -34,6 +34,7 @@ from trainer.optim.states.snapshots import EarlierWeights
 from trainer.optim.weight_shards import WeightPart, own_parts
 from trainer.publish import checkpoint
 from trainer.publish.lora import kept, require_adapters, weights_file
+from trainer.publish.rank_sender import RankAddress, RankSender
 from trainer.publish.shared_file import FilePart, sums_of_parts, write_parts
 
 MESH = "actor"
@@ -67,6 +68,8 @@ class Rank:
         self._earlier: EarlierWeights | None = None
         self._collected: tuple[list[FilePart], dict[str, Any] | None] | None = None
         """Weights and state that `write` writes. None: there are none."""
+        self._sender: RankSender | None = None
+        """Sender of the weights. None: none were asked for."""
         self._times = PassTimes(device)
         for role in models:
             self._times.watch(self._engine(role))
@@ -189,6 +192,26 @@ class Rank:
 
     def _weight_parts(self) -> list[FilePart]:
         return [host_part(part.name, part.shape, part.first, part.words, copy=True) for part in self._parts()]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def serve_parts(self) -> list[RankAddress]:
+        """Serve this rank's own parts of the policy's weights to engines, from now on; collective. Return the addresses of all ranks."""
+        if self._sender is None:
+            sync = self._settings.weight_sync
+            port = sync.transfer_port and sync.transfer_port + 1 + self.rank
+            self._sender = RankSender(self._sent_parts, sync.transfer_host, port)
+        addresses: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(addresses, self._sender.address)
+        return addresses
+
+    def stop_serving(self) -> None:
+        """Stop what `serve_parts` started."""
+        if self._sender:
+            self._sender.close()
+        self._sender = None
+
+    def _sent_parts(self) -> Iterator[FilePart]:
+        return (host_part(part.name, part.shape, part.first, part.words, copy=False) for part in self._parts())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_weights(self, directory: Path) -> None:

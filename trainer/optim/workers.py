@@ -111,7 +111,8 @@ class LocalWorkers:
         return self._rank.weights()
 
     def close(self) -> None:
-        """Do nothing: no process runs elsewhere, and memory is freed with the last reference."""
+        """Stop the sender of weights; no process runs elsewhere, and memory is freed with the last reference."""
+        self._rank.stop_serving()
 
 
 def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> LocalWorkers | DistributedWorkers:

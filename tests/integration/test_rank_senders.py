@@ -1,0 +1,112 @@
+"""Weights from real gloo ranks, FSDP2's shards in each, to engines: nothing is gathered, and a rank that dies costs no served version."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from gateway.vllm_plugin import fetching
+from spangrad.settings import TrainerSettings
+from spangrad.weights.checksums import checksum_directory, sums_of_directory
+from spangrad.weights.shards import checksum_of
+from spangrad.weights.sums import cast_words
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateways import staged
+from tests.support.receivers import words_sent
+from trainer.publish.offers import WeightSource
+from trainer.publish.sender import WeightsSender
+
+ranks_module = pytest.importorskip("benchmarks.publish_ranks")
+
+COUNT = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_model: Path) -> Iterator[Any]:
+    with ranks_module.TrainerRanks(COUNT, tiny_model) as started:
+        yield started
+
+
+@pytest.fixture
+def sender() -> Iterator[WeightsSender]:
+    opened = WeightsSender(TrainerSettings())
+    yield opened
+    opened.close()
+
+
+def never() -> Iterator[Any]:
+    raise AssertionError("weights were gathered")
+
+
+def source_of(ranks: Any) -> WeightSource:
+    return WeightSource(never, lambda: ranks.addresses)
+
+
+def ask(sender: WeightsSender, path: str, **body: Any) -> Any:
+    headers = {"Authorization": f"Bearer {sender.token}"}
+    with urllib.request.urlopen(urllib.request.Request(sender.url + path, json.dumps(body).encode(), headers), timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_send_their_shards_and_sums_of_all_weights(ranks: Any, sender: WeightsSender, tmp_path: Path, dtype: str) -> None:
+    ranks.step(1e-3, seed=1)
+    ranks.gather(tmp_path)
+    with sender.offering(source_of(ranks)):
+        plan = ask(sender, "/transfers", engine="e", over="http", workers=2, dtype=dtype, group="")["update"]
+        sums = ask(sender, "/checksum", dtype=dtype, others={}, scope="full")
+        sent = words_sent(plan)
+    named = load_file(tmp_path / "model.safetensors")
+    assert len(plan["ranks"]) == COUNT
+    assert max(words for rank in plan["ranks"] for _, _, words in rank["parts"]) < max(array.size for array in named.values()) / 2
+    assert sums["whole"] == checksum_directory(tmp_path)
+    assert sums["tensors"] == {name: msgspec.structs.asdict(each) for name, each in sums_of_directory(tmp_path, dtype).items()}
+    assert set(sent) == set(named)
+    for name, array in named.items():
+        assert np.array_equal(sent[name], cast_words(array.reshape(-1).view(np.uint32), "float32", dtype)), name
+
+
+async def test_rank_killed_amid_a_transfer_fails_it_and_files_restore_the_engine(
+    tiny_model: Path, sender: WeightsSender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = list[int]()
+    monkeypatch.setattr(fetching, "BUCKET_BYTES", 4096)
+    monkeypatch.setattr(fetching, "SECONDS", 10)
+    connections, ask_rank = fetching._Connections, fetching._Connections.ask
+    with ranks_module.TrainerRanks(2, tiny_model) as ranks:
+        ranks.gather(tmp_path)
+        checksum = checksum_directory(tmp_path)
+
+        def dies(self: Any, bucket: Any, *arguments: Any) -> Any:
+            requests.append(bucket.rank)
+            if len(requests) == 5:
+                ranks.processes[1].kill()
+                ranks.processes[1].join()
+            return ask_rank(self, bucket, *arguments)
+
+        monkeypatch.setattr(connections, "ask", dies)
+        async with staged(FakeEngine(transfer="http")) as stage:
+            await stage.readiness("serving")
+            with sender.offering(source_of(ranks)) as said:
+                body = {"version": 1, "path": str(tmp_path), "checksum": checksum, "sender": said}
+                async with stage.client.post("/admin/policies/policy/versions", json=body) as answer:
+                    assert (answer.status, "failed at transfer" in await answer.text()) == (502, True)
+            assert len(requests) >= 5
+            assert (await stage.chat())[0] == 503, "its weights are not known"
+            async with stage.client.post("/admin/policies/policy/versions", json={**body, "sender": None}) as answer:
+                assert answer.status == 200
+            assert stage.engine.checksum == checksum == checksum_of(sums_of_directory(tmp_path), "float32")
+            assert (await stage.chat())[0] == 200
+            with sender.offering(source_of(ranks)) as said:
+                body = {"version": 2, "path": str(tmp_path), "checksum": "float32:0000000000000001", "sender": said}
+                async with stage.client.post("/admin/policies/policy/versions", json=body) as answer:
+                    assert (answer.status, "the trainer's rank at" in await answer.text()) == (502, True)
+            assert (await stage.chat())[0] == 200, "the engine was not touched"
