@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gateway.pool.backend import Backend
+from gateway.pool.upstream import BackendStatus
 from gateway.weights.transfer import SenderAddress, Transfer
 from spangrad.errors import EngineError
 from spangrad.weights.adapters import PREFIX, AdapterFacts, adapter_facts
@@ -159,7 +160,7 @@ def sync_method_of(backend: Backend, path: Path, sender: SenderAddress | None, e
     info = backend.info
     assert info, "an engine that was never reached is not published to"
     if sender:
-        return Transfer(sender, info.dtype)
+        return Transfer(sender, info.dtype, whole=backend.status is not BackendStatus.SERVING)
     adapter = adapter_facts(path)
     if info.lora_rank:
         facts = adapter or AdapterFacts(path, 1, 1.0)

@@ -4,8 +4,9 @@ In: a publication that names the trainer's sender. Out: the orders to the engine
 sends only what the gateway has asked it for, once the engine is paused; the gateway gives all orders to the engine, and the trainer none.
 
 The sender is asked over HTTP, with the token that came with the publication: `POST /checksum` {"dtype", "others", "scope"} ->
-{"tensors", "whole"}, and `POST /transfers` {"engine", "over", "workers", "dtype", "group"} -> {"group", "init", "update"}. `group` is the
-connection that engine and sender have; `init` is null where they have it already, else the information by which the engine makes it.
+{"tensors", "whole"}, and `POST /transfers` {"engine", "over", "workers", "dtype", "group", "whole"} -> {"group", "init", "update"}. `group`
+is the connection that engine and sender have; `init` is null where they have it already, else the information by which the engine makes
+it. `whole` asks for all words, since those that the engine holds are not known: differences from them would be wrong.
 Over NCCL each of the engine's workers is sent all weights, and keeps its shards. Over HTTP `update` is a plan of which rank of the trainer
 has which words, and each worker fetches those that it holds (`gateway/vllm_plugin/fetching.py`).
 """
@@ -53,9 +54,11 @@ class Transfer:
     step = "transfer"
     part = "all"
 
-    def __init__(self, sender: SenderAddress, dtype: str) -> None:
+    def __init__(self, sender: SenderAddress, dtype: str, *, whole: bool) -> None:
+        """Transfer weights in a dtype; `whole`: all words, though the engine may hold another version of them."""
         self._sender = sender
         self._dtype = dtype
+        self._whole = whole
         self._update: dict[str, Any] = {}
 
     async def check(self, backend: Backend) -> None:
@@ -65,7 +68,8 @@ class Transfer:
         """Connect engine and trainer; the engine is paused, since vLLM's workers wait for the trainer."""
         assert backend.info
         workers = (await backend.fetch("/get_world_size", _WorldSize)).world_size
-        transfer = {"engine": backend.name, "over": backend.info.transfer, "workers": workers, "dtype": self._dtype, "group": backend.group}
+        connection = {"engine": backend.name, "over": backend.info.transfer, "workers": workers, "group": backend.group}
+        transfer = {**connection, "dtype": self._dtype, "whole": self._whole}
         answer = await backend.ask_sender(self._sender.url, self._sender.token, "/transfers", transfer, _Transfer)
         if answer.init is not None:
             backend.group = ""

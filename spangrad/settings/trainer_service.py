@@ -55,7 +55,11 @@ class WeightSyncSettings(Section):
     """Address of this machine at which the gateway and the engines' workers reach the trainer; for trainer.weight_sync.method
     `transfer`."""
     transfer_port: int = Field(default=0, ge=0)
-    """Port at which the gateway and the engines' workers reach the trainer; for trainer.weight_sync.method `transfer`. 0: any free port."""
+    """Port at which the gateway and the engines' workers reach the trainer; for trainer.weight_sync.method `transfer`. The trainer's ranks
+    listen at the ports after it, rank 0 at the next one. 0: any free ports."""
+    delta: bool = True
+    """True to send workers that hold the version before only what changed since; for engine.transfer `http`. Each rank then keeps its share
+    of the weights, in the engine's dtype, in main memory."""
 
 
 class CheckpointSettings(Section):

@@ -61,7 +61,7 @@ def test_ranks_send_their_shards_and_sums_of_all_weights(ranks: Any, sender: Wei
     ranks.step(1e-3, seed=1)
     ranks.gather(tmp_path)
     with sender.offering(source_of(ranks)):
-        plan = ask(sender, "/transfers", engine="e", over="http", workers=2, dtype=dtype, group="")["update"]
+        plan = ask(sender, "/transfers", engine="e", over="http", workers=2, dtype=dtype, group="", whole=False)["update"]
         sums = ask(sender, "/checksum", dtype=dtype, others={}, scope="full")
         sent = words_sent(plan)
     named = load_file(tmp_path / "model.safetensors")

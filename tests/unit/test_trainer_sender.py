@@ -26,7 +26,7 @@ from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}
 SOURCE = WeightSource(lambda: iter(WEIGHTS.items()))
-ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32", "group": ""}
+ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32", "group": "", "whole": False}
 
 
 @pytest.fixture

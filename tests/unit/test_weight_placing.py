@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from gateway.vllm_plugin import fetching
 from gateway.vllm_plugin.fetching import buckets_of, fetch
-from spangrad.settings import TrainerSettings
 from spangrad.weights.checksums import sums_of_arrays
 from spangrad.weights.placements import Dimension, Placement
 from spangrad.weights.shards import checksum_of
+from tests.support.policies import trainer_settings
 from tests.support.receivers import ranks_of
 from trainer.publish.offers import WeightSource
 from trainer.publish.parts import OwnPart
@@ -95,15 +95,16 @@ class Worker:
 class Trainer:
     """Ranks that each serve their parts of the same weights, and the process that publishes."""
 
-    def __init__(self, stack: ExitStack, ranks: int) -> None:
+    def __init__(self, stack: ExitStack, ranks: int, **settings: Any) -> None:
         self.named = weights(0)
         self.senders = [RankSender(lambda rank=rank: parts_of(self.named, rank, ranks), "127.0.0.1") for rank in range(ranks)]
-        self.sender = WeightsSender(TrainerSettings())
+        self.sender = WeightsSender(trainer_settings(**settings))
         for each in (*self.senders, self.sender):
             stack.enter_context(closing(each))
 
-    def plan(self, dtype: str) -> dict[str, Any]:
-        return self.ask("/transfers", {"engine": "e", "over": "http", "workers": WORKERS, "dtype": dtype, "group": ""})["update"]
+    def plan(self, dtype: str, *, whole: bool = False) -> dict[str, Any]:
+        body = {"engine": "e", "over": "http", "workers": WORKERS, "dtype": dtype, "group": "", "whole": whole}
+        return self.ask("/transfers", body)["update"]
 
     def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.sender.token}"}
@@ -111,6 +112,12 @@ class Trainer:
             urllib.request.Request(self.sender.url + path, json.dumps(body).encode(), headers), timeout=10
         ) as answer:
             return json.loads(answer.read())
+
+    def step(self, share: float, seed: int) -> None:
+        """Change some words of each tensor a little."""
+        dice = np.random.default_rng(seed)
+        for array in self.named.values():
+            array *= np.where(dice.random(array.shape) < share, np.float32(1.01), np.float32(1))
 
     @property
     def source(self) -> WeightSource:
@@ -189,3 +196,38 @@ def test_targets_in_tensor_that_is_held_in_another_form_is_named() -> None:
     placements = {packed.untyped_storage().data_ptr(): {(0,): Placement("q", 4, 0, 0, (Dimension(4, 1, 1),))}}
     assert placing.targets_in([packed], placements, ["q"]) == ([], "vLLM holds q as int8")
     assert placing.targets_in([], {}, ["q"]) == ([], "vLLM holds q in another form")
+
+
+def test_worker_that_holds_the_version_before_is_sent_differences(stack: ExitStack) -> None:
+    trainer, (first, second) = Trainer(stack, 4), [Worker(number, torch.bfloat16) for number in range(WORKERS)]
+    for seed, share in enumerate((0, 0.05, 0.05, 0)):
+        trainer.step(share, seed)
+        with trainer.sender.offering(trainer.source):
+            plan = trainer.plan("bfloat16")
+            first.receive(plan)
+            if seed != 2:
+                second.receive(plan)
+        assert first.holds(trainer.named, 0)
+    assert second.holds(trainer.named, 1), "it lacked a version, so it was sent all words"
+    assert first.deltas > second.deltas > 0
+
+
+@pytest.mark.parametrize("reason", ["setting", "whole", "all changed", "float32"])
+def test_worker_is_sent_words_where_differences_are_of_no_use(stack: ExitStack, reason: str) -> None:
+    trainer = Trainer(stack, 2, **({"delta": False} if reason == "setting" else {}))
+    worker = Worker(0, torch.float32 if reason == "float32" else torch.bfloat16)
+    for seed in range(2):
+        trainer.step(1.0 if reason in {"all changed", "float32"} else 0.01, seed)
+        with trainer.sender.offering(trainer.source):
+            worker.receive(trainer.plan(str(worker.dtype).removeprefix("torch."), whole=reason == "whole"))
+        assert worker.holds(trainer.named, 0)
+    assert worker.deltas == 0
+    assert trainer.sender.sent["delta"] == 0
+
+
+def test_parts_kept_between_versions_are_freed_without_delta(stack: ExitStack) -> None:
+    trainer = Trainer(stack, 2, delta=False)
+    with trainer.sender.offering(trainer.source):
+        Worker(0, torch.float32).receive(trainer.plan("float32"))
+        assert all(each.service._held for each in trainer.senders)
+    assert not any(each.service._held for each in trainer.senders)

@@ -58,6 +58,9 @@ class Publisher:
     """Seconds of each stage of the last publication, of the engine that took the longest; `files`: reading before it. Empty: no engine had
     to load anything."""
 
+    sent: Mapping[str, int] = {}
+    """Bytes that engines were sent in the last publication, as words (`full`) and as differences (`delta`). Empty: none."""
+
     usage: EngineUsage | None = None
     """Time of the policy's engines when the gateway was last asked for the version that it serves. None: it was not."""
 
@@ -115,6 +118,7 @@ class Publisher:
             if sender:
                 body["sender"] = sender
             response = self._ask("POST", f"/admin/policies/{quote(version.policy, safe='')}/versions", body)
+        self.sent = self._sender.sent if sender and self._sender else {}
         seconds = float(response["seconds"])
         engines: list[dict[str, float]] = list(response.get("stages", {}).values())
         slowest = max(engines, key=lambda stages: sum(stages.values()), default={})

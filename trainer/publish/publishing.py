@@ -44,7 +44,8 @@ class ServedHead:
 
     version: int
     metrics: Mapping[str, float]
-    """Metrics: seconds_publish, seconds_publish_STAGE of the engine that took the longest, engine_idle since the publication before."""
+    """Metrics: seconds_publish, seconds_publish_STAGE of the engine that took the longest, bytes_publish_full and bytes_publish_delta
+    that engines were sent, engine_idle since the publication before."""
 
 
 class HeadPublisher:
@@ -196,7 +197,8 @@ class HeadPublisher:
         self.outage.over()
         logger.info("version %d is served (%.2f s)%s", head.version, seconds, f": the branch went back from {served}" if back else "")
         stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
-        return ServedHead(head.version, {"seconds_publish": seconds, **stages, **self._engine_idle()})
+        sent = {f"bytes_publish_{kind}": float(count) for kind, count in self.publisher.sent.items() if count}
+        return ServedHead(head.version, {"seconds_publish": seconds, **stages, **sent, **self._engine_idle()})
 
     def _engine_idle(self) -> dict[str, float]:
         before, self._usage = self._usage, self.publisher.usage

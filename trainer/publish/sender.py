@@ -68,6 +68,7 @@ class WeightsSender:
         self._local = service(lambda: ())
         self._nccl = NcclSender()
         sync = settings.weight_sync
+        self._delta = sync.delta
         try:
             self._server = TokenServer(sync.transfer_host, sync.transfer_port, self._allows, self._answer)
         except OSError as error:
@@ -90,7 +91,7 @@ class WeightsSender:
         def find_ranks() -> Sequence[RankClient]:
             return [remote_rank(address) for address in source.ranks()] if source.ranks else [local_rank(self.url, self._local)]
 
-        offer = self._offer = _Offer(source, RanksOffer(find_ranks, delta=False))
+        offer = self._offer = _Offer(source, RanksOffer(find_ranks, delta=self._delta and source.ranks is not None))
         try:
             yield {"url": self.url, "token": self.token}
         finally:
@@ -121,7 +122,9 @@ class WeightsSender:
     def _transfer(self, offer: _Offer, body: Mapping[str, Any]) -> dict[str, Any]:
         match body["over"]:
             case "http":
-                return {"group": "http", "init": None if body["group"] == "http" else {}, "update": offer.ranks.plan(body["dtype"])}
+                plan = offer.ranks.plan(body["dtype"])
+                update = plan | {"base": ""} if body["whole"] else plan
+                return {"group": "http", "init": None if body["group"] == "http" else {}, "update": update}
             case "nccl":
                 return self._nccl.send(offer.named, body)
             case over:
