@@ -19,15 +19,17 @@ from typing import Any, Self
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.numpy import save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spangrad.settings import TrainerSettings
+from trainer.optim.states.host_parts import host_part
 from trainer.optim.weight_shards import own_parts
 from trainer.publish import checkpoint
-from trainer.publish.parts import OwnPart
 from trainer.publish.rank_sender import RankAddress, RankSender
+from trainer.publish.shared_file import FilePart
 
 _SECONDS = 300.0
 """Time in which a rank must obey."""
@@ -151,7 +153,7 @@ class _Rank:
 
         if torch.distributed.get_rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            checkpoint.save_weights(directory, whole(), checkpoint.WEIGHTS)
+            save_file(dict(whole()), directory / checkpoint.WEIGHTS, metadata={"format": "pt"})
         else:
             for _ in whole():
                 pass  # each whole tensor takes all ranks
@@ -165,10 +167,10 @@ class _Rank:
         share = sum(4 * _local(value).numel() for value in self.module.parameters())
         return RankMemory(resident, peak, share)
 
-    def parts(self) -> Iterator[OwnPart]:
+    def parts(self) -> Iterator[FilePart]:
         """Yield this rank's parts."""
         for part in own_parts(self.module, TrainerSettings()):
-            yield OwnPart(part.name, part.shape, part.first, part.words.numpy().reshape(-1).view(np.uint32))
+            yield host_part(part.name, part.shape, part.first, part.words, copy=False)
 
 
 class _Single(torch.nn.Module):

@@ -21,9 +21,9 @@ from spangrad.weights.shards import checksum_of
 from tests.support.policies import trainer_settings
 from tests.support.receivers import ranks_of
 from trainer.publish.offers import WeightSource
-from trainer.publish.parts import OwnPart
 from trainer.publish.rank_sender import RankSender
 from trainer.publish.sender import WeightsSender
+from trainer.publish.shared_file import FilePart
 
 torch = pytest.importorskip("torch")
 placing = pytest.importorskip("gateway.vllm_plugin.placing")
@@ -39,12 +39,12 @@ def weights(seed: int) -> Named:
     return {name: dice.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def parts_of(named: Named, rank: int, ranks: int) -> Iterator[OwnPart]:
+def parts_of(named: Named, rank: int, ranks: int) -> Iterator[FilePart]:
     """A range of rows of each tensor, as FSDP2 shards them: the last ranks may have fewer, or none."""
     for name, array in named.items():
         step = -(-len(array) // ranks)
         rows = array[rank * step : (rank + 1) * step]
-        yield OwnPart(name, array.shape, min(rank * step, len(array)) * array[0].size, rows.reshape(-1).view(np.uint32))
+        yield FilePart(name, "F32", array.shape, min(rank * step, len(array)) * array[0].size, rows)
 
 
 class Worker:

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from spangrad.errors import TrainerError
 from spangrad.http.json_http import ask
 from spangrad.http.service import RemoteService
-from spangrad.weights.shards import MASK, ChecksumScope, TensorSums
-from trainer.publish.parts import OwnPart
+from spangrad.weights.shards import MASK, ChecksumScope, TensorSums, added
 from trainer.publish.rank_sender import PartsService, RankAddress
+from trainer.publish.shared_file import FilePart
 
 _SECONDS = 600.0
 """Time limit of a rank's answer, in seconds: it copies or sums its share."""
@@ -62,11 +62,10 @@ def local_rank(url: str, service: PartsService) -> RankClient:
     return RankClient(url, service.answer)
 
 
-def whole_parts(weights: Weights) -> Iterator[OwnPart]:
+def whole_parts(weights: Weights) -> Iterator[FilePart]:
     """Yield whole tensors as the parts of a single rank."""
     for name, array in weights():
-        flat = np.ascontiguousarray(array, np.float32).reshape(-1)
-        yield OwnPart(name, array.shape, 0, flat.view(np.uint32))
+        yield FilePart(name, "F32", array.shape, 0, np.ascontiguousarray(array, np.float32))
 
 
 class RanksOffer:
@@ -113,7 +112,7 @@ class RanksOffer:
             key = dtype, frozenset(others.items()), scope
             if key not in self._sums:
                 answers = self._ask("/sums", {"dtype": dtype, "others": dict(others), "scope": scope})
-                self._sums[key] = _added(answers)
+                self._sums[key] = added(_shards(answers))
             if scope is ChecksumScope.FULL and self._whole is None:
                 self._whole = sum(int(answer["sum"]) for answer in self._ask("/whole", {})) & MASK
             whole = f"float32:{self._whole:016x}" if scope is ChecksumScope.FULL else ""
@@ -151,10 +150,7 @@ def _joined(ranks: Sequence[RankClient], answers: Sequence[Mapping[str, Any]]) -
     }
 
 
-def _added(answers: Sequence[Mapping[str, Any]]) -> dict[str, TensorSums]:
-    sums: dict[str, TensorSums] = {}
+def _shards(answers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, TensorSums]]:
     for answer in answers:
-        for name, each in answer["tensors"].items():
-            own = msgspec.convert(each, TensorSums)
-            sums[name] = sums[name] + own if name in sums else own
-    return sums
+        for name, sums in answer["tensors"].items():
+            yield name, msgspec.convert(sums, TensorSums)

@@ -19,6 +19,7 @@ from spangrad.errors import TrainerError
 from spangrad.weights.deltas import Positions, Words, encode_delta
 from spangrad.weights.shards import ChecksumScope, TensorSums
 from spangrad.weights.sums import WORD_BYTES, cast_words, tensor_sums
+from trainer.publish.shared_file import FilePart
 
 _BLOCK_WORDS = 2**16
 """Words owner numbers within their block have two bytes."""
@@ -28,27 +29,8 @@ Piece = tuple[int, int, Sequence[tuple[int, int]]]
 """Number of a part, number of the piece's first word in it, and size and stride of each dimension, the largest stride first."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnPart:
-    """Consecutive words of a tensor that a rank answers for."""
-
-    name: str
-    """Name of the tensor in the version's files."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    first: int
-    """Number of the part's first word in the tensor."""
-    words: NDArray[np.uint32]
-    """Bits of its words in float32, flat; they may be the parameter's memory."""
-
-    @property
-    def whole(self) -> int:
-        """Number of words of the whole tensor."""
-        return prod(self.shape)
-
-
-Parts = Callable[[], Iterable[OwnPart]]
-"""Function that yields a rank's own parts, in the same order each time."""
+Parts = Callable[[], Iterable[FilePart]]
+"""Function that yields a rank's own parts in float32, in the same order each time; their words may be the parameters' memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +71,14 @@ class _HeldPart:
         """Number of words of the whole tensor."""
         return prod(self.shape)
 
-    def take(self, part: OwnPart, dtype: str, *, keep_changes: bool) -> None:
+    def take(self, part: FilePart, dtype: str, *, keep_changes: bool) -> None:
         """Replace the words by those of the next version."""
+        own = part.words.reshape(-1).view(np.uint32)
         blocks, places, differences = [0], list[NDArray[np.uint16]](), list[Words]()
         keep = keep_changes
         for begin in range(0, self.words.size, _BLOCK_WORDS):
             held = self.words[begin : begin + _BLOCK_WORDS]
-            new = cast_words(part.words[begin : begin + _BLOCK_WORDS], "float32", dtype)
+            new = cast_words(own[begin : begin + _BLOCK_WORDS], "float32", dtype)
             if keep:
                 difference = new - held
                 changed = np.flatnonzero(difference)
@@ -130,7 +113,7 @@ class HeldParts:
         """Name of the version before, from which the changes are known. Empty: of none."""
         self._parts: list[_HeldPart] = []
 
-    def take(self, parts: Iterable[OwnPart], version: str, *, keep_changes: bool) -> None:
+    def take(self, parts: Iterable[FilePart], version: str, *, keep_changes: bool) -> None:
         """Replace all words by those of a version.
 
         Args:
@@ -200,11 +183,6 @@ class HeldParts:
         if not is_region or offset < 0 or offset + _extent(dimensions) > part.words.size:
             raise TrainerError(f"a piece ends beyond part {number} of {part.name}.")
         return part
-
-
-def whole_sum(parts: Iterable[OwnPart]) -> int:
-    """Return a rank's addend to the checksum of a version in float32."""
-    return sum(tensor_sums(part.words, "float32", "float32", first=part.first, whole=part.whole).plain for part in parts)
 
 
 def _extent(dimensions: Sequence[tuple[int, int]]) -> int:

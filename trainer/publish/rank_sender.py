@@ -22,7 +22,8 @@ import msgspec
 from spangrad.errors import SettingsError, TrainerError
 from spangrad.http.tokens import is_token
 from spangrad.weights.shards import ChecksumScope
-from trainer.publish.parts import HeldParts, Parts, Piece, whole_sum
+from trainer.publish.parts import HeldParts, Parts, Piece
+from trainer.publish.shared_file import sums_of_parts
 from trainer.publish.token_server import Binary, TokenServer
 
 WORDS_PATH = "/words"
@@ -72,7 +73,7 @@ class PartsService:
                     sums = self._of(body["dtype"]).sums(body["others"], ChecksumScope(body["scope"]))
                     return {"tensors": {name: msgspec.structs.asdict(each) for name, each in sums.items()}}
                 case "/whole":
-                    return {"sum": whole_sum(self.parts())}
+                    return {"sum": sum(sums_of_parts([part])[part.name].plain for part in self.parts() if part.words.size)}
                 case "/end":
                     self._keys.clear()
                     if not body["keep"]:

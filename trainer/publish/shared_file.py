@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.weights.shards import MASK, TensorSums
+from spangrad.weights.shards import TensorSums
 from spangrad.weights.sums import tensor_sums
 
 _WRITE_BYTES = 2**26
@@ -73,8 +73,8 @@ def sums_of_parts(parts: Iterable[FilePart]) -> dict[str, TensorSums]:
     sums: dict[str, TensorSums] = {}
     for part in parts:
         if part.words.size:
-            own = tensor_sums(part.words.reshape(-1).view(np.uint32), "float32", "float32")
-            sums[part.name] = TensorSums("float32", own.words, own.plain, (own.weighted + part.first * own.plain) & MASK)
+            words = part.words.reshape(-1).view(np.uint32)
+            sums[part.name] = tensor_sums(words, "float32", "float32", first=part.first, whole=math.prod(part.shape))
     return sums
 
 
