@@ -9,8 +9,8 @@ Gradients are random: what matters is how AdamW moves words, not where to.
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.scratch import scratch
 from spangrad.settings import TrainerSettings
 from trainer.optim.states.host_parts import host_part
 from trainer.optim.weight_shards import own_parts
@@ -53,11 +54,11 @@ class TrainerRanks:
         """Start the ranks and load their shards of the model's only file of weights."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.publish_ranks"])  # most of what a rank's start costs otherwise
-        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._scratch = ExitStack()
+        directory = self._scratch.enter_context(scratch("ranks"))
         pairs = [context.Pipe() for _ in range(count)]
         self.processes = [
-            context.Process(target=_rank, args=(rank, count, self._directory.name, model, pairs[rank][1]), daemon=True)
-            for rank in range(count)
+            context.Process(target=_rank, args=(rank, count, directory, model, pairs[rank][1]), daemon=True) for rank in range(count)
         ]
         self._orders: list[Connection] = [own for own, _ in pairs]
         for process, (_, its) in zip(self.processes, pairs, strict=True):
@@ -74,7 +75,7 @@ class TrainerRanks:
         for process in self.processes:
             process.kill()
             process.join()
-        self._directory.cleanup()
+        self._scratch.close()
 
     def step(self, rate: float, seed: int) -> float:
         """Step AdamW with random gradients; return the share of the words that changed in bfloat16."""
@@ -189,7 +190,7 @@ def _local(value: Any) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _rank(rank: int, count: int, directory: str, model: Path, orders: Connection) -> None:
+def _rank(rank: int, count: int, directory: Path, model: Path, orders: Connection) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=count)
     own = _Rank(model)

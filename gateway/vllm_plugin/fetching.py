@@ -26,7 +26,7 @@ from spangrad.weights.placements import Placement, clip, split
 
 SECONDS = 60
 """Longest time that a rank may send nothing."""
-BUCKET_BYTES = 16 * 2**20
+BUCKET_BYTES = 4 * 2**20
 """Size of a request's answer, at most."""
 _THREADS_PER_RANK = 2
 _MOST_THREADS = 16
