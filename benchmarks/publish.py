@@ -131,6 +131,11 @@ def main() -> int:
     parser.add_argument("--group-size", type=int, default=8, help="rollouts a task")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--weight-sync", choices=METHODS, default="disk", help="trainer.weight_sync.method")
+    parser.add_argument("--ranks", type=int, help="measure from shards of so many ranks instead (benchmarks/publish_shards.py)")
+    if any(word.partition("=")[0] == "--ranks" for word in sys.argv[1:]):
+        from benchmarks import publish_shards
+
+        return publish_shards.main()
     arguments = parser.parse_args()
     with scratch("publish") as directory:
         result = measure(directory / "run", arguments.versions, arguments.group_size, arguments.seed, arguments.weight_sync)
