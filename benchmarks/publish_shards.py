@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -234,7 +234,7 @@ def _settings(directory: Path, model: Path, workers: int) -> Settings:
 
 
 @contextmanager
-def _served(directory: Path, settings: Settings, workers: int) -> Iterator[None]:
+def _served(directory: Path, settings: Settings, workers: int) -> Generator[None]:
     """Run an engine and a gateway before it."""
     config = ["--config", str(directory / "spangrad.toml")]
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(workers)))} if workers > 1 else {}
