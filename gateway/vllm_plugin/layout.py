@@ -40,8 +40,23 @@ class _Source:
 class TensorLayout:
     """Placements by the address of the parameter's storage, and the names of all tensors that were loaded."""
 
-    placements: dict[int, dict[tuple[Any, ...], Placement]] = field(default_factory=dict[int, dict[tuple[Any, ...], Placement]])
     names: set[str] = field(default_factory=set[str])
+    _placements: dict[int, dict[tuple[Any, ...], Placement]] = field(default_factory=dict[int, dict[tuple[Any, ...], Placement]])
+    _storages: dict[int, StorageWeakRef] = field(default_factory=dict[int, StorageWeakRef])
+    """Storages by their address: where a tensor was packed into a new one, its own is freed, and another tensor may be there since."""
+
+    @property
+    def placements(self) -> dict[int, dict[tuple[Any, ...], Placement]]:
+        """Placements in storages that there are still, by their address."""
+        return {address: held for address, held in self._placements.items() if not self._storages[address].expired()}
+
+    def add(self, tensor: torch.Tensor, placement: Placement) -> None:
+        """Add a placement in a tensor's storage; a copy to the same place replaces it."""
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._storages or self._storages[address].expired():
+            self._storages[address], self._placements[address] = StorageWeakRef(tensor.untyped_storage()), {}
+        place = (placement.target, *((each.size, each.target) for each in placement.dimensions))
+        self._placements[address][place] = placement
 
 
 class CopyRecorder(TorchDispatchMode):
@@ -81,8 +96,7 @@ class CopyRecorder(TorchDispatchMode):
         dimensions = tuple(sorted((Dimension(*side) for side in sides), key=lambda dimension: -dimension.source))
         first = (address - tensor.begin) // tensor.dtype.itemsize
         placement = Placement(tensor.name, tensor.words, first, target.storage_offset(), dimensions)
-        place = (placement.target, *((each.size, each.target) for each in dimensions))
-        self.layout.placements.setdefault(target.untyped_storage().data_ptr(), {})[place] = placement
+        self.layout.add(target, placement)
 
 
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}

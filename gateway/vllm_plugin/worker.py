@@ -2,8 +2,8 @@
 
 In: a worker's model, its parameters fused, split and on any device. Out: a report (`spangrad.weights.shards.WorkerReport`) as JSON.
 Invariant: a word of a parameter counts once, as the word of the checkpoint's tensor that vLLM's loader copied there; words that no loader
-filled (padding) must be zero. What is listed is what is computed with: on a CPU, vLLM would repack linear layers into an opaque form and
-drop the parameters, so there they are kept plain. Adapters count as vLLM computes with them: B multiplied by its scale.
+filled (padding) must be zero. What is listed is what is computed with: on a CPU, vLLM would repack linear layers and experts into opaque
+forms, so there they are kept plain. Adapters count as vLLM computes with them: B multiplied by its scale.
 
 Runs inside vLLM's workers: `vllm serve --worker-extension-cls gateway.vllm_plugin.worker.SpangradWorker`.
 """
@@ -17,6 +17,7 @@ import msgspec
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layers
+from vllm.platforms import current_platform
 
 from gateway.vllm_plugin import layout
 from gateway.vllm_plugin.layout import TensorLayout
@@ -48,6 +49,10 @@ def _keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
 # vLLM imports this module in each worker before it loads the model. On a GPU the function is not called.
 layers.dispatch_cpu_unquantized_gemm = _keep_plain
 layout.install()
+if current_platform.is_cpu():
+    from gateway.vllm_plugin import plain_experts
+
+    plain_experts.install()
 WeightTransferEngineFactory.register_engine(HTTP_BACKEND, "gateway.vllm_plugin.transfer", "HttpTransferEngine")
 
 
@@ -124,8 +129,9 @@ def report(tensors: dict[str, torch.Tensor], placed: TensorLayout, scope: Checks
     """
     shards = dict[str, list[Shard]]()
     others = set[str]()
+    placements = placed.placements
     for name, tensor in {(each.data_ptr(), each.shape): (name, each) for name, each in tensors.items()}.values():
-        within = placed_in(tensor, placed.placements)
+        within = placed_in(tensor, placements)
         if tensor.dtype not in _BITS:
             others.add(_dtype(tensor))
             continue

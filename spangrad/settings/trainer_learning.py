@@ -170,4 +170,5 @@ class LoraSettings(Section):
     alpha: int = 16
     """LoRA's alpha: adapters are multiplied by alpha / rank."""
     modules: tuple[str, ...] = ()
-    """Names of the layers that have adapters, such as `q_proj`. Empty: every linear layer but the head."""
+    """Names of the layers that have adapters, such as `q_proj`. Empty: every linear layer but the head; in a mixture of experts the layers
+    of attention, since experts cannot have adapters."""

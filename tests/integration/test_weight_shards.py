@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 
 from spangrad.errors import SettingsError
 from tests.support.policies import trainer_settings
 from tests.support.ranks import odd_module, on_ranks, sharded
-from trainer.optim.weight_shards import own_parts, row_range
+from trainer.optim.weight_shards import kind_of, load_whole, own_parts, row_range
+from trainer.publish.experts import fuse_experts
 
 SHAPES: tuple[tuple[int, ...], ...] = ((4,), (2, 2), (4, 1), ())
 """Meshes of four ranks: all shards, two replicas of two shards, four replicas, no mesh."""
@@ -67,6 +70,24 @@ def test_own_parts_names_are_those_of_files() -> None:
     assert list(whole("alone")) == ["layers.0.q_proj.lora_A.weight", "layers.0.q_proj.lora_B.weight"]
 
 
+def read_back(files: dict[str, NDArray[np.float32]]) -> list[str]:
+    """Return the tensors of models on meshes of ranks that differ from the files that were loaded into them."""
+    tensors = {name: torch.from_numpy(value) for name, value in files.items()}
+    different: list[str] = []
+    for shape in SHAPES:
+        module = sharded(odd_module(), shape)
+        for parameter in module.parameters():
+            torch.nn.init.zeros_(parameter)
+        load_whole(module, fuse_experts(tensors, kind_of(module)), strict=False)
+        held = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in module.state_dict().items()}
+        different += [name for name, value in odd_module().state_dict().items() if not torch.equal(held[name], value)]
+    return different
+
+
+def test_load_whole_of_files_gives_each_rank_its_shards_of_experts() -> None:
+    assert on_ranks(4, read_back, whole("plain")) == [[]] * 4
+
+
 def test_own_parts_divides_replicated_tensors_evenly(ranks: list[dict[Any, list[Part]]]) -> None:
     words = [sum(part[3].size for part in rank["plain", ()]) for rank in ranks]
     assert max(words) < 2 * sum(words) / 4
@@ -92,8 +113,6 @@ def columns() -> str:
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_row_range_divides_rows_as_pytorch_does(rows: int, ranks: int) -> None:
-    import torch
-
     chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)] if rows else []
     ranges = [row_range(rows, ranks, number) for number in range(ranks)]
     assert [count for _, count in ranges] == chunks + [0] * (ranks - len(chunks))

@@ -11,6 +11,7 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def odd_module(*, adapted: bool = False) -> nn.Module:
         module.head.weight = module.embed.weight
         module.one = nn.Parameter(torch.randn(1, 3))
         module.register_buffer("count", torch.tensor(3.0))
+        module.config = SimpleNamespace(model_type="qwen3_moe")  # type: ignore[assignment]
         module.all_tied_weights_keys = {"head.weight": "embed.weight"}  # type: ignore[assignment]
         return module
 

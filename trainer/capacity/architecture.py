@@ -130,7 +130,7 @@ class Architecture:
 
         Args:
             rank: LoRA's.
-            modules: names of the layers that have adapters. Empty: every linear layer but the head.
+            modules: names of the layers that have adapters. Empty: every linear layer but the head, or with experts those of attention.
         """
         attention = {
             "q_proj": self.hidden + self.query_width,
@@ -139,8 +139,7 @@ class Architecture:
             "o_proj": self.query_width + self.hidden,
         }
         mlp = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.hidden + self.intermediate)
-        # The weights of experts are no linear layers, so they get no adapters.
-        layers = dict.fromkeys(attention, self.layers) | dict.fromkeys(mlp, self.layers - self.expert_layers)
+        layers = dict.fromkeys(attention, self.layers) | dict.fromkeys(mlp, 0 if self.expert_layers else self.layers)
         return rank * sum(size * layers[name] for name, size in {**attention, **mlp}.items() if not modules or name in modules)
 
     @property

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 
@@ -31,8 +31,9 @@ from trainer.optim.process import quiet
 from trainer.optim.states import snapshots
 from trainer.optim.states.host_parts import host_part
 from trainer.optim.states.snapshots import EarlierWeights
-from trainer.optim.weight_shards import WeightPart, own_parts
+from trainer.optim.weight_shards import WeightPart, kind_of, load_whole, own_parts, shard_of
 from trainer.publish import checkpoint
+from trainer.publish.experts import fuse_experts
 from trainer.publish.lora import kept, require_adapters, weights_file
 from trainer.publish.rank_sender import RankAddress, RankSender
 from trainer.publish.shared_file import FilePart, sums_of_parts, write_parts
@@ -128,12 +129,13 @@ class Rank:
             CheckpointError: the directory lacks a trained parameter.
         """
         module = self._engine(ModelRole.POLICY).module
-        state = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        files = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        state = fuse_experts(files, kind_of(module))
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         lacking = [name for name, value in module.named_parameters() if value.requires_grad and name not in state and name not in tied]
         if lacking:
             raise CheckpointError(f"{directory} lacks {lacking[0]}. Restore it from a copy, or remove it: versions before it are not held.")
-        _load_module(module, state, strict=False)
+        load_whole(module, state, strict=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def undo_step(self) -> None:
@@ -294,13 +296,13 @@ class Rank:
         policy = self._engine(ModelRole.POLICY)
         require_adapters(file, state.get("adapted"), state.get("lora_alpha"), policy.module.state_dict(), settings)
         if settings.lora.rank:
-            _load_module(policy.module, state["adapted"], strict=settings.weight_sync.method != "adapter")
+            load_whole(policy.module, state["adapted"], strict=settings.weight_sync.method != "adapter")
         _load_moments(policy.optimizer, state["moments"])
         _resume_schedule(policy.lr_scheduler, state["steps"])
         if self.rank < len(state["random"]):
             _set_random_state(state["random"][self.rank])
         if ModelRole.CRITIC in self._models and "critic" in state:
-            _load_module(self._engine(ModelRole.CRITIC).module, state["critic"]["weights"])
+            load_whole(self._engine(ModelRole.CRITIC).module, state["critic"]["weights"])
             _load_moments(self._engine(ModelRole.CRITIC).optimizer, state["critic"]["moments"])
         return state["order"]
 
@@ -324,18 +326,6 @@ def _whole(state: Any, keep: bool, *, copy: bool = False) -> Any:
     return whole.detach().to("cpu", copy=copy) if keep else None
 
 
-def _shard_of(value: Any, template: Any) -> Any:
-    """Return this rank's shard of a whole tensor, sharded like a parameter; any other value unchanged."""
-    if not isinstance(template, DTensor) or not isinstance(value, torch.Tensor) or value.shape != template.shape:
-        return value
-    return distribute_tensor(value.to(template.device), template.device_mesh, template.placements, src_data_rank=None)
-
-
-def _load_module(module: Any, state: dict[str, Any], *, strict: bool = True) -> None:
-    held = module.state_dict()
-    module.load_state_dict({name: _shard_of(value, held.get(name)) for name, value in state.items()}, strict=strict)
-
-
 def _moments(optimizer: Any, keep: bool) -> dict[int, dict[str, Any]]:
     """Return an optimizer's state of each parameter; collective."""
     return _whole(optimizer.state_dict()["state"], keep)
@@ -344,7 +334,7 @@ def _moments(optimizer: Any, keep: bool) -> dict[int, dict[str, Any]]:
 def _load_moments(optimizer: Any, moments: dict[int, dict[str, Any]]) -> None:
     """Load the moments; rates, betas and decay stay as in the settings."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {at: {name: _shard_of(value, parameters[at]) for name, value in held.items()} for at, held in moments.items()}
+    own = {at: {name: shard_of(value, parameters[at]) for name, value in held.items()} for at, held in moments.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
 
 

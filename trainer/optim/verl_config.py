@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from trainer.optim.process import dtype_of, is_packed, recomputes_activations
+from trainer.publish.experts import adapted_modules
 from trainer.sft.objective import Objective
 
 MODE = "spangrad"
@@ -181,7 +182,9 @@ def _derived(model: Path, settings: TrainerSettings, device: str, objective: Obj
         f"{_ACTOR}.ppo_mini_batch_size": Derived(1),
         f"{_MODEL}.lora_rank": Derived(settings.lora.rank, "trainer.lora.rank"),
         f"{_MODEL}.lora_alpha": Derived(settings.lora.alpha, "trainer.lora.alpha"),
-        f"{_MODEL}.target_modules": Derived(list(settings.lora.modules) or "all-linear", "trainer.lora.modules"),
+        f"{_MODEL}.target_modules": Derived(
+            adapted_modules(model, settings.lora.modules) if settings.lora.rank else "all-linear", "trainer.lora.modules"
+        ),
     }
     for section in (_MODEL, "critic.model"):
         keys |= {

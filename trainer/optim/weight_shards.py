@@ -1,4 +1,4 @@
-"""This rank's own parts of the policy's weights, without a tensor of which it would hold the whole.
+"""This rank's own parts of the policy's weights, without a tensor of which it would hold the whole; and whole tensors read back as shards.
 
 In: verl's module of one rank. Out: parts of tensors by Hugging Face's names, in float32. Invariant: each word of each tensor is in the part
 of exactly one rank; every rank yields the same names in the same order. Only A of an adapter that is merged is gathered.
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
+from trainer.publish.experts import are_experts, expert_names, split_experts
 from trainer.publish.lora import adapter_name, merged_name, pair_of
 
 
@@ -64,10 +65,28 @@ def own_parts(module: Any, settings: TrainerSettings) -> Iterator[WeightPart]:
     else:
         tensors = ((name, _own_rows(name, value)) for name, value in _renamed(state, module).items())
     tied = getattr(module, "all_tied_weights_keys", None) or {}
-    fused = getattr(getattr(module, "config", None), "model_type", None) == "gpt_oss"  # its files hold all experts in one tensor
+    kind = kind_of(module)
     for name, rows in tensors:
         if name not in tied:
-            yield from _parts(name, rows, fused=fused)
+            yield from _parts(name, rows, kind)
+
+
+def kind_of(module: Any) -> str | None:
+    """Return the model_type of a model's configuration. None: it has none."""
+    return getattr(getattr(module, "config", None), "model_type", None)
+
+
+def load_whole(module: Any, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load whole tensors into a model: each rank its shards of them."""
+    held = module.state_dict()
+    module.load_state_dict({name: shard_of(value, held.get(name)) for name, value in state.items()}, strict=strict)
+
+
+def shard_of(value: Any, template: Any) -> Any:
+    """Return this rank's shard of a whole tensor, sharded like a parameter; any other value unchanged."""
+    if not isinstance(template, DTensor) or not isinstance(value, torch.Tensor) or value.shape != template.shape:
+        return value
+    return distribute_tensor(value.to(template.device), template.device_mesh, template.placements, src_data_rank=None)
 
 
 def row_range(rows: int, ranks: int, number: int) -> tuple[int, int]:
@@ -157,20 +176,11 @@ def _renamed(state: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
     return convert_weight_keys(dict(state), module)
 
 
-def _parts(name: str, rows: _Rows, *, fused: bool) -> Iterator[WeightPart]:
-    """Yield a part, or those of each expert where the model holds experts in one tensor and its files do not.
-
-    Source: `unfuse_moe_params` of verl, whose names and order these are.
-    """
-    stem, _, kind = name.rpartition(".")
-    if fused or len(rows.shape) != 3 or not stem.endswith(".mlp.experts") or kind not in {"gate_up_proj", "down_proj"}:
-        yield WeightPart(name, rows.shape, rows.first * math.prod(rows.shape[1:]), rows.values)
-        return
-    experts, height, width = rows.shape
-    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-    height //= len(names)
-    for expert in range(experts):
-        own = 0 <= expert - rows.first < len(rows.values)
-        for number, projection in enumerate(names):
-            held = rows.values[expert - rows.first, number * height : (number + 1) * height] if own else rows.values.new_empty(0, width)
-            yield WeightPart(f"{stem}.{expert}.{projection}.weight", (height, width), 0, held)
+def _parts(name: str, rows: _Rows, kind: str | None) -> Iterator[WeightPart]:
+    """Yield a part, or those of each expert where the model holds experts in one tensor and its files do not."""
+    names = expert_names(kind)
+    if are_experts(name, rows.shape, kind) and names:
+        for expert in split_experts(name, rows.shape, rows.first, rows.values, names):
+            yield WeightPart(expert.name, expert.shape, 0, expert.rows)
+    else:
+        yield WeightPart(names.in_file(name) if names else name, rows.shape, rows.first * math.prod(rows.shape[1:]), rows.values)
