@@ -27,6 +27,7 @@ _MODULES = {
         "commands.services.gateway": "Run the recording gateway in front of the engine.",
         "commands.services.backends": "Show, add and remove backends of a running gateway.",
         "commands.services.queue": "Serve the queue of rollouts; show, cancel, retry them.",
+        "commands.training.env": "Serve environments with reset and step, by OpenEnv's protocol.",
         "commands.services.environments": "Serve environments, leased to one attempt at a time.",
     },
     "Training": {

@@ -112,12 +112,12 @@ class EnvironmentCalls:
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """Tools as OpenAI's API has them; empty: actions are text."""
-        return self._member("tools") or ()
+        return member(self._environment, "tools") or ()
 
     @property
     def system_prompt(self) -> str | None:
         """Text of the system message. None: there is none."""
-        return self._member("system_prompt")
+        return member(self._environment, "system_prompt")
 
     async def reset(self, task: object) -> Any:
         """Begin an episode; return the first observation."""
@@ -129,14 +129,7 @@ class EnvironmentCalls:
         Raises:
             EnvironmentsError: the environment returned no `StepResult`, or a reward that is not finite.
         """
-        result = await self._call(self._environment.step, action)
-        if not isinstance(result, StepResult):
-            raise EnvironmentsError(
-                f"{self._name}.step returned {type(result).__name__}, not a StepResult. Return StepResult(observation, reward, done)."
-            )
-        if result.reward is not None and not math.isfinite(result.reward):
-            raise EnvironmentsError(f"{self._name}.step returned the reward {result.reward!r}. Return a finite number, or None.")
-        return result
+        return checked_result(self._name, await self._call(self._environment.step, action))
 
     async def parse(self, text: str) -> Any:
         """Return the action that a reply means."""
@@ -157,16 +150,37 @@ class EnvironmentCalls:
         finally:
             self._thread.shutdown(wait=False)
 
-    def _member(self, name: str) -> Any:
-        value = getattr(self._environment, name, None)
-        return value() if callable(value) else value
-
     async def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
         context = contextvars.copy_context()
         result = await asyncio.get_running_loop().run_in_executor(self._thread, partial(context.run, method, *arguments))
         return await result if inspect.isawaitable(result) else result
+
+
+def checked_result(name: str, result: object) -> StepResult:
+    """Return what a step returned.
+
+    Args:
+        name: name of the environment's class.
+        result: what its step returned.
+
+    Raises:
+        EnvironmentsError: it is no `StepResult`, or its reward is not finite.
+    """
+    if not isinstance(result, StepResult):
+        raise EnvironmentsError(
+            f"{name}.step returned {type(result).__name__}, not a StepResult. Return StepResult(observation, reward, done)."
+        )
+    if result.reward is not None and not math.isfinite(result.reward):
+        raise EnvironmentsError(f"{name}.step returned the reward {result.reward!r}. Return a finite number, or None.")
+    return result
+
+
+def member(environment: Environment, name: str) -> Any:
+    """Return an optional member of an environment, called where it is a method; None: it has none."""
+    value = getattr(environment, name, None)
+    return value() if callable(value) else value
 
 
 def rendered(observation: object) -> Content:

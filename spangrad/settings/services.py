@@ -32,16 +32,19 @@ class EnvironmentServiceSettings(Section):
     """Settings of the environment service."""
 
     host: str = "127.0.0.1"
-    """Address that `spangrad environments` binds. Anything but loopback needs `environments.token`."""
+    """Address that `spangrad environments` and `spangrad env serve` bind. Anything but loopback needs `environments.token`."""
     port: int = 8191
-    """TCP port of `spangrad environments`."""
+    """TCP port of `spangrad environments` and `spangrad env serve`."""
     token: SecretStr | None = Field(default=None, min_length=1)
     """Token that the environment service requires, and that agents' runners send it. None: no token is required."""
     lease_seconds: float = Field(default=30.0, gt=0)
-    """Time without a heartbeat of its lease after which an environment instance is reclaimed, in seconds."""
+    """Time without a heartbeat of its lease after which an environment instance is reclaimed, in seconds; for sessions: without an answer
+    of its connection."""
+    idle_seconds: float = Field(default=900.0, gt=0)
+    """Time without a request after which a session of `spangrad env serve` ends, in seconds."""
     operation_seconds: float = Field(default=60.0, gt=0)
-    """Time limit of each operation of an environment instance (make, begin, reset, observe, close), in seconds; an instance that exceeds
-    it is replaced."""
+    """Time limit of each operation of an environment instance (make, begin, reset, step, observe, close), in seconds; an instance that
+    exceeds it is replaced."""
 
 
 class RewardServiceSettings(Section):

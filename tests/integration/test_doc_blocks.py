@@ -135,7 +135,7 @@ class Place:
         """Start the store."""
         self.directory = directory
         origins = explain_settings(env={})
-        known = [str(origin.value) for origin in origins if origin.key.endswith("port") and origin.value]
+        known = [str(origin.value) for origin in origins if origin.key.endswith("port") and origin.value] + ["8193"]
         self.ports = dict(zip(known, map(str, free_ports(len(known))), strict=True))
         path = f"{self.commands()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
@@ -210,7 +210,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     place.close()
 
 
-LISTENS = {"queue": "8190", "environments": "8191", "rewards serve": "8192"}
+LISTENS = {"queue": "8190", "environments": "8191", "rewards serve": "8192", "env serve": "8193"}
 """Service that a page starts in the background -> the usual port on which it is waited for."""
 
 

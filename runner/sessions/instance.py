@@ -1,0 +1,206 @@
+"""One session's environment: applies requests, one after the other.
+
+In: requests as bytes. Out: responses, with what the server counts. Invariant: a step that was played is never played again: a request with
+its number, or its name, gets the response of before, also where the step failed; no request is applied before a reset has succeeded.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from runner.sessions.frames import FrameEvents
+from runner.sessions.messages import ErrorCode, SessionError, SessionRequest, encode, observation_message
+from runner.sessions.step_spans import PlayedSpan, PlayedSpans
+from spangrad import semconv
+from spangrad.episode.environment import Content, Environment, StepResult, checked_result, member, rendered
+from spangrad.episode.openenv_fields import CONTENT, EPISODE_ID, TEXT, action_of, is_text
+
+Call = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Calls a method; the result is waited for where it is awaitable."""
+USER_ERRORS = (Exception, SystemExit)
+"""Errors of an environment's code, which end nothing but the request."""
+_decode = msgspec.json.Decoder(SessionRequest).decode
+_ERROR_LENGTH = 2000
+"""Largest number of characters of an exception in a response."""
+
+
+class SessionOpening(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for a session's environment."""
+
+    carrier: dict[str, str] = {}
+    """`traceparent` and `baggage` of the session's first request."""
+    client_rewards: bool = False
+    """True if the client records the rewards in its own spans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Response to a request, and what the server counts."""
+
+    payload: bytes
+    events: FrameEvents = FrameEvents.NONE
+    seconds: float = 0.0
+    """Time that the environment took."""
+    reward: float = 0.0
+
+
+class SessionInstance:
+    """Environment of a session; all calls come from one thread, one after the other."""
+
+    def __init__(self, environment: Environment, opening: SessionOpening, spans: PlayedSpans, call: Call) -> None:
+        """Begin without an episode.
+
+        Args:
+            environment: object with reset and step.
+            opening: what the client has sent with its first request.
+            spans: source of spans.
+            call: calls the environment's methods.
+        """
+        self._environment = environment
+        self._opening = opening
+        self._spans = spans
+        self._call = call
+        self._name = type(environment).__name__
+        self._episode = ""
+        """Id of the episode; empty: none has begun."""
+        self._count = 0
+        """Steps that were played in the episode."""
+        self._last: tuple[str | None, Answer] = (None, Answer(b""))
+        """Name and answer of the last step."""
+
+    async def answer(self, payload: bytes) -> Answer:
+        """Apply a request."""
+        try:
+            try:
+                request = _decode(payload)
+            except msgspec.ValidationError as error:
+                raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {error}") from None
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise SessionError(ErrorCode.INVALID_JSON, f"Invalid JSON: {error}") from None
+            match request.type:
+                case "step":
+                    return await self._step(request)
+                case "reset":
+                    return await self._reset(request)
+                case "state":
+                    return Answer(encode("state", await self._state()))
+                case "close":
+                    return Answer(b"", FrameEvents.CLOSED)
+                case _:
+                    raise SessionError(ErrorCode.UNKNOWN_TYPE, f"Unknown message type: {request.type}")
+        except SessionError as error:
+            return Answer(error.encode(), FrameEvents.ERROR)
+
+    async def close(self) -> None:
+        """Release the environment."""
+        if (close := getattr(self._environment, "close", None)) is not None:
+            await self._call(close)
+
+    async def _reset(self, request: SessionRequest) -> Answer:
+        data = request.data or {}
+        task = data["task"] if "task" in data else {name: value for name, value in data.items() if name != EPISODE_ID} or None
+        episode = data.get(EPISODE_ID) or uuid.uuid4().hex
+        if not isinstance(episode, str):
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {EPISODE_ID} {episode!r} is no text")
+        self._episode, self._count, self._last = "", 0, (None, Answer(b""))
+        span = self._span("reset", request, {semconv.EPISODE_ID: episode})
+        began = time.perf_counter()
+        try:
+            result = StepResult(await self._call(lambda: self._environment.reset(task)))
+            content, metadata = await self._shown(result.observation, traced=span is not None)
+            payload = observation_message(result, {EPISODE_ID: episode, **metadata})
+        except USER_ERRORS as error:
+            raise _failure(error, span) from error
+        if span is not None:
+            span.end(None, content)
+        self._episode = episode
+        return Answer(payload, FrameEvents.RESET, time.perf_counter() - began)
+
+    async def _step(self, request: SessionRequest) -> Answer:
+        if request.data is None:
+            raise SessionError(ErrorCode.VALIDATION_ERROR, "Invalid message: a step needs data, the action")
+        if not self._episode:
+            raise SessionError(ErrorCode.SESSION_ERROR, "no episode has begun in this session. Send reset first")
+        name, last = self._last
+        if self._count and (request.step == self._count or (request.request_id is not None and request.request_id == name)):
+            return Answer(last.payload, last.events & FrameEvents.ERROR)
+        if request.step is not None and request.step != self._count + 1:
+            sentence = f"step {request.step} does not follow step {self._count} of episode {self._episode}"
+            raise SessionError(ErrorCode.VALIDATION_ERROR, sentence)
+        action = await self._action(request.data)
+        self._count += 1
+        try:
+            answer = await self._play(request, action)
+        except SessionError as error:
+            answer = Answer(error.encode(), FrameEvents.STEP | FrameEvents.ERROR)
+        self._last = (request.request_id, answer)
+        return answer
+
+    async def _action(self, data: Mapping[str, Any]) -> Any:
+        try:
+            if is_text(data):
+                parse = getattr(self._environment, "parse", None)
+                if parse is not None:
+                    return await self._call(lambda: parse(data[TEXT]))
+                if not hasattr(self._environment, "decode"):
+                    return data[TEXT]
+            return action_of(self._environment, data)
+        except USER_ERRORS as error:
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid action: {_text(error)}") from error
+
+    async def _play(self, request: SessionRequest, action: Any) -> Answer:
+        span = self._span("step", request, {semconv.EPISODE_ID: self._episode, semconv.EPISODE_STEP: self._count})
+        began = time.perf_counter()
+        try:
+            result = checked_result(self._name, await self._call(lambda: self._environment.step(action)))
+            content, metadata = await self._shown(result.observation, traced=span is not None)
+            payload = observation_message(result, {**result.info, **metadata})
+        except USER_ERRORS as error:
+            raise _failure(error, span) from error
+        if span is not None:
+            span.end(result, content)
+        events = FrameEvents.STEP | (FrameEvents.DONE if result.done else FrameEvents.NONE)
+        seconds = time.perf_counter() - began
+        if result.reward is None:
+            return Answer(payload, events, seconds)
+        return Answer(payload, events | FrameEvents.REWARD, seconds, float(result.reward))
+
+    async def _shown(self, observation: Any, *, traced: bool) -> tuple[Content, dict[str, Any]]:
+        """Return the content that shows an observation, and the metadata that say it where the environment renders its own."""
+        render = getattr(self._environment, "render", None)
+        if render is None:
+            return (rendered(observation) if traced else ""), {}
+        content = await self._call(lambda: render(observation))
+        return content, {CONTENT: content}
+
+    async def _state(self) -> dict[str, Any]:
+        try:
+            state = await self._call(lambda: member(self._environment, "state"))
+            own = state.model_dump() if hasattr(state, "model_dump") else dict(state or {})
+        except USER_ERRORS as error:
+            raise _failure(error, None) from error
+        return {**own, EPISODE_ID: self._episode or None, "step_count": self._count}
+
+    def _span(self, name: str, request: SessionRequest, attributes: Mapping[str, str | int]) -> PlayedSpan | None:
+        carrier = self._opening.carrier
+        if request.traceparent:
+            carrier = {**carrier, "traceparent": request.traceparent}
+        return self._spans.begin(name, carrier, attributes, rewards=not self._opening.client_rewards)
+
+
+def _failure(error: BaseException, span: PlayedSpan | None) -> SessionError:
+    """Return what the client is told of an exception of the environment, and end its span."""
+    sentence = _text(error)
+    if span is not None:
+        span.end(None, "", sentence)
+    return SessionError(ErrorCode.EXECUTION_ERROR, sentence)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")[:_ERROR_LENGTH]

@@ -1,0 +1,272 @@
+"""Sessions of a server: leases of environments, each held by one user.
+
+In: requests of connections. Out: responses of the environments. Invariant: a session has an environment of its own, created for it and
+closed with it, so that no user sees another's state; there are never more than the capacity; a session that is not used, or whose user is
+away, ends by the monotonic clock of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+import msgspec
+
+from runner.sessions.frames import Frame, FrameEvents, FrameKind
+from runner.sessions.instance import SessionOpening
+from runner.sessions.messages import ErrorCode, SessionError
+from runner.sessions.metrics import SessionCounts
+from runner.sessions.shards import ShardProcess, Shards
+from spangrad.leases import LeaseClock
+from spangrad.settings import EnvironmentServiceSettings
+
+_SWEEP_SECONDS = 0.2
+"""Pause between two checks for expired sessions, in seconds."""
+
+
+class EnvironmentSession:
+    """One user's environment."""
+
+    def __init__(self, number: int, name: str | None, shard: ShardProcess, table: SessionTable) -> None:
+        """Store the arguments; `SessionTable.open` creates the environment.
+
+        Args:
+            number: number among the server's sessions.
+            name: name by which its user finds it again. None: it ends with its connection.
+            shard: process in which it lives.
+            table: table that it stands in.
+        """
+        self.number = number
+        self.name = name
+        self.shard = shard
+        self.error: SessionError | None = None
+        """Reason of its end. None: it lives, or its user has ended it."""
+        self.over = False
+        self.on_end: Callable[[SessionError], None] | None = None
+        """Called when it ends by itself while no request is under way."""
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._table = table
+        self._waiting: deque[asyncio.Future[Frame]] = deque()
+        self._connections = 0
+        self._episode: tuple[int, float] | None = None
+        """Steps and return of the current episode. None: there is none."""
+
+    @property
+    def busy(self) -> bool:
+        """True if a request is under way."""
+        return bool(self._waiting)
+
+    async def ask(self, payload: bytes) -> Frame:
+        """Apply a request; return the frame of its response.
+
+        Raises:
+            SessionError: the session has ended, or ends meanwhile.
+        """
+        if self.over:
+            raise self.error or SessionError(ErrorCode.SESSION_ERROR, "the session has ended. Open a new one")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Frame] = loop.create_future()
+        self._waiting.append(future)
+        self.shard.send(Frame(FrameKind.MESSAGE, self.number, payload))
+        timer = loop.call_later(self._table.operation_seconds, self._exceed)
+        try:
+            return await future
+        finally:
+            timer.cancel()
+            self._table.renew(self)
+
+    def attach(self, on_end: Callable[[SessionError], None] | None) -> None:
+        """Note a new connection, which displaces an earlier one."""
+        if self.on_end is not None:
+            self.on_end(SessionError(ErrorCode.SESSION_ERROR, "another connection has taken this session over"))
+        self.on_end = on_end
+        self._connections += 1
+        self._table.renew(self)
+
+    def detach(self, on_end: Callable[[SessionError], None]) -> None:
+        """Note the end of a connection: without a name the session ends; with one its user may return for a while."""
+        self._connections -= 1
+        if self.on_end is on_end:
+            self.on_end = None
+        if self.over or self._connections:
+            return
+        if self.name is None:
+            self._table.end(self, "closed")
+        else:
+            self._table.renew(self, away=True)
+
+    def receive(self, frame: Frame) -> None:
+        """Take a frame of its environment."""
+        if frame.kind is FrameKind.OPEN:
+            if not self.opened.done():
+                self.opened.set_result(None)
+            if frame.payload:
+                error = msgspec.json.decode(frame.payload)["data"]
+                self._table.end(self, "failed", SessionError(ErrorCode(error.pop("code")), error.pop("message"), **error))
+            return
+        if frame.kind is not FrameKind.MESSAGE or not self._waiting:
+            return
+        self._count(frame)
+        future = self._waiting.popleft()
+        if not future.done():
+            future.set_result(frame)
+
+    def lose(self, sentence: str) -> None:
+        """End with its process."""
+        self._table.end(self, "lost", SessionError(ErrorCode.SESSION_ERROR, sentence))
+
+    def finish(self, error: SessionError | None) -> None:
+        """Answer what is under way, once the table has removed the session."""
+        self.over, self.error = True, error
+        if self._episode is not None:
+            self._table.counts.end_episode("abandoned", *self._episode)
+        refused = error or SessionError(ErrorCode.SESSION_ERROR, "the session has ended. Open a new one")
+        if not self.opened.done():
+            self.opened.set_result(None)
+        waiting = [future for future in self._waiting if not future.done()]
+        self._waiting.clear()
+        for future in waiting:
+            future.set_exception(refused)
+        if error is not None and not waiting and self.on_end is not None:
+            self.on_end(error)
+
+    def _count(self, frame: Frame) -> None:
+        counts, events = self._table.counts, frame.events
+        if events & FrameEvents.RESET:
+            if self._episode is not None:
+                counts.end_episode("abandoned", *self._episode)
+            self._episode = (0, 0.0)
+            counts.reset(frame.seconds)
+        elif events & FrameEvents.STEP:
+            counts.step(frame.seconds)
+            if self._episode is not None:
+                steps, total = self._episode
+                self._episode = (steps + 1, total + (frame.reward if events & FrameEvents.REWARD else 0.0))
+                if events & FrameEvents.DONE:
+                    counts.end_episode("done", *self._episode)
+                    self._episode = None
+        if events & FrameEvents.ERROR:
+            counts.errors += 1
+
+    def _exceed(self) -> None:
+        sentence = f"the environment has not answered for {self._table.operation_seconds:g} s, and is discarded. Open a new session"
+        self._table.end(self, "lost", SessionError(ErrorCode.EXECUTION_ERROR, sentence))
+
+
+class SessionTable:
+    """All sessions; the caller must run `watch`."""
+
+    def __init__(
+        self, shards: Shards, capacity: int, settings: EnvironmentServiceSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin without a session.
+
+        Args:
+            shards: processes in which environments live.
+            capacity: largest number of sessions.
+            settings: times.
+            clock: monotonic clock by which sessions expire.
+        """
+        self.capacity = capacity
+        self.operation_seconds = settings.operation_seconds
+        self.counts = SessionCounts()
+        self.ends: Counter[str] = Counter()
+        """Sessions that were refused, and that ended, by how: refused, failed, closed, expired, lost."""
+        self._shards = shards
+        self._settings = settings
+        self._sessions: dict[int, EnvironmentSession] = {}
+        self._names: dict[str, EnvironmentSession] = {}
+        self._clock = LeaseClock[int](clock)
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def find(self, name: str) -> EnvironmentSession:
+        """Return the session of a name.
+
+        Raises:
+            SessionError: there is none.
+        """
+        if (session := self._names.get(name)) is None:
+            raise SessionError(ErrorCode.SESSION_ERROR, f"there is no session {name!r}. Send reset first")
+        return session
+
+    async def open(self, name: str | None, opening: SessionOpening) -> EnvironmentSession:
+        """Return the session of a name, or a new one.
+
+        Raises:
+            SessionError: no further one fits, or no environment can be created.
+        """
+        session = self._names.get(name) if name is not None else None
+        if session is None:
+            session = self._create(name, opening)
+        try:
+            async with asyncio.timeout(self.operation_seconds):
+                await asyncio.shield(session.opened)
+        except TimeoutError:
+            sentence = f"no environment was created within {self.operation_seconds:g} s"
+            self.end(session, "failed", SessionError(ErrorCode.FACTORY_ERROR, sentence))
+        except asyncio.CancelledError:
+            if name is None:
+                self.end(session, "closed")
+            raise
+        if session.over:
+            raise session.error or SessionError(ErrorCode.SESSION_ERROR, "the session has ended. Open a new one")
+        return session
+
+    def renew(self, session: EnvironmentSession, *, away: bool = False) -> None:
+        """Restart a session's time: shorter while its user is away."""
+        if not session.over:
+            self._clock.renew(session.number, self._settings.lease_seconds if away else self._settings.idle_seconds)
+
+    def end(self, session: EnvironmentSession, how: str, error: SessionError | None = None) -> None:
+        """End a session and close its environment; idempotent."""
+        if self._sessions.pop(session.number, None) is None:
+            return
+        if session.name is not None:
+            self._names.pop(session.name, None)
+        self._clock.forget(session.number)
+        session.shard.users.pop(session.number, None)
+        session.shard.send(Frame(FrameKind.CLOSE, session.number))
+        self.ends[how] += 1
+        session.finish(error)
+
+    async def watch(self) -> None:
+        """End expired sessions, until cancelled."""
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            delay, before = time.monotonic() - before - _SWEEP_SECONDS, time.monotonic()
+            if delay > _SWEEP_SECONDS:  # this process was stopped, or starved: requests that came meanwhile are still to be read
+                self._clock.prolong(delay)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """End the sessions whose time is over, other than those that are at work."""
+        for number in self._clock.expired():
+            session = self._sessions[number]
+            if session.busy:
+                self.renew(session)
+                continue
+            sentence = "the session was not used in time, and has ended (environments.idle_seconds). Open a new one"
+            self.end(session, "expired", SessionError(ErrorCode.SESSION_ERROR, sentence))
+
+    def _create(self, name: str | None, opening: SessionOpening) -> EnvironmentSession:
+        shard = self._shards.least_loaded()
+        if len(self._sessions) >= self.capacity or shard is None:
+            self.ends["refused"] += 1
+            why = "its processes are being started" if shard is None else f"all {self.capacity} sessions are in use"
+            facts = {"active_sessions": len(self._sessions), "max_sessions": self.capacity}
+            raise SessionError(ErrorCode.CAPACITY_REACHED, f"{why}. Try again in a moment", **facts)
+        session = EnvironmentSession(next(self._numbers), name, shard, self)
+        self._sessions[session.number] = session
+        if name is not None:
+            self._names[name] = session
+        shard.users[session.number] = session
+        self.renew(session)
+        shard.send(Frame(FrameKind.OPEN, session.number, msgspec.json.encode(opening)))
+        return session

@@ -1,0 +1,312 @@
+"""Process of many sessions (`python -m runner.sessions.shard`): creates environments, and plays in each.
+
+In: frames from the server, on sockets that are inherited. Out: frames. Invariant: a session's requests are applied in order, in the thread
+in which its environment was created; the process ends with the server, and leaves no process.
+
+An environment whose reset and step are async lives in the event loop, which it must not block; another has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any
+
+import msgspec
+import uvloop
+
+from runner.sessions.frames import Frame, FrameKind, FrameReader
+from runner.sessions.instance import USER_ERRORS, Call, SessionInstance, SessionOpening
+from runner.sessions.messages import ErrorCode, SessionError
+from runner.sessions.step_spans import PlayedSpans
+from spangrad.callables import load
+from spangrad.episode.environment import Environment, is_environment, member
+from spangrad.errors import EnvironmentsError, SpangradError
+from spangrad.processes import kill_group
+
+Factory = Callable[[], Environment]
+_CANCEL_SECONDS = 0.5
+"""Time that a request under way has to end when its session ends, in seconds; then it is cancelled, where it is async."""
+_END_SECONDS = 3.0
+"""Time that environments have to close when the process ends, in seconds."""
+
+
+class EnvironmentDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about the environments of a server."""
+
+    name: str
+    description: str
+    system_prompt: str | None = None
+    tools: list[dict[str, Any]] = []
+    action: dict[str, Any]
+    """JSON schema of an action's fields."""
+    observation: dict[str, Any]
+    state: dict[str, Any]
+
+
+class SessionShard(asyncio.Protocol):
+    """Sessions of this process, and its end of the connection for requests."""
+
+    def __init__(self, factory: Factory, responses: socket.socket) -> None:
+        """Store the arguments.
+
+        Args:
+            factory: creates an environment.
+            responses: stream to the server, to which any thread writes.
+        """
+        self.over = asyncio.Event()
+        """Set when the server has closed the connection."""
+        self._factory = factory
+        self._in_loop = all(inspect.iscoroutinefunction(getattr(factory, name, None)) for name in ("reset", "step"))
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader()
+        self._responses = responses
+        self._sending = threading.Lock()
+        self._unsent: list[bytes] = []
+        """Frames of this turn of the event loop."""
+        self._requests: dict[int, Callable[[bytes | None], None]] = {}
+        """Queue of each session; None ends it."""
+        self._threads: set[threading.Thread] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._spans = PlayedSpans()
+
+    async def describe(self) -> EnvironmentDescription:
+        """Create an environment, and close it; return its description.
+
+        Raises:
+            EnvironmentsError: it lacks a method.
+            Exception: any of the factory's.
+        """
+        environment = created(self._factory)
+        try:
+            return await description_of(environment)
+        finally:
+            await _close(partial(call_here, getattr(environment, "close", lambda: None)))
+
+    async def close(self) -> None:
+        """Close all environments, in bounded time, and send the spans that are left."""
+        for end in list(self._requests.values()):
+            end(None)
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=_END_SECONDS)
+        threads = list(self._threads)
+        for thread in threads:
+            await asyncio.to_thread(thread.join, _END_SECONDS / len(threads))
+        await asyncio.to_thread(self._spans.close)
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; after the server's end it is lost."""
+        self._write(frame.encode())
+
+    def data_received(self, data: bytes) -> None:
+        """Hand each frame to its session."""
+        for frame in self._reader.feed(data):
+            match frame.kind:
+                case FrameKind.MESSAGE:
+                    if (put := self._requests.get(frame.session)) is not None:
+                        put(frame.payload)
+                case FrameKind.OPEN:
+                    self._open(frame)
+                case FrameKind.CLOSE:
+                    self._end(frame.session)
+                case _:
+                    self.send(frame)  # a ping
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note the server's end."""
+        self.over.set()
+
+    def _open(self, opening: Frame) -> None:
+        """Begin a session: in this event loop if the environment's methods are async, else in a thread of its own."""
+        number = opening.session
+        if self._in_loop:
+            messages = asyncio.Queue[bytes | None]()
+            self._requests[number] = messages.put_nowait
+            task = self._tasks[number] = asyncio.create_task(self._run(opening, messages.get, call_here, self._send_soon))
+            task.add_done_callback(lambda _: self._tasks.pop(number, None))
+            return
+        requests = SimpleQueue[bytes | None]()
+        self._requests[number] = requests.put
+
+        async def next_request() -> bytes | None:
+            return requests.get()
+
+        work = self._run(opening, next_request, self._call_in_loop, self.send)
+        thread = threading.Thread(target=self._drive, args=(work,), name=f"session {number}", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _end(self, number: int) -> None:
+        """End a session; one that is at work in the event loop is cancelled."""
+        if (end := self._requests.pop(number, None)) is not None:
+            end(None)
+        if (task := self._tasks.get(number)) is not None:
+            self._loop.call_later(_CANCEL_SECONDS, task.cancel)
+
+    def _drive(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a session's coroutine in this thread: it waits for nothing by the event loop."""
+        try:
+            work.send(None)
+        except StopIteration:
+            pass
+        finally:
+            self._threads.discard(threading.current_thread())
+
+    async def _run(
+        self, opening: Frame, next_request: Callable[[], Awaitable[bytes | None]], call: Call, send: Callable[[Frame], None]
+    ) -> None:
+        """Serve one session."""
+        number = opening.session
+        try:
+            try:
+                environment = created(self._factory)
+            except USER_ERRORS as error:
+                name = getattr(self._factory, "__name__", str(self._factory))
+                sentence = f"{type(error).__name__}: {error}".rstrip(": ")
+                refused = SessionError(ErrorCode.FACTORY_ERROR, f"no environment can be created: {sentence}", factory_name=name)
+                send(Frame(FrameKind.OPEN, number, refused.encode()))
+                return
+            instance = SessionInstance(environment, msgspec.json.decode(opening.payload, type=SessionOpening), self._spans, call)
+            send(Frame(FrameKind.OPEN, number))
+            try:
+                while (payload := await next_request()) is not None:
+                    answer = await instance.answer(payload)
+                    send(Frame(FrameKind.MESSAGE, number, answer.payload, answer.events, answer.seconds, answer.reward))
+            finally:
+                await _close(instance.close)
+        finally:
+            self._requests.pop(number, None)
+
+    async def _call_in_loop(self, method: Callable[[], Any]) -> Any:
+        """Call a method in a session's thread; what it awaits runs in the event loop, while the thread waits."""
+        result = method()
+        return asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result() if inspect.isawaitable(result) else result
+
+    def _send_soon(self, frame: Frame) -> None:
+        """Send a frame at the end of this turn of the event loop, with the others."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(frame.encode())
+
+    def _flush(self) -> None:
+        data = b"".join(self._unsent)
+        self._unsent.clear()
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            with self._sending:
+                self._responses.sendall(data)
+        except OSError:
+            pass
+
+
+async def _close(close: Callable[[], Awaitable[Any]]) -> None:
+    """Close an environment; an error ends nothing."""
+    try:
+        await close()
+    except USER_ERRORS as error:
+        print(f"close: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+async def call_here(method: Callable[[], Any]) -> Any:
+    """Call a method, and wait for its result where it is awaitable."""
+    result = method()
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def created(factory: Factory) -> Environment:
+    """Create an environment.
+
+    Raises:
+        EnvironmentsError: it lacks a method.
+        Exception: any of the factory's.
+    """
+    environment = factory()
+    if not is_environment(environment):
+        raise EnvironmentsError(f"the factory gave {type(environment).__name__}, which lacks reset(task) or step(action). Write both.")
+    return environment
+
+
+async def description_of(environment: Environment) -> EnvironmentDescription:
+    """Return the description of an environment; its own `schemas` comes before ours."""
+    tools: list[dict[str, Any]] = list(await call_here(lambda: member(environment, "tools")) or ())
+    text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    call = {
+        "type": "object",
+        "properties": {"type": {"const": "call_tool"}, "tool_name": {"type": "string"}, "arguments": {"type": "object"}},
+        "required": ["type", "tool_name", "arguments"],
+    }
+    state = {"type": "object", "properties": {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}}}
+    schemas = {"action": call if tools else text, "observation": {"type": "object"}, "state": state}
+    return EnvironmentDescription(
+        name=type(environment).__name__,
+        description=inspect.getdoc(type(environment)) or "",
+        system_prompt=await call_here(lambda: member(environment, "system_prompt")),
+        tools=tools,
+        **{**schemas, **(member(environment, "schemas") or {})},
+    )
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End at once, with all child processes: the server has died."""
+    kill_group(os.getpid())
+
+
+async def serve(factory: str, requests: socket.socket, responses: socket.socket) -> None:
+    """Serve sessions until the server ends.
+
+    Args:
+        factory: the environment, as module:class.
+        requests: stream from the server.
+        responses: stream to it.
+    """
+    try:
+        shard = SessionShard(load(factory), responses)
+        description = await shard.describe()
+    except SpangradError as error:
+        responses.sendall(Frame(FrameKind.BROKEN, payload=str(error).encode()).encode())
+        return
+    except USER_ERRORS as error:
+        sentence = f"no environment can be created: {type(error).__name__}: {error}. Fix {factory}."
+        responses.sendall(Frame(FrameKind.BROKEN, payload=sentence.encode()).encode())
+        return
+    shard.send(Frame(FrameKind.READY, payload=msgspec.json.encode(description)))
+    await asyncio.get_running_loop().create_connection(lambda: shard, sock=requests)
+    await shard.over.wait()
+    await shard.close()
+
+
+def main() -> None:
+    """Serve the sessions that the server opens, until it ends."""
+    parser = argparse.ArgumentParser(prog="python -m runner.sessions.shard")
+    parser.add_argument("--factory", required=True, help="the environment, as module:class")
+    parser.add_argument("--path", type=Path, required=True, help="directory in which modules are looked for first")
+    parser.add_argument("--sockets", type=int, nargs=2, required=True, help="descriptors of the connections for requests and responses")
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    signal.signal(signal.SIGTERM, _end)
+    sys.path.insert(0, str(args.path.resolve()))
+    requests, responses = (socket.socket(fileno=number) for number in args.sockets)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(args.factory, requests, responses))
+        kill_group(os.getpid())  # what environments have left running, and threads that hang
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Spans of resets and steps that a served environment plays, in the traces of its users.
+
+In: the trace context of a request, what was played. Out: spans by OTLP. Invariant: a request without a trace context costs nothing; a step
+has one reward in its trace: where the client records the rewards, the server's span carries a copy that counts for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+
+from span_processors.context import rollout_attributes
+from span_processors.export import parse_headers, tracer_provider
+from spangrad import semconv
+from spangrad.agent.propagation import context_from
+from spangrad.episode.environment import Content, StepResult
+
+SERVICE = "spangrad-environments"
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedSpan:
+    """Span of a reset or a step that has begun."""
+
+    span: Span
+    rewards: bool
+    """True if its reward counts."""
+
+    def end(self, result: StepResult | None, content: Content, error: str = "") -> None:
+        """Record the end.
+
+        Args:
+            result: result of a step. None: it was a reset, or failed.
+            content: content that shows the observation.
+            error: sentence about the failure. Empty: there was none.
+        """
+        if error:
+            self.span.set_status(Status(StatusCode.ERROR, error))
+        else:
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            self.span.set_attribute(semconv.GEN_AI_TOOL_RESULT if self.rewards and result else semconv.EPISODE_OBSERVATION, text)
+        if result is not None:
+            self.span.set_attribute(semconv.EPISODE_DONE, result.done)
+            if result.reward is not None and self.rewards:
+                score = {semconv.EVALUATION_NAME: semconv.REWARD_NAME, semconv.EVALUATION_SCORE: float(result.reward)}
+                self.span.add_event(semconv.EVALUATION_EVENT, score)
+            elif result.reward is not None:
+                self.span.set_attribute(semconv.EPISODE_STEP_REWARD, float(result.reward))
+        self.span.end()
+
+
+class PlayedSpans:
+    """Source of the spans of one process; OpenTelemetry's variables say where they go."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._endpoint = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+        self._headers = parse_headers(environ.get("OTEL_EXPORTER_OTLP_HEADERS") or "")
+        self._provider: TracerProvider | None = None
+
+    def begin(self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, str | int], *, rewards: bool) -> PlayedSpan | None:
+        """Begin a span.
+
+        Args:
+            name: reset or step.
+            carrier: `traceparent` and `baggage` of the request.
+            attributes: attributes that are known.
+            rewards: True if the client does not record the rewards.
+
+        Returns:
+            None: the request belongs to no trace, or spans are sent nowhere.
+        """
+        if self._endpoint is None or "traceparent" not in carrier:
+            return None
+        if self._provider is None:
+            self._provider = tracer_provider(SERVICE, self._endpoint, self._headers)
+        source = context_from(carrier, Context())
+        known = {**attributes, **rollout_attributes(source, {})}
+        if rewards and name == "step":
+            known |= {semconv.GEN_AI_OPERATION: "execute_tool", semconv.GEN_AI_TOOL_NAME: name}
+            name = f"execute_tool {name}"
+        tracer = self._provider.get_tracer(semconv.EPISODE_SCOPE)
+        return PlayedSpan(tracer.start_span(name, source, SpanKind.SERVER, known), rewards)
+
+    def close(self) -> None:
+        """Send what is left, in bounded time."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def in_span(step: PlayedSpan | None) -> Context | None:
+    """Return the context of a span, for the environment's own spans."""
+    return None if step is None else trace.set_span_in_context(step.span)
