@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -19,7 +19,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pool.backend import Backend, EngineTopology
 from gateway.pool.policy import Policy
 from gateway.pool.pool import BackendPool, BackendRefusedError
-from gateway.pool.sleeping import send_to_sleep, wake_up
+from gateway.pool.sleeping import keep_policy_asleep, send_policy_to_sleep, send_to_sleep, wake_policy_up, wake_up
 from gateway.pool.upstream import BackendStatus, Upstream
 from gateway.proxy.http import error_response
 from gateway.weights.publication import CallsInFlight, InFlight, PublicationError
@@ -63,6 +63,16 @@ class SleepRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sleep level that an engine is put to."""
 
     level: Literal[1, 2] = 1
+
+
+class PolicySleepRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Order to all engines of a policy to sleep while a trainer has their GPUs."""
+
+    level: Literal[1, 2]
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    """Time after which they are woken with the version that is served, unless more is asked for."""
+    renew: bool = False
+    """True to give engines that sleep more time; those that do not sleep stay awake."""
 
 
 class BackendState(msgspec.Struct, frozen=True):
@@ -134,6 +144,8 @@ class PoolAdmin:
             web.get("/admin/policies", self.policies),
             web.get("/admin/policies/{policy}", _errors_as_json(self.policy)),
             web.post("/admin/policies/{policy}/versions", _errors_as_json(self.publish)),
+            web.post("/admin/policies/{policy}/sleep", _errors_as_json(self.sleep_all)),
+            web.post("/admin/policies/{policy}/wake_up", _errors_as_json(self.wake_all)),
             web.post("/admin/policies/{policy}/promote", _errors_as_json(self.promote)),
             web.post("/admin/policies/{policy}/rollback", _errors_as_json(self.roll_back)),
         ]
@@ -180,6 +192,22 @@ class PoolAdmin:
         backend = self._engine(request)
         await _to_completion(wake_up(backend, self._pool.policies[backend.policy]))
         return json_response(_backend_state(backend))
+
+    async def sleep_all(self, request: web.Request) -> web.Response:
+        """Have all engines of a policy free their GPU memory for the trainer."""
+        policy = self._policy(request)
+        order = await _read(request, PolicySleepRequest, "an order to sleep is JSON with level 1 or 2, seconds, and maybe renew")
+        if order.renew:
+            keep_policy_asleep(policy, order.seconds)
+        else:
+            await _to_completion(send_policy_to_sleep(policy, order.level, order.seconds))
+        return json_response(policy_state(policy))
+
+    async def wake_all(self, request: web.Request) -> web.Response:
+        """Have all engines of a policy take their memory back."""
+        policy = self._policy(request)
+        await _to_completion(wake_policy_up(policy))
+        return json_response(policy_state(policy))
 
     async def policies(self, request: web.Request) -> web.Response:
         """Answer with the state of all policies."""

@@ -56,6 +56,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     version: int
     tokenizer_hash: str
     warm: bool
+    asleep: bool = False
+    """True if it has given its memory away."""
     model: str = ""
     """Directory of the weights that it was started with, while it serves them; empty: it serves others, or does not report them."""
     lora_rank: int = 0
@@ -94,6 +96,8 @@ class Backend(Upstream):
         """Seconds of each step of the last publication that succeeded; empty: there was none."""
         self.lock = asyncio.Lock()
         """Held by the task that changes the status."""
+        self.sleeps_until: float | None = None
+        """Time of the event loop at which it is woken if it sleeps. None: when that is ordered."""
         self.group = ""
         """Name of the connection for weights between the engine and a trainer; empty: none is known to be open."""
         self.restart_command = settings.restart_command
@@ -171,6 +175,18 @@ class Backend(Upstream):
                 log.info("%d calls are still in flight at %s after %g s: they go on with the new weights", self.load, self.url, max_seconds)
                 return
             raise EngineError(f"{self.load} calls are still in flight at {self.url} after {self.seconds:g} s.") from None
+
+    async def fall_asleep(self, level: int) -> None:
+        """Have the engine free its memory once the calls in it have ended, also those that this gateway does not know of."""
+        await self.order(f"/sleep?level={level}&mode=wait", seconds=self.seconds)
+
+    async def wake_weights(self) -> None:
+        """Have the engine allocate the memory of its weights. It computes nothing before `wake_rest`."""
+        await self.order("/wake_up?tags=weights", seconds=self.seconds)
+
+    async def wake_rest(self) -> None:
+        """Have the engine allocate its other memory; calls that have reached it go on with the weights that it holds."""
+        await self.order("/wake_up?tags=kv_cache", seconds=self.seconds)
 
     async def read_info(self) -> EngineInfo:
         """Return the state that the engine reports."""

@@ -12,6 +12,7 @@ import tempfile
 
 from gateway.pool.backend import Backend, EngineInfo
 from gateway.pool.policy import Policy
+from gateway.pool.sleeping import wake_overdue
 from gateway.pool.upstream import BackendStatus
 from gateway.weights.publication import Expected, PublicationError, WeightsRelease, put
 from spangrad.errors import EngineError
@@ -20,6 +21,8 @@ from spangrad.processes import die_with_parent
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+FOUND_ASLEEP_SECONDS = 60.0
+"""Time that a trainer has to ask for more for an engine that sleeps when the gateway starts, in seconds."""
 RESTARTS = 3
 """Most restarts in a row of a broken engine, after which it is left down."""
 OUTPUT_BYTES = 2000
@@ -40,6 +43,7 @@ async def watch(backend: Backend, policy: Policy, start_seconds: float) -> None:
     while True:
         try:
             absent = await _look(backend, policy)
+            await wake_overdue(backend, policy)
             if absent is None:
                 deadline = float("inf")
             elif loop.time() > deadline:
@@ -95,6 +99,12 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
     try:
         # Set before the verdict: an engine that is down is published to all the same.
         backend.info = info
+        if info.asleep:  # as an earlier gateway left it: its memory holds nothing to compare
+            if not policy.releases and info.model:
+                policy.served(WeightsRelease(info.version, info.model, ""))
+            backend.sleeps_until = asyncio.get_running_loop().time() + FOUND_ASLEEP_SECONDS
+            backend.set_status(BackendStatus.ASLEEP)
+            return
         backend.held = await backend.read_sums()
         if await backend.read_paused():
             raise EngineError("it is paused, as a publication left it that failed. Publish again, or restart the engine.")

@@ -50,6 +50,7 @@ DEATH_SECONDS = 0.5
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
 """Paths of the routes that have the policy generate."""
 
+_WAITING = {Gate.WAIT, Gate.ASLEEP}
 PAUSED_TYPE = "engine_paused"
 PAUSED = {
     "type": "error",
@@ -108,7 +109,7 @@ class SpangradMiddleware:
                 await _respond(send, 200, self.info(scope))
             case "POST", path if path == CHECKSUM_PATH:
                 await self._report(scope, receive, send)
-            case "POST", "/pause" | "/resume" | "/update_weight_version":
+            case "POST", "/pause" | "/resume" | "/update_weight_version" | "/sleep" | "/wake_up":
                 await self._control(scope, receive, send)
             case "POST", path if path == ADAPTER_PATH and self.lora_rank:
                 await self._load_adapter(scope, receive, send)
@@ -135,6 +136,7 @@ class SpangradMiddleware:
             "version": self.state.version,
             "tokenizer_hash": self.tokenizer_hash,
             "warm": self.state.warm,
+            "asleep": self.state.gate is Gate.ASLEEP,
             "model": "" if self.state.replaced else self.model,
             "dtype": str(scope["app"].state.vllm_config.model_config.dtype).removeprefix("torch."),
             "checksum": self.checksum,
@@ -192,13 +194,21 @@ class SpangradMiddleware:
         if path == "/pause" and not aborts:
             # Calls that arrive from now on wait here, so that the version they start with is read after the reload.
             self.state.gate = Gate.WAIT
+        elif path == "/sleep":
+            self.state.gate = Gate.ASLEEP
 
         async def watch(message: Message) -> None:
             if message["type"] == "http.response.start":
                 succeeded = message["status"] == 200
                 if path == "/update_weight_version" and succeeded:
                     self.state.version, self.state.replaced = version, True
-                elif (path == "/resume" and succeeded) or (path == "/pause" and (aborts or not succeeded)):
+                elif path == "/wake_up" and succeeded:
+                    self.state.gate = Gate.WAIT
+                elif (
+                    (path == "/resume" and succeeded)
+                    or (path == "/sleep" and not succeeded)
+                    or (path == "/pause" and (aborts or not succeeded))
+                ):
                     self.state.gate = Gate.REFUSE if aborts and succeeded else Gate.OPEN
             await send(message)
 
@@ -241,14 +251,14 @@ class SpangradMiddleware:
 
     async def _until_open(self, engine_client: Any) -> None:
         """Wait for the end of a pause, whichever API server was told of it, or for the engine's."""
-        if self.state.gate is not Gate.WAIT:
+        if self.state.gate not in _WAITING:
             return
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._poll_gate(engine_client))
         await asyncio.shield(self._opening)
 
     async def _poll_gate(self, engine_client: Any) -> None:
-        while self.state.gate is Gate.WAIT:
+        while self.state.gate in _WAITING:
             if engine_client.errored:
                 self.state.gate = Gate.REFUSE
             await asyncio.sleep(POLL_SECONDS)

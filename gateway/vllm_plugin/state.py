@@ -28,6 +28,8 @@ class Gate(IntEnum):
     """They wait: weights are being replaced."""
     REFUSE = 2
     """They are refused: the weights are not known, and all calls were aborted."""
+    ASLEEP = 3
+    """They wait: the engine has given its memory away. After its wake-up they wait on, until its weights are compared or replaced."""
 
 
 class EngineState:

@@ -241,7 +241,7 @@ async def _replace_weights(
     try:
         if before is BackendStatus.ASLEEP:
             steps.now = "wake_up"
-            await backend.order("/wake_up", seconds=backend.seconds)
+            await backend.wake_weights()
             steps.to("check")
         await sync_method.check(backend)
         # In an engine that is down, calls of other gateways may wait for the end of a pause, which comes with this publication.
@@ -256,13 +256,15 @@ async def _replace_weights(
         steps.to(sync_method.step)
         await sync_method.load(backend)
         steps.to("checksum")
-        held = await _read_held(backend, sync_method.part)
+        held = await _read_held(backend, "all" if before is BackendStatus.ASLEEP else sync_method.part)
         reason = difference(expected.tensors, held) if held else ""
         if reason:
             raise EngineError(f"the engine does not hold the version's weights after the {sync_method.step}: {reason}.")
         steps.to("update_weight_version")
         await backend.order("/update_weight_version", {"new_version": str(release.version)})
         steps.to("resume")
+        if before is BackendStatus.ASLEEP:
+            await backend.wake_rest()
         await backend.order("/resume")
         # Only now: in the pause, generation waits.
         steps.to("probe")

@@ -193,7 +193,8 @@ def _require_newer(policy: Policy, release: WeightsRelease, todo: Sequence[Backe
     """Raise unless the version is newer than those served: a version's weights never change, and old ones return by rollback or `again`."""
     for engine in policy.engines:
         if engine.info and (release.version == engine.info.version or (release.version < engine.info.version and not again)):
-            reinstates = release.version == engine.info.version and (engine.status is BackendStatus.DOWN or engine not in todo)
+            lost = engine.status in {BackendStatus.DOWN, BackendStatus.ASLEEP}
+            reinstates = release.version == engine.info.version and (lost or engine not in todo)
             if not reinstates:
                 raise PublicationError(409, f"version {release.version} is not newer than version {engine.info.version}, which is served.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,21 @@ def test_backends_sleep_and_wake_up_change_status(pair: Settings) -> None:
     assert fetch(f"{pair.gateway.url}/rollout/asleep-1/attempt/0{CHAT}", SAMPLED)["usage"]["completion_tokens"] == 100
     assert order(pair, "backends/policy-1/wake_up")["status"] == "serving"
     assert statuses(pair) == ["serving"] * 2
+
+
+def test_policy_asleep_keeps_calls_for_the_version_that_is_published_then(pair: Settings, tiny_model: Path) -> None:
+    """On a CPU vLLM frees nothing, but stops and starts its scheduler as on a GPU; a call that reaches the engine itself waits in it."""
+    version = fetch(f"{pair.gateway.url}/admin/policies/policy")["version"] + 1
+    assert order(pair, "policies/policy/sleep", level=2, seconds=60)["status"] == "asleep"
+    assert [fetch(f"{engine['url']}/is_sleeping") for engine in backends(pair)] == [{"is_sleeping": True}] * 2
+    urls = [f"{pair.gateway.url}/rollout/late/attempt/0", *(engine["url"] for engine in backends(pair))]
+    with ThreadPoolExecutor() as threads:
+        calls = [threads.submit(fetch, url + CHAT, SAMPLED) for url in urls]
+        assert order(pair, "policies/policy/sleep", level=2, seconds=60, renew=True)["waiting"] <= 1
+        assert publish(pair, tiny_model, version)["version"] == version
+        answers = [call.result() for call in calls]
+    assert statuses(pair) == ["serving"] * 2
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [100] * 3
+    assert [answer["spangrad"]["versions"] for answer in answers[1:]] == [[[[0, version]]]] * 2
+    (row,) = rows(pair, "late", 1)
+    assert row["Versions.Version"] == [version]

@@ -112,6 +112,10 @@ class FakeEngine:
     """The gateway closed a chat request before it was answered."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     paused: bool = False
+    sleeping: set[str] = field(default_factory=set[str])
+    """Kinds of memory that it has given away."""
+    closed: bool = False
+    """Calls wait: from its falling asleep until it is resumed."""
     pause_modes: list[str] = field(default_factory=list[str])
     hold_reload: asyncio.Event = field(default_factory=asyncio.Event)
     """A reload waits for it; set at the start."""
@@ -177,7 +181,7 @@ class FakeEngine:
         bare = "the bare adapter" if self.lora_rank else ""
         capabilities = {"lora_rank": self.lora_rank, "zero_adapter": bare, "transfer": self.transfer, "checksum": self.scope}
         processes = {"topology": self.topology, "shared_state": self.shared_state, "dtype": self.checksum.partition(":")[0]}
-        return web.json_response({**served, **capabilities, **processes})
+        return web.json_response({**served, **capabilities, **processes, "asleep": bool(self.sleeping)})
 
     def take(self, sums: dict[str, TensorSums]) -> None:
         """Hold these weights from now on."""
@@ -215,8 +219,14 @@ class FakeEngine:
         if name == "/pause":
             self.paused = True
             self.pause_modes.append(request.query.get("mode", "abort"))
+        elif name == "/sleep":
+            self.closed, self.sleeping = True, {"weights", "kv_cache"}
+            if request.query["level"] == "2":
+                self.checksum = "float32:0000000000000000"
+        elif name == "/wake_up":
+            self.sleeping.discard(request.query["tags"])
         elif name == "/resume":
-            self.paused = False
+            self.paused = self.closed = False
         elif name == "/update_weight_version":
             self.version, self.model = int(body["new_version"]), ""
         elif name == "reload_weights":

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import os
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,13 +15,11 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
-import pytest
 from aiohttp import web
 from safetensors.numpy import save_file
 
 from benchmarks.gateway_bodies import ANSWER_TOKENS, Bodies
 from benchmarks.gateway_upstream import CHAT_PATH, Answers
-from gateway.recorder import exporter
 from gateway.server import running
 from gateway.vllm_plugin.middleware import PAUSED
 from spangrad import semconv
@@ -80,23 +76,6 @@ class Stage:
 def _attempt(path: str) -> dict[str, Any]:
     _, _, rollout, _, number = path.split("/")
     return {"rollout_id": rollout, "attempt": int(number)}
-
-
-class FullDisk:
-    """A disk that takes no span while it is full."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, *, full: bool = True) -> None:
-        self.full = full
-        self.refused = asyncio.Event()
-        self._writev = os.writev
-        patch.setattr(os, "writev", self._write)
-        patch.setattr(exporter, "DISK_PAUSE_SECONDS", 0.01)
-
-    def _write(self, file: int, parts: tuple[bytes, bytes]) -> int:
-        if self.full:
-            self.refused.set()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._writev(file, parts)
 
 
 @asynccontextmanager
@@ -184,10 +163,14 @@ class GatedEngine(FakeEngine):
     answering: int = 0
     while_loading: int = 0
     """Calls that were being answered when weights were loaded, in all."""
+    while_sleeping: int = 0
+    """Calls that were being answered when it fell asleep, in all."""
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         if (await request.json())["messages"][0]["content"] == "probe":
             return await super()._chat(request)
+        while self.closed:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.002)
         if not await self._opened():
             return web.json_response(PAUSED, status=503)
         self.answering += 1
@@ -208,6 +191,11 @@ class GatedEngine(FakeEngine):
 
     async def _order(self, request: web.Request) -> web.Response:
         order = await request.json()
+        if request.path == "/sleep":
+            self.closed = True
+            while request.query["mode"] == "wait" and self.answering:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.002)
+            self.while_sleeping += self.answering
         if order.get("method") == "reload_weights":
             self.while_loading += self.answering
             self.weights = int(Path(order["kwargs"]["weights_path"]).name[1:])

@@ -1,10 +1,13 @@
-"""OTLP of tests: requests at random, ordinary and odd, the packings in which they are sent, and a server that keeps the spans it gets.
+"""OTLP of tests: requests at random, ordinary and odd, their packings, a server that keeps the spans it gets, a full disk.
 
 Invariant: requests are the same for the same seed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import struct
 import threading
 import zlib
@@ -16,6 +19,7 @@ from typing import Any, Self
 
 import clickhouse_cityhash.cityhash as cityhash
 import lz4.frame
+import pytest
 from backports import zstd
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -23,6 +27,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, Instr
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeLogs
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+
+from gateway.recorder import exporter
 
 DEPTH = 3
 _DAYS = tuple(day * 86_400 * 10**9 for day in (0, 1, 15_000, 19_000, 19_001, 19_002))
@@ -374,3 +380,20 @@ def _sunk(span: Any, service: str, scope: str) -> SunkSpan:
         scope=scope,
         seconds=(span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
     )
+
+
+class FullDisk:
+    """A disk of the gateway that takes no span while it is full."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, full: bool = True) -> None:
+        self.full = full
+        self.refused = asyncio.Event()
+        self._writev = os.writev
+        patch.setattr(os, "writev", self._write)
+        patch.setattr(exporter, "DISK_PAUSE_SECONDS", 0.01)
+
+    def _write(self, file: int, parts: tuple[bytes, bytes]) -> int:
+        if self.full:
+            self.refused.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._writev(file, parts)

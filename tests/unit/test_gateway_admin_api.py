@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.followers.controller import Followers, FollowerState
-from gateway.pool.admin_pool import BackendRequest, BackendState, OrderRequest, PolicyState, PoolAdmin, SleepRequest
+from gateway.pool.admin_pool import BackendRequest, BackendState, OrderRequest, PolicySleepRequest, PolicyState, PoolAdmin, SleepRequest
 from gateway.proxy.admin import Admin, AnnouncementRequest, CountedAttempts, CountRequest
 from gateway.proxy.auth import STATE_PATH
 from gateway.weights.release import Publication, PublicationRequest
@@ -65,7 +65,7 @@ class _Status(msgspec.Struct):
     status: str
 
 
-BODIES = (BackendRequest, SleepRequest, PublicationRequest, OrderRequest, AnnouncementRequest, CountRequest)
+BODIES = (BackendRequest, SleepRequest, PolicySleepRequest, PublicationRequest, OrderRequest, AnnouncementRequest, CountRequest)
 ANSWERS = (_Failure, _Followers, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts)
 BACKEND = {"backend": {"type": "string", "minLength": 1}}
 POLICY = {"policy": {"type": "string", "enum": ["policy", "other"]}}
@@ -78,6 +78,8 @@ OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] 
     ("get", "/admin/policies", {}, None, _Policies, [200]),
     ("get", "/admin/policies/{policy}", POLICY, None, PolicyState, [200, 404]),
     ("post", "/admin/policies/{policy}/versions", POLICY, PublicationRequest, Publication, [200, 400, 404, 409, 502]),
+    ("post", "/admin/policies/{policy}/sleep", POLICY, PolicySleepRequest, PolicyState, [200, 400, 404, 409, 502, 503]),
+    ("post", "/admin/policies/{policy}/wake_up", POLICY, None, PolicyState, [200, 404, 502]),
     ("post", "/admin/policies/{policy}/promote", POLICY, OrderRequest, Publication, [200, 400, 404, 409, 502]),
     ("post", "/admin/policies/{policy}/rollback", POLICY, OrderRequest, Publication, [200, 400, 404, 409, 502]),
     ("get", "/admin/followers", {}, None, _Followers, [200]),

@@ -18,8 +18,7 @@ from gateway.recorder import spill
 from gateway.recorder.exporter import SpanExporter
 from spangrad.processes import free_ports
 from spangrad.settings.sources import load_settings
-from tests.support.gateways import FullDisk
-from tests.support.otlp import OtlpSink
+from tests.support.otlp import FullDisk, OtlpSink
 
 Exporting = Callable[..., AbstractAsyncContextManager[SpanExporter]]
 

@@ -263,6 +263,7 @@ async def test_middleware_version_changes_once_vllm_has_accepted(vllm: Vllm, mid
         "version": 4,
         "tokenizer_hash": tokenizer_hash(Path(os.environ["SPANGRAD_ENGINE__MODEL"])),
         "warm": False,
+        "asleep": False,
         "model": "",
         "lora_rank": 0,
         "zero_adapter": "",
@@ -303,6 +304,14 @@ async def test_middleware_orders_to_one_api_server_reach_the_other(servers: list
     assert json.loads((await call(told, CHAT_PATH, ASKED))[2][0]) == PAUSED, "calls would wait in vLLM for ever"
     await call(told, "/resume")
     assert (await call(other, CHAT_PATH, ASKED))[0] == 200
+    await call(told, "/sleep?level=2")
+    assert json.loads((await call(other, "/spangrad/info", method="GET"))[2][0])["asleep"]
+    arriving = asyncio.create_task(call(other, CHAT_PATH, ASKED))
+    await call(told, "/wake_up")
+    await asyncio.wait({arriving}, timeout=0.1)
+    assert not arriving.done(), "after a wake-up its weights may be none of the version's"
+    await call(told, "/resume")
+    assert (await asyncio.wait_for(arriving, 5))[0] == 200
 
 
 async def test_middleware_order_and_waiting_calls_end_with_a_dead_engine(

@@ -11,7 +11,8 @@ import pytest
 
 from gateway.proxy import calls
 from tests.support.fake_engine import FakeEngine, Recorded
-from tests.support.gateways import ASKED, FullDisk, staged
+from tests.support.gateways import ASKED, staged
+from tests.support.otlp import FullDisk
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 
