@@ -57,7 +57,8 @@ class TimedOptimizer:
     def write(self, directory: Path) -> None:
         """Write the weight and a state."""
         save_file({"weight": np.array([self._collected], np.float32)}, directory / WEIGHTS)
-        (directory / STATE).write_text(str(self._collected))
+        (directory / STATE).mkdir()
+        (directory / STATE / "weight").write_text(str(self._collected))
 
     def load_state(self, directory: Path) -> None:
         """Read nothing: the weight is known."""

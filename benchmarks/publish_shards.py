@@ -108,7 +108,6 @@ class _Run:
     def __init__(self, directory: Path, settings: Settings, trainer: Any, publisher: Publisher, rate: float) -> None:
         self._directory, self._settings, self._trainer, self._publisher, self._rate = directory, settings, trainer, publisher, rate
         self._version = 0
-        self._before = [memory.resident for memory in trainer.memory(reset=True)]
         self.seconds: dict[str, list[float]] = {"full": [], "delta": [], "peer": []}
         self.stages: dict[str, list[Mapping[str, float]]] = {"full": [], "delta": [], "peer": []}
         self.bytes: dict[str, list[int]] = {"full": [], "delta": []}
@@ -130,9 +129,8 @@ class _Run:
         self.seconds[kind].append(time.monotonic() - began)
         self.stages[kind].append(dict(self._publisher.stages))
         after = self._trainer.memory()
-        # A first publication takes the copy that later ones have already.
-        first = self._before if not self.taken else before
-        self.taken.append([memory.peak - own for memory, own in zip(after, first, strict=True)])
+        # The first publication takes the copy that later ones have already.
+        self.taken.append([memory.peak - own for memory, own in zip(after, before, strict=True)])
         sent = self._publisher.sent
         self.bytes[kind].append(sum(sent.values()))
         self.checked["not_as_meant"] += int(not sent[kind])

@@ -71,7 +71,7 @@ def test_trainer_with_full_disk_at_checkpoint_repeats_step_once_there_is_room(sm
     again.run(follow=False)
     assert [*committed(again).values()] == [[], ["a-0", "a-1"], ["b-0", "b-1"], ["c-0", "c-1"]]
     newest = Path(loop.newest_version(again.ledger).policy_version.path)
-    assert (newest / "optimizer.pt").read_text() == "3.0"
+    assert (newest / "optimizer/weight").read_text() == "3.0"
     assert {path.name for path in newest.parent.iterdir()} == {f"v{version}" for version in committed(again) if version}
 
 
@@ -101,7 +101,7 @@ def test_trainer_whose_store_goes_away_within_step_commits_once(tiny_model: Path
         again.run(follow=False)
         lineage = "SELECT Version, RolloutId FROM spangrad.lineage WHERE Branch = %(run)s ORDER BY Version, RolloutId"
         assert world.rows(lineage) == [(version, f"{name}-{i}") for version, name in enumerate("abc", 1) for i in range(2)]
-        assert (Path(loop.newest_version(again.ledger).policy_version.path) / "optimizer.pt").read_text() == "3.0"
+        assert (Path(loop.newest_version(again.ledger).policy_version.path) / "optimizer/weight").read_text() == "3.0"
         again.ledger.close()
 
 
@@ -121,7 +121,7 @@ def test_trainer_whose_ledger_crashes_within_step_repeats_it(tmp_path: Path, cap
         again = wired(chosen, FakeSource(["a", "b", "c"]))
         again.run(follow=False)
         assert committed(again) == {0: [], 1: ["a-0", "a-1"], 3: ["b-0", "b-1"], 4: ["c-0", "c-1"]}
-        assert (Path(loop.newest_version(again.ledger).policy_version.path) / "optimizer.pt").read_text() == "3.0"
+        assert (Path(loop.newest_version(again.ledger).policy_version.path) / "optimizer/weight").read_text() == "3.0"
         for one in (trainer, again):
             one.ledger.close()
 
@@ -209,5 +209,5 @@ def test_trainers_of_one_branch_take_turns_without_repeating_a_step(place: Place
     assert [one.policy_version.parent for one in versions] == [None, *(one.version for one in versions[:-1])]
     trained = [row.rollout_id for one in versions for row in ledger.batch(one.policy_version.batch_id or "")]
     assert trained == [f"{name}-{i}" for name in names for i in range(2)]
-    assert (Path(versions[-1].policy_version.path) / "optimizer.pt").read_text() == "24.0", "a step was lost, or done twice"
+    assert (Path(versions[-1].policy_version.path) / "optimizer/weight").read_text() == "24.0", "a step was lost, or done twice"
     ledger.close()

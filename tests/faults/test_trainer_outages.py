@@ -110,7 +110,7 @@ def test_trainer_while_ledger_database_is_away_waits_for_it(tmp_path: Path, capl
         retry_transactions(trainer.ledger, Outage("the ledger's database"), trainer.shutdown)
         trainer.run(follow=False)
         assert committed(trainer) == {0: [], 1: ["a-0", "a-1"], 2: ["b-0", "b-1"], 3: ["c-0", "c-1"]}
-        assert (Path(newest_version(trainer.ledger).policy_version.path) / "optimizer.pt").read_text() == "3.0"
+        assert (Path(newest_version(trainer.ledger).policy_version.path) / "optimizer/weight").read_text() == "3.0"
         assert caplog.text.count("Trying again until the ledger's database answers") == 1
         assert caplog.text.count("the ledger's database answers again after") == 1
         trainer.ledger.close()

@@ -70,7 +70,8 @@ class FakeFileOptimizer:
         weight, state = self.collected
         save_file({"weight": np.array([weight], np.float32)}, directory / WEIGHTS)
         if state:
-            (directory / STATE).write_text(str(weight))
+            (directory / STATE).mkdir()
+            (directory / STATE / "weight").write_text(str(weight))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -85,7 +86,7 @@ def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
 
         directory = Path(plan.base.policy_version.path)
         weight = float(load_file(directory / "model.safetensors")["weight"][0])
-        assert not plan.at or float((directory / STATE).read_text()) == weight, "a run goes on from its own state"
+        assert not plan.at or float((directory / STATE / "weight").read_text()) == weight, "a run goes on from its own state"
         made.append(FakeFileOptimizer(weight, fails_at=fails_at))
         return made[-1]
 

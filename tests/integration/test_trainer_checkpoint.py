@@ -27,14 +27,16 @@ def base(tmp_path: Path) -> Path:
     (directory / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text('{"a": 1}')
     (directory / "model.safetensors").write_text("old weights")
-    (directory / "optimizer.pt").write_text("old state")
+    (directory / "optimizer").mkdir()
+    (directory / "optimizer/shard").write_text("old state")
     (directory / checkpoint.MARKER).write_text("{}")
     return directory
 
 
 def save_all(directory: Path) -> None:
     save_file(WEIGHTS, directory / checkpoint.WEIGHTS)
-    (directory / "optimizer.pt").write_text("state")
+    (directory / "optimizer").mkdir()
+    (directory / "optimizer/shard").write_text("state")
 
 
 def write(directory: Path, base: Path, version: int = 1, save: Callable[[Path], None] = save_all) -> Checkpoint:
@@ -53,13 +55,14 @@ def test_checkpoint_is_model_directory_with_state_and_marker(tmp_path: Path, bas
         "STABLE",
         "config.json",
         "model.safetensors",
-        "optimizer.pt",
+        "optimizer",
         "tokenizer.json",
     ]
-    assert (made.path / "optimizer.pt").read_text() == "state"
+    assert (made.path / "optimizer/shard").read_text() == "state"
     assert (made.checksum, made.tokenizer_hash) == (checksum_directory(made.path), tokenizer_hash(base))
     marker = json.loads((made.path / "STABLE").read_text())
-    sizes = {one.name: one.stat().st_size for one in made.path.iterdir() if one.name != "STABLE"}
+    files = [one for one in made.path.rglob("*") if one.is_file() and one.name != "STABLE"]
+    sizes = {one.relative_to(made.path).as_posix(): one.stat().st_size for one in files}
     assert marker == {
         "path": str(made.path), "policy": "org/policy", "branch": "main", "version": 1, "parent": 0, "batch_id": "b",
         "checksum": made.checksum, "tokenizer_hash": made.tokenizer_hash, "files": sizes,
@@ -104,7 +107,7 @@ def test_checkpoint_write_existing_version_raises(tmp_path: Path, base: Path):
         write(tmp_path / "policies", base)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer/shard", "tokenizer.json"])
 @pytest.mark.parametrize("left", [None, 0, 3])
 def test_checkpoint_verify_truncated_or_missing_file_raises(tmp_path: Path, base: Path, name: str, left: int | None):
     made = write(tmp_path / "policies", base)

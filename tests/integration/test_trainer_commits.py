@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from tests.support.policies import NO_ALARM, sampled_rows, trainer_settings
+from tests.support.policies import NO_ALARM, sampled_rows, state_facts, trainer_settings
 from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, save, settings, wired
 from trainer.credit.estimators import group_relative
 from trainer.data.batch import Batch, layout
@@ -22,7 +22,6 @@ from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import GpuOfProcess, prepare_process
-from trainer.publish import checkpoint
 
 prepare_process()  # verl reads its platform when it is first imported
 
@@ -43,7 +42,7 @@ def contents(directory: Path) -> dict[str, Any]:
         elif isinstance(value, torch.Tensor | int | float):
             named[name] = torch.as_tensor(value)
 
-    look("state", torch.load(directory / checkpoint.STATE, weights_only=False))
+    look("state", state_facts(directory))
     for file in directory.glob("*.safetensors"):
         look("weights", {name: torch.from_numpy(value) for name, value in load_file(file).items()})
     return named

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 from spangrad.errors import BadRowsError, CheckpointError
 from spangrad.settings import TrainerSettings
@@ -221,12 +221,14 @@ def test_load_state_resumed_optimizer_repeats_step_exactly(engine: VerlOptimizer
 
 def test_load_state_damaged_file_raises(engine: VerlOptimizer, tmp_path: Path):
     save(engine, tmp_path)
-    file = tmp_path / checkpoint.STATE
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
-        engine.load_state(tmp_path)
-    torch.save({"optimizer": {}}, file)
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt is of another release"):
+    files = sorted((tmp_path / checkpoint.STATE).iterdir())
+    assert [file.name for file in files] == [".metadata", "__0_0.distcp"]
+    for file in reversed(files):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        with pytest.raises(CheckpointError, match=r"optimizer cannot be read \(.+\)\. Restore .* from a copy"):
+            engine.load_state(tmp_path)
+    shutil.rmtree(tmp_path / checkpoint.STATE)
+    with pytest.raises(CheckpointError, match="optimizer cannot be read"):
         engine.load_state(tmp_path)
 
 

@@ -56,7 +56,7 @@ def die_at_every_boundary(directory: Path, max_staleness: int) -> list[int]:
         trained = committed(trainer)
         assert list(trained.values()) == batches
         newest = loop.newest_version(trainer.ledger)
-        weight = (Path(newest.policy_version.path) / "optimizer.pt").read_text()
+        weight = (Path(newest.policy_version.path) / "optimizer/weight").read_text()
         assert float(weight) == len(batches) - 1, "a step was repeated or skipped"
         here = {one.name for one in (own / "policy/main").iterdir()}
         assert here == {f"v{version}" for version in trained if version}, "an uncommitted version was left"

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from spangrad.errors import BadRowsError, CheckpointError, SettingsError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
-from tests.support.policies import sampled_rows, trainer_settings
+from tests.support.policies import sampled_rows, state_facts, state_of, trainer_settings
 from tests.support.trainers import save, written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
@@ -86,25 +86,6 @@ def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> flo
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-def state(directory: Path) -> dict[str, Any]:
-    return torch.load(directory / checkpoint.STATE, weights_only=False)
-
-
-def facts(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor and number that a state holds but for the workers' own random states."""
-    found: dict[str, torch.Tensor] = {}
-
-    def look(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                look(f"{name}.{key}", inner)
-        elif isinstance(value, torch.Tensor | int | float):
-            found[name] = torch.as_tensor(value)
-
-    look("", {**state(directory), "random": None})
-    return found
-
-
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
@@ -154,11 +135,11 @@ def test_ray_workers_state_loads_in_any_number_of_workers(
     engines: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame, tmp_path: Path
 ) -> None:
     made = {count: written(engine, tiny_model, tmp_path / str(count)).path for count, engine in engines.items()}
-    kept = {count: facts(path) for count, path in made.items()}
+    kept = {count: state_facts(path) for count, path in made.items()}
     assert len(kept[0]) > 40
     assert same(kept[1], kept[0])
     assert {name: value.shape for name, value in kept[2].items()} == {name: value.shape for name, value in kept[0].items()}
-    assert [len(state(made[count])["random"]) for count in (0, 1, 2)] == [1, 1, 2]
+    assert [sum(name.startswith("random.") for name in state_of(made[count])) for count in (0, 1, 2)] == [1, 1, 2]
 
     alone = VerlOptimizer(made[2], settings(tiny_model))
     alone.load_state(made[2])
@@ -168,12 +149,13 @@ def test_ray_workers_state_loads_in_any_number_of_workers(
 
     engines[2].load_state(made[0])
     save(engines[2], tmp_path)
-    assert same(facts(tmp_path), kept[0]), "two workers hold what one has written"
-    (tmp_path / checkpoint.STATE).write_bytes(b"cut")
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
+    assert same(state_facts(tmp_path), kept[0]), "two workers hold what one has written"
+    for file in sorted((tmp_path / checkpoint.STATE).glob("*.distcp"))[1:]:
+        file.write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match=r"optimizer cannot be read \("):
         engines[2].load_state(tmp_path)
     save(engines[2], tmp_path)
-    assert same(facts(tmp_path), kept[0]), "workers that refuse alike stand as before"
+    assert same(state_facts(tmp_path), kept[0]), "workers that refuse alike stand as before"
 
 
 def test_ray_worker_writes_checkpoint_beside_passes(engines: dict[int, VerlOptimizer], rows: pl.DataFrame, tmp_path: Path) -> None:
@@ -217,7 +199,7 @@ def test_ray_worker_writes_checkpoint_beside_passes(engines: dict[int, VerlOptim
     held = load_file(tmp_path / checkpoint.WEIGHTS)
     assert differences(held, expected) == 0
     assert differences(weights(engine), expected) > 1e-5
-    assert facts(tmp_path).keys() == facts(tmp_path / "alone").keys()
+    assert state_facts(tmp_path).keys() == state_facts(tmp_path / "alone").keys()
     engine.collect()
     with pytest.raises(FileNotFoundError, match="No such file or directory"):
         engine.write(tmp_path / "no directory")

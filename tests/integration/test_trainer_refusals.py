@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from spangrad.errors import BadRowsError, LedgerError
-from tests.support.policies import sampled_rows, trainer_settings
+from tests.support.policies import sampled_rows, state_facts, trainer_settings
 from tests.support.trainers import save
 from trainer.data.batch import Batch, layout
 from trainer.data.chains import Chains
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.phases import StepPhases
-from trainer.publish import checkpoint
 
 ROWS = 8
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "max_tokens_per_device": 24}
@@ -75,7 +74,7 @@ def facts(engine: VerlOptimizer, directory: Path) -> dict[str, torch.Tensor]:
             named[prefix] = torch.as_tensor(value)
 
     save(engine, directory)
-    collect("state", torch.load(directory / checkpoint.STATE, weights_only=False))
+    collect("state", state_facts(directory))
     return named
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -313,3 +314,25 @@ def skip(ledger: Ledger, groups: Iterable[Group], reason: SkipReason) -> None:
     """Skip groups in the step from the head."""
     head = ledger.frontier()
     ledger.skips.enter(dict.fromkeys(groups, Skip(reason)), head.version if head else 0)
+
+
+def state_of(version: Path) -> dict[str, Any]:
+    """Return the optimizer's state in a version's directory, its tensors whole, by name."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from trainer.optim.states import sharded_state
+    from trainer.publish.checkpoint import STATE
+
+    state: dict[str, Any] = {name: sharded_state.empty(entry) for name, entry in sharded_state.entries(version / STATE).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a process that is alone
+        load(state, checkpoint_id=version / STATE, no_dist=True)
+    return state
+
+
+def state_facts(version: Path) -> dict[str, Any]:
+    """Return every tensor and number of a version's state but for the ranks' random states."""
+    import torch
+
+    facts = {name: value for name, value in state_of(version).items() if not name.startswith("random.")}
+    return {name: torch.as_tensor(value) for name, value in facts.items() if isinstance(value, torch.Tensor | int | float)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -126,10 +127,11 @@ class FakeOptimizer:
     def write(self, directory: Path) -> None:
         save_file({"weight": np.array([self.collected], np.float32)}, directory / "model.safetensors")
         if self.with_state:
-            (directory / "optimizer.pt").write_text(str(self.collected))
+            (directory / checkpoint.STATE).mkdir()
+            (directory / checkpoint.STATE / "weight").write_text(str(self.collected))
 
     def load_state(self, directory: Path) -> None:
-        self.weight = float((directory / "optimizer.pt").read_text())
+        self.weight = float((directory / checkpoint.STATE / "weight").read_text())
 
     def load_weights(self, directory: Path) -> None:
         self.weight = float(load_file(directory / "model.safetensors")["weight"][0])
@@ -347,8 +349,9 @@ Place = Callable[..., Path | str]
 
 
 def save(engine: VerlOptimizer | FileOptimizer, directory: Path) -> None:
-    """Write what an engine holds into a directory, which is made."""
+    """Write what an engine holds into a directory, which is made; a state in it is replaced."""
     directory.mkdir(exist_ok=True)
+    shutil.rmtree(directory / checkpoint.STATE, ignore_errors=True)
     engine.collect()
     engine.write(directory)
 

@@ -140,7 +140,7 @@ def test_policy_rollback_serves_version_and_moves_head_of_running_trainer(
     assert "version 1 is loaded: branch main was moved there by another process" in caplog.text
     made = newest_version(trainer.ledger)
     assert (made.version, made.policy_version.parent, trainer.ledger.lineage()) == (3, 1, [0, 1, 3])
-    assert (path(trainer, 3) / "optimizer.pt").read_text() == "2.0", "one step from version 1, whose weight is 1"
+    assert (path(trainer, 3) / "optimizer/weight").read_text() == "2.0", "one step from version 1, whose weight is 1"
     assert ask("show", "policy@1")[3] == "next 2, 3"
     assert ask("rollback", "policy@2", "--no-publish") == ["branch main of policy is at version 2: the next step trains it"]
     assert len(gateway.asked) == 1

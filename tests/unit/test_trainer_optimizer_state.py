@@ -109,7 +109,7 @@ def test_trainer_writes_state_every_steps_and_at_end(tmp_path: Path, base: Path)
     assert (with_state(trainer), weight(trainer)) == ([4, 6], 6.0)
     newest = trainer.ledger.version(6).policy_version
     checkpoint.verify(Path(newest.path), newest.checksum)
-    assert json.loads((Path(newest.path) / checkpoint.MARKER).read_text())["files"][checkpoint.STATE] == len("6.0")
+    assert json.loads((Path(newest.path) / checkpoint.MARKER).read_text())["files"]["optimizer/weight"] == len("6.0")
     assert steps_since_state(trainer.ledger, trainer.ledger.version(5)) == (trainer.ledger.version(4), [trainer.ledger.version(5)])
 
 

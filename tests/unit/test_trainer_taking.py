@@ -99,7 +99,7 @@ def test_step_that_names_rows_skips_their_groups_and_refills_the_batch(tmp_path:
     assert "1 groups are skipped (logprob_gap): bad. bad: rows [2, 3] differ by 0.4 nats." in caplog.text
     newest = loop.newest_version(trainer.ledger)
     assert (newest.metrics["groups_failed"], newest.metrics["groups_skipped"]) == (1.0, 1.0)
-    assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "2.0"
+    assert (Path(newest.policy_version.path) / "optimizer/weight").read_text() == "2.0"
 
 
 def test_step_refused_with_too_few_groups_left_waits_for_more(tmp_path: Path, base: Path):

@@ -218,7 +218,7 @@ def trainer_host(
         MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * host_ranks // ranks),
         MemoryItem("copies at the step's start", _copies(model, settings) * host_ranks // ranks, "step"),
         MemoryItem("weights as they are loaded", _loading(model, host_ranks, first=first), "start"),
-        MemoryItem("version that is written", checkpoint_bytes(model, settings) if first else 0, "step"),
+        MemoryItem("version that is written", checkpoint_bytes(model, settings) * host_ranks // ranks, "step"),
     ]
 
 
@@ -243,19 +243,19 @@ def _loading(model: Architecture, host_ranks: int, *, first: bool) -> int:
 
 
 def written_weights(model: Architecture, settings: TrainerSettings) -> int:
-    """Return the bytes of the weights that rank 0 collects, and writes beside the next step (`Rank.collect`)."""
+    """Return the bytes of the weights that all ranks collect, and write beside the next step (`Rank.collect`)."""
     return (_adapters(model, settings) if settings.weight_sync.method == "adapter" else model.parameters) * _FLOAT32
 
 
 def written_state(model: Architecture, settings: TrainerSettings) -> int:
-    """Return the bytes of the state that rank 0 collects and writes beside the weights (`Rank.collect`)."""
+    """Return the bytes of the state that all ranks collect and write beside the weights (`Rank.collect`)."""
     base = model.parameters if settings.lora.rank and settings.weight_sync.method != "adapter" else 0
     critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
     return (base + _adapters(model, settings)) * _FLOAT32 + trained_parameters(model, settings) * _MOMENTS + critic
 
 
 def checkpoint_bytes(model: Architecture, settings: TrainerSettings) -> int:
-    """Return the size of a checkpoint's files, which is that of what rank 0 collects."""
+    """Return the size of a checkpoint's files, which is that of what all ranks collect."""
     return written_weights(model, settings) + written_state(model, settings)
 
 

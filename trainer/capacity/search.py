@@ -259,7 +259,7 @@ def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, layout: 
         stages=(
             timing.generation(model, settings, cluster, layout.engines, work),
             *timing.training(model, settings, cluster, ranks, layout.hosts, work),
-            timing.checkpoint(model, settings, cluster, layout.hosts),
+            timing.checkpoint(model, settings, cluster, ranks),
             *timing.publications(model, settings, cluster, layout.engines),
         ),
     )

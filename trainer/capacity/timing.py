@@ -125,13 +125,13 @@ def _link(hosts: int) -> str:
     return "network of a host" if hosts > 1 else "links between GPUs"
 
 
-def checkpoint(model: Architecture, settings: Settings, cluster: GpuCluster, hosts: int) -> StageEstimate:
-    """Return the write of a version, beside the next step: rank 0 gets whole tensors, writes them, and reads them for a checksum."""
+def checkpoint(model: Architecture, settings: Settings, cluster: GpuCluster, ranks: int) -> StageEstimate:
+    """Return the write of a version, beside the next step: each rank copies its shards to main memory, writes and sums them."""
     size = memory.written_weights(model, settings.trainer)
     size += memory.written_state(model, settings.trainer) // (1 if settings.trainer.lora.rank else settings.trainer.checkpoint.every)
-    gathered = size / _link_rate(cluster, hosts) + size / cluster.gpu.host_rate
     weights = memory.written_weights(model, settings.trainer)
-    return StageEstimate("checkpoint", gathered + size / DISK_RATE + weights / CHECKSUM_RATE, size, "disk")
+    own = (size / cluster.gpu.host_rate + weights / CHECKSUM_RATE) / ranks
+    return StageEstimate("checkpoint", own + size / DISK_RATE, size, "disk")
 
 
 def publications(model: Architecture, settings: Settings, cluster: GpuCluster, engines: int) -> list[StageEstimate]:

@@ -9,7 +9,7 @@ verl is imported with this module, so `trainer.optim.process.choose_platform` co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 
@@ -28,10 +27,10 @@ from spangrad.weights.shards import TensorSums
 from trainer.optim import staged_step
 from trainer.optim.pass_times import PassTimes
 from trainer.optim.process import quiet
-from trainer.optim.states import snapshots
+from trainer.optim.states import sharded_state, snapshots
 from trainer.optim.states.host_parts import host_part
 from trainer.optim.states.snapshots import EarlierWeights
-from trainer.optim.weight_shards import WeightPart, kind_of, load_whole, own_parts, shard_of
+from trainer.optim.weight_shards import WeightPart, kind_of, load_whole, own_parts
 from trainer.publish import checkpoint
 from trainer.publish.experts import fuse_experts
 from trainer.publish.lora import kept, require_adapters, weights_file
@@ -48,6 +47,10 @@ class ModelRole(StrEnum):
     POLICY = "policy"
     REFERENCE = "reference"
     CRITIC = "critic"
+
+
+_WEIGHTS = {role: f"{role}.weights" for role in ModelRole}
+"""Prefixes of models' weights in the state."""
 
 
 class Rank:
@@ -69,6 +72,8 @@ class Rank:
         self._earlier: EarlierWeights | None = None
         self._collected: tuple[list[FilePart], dict[str, Any] | None] | None = None
         """Weights and state that `write` writes. None: there are none."""
+        self._files = sharded_state.new_group()
+        """Process group of writes and reads."""
         self._sender: RankSender | None = None
         """Sender of the weights. None: none were asked for."""
         self._times = PassTimes(device)
@@ -86,8 +91,7 @@ class Rank:
         if self._earlier is None:
             self._earlier = EarlierWeights(held_versions)
         self._times.begin()
-        trained = [role for role in self._models if role is not ModelRole.REFERENCE]
-        copied = trained if undoable else [ModelRole.POLICY] if held_versions else []
+        copied = [role for role, _ in self._trained()] if undoable else [ModelRole.POLICY] if held_versions else []
         self._before = {role: snapshots.take(self._engine(role), moments=undoable) for role in copied}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -249,93 +253,65 @@ class Rank:
         """Write what was collected, and free it, beside other calls; return the sums of this rank's parts of the weights."""
         assert self._collected is not None
         (weights, state), self._collected = self._collected, None
+        if state is not None:  # first: in this alone ranks wait for one another
+            sharded_state.write(directory / checkpoint.STATE, state, self._files)
         self._write_weights(directory, weights)
-        if state is not None and self.rank == 0:
-            torch.save(state, directory / checkpoint.STATE)
         return sums_of_parts(weights)
 
     def _state(self, order: Any) -> dict[str, Any]:
-        """Return the state beside the weights; collective. Tensors are None on other ranks than 0."""
-        keep, policy = self.rank == 0, self._engine(ModelRole.POLICY)
-        ranks: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(ranks, _random_state())
-        state = {
-            "moments": _moments(policy.optimizer, keep),
-            "steps": policy.lr_scheduler.last_epoch,
-            "order": order,
-            "random": ranks,
-        }
+        """Return this rank's shards of the state beside the weights, in main memory, and its own random state under its number."""
+        schedule = self._engine(ModelRole.POLICY).lr_scheduler
+        state = {"order": order, "steps": schedule.last_epoch, **sharded_state.named(f"random.{self.rank}", _random_state())}
+        for role, engine in self._trained():
+            state |= sharded_state.moments(role, engine.module, engine.optimizer)
         if self._settings.lora.rank:
-            held = kept(policy.module.state_dict(), self._settings)
-            state["adapted"] = {name: _whole(value, keep, copy=".lora_" in name) for name, value in held.items()}
-            state["lora_alpha"] = self._settings.lora.alpha
+            held = kept(self._engine(ModelRole.POLICY).module.state_dict(), self._settings)
+            state |= {**sharded_state.named(_WEIGHTS[ModelRole.POLICY], held), "lora_alpha": self._settings.lora.alpha}
         if ModelRole.CRITIC in self._models:
-            critic = self._engine(ModelRole.CRITIC)
-            state["critic"] = {"weights": _whole(critic.module.state_dict(), keep), "moments": _moments(critic.optimizer, keep)}
-        return state
+            state |= sharded_state.named(_WEIGHTS[ModelRole.CRITIC], self._engine(ModelRole.CRITIC).module.state_dict())
+        return sharded_state.host_copy(state, copied=".lora_")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_state(self, directory: Path) -> Any:
-        """Read the state that `write` wrote, by any number of workers. A critic that it lacks starts untrained; rates and betas are as set.
+        """Read this rank's shards of the state that any number of workers wrote; collective.
+
+        A critic that it lacks starts untrained; rates and betas are as set.
 
         Returns:
             The random state that mini-batches are drawn from.
 
         Raises:
-            CheckpointError: the file is missing or damaged, or has other adapters than the settings; on every rank.
+            CheckpointError: the files are missing or damaged, or have other adapters than the settings; on every rank, and nothing changed.
         """
-        file, settings = directory / checkpoint.STATE, self._settings
-        try:
-            state = torch.load(file, weights_only=False, mmap=True)  # our own file, beside weights whose checksum was verified
-        except (OSError, RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}). Restore {directory} from a copy.") from error
-        if not {"order", "steps", "moments"} <= state.keys():
-            raise CheckpointError(
-                f"{file} is of another release. Begin a branch with the weights beside it (trainer.branch, trainer.model), or go on there."
-            )
-        policy = self._engine(ModelRole.POLICY)
-        require_adapters(file, state.get("adapted"), state.get("lora_alpha"), policy.module.state_dict(), settings)
-        if settings.lora.rank:
-            load_whole(policy.module, state["adapted"], strict=settings.weight_sync.method != "adapter")
-        _load_moments(policy.optimizer, state["moments"])
-        _resume_schedule(policy.lr_scheduler, state["steps"])
-        if self.rank < len(state["random"]):
-            _set_random_state(state["random"][self.rank])
-        if ModelRole.CRITIC in self._models and "critic" in state:
-            load_whole(self._engine(ModelRole.CRITIC).module, state["critic"]["weights"])
-            _load_moments(self._engine(ModelRole.CRITIC).optimizer, state["critic"]["moments"])
-        return state["order"]
+        files, settings, policy = directory / checkpoint.STATE, self._settings, self._engine(ModelRole.POLICY)
+        held = sharded_state.entries(files)
+        facts = {name: sharded_state.empty(held[name]) for name in ("order", "steps", "lora_alpha") if name in held}
+        sharded_state.read(files, facts, self._files)
+        adapted = {name: entry.shape for name, entry in sharded_state.under(_WEIGHTS[ModelRole.POLICY], held).items() if entry}
+        require_adapters(files, adapted if "lora_alpha" in held else None, facts.get("lora_alpha"), policy.module.state_dict(), settings)
+        own = f"random.{self.rank}"
+        state = {name: sharded_state.empty(entry) for name, entry in held.items() if name.startswith(f"{own}.")}
+        for role, engine in self._trained():
+            state |= sharded_state.moments_like(role, engine.module, held)
+            weights = sharded_state.named(_WEIGHTS[role], engine.module.state_dict())
+            state |= {name: torch.empty_like(value) for name, value in weights.items() if name in held}
+        sharded_state.read(files, state, self._files)
+        for role, engine in self._trained():
+            if weights := sharded_state.under(_WEIGHTS[role], state):
+                adapters_alone = role is ModelRole.POLICY and settings.weight_sync.method == "adapter"
+                engine.module.load_state_dict(weights, strict=not adapters_alone)
+            if role is ModelRole.POLICY or weights:
+                sharded_state.load_moments(role, engine.module, engine.optimizer, state)
+        _resume_schedule(policy.lr_scheduler, facts["steps"])
+        _set_random_state(sharded_state.under(own, state))
+        return facts["order"]
+
+    def _trained(self) -> list[tuple[ModelRole, Any]]:
+        """Return the models that are trained."""
+        return [(role, self._engine(role)) for role in self._models if role is not ModelRole.REFERENCE]
 
     def _engine(self, role: ModelRole) -> Any:
         return self._models[role].engine
-
-
-def _whole(state: Any, keep: bool, *, copy: bool = False) -> Any:
-    """Return a state with its tensors whole and in main memory; collective.
-
-    Args:
-        state: tensors, in dicts or not, and values that are left as they are.
-        keep: False to return None for tensors: another rank keeps them.
-        copy: True to copy tensors that are in main memory already.
-    """
-    if isinstance(state, dict):
-        return {key: _whole(value, keep, copy=copy) for key, value in state.items()}
-    if not isinstance(state, torch.Tensor):
-        return state
-    whole = state.full_tensor() if isinstance(state, DTensor) else state
-    return whole.detach().to("cpu", copy=copy) if keep else None
-
-
-def _moments(optimizer: Any, keep: bool) -> dict[int, dict[str, Any]]:
-    """Return an optimizer's state of each parameter; collective."""
-    return _whole(optimizer.state_dict()["state"], keep)
-
-
-def _load_moments(optimizer: Any, moments: dict[int, dict[str, Any]]) -> None:
-    """Load the moments; rates, betas and decay stay as in the settings."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {at: {name: shard_of(value, parameters[at]) for name, value in held.items()} for at, held in moments.items()}
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
 
 
 def _resume_schedule(schedule: Any, steps: int) -> None:
@@ -349,7 +325,8 @@ def _random_state() -> dict[str, Any]:
     return {"cpu": torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})}
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    if "cpu" in state:  # not in a state of fewer ranks
+        torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

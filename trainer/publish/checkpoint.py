@@ -26,7 +26,8 @@ from spangrad.weights.shards import TensorSums, checksum_of
 
 MARKER = "STABLE"
 WEIGHTS = "model.safetensors"
-STATE = "optimizer.pt"
+STATE = "optimizer"
+"""Directory of the optimizer's state, into which each rank writes its shards."""
 TRAINED_CALLS = "trained_calls.parquet"
 """Calls of the batch that made a version, with the advantage of each; the store's copy is made of it."""
 Save = Callable[[Path], Mapping[str, TensorSums] | None]
@@ -108,9 +109,7 @@ def write(
         # An adapter's checksum is also of its base.
         checksum = checksum_of(sums, "float32") if sums and not adapter else checksum_directory(temporary)
         written = Checkpoint(final, policy, branch, version, parent, batch_id, checksum, tokenizer_hash(temporary))
-        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-        for name in sizes:
-            _sync(temporary / name)
+        sizes = _synced(temporary)
         facts = {**asdict(written), "path": str(final), "files": sizes}
         (temporary / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
         _sync(temporary / MARKER)
@@ -152,7 +151,7 @@ def verify(path: Path, checksum: str) -> None:
 def has_state(path: Path) -> bool:
     """Return whether a version's directory holds the optimizer's state."""
     marker = path / MARKER
-    return STATE in json.loads(marker.read_text())["files"] if marker.exists() else (path / STATE).exists()
+    return any(_is_state(name) for name in json.loads(marker.read_text())["files"]) if marker.exists() else (path / STATE).exists()
 
 
 def add_state(path: Path, write: Save) -> None:
@@ -171,10 +170,11 @@ def add_state(path: Path, write: Save) -> None:
         temporary.mkdir()
         write(temporary)
         facts = json.loads((path / MARKER).read_text())
-        facts["files"][STATE] = (temporary / STATE).stat().st_size
+        facts["files"] |= {name: size for name, size in _synced(temporary).items() if _is_state(name)}
         (temporary / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
+        _sync(temporary / MARKER)
+        shutil.rmtree(path / STATE, ignore_errors=True)  # of an end that was cut off
         for name in (STATE, MARKER):  # the marker last: it makes the state count
-            _sync(temporary / name)
             (temporary / name).replace(path / name)
             _sync(path)
     except OSError as error:
@@ -240,6 +240,18 @@ def _number(path: Path) -> int:
     """Return the number of the version that a directory is named after; -1 where it is named after none."""
     digits = path.name.rpartition("v")[2]
     return int(digits) if digits.isdecimal() else -1
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(f"{STATE}/")
+
+
+def _synced(directory: Path) -> dict[str, int]:
+    """Return the size of each file below a directory, all of which are on the disk then."""
+    below = sorted(directory.rglob("*"))
+    for path in below:
+        _sync(path)
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in below if path.is_file()}
 
 
 def _sync(path: Path) -> None:

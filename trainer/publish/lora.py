@@ -50,13 +50,13 @@ def kept(parameters: Mapping[str, Any], settings: TrainerSettings) -> dict[str, 
 
 
 def require_adapters(
-    file: Path, held: Mapping[str, Any] | None, alpha: int | None, parameters: Mapping[str, Any], settings: TrainerSettings
+    file: Path, held: Mapping[str, tuple[int, ...]] | None, alpha: int | None, parameters: Mapping[str, Any], settings: TrainerSettings
 ) -> None:
     """Check that a version's state has the adapters that the settings make.
 
     Args:
         file: named in errors.
-        held: result of `kept` when the state was written. None: it was written without adapters.
+        held: shapes of `kept` when the state was written. None: it was written without adapters.
         alpha: trainer.lora.alpha at that time.
         parameters: parameters of the model, as the settings make them.
         settings: the trainer's.
@@ -77,7 +77,7 @@ def require_adapters(
             f"{file} was written with trainer.weight_sync.method = {'adapter' if alone else 'disk'}, and now it is "
             f"{settings.weight_sync.method}. Set it as it was, or begin a branch with a whole model (trainer.branch, trainer.model)."
         )
-    if {name: value.shape for name, value in held.items()} != {name: value.shape for name, value in kept(parameters, settings).items()}:
+    if dict(held) != {name: tuple(value.shape) for name, value in kept(parameters, settings).items()}:
         raise CheckpointError(
             f"{file} holds adapters of another shape than trainer.lora.rank = {settings.lora.rank} and trainer.lora.modules make. "
             "Set them as they were, or begin a branch with these weights (trainer.branch, trainer.model)."
