@@ -40,18 +40,19 @@ def agent_spec(
         AgentError: the arguments name no agent, or several; or a file does not exist.
     """
     from runner.workers.agents import CallableAgent, CommandAgent, ContainerAgent, is_service
+    from spangrad.episode.adapters.references import by_openenv, names_environment
     from spangrad.episode.agent import REFERENCE
 
     evaluator = None if evaluator is None else located(evaluator, directory)
     if agent is None and image is None and len(command) == 1 and is_file(command[0]):
         agent, command = command[0], ()
+    if environment is not None and not (agent or image or command):
+        environment = by_openenv(environment)
     if environment is not None and not is_service(environment):
-        environment = located(environment, directory)
+        environment = environment if names_environment(environment) else located(environment, directory)
         agent = agent or (None if image or command else REFERENCE)
     if sum(map(bool, (agent, image, command and not image))) != 1:
-        raise AgentError(
-            "name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, a command after `--`, or only --environment MODULE:CLASS."
-        )
+        raise AgentError("name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, a command after `--`, or only --environment.")
     if agent:
         return CallableAgent(located(agent, directory), evaluator=evaluator, environment=environment, directory=directory)
     if not image:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def play(
     """Play one episode of an environment, with the contexts that training has; print the messages, the return and the reason of the end.
 
     Args:
-        environment: MODULE:CLASS or FILE.py:CLASS with reset(task) and step(action).
+        environment: MODULE:CLASS or FILE.py:CLASS with reset(task) and step(action), gymnasium:ID, or the URL of a server of environments.
         task: input of the task, as JSON.
         person: write the replies yourself, a line each; the model at gateway.url writes them otherwise.
         greedy: the model takes the most likely token each time, as in greedy rollouts.
@@ -45,8 +46,8 @@ def play(
 
     from commands.training.agents import located
     from spangrad.callables import load
+    from spangrad.episode.adapters.references import TOKEN_VARIABLE, by_openenv, factory_of, is_factory, names_environment
     from spangrad.episode.agent import limits_of, policy_of
-    from spangrad.episode.environment import is_environment_class
     from spangrad.errors import AgentError
 
     try:
@@ -54,8 +55,11 @@ def play(
     except ValueError as error:
         raise AgentError(f"--task {task!r} is no JSON ({error}). Give the task's input as JSON: text in double quotes.") from None
     sys.path.insert(0, str(directory.resolve()))
-    factory = load(located(environment, directory))
-    if not is_environment_class(factory):
+    environment = by_openenv(environment)
+    if settings.environments.token is not None:
+        os.environ[TOKEN_VARIABLE] = settings.environments.token.get_secret_value()
+    factory = factory_of(environment if names_environment(environment) else located(environment, directory), load)
+    if not is_factory(factory):
         raise AgentError(f"{environment} is no class with reset(task) and step(action). Name one, as MODULE:CLASS.")
     episode, token = settings.runner.episode.model_dump(), settings.gateway.token
     if greedy:

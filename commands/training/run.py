@@ -57,8 +57,9 @@ def run(
         agent: Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
         evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward
             service.
-        environment: MODULE:CLASS with reset(task) and step(action), which needs no agent: the policy's replies are its actions; or
-            MODULE:FUNCTION that is called with the input and returns the agent's environment; or URL of a service that leases environments.
+        environment: MODULE:CLASS with reset(task) and step(action), gymnasium:ID, or URL of a server of such environments, joined by
+            commas where there are several: they need no agent, since the policy's replies are the actions. For an agent: MODULE:FUNCTION
+            that is called with the input and returns its environment, or URL of a service that leases environments.
         directory: directory of the agent's modules, or of its program's files.
         instrument: start the command under opentelemetry-instrument.
         image: container image of the agent, instead of a command; the words after `--` are then its arguments.

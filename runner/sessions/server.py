@@ -21,7 +21,7 @@ from runner.sessions.messages import ErrorCode, SessionError
 from runner.sessions.metrics import SessionMetrics, SessionsNow
 from runner.sessions.sessions import SessionTable
 from runner.sessions.shards import ShardCommand, Shards
-from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER, SERVER_HEADER
+from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER
 from spangrad.http import server as http_server
 from spangrad.http.metrics import metrics_route
 from spangrad.http.server import BODY_BYTES, Address, body, json_response, json_server
@@ -39,7 +39,6 @@ _STATUSES = {
     ErrorCode.UNKNOWN_TYPE: 400,
 }
 """HTTP status of an error; 500 for the others."""
-_IDENTITY = {SERVER_HEADER: "1"}
 
 
 class _Response(msgspec.Struct):
@@ -125,7 +124,6 @@ class SessionRoutes:
         connection = web.WebSocketResponse(
             heartbeat=self._heartbeat, compress=False, max_msg_size=BODY_BYTES, timeout=1.0, decode_text=False
         )
-        connection.headers.update(_IDENTITY)
         await connection.prepare(request)
         self._connections.add(connection)
         try:
@@ -155,7 +153,6 @@ class SessionRoutes:
             while (message := await connection.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
                 frame = await session.ask(message.data)
                 if frame.events & FrameEvents.CLOSED:
-                    self._table.end(session, "closed")
                     await connection.close()
                     return
                 await connection.send_frame(frame.payload, WSMsgType.TEXT)
@@ -191,7 +188,7 @@ class SessionRoutes:
         """Return the description of the environment; `system_prompt` and `tools` are ours."""
         about = self._shards.description
         ours = {"system_prompt": about.system_prompt, "tools": about.tools}
-        return json_response({"name": about.name, "description": about.description, **ours}, headers=_IDENTITY)
+        return json_response({"name": about.name, "description": about.description, **ours})
 
     async def load(self, request: web.Request) -> web.Response:
         """Return the number of sessions, and its limit."""
@@ -228,7 +225,7 @@ async def _refuse(connection: web.WebSocketResponse, error: SessionError) -> Non
 def _http_response(payload: bytes) -> web.Response:
     response = msgspec.json.decode(payload, type=_Response)
     if response.type != "error":
-        return web.Response(body=bytes(response.data), content_type="application/json", headers=_IDENTITY)
+        return web.Response(body=bytes(response.data), content_type="application/json")
     data = msgspec.json.decode(response.data)
     status = _STATUSES.get(data["code"], 500)
     return json_response({"error": data["message"], **data}, status, {"Retry-After": "1"} if status == 503 else None)

@@ -113,6 +113,8 @@ class EnvironmentSession:
         future = self._waiting.popleft()
         if not future.done():
             future.set_result(frame)
+        if frame.events & FrameEvents.CLOSED:
+            self._table.end(self, "closed")
 
     def lose(self, sentence: str) -> None:
         """End with its process."""

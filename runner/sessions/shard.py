@@ -31,6 +31,7 @@ from runner.sessions.instance import USER_ERRORS, Call, SessionInstance, Session
 from runner.sessions.messages import ErrorCode, SessionError
 from runner.sessions.step_spans import PlayedSpans
 from spangrad.callables import load
+from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.environment import Environment, is_environment, member
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.processes import kill_group
@@ -277,7 +278,7 @@ async def serve(factory: str, requests: socket.socket, responses: socket.socket)
         responses: stream to it.
     """
     try:
-        shard = SessionShard(load(factory), responses)
+        shard = SessionShard(factory_of(factory, load), responses)
         description = await shard.describe()
     except SpangradError as error:
         responses.sendall(Frame(FrameKind.BROKEN, payload=str(error).encode()).encode())

@@ -12,6 +12,8 @@ from urllib.parse import quote
 from spangrad.agent import prompt_client
 from spangrad.agent.container import Container, reached_at
 from spangrad.callables import split
+from spangrad.episode.adapters.references import TOKEN_VARIABLE as ENVIRONMENTS_TOKEN
+from spangrad.episode.adapters.references import names_environment
 from spangrad.episode.agent import REFERENCE as EPISODES
 from spangrad.episode.agent import VARIABLE as EPISODE_VARIABLE
 from spangrad.leases import this_process
@@ -43,8 +45,11 @@ class CallableAgent:
     python: Path = Path(sys.executable)
     """Interpreter of the agent's environment, where the wheel `spangrad` is installed."""
     environment: str | None = None
-    """`module:function`, called with the input before the agent runs; `module:class` with reset and step; or the URL of a service that
-    leases environments. Its value is passed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
+    """`module:function`, called with the input before the agent runs; an environment with reset and step (`module:class`, `gymnasium:ID`,
+    or URLs with a protocol: `openenv+http://...`, `ors+...`, `opentinker+...`); or the URL of a service that leases environments.
+
+    Its value is passed to agent and evaluator, where they have a parameter `environment`. None: they have none.
+    """
 
     @property
     def name(self) -> str:
@@ -171,6 +176,8 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, agent: Age
     policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
     if isinstance(agent, CallableAgent) and agent.agent == EPISODES:
         variables[EPISODE_VARIABLE] = settings.runner.episode.model_dump_json()
+    if settings.environments.token is not None and agent.environment and names_environment(agent.environment):
+        variables[ENVIRONMENTS_TOKEN] = settings.environments.token.get_secret_value()
     variables["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
     # The openai client refuses to start without a key, even where none is asked for.
     if settings.runner.gateway:

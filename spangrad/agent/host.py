@@ -52,7 +52,8 @@ from spangrad.agent.local_environment import LocalEnvironment
 from spangrad.agent.propagation import context_from
 from spangrad.agent.reward_values import rewards_from
 from spangrad.callables import load, load_agent
-from spangrad.errors import AgentError
+from spangrad.episode.adapters.references import factory_of
+from spangrad.errors import AgentError, EnvironmentsError
 from spangrad.processes import MARK, kill_marked
 from spangrad.types import AttemptFailure, Stage
 
@@ -328,7 +329,7 @@ def main() -> None:
     parser.add_argument("--instrument", action="store_true", help="run the command under opentelemetry-instrument")
     parser.add_argument("--evaluator", help="the evaluator, as module:function")
     parser.add_argument("--outputs", action="store_true", help="answer with the agent's output, for a service to evaluate")
-    parser.add_argument("--environment", help="the initialiser, as module:function")
+    parser.add_argument("--environment", help="the initialiser, as module:function, or an environment with reset and step")
     parser.add_argument("--leased", action="store_true", help="each job brings its environment, instead of --environment")
     parser.add_argument("--path", type=Path, default=Path(), help="directory in which modules are looked for first, and the command runs")
     args = parser.parse_args()
@@ -341,13 +342,13 @@ def main() -> None:
         evaluator: Callable[..., Any] | str | None = args.evaluator or (None if args.outputs else marked)
         stages = Stages(
             agent,
-            load(args.environment) if args.environment else None,
+            factory_of(args.environment, load) if args.environment else None,
             load(evaluator) if isinstance(evaluator, str) else evaluator,
             args.leased,
             args.outputs,
         )
         host = Host(stages)
-    except AgentError as error:
+    except (AgentError, EnvironmentsError) as error:
         _write(answers, {"error": str(error)})
         sys.exit(error.exit_code)
     divide_outputs()

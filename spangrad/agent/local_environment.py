@@ -5,7 +5,8 @@ attempt ended, and in bounded time.
 
 An initialiser is a callable `factory(input)`, plain or async. Where its value is an async context manager, it is entered, and the value
 of that is the environment; else the value itself is, and is closed by its `aclose()` or `close()`, where it has one. Or it is a class with
-reset and step (`spangrad.episode.environment.Environment`), called without arguments: the environment is its `EnvironmentCalls`.
+reset and step (`spangrad.episode.environment.Environment`), or a function of `spangrad.episode.adapters` that creates such objects, called
+without arguments: the environment is its `EnvironmentCalls`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from spangrad.episode.environment import EnvironmentCalls, is_environment_class
+from spangrad.episode.adapters.references import is_factory
+from spangrad.episode.environment import EnvironmentCalls
 
 Call = Callable[..., Awaitable[Any]]
 _CLOSE_SECONDS = 4.0
@@ -50,7 +52,7 @@ class LocalEnvironment:
         """
         if self._initialiser is None:
             return
-        if is_environment_class(self._initialiser):
+        if is_factory(self._initialiser):
             self.value = await EnvironmentCalls.create(self._initialiser)
             self._close = self.value.aclose
             return

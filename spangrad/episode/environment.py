@@ -104,7 +104,8 @@ class EnvironmentCalls:
         """
         thread = ThreadPoolExecutor(1, "environment")
         try:
-            return cls(await asyncio.get_running_loop().run_in_executor(thread, factory), thread)
+            context = contextvars.copy_context()
+            return cls(await asyncio.get_running_loop().run_in_executor(thread, context.run, factory), thread)
         except BaseException:
             thread.shutdown(wait=False)
             raise

@@ -19,8 +19,6 @@ EPISODE_ID = "episode_id"
 """Key of a reset's metadata and request: name of the episode."""
 REWARDS_HEADER = "Spangrad-Rewards"
 """Header of a session's first request; `client`: the client records the rewards, and the server's spans carry none."""
-SERVER_HEADER = "Spangrad-Sessions"
-"""Header of the answer, by which a server says that its messages have the fields `step` and `traceparent`."""
 
 
 def observation_fields(observation: object) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Guess:
                 pass
         if action == self.secret:
             return StepResult("Right.", 1.0, True, {"guesses": len(self.played)})
-        return StepResult({"played": self.played}, 0.25)
+        return StepResult({"played": [*self.played]}, 0.25)
 
     def close(self) -> None:
         if self.log:

@@ -16,6 +16,7 @@ from commands.demo.settings import write_settings
 from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
 from spangrad.episode.agent import REFERENCE as EPISODES
+from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import Selection, Settings, StoreSettings
 from spangrad.settings.runner import EpisodeSettings, FailureRewards
 from spangrad.settings.sources import explain_settings, load_settings
@@ -121,6 +122,32 @@ def test_loop_episode_without_agent_rewards_the_call_of_each_step(gateway: Setti
     assert rows == [(0, [0.25])] * 4 + [(1, [0.5])] * 4
     steps = "SELECT ToolName, count(), uniqExact(CallId) FROM spangrad.tool_calls WHERE RunId = {run:String} GROUP BY ToolName"
     assert ask(settings, steps) == [("step", 8, 8)]
+
+
+def test_loop_episode_on_a_server_of_environments_trains_as_a_local_one(gateway: Settings, tmp_path: Path) -> None:
+    settings = own_run(gateway)
+    (port,) = free_ports(1)
+    words = ("env", "serve", "two_guesses:TwoGuesses", "--directory", str(AGENTS), "--port", str(port))
+    serving = Child(
+        "environments", own_command(*words, "--set", f"store.otlp_endpoint={settings.store.otlp_endpoint}"), tmp_path / "env.log"
+    )
+    try:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), 60, "environments", [serving])
+        settings = settings.model_copy(update={"runner": settings.runner.model_copy(update={"episode": EpisodeSettings(turn_tokens=3)})})
+        agent = CallableAgent(EPISODES, environment=f"openenv+http://127.0.0.1:{port}", directory=AGENTS)
+        outcomes = roll_out(settings, agent, TASKS, tmp_path, size=2)
+    finally:
+        serving.stop()
+    assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, 2)] * 4
+    build_all(settings, 4)
+    rows = ask(settings, "SELECT Turn, `Rewards.Value` FROM spangrad.transitions WHERE RunId = {run:String} ORDER BY Turn")
+    assert rows == [(0, [0.25])] * 4 + [(1, [0.5])] * 4
+    steps = (
+        "SELECT SpanName, count(), countIf(ParentSpanId IN (SELECT SpanId FROM otel.otel_traces WHERE SpanName = 'execute_tool step')) "
+        "FROM otel.otel_traces WHERE ServiceName = 'spangrad-environments' AND SpanAttributes['spangrad.run.id'] = {run:String} "
+        "GROUP BY SpanName ORDER BY SpanName"
+    )
+    assert ask(settings, steps) == [("reset", 4, 0), ("step", 8, 8)]
 
 
 @pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])

@@ -18,8 +18,9 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = tomllib.loads((ROOT / "packaging" / "agent" / "pyproject.toml").read_text())["project"]
-HOSTED = {"spangrad", "spangrad.agent.host", "spangrad.episode.agent", "spangrad.episode.openenv_fields", "span_processors.reward"}
-ENTRY_POINTS = HOSTED | {reference.partition(":")[0] for group in AGENT["entry-points"].values() for reference in group.values()}
+ENTRY_POINTS = {"spangrad", "spangrad.agent.host", "spangrad.episode.agent", "span_processors.reward"} | {
+    reference.partition(":")[0] for group in AGENT["entry-points"].values() for reference in group.values()
+}
 """Modules that an agent's user, its host or OpenTelemetry imports."""
 CLIENT = ("spangrad", "spangrad.client.client")
 """The import whose target the server's wheel brings, and the module that has it: `spangrad.Client`."""

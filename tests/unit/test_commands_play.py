@@ -65,5 +65,5 @@ def test_environment_alone_is_played_by_the_agent_without_code() -> None:
     spec = agent_spec((), None, None, AGENTS, RunnerSettings(), instrument=False, environment="two_guesses:TwoGuesses")
     assert spec == CallableAgent(REFERENCE, environment="two_guesses:TwoGuesses", directory=AGENTS)
     assert spec.name == "two_guesses"
-    with pytest.raises(AgentError, match="only --environment MODULE:CLASS"):
-        agent_spec((), None, None, AGENTS, RunnerSettings(), instrument=False, environment="http://127.0.0.1:8191")
+    with pytest.raises(AgentError, match="only --environment"):
+        agent_spec((), None, None, AGENTS, RunnerSettings(), instrument=False)

@@ -1,0 +1,1 @@
+"""Environments of other libraries and of servers, as environments with reset and step."""

@@ -1,0 +1,206 @@
+"""Environment on a server with OpenEnv's protocol, as an environment with reset and step: ours, or any other.
+
+In: URLs, a task, actions. Out: observations and results. Invariant: an episode is one session of one server; with ours a step whose answer
+was lost is asked for again by its number, and never played again; any other loss ends the episode as a failure of the environment.
+
+A server of another's making knows no system prompt: its description and the schema of its actions are the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from spangrad.agent.propagation import carrier_of
+from spangrad.episode.adapters.schema_actions import UnusableReply, described, fields_of_text
+from spangrad.episode.adapters.server_choice import choose, note_open
+from spangrad.episode.environment import StepResult
+from spangrad.episode.openenv_fields import CONTENT, REWARDS_HEADER, action_fields, observation_of
+from spangrad.errors import EnvironmentsError
+from spangrad.http.json_http import ask
+from spangrad.http.service import RemoteService, bearer
+from spangrad.http.websocket import WebSocket
+
+_LOAD_SECONDS = 2.0
+_CONNECT_SECONDS = 10.0
+_STEP_SECONDS = 600.0
+"""Longest wait for a server's message, in seconds."""
+_RETURN_SECONDS = 20.0
+"""Time for which a lost connection to a session of ours is tried again, in seconds; shorter than the session waits for its user."""
+_PAUSES = (0.1, 1.0)
+"""Shortest and longest pause between two tries, in seconds."""
+_BUSY, _FATAL = "CAPACITY_REACHED", ("FACTORY_ERROR", "SESSION_ERROR")
+
+
+class RemoteStepError(Exception):
+    """The environment raised an exception, on its server."""
+
+
+class OpenEnvServer:
+    """A session of one of several servers."""
+
+    def __init__(self, urls: Sequence[str], token: str | None = None, wait_seconds: float = 300.0) -> None:
+        """Open a session at the least loaded server.
+
+        Args:
+            urls: addresses of servers of the same environment.
+            token: bearer token. None: they ask for none.
+            wait_seconds: time for which full servers are asked again.
+
+        Raises:
+            EnvironmentsError: no server gives a session.
+        """
+        self._urls = [url.rstrip("/") for url in urls]
+        self._token = token
+        self._session = uuid.uuid4().hex
+        self._step = 0
+        self._ours = False
+        self._connection: WebSocket
+        self._url = self._open(time.monotonic() + wait_seconds)
+        about = self._get("/metadata")
+        self.tools: Sequence[Mapping[str, Any]] = about.get("tools") or ()
+        self._schema: Mapping[str, Any] = {} if self._ours else self._get("/schema")["action"]
+        self.system_prompt: str | None = (
+            about.get("system_prompt") if self._ours else described(about.get("description") or "", self._schema)
+        )
+
+    def reset(self, task: Any) -> Any:
+        """Begin an episode; a server of another's making gets the task's fields."""
+        data = {"task": task} if self._ours else task if isinstance(task, dict) else {} if task is None else {"task": task}
+        self._step = 0
+        return self._result(self._ask({"type": "reset", "data": data})).observation
+
+    def step(self, action: Any) -> StepResult:
+        """Apply an action."""
+        if isinstance(action, UnusableReply):
+            return action.result()
+        message: dict[str, Any] = {"type": "step", "data": action_fields(action)}
+        if self._ours:
+            self._step += 1
+            message |= {"step": self._step, **{name: value for name, value in carrier_of().items() if name == "traceparent"}}
+        return self._result(self._ask(message))
+
+    def parse(self, text: str) -> Any:
+        """Return the action that a reply means; a server of ours parses it itself."""
+        return text if self._ours else fields_of_text(self._schema, text)
+
+    def close(self) -> None:
+        """End the session, and see its end."""
+        try:
+            self._connection.wait_at_most(_CONNECT_SECONDS)
+            self._connection.send('{"type": "close"}')
+            while self._connection.receive() is not None:
+                pass
+        except OSError:
+            pass  # the server has left
+        self._connection.close()
+        note_open(self._url, -1)
+
+    def _result(self, data: Mapping[str, Any]) -> StepResult:
+        fields, metadata = data["observation"], dict(data.get("metadata") or {})
+        if self._ours:
+            content = metadata.pop(CONTENT, None)
+            observation = observation_of(fields) if content is None else content
+        else:
+            observation = {name: value for name, value in fields.items() if name != "metadata"}
+        reward = data.get("reward")
+        return StepResult(observation, None if reward is None else float(reward), bool(data.get("done")), metadata)
+
+    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message; return the data of the response.
+
+        Raises:
+            EnvironmentsError: the session is lost.
+            RemoteStepError: the environment, or the message, is at fault.
+        """
+        text = json.dumps(message)
+        end = time.monotonic() + _RETURN_SECONDS
+        while True:
+            try:
+                self._connection.send(text)
+                response = self._received()
+                break
+            except OSError as error:
+                if not self._ours or time.monotonic() > end:
+                    raise EnvironmentsError(f"the environment at {self._url} is lost ({error}). Look at its server's log.") from error
+                self._reconnect(end, error)
+        data = response["data"]
+        if response["type"] != "error":
+            return data
+        if data["code"] in (_BUSY, *_FATAL):
+            raise EnvironmentsError(
+                f"the environment at {self._url} is lost: {data['message']} ({data['code']}). Look at its server's log."
+            )
+        raise RemoteStepError(f"{data['message']} ({data['code']})")
+
+    def _received(self) -> dict[str, Any]:
+        text = self._connection.receive()
+        if text is None:
+            raise ConnectionResetError("the server has closed the connection")
+        return json.loads(text)
+
+    def _reconnect(self, end: float, cause: OSError) -> None:
+        """Return to the session, which waits for its user.
+
+        Raises:
+            EnvironmentsError: the server does not answer in time.
+        """
+        self._connection.close()
+        while True:
+            time.sleep(random.uniform(*_PAUSES))
+            try:
+                self._connection = self._connect(self._url)
+                return
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise EnvironmentsError(f"the environment at {self._url} is lost ({error}). Look at its server's log.") from cause
+
+    def _open(self, end: float) -> str:
+        """Open a session; return the server's URL."""
+        while True:
+            loads = {url: self._load(url) for url in self._urls}
+            url = choose(loads)
+            try:
+                self._ours = loads[url] is not None
+                self._connection = self._connect(url)
+                self._connection.send('{"type": "state"}')  # what is full says so unasked
+                response = self._received()
+                code = response["data"].get("code") if response["type"] == "error" else ""
+                refused = EnvironmentsError(f"the environment at {url} gives no session: {response['data'].get('message')}.")
+            except OSError as error:
+                code, refused = _BUSY, EnvironmentsError(f"the environment at {url} does not answer ({error}). Start it, or fix the URL.")
+            if code not in (_BUSY, *_FATAL):
+                note_open(url, 1)
+                return url
+            if code != _BUSY or time.monotonic() > end:
+                raise refused
+            time.sleep(random.uniform(*_PAUSES))
+
+    def _connect(self, url: str) -> WebSocket:
+        headers = {**bearer(self._token), **carrier_of(), REWARDS_HEADER: "client"}
+        # Only ours gives a session to whoever names a new one.
+        connection = WebSocket(f"{url}/ws?session_id={self._session}" if self._ours else f"{url}/ws", headers, _CONNECT_SECONDS)
+        connection.wait_at_most(_STEP_SECONDS)
+        return connection
+
+    def _load(self, url: str) -> float | None:
+        """Return the share of a server's capacity that is in use; infinite: it does not answer; None: it is not ours."""
+        try:
+            load = ask(replace(self._service(url), retry_seconds=0.0), "GET", "/v1/load", seconds=_LOAD_SECONDS)
+            return load["sessions"] / load["capacity"]
+        except EnvironmentsError as error:
+            return math.inf if error.http_status is None else None
+        except (KeyError, TypeError):
+            return None
+
+    def _get(self, path: str) -> Any:
+        return ask(self._service(self._url), "GET", path, seconds=_CONNECT_SECONDS)
+
+    def _service(self, url: str) -> RemoteService:
+        return RemoteService("the environment", url, self._token, EnvironmentsError, "Start it, or fix the URL.", _RETURN_SECONDS)
