@@ -109,6 +109,9 @@ REWARD: Final = "spangrad.reward"
 
 ANSWER_FIELD: Final = "spangrad"
 """Extra field of an engine's response: {"policy", "versions", "tokenizer_hash", "sampling"}."""
+CONTINUES_HEADER: Final = "x-spangrad-continues"
+"""Header of a call that appends messages to those of an earlier one and its reply: id of that response, or `new` for the first. The gateway
+then begins the prompt by the tokens that the earlier call read and sampled."""
 
 # The trainer's own spans: a step, and its stages below it. They name no rollout; what they consumed are their links.
 TRAINER_SCOPE: Final = "spangrad.trainer"

@@ -91,7 +91,13 @@ async def _play(factory: Callable[[], Environment], model: ReplyModel, limits: E
 class Person:
     """Model whose replies a person writes, a line each."""
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> ModelReply:
+    async def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+        previous: ModelReply | None,
+    ) -> ModelReply:
         """Read a line.
 
         Raises:
@@ -114,10 +120,16 @@ class Shown:
         self._model = model
         self._printed = 0
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> ModelReply:
+    async def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+        previous: ModelReply | None,
+    ) -> ModelReply:
         """Print the messages that are new, and pass the request on."""
         self.show(messages)
-        return await self._model.reply(messages, tools, max_tokens)
+        return await self._model.reply(messages, tools, max_tokens, previous)
 
     def show(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Print those of an episode's messages that were not printed yet."""

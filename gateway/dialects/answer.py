@@ -45,6 +45,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     was not finished."""
     sampling: Sampling | None = None
     """None: the answer was not finished."""
+    rendered: tuple[int, str, int, str] | None = None
+    """`continuation.Rendered` of the prompt. None: no later call continues this one, or the answer was not finished."""
 
 
 @dataclass(slots=True)

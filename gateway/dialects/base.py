@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -62,10 +63,10 @@ class ClientRequest:
         fields = {**self.fields, "temperature": 0}
         return replace(self, raw=msgspec.json.encode(fields), fields=fields)
 
-    def for_engine(self) -> bytes:
-        """Return the request that the engine gets."""
+    def for_engine(self, more: Mapping[str, Any] | None = None) -> bytes:
+        """Return the request that the engine gets, with further fields."""
         engine_request = with_ids(self.engine_path, self.fields)
-        return self.raw if engine_request is self.fields else msgspec.json.encode(engine_request)
+        return self.raw if engine_request is self.fields and not more else msgspec.json.encode({**engine_request, **(more or {})})
 
 
 class StreamReader(ABC):

@@ -122,7 +122,7 @@ def pop_engine_field(answer: EngineAnswer, top: Fields) -> bool:
     if engine_field is None:
         return False
     field = msgspec.json.decode(engine_field, type=_Field)
-    answer.engine = EngineFacts(field.policy, field.tokenizer_hash, field.versions, field.sampling)
+    answer.engine = EngineFacts(field.policy, field.tokenizer_hash, field.versions, field.sampling, field.rendered)
     for index, generation in enumerate(field.generations):
         if index == len(answer.prompts):
             answer.prompts.append([])

@@ -11,10 +11,11 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -28,6 +29,7 @@ from gateway.pool.policy import NOTHING, RETRY_AFTER_SECONDS, PoolFullError
 from gateway.pool.pool import BackendLease, BackendPool
 from gateway.pool.upstream import BackendDownError, Scrubber, unreachable
 from gateway.proxy.context import AttemptKey, attempt_of, call_context, parse_baggage
+from gateway.proxy.continued_calls import ContinuedCalls
 from gateway.proxy.counts import Counts
 from gateway.proxy.headers import forwarded, returned
 from gateway.proxy.http import url_attempt
@@ -96,6 +98,7 @@ class Calls:
         self._seconds = settings.gateway.request_timeout_seconds
         self._relaxations = settings.gateway.relax
         self._seq = count()
+        self._continued = ContinuedCalls()
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes that aiohttp registers."""
@@ -142,6 +145,7 @@ class Calls:
         if exchange.recorded:
             return
         exchange.recorded = True
+        self._continued.keep(exchange.facts)
         try:
             await self._exporter.put(self._span(exchange.facts))
         finally:
@@ -227,7 +231,8 @@ class Calls:
         backend.add_headers(headers)
         url = backend.url + facts.request.engine_path
         # Not followed: the key and the conversation are for this upstream alone.
-        async with self._session.post(url, data=_asked(facts.request, lease), headers=headers, allow_redirects=False) as upstream:
+        asked = _asked(facts.request, lease, self._continued.fields(request.headers, facts.context.attempt))
+        async with self._session.post(url, data=asked, headers=headers, allow_redirects=False) as upstream:
             facts.http_status = upstream.status
             if upstream.content_type == "text/event-stream":
                 return await self._stream(exchange, upstream, backend.scrubber())
@@ -281,12 +286,12 @@ def _is_end(events: bytes) -> bool:
     return _LAST_EVENT.match(last) is not None
 
 
-def _asked(request: ClientRequest, lease: BackendLease) -> bytes:
-    """Return the request for a backend: with its own name of the model, and asking for ids if it can give them."""
+def _asked(request: ClientRequest, lease: BackendLease, more: Mapping[str, Any]) -> bytes:
+    """Return the request for a backend: with its own name of the model, and for an engine asking for ids, with further fields."""
     if lease.model is not None and lease.model != request.model:
         fields = {**request.fields, "model": lease.model}
         request = replace(request, fields=fields, raw=msgspec.json.encode(fields))
-    return request.for_engine() if lease.backend.is_engine else request.raw
+    return request.for_engine(more) if lease.backend.is_engine else request.raw
 
 
 def _read_whole(facts: CallFacts, body: bytes) -> bytes:

@@ -14,11 +14,13 @@ import hmac
 import json
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from gateway.vllm_plugin.continuation import REPORT, REQUEST_FIELD, Continued
 from gateway.vllm_plugin.request_fields import CHAT_PATH, COMPLETIONS_PATH, TAPPED_PATHS, with_ids
 from gateway.vllm_plugin.sender import AnswerSender, FieldSender
 from gateway.vllm_plugin.state import STATE_VARIABLE, EngineState, Gate
@@ -160,6 +162,8 @@ class SpangradMiddleware:
         if complete and tap is not None and tap.sampling is not None:
             facts["versions"] = [self._versions(labels) for labels in tap.labels]
             facts["sampling"] = {**tap.sampling, "constrained": constrained or tap.sampling["constrained"]}
+            if tap.rendered is not None:
+                facts[REPORT] = astuple(tap.rendered)
         return facts
 
     def _versions(self, labels: Labels) -> list[tuple[int, int]]:
@@ -288,16 +292,24 @@ class SpangradMiddleware:
             request = json.loads(body)
         except ValueError:
             request = None
-        engine_request = with_ids(scope["path"], self._named(request)) if isinstance(request, dict) else request
+        if not isinstance(request, dict):
+            await self.app(scope, _replay(body, receive), AnswerSender(partial(self.facts, None, False), send))
+            return
+        try:
+            continued = Continued.of_field(request[REQUEST_FIELD]) if REQUEST_FIELD in request else None
+        except (KeyError, TypeError, ValueError) as error:
+            await _respond(send, 400, {"error": f"{REQUEST_FIELD} is malformed ({error!r}); the gateway alone sends it"})
+            return
+        client_request = {name: value for name, value in request.items() if name != REQUEST_FIELD} if continued else request
+        engine_request = with_ids(scope["path"], self._named(client_request))
         if engine_request is not request:
             body = json.dumps(engine_request).encode()
             headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
             scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
         tap = None
-        constrained = isinstance(request, dict) and is_constrained(request)
-        if not (isinstance(request, dict) and request.get("use_beam_search")):  # a search has no sampling distribution
-            tap = open_tap(scope["app"].state.engine_client, reads_ids=scope["path"] in TAPPED_PATHS)
-        facts = partial(self.facts, tap, constrained)
+        if not request.get("use_beam_search"):  # a search has no sampling distribution
+            tap = open_tap(scope["app"].state.engine_client, reads_ids=scope["path"] in TAPPED_PATHS, continued=continued)
+        facts = partial(self.facts, tap, is_constrained(request))
         sender = FieldSender(facts, send, tap) if tap and tap.reads_ids else AnswerSender(facts, send)
         await self.app(scope, _replay(body, receive), sender)
 

@@ -19,6 +19,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.vllm_plugin.continuation import Continued, Rendered
+
 LEAST_LOGPROB = -9999.0
 """Logprob in place of minus infinity, which JSON cannot represent; vLLM's own answers use the same value."""
 SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -44,9 +46,17 @@ class Generation:
 class Tap:
     """The generations of one request to a route."""
 
-    def __init__(self, *, reads_ids: bool) -> None:
-        """Follow a request; `reads_ids`: read ids and logprobs as well, for a route whose answers have no field for them."""
+    def __init__(self, *, reads_ids: bool, continued: Continued | None = None) -> None:
+        """Follow a request.
+
+        Args:
+            reads_ids: read ids and logprobs as well, for a route whose answers have no field for them.
+            continued: call that the request continues. None: it continues none, and none will continue it.
+        """
         self.reads_ids = reads_ids
+        self.rendered: Rendered | None = None
+        """The prompt as vLLM rendered it, where another call may continue the request."""
+        self._continued = continued
         self.generations: list[Generation] = []
         self.sampling: dict[str, Any] | None = None
         """Sampling parameters in effect, vLLM's defaults applied. None: nothing was generated."""
@@ -62,6 +72,18 @@ class Tap:
         masked = any(getattr(sampling_params, name, None) for name in MASKS) or budget not in (None, -1)
         self.sampling["constrained"] = masked
         return len(self.generations) - 1
+
+    def prompt(self, engine_client: Any, prompt: Any) -> Any:
+        """Return what vLLM's engine gets for a rendered prompt: where the request continues a call, a prompt that begins with it."""
+        if self._continued is None or not isinstance(prompt, dict) or prompt.get("type") != "token":
+            return prompt  # images are tied to their places
+        ends, rendered = _ends(engine_client), prompt["prompt_token_ids"]
+        self.rendered = Rendered.of(rendered, ends)
+        ids = self._continued.prompt(rendered, ends)
+        if ids is rendered or len(ids) >= engine_client.model_config.max_model_len:
+            return prompt
+        kept = {name: value for name, value in prompt.items() if name not in {"prompt", "prompt_token_offsets"}}
+        return {**kept, "prompt_token_ids": ids}
 
     def end(self, prompt_index: int, completion: Any) -> None:
         """Record the weights that sampled a choice that has ended."""
@@ -90,13 +112,20 @@ class Tap:
 _current: ContextVar[Tap | None] = ContextVar("spangrad_tap", default=None)
 
 
-def open_tap(engine_client: Any, *, reads_ids: bool) -> Tap:
+def open_tap(engine_client: Any, *, reads_ids: bool, continued: Continued | None = None) -> Tap:
     """Return a tap that reads the calls of `generate` in this context from now on."""
     if _INSTALLED not in vars(engine_client):
         _install(engine_client)
-    tap = Tap(reads_ids=reads_ids)
+    tap = Tap(reads_ids=reads_ids, continued=continued)
     _current.set(tap)
     return tap
+
+
+def _ends(engine_client: Any) -> set[int]:
+    """Return the tokens that end a turn: those at which vLLM ends an answer by itself."""
+    processor = engine_client.input_processor
+    listed = processor.generation_config_fields.get("eos_token_id")
+    return {end for end in (processor.renderer.get_eos_token_id(), *(listed if isinstance(listed, list) else [listed])) if end is not None}
 
 
 def _install(engine_client: Any) -> None:
@@ -111,6 +140,7 @@ def _install(engine_client: Any) -> None:
             # On a copy, since responses repeat the parameters of the request.
             sampling_params = copy(sampling_params)
             sampling_params.logprobs = 0  # the sampled token's alone
+        prompt = tap.prompt(engine_client, prompt)
         return _read(generate(prompt, sampling_params, *args, **more), tap, tap.begin(sampling_params))
 
     engine_client.generate = tapped

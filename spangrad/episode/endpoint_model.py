@@ -37,8 +37,14 @@ class EndpointModel:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further fields of requests, such as temperature."""
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> ModelReply:
-        """Ask for a reply.
+    async def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+        previous: ModelReply | None,
+    ) -> ModelReply:
+        """Ask for a reply; behind the gateway, in a context that begins with the tokens of the previous call and reply.
 
         Raises:
             EngineError: the endpoint refuses, or does not answer.
@@ -51,7 +57,7 @@ class EndpointModel:
         attributes = {semconv.GEN_AI_OPERATION: "chat", semconv.GEN_AI_REQUEST_MODEL: self.model}
         tracer = trace.get_tracer(semconv.EPISODE_SCOPE)
         with tracer.start_as_current_span(f"chat {self.model}", kind=SpanKind.CLIENT, attributes=attributes) as span:
-            answer = await self._ask(body)
+            answer = await self._ask(body, previous.response_id if previous else "")
             choice = answer["choices"][0]
             reply = ModelReply(
                 _appended(choice["message"]),
@@ -69,8 +75,8 @@ class EndpointModel:
             )
         return reply
 
-    async def _ask(self, body: Mapping[str, Any]) -> Any:
-        headers: dict[str, str] = {}
+    async def _ask(self, body: Mapping[str, Any], continues: str) -> Any:
+        headers: dict[str, str] = {semconv.CONTINUES_HEADER: continues or "new"}
         propagate.inject(headers)
         remedy = "Start it, or set OPENAI_BASE_URL."
         service = RemoteService("the model's endpoint", self.url, self.key, EngineError, remedy, _RETRY_SECONDS, headers)

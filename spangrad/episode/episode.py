@@ -92,8 +92,21 @@ class ModelReply:
 class ReplyModel(Protocol):
     """Model that replies to messages: an endpoint, a person, or a script."""
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> ModelReply:
-        """Return the reply to messages; `max_tokens` is the largest number of its tokens, None: the endpoint's own."""
+    async def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+        previous: ModelReply | None,
+    ) -> ModelReply:
+        """Return the reply to messages.
+
+        Args:
+            messages: all of the episode so far.
+            tools: that the model may call.
+            max_tokens: largest number of the reply's tokens. None: the endpoint's own.
+            previous: last reply, after which messages were appended. None: this is the first.
+        """
         ...
 
 
@@ -158,8 +171,9 @@ class Episode:
             await self._begin(task)
             while (end := self._limit_reached(deadline)) is None:
                 self.state = EpisodeState.GENERATING
+                previous = self._replies[-1] if self._replies else None
                 try:
-                    reply = await self._model.reply(tuple(self.messages), self._environment.tools, self._tokens_left())
+                    reply = await self._model.reply(tuple(self.messages), self._environment.tools, self._tokens_left(), previous)
                 except EngineError as error:
                     if not names_context_overflow(str(error)):
                         raise

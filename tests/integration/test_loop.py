@@ -120,6 +120,12 @@ def test_loop_episode_without_agent_rewards_the_call_of_each_step(gateway: Setti
     build_all(settings, 4)
     rows = ask(settings, "SELECT Turn, `Rewards.Value` FROM spangrad.transitions WHERE RunId = {run:String} ORDER BY Turn")
     assert rows == [(0, [0.25])] * 4 + [(1, [0.5])] * 4
+    appended = (
+        "SELECT startsWith(arrayStringConcat(b.PromptIds, ' '), arrayStringConcat(arrayConcat(a.PromptIds, a.ResponseIds), ' ') || ' ')"
+        " FROM spangrad.transitions AS a INNER JOIN spangrad.transitions AS b ON a.RolloutId = b.RolloutId AND b.Turn = a.Turn + 1"
+        " WHERE a.RunId = {run:String}"
+    )
+    assert ask(settings, appended) == [(True,)] * 4, "the second prompt begins with all that the first call read and sampled"
     steps = "SELECT ToolName, count(), uniqExact(CallId) FROM spangrad.tool_calls WHERE RunId = {run:String} GROUP BY ToolName"
     assert ask(settings, steps) == [("step", 8, 8)]
 

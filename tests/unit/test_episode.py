@@ -56,7 +56,13 @@ class Script:
     contexts: list[tuple[Mapping[str, Any], ...]] = field(default_factory=list[tuple[Mapping[str, Any], ...]])
     most: list[int | None] = field(default_factory=list[int | None])
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> ModelReply:
+    async def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+        previous: ModelReply | None,
+    ) -> ModelReply:
         self.contexts.append(tuple(messages))
         self.most.append(max_tokens)
         reply = next(self.replies)

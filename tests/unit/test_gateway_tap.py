@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gateway.vllm_plugin.continuation import REQUEST_FIELD, Continued, Rendered
 from gateway.vllm_plugin.middleware import SpangradMiddleware
 from gateway.vllm_plugin.request_fields import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from gateway.vllm_plugin.tap import SAMPLING_PARAMETERS, Tap, open_tap
@@ -50,16 +51,29 @@ def output(prompt: list[int] | None, tokens: list[int], finish_reason: str | Non
     return SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
 
 
+class Renderer:
+    """vLLM's renderer, as far as the tap knows it."""
+
+    def get_eos_token_id(self) -> int:
+        return 16
+
+
 @dataclass
 class EngineClient:
     """vLLM's engine client: two tokens, one at a time, and an end."""
 
+    input_processor: Any = field(
+        default_factory=lambda: SimpleNamespace(generation_config_fields={"eos_token_id": [16, 17]}, renderer=Renderer())
+    )
+    model_config: Any = field(default_factory=lambda: SimpleNamespace(max_model_len=12))
+    prompts: list[Any] = field(default_factory=list[Any])
     asked: list[Sampling] = field(default_factory=list[Sampling])
     closed: list[str] = field(default_factory=list[str])
     turn: int = 0
 
     async def generate(self, prompt: list[int], sampling_params: Sampling, request_id: str, **more: Any) -> AsyncGenerator[Any, None]:
         self.asked.append(sampling_params)
+        self.prompts.append(prompt)
         try:
             yield output(prompt, [8])
             yield output(None, [13])
@@ -74,6 +88,7 @@ class Vllm:
     def __init__(self) -> None:
         self.state = SimpleNamespace(engine_client=EngineClient())
         self.bodies: list[bytes] = []
+        self.prompts: list[Any] = list(PROMPTS)
         self.generations = 1
         self.last = b"response.completed"
         self.whole = False
@@ -87,7 +102,7 @@ class Vllm:
             await self._event(send, b"first", {"n": -1})
         for turn in range(self.generations):
             place = 0
-            async for _ in self.state.engine_client.generate(PROMPTS[turn], self.kept, f"r{turn}", priority=1):
+            async for _ in self.state.engine_client.generate(self.prompts[turn], self.kept, f"r{turn}", priority=1):
                 if place and not self.whole:
                     await self._event(send, b"delta", {"n": place})
                 place += 1
@@ -112,11 +127,11 @@ def middleware(vllm: Vllm, plugin_environment: None) -> SpangradMiddleware:
     return SpangradMiddleware(vllm)
 
 
-async def call(middleware: SpangradMiddleware, vllm: Vllm, path: str = RESPONSES_PATH) -> list[bytes]:
+async def call(middleware: SpangradMiddleware, vllm: Vllm, path: str = RESPONSES_PATH, body: bytes = ASKED) -> list[bytes]:
     sent: list[bytes] = []
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": ASKED, "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.body":
@@ -252,6 +267,47 @@ def test_tap_sampling_is_reported_as_vllm_samples(middleware: SpangradMiddleware
     assert middleware.facts(tap, False, True)["sampling"] == {**REPORTED, "constrained": constrained}
     assert middleware.facts(tap, True, True)["sampling"]["constrained"], "a request may say what the parameters do not show"
     assert "sampling" not in middleware.facts(tap, False, False)
+
+
+async def test_tap_prompt_of_continued_call_begins_with_its_tokens(middleware: SpangradMiddleware, vllm: Vllm) -> None:
+    """The second prompt renders token 12 of the first reply as 13."""
+    vllm.whole, rendered = True, [[1, 4], [1, 4, 13, 16, 7]]
+    continued: dict[str, Any] = {}
+    for turn in (0, 1):
+        prompt = {"type": "token", "prompt_token_ids": rendered[turn], "prompt": "text", "priority": 1}
+        vllm.prompts = [prompt]
+        (answer,) = await call(middleware, vllm, body=json.dumps({"input": "say rome", REQUEST_FIELD: continued}).encode())
+        described = Rendered.of(rendered[turn], {16, 17})
+        assert json.loads(answer)["spangrad"]["rendered"] == list(astuple(described))
+        continued = Continued([*rendered[0], 12, 16], described).field()
+    first, second = vllm.state.engine_client.prompts
+    assert first == {"type": "token", "prompt_token_ids": [1, 4], "prompt": "text", "priority": 1}
+    assert second == {"type": "token", "prompt_token_ids": [1, 4, 12, 16, 7], "priority": 1}
+    assert [json.loads(body) for body in vllm.bodies] == [{"input": "say rome"}] * 2, "vLLM knows no such field"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"type": "multimodal", "prompt_token_ids": [1, 4, 13, 16, 7]},
+        {"type": "token", "prompt_token_ids": [1, 5, 13, 16, 7]},
+        {"type": "token", "prompt_token_ids": [1, 4, 13, 16, *range(20, 28)]},
+    ],
+    ids=["images", "another conversation", "longer than the model's context"],
+)
+async def test_tap_prompt_that_cannot_continue_is_left_as_rendered(
+    middleware: SpangradMiddleware, vllm: Vllm, prompt: dict[str, Any]
+) -> None:
+    vllm.whole, vllm.prompts = True, [prompt]
+    continued = Continued([1, 4, 12, 16], Rendered.of([1, 4], {16}))
+    await call(middleware, vllm, body=json.dumps({"input": "say rome", REQUEST_FIELD: continued.field()}).encode())
+    assert vllm.state.engine_client.prompts == [prompt]
+
+
+async def test_tap_malformed_continuation_is_refused(middleware: SpangradMiddleware, vllm: Vllm) -> None:
+    (answer,) = await call(middleware, vllm, body=json.dumps({"input": "say rome", REQUEST_FIELD: {"ids": 1}}).encode())
+    assert REQUEST_FIELD in json.loads(answer)["error"]
+    assert vllm.bodies == []
 
 
 async def test_tap_concurrent_requests_are_separate(vllm: Vllm, middleware: SpangradMiddleware) -> None:
