@@ -50,7 +50,7 @@ def test_float32_head_logprobs_of_bf16_trainer_match_float32_logits(model: str, 
         alone = take(rows, np.array([row]))
         computed, tokens = engine.phases(alone).logprobs_under("policy", alone)[0], int(alone.response_mask.sum())
         assert seen["hidden"].dtype == torch.bfloat16
-        states = seen["hidden"].float().reshape(-1, rounded.shape[1])[-tokens - 1 : -1]
+        states = seen["hidden"].float().reshape(tokens, rounded.shape[1])  # those of the trained tokens alone
         expected = (states @ rounded.T / float(alone.temperature[0])).log_softmax(-1)
         picked = expected.gather(1, torch.from_numpy(alone.responses[0, :tokens])[:, None])[:, 0]
         assert computed[:tokens] == pytest.approx(picked.numpy(), abs=1e-5)

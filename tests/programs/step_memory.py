@@ -1,8 +1,8 @@
 """Program that measures the peak memory of a real training step on a CPU: `python -m tests.programs.step_memory JOB...`.
 
-In: jobs in JSON, each with `config` (of a model with random weights), `rows`, `tokens` (of a row) and `settings` (of the trainer, by their
-fields' names). Out: a line of JSON for each with `parameters`, and in bytes above what the process had before: `loaded`, `held` (after a
-step), `peak` (in a second step, when the moments are there).
+In: jobs in JSON, each with `config` (of a model with random weights), `rows`, `tokens` (of a row; all but the first 8 are trained) and
+`settings` (of the trainer, by their fields' names). Out: a line of JSON for each with `parameters`, and in bytes above what the process
+had before: `loaded`, `held` (after a step), `peak` (in a second step, when the moments are there).
 
 With the environment variables RANK, WORLD_SIZE and SPANGRAD_RENDEZVOUS, a URL, the process is one of several ranks, which get the same
 jobs; each passes all rows.
@@ -67,7 +67,7 @@ def _save(config: dict[str, Any], directory: Path) -> int:
 
 
 def _batch(rows: int, tokens: int, vocabulary: int, *, has_critic: bool) -> Batch:
-    random, response = np.random.default_rng(0), tokens // 2
+    random, response = np.random.default_rng(0), tokens - 8
     sampled = [
         transition_row(
             f"rollout-{row}",

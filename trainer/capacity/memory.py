@@ -14,15 +14,13 @@ from typing import Literal
 
 from spangrad.settings import EngineSettings, TrainerSettings
 from trainer.capacity.architecture import Architecture
-from trainer.optim.process import dtype_of, recomputes_activations
+from trainer.optim.process import LOGITS_CHUNK, dtype_of, recomputes_activations
 
 Device = Literal["cuda", "cpu"]
 ALWAYS = "always"
 _FLOAT32 = 4
 _MOMENTS = 8
 """Bytes of AdamW's two moments for each trained parameter."""
-_ENTROPY_CHUNK = 512
-"""Tokens whose entropy is measured at once (`trainer.optim.losses.entropy`)."""
 _ROW_BYTES = 147
 """Bytes of a batch for each of its tokens, in the trainer's own process (measured)."""
 _RAY = 256 * 2**20 + 900 * 2**20
@@ -133,16 +131,17 @@ def _passes(model: Architecture, settings: TrainerSettings, device: Device) -> l
     layer_tokens = tokens * layer_activations(model, width)
     logprobs, head_phase, layer_phase = "logprobs", "backward pass of the head", "backward pass of a layer"
     of_layer = (width + _FLOAT32) * model.largest_layer if trains_head else 0
+    with_gradients = 2 if recomputes and not model.expert_layers else 1  # an expert's are freed before the next one's
     return [
         MemoryItem(kept.name, kept.bytes, logprobs),
         MemoryItem("logits, float32", logits_values(model, settings) * _FLOAT32, logprobs),
         MemoryItem("head's weights, float32", cast_head, logprobs),
         MemoryItem(kept.name, kept.bytes, head_phase),
-        MemoryItem("logits' gradients, float32", 2 * tokens * model.vocabulary * _FLOAT32, head_phase),
+        MemoryItem("logits' gradients, float32", gradient_values(model, settings) * _FLOAT32, head_phase),
         MemoryItem("head gathered, and its gradient", cast_head + head * (width + trains_head * 2 * _FLOAT32), head_phase),
         MemoryItem("next layer gathered", width * model.largest_layer, head_phase),
         MemoryItem(kept.name, kept.bytes, layer_phase),
-        MemoryItem("layer's activations and their gradients", layer_tokens * (2 if recomputes else 1), layer_phase),
+        MemoryItem("layer's activations and their gradients", layer_tokens * with_gradients, layer_phase),
         MemoryItem("two layers gathered, gradient of one", 2 * width * model.largest_layer + of_layer, layer_phase),
     ]
 
@@ -177,16 +176,23 @@ def _norm(model: Architecture, width: int) -> int:
 
 
 def logits_values(model: Architecture, settings: TrainerSettings) -> int:
-    """Return the number of float32 values of the logits of a micro-batch, their copies included.
+    """Return the number of float32 values of the logits (`trainer.optim.losses.trained_logits`) of a micro-batch, copies included.
 
-    Without packing verl divides by the temperature, cuts the padding off, and has a gradient for each row that it then stacks: four copies.
-    With packing, flash-attn's cross entropy takes its gradient in place: two. A chunk's entropy takes three copies of the chunk.
+    Every token of it counts as trained, which is the most there can be.
+
+    Logits are held once, and three copies of a chunk while its entropy is measured. An entropy term keeps them divided by the temperature,
+    their softmax, and for a while the products of both.
     """
-    tokens, packed = settings.max_tokens_per_device, bool(settings.packing)
-    copies = (2 if packed else 4) * tokens
-    measured = (2 if packed else 3) * tokens + 3 * min(_ENTROPY_CHUNK, tokens)
-    with_gradient = 3 * tokens if settings.loss.entropy_coef else 0
-    return (max(copies, measured) + with_gradient) * model.vocabulary
+    tokens = settings.max_tokens_per_device
+    return ((4 if settings.loss.entropy_coef else 1) * tokens + 3 * min(LOGITS_CHUNK, tokens)) * model.vocabulary
+
+
+def gradient_values(model: Architecture, settings: TrainerSettings) -> int:
+    """Return the number of float32 values of the gradients of these logits.
+
+    The gradient takes the logits' place. An entropy term has two copies from the forward pass, and three gradients on their way.
+    """
+    return (6 if settings.loss.entropy_coef else 1) * settings.max_tokens_per_device * model.vocabulary
 
 
 def _update(model: Architecture, settings: TrainerSettings, ranks: int, device: Device) -> list[MemoryItem]:

@@ -25,6 +25,8 @@ _CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "trainer.optim.cpu_
 _QUIET = {"VERL_LOGGING_LEVEL": "ERROR", "TQ_LOGGING_LEVEL": "ERROR"}
 RENDEZVOUS = "SPANGRAD_RENDEZVOUS"
 """Environment variable of a rank's process: URL at which the ranks meet."""
+LOGITS_CHUNK = 512
+"""Largest number of tokens whose distributions over the vocabulary are computed at once (`trainer.optim.losses.trained_logits`)."""
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 

@@ -27,7 +27,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from spangrad.settings import TrainerSettings
 from trainer.optim.float32_head import compute_head_in_float32
 from trainer.optim.losses.corrected import policy_loss_of, value_loss_of
-from trainer.optim.losses.entropy import measure_entropy
+from trainer.optim.losses.trained_logits import keep_trained_logits
 from trainer.optim.micro_batches import bound_padded_micro_batches
 from trainer.optim.process import GpuOfProcess, check_device, join_group, quiet
 from trainer.optim.rank import ModelRole, Rank
@@ -76,10 +76,10 @@ class ActorWorker(Rank, ActorRolloutRefWorker):
         model = self.ref if self._is_ref else self.actor
         assert model is not None
         compute_head_in_float32(model.engine.module)
+        keep_trained_logits(model.engine)
         if self._objective:
             model.set_loss_fn(loss_of(self._objective))
             return model
-        measure_entropy(model.engine)
         if not self._is_ref:
             model.set_loss_fn(policy_loss_of(self._loaded, model.optimizer_config))
         return model

@@ -21,7 +21,7 @@ def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data:
     Args:
         config: of `losses.actor_config`; verl's ppo_loss writes the batch's sizes into it.
         settings: loss, clipping, entropy and KL.
-        model_output: log_probs, and entropy or measured_entropy (`trainer.optim.losses.entropy`); jagged.
+        model_output: log_probs, and entropy or measured_entropy (`trainer.optim.losses.trained_logits`); jagged.
         data: the rows, with the batch's sizes (batch_num_tokens, global_batch_size, dp_size).
         dp_group: of the workers.
     """
