@@ -29,7 +29,10 @@ Several = Annotated[list[str] | None, Parameter(negative=())]
 
 
 def export(
-    format_: Annotated[Literal["parquet", "huggingface", "verl", "verl-sft", "sft", "sft-tokens", "preferences"], Parameter(name="FORMAT")],
+    format_: Annotated[
+        Literal["parquet", "huggingface", "verl", "verl-sft", "sft", "sft-tokens", "preferences", "training-trace"],
+        Parameter(name="FORMAT"),
+    ],
     /,
     *,
     out: Path,

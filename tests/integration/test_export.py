@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.peers.environment import peer_environment
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
@@ -221,6 +222,52 @@ def test_export_sft_tokens_are_engine_ids(store: StoreSettings, tmp_path: Path) 
     rows = [(row["input_ids"], row["loss_mask"]) for row in lines(tmp_path / "tokens.jsonl")]
     assert rows == [([1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1, 0, 1, 1]), ([9, 8], [0, 1])]
     assert dict(done.tally.written) == {"rows": 2, "tokens": 9, "trained_tokens": 5}
+
+
+def test_export_training_trace_has_a_turn_for_each_call(store: StoreSettings, tmp_path: Path) -> None:
+    world = StoredRollouts(store, "ex-trace")
+    first, second = two_turns(world, "r0", 1.0)
+    world.call("r1", *chat([user("new")], "y"), ids=([9], [8]), Logprobs=[-0.25])
+    world.commit()
+    out = tmp_path / "traces.jsonl"
+    done = write(world, "training-trace", out)
+    trace, other = lines(out)
+    turns = [
+        {
+            "node_id": transition_id(call, world.spec, 0), "prompt_token_ids": prompt, "completion_token_ids": reply,
+            "per_token_logps": [-0.5, -0.5], "loss_mask": [0] * len(prompt) + [1, 1], "request": {"messages": said_before, "tools": [TOOL]},
+            "response": {"choices": [{"message": message, "finish_reason": "stop"}]},
+        }
+        for call, prompt, reply, said_before, message in [
+            (first, [1, 2], [3, 4], [SYSTEM, user("rome?")], ASKS),
+            (second, [1, 2, 3, 4, 5], [6, 7], [SYSTEM, user("rome?"), ASKS, ANSWERS], said("sunny in rome")),
+        ]
+    ]  # fmt: skip
+    metadata = [turn.pop("metadata") for turn in trace["turns"]]
+    assert trace == {"schema_version": 1, "turns": turns}
+    assert [(about["calls"], about["return"], about["rewards"]) for about in metadata] == [
+        ([first], 1.0, []),
+        ([second], 1.0, [{"name": "reward", "value": 1.0}]),
+    ]
+    assert other["turns"][0]["per_token_logps"] == [-0.25]
+    assert dict(done.tally.written) == {"rows": 2, "turns": 3, "trained_tokens": 5}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_export_training_trace_is_valid_for_openenv(store: StoreSettings, tmp_path: Path) -> None:
+    world = StoredRollouts(store, "ex-openenv")
+    two_turns(world, "r0", 1.0)
+    world.call("r1", *chat([user("new")], "y"), ids=([9], [8]))
+    world.commit()
+    out = tmp_path / "traces.jsonl"
+    write(world, "training-trace", out)
+    reads = (
+        "import json, sys; from openenv.core.harness.training import TrainingTrace;"
+        " print([len(TrainingTrace.model_validate(json.loads(line)).turns) for line in open(sys.argv[1])])"
+    )
+    python = peer_environment("openenv") / "python"
+    assert subprocess.run([python, "-c", reads, out], capture_output=True, text=True, check=True).stdout == "[2, 1]\n"
 
 
 def test_export_preferences_pairs_best_and_worst(store: StoreSettings, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from transition_builder.export.writers.hugging_face import write_hugging_face
 from transition_builder.export.writers.parquet import write_parquet
 from transition_builder.export.writers.preferences import write_preferences
 from transition_builder.export.writers.sft import write_sft, write_sft_tokens
+from transition_builder.export.writers.training_trace import write_training_trace
 from transition_builder.export.writers.verl import write_verl, write_verl_sft
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ FORMATS = {
     "sft": ExportFormat(write_sft, takes_dropped=True),
     "sft-tokens": ExportFormat(write_sft_tokens),
     "preferences": ExportFormat(write_preferences),
+    "training-trace": ExportFormat(write_training_trace),
 }
 
 
