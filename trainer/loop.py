@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 from spangrad.errors import BadRowsError
 from spangrad.settings import Settings
 from spangrad.types import Mode
+from trainer.colocation import DeviceTurns
 from trainer.commits import Commits, HeadMovedError, StepLease, UncommittedVersion
 from trainer.credit.assignment import Normalise
-from trainer.data import failures
 from trainer.data.assemble import assemble, batch_groups, with_advantages
 from trainer.data.batch import Batch
 from trainer.data.batch_queue import BatchQueue
@@ -111,17 +111,15 @@ class Trainer:
         self.batches = BatchQueue(self.settings.trainer, self.branch, self.clock, self._publish_again)
         self.lookahead = Lookahead(self._look, lambda: self.arrived(self.settings.trainer.poll_seconds))
         self.follow_ups = FollowUps()
+        self.turns = DeviceTurns(self.publishing, self.settings, self.shutdown, lambda: self.optimizer)
         self.commits = Commits(self.transaction, self.follow_ups, self.clock, beside=self._overlaps)
         self.state_schedule = StateSchedule(self.settings.trainer, self.ledger, self.loaded)
 
     def start(self) -> None:
         """Bring the store's copy and the gateway up to the ledger's newest commit."""
-        self._catch_up()
+        self.mirror.catch_up()
         if self.publishing:
             self.publishing.start(self.loaded, self._weights)
-
-    def _catch_up(self) -> None:
-        self.mirror.catch_up()
 
     def _publish_again(self) -> None:
         """Publish the newest version to restarted engines, unless a step is under way: its publication follows."""
@@ -170,7 +168,8 @@ class Trainer:
         with self.commits.settled():
             self._run(follow)
         if self.optimizer and self.state_schedule.steps:
-            self.optimizer.collect()
+            with self.turns.of_trainer():
+                self.optimizer.collect()
             add_state(Path(self.ledger.version(self.loaded.version).policy_version.path), self.optimizer.write)
 
     def _run(self, follow: bool) -> None:
@@ -244,12 +243,15 @@ class Trainer:
         if moved:
             self.loaded = version
             self.state_schedule = StateSchedule(self.settings.trainer, self.ledger, version)
-            self._follow_up(self._catch_up)
+            self._follow_up(self.mirror.catch_up)
             logger.info("version %d is loaded: branch %s was moved there by another process", version.version, version.branch)
         return self.optimizer
 
     @property
-    def _weights(self) -> WeightSource:
+    def _weights(self) -> WeightSource | None:
+        """Return the parameters in memory. None: they are off the devices while engines serve, and are read from files."""
+        if self.turns.are_taken:
+            return None
         return WeightSource(lambda: self._load(self.loaded).weights(), lambda: self._load(self.loaded).rank_senders())
 
     def _close_optimizer(self) -> None:
@@ -270,6 +272,10 @@ class Trainer:
         Raises:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
+        with self.turns.of_trainer():
+            return self._step(loaded)
+
+    def _step(self, loaded: Loaded) -> bool:
         parent = self._head or self.branch.head()
         # The head may have moved since the start: only the version to train is loaded.
         settings, rows = self.settings.trainer, (self.optimizer or self._load(parent)).data_parallel_size
@@ -300,9 +306,9 @@ class Trainer:
     @property
     def _overlaps(self) -> bool:
         """Return whether the next step may begin before the last one's version is committed and served: its rollouts may be older."""
-        return self.settings.trainer.sampling.max_staleness > 0
+        return self.settings.trainer.sampling.max_staleness > 0 and not self.turns.are_taken
 
-    def _follow_up(self, work: Callable[[], None]) -> None:
+    def _follow_up(self, work: Callable[[], object]) -> None:
         """Do what follows a commit: beside the next step where steps overlap, else now."""
         if self._overlaps:
             self.follow_ups.submit(work)
@@ -316,7 +322,9 @@ class Trainer:
     def _finish(self, step: CommittedStep) -> None:
         """Publish the version of a step, copy it to the store, report it, and evaluate it where that is due."""
         number = step.version.version
-        self._warn(step.version)
+        parent = self.ledger.version(step.version.policy_version.parent or 0)
+        for text in alarms.new_alarms(step.version, parent, self.settings.trainer.alarms):
+            logger.warning("%s", text)
         self.ledger.add_metrics(number, {**self._publish(step), **self.batch_times(step.rollouts)})
         version = self.ledger.version(number)
         # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
@@ -328,15 +336,6 @@ class Trainer:
             if self.publishing:
                 self.publishing.wait()  # the held-out tasks are for this version, and the next is published after them
             self.evaluation.run_command(version, step.number)
-
-    def _warn(self, version: LedgerVersion) -> None:
-        """Log the alarms of a version that those of its parent are not."""
-        metrics, settings = version.metrics, self.settings.trainer.alarms
-        before = self.ledger.version(version.policy_version.parent or 0).metrics
-        if metrics.get("gaming_alarm") and not before.get("gaming_alarm"):
-            logger.warning("%s", alarms.describe(version.version, metrics, settings))
-        if metrics.get("failed_alarm") and not before.get("failed_alarm"):
-            logger.warning("%s", failures.describe(version.version, metrics, settings.failed_share))
 
     def _refuse(self, error: BadRowsError | AlreadyTrainedError, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> None:
         """Skip the groups whose rows failed, and undo the lease; a crash between the two repeats the step without them."""
@@ -360,6 +359,7 @@ class Trainer:
         if not self.publishing or newest_version(self.ledger).version != committed.version:
             return {}
         with timed(step.stages, "publish", beside=self._overlaps):
+            self.turns.hand_back()
             served = self.publishing.publish() if self._overlaps else self.publishing.publish(committed, self._weights)
         return served.metrics if served and served.version == committed.version else {}
 

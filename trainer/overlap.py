@@ -91,7 +91,7 @@ class FollowUps:
     """Thread that commits versions and does what follows, in order."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], None], bool]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], object], bool]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._left = 0
         """Number of pieces of work that are not done."""
@@ -103,7 +103,7 @@ class FollowUps:
         """Return whether nothing is under way."""
         return self._left == 0
 
-    def submit(self, work: Callable[[], None], *, always: bool = False) -> None:
+    def submit(self, work: Callable[[], object], *, always: bool = False) -> None:
         """Do some work after what was submitted before, unless that failed; with `always` even then."""
         with self._changed:
             self._left += 1

@@ -106,7 +106,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             watchers=watchers,
             batch_times=lambda rollouts: batch_times(client, settings.store.url, rollouts),
             arrived=lambda seconds: bool(arrivals.wait(seconds)),
-            optimizer=load(newest) if follow else None,
+            optimizer=load(newest) if follow and not settings.trainer.workers.colocated else None,
         )
         trainer.start()
         trainer.run(follow=follow)

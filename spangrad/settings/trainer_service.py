@@ -36,6 +36,9 @@ class WorkersSettings(Section):
     """Number of machines with trainer.workers.per_node processes each (docs/start/scaling.md)."""
     ray_address: str | None = None
     """Address (HOST:PORT) of the Ray cluster that the workers run in, or `auto`. None: a cluster that the trainer starts on loopback."""
+    colocated: bool = False
+    """True if the policy's engines run on the trainer's GPUs: they sleep while a step computes, and the trainer's models are in main memory
+    while they serve (docs/start/scaling.md)."""
 
 
 class WeightSyncSettings(Section):

@@ -107,3 +107,11 @@ def test_transfer_queue_has_functions_of_row_queue() -> None:
     assert hasattr(row_queue.interface, "_TQ_CONTROLLER")
     assert hasattr(transferqueue_utils, "TQ_INITIALIZED")
     assert {"keys", "tags", "partition_id", "fields", "extra_info"} == set(inspect.signature(row_queue.KVBatchMeta).parameters)
+
+
+def test_verls_engine_moves_models_between_device_and_main_memory() -> None:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    assert list(inspect.signature(FSDPEngine.to).parameters) == ["self", "device", "model", "optimizer", "grad"]
+    assert all(isinstance(getattr(FSDPEngine, f"is_{kind}_offload_enabled"), property) for kind in ("param", "optimizer"))
+    assert "self._uses_fsdp2_cpu_offload_policy = " in inspect.getsource(FSDPEngine)

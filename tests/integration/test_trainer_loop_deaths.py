@@ -62,7 +62,7 @@ def die_at_every_boundary(directory: Path, max_staleness: int) -> list[int]:
         assert here == {f"v{version}" for version in trained if version}, "an uncommitted version was left"
         assert json.loads((own / "served.json").read_text())[-1] == newest.version
 
-    functions = {loop.__file__: {"run", "step", "_train"}, commits.__file__: COMMITS, checkpoint.__file__: {"add_state"}}
+    functions = {loop.__file__: {"run", "step", "_step", "_train"}, commits.__file__: COMMITS, checkpoint.__file__: {"add_state"}}
     boundaries = list[int]()
     for boundary in left_by_crashes(train, functions if max_staleness else {**functions, step.__file__: TRANSACTION}, own):
         survives(go_on)

@@ -130,6 +130,12 @@ class FakeOptimizer:
             (directory / checkpoint.STATE).mkdir()
             (directory / checkpoint.STATE / "weight").write_text(str(self.collected))
 
+    def offload(self) -> None:
+        """It has no device."""
+
+    def load_back(self) -> None:
+        """It has no device."""
+
     def load_state(self, directory: Path) -> None:
         self.weight = float((directory / checkpoint.STATE / "weight").read_text())
 

@@ -166,6 +166,11 @@ def _check_weight_sync(settings: TrainerSettings) -> None:
             "trainer.weight_sync.method = adapter, and trainer.lora.rank = 0 trains no adapters. Set the rank, or "
             "trainer.weight_sync.method = disk for whole models."
         )
+    if settings.workers.colocated and not settings.weight_sync.publish:
+        raise SettingsError(
+            "trainer.workers.colocated = true, and trainer.weight_sync.publish = false: engines would not wake with new weights. Set the "
+            "one to false, or the other to true."
+        )
     held = settings.loss.reference or settings.model
     if settings.loss.kl_coef and held and adapter_facts(held):
         raise SettingsError(

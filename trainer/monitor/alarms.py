@@ -1,4 +1,4 @@
-"""Alarm for reward gaming: a return that rises over a policy's versions while success does not.
+"""Alarms of a version: failed rollouts, and reward gaming, which is a return that rises over versions while success does not.
 
 Invariant: pure functions of numbers that are in every version's metrics; an alarm stops nothing.
 
@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spangrad.settings.trainer_service import AlarmSettings
+from trainer.data import failures
+from trainer.ledger.tables import LedgerVersion
 
 RETURN = "mean_return"
 _SHARE = 0.1
@@ -42,6 +44,16 @@ def gaming(history: Sequence[Mapping[str, float]], rule: AlarmSettings) -> dict[
     of_return, of_success = (rise([metrics[name] for metrics in last]) for name in (RETURN, success))
     alarm = of_return > rule.gaming_rise and of_success < _SHARE * of_return
     return {"return_rise": of_return, "success_rise": of_success, "gaming_alarm": float(alarm)}
+
+
+def new_alarms(version: LedgerVersion, parent: LedgerVersion, rule: AlarmSettings) -> list[str]:
+    """Return the texts of the alarms of a version that its parent did not have."""
+    texts = list[str]()
+    if version.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
+        texts.append(describe(version.version, version.metrics, rule))
+    if version.metrics.get("failed_alarm") and not parent.metrics.get("failed_alarm"):
+        texts.append(failures.describe(version.version, version.metrics, rule.failed_share))
+    return texts
 
 
 def rise(values: Sequence[float]) -> float:

@@ -164,6 +164,14 @@ class VerlOptimizer:
         """
         self._workers.everywhere("load_weights", directory.absolute())
 
+    def offload(self) -> None:
+        """Move the models and their moments to main memory, and give the devices' memory back, until `load_back`."""
+        self._workers.everywhere("offload")
+
+    def load_back(self) -> None:
+        """Move the models and their moments to the devices again."""
+        self._workers.everywhere("load_back")
+
     def close(self) -> None:
         """End the workers; nothing may be called after that."""
         self._workers.close()

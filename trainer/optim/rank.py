@@ -27,7 +27,7 @@ from spangrad.weights.shards import TensorSums
 from trainer.optim import staged_step
 from trainer.optim.pass_times import PassTimes
 from trainer.optim.process import quiet
-from trainer.optim.states import sharded_state, snapshots
+from trainer.optim.states import moved, sharded_state, snapshots
 from trainer.optim.states.host_parts import host_part
 from trainer.optim.states.snapshots import EarlierWeights
 from trainer.optim.weight_shards import WeightPart, kind_of, load_whole, own_parts
@@ -67,7 +67,7 @@ class Rank:
             settings: the trainer's.
             device: cuda or cpu.
         """
-        self._models, self._settings = models, settings
+        self._models, self._settings, self._device = models, settings, device
         self._before: dict[ModelRole, snapshots.Snapshot] = {}
         self._earlier: EarlierWeights | None = None
         self._collected: tuple[list[FilePart], dict[str, Any] | None] | None = None
@@ -140,6 +140,18 @@ class Rank:
         if lacking:
             raise CheckpointError(f"{directory} lacks {lacking[0]}. Restore it from a copy, or remove it: versions before it are not held.")
         load_whole(module, state, strict=False)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offload(self) -> None:
+        """Move the models and their moments to main memory, and give the device's memory back; collective."""
+        for role in self._models:
+            moved.off_device(self._engine(role), self._device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_back(self) -> None:
+        """Move what `offload` moved to the device again; collective."""
+        for role in self._models:
+            moved.to_device(self._engine(role), self._device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def undo_step(self) -> None:

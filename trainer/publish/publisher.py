@@ -125,6 +125,29 @@ class Publisher:
         self.stages = {"files": max(seconds - sum(slowest.values()), 0.0), **slowest} if slowest else {}
         return seconds
 
+    def sleep(self, policy: str, level: int, seconds: float, *, renew: bool = False) -> None:
+        """Have all engines of a policy free their memory, once the calls in flight have ended.
+
+        Args:
+            policy: whose engines.
+            level: 1 to keep the weights in main memory, 2 to forget them.
+            seconds: time after which the gateway wakes them, from now on.
+            renew: True to give engines that sleep more time, and to send none to sleep.
+
+        Raises:
+            GatewayRefusedError: it refuses permanently.
+            GatewayError: it does not answer, or no engine serves.
+        """
+        self._ask("POST", f"/admin/policies/{quote(policy, safe='')}/sleep", {"level": level, "seconds": seconds, "renew": renew})
+
+    def wake_up(self, policy: str) -> None:
+        """Have all engines of a policy that sleep serve again, with the version that is served.
+
+        Raises:
+            GatewayError: it does not answer, or an engine does not wake.
+        """
+        self._ask("POST", f"/admin/policies/{quote(policy, safe='')}/wake_up")
+
     def _ask(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
         try:
             return ask(self._service, method, path, body, seconds=self._seconds)

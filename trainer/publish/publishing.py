@@ -74,14 +74,14 @@ class HeadPublisher:
         """Return whether a publication failed and has not succeeded since."""
         return self._thread is not None
 
-    def start(self, held: LedgerVersion, weights: WeightSource) -> None:
+    def start(self, held: LedgerVersion, weights: WeightSource | None) -> None:
         """Wait until the gateway has an engine, which may still be starting, and publish the head.
 
         A head that is reported as served is published, too: the gateway compares weights, not numbers, and restores engines that are down.
 
         Args:
             held: version that this process has in memory.
-            weights: its parameters.
+            weights: its parameters. None: they are read from files.
 
         Raises:
             GatewayRefusedError: the gateway refuses the head permanently.
@@ -118,7 +118,7 @@ class HeadPublisher:
                 self._thread.start()
             return None
 
-    def collect_or_retry(self, held: LedgerVersion, weights: WeightSource) -> None:
+    def collect_or_retry(self, held: LedgerVersion, weights: WeightSource | None) -> None:
         """Publish the head if another version is served: a restarted engine serves the weights that it was started with.
 
         Raises:
@@ -187,7 +187,7 @@ class HeadPublisher:
         head = newest_version(self._ledger)  # read last: a served version that is newer was committed before, and the head was moved since
         back = served is not None and head.version < served and served in self._ledger.statuses()
         path = Path(head.policy_version.path)
-        chosen = weights if head.version == held else self._from_files(path)
+        chosen = weights if weights and head.version == held else self._from_files(path)
         try:
             seconds = self.publisher.publish(head.policy_version, again=back, weights=chosen)
         except GatewayError:
