@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import inspect
 import os
 import signal
@@ -287,6 +288,7 @@ async def serve(factory: str, requests: socket.socket, responses: socket.socket)
         sentence = f"no environment can be created: {type(error).__name__}: {error}. Fix {factory}."
         responses.sendall(Frame(FrameKind.BROKEN, payload=sentence.encode()).encode())
         return
+    gc.freeze()  # what is imported is never garbage: collections need not scan it
     shard.send(Frame(FrameKind.READY, payload=msgspec.json.encode(description)))
     await asyncio.get_running_loop().create_connection(lambda: shard, sock=requests)
     await shard.over.wait()
