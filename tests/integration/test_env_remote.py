@@ -45,7 +45,13 @@ class Script:
 
     texts: list[str]
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> ModelReply:
+    async def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+        previous: ModelReply | None,
+    ) -> ModelReply:
         return ModelReply({"role": "assistant", "content": self.texts.pop(0)}, "stop", "", 1)
 
 
