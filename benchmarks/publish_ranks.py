@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.scratch import scratch
 from spangrad.settings import TrainerSettings
 from trainer.optim.states.host_parts import host_part
-from trainer.optim.weight_shards import own_parts
+from trainer.optim.states.weight_files import WeightFiles
+from trainer.optim.weight_shards import held_parts, own_parts
 from trainer.publish import checkpoint
 from trainer.publish.rank_sender import RankAddress, RankSender
 from trainer.publish.shared_file import FilePart
@@ -115,14 +115,9 @@ class _Rank:
             fully_shard(layer)
         fully_shard(self.module)
         self.module.to_empty(device="cpu")
-        tied = getattr(self.module, "all_tied_weights_keys", None) or {}
-        with safe_open(model / "model.safetensors", "pt") as file, torch.no_grad():
-            for name, value in self.module.named_parameters():
-                if name not in tied:
-                    part = next(each for each in own_parts(_Single(name, value), TrainerSettings()))
-                    first = part.first // max(1, value[0].numel() if value.ndim > 1 else 1)
-                    local = value.to_local()
-                    local.copy_(file.get_slice(name)[first : first + local.shape[0]])
+        with WeightFiles(model) as files:
+            for part in held_parts(self.module, dict(self.module.named_parameters())):
+                files.read(part)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-6, foreach=False)
 
     def step(self, rate: float, seed: int) -> float:
@@ -172,18 +167,6 @@ class _Rank:
         """Yield this rank's parts."""
         for part in own_parts(self.module, TrainerSettings()):
             yield host_part(part.name, part.shape, part.first, part.words, copy=False)
-
-
-class _Single(torch.nn.Module):
-    """Module of one parameter under its name in the model."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        super().__init__()
-        self._only = {name: value}
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return the parameter."""
-        return self._only
 
 
 def _local(value: Any) -> torch.Tensor:

@@ -72,6 +72,14 @@ def test_names_that_are_replaced_are_read_from_the_module_of_verls_trainer(name:
     assert hasattr(trainer_base, name)
 
 
+@pytest.mark.parametrize("name", ["apply_fsdp2", "fsdp2_load_full_state_dict"])
+def test_names_of_loading_by_rows_are_read_from_the_module_of_verls_engine(name: str) -> None:
+    from verl.workers.engine.fsdp import transformer_impl
+
+    assert f" {name}(module, " in inspect.getsource(transformer_impl.FSDPEngine._build_fsdp_module)
+    assert hasattr(transformer_impl, name)
+
+
 @pytest.mark.parametrize(
     ("ours", "names"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 from torch.distributed.tensor import DTensor
 
 from spangrad.errors import SettingsError
 from tests.support.policies import trainer_settings
 from tests.support.ranks import odd_module, on_ranks, sharded
-from trainer.optim.weight_shards import kind_of, load_whole, own_parts, row_range
-from trainer.publish.experts import fuse_experts
+from trainer.optim.states.weight_files import WeightFiles
+from trainer.optim.weight_shards import held_parts, own_parts, row_range
 
 SHAPES: tuple[tuple[int, ...], ...] = ((4,), (2, 2), (4, 1), ())
 """Meshes of four ranks: all shards, two replicas of two shards, four replicas, no mesh."""
@@ -70,22 +73,33 @@ def test_own_parts_names_are_those_of_files() -> None:
     assert list(whole("alone")) == ["layers.0.q_proj.lora_A.weight", "layers.0.q_proj.lora_B.weight"]
 
 
-def read_back(files: dict[str, NDArray[np.float32]]) -> list[str]:
-    """Return the tensors of models on meshes of ranks that differ from the files that were loaded into them."""
-    tensors = {name: torch.from_numpy(value) for name, value in files.items()}
+def read_back(directory: Path) -> list[str]:
+    """Return the tensors of models on meshes of ranks that differ from the files that were read into them."""
     different: list[str] = []
     for shape in SHAPES:
         module = sharded(odd_module(), shape)
         for parameter in module.parameters():
             torch.nn.init.zeros_(parameter)
-        load_whole(module, fuse_experts(tensors, kind_of(module)), strict=False)
+        with WeightFiles(directory) as files:
+            parts = list(held_parts(module, dict(module.named_parameters())))
+            assert files.lacking(parts) == []
+            for part in parts:
+                files.read(part)
         held = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in module.state_dict().items()}
         different += [name for name, value in odd_module().state_dict().items() if not torch.equal(held[name], value)]
     return different
 
 
-def test_load_whole_of_files_gives_each_rank_its_shards_of_experts() -> None:
-    assert on_ranks(4, read_back, whole("plain")) == [[]] * 4
+@pytest.mark.parametrize("files", [1, 2])
+def test_held_parts_are_filled_with_each_ranks_rows_of_files(tmp_path: Path, files: int) -> None:
+    tensors = whole("plain")
+    names = [list(tensors)[number::files] for number in range(files)]
+    for number, held in enumerate(names):
+        save_file({name: tensors[name] for name in held}, tmp_path / f"model-{number}.safetensors")
+    if files > 1:
+        places = {name: f"model-{number}.safetensors" for number, held in enumerate(names) for name in held}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert on_ranks(4, read_back, tmp_path) == [[]] * 4
 
 
 def test_own_parts_divides_replicated_tensors_evenly(ranks: list[dict[Any, list[Part]]]) -> None:

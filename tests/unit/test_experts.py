@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spangrad.errors import SettingsError
-from trainer.publish.experts import adapted_modules, are_experts, expert_names, fuse_experts, split_experts
+from trainer.publish.experts import adapted_modules, are_experts, expert_names, split_experts
 
 STEM = "model.layers.0.mlp.experts"
 
@@ -22,7 +22,7 @@ STEM = "model.layers.0.mlp.experts"
         ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w1.weight", "model.layers.0.block_sparse_moe.experts.1.w2.weight"),
     ],
 )
-def test_split_experts_are_fused_again_word_by_word(kind: str, gate: str, down: str) -> None:
+def test_split_experts_are_views_of_the_tensor_that_hold_each_word_once(kind: str, gate: str, down: str) -> None:
     names = expert_names(kind)
     assert names
     tensors = {f"{STEM}.gate_up_proj": torch.randn(11, 6, 5), f"{STEM}.down_proj": torch.randn(11, 5, 3)}
@@ -34,9 +34,9 @@ def test_split_experts_are_fused_again_word_by_word(kind: str, gate: str, down: 
     assert torch.equal(files[gate], tensors[f"{STEM}.gate_up_proj"][1, :3])
     assert torch.equal(files[down], tensors[f"{STEM}.down_proj"][1])
     assert len(files) == 3 * 11 + 1
-    fused = fuse_experts(files, kind)
-    assert set(fused) == {*tensors, "model.layers.0.mlp.gate.weight"}
-    assert all(torch.equal(fused[name], tensor) for name, tensor in tensors.items())
+    for rows in files.values():
+        rows += 100
+    assert all((tensor > 50).all() and (tensor < 150).all() for tensor in tensors.values()), "filled in place, each word once"
 
 
 def test_split_experts_of_a_part_are_empty_where_another_rank_has_them() -> None:

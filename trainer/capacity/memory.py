@@ -223,7 +223,6 @@ def trainer_host(
         MemoryItem("batch's rows", batch_tokens * _ROW_BYTES if first else 0),
         MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * host_ranks // ranks),
         MemoryItem("copies at the step's start", _copies(model, settings) * host_ranks // ranks, "step"),
-        MemoryItem("weights as they are loaded", _loading(model, host_ranks, first=first), "start"),
         MemoryItem("version that is written", checkpoint_bytes(model, settings) * host_ranks // ranks, "step"),
     ]
 
@@ -241,11 +240,6 @@ def _copies(model: Architecture, settings: TrainerSettings) -> int:
     if undoable:
         return trained_parameters(model, settings) * (_FLOAT32 + _MOMENTS) + critic
     return trained_parameters(model, settings) * _FLOAT32 if held_versions(settings) else 0
-
-
-def _loading(model: Architecture, host_ranks: int, *, first: bool) -> int:
-    """Return the bytes of whole models that a host's ranks load: rank 0 alone, but every rank where embedding and head are one tensor."""
-    return model.parameters * _FLOAT32 * (host_ranks if model.is_tied else int(first))
 
 
 def written_weights(model: Architecture, settings: TrainerSettings) -> int:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 
@@ -30,9 +29,9 @@ from trainer.optim.process import quiet
 from trainer.optim.states import moved, sharded_state, snapshots
 from trainer.optim.states.host_parts import host_part
 from trainer.optim.states.snapshots import EarlierWeights
-from trainer.optim.weight_shards import WeightPart, kind_of, load_whole, own_parts
+from trainer.optim.states.weight_files import WeightFiles
+from trainer.optim.weight_shards import WeightPart, held_parts, own_parts
 from trainer.publish import checkpoint
-from trainer.publish.experts import fuse_experts
 from trainer.publish.lora import kept, require_adapters, weights_file
 from trainer.publish.rank_sender import RankAddress, RankSender
 from trainer.publish.shared_file import FilePart, sums_of_parts, write_parts
@@ -133,13 +132,14 @@ class Rank:
             CheckpointError: the directory lacks a trained parameter.
         """
         module = self._engine(ModelRole.POLICY).module
-        files = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-        state = fuse_experts(files, kind_of(module))
-        tied = getattr(module, "all_tied_weights_keys", None) or {}
-        lacking = [name for name, value in module.named_parameters() if value.requires_grad and name not in state and name not in tied]
-        if lacking:
-            raise CheckpointError(f"{directory} lacks {lacking[0]}. Restore it from a copy, or remove it: versions before it are not held.")
-        load_whole(module, state, strict=False)
+        parts = list(held_parts(module, {name for name, value in module.named_parameters() if value.requires_grad}))
+        with WeightFiles(directory) as files:
+            if lacking := files.lacking(parts):
+                raise CheckpointError(
+                    f"{directory} lacks {lacking[0]}. Restore it from a copy, or remove it: versions before it are not held."
+                )
+            for part in parts:
+                files.read(part)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload(self) -> None:

@@ -31,6 +31,7 @@ from trainer.optim.losses.trained_logits import keep_trained_logits
 from trainer.optim.micro_batches import bound_padded_micro_batches
 from trainer.optim.process import GpuOfProcess, check_device, join_group, quiet
 from trainer.optim.rank import ModelRole, Rank
+from trainer.optim.states.loading import each_rank_reads_its_rows
 from trainer.optim.verl_config import compose, settings_of
 from trainer.sft.losses import loss_of
 from trainer.sft.objective import Objective
@@ -71,7 +72,7 @@ class ActorWorker(Rank, ActorRolloutRefWorker):
         check_device(self._loaded, self._device)
         self._gpu.use()
         _prepare(self._device, packed=self.config.model.use_remove_padding)
-        with quiet(), _same_random_numbers():
+        with quiet(), _same_random_numbers(), each_rank_reads_its_rows():
             ActorRolloutRefWorker.init_model(self)
         model = self.ref if self._is_ref else self.actor
         assert model is not None
@@ -98,7 +99,7 @@ class CriticWorker(TrainingWorker):
     def load_models(self) -> None:
         """Load the weights, with a new head that is the same on every rank."""
         self._gpu.use()
-        with quiet(), _same_random_numbers(), _value_head():
+        with quiet(), _same_random_numbers(), _value_head(), each_rank_reads_its_rows():
             TrainingWorker.reset(self)
 
 

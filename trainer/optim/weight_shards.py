@@ -1,7 +1,7 @@
-"""This rank's own parts of the policy's weights, without a tensor of which it would hold the whole; and whole tensors read back as shards.
+"""Parts of a model's weights that this rank has, without a tensor of which it would hold the whole: its own, and all that it holds.
 
-In: verl's module of one rank. Out: parts of tensors by Hugging Face's names, in float32. Invariant: each word of each tensor is in the part
-of exactly one rank; every rank yields the same names in the same order. Only A of an adapter that is merged is gathered.
+In: verl's module of one rank. Out: parts of tensors by Hugging Face's names. Invariant: each word of each tensor is among the own parts of
+exactly one rank; every rank yields the same names in the same order. Only A of an adapter that is merged is gathered.
 
 FSDP2 shards along dimension 0, so a part is a range of rows, and one range of bytes in a file. What several ranks hold alike is divided
 among them, also by rows.
@@ -10,12 +10,12 @@ among them, also by rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
@@ -25,7 +25,7 @@ from trainer.publish.lora import adapter_name, merged_name, pair_of
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Rows of a tensor that one rank answers for."""
+    """Rows of a tensor that one rank has."""
 
     name: str
     """Name of the tensor in a file: Hugging Face's, or PEFT's for adapters alone."""
@@ -34,12 +34,12 @@ class WeightPart:
     first: int
     """Number of the part's first word in the whole tensor, row by row."""
     words: torch.Tensor
-    """Rows in float32, contiguous, on the device of the shard; they may share its memory. Empty: the rank has none of this tensor."""
+    """Rows, contiguous, on the device of the shard; own ones in float32, and they may share its memory. Empty: the rank has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a tensor that one rank answers for."""
+    """Rows of a tensor that one rank has."""
 
     shape: tuple[int, ...]
     first: int
@@ -76,17 +76,23 @@ def kind_of(module: Any) -> str | None:
     return getattr(getattr(module, "config", None), "model_type", None)
 
 
-def load_whole(module: Any, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load whole tensors into a model: each rank its shards of them."""
-    held = module.state_dict()
-    module.load_state_dict({name: shard_of(value, held.get(name)) for name, value in state.items()}, strict=strict)
+def held_parts(module: Any, names: Container[str]) -> Iterator[WeightPart]:
+    """Yield what this rank holds of tensors, in its own memory and dtype, by the names of the base model's files; tied ones once.
 
+    Unlike `own_parts`, a part of which there are copies on several ranks is yielded on each of them, so that it can be filled.
 
-def shard_of(value: Any, template: Any) -> Any:
-    """Return this rank's shard of a whole tensor, sharded like a parameter; any other value unchanged."""
-    if not isinstance(template, DTensor) or not isinstance(value, torch.Tensor) or value.shape != template.shape:
-        return value
-    return distribute_tensor(value.to(template.device), template.device_mesh, template.placements, src_data_rank=None)
+    Args:
+        module: the model, sharded along dimension 0 or replicated.
+        names: names of the tensors in the module.
+
+    Raises:
+        SettingsError: a tensor is sharded along another dimension.
+    """
+    tied, kind = getattr(module, "all_tied_weights_keys", None) or {}, kind_of(module)
+    state = {merged_name(name): value for name, value in module.state_dict().items() if name in names}
+    for name, value in _renamed(state, module).items():
+        if name not in tied:
+            yield from _parts(name, _held_rows(name, value)[0], kind)
 
 
 def row_range(rows: int, ranks: int, number: int) -> tuple[int, int]:
@@ -104,9 +110,18 @@ def row_range(rows: int, ranks: int, number: int) -> tuple[int, int]:
 
 def _own_rows(name: str, value: Any) -> _Rows:
     """Return the rows that this rank answers for, in float32."""
+    rows, replicas = _held_rows(name, value)
+    first, held = rows.first, rows.values
+    for size, number in replicas:
+        offset, count = row_range(len(held), size, number)
+        first, held = first + offset, held[offset : offset + count]
+    return _Rows(rows.shape, first, held.float().contiguous())
+
+
+def _held_rows(name: str, value: Any) -> tuple[_Rows, list[tuple[int, int]]]:
+    """Return the rows that this rank holds, in its own memory; and of the ranks that hold the same ones, their number and this one's."""
     shape = tuple(value.shape)
-    rows = shape[0] if shape else 1
-    first, count = 0, rows
+    first, count = 0, shape[0] if shape else 1
     replicas = [(torch.distributed.get_world_size(), torch.distributed.get_rank())] if torch.distributed.is_initialized() else []
     held = value.detach()
     if isinstance(value, DTensor):
@@ -123,11 +138,7 @@ def _own_rows(name: str, value: Any) -> _Rows:
                     f"{name} is placed as {placement}, and weights are read where they are sharded along dimension 0. Remove what changes "
                     "that from trainer.verl."
                 )
-    held = held.reshape(held.shape or (1,))
-    for size, number in replicas:
-        offset, count = row_range(count, size, number)
-        first, held = first + offset, held[offset : offset + count]
-    return _Rows(shape, first, held.float().contiguous())
+    return _Rows(shape, first, held.view(held.shape or (1,))), replicas
 
 
 def _merged(state: Mapping[str, Any], scaling: float) -> Iterator[tuple[str, _Rows]]:

@@ -1,22 +1,18 @@
 """Experts in a model's files, each with tensors of its own, where transformers holds all of a layer's experts in one tensor.
 
-In: tensors, or rows of them, by the names of either side. Out: the same by the names of the other. Invariant: what is split and fused again
-has the same words; a kind of model whose files' names are not known here is refused, since its files would be read without its experts.
+In: rows of tensors by the names in memory. Out: the same memory by the names in files, so that it can be written, and read into.
+Invariant: a kind of model whose files' names are not known here is refused, since its files would be read without its experts.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spangrad.errors import SettingsError
-
-if TYPE_CHECKING:
-    import torch
 
 _IN_MEMORY = "mlp"
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
@@ -35,10 +31,6 @@ class ExpertNames:
     def in_file(self, name: str) -> str:
         """Return the file's name of a tensor that is the same on both sides."""
         return name.replace(f".{_IN_MEMORY}.", f".{self.block}.", 1) if self.block != _IN_MEMORY else name
-
-    def in_memory(self, name: str) -> str:
-        """Return the model's name of a tensor that is the same on both sides."""
-        return name.replace(f".{self.block}.", f".{_IN_MEMORY}.", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,27 +123,3 @@ def split_experts(name: str, shape: tuple[int, ...], first: int, rows: Any, name
         for number, projection in enumerate(projections):
             held = rows[expert - first, number * height : (number + 1) * height] if has_it else rows[:0].reshape(0, width)
             yield ExpertRows(f"{names.in_file(stem)}.{expert}.{projection}.weight", (height, width), held)
-
-
-def fuse_experts(tensors: Mapping[str, torch.Tensor], kind: str | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's files by their names in memory, the experts of a layer in one tensor; others as they are."""
-    names = expert_names(kind)
-    if names is None:
-        return dict(tensors)
-    import torch
-
-    pattern = re.compile(rf"(.+)\.{names.block}\.experts\.(\d+)\.({names.gate}|{names.up}|{names.down})\.weight")
-    fused, layers = dict[str, torch.Tensor](), dict[str, dict[str, dict[int, torch.Tensor]]]()
-    for name, tensor in tensors.items():
-        if match := pattern.fullmatch(name):
-            layers.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
-        else:
-            fused[names.in_memory(name)] = tensor
-    for layer, projections in layers.items():
-        stacked = {name: torch.stack([experts[number] for number in sorted(experts)]) for name, experts in projections.items()}
-        stem = f"{layer}.{_IN_MEMORY}.experts"
-        if names.gate in stacked and names.up in stacked:
-            fused[f"{stem}.{_GATE_UP}"] = torch.cat([stacked[names.gate], stacked[names.up]], dim=1)
-        if names.down in stacked:
-            fused[f"{stem}.{_DOWN}"] = stacked[names.down]
-    return fused

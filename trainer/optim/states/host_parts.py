@@ -9,7 +9,7 @@ import torch
 
 from trainer.publish.shared_file import FilePart
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -32,4 +32,4 @@ def host_part(name: str, shape: tuple[int, ...], first: int, words: torch.Tensor
     """
     held = words.detach().to("cpu", copy=copy).contiguous()
     raw = held.view(torch.int16) if held.dtype is torch.bfloat16 else held
-    return FilePart(name, _DTYPES[held.dtype], shape, first, raw.numpy())
+    return FilePart(name, DTYPES[held.dtype], shape, first, raw.numpy())

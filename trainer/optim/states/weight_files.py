@@ -1,0 +1,128 @@
+"""Reading of a model's files by the rows that a rank holds, straight into its memory.
+
+In: a directory of safetensors files. Out: parts of tensors, filled. Invariant: what is read beside them is one buffer of 16 MiB, whatever
+the size of a file; nothing is mapped, so that a rank's memory shows what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+
+from spangrad.errors import CheckpointError
+from spangrad.weights import adapters
+from trainer.optim.states.host_parts import DTYPES
+from trainer.optim.weight_shards import WeightPart
+
+_BUFFER_BYTES = 2**24
+_INDEX = "model.safetensors.index.json"
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class _Place(NamedTuple):
+    """Place of a tensor in a file."""
+
+    file: Path
+    dtype: torch.dtype | None
+    """None: it is not known here."""
+    shape: tuple[int, ...]
+    begin: int
+    """Number of its first byte in the file."""
+
+
+class WeightFiles:
+    """Tensors of a directory's files."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the headers of all files of a model, adapters left out.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        self.directory = directory
+        self._places: dict[str, _Place] = {}
+        self._open: dict[Path, int] = {}
+        index = directory / _INDEX
+        try:
+            files = (
+                {directory / name for name in json.loads(index.read_text())["weight_map"].values()}
+                if index.exists()
+                else {file for file in directory.glob("*.safetensors") if file.name != adapters.WEIGHTS}
+            )
+            for file in sorted(files):
+                self._places |= _places(file)
+        except (OSError, ValueError, LookupError, struct.error) as error:
+            raise CheckpointError(f"{directory} cannot be read ({error}). Restore it from a copy.") from error
+
+    def __enter__(self) -> Self:
+        """Return the files."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the files."""
+        for handle in self._open.values():
+            os.close(handle)
+        self._open.clear()
+
+    def holds(self, name: str) -> bool:
+        """Return whether there is a tensor of a name, in whichever form."""
+        return name in self._places
+
+    def has(self, part: WeightPart) -> bool:
+        """Return whether the tensor of a part is there, with its shape, in a dtype that can be read."""
+        place = self._places.get(part.name)
+        return place is not None and place.shape == part.shape and place.dtype is not None
+
+    def lacking(self, parts: Iterable[WeightPart]) -> list[str]:
+        """Return the names of the tensors that cannot be read."""
+        return [part.name for part in parts if not self.has(part)]
+
+    def read(self, part: WeightPart) -> None:
+        """Fill a part in place.
+
+        Raises:
+            CheckpointError: the file is cut off.
+        """
+        place = self._places[part.name]
+        assert place.dtype is not None  # `has`
+        words = part.words.view(-1)
+        size, step = place.dtype.itemsize, _BUFFER_BYTES // place.dtype.itemsize
+        for begin in range(0, words.numel(), step):
+            target = words[begin : begin + step]
+            buffer = bytearray(target.numel() * size)
+            self._fill(buffer, place, place.begin + (part.first + begin) * size)
+            target.copy_(torch.frombuffer(buffer, dtype=place.dtype))
+
+    def _fill(self, buffer: bytearray, place: _Place, offset: int) -> None:
+        if place.file not in self._open:
+            self._open[place.file] = os.open(place.file, os.O_RDONLY)
+        done = 0
+        while done < len(buffer):
+            read = os.preadv(self._open[place.file], [memoryview(buffer)[done:]], offset + done)
+            if not read:
+                raise CheckpointError(f"{place.file} is cut off. Restore {self.directory} from a copy.")
+            done += read
+
+
+def _places(file: Path) -> dict[str, _Place]:
+    with file.open("rb") as opened:
+        (size,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(size))
+    places: dict[str, _Place] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        dtype, shape = _OF_NAME.get(entry["dtype"]), tuple(entry["shape"])
+        if dtype and end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} of {file.name} has another size than its shape")
+        places[name] = _Place(file, dtype, shape, 8 + size + begin)
+    return places
