@@ -14,7 +14,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self, TypeGuard, cast
@@ -103,10 +103,11 @@ class EnvironmentCalls:
             EnvironmentsError: what the factory returns lacks a method.
         """
         thread = ThreadPoolExecutor(1, "environment")
+        created = thread.submit(contextvars.copy_context().run, factory)
         try:
-            context = contextvars.copy_context()
-            return cls(await asyncio.get_running_loop().run_in_executor(thread, context.run, factory), thread)
+            return cls(await asyncio.wrap_future(created), thread)
         except BaseException:
+            created.add_done_callback(_close_unused)  # a factory that waits for a server cannot be stopped
             thread.shutdown(wait=False)
             raise
 
@@ -189,6 +190,15 @@ def rendered(observation: object) -> Content:
     if isinstance(observation, str) or _are_parts(observation):
         return observation
     return json.dumps(observation, ensure_ascii=False, sort_keys=True)
+
+
+def _close_unused(created: Future[Environment]) -> None:
+    """Release an environment whose user has not waited for it."""
+    if created.cancelled() or created.exception() is not None:
+        return
+    close = getattr(created.result(), "close", None)
+    if close is not None and not inspect.iscoroutinefunction(close):
+        close()
 
 
 def _are_parts(value: object) -> TypeGuard[list[dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import types
 from typing import Any
 
@@ -223,6 +224,27 @@ def test_choice_prefers_reported_load_then_own_sessions() -> None:
 def test_failure_of_a_lost_environment_is_not_the_policys() -> None:
     assert failure_of(EnvironmentsError("lost")) is AttemptFailure.ENVIRONMENT
     assert failure_of(ValueError("bad")) is AttemptFailure.EXCEPTION
+
+
+async def test_environment_calls_close_an_environment_that_comes_too_late() -> None:
+    begun, open_gate, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Corridor):
+        def __init__(self) -> None:
+            begun.set()
+            open_gate.wait(20)
+
+        def close(self) -> None:
+            closed.set()
+
+    creating = asyncio.create_task(EnvironmentCalls.create(Slow))  # pyright: ignore[reportArgumentType]
+    await asyncio.to_thread(begun.wait, 20)
+    creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    assert not closed.is_set()
+    open_gate.set()
+    assert await asyncio.to_thread(closed.wait, 20)
 
 
 def test_environment_calls_create_in_the_context_of_their_caller() -> None:
