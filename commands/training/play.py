@@ -15,7 +15,8 @@ from commands.options import ConfigFile, Overrides, resolve
 
 if TYPE_CHECKING:
     from spangrad.episode.environment import Environment
-    from spangrad.episode.episode import EpisodeLimits, EpisodeOutcome, ModelReply, ReplyModel
+    from spangrad.episode.episode import EpisodeOutcome
+    from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyModel
 
 Reference = Annotated[str, Parameter(name="ENVIRONMENT")]
 
@@ -103,7 +104,7 @@ class Person:
         Raises:
             AgentError: standard input has ended.
         """
-        from spangrad.episode.episode import ModelReply
+        from spangrad.episode.player import ModelReply
         from spangrad.errors import AgentError
 
         print("> ", end="", file=sys.stderr, flush=True)

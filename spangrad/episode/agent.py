@@ -13,7 +13,10 @@ from typing import Any
 
 from spangrad.episode.endpoint_model import EndpointModel
 from spangrad.episode.environment import EnvironmentCalls
-from spangrad.episode.episode import Episode, EpisodeLimits
+from spangrad.episode.episode import Episode
+from spangrad.episode.match import Match
+from spangrad.episode.player import EpisodeLimits, Player, ReplyModel
+from spangrad.episode.script import ScriptModel
 
 REFERENCE = "spangrad.episode.agent:play"
 VARIABLE = "SPANGRAD_EPISODE"
@@ -23,12 +26,31 @@ VARIABLE = "SPANGRAD_EPISODE"
 async def play(task: Any, environment: EnvironmentCalls, endpoint: str) -> None:
     """Play one episode of an attempt."""
     settings: dict[str, Any] = json.loads(os.environ[VARIABLE])
-    await Episode(environment, policy_of(settings, endpoint, os.environ["OPENAI_API_KEY"]), limits_of(settings)).run(task)
+    key = os.environ["OPENAI_API_KEY"]
+    if environment.roles:
+        await Match(environment, players_of(environment, settings, endpoint, key)).run(task)
+    else:
+        await Episode(environment, policy_of(settings, endpoint, key), limits_of(settings)).run(task)
 
 
 def policy_of(settings: Mapping[str, Any], url: str, key: str) -> EndpointModel:
     """Return the model behind an endpoint, as the settings `runner.episode` say."""
     return EndpointModel(url, key, settings["model"], {"temperature": settings["temperature"]})
+
+
+def players_of(environment: EnvironmentCalls, settings: Mapping[str, Any], url: str, key: str) -> dict[str, Player]:
+    """Return a player for each role of an environment, as the settings `runner.episode` say.
+
+    Raises:
+        SettingsError: a script cannot be imported.
+    """
+    limits, chosen = limits_of(settings), settings["players"]
+
+    def model_of(role: str) -> ReplyModel:
+        own = {name: value for name, value in chosen.get(role, {}).items() if value is not None}
+        return ScriptModel.load(own["script"]) if "script" in own else policy_of({**settings, **own}, url, key)
+
+    return {role: Player(model_of(role), limits, role) for role in environment.roles}
 
 
 def limits_of(settings: Mapping[str, Any]) -> EpisodeLimits:

@@ -15,7 +15,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
 
 from spangrad import semconv
-from spangrad.episode.episode import ModelReply
+from spangrad.episode.player import ModelReply
 from spangrad.errors import EngineError
 from spangrad.http.json_http import ask
 from spangrad.http.service import RemoteService

@@ -64,6 +64,28 @@ class Environment(Protocol):
         ...
 
 
+class PlayersEnvironment(Protocol):
+    """World in which several players act, by the order of its turns; each method may be async.
+
+    Optional members: those of `Environment` but `tools`, with `system_prompt(role)` for a role's own; and `forfeit(role)`, called where a
+    player gave no reply in time, which returns what `step` does.
+    """
+
+    roles: Sequence[str]
+
+    def reset(self, task: Any) -> Any:
+        """Begin an episode; return what each role observes, by role."""
+        ...
+
+    def acting(self) -> Any:
+        """Return the roles whose turn it is: one, or several that act at once."""
+        ...
+
+    def step(self, action: Any) -> Any:
+        """Apply the actions of the acting roles, by role; return a `StepResult` for each role to which something happened, by role."""
+        ...
+
+
 def is_environment(value: object) -> TypeGuard[Environment]:
     """Return whether a value has reset and step."""
     return callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
@@ -117,9 +139,56 @@ class EnvironmentCalls:
         return member(self._environment, "tools") or ()
 
     @property
+    def roles(self) -> Sequence[str]:
+        """Roles of the players; empty: there is one player, without a role."""
+        return member(self._environment, "roles") or ()
+
+    @property
     def system_prompt(self) -> str | None:
         """Text of the system message. None: there is none."""
         return member(self._environment, "system_prompt")
+
+    def system_prompt_of(self, role: str) -> str | None:
+        """Return the text of a role's system message. None: there is none."""
+        prompt: Any = getattr(self._environment, "system_prompt", None)
+        text: Any = prompt(role) if callable(prompt) else prompt
+        return text
+
+    async def acting(self) -> Sequence[str]:
+        """Return the roles whose turn it is.
+
+        Raises:
+            EnvironmentsError: they are no roles of the environment.
+        """
+        acting = await self._call(_method(self._environment, "acting"))
+        roles = (acting,) if isinstance(acting, str) else tuple(acting)
+        if not roles or not set(roles) <= set(self.roles):
+            raise EnvironmentsError(f"{self._name}.acting returned {acting!r}. Return one or several of {', '.join(self.roles)}.")
+        return roles
+
+    async def step_together(self, actions: Mapping[str, object]) -> Mapping[str, StepResult]:
+        """Apply the actions of several roles at once; return the results by role.
+
+        Raises:
+            EnvironmentsError: the environment returned anything else, or a reward that is not finite.
+        """
+        return self._by_role("step", await self._call(self._environment.step, actions))
+
+    async def forfeit(self, role: str) -> Mapping[str, StepResult] | None:
+        """Have a role forfeit; return the results by role. None: the environment has no rule for that.
+
+        Raises:
+            EnvironmentsError: as for `step_together`.
+        """
+        forfeit = getattr(self._environment, "forfeit", None)
+        return None if forfeit is None else self._by_role("forfeit", await self._call(forfeit, role))
+
+    def _by_role(self, method: str, results: object) -> Mapping[str, StepResult]:
+        if not isinstance(results, Mapping) or not set(cast("Mapping[str, object]", results)) <= set(self.roles):
+            raise EnvironmentsError(
+                f"{self._name}.{method} returned {type(results).__name__}. Return a StepResult by role, of {', '.join(self.roles)}."
+            )
+        return {role: checked_result(self._name, result) for role, result in cast("Mapping[str, object]", results).items()}
 
     async def reset(self, task: object) -> Any:
         """Begin an episode; return the first observation."""
@@ -183,6 +252,13 @@ def member(environment: Environment, name: str) -> Any:
     """Return an optional member of an environment, called where it is a method; None: it has none."""
     value = getattr(environment, name, None)
     return value() if callable(value) else value
+
+
+def _method(environment: Environment, name: str) -> Callable[..., Any]:
+    method = getattr(environment, name, None)
+    if not callable(method):
+        raise EnvironmentsError(f"{type(environment).__name__} has roles, but no method {name}. Write {name}().")
+    return method
 
 
 def rendered(observation: object) -> Content:

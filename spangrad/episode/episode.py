@@ -11,23 +11,16 @@ Source of the states: OpenTinker (https://arxiv.org/abs/2601.07376), the agent's
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from opentelemetry import trace
-from opentelemetry.trace import Span
 
 from spangrad import semconv
-from spangrad.agent.attempt import note_reward
-from spangrad.agent.failures import names_context_overflow
 from spangrad.episode.environment import Content, EnvironmentCalls, StepResult, ToolAction
-from spangrad.errors import EngineError
-
-_CUT = "length"
-"""Finish reason of a reply that reached its token limit."""
+from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, Player, PlayerEndError, ReplyModel
 
 
 class EpisodeState(StrEnum):
@@ -41,73 +34,6 @@ class EpisodeState(StrEnum):
     """The environment applies the action."""
     TERMINATED = "terminated"
     """The episode has ended."""
-
-
-class EpisodeEnd(StrEnum):
-    """Reason for which an episode ended."""
-
-    DONE = "done"
-    """The environment ended it."""
-    TURNS = "turns"
-    """The limit of turns was reached."""
-    TOKENS = "tokens"
-    """The limit of generated tokens was reached."""
-    CONTEXT = "context"
-    """The context outgrew the model's."""
-    TIME = "time"
-    """The time limit was reached."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Limits of an episode. None: there is no limit."""
-
-    turns: int | None = None
-    """Largest number of replies."""
-    tokens: int | None = None
-    """Largest number of generated tokens, summed over replies."""
-    turn_tokens: int | None = None
-    """Largest number of tokens of a reply."""
-    seconds: float | None = None
-    """Time limit, in seconds; checked between turns."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelReply:
-    """Reply of a model."""
-
-    message: Mapping[str, Any]
-    """Message as the API returned it: role, content, and tool_calls where it calls tools."""
-    finish_reason: str = ""
-    response_id: str = ""
-    tokens: int = 0
-    """Number of generated tokens."""
-
-    @property
-    def text(self) -> str:
-        """Text of the reply; empty where it has none."""
-        return self.message.get("content") or ""
-
-
-class ReplyModel(Protocol):
-    """Model that replies to messages: an endpoint, a person, or a script."""
-
-    async def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        previous: ModelReply | None,
-    ) -> ModelReply:
-        """Return the reply to messages.
-
-        Args:
-            messages: all of the episode so far.
-            tools: that the model may call.
-            max_tokens: largest number of the reply's tokens. None: the endpoint's own.
-            previous: last reply, after which messages were appended. None: this is the first.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +76,8 @@ class Episode:
             role: role of its rewards, where a rollout has several. Empty: every role.
         """
         self.state = EpisodeState.PENDING
-        self.messages: list[Mapping[str, Any]] = []
         self._environment = environment
-        self._model = model
-        self._limits = limits
-        self._role = role
-        self._replies: list[ModelReply] = []
+        self._player = Player(model, limits, role)
         self._steps: list[EpisodeStep] = []
         self._tracer = trace.get_tracer(semconv.EPISODE_SCOPE)
 
@@ -166,61 +88,40 @@ class Episode:
             EngineError: the model's endpoint refused or failed, other than for its context.
             Exception: any of the environment.
         """
-        deadline = None if self._limits.seconds is None else time.monotonic() + self._limits.seconds
+        player = self._player
         with self._tracer.start_as_current_span("episode") as span:
             await self._begin(task)
-            while (end := self._limit_reached(deadline)) is None:
+            while (end := player.limit_reached) is None:
                 self.state = EpisodeState.GENERATING
-                previous = self._replies[-1] if self._replies else None
                 try:
-                    reply = await self._model.reply(tuple(self.messages), self._environment.tools, self._tokens_left(), previous)
-                except EngineError as error:
-                    if not names_context_overflow(str(error)):
-                        raise
-                    end = EpisodeEnd.CONTEXT
+                    reply = await player.reply(self._environment.tools)
+                except PlayerEndError as error:
+                    end = error.end
                     break
-                self._replies.append(reply)
-                self.messages.append(reply.message)
                 self.state = EpisodeState.INTERACTING
                 if await self._interact(reply):
                     end = EpisodeEnd.DONE
                     break
                 self.state = EpisodeState.PENDING
             self.state = EpisodeState.TERMINATED
-            span.set_attributes({semconv.EPISODE_END: end.value, semconv.EPISODE_TURNS: len(self._replies)})
-        return EpisodeOutcome(end, tuple(self.messages), tuple(self._replies), tuple(self._steps))
+            player.read()
+            span.set_attributes({semconv.EPISODE_END: end.value, semconv.EPISODE_TURNS: len(player.replies)})
+        return EpisodeOutcome(end, tuple(player.messages), tuple(player.replies), tuple(self._steps))
 
     async def _begin(self, task: object) -> None:
         with self._tracer.start_as_current_span("reset") as span:
             observation = await self._environment.reset(task)
             content = await self._environment.render(observation)
-            span.set_attribute(semconv.EPISODE_OBSERVATION, _text(content))
-        if prompt := self._environment.system_prompt:
-            self.messages.append({"role": "system", "content": prompt})
-        self.messages.append({"role": "user", "content": content})
-
-    def _limit_reached(self, deadline: float | None) -> EpisodeEnd | None:
-        limits = self._limits
-        if limits.turns is not None and len(self._replies) >= limits.turns:
-            return EpisodeEnd.TURNS
-        if limits.tokens is not None and self._tokens >= limits.tokens:
-            return EpisodeEnd.TOKENS
-        return EpisodeEnd.TIME if deadline is not None and time.monotonic() >= deadline else None
-
-    @property
-    def _tokens(self) -> int:
-        return sum(reply.tokens for reply in self._replies)
-
-    def _tokens_left(self) -> int | None:
-        left = None if self._limits.tokens is None else self._limits.tokens - self._tokens
-        return min((limit for limit in (left, self._limits.turn_tokens) if limit is not None), default=None)
+            span.set_attribute(semconv.EPISODE_OBSERVATION, as_text(content))
+        self._player.instruct(self._environment.system_prompt)
+        self._player.observe(content)
 
     async def _interact(self, reply: ModelReply) -> bool:
         """Apply the actions of a reply, and append what is observed; return whether the episode has ended."""
         calls = reply.message.get("tool_calls") or ()
         if not self._environment.tools or not calls:
-            content, done = await self._step(reply, await self._environment.parse(reply.text), "step", reply.text, "")
-            self.messages.append({"role": "user", "content": content})
+            content, done = await self._step(await self._environment.parse(reply.text), "step", reply.text, "")
+            self._player.observe(content)
             return done
         done = False
         for call in calls:
@@ -230,13 +131,13 @@ class Episode:
             elif (action := _tool_action(name, arguments)) is None:
                 content = f"The arguments of {name} are no JSON object."
             else:
-                content, done = await self._step(reply, action, name, arguments, call["id"])
-            self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+                content, done = await self._step(action, name, arguments, call["id"])
+            self._player.messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
         return done
 
-    async def _step(self, reply: ModelReply, action: object, tool: str, arguments: str, call_id: str) -> tuple[Content, bool]:
+    async def _step(self, action: object, tool: str, arguments: str, call_id: str) -> tuple[Content, bool]:
         """Apply an action; return the content that shows what is observed, and whether the episode has ended."""
-        turn = len(self._replies) - 1
+        turn = len(self._player.replies) - 1
         attributes = {
             semconv.GEN_AI_OPERATION: "execute_tool",
             semconv.GEN_AI_TOOL_NAME: tool,
@@ -247,22 +148,11 @@ class Episode:
         with self._tracer.start_as_current_span(f"execute_tool {tool}", attributes=attributes) as span:
             result = await self._environment.step(action)
             content = await self._environment.render(result.observation)
-            span.set_attributes({semconv.GEN_AI_TOOL_RESULT: _text(content), semconv.EPISODE_DONE: result.done})
+            span.set_attributes({semconv.GEN_AI_TOOL_RESULT: as_text(content), semconv.EPISODE_DONE: result.done})
             if result.reward is not None:
-                self._reward(span, result.reward, reply.response_id)
+                self._player.reward(span, result.reward)
         self._steps.append(EpisodeStep(turn, action, result))
         return content, result.done
-
-    def _reward(self, span: Span, value: float, response_id: str) -> None:
-        """Record a step's reward as an evaluation of the reply that acted."""
-        attributes: dict[str, str | float] = {semconv.EVALUATION_NAME: semconv.REWARD_NAME, semconv.EVALUATION_SCORE: float(value)}
-        if response_id:
-            attributes[semconv.GEN_AI_RESPONSE_ID] = response_id
-        if self._role:
-            attributes[semconv.REWARD_ROLE] = self._role
-        span.add_event(semconv.EVALUATION_EVENT, attributes)
-        if span.is_recording():
-            note_reward()
 
 
 def _tool_action(name: str, arguments: str) -> ToolAction | None:
@@ -274,5 +164,6 @@ def _tool_action(name: str, arguments: str) -> ToolAction | None:
     return ToolAction(name, values) if isinstance(values, dict) else None
 
 
-def _text(content: Content) -> str:
+def as_text(content: Content) -> str:
+    """Return the text that a span holds of a message's content."""
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

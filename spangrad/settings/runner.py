@@ -48,6 +48,17 @@ class ContainerSettings(Section):
     `host`, else the container engine's own name for this machine (host.docker.internal)."""
 
 
+class PlayerSettings(Section):
+    """Player of one role, in environments of several."""
+
+    model: str | None = None
+    """Name of the model in its calls: a policy that trains, or one that does not. None: runner.episode.model."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature of its calls. None: runner.episode.temperature."""
+    script: str | None = None
+    """Function that writes its replies in place of a model, as MODULE:FUNCTION; it takes the messages so far. None: a model does."""
+
+
 class EpisodeSettings(Section):
     """Episodes of the agent without code (`spangrad run --environment MODULE:CLASS`)."""
 
@@ -61,6 +72,10 @@ class EpisodeSettings(Section):
     """Largest number of generated tokens in an episode. None: no limit."""
     turn_tokens: int | None = Field(default=None, ge=1)
     """Largest number of tokens of a reply. None: the engine's own limit."""
+    turn_seconds: float | None = Field(default=None, gt=0)
+    """Time limit of a reply, in seconds. A player of several forfeits by it; alone it ends the episode. None: no limit."""
+    players: dict[str, PlayerSettings] = Field(default={})
+    """Players by role, in environments of several; any other role is played by runner.episode.model."""
     seconds: float | None = Field(default=None, gt=0)
     """Time limit of an episode, in seconds, checked between turns; its attempt then ends well, unlike one that exceeds
     runner.timeout_seconds. None: no limit."""

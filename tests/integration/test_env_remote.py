@@ -23,7 +23,8 @@ from spangrad.callables import load
 from spangrad.episode.adapters.openenv_server import OpenEnvServer, RemoteStepError
 from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction
-from spangrad.episode.episode import Episode, EpisodeLimits, EpisodeOutcome, ModelReply
+from spangrad.episode.episode import Episode, EpisodeOutcome
+from spangrad.episode.player import EpisodeLimits, ModelReply
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.semconv import EPISODE_STEP_REWARD

@@ -18,7 +18,7 @@ from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
 from spangrad.episode.agent import REFERENCE as EPISODES
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import Selection, Settings, StoreSettings
-from spangrad.settings.runner import EpisodeSettings, FailureRewards
+from spangrad.settings.runner import EpisodeSettings, FailureRewards, PlayerSettings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
@@ -154,6 +154,22 @@ def test_loop_episode_on_a_server_of_environments_trains_as_a_local_one(gateway:
         "GROUP BY SpanName ORDER BY SpanName"
     )
     assert ask(settings, steps) == [("reset", 4, 0), ("step", 8, 8)]
+
+
+def test_loop_players_have_agents_policies_and_rewards_of_their_roles(gateway: Settings, tmp_path: Path) -> None:
+    """Black is a model in the first run, and a script in the second."""
+    expected = [("black", [-1.0], ["black"]), ("white", [1.0], ["white"])]
+    for players, agents in (({}, expected), ({"black": PlayerSettings(script="duel:echo")}, expected[1:])):
+        settings = own_run(gateway)
+        episode = EpisodeSettings(turn_tokens=3, players=players)
+        settings = settings.model_copy(update={"runner": settings.runner.model_copy(update={"episode": episode})})
+        agent = CallableAgent(EPISODES, environment="duel:Duel", directory=AGENTS)
+        outcomes = roll_out(settings, agent, TASKS[:1], tmp_path / str(len(players)), size=2)
+        assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, len(agents))] * 2
+        build_all(settings, 2)
+        columns = "AgentName, `Rewards.Value`, `Rewards.Role`"
+        rows = ask(settings, f"SELECT DISTINCT {columns} FROM spangrad.transitions WHERE RunId = {{run:String}} ORDER BY AgentName")
+        assert rows == agents
 
 
 @pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])

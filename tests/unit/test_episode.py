@@ -17,7 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from spangrad import semconv
 from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction, is_environment_class, rendered
-from spangrad.episode.episode import Episode, EpisodeEnd, EpisodeLimits, EpisodeOutcome, EpisodeState, ModelReply
+from spangrad.episode.episode import Episode, EpisodeOutcome, EpisodeState
+from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply
 from spangrad.errors import EngineError, EnvironmentsError
 
 UNLIMITED = EpisodeLimits()

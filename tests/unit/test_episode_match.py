@@ -1,0 +1,274 @@
+"""Episodes of several players: order of turns, contexts and rewards by role, forfeits, whatever the players do and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from spangrad import semconv
+from spangrad.episode.agent import players_of
+from spangrad.episode.endpoint_model import EndpointModel
+from spangrad.episode.environment import EnvironmentCalls, StepResult
+from spangrad.episode.match import Match, MatchOutcome, PlayerState
+from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, Player
+from spangrad.episode.script import ScriptModel
+from spangrad.errors import EnvironmentsError, SettingsError
+from spangrad.settings import Settings
+
+ROLES = ("white", "black")
+UNLIMITED = EpisodeLimits()
+
+
+class Race:
+    """White and black count in turns; who says the last number wins, and the other one loses as much."""
+
+    roles = ROLES
+
+    def __init__(self, numbers: int = 3) -> None:
+        self.numbers, self.counted = numbers, 0
+
+    def system_prompt(self, role: str) -> str:
+        return f"you are {role}"
+
+    def reset(self, task: object) -> dict[str, str]:
+        return {"white": "begin", "black": "wait"}
+
+    def acting(self) -> str:
+        return ROLES[self.counted % 2]
+
+    def step(self, actions: Mapping[str, str]) -> dict[str, StepResult]:
+        ((role, action),) = actions.items()
+        self.counted += 1
+        return self._told(role, f"{role} said {action}", done=self.counted == self.numbers)
+
+    def _told(self, winner: str, text: str, *, done: bool) -> dict[str, StepResult]:
+        values = {role: (1.0 if role == winner else -1.0) for role in ROLES}
+        return {role: StepResult(text if role != winner else None, values[role] if done else None, done) for role in ROLES}
+
+
+class LenientRace(Race):
+    """The other one wins where one forfeits."""
+
+    def forfeit(self, role: str) -> dict[str, StepResult]:
+        return self._told(ROLES[1 - ROLES.index(role)], f"{role} is late", done=True)
+
+
+@dataclass
+class Voice:
+    """Model that says its number of replies, after some turns of the event loop; None: it never replies."""
+
+    name: str
+    delays: Sequence[int | None] = ()
+    contexts: list[tuple[Mapping[str, Any], ...]] = field(default_factory=list[tuple[Mapping[str, Any], ...]])
+
+    async def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+        previous: ModelReply | None,
+    ) -> ModelReply:
+        self.contexts.append(tuple(messages))
+        said = len(self.contexts) - 1
+        delay = self.delays[said] if said < len(self.delays) else 0
+        if delay is None:
+            await asyncio.Event().wait()
+        for _ in range(delay or 0):
+            await asyncio.sleep(0)
+        return ModelReply({"role": "assistant", "content": str(said)}, "stop", f"{self.name}-{said}", 1)
+
+
+def match(environment: object, voices: Mapping[str, Voice], limits: EpisodeLimits = UNLIMITED) -> Match:
+    players = {role: Player(voice, limits, role) for role, voice in voices.items()}
+    return Match(EnvironmentCalls(environment), players)  # pyright: ignore[reportArgumentType]
+
+
+async def play(environment: object, limits: EpisodeLimits = UNLIMITED, **delays: Sequence[int | None]) -> MatchOutcome:
+    return await match(environment, {role: Voice(role, delays.get(role, ())) for role in ROLES}, limits).run(None)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    return exporter
+
+
+async def test_match_players_act_in_turns_and_see_what_their_role_is_given() -> None:
+    outcome = await play(Race())
+    contexts = {role: [(message["role"], message["content"]) for message in messages] for role, messages in outcome.messages.items()}
+    assert contexts == {
+        "white": [("system", "you are white"), ("user", "begin"), ("assistant", "0"), ("user", "black said 0"), ("assistant", "1")],
+        "black": [("system", "you are black"), ("user", "wait\nwhite said 0"), ("assistant", "0"), ("user", "white said 1")],
+    }
+    assert (outcome.end, outcome.returns) == (EpisodeEnd.DONE, {"white": 1.0, "black": -1.0})
+    assert [list(step.actions) for step in outcome.steps] == [["white"], ["black"], ["white"]]
+
+
+async def test_match_rewards_are_evaluations_of_their_own_roles_last_replies(spans: InMemorySpanExporter) -> None:
+    await play(Race())
+    steps = [span for span in spans.get_finished_spans() if span.name == "execute_tool step"]
+    rewards = [dict(event.attributes or {}) for span in steps for event in span.events]
+    assert rewards == [
+        {
+            semconv.EVALUATION_NAME: semconv.REWARD_NAME,
+            semconv.EVALUATION_SCORE: value,
+            semconv.GEN_AI_RESPONSE_ID: response,
+            semconv.REWARD_ROLE: role,
+        }
+        for role, value, response in (("white", 1.0, "white-1"), ("black", -1.0, "black-0"))
+    ]
+    agents = [span.attributes[semconv.GEN_AI_AGENT_NAME] for span in spans.get_finished_spans() if span.name.startswith("invoke_agent")]  # pyright: ignore[reportOptionalSubscript]
+    assert agents == ["white", "black", "white"]
+
+
+async def test_match_late_player_forfeits_by_the_environments_rule() -> None:
+    outcome = await play(LenientRace(), EpisodeLimits(turn_seconds=0.05), black=[None])
+    assert (outcome.end, outcome.returns) == (EpisodeEnd.DONE, {"white": 1.0, "black": -1.0})
+    assert outcome.steps[-1].actions == {"black": None}
+    assert outcome.messages["black"][-1]["content"] == "black is late"
+
+
+async def test_match_late_player_ends_an_environment_without_a_rule() -> None:
+    outcome = await play(Race(), EpisodeLimits(turn_seconds=0.05), black=[None])
+    assert (outcome.end, outcome.returns, len(outcome.steps)) == (EpisodeEnd.FORFEIT, {}, 1)
+
+
+async def test_match_limit_of_turns_is_each_players_own() -> None:
+    outcome = await play(Race(9), EpisodeLimits(turns=2))
+    assert (outcome.end, {role: len(replies) for role, replies in outcome.replies.items()}) == (EpisodeEnd.TURNS, {"white": 2, "black": 2})
+
+
+class Wrong(Race):
+    """Names a role that does not exist, no role, or one that has ended."""
+
+    def __init__(self, acting: object) -> None:
+        super().__init__()
+        self._acting = acting
+
+    def acting(self) -> Any:
+        return self._acting
+
+
+@pytest.mark.parametrize(("acting", "message"), [("red", "'red'"), ((), r"\(\)")])
+async def test_match_roles_that_may_not_act_are_an_error(acting: object, message: str) -> None:
+    with pytest.raises(EnvironmentsError, match=rf"Wrong\.acting returned {message}\. Return one or several of white, black"):
+        await play(Wrong(acting))
+
+
+async def test_match_role_that_has_ended_may_not_act() -> None:
+    class Lopsided(Race):
+        def step(self, actions: Mapping[str, str]) -> dict[str, StepResult]:
+            return {"white": StepResult("over", done=True)}
+
+        def acting(self) -> str:
+            return "white"
+
+    with pytest.raises(EnvironmentsError, match="names white, for whom the episode has ended"):
+        await play(Lopsided())
+
+
+@pytest.mark.parametrize("result", [None, {"red": StepResult("")}, {"white": 1}])
+async def test_match_step_that_returns_no_results_by_role_is_an_error(result: Any) -> None:
+    class Odd(Race):
+        def step(self, actions: Mapping[str, str]) -> Any:
+            return result
+
+    with pytest.raises(EnvironmentsError, match=r"Odd\.step returned"):
+        await play(Odd())
+
+
+def test_match_needs_a_player_for_each_role_and_no_tools() -> None:
+    with pytest.raises(EnvironmentsError, match="roles white, black, and there are players for white"):
+        match(Race(), {"white": Voice("white")})
+    tooled = Race()
+    setattr(tooled, "tools", [{}])  # noqa: B010 - environments have it as an optional member
+    with pytest.raises(EnvironmentsError, match="roles and tools"):
+        match(tooled, {role: Voice(role) for role in ROLES})
+
+
+SEATS = ("a", "b", "c")
+
+
+class Market:
+    """A zero-sum game of three whose turns are drawn beforehand: one acts, or several at once."""
+
+    roles = SEATS
+
+    def __init__(self, turns: Sequence[frozenset[str]], players: Match | None = None) -> None:
+        self.turns, self.at, self.match = turns, 0, players
+
+    def reset(self, task: object) -> dict[str, str]:
+        return {role: f"for {role}" for role in SEATS}
+
+    def acting(self) -> tuple[str, ...]:
+        return tuple(sorted(self.turns[self.at]))
+
+    def step(self, actions: Mapping[str, str]) -> dict[str, StepResult]:
+        assert set(actions) == self.turns[self.at], "acted out of turn"
+        return self._next({role: len(actions[role]) if role in actions else 0 for role in SEATS})
+
+    def forfeit(self, role: str) -> dict[str, StepResult]:
+        assert role in self.turns[self.at]
+        return self._next({seat: -1 if seat == role else 0 for seat in SEATS})
+
+    def _next(self, raw: Mapping[str, int]) -> dict[str, StepResult]:
+        assert self.match is not None
+        assert PlayerState.RUNNING not in self.match.states.values(), "stepped while a player runs"
+        mean = sum(raw.values()) / len(SEATS)
+        self.at += 1
+        return {role: StepResult(f"for {role}", raw[role] - mean, self.at == len(self.turns)) for role in SEATS}
+
+
+DELAYS = st.lists(st.one_of(st.integers(0, 5), st.none()), max_size=8)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.frozensets(st.sampled_from(SEATS), min_size=1), min_size=1, max_size=8), st.tuples(DELAYS, DELAYS, DELAYS))
+def test_match_no_interleaving_acts_out_of_turn_or_deadlocks(turns: list[frozenset[str]], delays: tuple[list[int | None], ...]) -> None:
+    voices = {role: Voice(role, delays[at]) for at, role in enumerate(SEATS)}
+    market = Market(turns)
+    market.match = match(market, voices, EpisodeLimits(turn_seconds=0.002))
+    outcome = asyncio.run(asyncio.wait_for(market.match.run(None), 10))
+    assert (outcome.end, len(outcome.steps)) == (EpisodeEnd.DONE, len(turns))
+    assert sum(outcome.returns.values()) == pytest.approx(0)
+    for role, voice in voices.items():
+        assert len(voice.contexts) == sum(role in turn for turn in turns)
+        seen = [line for message in outcome.messages[role] if message["role"] == "user" for line in message["content"].split("\n")]
+        assert set(seen) == {f"for {role}"}
+        for earlier, later in zip(voice.contexts, voice.contexts[1:], strict=False):
+            assert later[: len(earlier)] == earlier
+
+
+def test_match_players_are_those_of_the_settings() -> None:
+    given_settings = Settings.model_validate(
+        {"runner": {"episode": {"players": {"black": {"script": "json:dumps"}, "white": {"model": "old", "temperature": 0.5}}}}}
+    )
+    episode = json.loads(given_settings.runner.episode.model_dump_json())
+    players = players_of(EnvironmentCalls(Race()), episode, "http://gateway/v1", "key")
+    assert {role: player.role for role, player in players.items()} == {"white": "white", "black": "black"}
+    assert players["white"]._model == EndpointModel("http://gateway/v1", "key", "old", {"temperature": 0.5})
+    assert players["black"]._model == ScriptModel(json.dumps)
+
+
+async def test_script_writes_replies_from_the_messages() -> None:
+    reply = await ScriptModel(lambda messages: len(messages)).reply([{}, {}], (), None, None)
+    assert reply == ModelReply({"role": "assistant", "content": "2"}, "stop")
+
+
+@pytest.mark.parametrize("reference", ["no_such_module:f", "json:no_such_function", "json"])
+def test_script_that_cannot_be_imported_is_named(reference: str) -> None:
+    with pytest.raises(SettingsError, match=f"the script '{reference}' cannot be imported"):
+        ScriptModel.load(reference)
