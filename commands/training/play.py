@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from commands.options import ConfigFile, Overrides, resolve
 if TYPE_CHECKING:
     from spangrad.episode.environment import Environment
     from spangrad.episode.episode import EpisodeOutcome
+    from spangrad.episode.match import MatchOutcome
     from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyModel
 
 Reference = Annotated[str, Parameter(name="ENVIRONMENT")]
@@ -26,6 +28,7 @@ def play(
     *,
     task: str = "null",
     person: bool = False,
+    role: str | None = None,
     greedy: bool = False,
     json: bool = False,
     directory: Path = Path(),
@@ -38,8 +41,9 @@ def play(
         environment: MODULE:CLASS or FILE.py:CLASS with reset(task) and step(action), gymnasium:ID, or the URL of a server of environments.
         task: input of the task, as JSON.
         person: write the replies yourself, a line each; the model at gateway.url writes them otherwise.
+        role: role that you play, in environments of several players; the others are those of runner.episode.players.
         greedy: the model takes the most likely token each time, as in greedy rollouts.
-        json: print one JSON object in place of text: messages, rewards, return and end.
+        json: print one JSON object in place of text: messages, rewards, return and end; by role, where there are several.
         directory: directory of the environment's module.
     """
     settings = resolve(config, set_)
@@ -48,7 +52,7 @@ def play(
     from commands.training.agents import located
     from spangrad.callables import load
     from spangrad.episode.adapters.references import TOKEN_VARIABLE, by_openenv, factory_of, is_factory, names_environment
-    from spangrad.episode.agent import limits_of, policy_of
+    from spangrad.episode.agent import limits_of
     from spangrad.errors import AgentError
 
     try:
@@ -66,27 +70,95 @@ def play(
     if greedy:
         episode["temperature"] = 0.0
     url, key = settings.gateway.url.rstrip("/") + "/v1", token.get_secret_value() if token else "none"
-    model = Person() if person else policy_of(episode, url, key)
-    shown = Shown(model)
-    outcome = asyncio.run(_play(factory, model if json else shown, limits_of(episode), given))
+    outcome = asyncio.run(_play(factory, given, limits_of(episode), _Cast(episode, url, key, person, role, not json)))
     if json:
-        rewards = [step.result.reward for step in outcome.steps]
-        print(dumps({"messages": outcome.messages, "rewards": rewards, "return": outcome.episode_return, "end": outcome.end}))
+        print(dumps({"messages": outcome.messages, "rewards": _rewards(outcome), **_returns(outcome), "end": outcome.end}))
     else:
-        shown.show(outcome.messages)
-        total = "no reward" if outcome.episode_return is None else f"return {outcome.episode_return:+g}"
-        print(f"\n{len(outcome.replies)} turns, {total}, ended by: {outcome.end}")
+        print(f"\n{len(outcome.steps)} turns, {_total(outcome)}, ended by: {outcome.end}")
 
 
-async def _play(factory: Callable[[], Environment], model: ReplyModel, limits: EpisodeLimits, task: object) -> EpisodeOutcome:
+@dataclass(frozen=True)
+class _Cast:
+    """Players of an episode."""
+
+    episode: Mapping[str, Any]
+    """Settings `runner.episode`."""
+    url: str
+    key: str
+    person: bool
+    role: str | None
+    """Role of the person, where there are several."""
+    is_shown: bool
+
+    def single(self) -> ReplyModel:
+        """Return the model of the only player."""
+        from spangrad.episode.agent import policy_of
+
+        return self._shown(Person() if self.person else policy_of(self.episode, self.url, self.key), "")
+
+    def of(self, roles: Sequence[str]) -> dict[str, ReplyModel]:
+        """Return the model of each role's player.
+
+        Raises:
+            AgentError: the person has none of the roles.
+        """
+        from spangrad.episode.agent import models_of
+        from spangrad.errors import AgentError
+
+        models = models_of(roles, self.episode, self.url, self.key)
+        if self.person:
+            if self.role is None or self.role not in roles:
+                raise AgentError(f"the environment has the roles {', '.join(roles)}. Name yours with --role.")
+            models[self.role] = Person()
+        return {role: self._shown(model, role) for role, model in models.items()}
+
+    def _shown(self, model: ReplyModel, role: str) -> ReplyModel:
+        return Shown(model, role) if self.is_shown else model
+
+
+async def _play(factory: Callable[[], Environment], task: object, limits: EpisodeLimits, cast: _Cast) -> EpisodeOutcome | MatchOutcome:
     from spangrad.episode.environment import EnvironmentCalls
     from spangrad.episode.episode import Episode
+    from spangrad.episode.match import Match
 
     environment = await EnvironmentCalls.create(factory)
     try:
-        return await Episode(environment, model, limits).run(task)
+        if environment.roles:
+            models = cast.of(environment.roles)
+            outcome = await Match(environment, models, limits).run(task)
+            ends = [(models[role], messages) for role, messages in outcome.messages.items()]
+        else:
+            model = cast.single()
+            outcome = await Episode(environment, model, limits).run(task)
+            ends = [(model, outcome.messages)]
     finally:
         await environment.aclose()
+    for shown, messages in ends:
+        if isinstance(shown, Shown):
+            shown.show(messages)
+    return outcome
+
+
+def _rewards(outcome: EpisodeOutcome | MatchOutcome) -> list[Any]:
+    """Return the reward of each step; by role, where there are several."""
+    from spangrad.episode.episode import EpisodeOutcome
+
+    if isinstance(outcome, EpisodeOutcome):
+        return [step.result.reward for step in outcome.steps]
+    return [{role: result.reward for role, result in step.results.items()} for step in outcome.steps]
+
+
+def _returns(outcome: EpisodeOutcome | MatchOutcome) -> dict[str, Any]:
+    from spangrad.episode.episode import EpisodeOutcome
+
+    return {"return": outcome.episode_return if isinstance(outcome, EpisodeOutcome) else outcome.returns}
+
+
+def _total(outcome: EpisodeOutcome | MatchOutcome) -> str:
+    total = _returns(outcome)["return"]
+    if isinstance(total, dict):
+        return ", ".join(f"return of {role} {value:+g}" for role, value in total.items()) or "no reward"
+    return "no reward" if total is None else f"return {total:+g}"
 
 
 class Person:
@@ -117,8 +189,10 @@ class Person:
 class Shown:
     """Model whose context and replies are printed as they come."""
 
-    def __init__(self, model: ReplyModel) -> None:
+    def __init__(self, model: ReplyModel, role: str) -> None:
+        """Print nothing yet; `role` begins each line. Empty: there is one player."""
         self._model = model
+        self._begin = f"[{role}] " if role else ""
         self._printed = 0
 
     async def reply(
@@ -135,5 +209,5 @@ class Shown:
     def show(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Print those of an episode's messages that were not printed yet."""
         for message in messages[self._printed :]:
-            print(f"{message['role']}: {message.get('content') or message.get('tool_calls')}", flush=True)
+            print(f"{self._begin}{message['role']}: {message.get('content') or message.get('tool_calls')}", flush=True)
         self._printed = len(messages)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -15,8 +15,9 @@ from spangrad.episode.endpoint_model import EndpointModel
 from spangrad.episode.environment import EnvironmentCalls
 from spangrad.episode.episode import Episode
 from spangrad.episode.match import Match
-from spangrad.episode.player import EpisodeLimits, Player, ReplyModel
+from spangrad.episode.player import EpisodeLimits, ReplyModel
 from spangrad.episode.script import ScriptModel
+from spangrad.errors import SettingsError
 
 REFERENCE = "spangrad.episode.agent:play"
 VARIABLE = "SPANGRAD_EPISODE"
@@ -28,7 +29,7 @@ async def play(task: Any, environment: EnvironmentCalls, endpoint: str) -> None:
     settings: dict[str, Any] = json.loads(os.environ[VARIABLE])
     key = os.environ["OPENAI_API_KEY"]
     if environment.roles:
-        await Match(environment, players_of(environment, settings, endpoint, key)).run(task)
+        await Match(environment, models_of(environment.roles, settings, endpoint, key), limits_of(settings)).run(task)
     else:
         await Episode(environment, policy_of(settings, endpoint, key), limits_of(settings)).run(task)
 
@@ -38,19 +39,23 @@ def policy_of(settings: Mapping[str, Any], url: str, key: str) -> EndpointModel:
     return EndpointModel(url, key, settings["model"], {"temperature": settings["temperature"]})
 
 
-def players_of(environment: EnvironmentCalls, settings: Mapping[str, Any], url: str, key: str) -> dict[str, Player]:
-    """Return a player for each role of an environment, as the settings `runner.episode` say.
+def models_of(roles: Sequence[str], settings: Mapping[str, Any], url: str, key: str) -> dict[str, ReplyModel]:
+    """Return the model or script of each role's player, as the settings `runner.episode` say.
 
     Raises:
-        SettingsError: a script cannot be imported.
+        SettingsError: a script cannot be imported, or a player has no role of the environment.
     """
-    limits, chosen = limits_of(settings), settings["players"]
+    unknown = [role for role in settings["players"] if role not in roles]
+    if unknown:
+        raise SettingsError(
+            f"runner.episode.players has {unknown[0]!r}, and the environment's roles are {', '.join(roles)}. Name one of them."
+        )
 
     def model_of(role: str) -> ReplyModel:
-        own = {name: value for name, value in chosen.get(role, {}).items() if value is not None}
+        own = {name: value for name, value in settings["players"].get(role, {}).items() if value is not None}
         return ScriptModel.load(own["script"]) if "script" in own else policy_of({**settings, **own}, url, key)
 
-    return {role: Player(model_of(role), limits, role) for role in environment.roles}
+    return {role: model_of(role) for role in roles}
 
 
 def limits_of(settings: Mapping[str, Any]) -> EpisodeLimits:

@@ -21,7 +21,7 @@ from opentelemetry import trace
 from spangrad import semconv
 from spangrad.episode.environment import EnvironmentCalls, StepResult
 from spangrad.episode.episode import as_text
-from spangrad.episode.player import EpisodeEnd, ModelReply, Player, PlayerEndError
+from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, Player, PlayerEndError, ReplyModel
 from spangrad.errors import EnvironmentsError
 
 
@@ -69,24 +69,26 @@ class MatchOutcome:
 class Match:
     """Episode of one environment and a player for each of its roles."""
 
-    def __init__(self, environment: EnvironmentCalls, players: Mapping[str, Player]) -> None:
+    def __init__(self, environment: EnvironmentCalls, models: Mapping[str, ReplyModel], limits: EpisodeLimits) -> None:
         """Begin nothing yet.
 
         Args:
             environment: calls of an environment with roles.
-            players: player of each role.
+            models: model of each role's player.
+            limits: limits of each player.
 
         Raises:
             EnvironmentsError: a role lacks a player, or a player a role; or the environment has tools, which belong to one player.
         """
-        if set(players) != set(environment.roles):
+        if set(models) != set(environment.roles):
             raise EnvironmentsError(
-                f"the environment has the roles {', '.join(environment.roles)}, and there are players for {', '.join(players)}."
+                f"the environment has the roles {', '.join(environment.roles)}, and there are players for {', '.join(models)}."
             )
         if environment.tools:
             raise EnvironmentsError("the environment has roles and tools. Let the actions of several players be text: write parse(text).")
-        self.states = dict.fromkeys(players, PlayerState.PENDING)
-        self._environment, self._players = environment, dict(players)
+        self.states = dict.fromkeys(models, PlayerState.PENDING)
+        self._environment = environment
+        self._players = {role: Player(model, limits, role) for role, model in models.items()}
         self._steps: list[MatchStep] = []
         self._tracer = trace.get_tracer(semconv.EPISODE_SCOPE)
 

@@ -47,6 +47,40 @@ def test_play_as_json_has_messages_rewards_and_end(monkeypatch: pytest.MonkeyPat
     assert played == {"rewards": [0.25, 0.5], "return": 0.75, "end": "done"}
 
 
+BLACK = ['runner.episode.players={"black": {"script": "duel:echo"}}']
+
+
+def test_play_of_several_players_prints_each_roles_messages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ciao\n"))
+    play("duel:Duel", task='{"city": "lima"}', person=True, role="white", directory=AGENTS, set_=BLACK)
+    printed = [
+        "[white] user: say lima",
+        "[black] user: say lima\nwhite spoke",
+        "[white] assistant: ciao",
+        "[white] user: white spoke\nblack spoke",
+        "[black] assistant: say lima\nwhite spoke",
+        "[black] user: black spoke",
+        "",
+        "2 turns, return of white +1, return of black -1, ended by: done",
+    ]
+    assert capsys.readouterr().out.splitlines() == [line for text in printed for line in text.split("\n")]
+
+
+def test_play_of_several_players_as_json_is_by_role(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ciao\n"))
+    play("duel:Duel", task='{"city": "lima"}', person=True, role="white", json=True, directory=AGENTS, set_=BLACK)
+    played = json.loads(capsys.readouterr().out)
+    assert {role: len(messages) for role, messages in played.pop("messages").items()} == {"white": 3, "black": 3}
+    rewards = [{"white": None, "black": None}, {"white": 1.0, "black": -1.0}]
+    assert played == {"rewards": rewards, "return": {"white": 1.0, "black": -1.0}, "end": "done"}
+
+
+@pytest.mark.parametrize("role", [None, "red"])
+def test_play_by_a_person_without_a_role_of_the_environment_raises(role: str | None) -> None:
+    with pytest.raises(AgentError, match=r"the roles white, black\. Name yours with --role"):
+        play("duel:Duel", task='{"city": "lima"}', person=True, role=role, directory=AGENTS, set_=BLACK)
+
+
 @pytest.mark.parametrize(
     ("environment", "task", "sentence"),
     [

@@ -17,11 +17,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from spangrad import semconv
-from spangrad.episode.agent import players_of
+from spangrad.episode.agent import models_of
 from spangrad.episode.endpoint_model import EndpointModel
 from spangrad.episode.environment import EnvironmentCalls, StepResult
 from spangrad.episode.match import Match, MatchOutcome, PlayerState
-from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, Player
+from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply
 from spangrad.episode.script import ScriptModel
 from spangrad.errors import EnvironmentsError, SettingsError
 from spangrad.settings import Settings
@@ -90,8 +90,7 @@ class Voice:
 
 
 def match(environment: object, voices: Mapping[str, Voice], limits: EpisodeLimits = UNLIMITED) -> Match:
-    players = {role: Player(voice, limits, role) for role, voice in voices.items()}
-    return Match(EnvironmentCalls(environment), players)  # pyright: ignore[reportArgumentType]
+    return Match(EnvironmentCalls(environment), voices, limits)  # pyright: ignore[reportArgumentType]
 
 
 async def play(environment: object, limits: EpisodeLimits = UNLIMITED, **delays: Sequence[int | None]) -> MatchOutcome:
@@ -106,7 +105,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return exporter
 
 
-async def test_match_players_act_in_turns_and_see_what_their_role_is_given() -> None:
+async def test_match_players_act_in_turns_and_see_their_roles_observations() -> None:
     outcome = await play(Race())
     contexts = {role: [(message["role"], message["content"]) for message in messages] for role, messages in outcome.messages.items()}
     assert contexts == {
@@ -257,10 +256,12 @@ def test_match_players_are_those_of_the_settings() -> None:
         {"runner": {"episode": {"players": {"black": {"script": "json:dumps"}, "white": {"model": "old", "temperature": 0.5}}}}}
     )
     episode = json.loads(given_settings.runner.episode.model_dump_json())
-    players = players_of(EnvironmentCalls(Race()), episode, "http://gateway/v1", "key")
-    assert {role: player.role for role, player in players.items()} == {"white": "white", "black": "black"}
-    assert players["white"]._model == EndpointModel("http://gateway/v1", "key", "old", {"temperature": 0.5})
-    assert players["black"]._model == ScriptModel(json.dumps)
+    assert models_of(ROLES, episode, "http://gateway/v1", "key") == {
+        "white": EndpointModel("http://gateway/v1", "key", "old", {"temperature": 0.5}),
+        "black": ScriptModel(json.dumps),
+    }
+    with pytest.raises(SettingsError, match="has 'white', and the environment's roles are first, black"):
+        models_of(("first", "black"), episode, "http://gateway/v1", "key")
 
 
 async def test_script_writes_replies_from_the_messages() -> None:
