@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from spangrad.errors import GatewayError
 from spangrad.settings import Settings
+from trainer.monitor.watching import Clock
 from trainer.publish.publisher import GatewayRefusedError, Publisher
 from trainer.publish.publishing import HeadPublisher
 from trainer.retries import Outage, call_with_retries
@@ -35,7 +36,12 @@ class DeviceTurns:
     """Turns of one trainer; without trainer.workers.colocated it always has the devices, and nothing is asked or moved."""
 
     def __init__(
-        self, publishing: HeadPublisher | None, settings: Settings, shutdown: Shutdown, optimizer: Callable[[], VerlOptimizer | None]
+        self,
+        publishing: HeadPublisher | None,
+        settings: Settings,
+        shutdown: Shutdown,
+        optimizer: Callable[[], VerlOptimizer | None],
+        clock: Clock,
     ) -> None:
         """Leave the devices to the engines.
 
@@ -44,6 +50,7 @@ class DeviceTurns:
             settings: the whole tree.
             shutdown: ends the wait for a gateway that does not answer.
             optimizer: function that returns the optimizer that is loaded. None: none is.
+            clock: timer of the step's stages, of which the wait for the engines' sleep is one.
         """
         self._publishing = publishing if settings.trainer.workers.colocated else None
         self._policy = settings.trainer.policy
@@ -51,6 +58,7 @@ class DeviceTurns:
         self._level = 1 if settings.trainer.weight_sync.method == "adapter" else 2
         self._shutdown = shutdown
         self._optimizer = optimizer
+        self._clock = clock
         self._outage = Outage("the gateway")
         self._on_device = False
 
@@ -72,7 +80,10 @@ class DeviceTurns:
             return
         self._publishing.wait()  # one that is late would wake the engines in the step
         publisher = self._publishing.publisher
-        call_with_retries(lambda: publisher.sleep(self._policy, self._level, SLEEP_SECONDS), _is_transient, self._outage, self._shutdown)
+        with self._clock.stage("sleep"):
+            call_with_retries(
+                lambda: publisher.sleep(self._policy, self._level, SLEEP_SECONDS), _is_transient, self._outage, self._shutdown
+            )
         over = threading.Event()
         renewing = threading.Thread(target=self._renew, args=(publisher, over), name="engines' sleep", daemon=True)
         renewing.start()

@@ -111,7 +111,7 @@ class Trainer:
         self.batches = BatchQueue(self.settings.trainer, self.branch, self.clock, self._publish_again)
         self.lookahead = Lookahead(self._look, lambda: self.arrived(self.settings.trainer.poll_seconds))
         self.follow_ups = FollowUps()
-        self.turns = DeviceTurns(self.publishing, self.settings, self.shutdown, lambda: self.optimizer)
+        self.turns = DeviceTurns(self.publishing, self.settings, self.shutdown, lambda: self.optimizer, self.clock)
         self.commits = Commits(self.transaction, self.follow_ups, self.clock, beside=self._overlaps)
         self.state_schedule = StateSchedule(self.settings.trainer, self.ledger, self.loaded)
 

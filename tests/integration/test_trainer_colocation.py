@@ -133,6 +133,7 @@ async def test_colocated_trainer_steps_while_its_engines_sleep(tmp_path: Path, m
             assert [list(rollouts) for rollouts in committed(trainer).values()][1:] == [
                 [f"g{number:02}-{rollout}" for number in (pair, pair + 1) for rollout in (0, 1)] for pair in (0, 2, 4)
             ]
+            assert newest_version(trainer.ledger).metrics.keys() >= {"seconds_sleep", "seconds_publish"}
             trainer.close()
             return optimizer
 
