@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spangrad.episode.environment import Environment
     from spangrad.episode.episode import EpisodeOutcome
     from spangrad.episode.match import MatchOutcome
-    from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyModel
+    from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyModel, ReplyRequest
 
 Reference = Annotated[str, Parameter(name="ENVIRONMENT")]
 
@@ -164,13 +164,7 @@ def _total(outcome: EpisodeOutcome | MatchOutcome) -> str:
 class Person:
     """Model whose replies a person writes, a line each."""
 
-    async def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        previous: ModelReply | None,
-    ) -> ModelReply:
+    async def reply(self, request: ReplyRequest) -> ModelReply:
         """Read a line.
 
         Raises:
@@ -195,16 +189,10 @@ class Shown:
         self._begin = f"[{role}] " if role else ""
         self._printed = 0
 
-    async def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        previous: ModelReply | None,
-    ) -> ModelReply:
+    async def reply(self, request: ReplyRequest) -> ModelReply:
         """Print the messages that are new, and pass the request on."""
-        self.show(messages)
-        return await self._model.reply(messages, tools, max_tokens, previous)
+        self.show(request.messages)
+        return await self._model.reply(request)
 
     def show(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Print those of an episode's messages that were not printed yet."""

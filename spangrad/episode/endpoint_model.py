@@ -7,7 +7,7 @@ span by OpenTelemetry's conventions, so that the gateway's own span of it is joi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
 
 from spangrad import semconv
-from spangrad.episode.player import ModelReply
+from spangrad.episode.player import ModelReply, ReplyRequest
 from spangrad.errors import EngineError
 from spangrad.http.json_http import ask
 from spangrad.http.service import RemoteService
@@ -37,27 +37,21 @@ class EndpointModel:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further fields of requests, such as temperature."""
 
-    async def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        previous: ModelReply | None,
-    ) -> ModelReply:
+    async def reply(self, request: ReplyRequest) -> ModelReply:
         """Ask for a reply; behind the gateway, in a context that begins with the tokens of the previous call and reply.
 
         Raises:
             EngineError: the endpoint refuses, or does not answer.
         """
-        body = {"model": self.model, "messages": list(messages), **self.sampling}
-        if tools:
-            body["tools"] = list(tools)
-        if max_tokens is not None:
-            body["max_completion_tokens"] = max_tokens
+        body = {"model": self.model, "messages": list(request.messages), **self.sampling}
+        if request.tools:
+            body["tools"] = list(request.tools)
+        if request.max_tokens is not None:
+            body["max_completion_tokens"] = request.max_tokens
         attributes = {semconv.GEN_AI_OPERATION: "chat", semconv.GEN_AI_REQUEST_MODEL: self.model}
         tracer = trace.get_tracer(semconv.EPISODE_SCOPE)
         with tracer.start_as_current_span(f"chat {self.model}", kind=SpanKind.CLIENT, attributes=attributes) as span:
-            answer = await self._ask(body, previous.response_id if previous else "")
+            answer = await self._ask(body, request.previous.response_id if request.previous else "")
             choice = answer["choices"][0]
             reply = ModelReply(
                 _appended(choice["message"]),

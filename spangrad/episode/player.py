@@ -72,24 +72,25 @@ class ModelReply:
         return self.message.get("content") or ""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplyRequest:
+    """Request for a reply."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """All messages of the episode so far."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the model may call."""
+    max_tokens: int | None = None
+    """Largest number of the reply's tokens. None: the endpoint's own."""
+    previous: ModelReply | None = None
+    """Last reply, after which messages were appended. None: this is the first."""
+
+
 class ReplyModel(Protocol):
     """Model that replies to messages: an endpoint, a person, or a script."""
 
-    async def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        previous: ModelReply | None,
-    ) -> ModelReply:
-        """Return the reply to messages.
-
-        Args:
-            messages: all of the episode so far.
-            tools: that the model may call.
-            max_tokens: largest number of the reply's tokens. None: the endpoint's own.
-            previous: last reply, after which messages were appended. None: this is the first.
-        """
+    async def reply(self, request: ReplyRequest) -> ModelReply:
+        """Return the reply."""
         ...
 
 
@@ -161,7 +162,7 @@ class Player:
         previous = self.replies[-1] if self.replies else None
         try:
             async with asyncio.timeout(self._limits.turn_seconds):
-                reply = await self._model.reply(tuple(self.messages), tools, self._tokens_left, previous)
+                reply = await self._model.reply(ReplyRequest(tuple(self.messages), tools, self._tokens_left, previous))
         except TimeoutError as error:
             raise PlayerEndError(EpisodeEnd.TIME) from error
         except EngineError as error:

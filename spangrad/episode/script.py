@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from spangrad.episode.player import ModelReply
+from spangrad.episode.player import ModelReply, ReplyRequest
 from spangrad.errors import SettingsError
 
 
@@ -40,16 +40,10 @@ class ScriptModel:
             ) from error
         return cls(function)
 
-    async def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        previous: ModelReply | None,
-    ) -> ModelReply:
+    async def reply(self, request: ReplyRequest) -> ModelReply:
         """Call the function; a plain one in a thread."""
         if inspect.iscoroutinefunction(self.function):
-            text = await self.function(messages)
+            text = await self.function(request.messages)
         else:
-            text = await asyncio.to_thread(self.function, messages)
+            text = await asyncio.to_thread(self.function, request.messages)
         return ModelReply({"role": "assistant", "content": str(text)}, "stop")

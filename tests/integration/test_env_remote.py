@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import subprocess
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from spangrad.episode.adapters.openenv_server import OpenEnvServer, RemoteStepEr
 from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction
 from spangrad.episode.episode import Episode, EpisodeOutcome
-from spangrad.episode.player import EpisodeLimits, ModelReply
+from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyRequest
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.semconv import EPISODE_STEP_REWARD
@@ -46,13 +46,7 @@ class Script:
 
     texts: list[str]
 
-    async def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        previous: ModelReply | None,
-    ) -> ModelReply:
+    async def reply(self, request: ReplyRequest) -> ModelReply:
         return ModelReply({"role": "assistant", "content": self.texts.pop(0)}, "stop", "", 1)
 
 

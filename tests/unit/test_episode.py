@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from spangrad import semconv
 from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction, is_environment_class, rendered
 from spangrad.episode.episode import Episode, EpisodeOutcome, EpisodeState
-from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply
+from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, ReplyRequest
 from spangrad.errors import EngineError, EnvironmentsError
 
 UNLIMITED = EpisodeLimits()
@@ -57,15 +57,9 @@ class Script:
     contexts: list[tuple[Mapping[str, Any], ...]] = field(default_factory=list[tuple[Mapping[str, Any], ...]])
     most: list[int | None] = field(default_factory=list[int | None])
 
-    async def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        previous: ModelReply | None,
-    ) -> ModelReply:
-        self.contexts.append(tuple(messages))
-        self.most.append(max_tokens)
+    async def reply(self, request: ReplyRequest) -> ModelReply:
+        self.contexts.append(tuple(request.messages))
+        self.most.append(request.max_tokens)
         reply = next(self.replies)
         if reply.finish_reason == "too long":
             raise EngineError("400: This model's maximum context length is 64 tokens.")
@@ -112,9 +106,9 @@ async def test_episode_state_is_generating_for_model_interacting_for_environment
             return await super().step(action)
 
     class Watching(Script):
-        async def reply(self, *arguments: Any) -> ModelReply:
+        async def reply(self, request: ReplyRequest) -> ModelReply:
             seen.append(episode.state)
-            return await super().reply(*arguments)
+            return await super().reply(request)
 
     episode = Episode(EnvironmentCalls(Watched()), Watching(texts("a", "b")), UNLIMITED)
     await episode.run(2)

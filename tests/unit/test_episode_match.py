@@ -21,7 +21,7 @@ from spangrad.episode.agent import models_of
 from spangrad.episode.endpoint_model import EndpointModel
 from spangrad.episode.environment import EnvironmentCalls, StepResult
 from spangrad.episode.match import Match, MatchOutcome, PlayerState
-from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply
+from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, ReplyRequest
 from spangrad.episode.script import ScriptModel
 from spangrad.errors import EnvironmentsError, SettingsError
 from spangrad.settings import Settings
@@ -72,14 +72,8 @@ class Voice:
     delays: Sequence[int | None] = ()
     contexts: list[tuple[Mapping[str, Any], ...]] = field(default_factory=list[tuple[Mapping[str, Any], ...]])
 
-    async def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        previous: ModelReply | None,
-    ) -> ModelReply:
-        self.contexts.append(tuple(messages))
+    async def reply(self, request: ReplyRequest) -> ModelReply:
+        self.contexts.append(tuple(request.messages))
         said = len(self.contexts) - 1
         delay = self.delays[said] if said < len(self.delays) else 0
         if delay is None:
@@ -265,7 +259,7 @@ def test_match_players_are_those_of_the_settings() -> None:
 
 
 async def test_script_writes_replies_from_the_messages() -> None:
-    reply = await ScriptModel(lambda messages: len(messages)).reply([{}, {}], (), None, None)
+    reply = await ScriptModel(lambda messages: len(messages)).reply(ReplyRequest([{}, {}]))
     assert reply == ModelReply({"role": "assistant", "content": "2"}, "stop")
 
 
