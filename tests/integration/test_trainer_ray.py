@@ -61,9 +61,12 @@ def ray() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
-    """Of no, one and two workers under Ray."""
+    """Of no, one and two workers under Ray; in this process with as many threads as one worker has, by which sums of floats differ."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
     made = {workers: VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=workers)) for workers in (0, 1, 2)}
     yield made
+    torch.set_num_threads(threads)
     for engine in made.values():
         engine.close()
 
@@ -123,7 +126,8 @@ def test_ray_workers_step_as_one_process(engines: dict[int, VerlOptimizer], rows
     held = {count: weights(engine) for count, engine in engines.items()}
     assert differences(held[0], before) > 1e-3
     assert differences(held[1], held[0]) == 0
-    assert differences(held[2], held[0]) < 1e-5
+    # A tenth of one step's rate after twelve: AdamW magnifies what another order of sums leaves of gradients near 0.
+    assert differences(held[2], held[0]) < SETTINGS["learning_rate"] / 10
 
 
 def test_ray_workers_refused_batch_leaves_weights_unchanged(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
