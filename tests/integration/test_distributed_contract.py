@@ -123,3 +123,20 @@ def test_verls_engine_moves_models_between_device_and_main_memory() -> None:
     assert list(inspect.signature(FSDPEngine.to).parameters) == ["self", "device", "model", "optimizer", "grad"]
     assert all(isinstance(getattr(FSDPEngine, f"is_{kind}_offload_enabled"), property) for kind in ("param", "optimizer"))
     assert "self._uses_fsdp2_cpu_offload_policy = " in inspect.getsource(FSDPEngine)
+
+
+def test_verls_engine_prepares_inputs_and_outputs_around_the_call_of_its_model() -> None:
+    """`trainer.optim.losses.trained_logits` stands before and after both."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
+
+    engine = FSDPEngineWithLMHead
+    assert list(inspect.signature(engine.prepare_model_inputs).parameters) == ["self", "micro_batch"]
+    assert list(inspect.signature(engine.prepare_model_outputs).parameters)[1:] == [
+        "output", "output_args", "micro_batch", "logits_processor_func",
+    ]  # fmt: skip
+    step = inspect.getsource(engine.forward_step)
+    calls = ["self.prepare_model_inputs(", "self.module(", "self.prepare_model_outputs("]
+    assert sorted(calls, key=step.index) == calls
+    inputs = inspect.getsource(engine.prepare_model_inputs)
+    assert all(f'output_args["{name}"] = ' in inputs for name in ("input_ids_rmpad_rolled", "temperature_rmpad", "temperature", "pad_size"))
+    assert all(callable(getattr(FSDPEngine, name)) for name in ("_gather_and_unpad_packed", "_get_packed_pad_size"))
