@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 import uuid
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from commands.demo.settings import write_settings
+from commands.training.play import play
 from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
 from spangrad.episode.agent import REFERENCE as EPISODES
@@ -154,6 +156,45 @@ def test_loop_episode_on_a_server_of_environments_trains_as_a_local_one(gateway:
         "GROUP BY SpanName ORDER BY SpanName"
     )
     assert ask(settings, steps) == [("reset", 4, 0), ("step", 8, 8)]
+
+
+def test_loop_greedy_rollout_has_the_transcript_of_play_byte_by_byte(
+    gateway: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training and use by the same version: `spangrad play --greedy` behind the same gateway. What is trained is what was generated."""
+    settings = own_run(gateway)
+    settings = settings.model_copy(update={"runner": settings.runner.model_copy(update={"episode": EpisodeSettings(turn_tokens=5)})})
+    agent = CallableAgent(EPISODES, environment="two_guesses:TwoGuesses", directory=AGENTS)
+    (outcome,) = roll_out(settings, agent, TASKS[:1], tmp_path, mode=Mode.GREEDY, size=1)
+    assert (outcome.failure, outcome.calls) == (None, 2)
+    build_all(settings, 1)
+    spans = "FROM otel.otel_traces WHERE SpanAttributes['spangrad.run.id'] = {run:String}"
+    *_, (request, response) = ask(
+        settings,
+        f"SELECT SpanAttributes['spangrad.request.json'], SpanAttributes['spangrad.response.json'] {spans} AND SpanName = 'chat policy'"
+        " AND SpanAttributes['spangrad.request.json'] != '' ORDER BY Timestamp",
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    token = settings.gateway.token.get_secret_value() if settings.gateway.token else "none"
+    monkeypatch.setenv("SPANGRAD_GATEWAY__TOKEN", token)
+    url = f"gateway.url={settings.gateway.url}"
+    play(
+        "two_guesses:TwoGuesses",
+        task=json.dumps(TASKS[0].input),
+        greedy=True,
+        json=True,
+        directory=AGENTS,
+        set_=[url, "runner.episode.turn_tokens=5"],
+    )
+    played = json.loads(capsys.readouterr().out)["messages"]
+    assert json.dumps(played[:-2]) == json.dumps(json.loads(request)["messages"])
+    assert played[-2]["content"] == json.loads(response)["choices"][0]["message"]["content"]
+    trained = ask(settings, "SELECT sum(length(ResponseIds)) FROM spangrad.transitions WHERE RunId = {run:String}")
+    assert trained == ask(
+        settings,
+        f"SELECT sum(toUInt64(SpanAttributes['gen_ai.usage.output_tokens'])) {spans}"
+        " AND ScopeName = 'spangrad.episode' AND SpanName = 'chat policy'",
+    )
 
 
 def test_loop_players_have_agents_policies_and_rewards_of_their_roles(gateway: Settings, tmp_path: Path) -> None:
