@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 _STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "os.spawn"}
 """Audit events of CPython that begin a process."""
@@ -35,3 +39,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> object:
         return (yield)
     finally:
         _running.pop()
+
+
+@pytest.fixture
+def episode_spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """Spans of episodes that the test plays."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    return exporter

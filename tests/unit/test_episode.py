@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from spangrad import semconv
@@ -72,14 +69,6 @@ def texts(*words: str, tokens: int = 2) -> Iterator[ModelReply]:
 
 async def play(environment: object, script: Script, limits: EpisodeLimits = UNLIMITED, task: object = 3) -> EpisodeOutcome:
     return await Episode(EnvironmentCalls(environment), script, limits).run(task)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    return exporter
 
 
 async def test_episode_appends_each_reply_and_observation_until_done() -> None:
@@ -163,9 +152,9 @@ async def test_tool_calls_are_steps_with_a_response_each() -> None:
     ]
 
 
-async def test_each_step_is_a_tool_span_whose_reward_names_the_reply(spans: InMemorySpanExporter) -> None:
+async def test_each_step_is_a_tool_span_whose_reward_names_the_reply(episode_spans: InMemorySpanExporter) -> None:
     await play(Countdown(), Script(texts("a", "b")), EpisodeLimits(turns=2))
-    by_name = {span.name: span for span in spans.get_finished_spans()}
+    by_name = {span.name: span for span in episode_spans.get_finished_spans()}
     assert list(by_name) == ["reset", "execute_tool step", "episode"]
     assert dict(by_name["episode"].attributes or {}) == {semconv.EPISODE_END: "turns", semconv.EPISODE_TURNS: 2}
     step = by_name["execute_tool step"]

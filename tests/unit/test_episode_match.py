@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from spangrad import semconv
@@ -91,14 +88,6 @@ async def play(environment: object, limits: EpisodeLimits = UNLIMITED, **delays:
     return await match(environment, {role: Voice(role, delays.get(role, ())) for role in ROLES}, limits).run(None)
 
 
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    return exporter
-
-
 async def test_match_players_act_in_turns_and_see_their_roles_observations() -> None:
     outcome = await play(Race())
     contexts = {role: [(message["role"], message["content"]) for message in messages] for role, messages in outcome.messages.items()}
@@ -110,9 +99,9 @@ async def test_match_players_act_in_turns_and_see_their_roles_observations() -> 
     assert [list(step.actions) for step in outcome.steps] == [["white"], ["black"], ["white"]]
 
 
-async def test_match_rewards_are_evaluations_of_their_own_roles_last_replies(spans: InMemorySpanExporter) -> None:
+async def test_match_rewards_are_evaluations_of_their_own_roles_last_replies(episode_spans: InMemorySpanExporter) -> None:
     await play(Race())
-    steps = [span for span in spans.get_finished_spans() if span.name == "execute_tool step"]
+    steps = [span for span in episode_spans.get_finished_spans() if span.name == "execute_tool step"]
     rewards = [dict(event.attributes or {}) for span in steps for event in span.events]
     assert rewards == [
         {
@@ -123,7 +112,9 @@ async def test_match_rewards_are_evaluations_of_their_own_roles_last_replies(spa
         }
         for role, value, response in (("white", 1.0, "white-1"), ("black", -1.0, "black-0"))
     ]
-    agents = [span.attributes[semconv.GEN_AI_AGENT_NAME] for span in spans.get_finished_spans() if span.name.startswith("invoke_agent")]  # pyright: ignore[reportOptionalSubscript]
+    agents = [
+        span.attributes[semconv.GEN_AI_AGENT_NAME] for span in episode_spans.get_finished_spans() if span.name.startswith("invoke_agent")
+    ]  # pyright: ignore[reportOptionalSubscript]
     assert agents == ["white", "black", "white"]
 
 
