@@ -58,10 +58,11 @@ def _head(plan: CapacityPlan) -> list[str]:
     active = f", {model.active_parameters:,} active for a token" if model.expert_layers else ""
     where = "hosts of its own" if plan.has_own_hosts else "the engines' host and the others" if plan.trainer_hosts > 1 else "the same host"
     trained = f"adapters of rank {plan.lora_rank}" if plan.lora_rank else "all weights"
+    sharing = ", by turns with the engines" if plan.takes_turns else ", sharing the GPU with the engine" if plan.shares_gpu else ""
     return [
         f"{model.kind}: {model.parameters:,} parameters{active}, on {cluster.hosts} node(s) of {cluster.per_host} x {cluster.gpu.name}",
         f"{'Nearest miss' if plan.misses else 'Fits'}: {trained}; {plan.engines} engine(s), a GPU each, on the gateway's host; trainer of "
-        f"{plan.ranks} rank(s) on {where}" + (", sharing the GPU with the engine" if plan.shares_gpu else ""),
+        f"{plan.ranks} rank(s) on {where}{sharing}",
     ]
 
 
@@ -101,16 +102,11 @@ def _notes(plan: CapacityPlan) -> list[str]:
         f"{gpu.peer_rate / 1e9:g} GB/s to another GPU, {gpu.host_rate / 1e9:g} GB/s to the host.",
         f"Assumed: MFU {hardware.TRAINING_MFU:g} in training, {hardware.DECODE_SHARE:g} of the memory's rate in decoding, network of a "
         f"host {hardware.NETWORK_RATE / 1e9:g} GB/s, disk {hardware.DISK_RATE / 1e9:g} GB/s, fragmentation {memory.FRAGMENTATION:.0%}.",
-        *(["Rows are padded: with flash-attn and trainer.packing = true there are two copies of the logits, not four."] * _is_padded(plan)),
         *(
             ["trainer.workers.ray_address must name a Ray cluster of the trainer's hosts (docs/start/scaling.md)."]
             * (plan.trainer_hosts > 1)
         ),
     ]
-
-
-def _is_padded(plan: CapacityPlan) -> bool:
-    return not plan.settings.trainer.packing
 
 
 def as_json(plan: CapacityPlan) -> str:

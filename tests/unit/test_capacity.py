@@ -213,6 +213,21 @@ def test_generation_and_training_overlap_where_staleness_lets_them() -> None:
     assert overlaps.step_seconds < waits.step_seconds
 
 
+def test_plan_of_turns_gives_every_gpu_to_both_and_waits_for_the_moves() -> None:
+    apart, turns = planned(SMALL, "8x80"), planned(SMALL, "8x80", trainer__workers__colocated=True, trainer__sampling__max_staleness=1)
+    assert (turns.engines, turns.ranks, turns.misses) == (8, 8, ())
+    assert turns.settings.engine.extra_args == ("--gpu-memory-utilization", "0.9", "--enable-sleep-mode")
+    assert turns.trainer_limit == turns.cluster.gpu.memory_bytes - memory.ASLEEP
+    seconds = {stage.name: stage.seconds for stage in turns.stages}
+    together = ("generation", "forward and backward", "update", "turns of trainer and engines")
+    assert turns.step_seconds == pytest.approx(sum(seconds[name] for name in together))
+    moved = next(item.bytes for item in turns.first_host if item.name == "models while engines serve")
+    assert moved == 12 * SMALL.parameters + memory.checkpoint_bytes(SMALL, turns.settings.trainer)
+    assert all(item.name != "models while engines serve" or not item.bytes for item in apart.first_host)
+    alone = planned(SMALL, "1x80", trainer__workers__colocated=True, trainer__lora__rank=16)
+    assert (alone.engines, alone.settings.trainer.workers.per_node, alone.misses) == (1, 0, ())
+
+
 def test_by_layout_has_best_plan_of_each_division_of_gpus() -> None:
     plans = candidates(LARGE, Settings(), cluster_of("4x80", 2))
     layouts = by_layout(plans)

@@ -34,6 +34,8 @@ RANK_PROCESS = 2 * 2**30
 """Main memory of a rank's process before it holds anything of the model. An assumption."""
 ENGINE_OVERHEAD = 4 * 2**30
 """Memory of vLLM's activations, CUDA graphs and context. An assumption."""
+ASLEEP = 2 * 2**30
+"""Memory of a GPU that an engine keeps in its sleep: CUDA's context, graphs and NCCL. An assumption."""
 _UTILISATION = 0.92
 """vLLM's default of --gpu-memory-utilization."""
 
@@ -224,7 +226,21 @@ def trainer_host(
         MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * host_ranks // ranks),
         MemoryItem("copies at the step's start", _copies(model, settings) * host_ranks // ranks, "step"),
         MemoryItem("version that is written", checkpoint_bytes(model, settings) * host_ranks // ranks, "step"),
+        MemoryItem("models while engines serve", moved_bytes(model, settings) * host_ranks // ranks, "generation"),
     ]
+
+
+def moved_bytes(model: Architecture, settings: TrainerSettings) -> int:
+    """Return the bytes that all ranks move off their devices for a turn of the engines (`Rank.offload`), in float32.
+
+    A version is being written beside it.
+    """
+    if not settings.workers.colocated:
+        return 0
+    trained = trained_parameters(model, settings)
+    critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
+    models = (1 + bool(settings.loss.kl_coef)) * model.parameters + _adapters(model, settings)
+    return models * _FLOAT32 + trained * _MOMENTS + critic + checkpoint_bytes(model, settings)
 
 
 def held_versions(settings: TrainerSettings) -> int:

@@ -4,7 +4,7 @@ In: a model's shapes, settings, a cluster. Out: the fitting `CapacityPlan` of th
 that the user has set are kept; what is proposed is within the memory of every GPU, and of every host where that is known.
 
 Engines run on the gateway's host, each on a GPU of its own. The trainer has the other GPUs of every host, or all GPUs of the other hosts;
-on a single GPU it shares that with the engine.
+on a single GPU it shares that with the engine. With trainer.workers.colocated the trainer has every GPU, those of the engines by turns.
 """
 
 from __future__ import annotations
@@ -67,8 +67,15 @@ class CapacityPlan:
         return self.cluster.per_host * self.cluster.hosts == 1
 
     @property
+    def takes_turns(self) -> bool:
+        """Return whether engines sleep while a step computes, on the same GPUs."""
+        return self.settings.trainer.workers.colocated
+
+    @property
     def trainer_limit(self) -> int:
         """Return the memory that a rank may take of its GPU, in bytes."""
+        if self.takes_turns:
+            return self.cluster.gpu.memory_bytes - memory.ASLEEP
         share = 1 - memory.utilisation(self.settings.engine) if self.shares_gpu else 1
         return int(self.cluster.gpu.memory_bytes * share)
 
@@ -95,7 +102,7 @@ class CapacityPlan:
     def _held_against_limits(self) -> Iterator[tuple[float, str]]:
         needed = memory.peak_bytes(self.trainer_gpu)
         yield needed / self.trainer_limit, f"a trainer's GPU needs {size(needed)} of {size(self.trainer_limit)}"
-        gpu = int(memory.utilisation(self.settings.engine) * self.cluster.gpu.memory_bytes)
+        gpu = int(memory.utilisation(self.settings.engine) * self.cluster.gpu.memory_bytes) - self.takes_turns * memory.GPU_PROCESS
         fixed = memory.peak_bytes([item for item in self.engine_gpu if item.name != "KV cache"])
         one_context = self.work.tokens * self.model.kv_values * memory.engine_width(self.settings.engine)
         cache = max(self.settings.engine.kv_cache_bytes or one_context, one_context)
@@ -179,7 +186,7 @@ def _plans_of_rank(
     )
     recomputations = [trainer.gradient_checkpointing] if _RECOMPUTATION in kept else [False, True]
     served = _with_engine(_with_adapters(settings, rank), cluster, context, kept)
-    for layout, bound, recomputes in itertools.product(_layouts(cluster), bounds, recomputations):
+    for layout, bound, recomputes in itertools.product(_layouts(cluster, takes_turns=trainer.workers.colocated), bounds, recomputations):
         planned = {
             "workers": trainer.workers.model_copy(update={"per_node": layout.per_node, "nodes": layout.hosts}),
             "max_tokens_per_device": bound,
@@ -203,7 +210,9 @@ class _Layout:
     has_own_hosts: bool = False
 
 
-def _layouts(cluster: GpuCluster) -> list[_Layout]:
+def _layouts(cluster: GpuCluster, *, takes_turns: bool) -> list[_Layout]:
+    if takes_turns:
+        return [_Layout(cluster.per_host, 0 if cluster.per_host * cluster.hosts == 1 else cluster.per_host, cluster.hosts)]
     if cluster.per_host * cluster.hosts == 1:
         return [_Layout(1, 0, 1)]
     apart = [_Layout(cluster.per_host, cluster.per_host, cluster.hosts - 1, has_own_hosts=True)] if cluster.hosts > 1 else []
@@ -225,8 +234,10 @@ def _with_adapters(settings: Settings, rank: int) -> Settings:
 
 def _with_engine(settings: Settings, cluster: GpuCluster, context: int, kept: Collection[str]) -> Settings:
     """Return the settings with the engines' context length and share of a GPU."""
-    share = _SHARED_UTILISATION if cluster.per_host * cluster.hosts == 1 else _ENGINE_UTILISATION
-    arguments = settings.engine.extra_args if "engine.extra_args" in kept else ("--gpu-memory-utilization", str(share))
+    takes_turns = settings.trainer.workers.colocated
+    share = _SHARED_UTILISATION if cluster.per_host * cluster.hosts == 1 and not takes_turns else _ENGINE_UTILISATION
+    proposed = ("--gpu-memory-utilization", str(share), *(["--enable-sleep-mode"] * takes_turns))
+    arguments = settings.engine.extra_args if "engine.extra_args" in kept else proposed
     return settings.model_copy(update={"engine": settings.engine.model_copy(update={"max_model_len": context, "extra_args": arguments})})
 
 
@@ -259,6 +270,7 @@ def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, layout: 
         stages=(
             timing.generation(model, settings, cluster, layout.engines, work),
             *timing.training(model, settings, cluster, ranks, layout.hosts, work),
+            *timing.turns(model, settings, cluster, ranks),
             timing.checkpoint(model, settings, cluster, ranks),
             *timing.publications(model, settings, cluster, layout.engines),
         ),

@@ -125,6 +125,14 @@ def _link(hosts: int) -> str:
     return "network of a host" if hosts > 1 else "links between GPUs"
 
 
+def turns(model: Architecture, settings: Settings, cluster: GpuCluster, ranks: int) -> list[StageEstimate]:
+    """Return the moves of the trainer's models to main memory and back, where it takes turns with engines."""
+    if not settings.trainer.workers.colocated:
+        return []
+    moved = 2 * (memory.moved_bytes(model, settings.trainer) - memory.checkpoint_bytes(model, settings.trainer))
+    return [StageEstimate("turns of trainer and engines", moved / ranks / cluster.gpu.host_rate, moved, "GPUs to main memory and back")]
+
+
 def checkpoint(model: Architecture, settings: Settings, cluster: GpuCluster, ranks: int) -> StageEstimate:
     """Return the write of a version, beside the next step: each rank copies its shards to main memory, writes and sums them."""
     size = memory.written_weights(model, settings.trainer)
@@ -157,7 +165,12 @@ def publications(model: Architecture, settings: Settings, cluster: GpuCluster, e
 
 
 def step_seconds(settings: Settings, stages: list[StageEstimate]) -> float:
-    """Return the seconds of a step: training waits for rollouts, unless trainer.sampling.max_staleness lets both overlap."""
+    """Return the seconds of a step: training waits for rollouts, unless trainer.sampling.max_staleness lets both overlap.
+
+    On the same GPUs they never do.
+    """
     generated = sum(stage.seconds for stage in stages if stage.name == "generation")
     trained = sum(stage.seconds for stage in stages if stage.name in {"forward and backward", "update"})
-    return max(generated, trained) if settings.trainer.sampling.max_staleness else generated + trained
+    moved = sum(stage.seconds for stage in stages if stage.name == "turns of trainer and engines")
+    overlaps = settings.trainer.sampling.max_staleness and not settings.trainer.workers.colocated
+    return max(generated, trained) if overlaps else generated + trained + moved
