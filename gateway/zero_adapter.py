@@ -13,6 +13,7 @@ from pathlib import Path
 from spangrad.errors import EngineError
 from spangrad.settings import EngineSettings
 from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, write_config
+from spangrad.weights.safetensors_header import read_header
 
 _KNOWN = "_proj.weight"
 """Suffix of the names of the layers that the adapters of every architecture support."""
@@ -45,9 +46,7 @@ def write_zero_adapter(engine: EngineSettings, model: Path) -> None:
 
 def _layers(file: Path) -> list[tuple[str, list[int]]]:
     """Return the name and shape of each layer in a file that can be adapted."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(length))
+    header, _ = read_header(file)
     return [
         (name.removesuffix(".weight"), facts["shape"])
         for name, facts in header.items()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from spangrad.errors import CheckpointError
 from spangrad.weights import adapters
+from spangrad.weights.safetensors_header import read_header
 from spangrad.weights.shards import ChecksumScope, TensorSums, checksum_of
 
 if TYPE_CHECKING:
@@ -190,15 +191,15 @@ def _tensors(directory: Path) -> Iterator[tuple[str, str, NDArray[np.unsignedint
     for file in sorted(directory.glob("*.safetensors")):
         try:
             data = np.memmap(file, dtype=np.uint8, mode="r")  # ValueError when the file is empty
-            (length,) = struct.unpack("<Q", data[:8].tobytes())
-            tensors = list(_placed(json.loads(data[8 : 8 + length].tobytes())))
+            header, first = read_header(file)
+            tensors = list(_placed(header))
         except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{file} is not a safetensors file: its header cannot be read.") from None
         for tensor, dtype, start, end in tensors:
             if dtype not in _DTYPES:
                 raise CheckpointError(f"{file}: tensor {tensor} is {dtype}; checksums know {', '.join(_DTYPES)}.")
             name, size = _DTYPES[dtype]
-            raw = data[8 + length + start : 8 + length + end]
+            raw = data[first + start : first + end]
             if raw.size != end - start:
                 raise CheckpointError(f"{file} is truncated: tensor {tensor} ends beyond the file.")
             if raw.size % size:
@@ -209,6 +210,5 @@ def _tensors(directory: Path) -> Iterator[tuple[str, str, NDArray[np.unsignedint
 def _placed(header: dict[str, Any]) -> Iterator[tuple[str, str, int, int]]:
     """Yield name, dtype, start and end of the tensors that a header names."""
     for tensor, facts in header.items():
-        if tensor != "__metadata__":
-            start, end = facts["data_offsets"]
-            yield tensor, str(facts["dtype"]), int(start), int(end)
+        start, end = facts["data_offsets"]
+        yield tensor, str(facts["dtype"]), int(start), int(end)

@@ -19,6 +19,7 @@ import torch
 
 from spangrad.errors import CheckpointError
 from spangrad.weights import adapters
+from spangrad.weights.safetensors_header import read_header
 from trainer.optim.states.host_parts import DTYPES
 from trainer.optim.weight_shards import WeightPart
 
@@ -113,16 +114,12 @@ class WeightFiles:
 
 
 def _places(file: Path) -> dict[str, _Place]:
-    with file.open("rb") as opened:
-        (size,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(size))
+    header, first = read_header(file)
     places: dict[str, _Place] = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         begin, end = entry["data_offsets"]
         dtype, shape = _OF_NAME.get(entry["dtype"]), tuple(entry["shape"])
         if dtype and end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} of {file.name} has another size than its shape")
-        places[name] = _Place(file, dtype, shape, 8 + size + begin)
+        places[name] = _Place(file, dtype, shape, first + begin)
     return places
