@@ -14,7 +14,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -71,6 +71,19 @@ class LeaseClock(Generic[Name]):
     def prolong(self, seconds: float) -> None:
         """Prolong all leases: the observer itself was delayed, and may not have seen renewals that had arrived."""
         self._seen = {lease: _LastRenewal(seen.beat, seen.until + seconds) for lease, seen in self._seen.items()}
+
+    async def ticks(self, seconds: float) -> AsyncIterator[None]:
+        """Yield every so many seconds, for the observer to look for expired leases.
+
+        Leases are prolonged by a delay of this process, which was stopped or starved: renewals that came meanwhile are still to be read.
+        """
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(seconds)
+            delay, before = time.monotonic() - before - seconds, time.monotonic()
+            if delay > seconds:
+                self.prolong(delay)
+            yield
 
     def forget(self, lease: Name) -> None:
         """Stop watching a lease that has ended."""

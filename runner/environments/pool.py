@@ -184,12 +184,7 @@ class InstancePool:
 
     async def watch(self) -> None:
         """End expired leases, until cancelled."""
-        before = time.monotonic()
-        while True:
-            await asyncio.sleep(_SWEEP_SECONDS)
-            delay, before = time.monotonic() - before - _SWEEP_SECONDS, time.monotonic()
-            if delay > _SWEEP_SECONDS:  # this process was stopped, or starved: heartbeats that came meanwhile are still to be read
-                self._watch.prolong(delay)
+        async for _ in self._watch.ticks(_SWEEP_SECONDS):
             self.sweep()
 
     async def _run_slot(self, slot: _Slot, instance: Instance | None) -> None:

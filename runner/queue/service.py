@@ -274,12 +274,7 @@ class Service:
 
         An attempt expires with its lease, at its time limit, or with its worker's process.
         """
-        before = time.monotonic()
-        while not self.taken.done():
-            await asyncio.sleep(SWEEP_SECONDS)
-            delay, before = time.monotonic() - before - SWEEP_SECONDS, time.monotonic()
-            if delay > SWEEP_SECONDS:  # this process was stopped, or starved: heartbeats that came meanwhile are still to be read
-                self._leases.prolong(delay)
+        async for _ in self._leases.ticks(SWEEP_SECONDS):
             try:
                 if renewal_due := self.sweeps % _SWEEPS_PER_RENEWAL == 0:
                     await self._renew_lock()
@@ -288,6 +283,8 @@ class Service:
                 logger.warning("%s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
             self.sweeps += 1
+            if self.taken.done():
+                return
 
     async def _sweep(self, *, check_workers: bool) -> None:
         endings: dict[Key, Ending] = {}

@@ -32,7 +32,7 @@ class FrameKind(IntEnum):
 
 
 class FrameEvents(IntFlag):
-    """FrameEvents of an answer, for the server's counts."""
+    """Events of an answer, for the server's counts."""
 
     NONE = 0
     RESET = 1

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from runner.environments.server import address_of
 from runner.sessions.frames import FrameEvents
 from runner.sessions.instance import SessionOpening
 from runner.sessions.messages import ErrorCode, SessionError
@@ -24,7 +25,7 @@ from runner.sessions.shards import ShardCommand, Shards
 from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER
 from spangrad.http import server as http_server
 from spangrad.http.metrics import metrics_route
-from spangrad.http.server import BODY_BYTES, Address, body, json_response, json_server
+from spangrad.http.server import BODY_BYTES, body, json_response, json_server
 from spangrad.settings import EnvironmentServiceSettings
 
 log = logging.getLogger(__name__)
@@ -46,11 +47,6 @@ class _Response(msgspec.Struct):
 
     type: str
     data: msgspec.Raw
-
-
-def address_of(settings: EnvironmentServiceSettings) -> Address:
-    """Return the address at which the server listens."""
-    return Address("environments", "docs/guides/environments.md", settings.host, settings.port, settings.token)
 
 
 def serve(settings: EnvironmentServiceSettings, command: ShardCommand, shards: int, capacity: int) -> None:

@@ -66,7 +66,7 @@ class EnvironmentSession:
             SessionError: the session has ended, or ends meanwhile.
         """
         if self.over:
-            raise self.error or SessionError(ErrorCode.SESSION_ERROR, "the session has ended. Open a new one")
+            raise _over(self.error)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Frame] = loop.create_future()
         self._waiting.append(future)
@@ -125,13 +125,12 @@ class EnvironmentSession:
         self.over, self.error = True, error
         if self._episode is not None:
             self._table.counts.end_episode("abandoned", *self._episode)
-        refused = error or SessionError(ErrorCode.SESSION_ERROR, "the session has ended. Open a new one")
         if not self.opened.done():
             self.opened.set_result(None)
         waiting = [future for future in self._waiting if not future.done()]
         self._waiting.clear()
         for future in waiting:
-            future.set_exception(refused)
+            future.set_exception(_over(error))
         if error is not None and not waiting and self.on_end is not None:
             self.on_end(error)
 
@@ -217,7 +216,7 @@ class SessionTable:
                 self.end(session, "closed")
             raise
         if session.over:
-            raise session.error or SessionError(ErrorCode.SESSION_ERROR, "the session has ended. Open a new one")
+            raise _over(session.error)
         return session
 
     def renew(self, session: EnvironmentSession, *, away: bool = False) -> None:
@@ -239,12 +238,7 @@ class SessionTable:
 
     async def watch(self) -> None:
         """End expired sessions, until cancelled."""
-        before = time.monotonic()
-        while True:
-            await asyncio.sleep(_SWEEP_SECONDS)
-            delay, before = time.monotonic() - before - _SWEEP_SECONDS, time.monotonic()
-            if delay > _SWEEP_SECONDS:  # this process was stopped, or starved: requests that came meanwhile are still to be read
-                self._clock.prolong(delay)
+        async for _ in self._clock.ticks(_SWEEP_SECONDS):
             self.sweep()
 
     def sweep(self) -> None:
@@ -272,3 +266,8 @@ class SessionTable:
         self.renew(session)
         shard.send(Frame(FrameKind.OPEN, session.number, msgspec.json.encode(opening)))
         return session
+
+
+def _over(reason: SessionError | None) -> SessionError:
+    """Return the error of a request to a session that has ended, which is the reason of its end where there is one."""
+    return reason or SessionError(ErrorCode.SESSION_ERROR, "the session has ended. Open a new one")

@@ -6,12 +6,10 @@ has one reward in its trace: where the client records the rewards, the server's 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -20,7 +18,7 @@ from span_processors.context import rollout_attributes
 from span_processors.export import parse_headers, tracer_provider
 from spangrad import semconv
 from spangrad.agent.propagation import context_from
-from spangrad.episode.environment import Content, StepResult
+from spangrad.episode.environment import Content, StepResult, as_text
 
 SERVICE = "spangrad-environments"
 
@@ -44,8 +42,8 @@ class PlayedSpan:
         if error:
             self.span.set_status(Status(StatusCode.ERROR, error))
         else:
-            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-            self.span.set_attribute(semconv.GEN_AI_TOOL_RESULT if self.rewards and result else semconv.EPISODE_OBSERVATION, text)
+            name = semconv.GEN_AI_TOOL_RESULT if self.rewards and result else semconv.EPISODE_OBSERVATION
+            self.span.set_attribute(name, as_text(content))
         if result is not None:
             self.span.set_attribute(semconv.EPISODE_DONE, result.done)
             if result.reward is not None and self.rewards:
@@ -92,8 +90,3 @@ class PlayedSpans:
         """Send what is left, in bounded time."""
         if self._provider is not None:
             self._provider.shutdown()
-
-
-def in_span(step: PlayedSpan | None) -> Context | None:
-    """Return the context of a span, for the environment's own spans."""
-    return None if step is None else trace.set_span_in_context(step.span)

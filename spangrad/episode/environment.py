@@ -268,6 +268,11 @@ def rendered(observation: object) -> Content:
     return json.dumps(observation, ensure_ascii=False, sort_keys=True)
 
 
+def as_text(content: Content) -> str:
+    """Return the text that a span holds of a message's content."""
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
 def _close_unused(created: Future[Environment]) -> None:
     """Release an environment whose user has not waited for it."""
     if created.cancelled() or created.exception() is not None:

@@ -184,7 +184,7 @@ class OpenEnvServer:
 
     def _connect(self, url: str) -> WebSocket:
         headers = {**bearer(self._token), **carrier_of(), REWARDS_HEADER: "client"}
-        # Only ours gives a session to whoever names a new one.
+        # Of all servers, those of `spangrad env serve` alone open a session under a name that the client gives.
         connection = WebSocket(f"{url}/ws?session_id={self._session}" if self._ours else f"{url}/ws", headers, _CONNECT_SECONDS)
         connection.wait_at_most(_STEP_SECONDS)
         return connection
