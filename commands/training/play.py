@@ -71,10 +71,11 @@ def play(
         episode["temperature"] = 0.0
     url, key = settings.gateway.url.rstrip("/") + "/v1", token.get_secret_value() if token else "none"
     outcome = asyncio.run(_play(factory, given, limits_of(episode), _Cast(episode, url, key, person, role, not json)))
+    total, turns = _total(outcome)
     if json:
-        print(dumps({"messages": outcome.messages, "rewards": _rewards(outcome), **_returns(outcome), "end": outcome.end}))
+        print(dumps({"messages": outcome.messages, "rewards": outcome.rewards, "return": total, "end": outcome.end}))
     else:
-        print(f"\n{len(outcome.steps)} turns, {_total(outcome)}, ended by: {outcome.end}")
+        print(f"\n{turns} turns, {_in_words(total)}, ended by: {outcome.end}")
 
 
 @dataclass(frozen=True)
@@ -139,23 +140,16 @@ async def _play(factory: Callable[[], Environment], task: object, limits: Episod
     return outcome
 
 
-def _rewards(outcome: EpisodeOutcome | MatchOutcome) -> list[Any]:
-    """Return the reward of each step; by role, where there are several."""
-    from spangrad.episode.episode import EpisodeOutcome
+def _total(outcome: EpisodeOutcome | MatchOutcome) -> tuple[float | dict[str, float] | None, int]:
+    """Return the return, by role where there are several, and the number of turns."""
+    from spangrad.episode.match import MatchOutcome
 
-    if isinstance(outcome, EpisodeOutcome):
-        return [step.result.reward for step in outcome.steps]
-    return [{role: result.reward for role, result in step.results.items()} for step in outcome.steps]
-
-
-def _returns(outcome: EpisodeOutcome | MatchOutcome) -> dict[str, Any]:
-    from spangrad.episode.episode import EpisodeOutcome
-
-    return {"return": outcome.episode_return if isinstance(outcome, EpisodeOutcome) else outcome.returns}
+    if isinstance(outcome, MatchOutcome):
+        return outcome.returns, len(outcome.steps)
+    return outcome.episode_return, len(outcome.replies)
 
 
-def _total(outcome: EpisodeOutcome | MatchOutcome) -> str:
-    total = _returns(outcome)["return"]
+def _in_words(total: float | dict[str, float] | None) -> str:
     if isinstance(total, dict):
         return ", ".join(f"return of {role} {value:+g}" for role, value in total.items()) or "no reward"
     return "no reward" if total is None else f"return {total:+g}"

@@ -19,7 +19,7 @@ from typing import Any
 from opentelemetry import trace
 
 from spangrad import semconv
-from spangrad.episode.environment import Content, EnvironmentCalls, StepResult, ToolAction
+from spangrad.episode.environment import Content, EnvironmentCalls, StepResult, ToolAction, as_text
 from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, Player, PlayerEndError, ReplyModel
 
 
@@ -57,9 +57,14 @@ class EpisodeOutcome:
     steps: tuple[EpisodeStep, ...]
 
     @property
+    def rewards(self) -> list[float | None]:
+        """Reward of each step. None: it had none."""
+        return [step.result.reward for step in self.steps]
+
+    @property
     def episode_return(self) -> float | None:
         """Sum of the rewards. None: no step had one."""
-        rewards = [step.result.reward for step in self.steps if step.result.reward is not None]
+        rewards = [reward for reward in self.rewards if reward is not None]
         return sum(rewards) if rewards else None
 
 
@@ -162,8 +167,3 @@ def _tool_action(name: str, arguments: str) -> ToolAction | None:
     except ValueError:
         return None
     return ToolAction(name, values) if isinstance(values, dict) else None
-
-
-def as_text(content: Content) -> str:
-    """Return the text that a span holds of a message's content."""
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

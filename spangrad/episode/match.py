@@ -19,8 +19,7 @@ from typing import Any
 from opentelemetry import trace
 
 from spangrad import semconv
-from spangrad.episode.environment import EnvironmentCalls, StepResult
-from spangrad.episode.episode import as_text
+from spangrad.episode.environment import EnvironmentCalls, StepResult, as_text
 from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, Player, PlayerEndError, ReplyModel
 from spangrad.errors import EnvironmentsError
 
@@ -56,13 +55,18 @@ class MatchOutcome:
     steps: tuple[MatchStep, ...]
 
     @property
+    def rewards(self) -> list[dict[str, float | None]]:
+        """Rewards of each step by role. None: the role had none."""
+        return [{role: result.reward for role, result in step.results.items()} for step in self.steps]
+
+    @property
     def returns(self) -> dict[str, float]:
         """Sums of the rewards by role; roles without any are left out."""
         sums: dict[str, float] = {}
-        for step in self.steps:
-            for role, result in step.results.items():
-                if result.reward is not None:
-                    sums[role] = sums.get(role, 0.0) + result.reward
+        for rewards in self.rewards:
+            for role, reward in rewards.items():
+                if reward is not None:
+                    sums[role] = sums.get(role, 0.0) + reward
         return sums
 
 

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from commands.training.agents import agent_spec
-from commands.training.play import play
+from commands.training.play import _total, play
 from runner.workers.agents import CallableAgent
 from spangrad.episode.agent import REFERENCE
+from spangrad.episode.environment import StepResult
+from spangrad.episode.episode import EpisodeOutcome, EpisodeStep
+from spangrad.episode.player import EpisodeEnd, ModelReply
 from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings
 
@@ -37,6 +40,12 @@ def test_play_by_a_person_prints_each_message_and_the_end(monkeypatch: pytest.Mo
         "2 turns, return +0.75, ended by: done",
     ]
     assert capsys.readouterr().out.splitlines() == printed
+
+
+def test_play_turns_are_replies_however_many_tools_each_calls() -> None:
+    reply, result = ModelReply({"role": "assistant", "content": ""}), StepResult("", 0.5)
+    outcome = EpisodeOutcome(EpisodeEnd.DONE, (), (reply,), (EpisodeStep(0, "first", result), EpisodeStep(0, "second", result)))
+    assert _total(outcome) == (1.0, 1)
 
 
 def test_play_as_json_has_messages_rewards_and_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
