@@ -23,19 +23,20 @@ def write_training_trace(reader: ExportReader, out: Path) -> None:
     """Write the traces to the file `out`."""
     with JsonLines(out) as lines:
         for part in reader.parts():
+            kept: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
             for rollout, calls in part.by_rollout():
-                kept = [call for call in calls if call["PromptIds"] and call["ResponseIds"]]
-                reader.tally.count_left_out(LeftOut.NO_IDS, len(calls) - len(kept))
-                if not kept:
-                    continue
-                dialogues = read_dialogues(reader.client, reader.url, kept)
+                with_ids = [call for call in calls if call["PromptIds"] and call["ResponseIds"]]
+                reader.tally.count_left_out(LeftOut.NO_IDS, len(calls) - len(with_ids))
+                kept += [(rollout, with_ids)] if with_ids else []
+            dialogues = iter(read_dialogues(reader.client, reader.url, [call for _, calls in kept for call in calls]))
+            for rollout, calls in kept:
                 turns = [
-                    {**_turn(call), **_texts(call, dialogue), "metadata": {**about(reader, rollout, [call]), **_facts(call)}}
-                    for call, dialogue in zip(kept, dialogues, strict=True)
+                    {**_turn(call), **_texts(call, next(dialogues)), "metadata": {**about(reader, rollout, [call]), **_facts(call)}}
+                    for call in calls
                 ]
                 lines.write({"schema_version": 1, "turns": turns})
-                trained = sum(len(call["ResponseIds"]) for call in kept)
-                reader.tally.write(len(kept), rows=1, turns=len(kept), trained_tokens=trained)
+                trained = sum(len(call["ResponseIds"]) for call in calls)
+                reader.tally.write(len(calls), rows=1, turns=len(calls), trained_tokens=trained)
 
 
 def _turn(call: dict[str, Any]) -> dict[str, Any]:
