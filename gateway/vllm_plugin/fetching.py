@@ -108,7 +108,8 @@ def _buckets_of_rank(
                 if pieces and held + piece.count > limit:
                     yield Bucket(number, pieces, held, same)
                     pieces, held = [], 0
-                pending[same] = [*pieces, RemotePiece(target, part, piece.source - first, piece)], held + piece.count
+                pieces.append(RemotePiece(target, part, piece.source - first, piece))
+                pending[same] = pieces, held + piece.count
     for same, (pieces, held) in pending.items():
         yield Bucket(number, pieces, held, same)
 

@@ -219,28 +219,26 @@ def trainer_host(
         batch_tokens: number of tokens of a step's batch.
         first: True for the host of rank 0 and of the trainer's own process.
     """
-    trained = trained_parameters(model, settings)
+    trained, moved = trained_parameters(model, settings), moved_bytes(model, settings)
+    waiting = moved + checkpoint_bytes(model, settings) if moved else 0  # a version is written meanwhile
     return [
         MemoryItem("processes", (host_ranks + first) * RANK_PROCESS + (_RAY if settings.workers.per_node else 0)),
         MemoryItem("batch's rows", batch_tokens * _ROW_BYTES if first else 0),
         MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * host_ranks // ranks),
         MemoryItem("copies at the step's start", _copies(model, settings) * host_ranks // ranks, "step"),
         MemoryItem("version that is written", checkpoint_bytes(model, settings) * host_ranks // ranks, "step"),
-        MemoryItem("models while engines serve", moved_bytes(model, settings) * host_ranks // ranks, "generation"),
+        MemoryItem("models while engines serve", waiting * host_ranks // ranks, "generation"),
     ]
 
 
 def moved_bytes(model: Architecture, settings: TrainerSettings) -> int:
-    """Return the bytes that all ranks move off their devices for a turn of the engines (`Rank.offload`), in float32.
-
-    A version is being written beside it.
-    """
+    """Return the bytes that all ranks move off their devices for a turn of the engines (`Rank.offload`), in float32."""
     if not settings.workers.colocated:
         return 0
     trained = trained_parameters(model, settings)
     critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
     models = (1 + bool(settings.loss.kl_coef)) * model.parameters + _adapters(model, settings)
-    return models * _FLOAT32 + trained * _MOMENTS + critic + checkpoint_bytes(model, settings)
+    return models * _FLOAT32 + trained * _MOMENTS + critic
 
 
 def held_versions(settings: TrainerSettings) -> int:

@@ -129,7 +129,7 @@ def turns(model: Architecture, settings: Settings, cluster: GpuCluster, ranks: i
     """Return the moves of the trainer's models to main memory and back, where it takes turns with engines."""
     if not settings.trainer.workers.colocated:
         return []
-    moved = 2 * (memory.moved_bytes(model, settings.trainer) - memory.checkpoint_bytes(model, settings.trainer))
+    moved = 2 * memory.moved_bytes(model, settings.trainer)
     return [StageEstimate("turns of trainer and engines", moved / ranks / cluster.gpu.host_rate, moved, "GPUs to main memory and back")]
 
 
