@@ -44,7 +44,7 @@ WARM_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """What the client of one server has seen."""
+    """Figures of the client of one server."""
 
     seconds: float
     steps: int

@@ -1,4 +1,4 @@
-"""ContinuedCalls whose calls continue one another by their tokens: what engines read and sampled, kept for the next call.
+"""Conversations whose calls continue one another by their tokens: what engines read and sampled, kept for the next call.
 
 In: calls that carry the header `x-spangrad-continues`. Out: the field of a request with which the engine begins the prompt by the tokens of
 the call before (`gateway.vllm_plugin.continuation`). Invariant: a call continues one of its own attempt alone; where that is not known any

@@ -1,4 +1,4 @@
-"""What a CPU cannot show of turns: an engine that gives its memory to the trainer of the same GPU, and gets it back with new weights."""
+"""Turns of trainer and engine on one GPU, which a CPU cannot show: the engine gives its memory away, and gets it back with new weights."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def test_checkpoint_is_model_directory_with_state_and_marker(tmp_path: Path, bas
     assert (made.path / "optimizer/shard").read_text() == "state"
     assert (made.checksum, made.tokenizer_hash) == (checksum_directory(made.path), tokenizer_hash(base))
     marker = json.loads((made.path / "STABLE").read_text())
-    files = [one for one in made.path.rglob("*") if one.is_file() and one.name != "STABLE"]
-    sizes = {one.relative_to(made.path).as_posix(): one.stat().st_size for one in files}
+    files = [file for file in made.path.rglob("*") if file.is_file() and file.name != "STABLE"]
+    sizes = {file.relative_to(made.path).as_posix(): file.stat().st_size for file in files}
     assert marker == {
         "path": str(made.path), "policy": "org/policy", "branch": "main", "version": 1, "parent": 0, "batch_id": "b",
         "checksum": made.checksum, "tokenizer_hash": made.tokenizer_hash, "files": sizes,

@@ -223,7 +223,7 @@ def die_in_turns(url: str, directory: Path, engines: Sequence[str]) -> None:
     for boundary in islice(crashes(train, {colocation.__file__: TURNS}), DEATHS):
         print(boundary, flush=True)
         if boundary % 4 == 0:
-            wait_until(lambda: {one["status"] for one in fetch(f"{url}/admin/backends")["backends"]} == {"serving"}, 60, "engines")
+            wait_until(lambda: {backend["status"] for backend in fetch(f"{url}/admin/backends")["backends"]} == {"serving"}, 60, "engines")
     survives(end)
 
 

@@ -61,14 +61,14 @@ def test_version_of_experts_has_names_of_its_model_and_is_read_back(kind: str, r
     try:
         metrics = optimizer.step(rows(model))
         assert metrics["logprob_gap_max"] < 1e-4
-        made = written(optimizer, model, tmp_path / "versions")
-        first, version = load_file(model / "model.safetensors"), load_file(made.path / "model.safetensors")
+        checkpoint = written(optimizer, model, tmp_path / "versions")
+        first, version = load_file(model / "model.safetensors"), load_file(checkpoint.path / "model.safetensors")
         assert {name: value.shape for name, value in version.items()} == {name: value.shape for name, value in first.items()}
         trained = {name for name, value in version.items() if not np.array_equal(value, first[name])}
         assert any("expert" in name for name in trained) == (not rank), "adapters are those of attention"
         assert any("q_proj" in name for name in trained)
-        assert made.checksum == checksum_directory(made.path)
-        _, info = AutoModelForCausalLM.from_pretrained(made.path, output_loading_info=True)
+        assert checkpoint.checksum == checksum_directory(checkpoint.path)
+        _, info = AutoModelForCausalLM.from_pretrained(checkpoint.path, output_loading_info=True)
         assert not any(info.values()), info
         if not rank:
             optimizer.load_weights(model)
@@ -99,7 +99,7 @@ def test_version_of_experts_in_vllm_has_its_checksum_and_logprobs(
     optimizer = VerlOptimizer(model, trainer_settings(learning_rate=1e-2))
     try:
         optimizer.step(rows(model))
-        made = written(optimizer, model, tmp_path / "versions")
+        checkpoint = written(optimizer, model, tmp_path / "versions")
     finally:
         optimizer.close()
     arguments = ["--tensor-parallel-size", "2", "--enable-expert-parallel"] if workers > 1 else []
@@ -108,12 +108,12 @@ def test_version_of_experts_in_vllm_has_its_checksum_and_logprobs(
     with running_engine(engine, tmp_path / "engine.log"):
         settings = gateway_settings(engine, store)
         with running_gateway(settings, tmp_path / "gateway.log"):
-            Publisher(settings.gateway).publish(PolicyVersion("policy", 1, 0, "b", made.checksum, str(made.path)))
+            Publisher(settings.gateway).publish(PolicyVersion("policy", 1, 0, "b", checkpoint.checksum, str(checkpoint.path)))
             (backend,) = fetch(f"{settings.gateway.url}/admin/backends")["backends"]
             assert (backend["version"], backend["uncompared"]) == (1, "")
-            assert held_checksum(settings.gateway.engine_url) == made.checksum
+            assert held_checksum(settings.gateway.engine_url) == checkpoint.checksum
             answer = fetch(f"{settings.gateway.url}/v1/chat/completions", CHAT)
     (choice,) = answer["choices"]
     ours = [token["logprob"] for token in choice["logprobs"]["content"]]
-    exact = logprobs_of(made.path, answer["prompt_token_ids"], choice["token_ids"])
+    exact = logprobs_of(checkpoint.path, answer["prompt_token_ids"], choice["token_ids"])
     np.testing.assert_allclose(ours, exact, atol=1e-4)
