@@ -22,6 +22,7 @@ from runner.groups import rollouts_of
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import NewRollout, QueuedRollout, RolloutSelector, RolloutState
 from runner.rewards.client import RewardClient
+from runner.sandboxes.agent_sandbox import open_sandbox
 from runner.workers.agent_processes import HostPool
 from runner.workers.agents import AgentSpec, agent_environment, is_service
 from runner.workers.attempt_files import AttemptFiles
@@ -306,11 +307,12 @@ async def open_attempts(
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
     services = replace(await _open_services(settings, agent, stack), by_rules=settings.builder.rewards_from == "rules")
-    roots = RootSpans(settings.store)
+    sandbox = await stack.enter_async_context(open_sandbox(settings, agent))
+    roots = RootSpans(settings.store, sandbox and sandbox.rung)
     stack.push_async_callback(roots.shut)
     opened = await queue()
     stack.push_async_callback(opened.close)
-    pool = HostPool(agent, settings.runner, agent_environment(os.environ, settings, agent))
+    pool = HostPool(agent, settings.runner, agent_environment(os.environ, settings, agent), sandbox and sandbox.launch)
     stack.push_async_callback(pool.close)
     await asyncio.to_thread(remove_of_dead, agent)
     await pool.start()

@@ -46,6 +46,10 @@ class AgentError(SpangradError):
     """An agent could not be loaded or started at all (a failed attempt is data, not an error)."""
 
 
+class SandboxError(SpangradError):
+    """A sandbox cannot be started as it was asked for: its engine is missing, or what it would show or reach is not allowed."""
+
+
 class EnvironmentsError(SpangradError):
     """An environment service could not be started or reached at all (an attempt without an environment is data, not an error)."""
 

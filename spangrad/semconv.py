@@ -45,6 +45,8 @@ ROLLOUT_FINAL: Final = "spangrad.rollout.final"
 """True on the root span of the last attempt: no other one follows."""
 ROLLOUT_FAILURE: Final = "spangrad.rollout.failure"
 """Reason for which the attempt failed, of `AttemptFailure` in `spangrad/types.py`."""
+ROLLOUT_SANDBOX: Final = "spangrad.rollout.sandbox"
+"""Rung of the sandbox in which the attempt's program ran, of `SandboxRung` in `spangrad/types.py`; absent: it ran in none."""
 
 # Spans of an episode.
 EPISODE_SCOPE: Final = "spangrad.episode"

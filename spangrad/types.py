@@ -179,6 +179,22 @@ class AttemptFailure(StrEnum):
     """The worker gave the attempt back; it does not count as one of the rollout's attempts."""
 
 
+class SandboxRung(StrEnum):
+    """Kinds of sandboxes, the weakest first."""
+
+    NONE = "none"
+    """No sandbox."""
+    LANDLOCK = "landlock"
+    """The machine's own network and processes, confined by Landlock, a filter of system calls and limits."""
+    BUBBLEWRAP = "bubblewrap"
+    """Mounts, network, processes and users of its own, by bubblewrap."""
+
+    def reaches(self, least: SandboxRung) -> bool:
+        """Return whether this rung confines as much as another one."""
+        rungs = list(SandboxRung)
+        return rungs.index(self) >= rungs.index(least)
+
+
 POLICY_FAILURES = frozenset(
     {
         AttemptFailure.TIMEOUT,

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from runner.workers.agents import AgentSpec, host_command, initialises
 from runner.workers.containers import remove_of_host
 from runner.workers.slots import Slots
+from spangrad.agent.command import SandboxLaunch
 from spangrad.agent.host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
 from spangrad.processes import MARK, die_with_parent, kill_group, kill_marked
@@ -84,13 +85,20 @@ class AgentHost:
         """True if it gets no further jobs."""
 
     @classmethod
-    async def start(cls, spec: AgentSpec, settings: RunnerSettings, environment: Mapping[str, str], log_file: Path) -> AgentHost:
-        """Start a process, and wait until it has loaded the agent.
+    async def start(
+        cls,
+        spec: AgentSpec,
+        settings: RunnerSettings,
+        environment: Mapping[str, str],
+        log_file: Path,
+        sandbox: SandboxLaunch | None = None,
+    ) -> AgentHost:
+        """Start a process, and wait until it has loaded the agent; `sandbox` confines its programs.
 
         Raises:
             AgentError: the interpreter, the agent or the evaluator cannot be loaded.
         """
-        command = host_command(spec)
+        command = [*host_command(spec), *(["--sandbox", sandbox.write()] if sandbox else [])]
         log = _Log(log_file)
         mark = uuid.uuid4().hex
         jobs_out, jobs_in = os.pipe()
@@ -106,6 +114,7 @@ class AgentHost:
                     env={**environment, MARK: mark},
                     start_new_session=True,
                     preexec_fn=die_with_parent,
+                    pass_fds=sandbox.descriptors if sandbox else (),
                 )
         except OSError as error:
             os.close(jobs_in)
@@ -244,8 +253,11 @@ class HostPool:
     its slot of stage run (`AgentHost.stage_slots`) later, in the same host.
     """
 
-    def __init__(self, spec: AgentSpec, settings: RunnerSettings, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, spec: AgentSpec, settings: RunnerSettings, environment: Mapping[str, str], sandbox: SandboxLaunch | None = None
+    ) -> None:
         self._spec = spec
+        self._sandbox = sandbox
         self._settings = settings
         self._environment = environment
         self.initialises = initialises(spec)
@@ -275,7 +287,7 @@ class HostPool:
         pauses = iter(_LOAD_PAUSES)
         while True:
             try:
-                host = await AgentHost.start(self._spec, self._settings, self._environment, log)
+                host = await AgentHost.start(self._spec, self._settings, self._environment, log, self._sandbox)
                 break
             except _KilledLoadingError as error:
                 if (pause := next(pauses, None)) is None:

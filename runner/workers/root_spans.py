@@ -31,7 +31,7 @@ from spangrad.errors import StoreError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RemoteService, bearer
 from spangrad.settings import StoreSettings
-from spangrad.types import Rollout
+from spangrad.types import Rollout, SandboxRung
 
 _SERVICE = "spangrad-runner"
 _CHECK_SECONDS = 10.0
@@ -65,8 +65,10 @@ class _EncodedSpans(LosslessQueue[bytes]):
 class RootSpans:
     """Root spans of one process, and their exporter."""
 
-    def __init__(self, store: StoreSettings) -> None:
+    def __init__(self, store: StoreSettings, sandbox: SandboxRung | None = None) -> None:
+        """`sandbox` is the rung that attempts' programs run in. None: they run in none."""
         self._store = store
+        self._sandbox = sandbox
         token = store.token.get_secret_value() if store.token else None
         self._sending = _EncodedSpans(traces_url(store.otlp_endpoint), bearer(token))
         self._claims: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -106,6 +108,7 @@ class RootSpans:
             semconv.ROLLOUT_FINAL: final,
             semconv.ROLLOUT_CALLS: calls,
             semconv.ROLLOUT_FAILURE: answer.failure,
+            semconv.ROLLOUT_SANDBOX: self._sandbox,
         }
         events = [
             otlp.SpanEvent(

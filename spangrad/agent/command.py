@@ -15,19 +15,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
+from spangrad.agent import prompt_client
 from spangrad.agent.attempt_log import attempt_log
 from spangrad.agent.prompt_client import program_variables
 from spangrad.agent.propagation import carrier_of
 from spangrad.errors import AgentError
-from spangrad.processes import die_with_parent, kill_group
+from spangrad.processes import MARK, die_with_parent, kill_group
 
 ENVIRONMENT_VARIABLE = "SPANGRAD_ENVIRONMENT"
+ADDRESSED = re.compile(rf"(OTEL|OPENAI)_\w+|{ENVIRONMENT_VARIABLE}|{prompt_client.URL}")
+"""Variables of an attempt that may hold addresses of services."""
+_PASSED = re.compile(rf"{ADDRESSED.pattern}|TRACEPARENT|TRACESTATE|BAGGAGE|{prompt_client.TEXT}(_\w+)?")
 _INSTRUMENT = "opentelemetry-instrument"
 _TAIL_BYTES = 2**20
 """Largest last line that is read, in bytes."""
@@ -51,21 +57,58 @@ class InvalidOutput(Exception):  # noqa: N818  # an outcome of the attempt, not 
     """The program's last line cannot be read."""
 
 
+@dataclass(frozen=True, slots=True)
+class SandboxLaunch:
+    """Start of programs in sandboxes, as the runner prescribes it to an agent host."""
+
+    prefix: tuple[str, ...]
+    """Beginning of the command line: it runs the rest of it in a sandbox."""
+    variables: tuple[str, ...]
+    """Names of environment variables that programs get, beside those of the attempt itself."""
+    assigned: Mapping[str, str]
+    """Environment variables that programs get instead of the host's."""
+    descriptors: tuple[int, ...]
+    """Descriptors that the prefix inherits."""
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Parse what `write` returned."""
+        values = json.loads(text)
+        return cls(tuple(values["prefix"]), tuple(values["variables"]), values["assigned"], tuple(values["descriptors"]))
+
+    def write(self) -> str:
+        """Return it as a JSON argument of the agent host."""
+        return json.dumps(asdict(self))
+
+    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment variables of a program in a sandbox."""
+        names = {*passed_variables(variables), *self.variables, MARK}
+        return {name: value for name, value in variables.items() if name in names} | dict(self.assigned)
+
+
 class AgentCommand:
     """An agent in the form of a command line."""
 
     def __init__(
-        self, command: Sequence[str], directory: Path, *, instrument: bool, on_group: Callable[[int, bool], None] | None = None
+        self,
+        command: Sequence[str],
+        directory: Path,
+        *,
+        instrument: bool,
+        on_group: Callable[[int, bool], None] | None = None,
+        sandbox: SandboxLaunch | None = None,
     ) -> None:
         """`command` runs in `directory`; `instrument` puts `opentelemetry-instrument` of the program's environment before it.
 
-        `on_group` is called with the leader of each process group, when it begins (False) and when it has ended (True).
+        `on_group` is called with the leader of each process group, when it begins (False) and when it has ended (True); `sandbox` says how
+        each attempt's program is confined. None: it is not.
 
         Raises:
             AgentError: the program, or opentelemetry-instrument, was not found.
         """
         self._directory = directory
         self._on_group = on_group or _ignore_group
+        self._sandbox = sandbox
         program = _program(command, directory)
         self._command = [_instrumenter(program), *command] if instrument else list(command)
 
@@ -81,16 +124,20 @@ class AgentCommand:
             ExitCode: the program failed.
             InvalidOutput: its last line is too long.
         """
-        return await self._run(given, self._command, await variables_of(endpoint, environment))
+        variables = await variables_of(endpoint, environment)
+        if (sandbox := self._sandbox) is None:
+            return await self._run(given, self._command, variables)
+        return await self._run(given, [*sandbox.prefix, *self._command], sandbox.environment(variables), sandbox.descriptors)
 
-    async def _run(self, given: object, command: Sequence[str], environment: Mapping[str, str]) -> object:
+    async def _run(self, given: object, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> object:
         """Run a command for an attempt; its process group ends with it."""
         # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
         log = attempt_log()
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, log.program() as stderr:
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
-            process = await _start(command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=self._directory, env=environment)
+            outputs = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+            process = await _start(command, **outputs, cwd=self._directory, env=environment, pass_fds=descriptors)
             _groups.add(process.pid)
             self._on_group(process.pid, False)
             try:
@@ -144,6 +191,12 @@ def _environment(endpoint: str | None, leased: object) -> dict[str, str]:
     if leased is not None:
         environment[ENVIRONMENT_VARIABLE] = json.dumps(leased)
     return environment
+
+
+def passed_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the attempt's own variables, which a container or sandbox gets; the prompt's text may have any name."""
+    text = environment.get(prompt_client.VARIABLE)
+    return sorted(key for key in environment if _PASSED.fullmatch(key) or key == text)
 
 
 async def _terminate(process: asyncio.subprocess.Process) -> None:

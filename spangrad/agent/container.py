@@ -27,8 +27,7 @@ from urllib.parse import urlsplit
 
 from opentelemetry import baggage
 
-from spangrad.agent import prompt_client
-from spangrad.agent.command import ENVIRONMENT_VARIABLE, AgentCommand, ExitCode, variables_of
+from spangrad.agent.command import ADDRESSED, AgentCommand, ExitCode, passed_variables, variables_of
 from spangrad.errors import AgentError
 from spangrad.http.service import in_url
 from spangrad.processes import MARK
@@ -38,9 +37,6 @@ LABEL_HOST = "spangrad.host"
 """Label of a container: the mark of the agent host that started it."""
 LABEL_WORKER = "spangrad.worker"
 """Label of a container: the worker of that host, as `spangrad.leases.this_process` names it."""
-_ADDRESSED = re.compile(rf"(OTEL|OPENAI)_\w+|{ENVIRONMENT_VARIABLE}|{prompt_client.URL}")
-"""Variables that may hold addresses of services."""
-_PASSED = re.compile(rf"{_ADDRESSED.pattern}|TRACEPARENT|TRACESTATE|BAGGAGE|{prompt_client.TEXT}(_\w+)?")
 _ADDRESS = re.compile(r"\bhttps?://[^\s,;'\"]+")
 _REMOVE_SECONDS = 30.0
 _MEANINGS = {
@@ -140,22 +136,16 @@ def run_command(container: Container, name: str, environment: Mapping[str, str],
     return [
         container.engine, "run", "--rm", "--interactive", "--name", name, "--network", container.network,
         *[word for key, value in labels.items() for word in ("--label", f"{key}={value}")],
-        *[word for key in _passed(environment) for word in ("--env", key)],
+        *[word for key in passed_variables(environment) for word in ("--env", key)],
         *container.arguments, container.image, *container.command,
     ]  # fmt: skip
-
-
-def _passed(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables that are passed to the container; the prompt's text may have any name."""
-    text = environment.get(prompt_client.VARIABLE)
-    return sorted(key for key in environment if _PASSED.fullmatch(key) or key == text)
 
 
 def reachable(environment: Mapping[str, str], address: str | None) -> dict[str, str]:
     """Return the environment, with this machine's loopback addresses as the container sees them."""
     if address is None:
         return dict(environment)
-    return {key: _replace_loopback(value, address) if _ADDRESSED.fullmatch(key) else value for key, value in environment.items()}
+    return {key: _replace_loopback(value, address) if ADDRESSED.fullmatch(key) else value for key, value in environment.items()}
 
 
 def _replace_loopback(text: str, address: str) -> str:

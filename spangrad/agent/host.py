@@ -44,7 +44,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from spangrad.agent.attempt import AttemptNote, with_note
 from spangrad.agent.attempt_answer import END_STAGE, AttemptReply, Stages, handed_on, raised
 from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs
-from spangrad.agent.command import AgentCommand, ExitCode, InvalidOutput, kill_groups
+from spangrad.agent.command import AgentCommand, ExitCode, InvalidOutput, SandboxLaunch, kill_groups
 from spangrad.agent.container import AgentContainer, Container, remove_running
 from spangrad.agent.failures import failure_of
 from spangrad.agent.flushing import Flusher
@@ -315,7 +315,9 @@ def _agent(args: argparse.Namespace, on_group: Callable[[int, bool], None]) -> t
     if args.container:
         return AgentContainer(Container.read(args.container), directory, args.worker, on_group=on_group), None
     if args.command:
-        return AgentCommand(json.loads(args.command), directory, instrument=args.instrument, on_group=on_group), None
+        sandbox = SandboxLaunch.read(args.sandbox) if args.sandbox else None
+        command = json.loads(args.command)
+        return AgentCommand(command, directory, instrument=args.instrument, on_group=on_group, sandbox=sandbox), None
     return load_agent(args.agent or "")
 
 
@@ -325,6 +327,7 @@ def main() -> None:
     parser.add_argument("--agent", help="the agent, as module:function; or a module or file with one decorated agent")
     parser.add_argument("--command", help="the agent, as a JSON list of a program and its arguments, instead of --agent")
     parser.add_argument("--container", help="the agent, as a JSON object of a container image and how it is run, instead of --agent")
+    parser.add_argument("--sandbox", help="JSON object of how the command is confined; none: it is not")
     parser.add_argument("--worker", default="", help="worker that starts the containers, for their labels")
     parser.add_argument("--instrument", action="store_true", help="run the command under opentelemetry-instrument")
     parser.add_argument("--evaluator", help="the evaluator, as module:function")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from spangrad.settings.section import Section
-from spangrad.types import POLICY_FAILURES, AttemptFailure
+from spangrad.types import POLICY_FAILURES, AttemptFailure, SandboxRung
 
 FailureReward = Annotated[float | None, Field(allow_inf_nan=False)]
 
@@ -46,6 +46,27 @@ class ContainerSettings(Section):
     address: str | None = None
     """Address at which containers reach the services that this machine reaches on loopback. None: the same on Linux with the network
     `host`, else the container engine's own name for this machine (host.docker.internal)."""
+
+
+class SandboxSettings(Section):
+    """Sandboxes of programs as agents (`spangrad run -- PROGRAM`)."""
+
+    engine: SandboxRung | Literal["auto"] = SandboxRung.NONE
+    """Kind of sandbox that each attempt's program runs in: bubblewrap, landlock, none; or auto, the strongest that this machine can do."""
+    least: SandboxRung = SandboxRung.LANDLOCK
+    """Weakest kind that `auto` may choose; the worker ends where the machine can do none."""
+    network: Literal["services", "host"] = "services"
+    """Network of the programs: gateway, queue and store alone, at their usual addresses; or all that this machine reaches."""
+    readable: list[Path] = Field(default=[])
+    """Files and directories that programs can read, beside the system's programs, the agent's directory and its interpreter."""
+    variables: list[str] = Field(default=["PATH", "LANG", "LC_ALL", "TZ"])
+    """Environment variables of the worker that programs get, beside those of the attempt itself (OTEL_*, OPENAI_*, prompts)."""
+    processes: int = Field(default=256, ge=1)
+    """Largest number of processes and threads of an attempt."""
+    memory_bytes: int = Field(default=4 * 2**30, ge=2**20)
+    """Largest private memory of each process of an attempt, in bytes."""
+    disk_bytes: int = Field(default=2**30, ge=2**16)
+    """Largest size of each file that a program writes, in bytes; with bubblewrap also of its temporary directory, which is in memory."""
 
 
 class PlayerSettings(Section):
@@ -126,5 +147,7 @@ class RunnerSettings(Section):
     not counted, and a rollout is complete when no new span of it has come for `builder.quiet_seconds`."""
     episode: EpisodeSettings = EpisodeSettings()
     """Episodes of the agent without code (`spangrad run --environment MODULE:CLASS`)."""
+    sandbox: SandboxSettings = SandboxSettings()
+    """Sandboxes of programs as agents (`spangrad run -- PROGRAM`)."""
     container: ContainerSettings = ContainerSettings()
     """Container images as agents (`spangrad run --image`)."""

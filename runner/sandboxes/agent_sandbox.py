@@ -1,0 +1,79 @@
+"""Sandboxes of a worker's agents: the policy that follows from settings and agent, the engine, and the relay to the services.
+
+Invariant: an agent that settings confine is never run unconfined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.sandboxes.bubblewrap import PRIVATE_DIRECTORY
+from runner.sandboxes.engines import choose
+from runner.sandboxes.policy import SandboxLimits, SandboxPolicy, interpreter_paths, own_packages, services_of
+from runner.sandboxes.relay import ServiceRelay
+from runner.workers.agents import AgentSpec, CommandAgent, is_service
+from spangrad.agent.command import SandboxLaunch
+from spangrad.errors import SandboxError
+from spangrad.settings import Settings
+from spangrad.types import SandboxRung
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSandbox:
+    """Sandboxes of a worker's attempts."""
+
+    rung: SandboxRung
+    launch: SandboxLaunch
+
+
+@asynccontextmanager
+async def open_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGenerator[AgentSandbox | None]:
+    """Choose the sandboxes of an agent, and relay its services for as long as the block. None: settings ask for none.
+
+    Raises:
+        SandboxError: the agent is no program, or no sandbox works as the settings ask for it.
+    """
+    sandbox = settings.runner.sandbox
+    if sandbox.engine is SandboxRung.NONE:
+        yield None
+        return
+    if not isinstance(agent, CommandAgent):
+        raise SandboxError(
+            f"runner.sandbox.engine = {sandbox.engine} confines programs, and {agent.name} is none. "
+            "Give the agent as a command after `--`, or set runner.sandbox.engine = none."
+        )
+    policy = policy_of(settings, agent)
+    async with ServiceRelay(policy.services) as relay:
+        engine = await asyncio.to_thread(choose, policy, sandbox.engine, sandbox.least, relay.descriptor)
+        _logger.info("agents run in sandboxes of %s: %s", engine.rung, engine.reason)
+        private = {"HOME": PRIVATE_DIRECTORY, "TMPDIR": PRIVATE_DIRECTORY, "USER": "agent", "LOGNAME": "agent"}
+        yield AgentSandbox(engine.rung, SandboxLaunch(engine.prefix, tuple(sandbox.variables), private, (relay.descriptor,)))
+
+
+def policy_of(settings: Settings, agent: CommandAgent) -> SandboxPolicy:
+    """Return the rules of an agent's sandboxes.
+
+    Raises:
+        SandboxError: a service is on another machine.
+    """
+    sandbox, directory = settings.runner.sandbox, agent.directory.resolve()
+    program = shutil.which(agent.command[0]) or shutil.which(agent.command[0], path=str(directory))
+    urls = [settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url, settings.store.otlp_endpoint]
+    urls += [settings.queue.url] if settings.queue.url is not None else []
+    urls += [agent.environment] if agent.environment and is_service(agent.environment) else []
+    host_network = sandbox.network == "host"
+    return SandboxPolicy(
+        directory=directory,
+        readable=(*own_packages(), *(interpreter_paths(Path(program)) if program else ()), *(path.resolve() for path in sandbox.readable)),
+        services={} if host_network else services_of(urls),
+        host_network=host_network,
+        limits=SandboxLimits(sandbox.processes, sandbox.memory_bytes, sandbox.disk_bytes),
+    )

@@ -1,0 +1,88 @@
+"""Sandboxes by bubblewrap: own mounts, processes, network and user, and a filter of system calls.
+
+In: a policy. Out: a command line that runs another one in a sandbox of its own. A user's sandboxes have a user namespace, in which
+another one cannot be created. Root needs none; its programs run as a user that no other sandbox has, so that the limit on processes, which
+Linux never applies to root, holds.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.sandboxes import listeners
+from runner.sandboxes.policy import SYSTEM, SandboxLimits, SandboxPolicy
+
+FIRST_USER = 0x6F000000
+"""Smallest user id of sandboxes that root starts; the process id is added, so that no two that live have the same."""
+PRIVATE_DIRECTORY = "/tmp"
+"""Private, writable directory in a sandbox: home and temporary directory."""
+_FILTER_DESCRIPTOR = 9
+
+
+def shortcoming() -> str | None:
+    """Return the reason for which this machine cannot run bubblewrap. None: it may."""
+    missing = [name for name in ("bwrap", "prlimit", "setpriv") if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not in PATH: install the system's packages bubblewrap and util-linux"
+    return None
+
+
+def command(policy: SandboxPolicy, filter_file: Path, control: int | None) -> list[str]:
+    """Return the beginning of a command line that runs the rest of it in a sandbox.
+
+    Args:
+        policy: rules of the sandbox.
+        filter_file: filter of system calls.
+        control: descriptor of the relay's socket. None: no service is reached.
+    """
+    root = os.geteuid() == 0
+    inner = ["prlimit", *_limits(policy.limits), "--"]
+    shown = policy.visible()
+    if policy.services and not policy.host_network and control is not None:
+        launcher = map(Path, (sys.prefix, sys.base_prefix, listeners.__file__))
+        shown += [path for path in launcher if not {path, *path.parents} & {*shown, *map(Path, SYSTEM)}]
+        ports = ",".join(map(str, policy.services))
+        inner += [sys.executable, "-I", "-S", listeners.__file__, str(control), ports]
+    switch = 'setpriv --reuid="$user" --regid="$user" --clear-groups --inh-caps=-all -- ' if root else ""
+    script = (
+        f"{f'user=$(({FIRST_USER} + $$)); ' if root else ''}exec {_FILTER_DESCRIPTOR}<{shlex.quote(str(filter_file.resolve()))}; "
+        f'exec {shlex.join(_bubblewrap(policy, shown, root=root))} -- {switch}{shlex.join(inner)} "$@"'
+    )
+    return ["/bin/sh", "-c", script, "sandbox"]
+
+
+def _bubblewrap(policy: SandboxPolicy, shown: Sequence[Path], *, root: bool) -> list[str]:
+    size = ["--size", str(policy.limits.disk_bytes), "--tmpfs"]
+    words = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
+    words += [] if policy.host_network else ["--unshare-net"]
+    words += ["--cap-drop", "ALL"]
+    words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if root else ["--unshare-user", "--disable-userns"]
+    for system in SYSTEM:
+        path = Path(system)
+        if path.is_symlink():
+            words += ["--symlink", str(path.readlink()), system]
+        elif path.is_dir():
+            words += ["--ro-bind", system, system]
+    words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", *size, "/dev/shm", "--remount-ro", "/dev"]
+    words += ["--perms", "1777", *size, PRIVATE_DIRECTORY, "--dir", "/var", "--symlink", PRIVATE_DIRECTORY, "/var/tmp"]
+    # Directories above what is shown would be closed to all but root.
+    for parent in sorted({parent for path in shown for parent in path.parents} - {Path("/"), Path(PRIVATE_DIRECTORY)}):
+        words += ["--perms", "0755", "--dir", str(parent)]
+    for path in shown:
+        words += ["--ro-bind", str(path), str(path)]
+    return [*words, "--remount-ro", "/", "--chdir", str(policy.directory), "--seccomp", str(_FILTER_DESCRIPTOR)]
+
+
+def _limits(limits: SandboxLimits) -> list[str]:
+    return [
+        f"--nproc={limits.processes}:{limits.processes}",
+        f"--data={limits.memory_bytes}:{limits.memory_bytes}",
+        f"--fsize={limits.disk_bytes}:{limits.disk_bytes}",
+        f"--nofile={limits.files}:{limits.files}",
+        "--core=0:0",
+    ]

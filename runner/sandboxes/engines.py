@@ -1,0 +1,112 @@
+"""Choice of the engine that confines programs on this machine: what was asked for, or the strongest that works.
+
+Invariant: an engine is chosen after a program has run in it, and `none` only where it is written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from runner.sandboxes import bubblewrap, landlock
+from runner.sandboxes.policy import SandboxPolicy, require_narrow
+from runner.sandboxes.seccomp import write_filter
+from spangrad.errors import SandboxError
+from spangrad.types import SandboxRung
+
+_PROBE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxEngine:
+    """An engine, ready to confine programs by a policy."""
+
+    rung: SandboxRung
+    prefix: tuple[str, ...]
+    """Beginning of a command line that runs the rest of it in a new sandbox."""
+    reason: str
+    """Explanation for people: why it was chosen."""
+
+
+def scratch_directory() -> Path:
+    """Return the directory of this user's filters and private directories, which users of sandboxes can pass through.
+
+    Raises:
+        SandboxError: another user has created it.
+    """
+    path = Path(tempfile.gettempdir()) / f"spangrad-sandboxes-{os.geteuid()}"
+    path.mkdir(mode=0o711, exist_ok=True)
+    if path.is_symlink() or path.stat().st_uid != os.geteuid():
+        raise SandboxError(f"{path} belongs to another user, who could change what sandboxes do. Remove it, or set TMPDIR.")
+    return path
+
+
+def choose(
+    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"], least: SandboxRung = SandboxRung.LANDLOCK, control: int | None = None
+) -> SandboxEngine:
+    """Return the engine that was asked for, or, for `auto`, the strongest that works here; a program is run in it to find out.
+
+    Args:
+        policy: rules of the sandboxes.
+        engine: not `none`.
+        least: weakest rung that `auto` may choose.
+        control: descriptor of the relay's socket. None: no service is reached.
+
+    Raises:
+        SandboxError: the machine can do none of them, or the policy shows too much.
+    """
+    require_narrow(policy)
+    strongest_first = [rung for rung in reversed(SandboxRung) if rung is not SandboxRung.NONE]
+    rungs = [rung for rung in strongest_first if rung.reaches(least)] if engine == "auto" else [engine]
+    scratch = scratch_directory()
+    for path in landlock.left_behind(scratch):
+        shutil.rmtree(path, ignore_errors=True)
+    reasons: list[str] = []
+    for rung in rungs:
+        prefix, why_not = _prepared(rung, policy, scratch, control)
+        why_not = why_not or _refusal(prefix, control)
+        if why_not is None:
+            return SandboxEngine(rung, tuple(prefix), "; ".join(["it works on this machine", *reasons]))
+        reasons.append(f"{rung} does not: {why_not}")
+    raise SandboxError(
+        f"no sandbox can be started here. {'; '.join(reasons)}. Name another one in runner.sandbox.engine (and runner.sandbox.least), or "
+        "write none: the programs then have all rights of this user."
+    )
+
+
+def _prepared(rung: SandboxRung, policy: SandboxPolicy, scratch: Path, control: int | None) -> tuple[list[str], str | None]:
+    """Return an engine's prefix, or the reason for which it cannot work."""
+    if rung is SandboxRung.BUBBLEWRAP:
+        if (why_not := bubblewrap.shortcoming()) is not None:
+            return [], why_not
+        write_filter(filter_file := scratch / "bubblewrap.bpf", shared_network=False)
+        return bubblewrap.command(policy, filter_file, control), None
+    if (why_not := landlock.shortcoming(policy)) is not None:
+        return [], why_not
+    kept_to_tcp = not policy.host_network
+    write_filter(filter_file := scratch / f"landlock-{'tcp' if kept_to_tcp else 'host'}.bpf", shared_network=kept_to_tcp)
+    return landlock.command(policy, filter_file, scratch), None
+
+
+def _refusal(prefix: Sequence[str], control: int | None) -> str | None:
+    """Return the reason for which a program did not run in an engine. None: it did."""
+    descriptors = () if control is None else (control,)
+    try:
+        probe = subprocess.run(
+            [*prefix, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False,
+            pass_fds=descriptors,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    words = list(_last_lines(probe.stderr))
+    return None if probe.returncode == 0 else words[-1] if words else f"exit code {probe.returncode}"
+
+
+def _last_lines(text: str) -> Iterator[str]:
+    return (line.strip() for line in text.splitlines() if line.strip())

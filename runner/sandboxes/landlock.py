@@ -1,0 +1,73 @@
+"""Sandboxes by Landlock, a filter of system calls and limits: the rung where the kernel grants no namespaces, as in most containers.
+
+In: a policy. Out: a command line, as of bubblewrap. Files and abstract sockets outside, signals to processes outside and connections to
+other ports are refused; the machine's own network is shared, and so is its list of processes, which `/proc` would show: it is not readable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+from runner.sandboxes import confinement
+from runner.sandboxes.bubblewrap import FIRST_USER
+from runner.sandboxes.policy import SYSTEM, SandboxPolicy
+from spangrad.processes import process_start
+
+_LEAST_ABI = 6
+"""Version of Landlock that confines signals and abstract sockets: Linux 6.12."""
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+
+
+def shortcoming(policy: SandboxPolicy) -> str | None:
+    """Return the reason for which this machine cannot confine by Landlock. None: it may."""
+    if sys.platform != "linux" or (version := confinement.abi()) < _LEAST_ABI:
+        return f"Landlock's version is {version if sys.platform == 'linux' else 0}, and {_LEAST_ABI} is needed (Linux 6.12)"
+    if os.geteuid() == 0:
+        closed = [path for path in policy.visible() if not _open_to_others(path)]
+        if closed:
+            return f"a user of its own cannot read {closed[0]}: only root can, and Landlock opens nothing"
+    return None
+
+
+def command(policy: SandboxPolicy, filter_file: Path, scratch: Path) -> list[str]:
+    """Return the beginning of a command line that runs the rest of it confined.
+
+    Args:
+        policy: rules of the sandbox.
+        filter_file: filter of system calls.
+        scratch: directory of the private directories.
+    """
+    limits = policy.limits
+    plan = {
+        "readable": [*filter(os.path.isdir, SYSTEM), *map(str, policy.visible())],
+        "devices": [device for device in _DEVICES if Path(device).exists()],
+        "ports": None if policy.host_network else [port for _, port in policy.services.values()],
+        "filter": str(filter_file.resolve()),
+        "directory": str(policy.directory),
+        "scratch": str(scratch.resolve()),
+        "first_user": FIRST_USER,
+        "limits": {
+            "RLIMIT_NPROC": limits.processes,
+            "RLIMIT_DATA": limits.memory_bytes,
+            "RLIMIT_FSIZE": limits.disk_bytes,
+            "RLIMIT_NOFILE": limits.files,
+            "RLIMIT_CORE": 0,
+        },
+    }
+    return [sys.executable, "-I", "-S", confinement.__file__, json.dumps(plan)]
+
+
+def left_behind(scratch: Path) -> list[Path]:
+    """Return the private directories whose confining process was killed before it could remove them."""
+    return [path for path in scratch.glob("[0-9]*-*") if not process_start(int(path.name.partition("-")[0]))]
+
+
+def _open_to_others(path: Path) -> bool:
+    """Return whether users other than its owner can read a path, and pass through all directories above it."""
+    resolved = path.resolve()
+    above = all(parent.stat().st_mode & stat.S_IXOTH for parent in resolved.parents)
+    return above and bool(resolved.stat().st_mode & stat.S_IROTH)

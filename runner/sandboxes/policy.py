@@ -1,0 +1,123 @@
+"""Rules of a sandbox: files, services and limits of a program in it.
+
+Invariant: a path that is not named, or below one that is, does not exist for the program; its own temporary directory alone is writable.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import span_processors
+import spangrad
+from spangrad.errors import SandboxError
+from spangrad.processes import LOOPBACK
+
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt")
+"""Directories of programs and libraries; links are kept as links."""
+CONFIGURATION = tuple(
+    f"/etc/{name}"
+    for name in (
+        "alternatives", "ca-certificates", "fonts", "gai.conf", "group", "host.conf", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d",
+        "localtime", "mime.types", "nsswitch.conf", "passwd", "pki", "protocols", "services", "ssl", "terminfo",
+        "timezone",
+    )
+)  # fmt: skip
+"""Files of /etc that programs need and that hold no secret."""
+_HOME = re.compile(r"^home\s*=\s*(.+?)\s*$", re.MULTILINE)
+NAME_SERVERS = "/etc/resolv.conf"
+"""Visible where the program may use this machine's network."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """Resources of one sandbox."""
+
+    processes: int
+    """Largest number of processes and threads at once."""
+    memory_bytes: int
+    """Largest data segment of a process: its heap and its private writable memory, in bytes."""
+    disk_bytes: int
+    """Largest size of a file; and, where the temporary directory is a file system of its own, of all files in it, in bytes."""
+    files: int = 1024
+    """Largest number of open files of a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxPolicy:
+    """Rules of a sandbox."""
+
+    directory: Path
+    """Working directory, which the program can read."""
+    readable: tuple[Path, ...]
+    """Files and directories that the program can read, beside those of the system."""
+    services: Mapping[int, tuple[str, int]]
+    """Services that the program reaches on loopback, by port: the host and port outside."""
+    host_network: bool
+    """True if the program may use this machine's network; it then reaches the services there."""
+    limits: SandboxLimits
+
+    def visible(self) -> list[Path]:
+        """Return the files and directories that exist and are visible beside `SYSTEM`, none below another."""
+        fixed = [*CONFIGURATION, *([NAME_SERVERS] if self.host_network else [])]
+        paths = {Path(os.path.normpath(path)) for path in (*map(Path, fixed), self.directory, *self.readable) if path.exists()}
+        covered = {*paths, *map(Path, SYSTEM)}
+        return sorted(path for path in paths if not covered & set(path.parents))
+
+
+def require_narrow(policy: SandboxPolicy) -> None:
+    """Refuse directories that would show the program more than its own files.
+
+    Raises:
+        SandboxError: the working directory, or a readable one, holds the user's home, or the root of the machine.
+    """
+    home = Path.home()
+    for path in (policy.directory, *policy.readable):
+        if path == home or path in home.parents:
+            raise SandboxError(
+                f"a sandbox would show its program all of {path}, the home directory of this user included. "
+                "Start the agent from a directory of its own (--directory), or name narrower ones in runner.sandbox.readable."
+            )
+
+
+def interpreter_paths(program: Path) -> Iterator[Path]:
+    """Yield the directories that a program needs of its interpreter's: its virtual environment's, and those of that one's base.
+
+    Args:
+        program: file of the program, as PATH names it. A link leads to where its libraries are.
+    """
+    environment = program.parent.parent
+    if (configuration := environment / "pyvenv.cfg").is_file():
+        yield environment
+        if (home := _HOME.search(configuration.read_text())) is not None:
+            yield Path(home[1]).resolve().parent
+    resolved = program.resolve()
+    yield resolved.parent.parent if resolved.parent.name == "bin" else resolved
+
+
+def own_packages() -> list[Path]:
+    """Return the directories of the packages that instrumented agents import."""
+    return [Path(package.__path__[0]).resolve() for package in (spangrad, span_processors)]
+
+
+def services_of(urls: Sequence[str]) -> dict[int, tuple[str, int]]:
+    """Return services by the port under which they are reached.
+
+    Raises:
+        SandboxError: a service is not on loopback.
+    """
+    services: dict[int, tuple[str, int]] = {}
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.hostname not in LOOPBACK:
+            raise SandboxError(
+                f"agents in a sandbox reach services of this machine alone, and {url} is elsewhere. "
+                "Run the worker beside it, or set runner.sandbox.network = host."
+            )
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        services[port] = (parts.hostname or "", port)
+    return services

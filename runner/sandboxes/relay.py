@@ -1,0 +1,162 @@
+"""Connects programs in sandboxes with services outside, without a process inside.
+
+In: listeners that `runner.sandboxes.listeners` opened in a sandbox's network and sent. Out: bytes, to and from the services. A socket
+belongs to the network in which it was created, and not to that of the process which accepts on it: so the agent's `http://127.0.0.1` ends
+in this process, which connects to the service in the network of its own. No socket has a name in the file system, so none is left behind.
+
+Invariant: a listener lives as long as the process that sent it; ports that are no service's are never connected.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+_logger = logging.getLogger(__name__)
+_MOST_PORTS = 16
+_CREDENTIALS = struct.Struct("3i")
+_CHUNK_BYTES = 2**16
+_FIRST_DESCRIPTOR = 10
+"""Smallest number of the descriptor that sandboxes inherit: shells use the smaller ones."""
+
+
+class ServiceRelay:
+    """Relay of one worker's sandboxes; an async context manager."""
+
+    def __init__(self, services: Mapping[int, tuple[str, int]]) -> None:
+        """`services` are host and port outside, by the port inside."""
+        self._services = dict(services)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outer, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._outer.setblocking(False)
+        self._outer.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        with inner:
+            self.descriptor = fcntl.fcntl(inner.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
+        """Descriptor of the socket that sandboxes inherit."""
+
+    async def __aenter__(self) -> Self:
+        asyncio.get_running_loop().add_reader(self._outer, self._receive)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        asyncio.get_running_loop().remove_reader(self._outer)
+        self._outer.close()
+        os.close(self.descriptor)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _receive(self) -> None:
+        """Take the listeners of one sandbox."""
+        room = socket.CMSG_SPACE(_MOST_PORTS * array.array("i").itemsize) + socket.CMSG_SPACE(_CREDENTIALS.size)
+        try:
+            data, ancillary, _, _ = self._outer.recvmsg(1024, room)
+        except BlockingIOError:
+            return
+        descriptors, pid = array.array("i"), 0
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+            elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                pid = _CREDENTIALS.unpack(payload)[0]
+        listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        try:
+            lifetime = os.pidfd_open(pid)
+        except OSError:  # it has ended
+            for listener in listeners:
+                listener.close()
+            return
+        targets = [self._services.get(int(port)) for port in data.decode().split(",")]
+        task = asyncio.create_task(self._serve(list(zip(listeners, targets, strict=True)), lifetime))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, listeners: list[tuple[socket.socket, tuple[str, int] | None]], lifetime: int) -> None:
+        """Serve the listeners of a sandbox until its process has ended."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(lifetime, ended.set)
+        accepting: list[asyncio.Task[None]] = []
+        try:
+            for listener, target in listeners:
+                if target is not None:
+                    listener.setblocking(False)
+                    accepting.append(asyncio.create_task(_accept(listener, target)))
+            await ended.wait()
+        finally:
+            loop.remove_reader(lifetime)
+            os.close(lifetime)
+            for task in accepting:
+                task.cancel()
+            await asyncio.gather(*accepting, return_exceptions=True)
+            for listener, _ in listeners:
+                listener.close()
+
+
+async def _accept(listener: socket.socket, target: tuple[str, int]) -> None:
+    """Accept connections, each with a task that passes its bytes on; cancelling ends them all."""
+    loop = asyncio.get_running_loop()
+    passing: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            task = asyncio.create_task(_pass_on(connection, target))
+            passing.add(task)
+            task.add_done_callback(passing.discard)
+    finally:
+        for task in passing:
+            task.cancel()
+        await asyncio.gather(*passing, return_exceptions=True)
+
+
+async def _pass_on(connection: socket.socket, target: tuple[str, int]) -> None:
+    """Pass bytes both ways until both ends are closed."""
+    loop = asyncio.get_running_loop()
+    with connection:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            service = await _connected(target)
+        except OSError as error:
+            _logger.warning("a sandboxed agent asked for the service at %s:%d, which cannot be reached: %s", *target, error)
+            return  # the agent's connection is closed, and it retries as it would outside
+        with service:
+            copies = [loop.create_task(_copy(connection, service)), loop.create_task(_copy(service, connection))]
+            try:
+                await asyncio.gather(*copies)
+            except OSError:
+                pass  # an end was reset: closing both tells the other one
+            finally:
+                for copy in copies:
+                    copy.cancel()
+                await asyncio.gather(*copies, return_exceptions=True)
+
+
+async def _connected(target: tuple[str, int]) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    family, kind, protocol, _, address = (await loop.getaddrinfo(*target, type=socket.SOCK_STREAM))[0]
+    service = socket.socket(family, kind, protocol)
+    try:
+        service.setblocking(False)
+        service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await loop.sock_connect(service, address)
+    except BaseException:
+        service.close()
+        raise
+    return service
+
+
+async def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Copy bytes until the source's end, and pass the end on."""
+    loop = asyncio.get_running_loop()
+    while data := await loop.sock_recv(source, _CHUNK_BYTES):
+        await loop.sock_sendall(target, data)
+    target.shutdown(socket.SHUT_WR)

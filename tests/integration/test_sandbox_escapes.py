@@ -1,0 +1,165 @@
+"""Attacks from inside sandboxes: each rung holds those that the table of docs/guides/sandboxes.md says, and no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Generator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.sandboxes import bubblewrap
+from runner.sandboxes.engines import choose, scratch_directory
+from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
+from runner.sandboxes.seccomp import write_filter
+from spangrad.errors import SandboxError
+from spangrad.processes import kill_group
+from spangrad.types import SandboxRung
+from tests.support.escapes import ATTACKS, table, table_of_page
+
+PROGRAM = Path(__file__).parents[1] / "programs/escape.py"
+# An interpreter that every user can run: this one may be in a home.
+PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
+LIMITS = SandboxLimits(processes=32, memory_bytes=256 * 2**20, disk_bytes=8 * 2**20)
+NOBODY = 65534
+AS_A_USER, UNCONFINED = "bubblewrap of a user", "no sandbox"
+Facts = dict[str, Any]
+
+
+FACTS: Facts = {}
+PREFIXES: dict[str, list[str]] = {UNCONFINED: []}
+SHORTCOMINGS: dict[str, str] = {}
+"""Rungs that this machine has not, and why."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outside() -> Generator[None]:
+    """What is outside, and would be reached: files, sockets and a process that other users could reach as well."""
+    words = f"outside-{uuid.uuid4().hex}"
+    with tempfile.TemporaryDirectory() as base:
+        directory, open_directory = Path(base, "agent"), Path(base, "outside")
+        for path in (Path(base), directory, open_directory):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o777)
+        shutil.copy(PROGRAM, directory)
+        secret = open_directory / "secret"
+        secret.write_text("secret")
+        process = subprocess.Popen(["sh", "-c", "sleep 600; :", words], start_new_session=True)
+        sockets = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)]
+        sockets += [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
+        tcp, udp, unix, abstract = sockets
+        udp.bind(("127.0.0.1", 0))
+        unix.bind(str(open_directory / "socket"))
+        (open_directory / "socket").chmod(0o777)
+        abstract.bind("\0@" + words[:20])
+        for listener in (unix, abstract):
+            listener.listen(16)
+        threading.Thread(target=_answer, args=(udp,), daemon=True).start()
+        try:
+            FACTS.update(secret=str(secret), outside=str(open_directory), directory=str(directory), sdrow=words[::-1], pid=process.pid)
+            FACTS.update(tcp=tcp.getsockname()[1], udp=udp.getsockname()[1], unix=unix.getsockname(), abstract=f"@{words[:20]}")
+            FACTS.update(processes=LIMITS.processes, disk=LIMITS.disk_bytes, memory=LIMITS.memory_bytes)
+            _prepare(SandboxPolicy(directory, (), {}, False, LIMITS))
+            yield
+        finally:
+            kill_group(process.pid)
+            process.wait()
+            for opened in sockets:
+                opened.close()
+
+
+def _answer(udp: socket.socket) -> None:
+    try:
+        while True:
+            udp.sendto(b"y", udp.recvfrom(1)[1])
+    except OSError:
+        return  # it was closed
+
+
+def _prepare(policy: SandboxPolicy) -> None:
+    """Prepare the command line of each rung, or keep why this machine has it not."""
+    for rung in (SandboxRung.BUBBLEWRAP, SandboxRung.LANDLOCK):
+        try:
+            PREFIXES[rung] = list(choose(policy, rung).prefix)
+        except SandboxError as error:
+            SHORTCOMINGS[rung] = str(error)
+    if os.geteuid():
+        SHORTCOMINGS[AS_A_USER] = "these tests run as a user already"
+    elif SandboxRung.BUBBLEWRAP in SHORTCOMINGS:
+        SHORTCOMINGS[AS_A_USER] = SHORTCOMINGS[SandboxRung.BUBBLEWRAP]
+    else:
+        PREFIXES[AS_A_USER] = _of_a_user(policy)
+
+
+def _of_a_user(policy: SandboxPolicy) -> list[str]:
+    """The command line as a user has it, run by one."""
+    filter_file = scratch_directory() / "user.bpf"
+    write_filter(filter_file, shared_network=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: NOBODY)
+        command = bubblewrap.command(policy, filter_file, None)
+    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command]
+
+
+DANGEROUS = {"fork_bomb", "fill_memory", "large_file", "fill_disk", "outlive", "unshare_user"}
+"""Attacks that are not tried outside of a sandbox."""
+SECONDS = {rung: f"{600 + number}.{os.getpid()}" for number, rung in enumerate((*SandboxRung, AS_A_USER))}
+"""Arguments by which the processes that attacks leave behind are known."""
+
+
+@cache
+def attacked(rung: str) -> dict[str, str]:
+    """Results of all attacks on a rung, by attack."""
+    prefix, environment = PREFIXES[rung], {"PATH": "/usr/bin:/bin", "TMPDIR": "/tmp" if PREFIXES[rung] else FACTS["outside"]}
+    names = [name for name in ATTACKS if prefix or name not in DANGEROUS]
+    facts = {**FACTS, "sleep": SECONDS.get(rung, "0")}
+    words = [*prefix, PYTHON, "-I", "-S", str(Path(FACTS["directory"], "escape.py")), ",".join(names), json.dumps(facts)]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    lines = result.stdout.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == names, result
+    return dict(line.split(" ", 1) for line in lines)
+
+
+@pytest.mark.parametrize("rung", [SandboxRung.BUBBLEWRAP, AS_A_USER, SandboxRung.LANDLOCK])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_sandbox_under_attack_holds_all_that_the_table_claims(name: str, rung: str) -> None:
+    if (why_not := SHORTCOMINGS.get(rung)) is not None:
+        pytest.skip(why_not)
+    held = (SandboxRung.BUBBLEWRAP if rung == AS_A_USER else rung) in ATTACKS[name][1]
+    result = attacked(rung)[name]
+    if name == "outlive":
+        assert (_running(SECONDS[rung]) == []) == held
+    else:
+        assert result.startswith("held: " if held else "escaped"), result
+
+
+@pytest.mark.parametrize("name", sorted(set(ATTACKS) - DANGEROUS))
+def test_attack_without_a_sandbox_succeeds(name: str) -> None:
+    assert attacked(UNCONFINED)[name] == "escaped"
+
+
+def test_table_of_the_page_is_that_of_the_tests() -> None:
+    assert table_of_page() == table()
+
+
+def _running(seconds: str) -> list[str]:
+    """Processes of the attack that are left; they are killed."""
+    left: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().split(b"\0")[:2] == [b"sleep", seconds.encode()]:
+                left.append(path.parent.name)
+                os.kill(int(path.parent.name), 9)
+        except OSError:
+            continue
+    return left

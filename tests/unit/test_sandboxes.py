@@ -1,0 +1,78 @@
+"""Policies of sandboxes: what follows from settings, what is refused, what a program's environment has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.sandboxes.agent_sandbox import policy_of
+from runner.sandboxes.policy import SandboxLimits, SandboxPolicy, interpreter_paths, require_narrow, services_of
+from runner.workers.agents import CommandAgent
+from spangrad.agent.command import SandboxLaunch
+from spangrad.errors import SandboxError
+from spangrad.settings import QueueSettings, Settings
+from spangrad.types import SandboxRung
+
+LIMITS = SandboxLimits(1, 1, 1)
+
+
+def policy(directory: Path, *readable: Path) -> SandboxPolicy:
+    return SandboxPolicy(directory, readable, {}, False, LIMITS)
+
+
+def test_visible_paths_below_others_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    shown = policy(tmp_path, tmp_path / "below", Path("/usr/lib"), tmp_path / "missing").visible()
+    assert [path for path in shown if tmp_path in (path, *path.parents)] == [tmp_path]
+    assert Path("/usr/lib") not in shown
+    assert Path("/etc/shadow") not in shown
+    assert Path("/etc") not in shown
+
+
+def test_require_narrow_home_directory_is_refused() -> None:
+    with pytest.raises(SandboxError, match=r"would show its program all of /, .* runner.sandbox.readable"):
+        require_narrow(policy(Path("/")))
+    with pytest.raises(SandboxError, match="the home directory of this user included"):
+        require_narrow(policy(Path("/usr"), Path.home()))
+
+
+def test_services_of_remote_url_is_refused() -> None:
+    assert services_of(["http://127.0.0.1:8080/v1", "http://localhost:4318"]) == {8080: ("127.0.0.1", 8080), 4318: ("localhost", 4318)}
+    with pytest.raises(SandboxError, match=r"http://gateway.example:8080 is elsewhere.* runner.sandbox.network = host"):
+        services_of(["http://gateway.example:8080"])
+
+
+def test_interpreter_paths_of_virtual_environment_include_its_base(tmp_path: Path) -> None:
+    base = tmp_path / "base/bin"
+    environment = tmp_path / "venv/bin"
+    for directory in (base, environment):
+        directory.mkdir(parents=True)
+    (base / "python").touch()
+    (environment / "python").symlink_to(base / "python")
+    (environment / "tool").touch()
+    (tmp_path / "venv/pyvenv.cfg").write_text(f"home = {base}\nversion = 3.11.7\n")
+    assert {*interpreter_paths(environment / "python")} == {tmp_path / "venv", tmp_path / "base"}
+    assert {*interpreter_paths(environment / "tool")} == {tmp_path / "venv", tmp_path / "base"}
+
+
+def test_policy_of_settings_names_services_and_limits(tmp_path: Path) -> None:
+    settings = Settings(queue=QueueSettings(url="http://127.0.0.1:8190"))
+    found = policy_of(settings, CommandAgent(("sh", "agent.sh"), directory=tmp_path))
+    assert {*found.services} == {8180, 4318, 8190}
+    assert found.directory == tmp_path
+    assert found.limits == SandboxLimits(256, 4 * 2**30, 2**30)
+
+
+def test_launch_environment_holds_allowed_variables_alone() -> None:
+    launch = SandboxLaunch(("bwrap",), ("PATH",), {"HOME": "/tmp"}, (10,))
+    variables = {"PATH": "/bin", "HOME": "/root", "SECRET": "s", "OPENAI_BASE_URL": "u", "SPANGRAD_HOST": "mark", "TRACEPARENT": "t"}
+    assert launch.environment(variables) == {
+        "PATH": "/bin", "HOME": "/tmp", "OPENAI_BASE_URL": "u", "SPANGRAD_HOST": "mark", "TRACEPARENT": "t",
+    }  # fmt: skip
+    assert SandboxLaunch.read(launch.write()) == launch
+
+
+def test_rung_reaches_weaker_rungs_alone() -> None:
+    assert SandboxRung.BUBBLEWRAP.reaches(SandboxRung.LANDLOCK)
+    assert not SandboxRung.NONE.reaches(SandboxRung.LANDLOCK)
