@@ -47,6 +47,7 @@ from trainer.monitor.evaluate import Evaluation, best, describe_best
 from trainer.monitor.view import LogLines
 from trainer.monitor.watching import Clock, CommittedStep, Watchers, timed
 from trainer.overlap import FollowUps, Lookahead
+from trainer.phases import Phases
 from trainer.publish.checkpoint import add_state
 from trainer.publish.offers import WeightSource
 from trainer.publish.publisher import Publisher
@@ -107,8 +108,9 @@ class Trainer:
         self.branch = WorkingBranch(self.ledger)
         self.transaction = StepTransaction(self.settings, self.branch, self.shutdown)
         self.demand = DemandReporter(self.settings, self.branch, self.source.build_spec)
-        self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown) if self.publisher else None
-        self.batches = BatchQueue(self.settings.trainer, self.branch, self.clock, self._publish_again)
+        self.phases = Phases(self.ledger, self.settings.trainer)
+        self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown, self.phases) if self.publisher else None
+        self.batches = BatchQueue(self.settings.trainer, self.branch, self.clock, self._publish_again, self.phases.skips)
         self.lookahead = Lookahead(self._look, lambda: self.arrived(self.settings.trainer.poll_seconds))
         self.follow_ups = FollowUps()
         self.turns = DeviceTurns(self.publishing, self.settings, self.shutdown, lambda: self.optimizer, self.clock)
@@ -127,11 +129,7 @@ class Trainer:
             self.publishing.collect_or_retry(self.loaded, self._weights)
 
     def _idle(self, seconds: float) -> None:
-        """Wait for builds while there is nothing to train; at intervals undo leases of the dead, evaluate, and check the served version.
-
-        Args:
-            seconds: longest wait.
-        """
+        """Wait so many seconds for builds; at intervals undo leases of the dead, evaluate, and check the served version."""
         if time.monotonic() - self._checked_at > _CHECK_SECONDS:
             self._checked_at = time.monotonic()
             self.branch.undo_leases(self.settings)
@@ -178,7 +176,8 @@ class Trainer:
             self.shutdown.check()
             self.follow_ups.check()
             self._record_late_publications()
-            if 0 < limit <= self.branch.steps():
+            is_open = self.phases.advance(self._publish_again if self.publishing else None)
+            if 0 < limit <= self.branch.steps() and self.phases.has_entered():
                 logger.info("trainer.max_steps = %d steps are done", limit)
                 self._report_demand()
                 self._await_publication()
@@ -186,7 +185,7 @@ class Trainer:
             batch: Loaded | None = None
             busy = self._busy()
             if not busy:
-                batch = self.take()
+                batch = self.take() if is_open else None
                 if batch and self.step(batch):
                     continue
                 if not batch and not follow:
@@ -194,7 +193,7 @@ class Trainer:
                     self.evaluate()
                     return
             # The end of another trainer's step is no arrival: those of one branch take turns.
-            self._idle(self.settings.trainer.poll_seconds if busy or batch else _CHECK_SECONDS)
+            self._idle(self.settings.trainer.poll_seconds if busy or batch or not is_open else _CHECK_SECONDS)
 
     def evaluate(self) -> None:
         """Measure versions on the held-out rollouts that were built since the last poll."""
@@ -284,7 +283,8 @@ class Trainer:
             batch, facts, calls = assemble(
                 loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash
             )
-            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures(self._ready) | self._retries() | self.batches.figures()
+            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures(self._ready)
+            facts |= self._retries() | self.batches.figures() | self.phases.figures()
             history = [version.metrics for version in self.branch.versions()]
             facts |= alarms.gaming([*history, facts], settings.alarms)
         try:
@@ -367,6 +367,7 @@ class Trainer:
         """Stop the publication thread and the optimizer."""
         if self.publishing:
             self.publishing.close()
+        self.phases.close()
         self._close_optimizer()
 
     def _retries(self) -> dict[str, float]:

@@ -25,6 +25,7 @@ from trainer.monitor.batch_times import batch_times
 from trainer.monitor.evaluate import Evaluation
 from trainer.monitor.watchers import watchers_of
 from trainer.monitor.watching import Watchers
+from trainer.phases import check as check_phases
 from trainer.publish.publisher import publisher_of
 from trainer.restoring import restore
 from trainer.retries import Outage
@@ -46,6 +47,7 @@ def train(settings: Settings, *, follow: bool) -> None:
     """
     CreditRule.of(settings.trainer).check()
     check(settings.trainer)
+    check_phases(settings.trainer)
     expression(settings.trainer.selection)
     shutdown = Shutdown()
     try:

@@ -57,6 +57,9 @@ class TrainerSettings(Section):
     """Time of the store's state to train on. None: the current state."""
     selection: Selection = Selection()
     """Filter of the policy's calls that are trained; rewards of the others count all the same."""
+    phase_policies: tuple[str, ...] = ()
+    """Other policies, in the same ledger, with which this one trains in phases: one version of each plays until all are updated. Empty: it
+    is served as soon as it is updated."""
     max_steps: int = 0
     """Number of steps after which `--follow` ends. 0: never."""
     merge: bool | None = None

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.phases import PLAYERS, PhaseTable
 from tests.support.processes import left_by_crashes, survives
 from tests.support.trainers import TRANSACTION, FakeSource, committed, settings, wired, write_base
-from trainer import commits, loop, step
+from trainer import commits, loop, phases, step
 from trainer.loop import Trainer
-from trainer.publish import checkpoint
+from trainer.publish import checkpoint, publishing
 
 COMMITS = {"begun", "take", "hand_on", "_take", "submit", "settle", "settled", "_commit_pending", "_commit"}
 """Functions of `trainer.commits` at whose every line a process may die, in the main thread or in that of the follow-ups."""
@@ -32,6 +33,55 @@ def test_training_loop_killed_at_any_boundary_recovers(tmp_path: Path, max_stale
     boundaries = [int(boundary) for boundary in ended.stdout.split()]
     assert boundaries[-1] > 100, "the boundaries were not found"
     assert len(boundaries) >= states, "deaths fell before, within and after each step"
+
+
+def test_trainers_in_phases_killed_at_any_boundary_resume_the_phase(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.test_trainer_loop_deaths", tmp_path, "phases"]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    boundaries = [int(boundary) for boundary in ended.stdout.split()]
+    assert boundaries[-1] > 100, "the boundaries were not found"
+    assert len(boundaries) >= 8, "deaths fell before, within and after each update, and before and after each publication"
+
+
+def die_in_phases(directory: Path) -> list[int]:
+    """Train two policies in phases, and go on from what a death at each boundary leaves; return those that left something else."""
+    base, own = write_base(directory / "base"), directory / "policies"
+
+    def table_of_run() -> PhaseTable:
+        table = PhaseTable(base, own)
+        for name in "ab":
+            table.source.play(name, dict.fromkeys(PLAYERS, 0))
+        return table
+
+    def train() -> None:
+        table = table_of_run()
+        for policy in (*PLAYERS, *PLAYERS):
+            table.trainers[policy].run(follow=False)
+
+    def go_on() -> None:
+        table = table_of_run()
+        updated = all(table.heads().values())
+        assert updated or not any(table.served().values()), "a version was served before all policies were updated"
+        for policy in (*PLAYERS, *PLAYERS):
+            table.trainers[policy].run(follow=False)
+        assert table.served() == table.heads()
+        for trainer in table.trainers.values():
+            assert list(committed(trainer).values()) == [[], ["a-0", "a-1", "b-0", "b-1"]]
+        table.play("c", "d")
+        assert [table.turn(policy) for policy in PLAYERS] == [True, True], "the next phase is open for both"
+
+    functions = {
+        loop.__file__: {"run", "_step", "_publish"},
+        step.__file__: TRANSACTION,
+        phases.__file__: {"advance", "enter"},
+        publishing.__file__: {"publish", "collect_or_retry", "_attempt"},
+    }
+    boundaries = list[int]()
+    for boundary in left_by_crashes(train, functions, own):
+        survives(go_on)
+        boundaries.append(boundary)
+    return boundaries
 
 
 def die_at_every_boundary(directory: Path, max_staleness: int) -> list[int]:
@@ -72,4 +122,5 @@ def die_at_every_boundary(directory: Path, max_staleness: int) -> list[int]:
 
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    print(*die_at_every_boundary(Path(sys.argv[1]), int(sys.argv[2])))
+    place, case = Path(sys.argv[1]), sys.argv[2]
+    print(*die_in_phases(place) if case == "phases" else die_at_every_boundary(place, int(case)))

@@ -40,6 +40,9 @@ _NAMED = 8
 """Largest number of groups that a warning names."""
 
 
+PhaseSkips = Callable[[Sequence[Group], Loaded], Mapping[Group, Skip]]
+
+
 @dataclass
 class _Incomplete:
     """State of a group of which the store lacks rows."""
@@ -53,7 +56,9 @@ class _Incomplete:
 class BatchQueue:
     """Takes batches of sound groups, in the order of their oldest versions, then of when they became ready."""
 
-    def __init__(self, settings: TrainerSettings, branch: WorkingBranch, clock: Clock, on_stale: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: TrainerSettings, branch: WorkingBranch, clock: Clock, on_stale: Callable[[], None], of_phases: PhaseSkips
+    ) -> None:
         """Take nothing yet.
 
         Args:
@@ -61,11 +66,13 @@ class BatchQueue:
             branch: that it trains.
             clock: times the loading.
             on_stale: called before groups are skipped as stale, since an engine that serves old weights would make every group stale.
+            of_phases: returns the groups that versions of other phases played.
         """
         self._settings = settings
         self._branch = branch
         self._clock = clock
         self._on_stale = on_stale
+        self._of_phases = of_phases
         self._groups = ReadyGroups(branch.ledger, settings)
         self._held: Loaded | None = None
         self._sound: dict[Group, int] = {}
@@ -213,6 +220,7 @@ class BatchQueue:
         """Return those of the groups that may not be trained now."""
         lineage = self._branch.lineage()
         skips = find_skips(groups, loaded, self._settings, lineage=lineage, tokenizer_hash=head.tokenizer_hash)
+        skips |= {group: skip for group, skip in self._of_phases(groups, loaded).items() if group not in skips}
         return skips | self._already_trained([rollout for rollout in loaded.rollouts if rollout.group not in skips])
 
     def _claimed(self, chosen: Sequence[Group], loaded: Loaded) -> dict[Group, Skip]:

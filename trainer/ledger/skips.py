@@ -30,6 +30,8 @@ class SkipReason(StrEnum):
     """Its calls were sampled by versions that are not in this branch's lineage."""
     STALE = "stale"
     """Its calls were sampled by weights too many versions behind (trainer.sampling.max_staleness)."""
+    OTHER_PHASE = "other_phase"
+    """A call of another policy in it was answered by a version that plays another phase (trainer.phase_policies)."""
     OTHER_TOKENIZER = "other_tokenizer"
     """Its calls were sampled with another tokenizer or chat template than the policy's."""
     GREEDY = "greedy"
@@ -103,6 +105,7 @@ DEPENDENCES: Mapping[SkipReason, _Dependence] = {
     SkipReason.NOT_FINITE: _Dependence(),
     SkipReason.ONE_ROLLOUT: _Dependence(settings=("policy", "selection", "credit.estimator", "credit.baseline")),
     **dict.fromkeys(MASKS, _MASKED),
+    SkipReason.OTHER_PHASE: _Dependence(versions=True, settings=("phase_policies",)),
     SkipReason.NO_BASELINE: _Dependence(versions=True, settings=("policy", "credit.estimator", "sampling.max_staleness")),
     SkipReason.EQUAL: _Dependence(versions=True, settings=("sampling.skip_equal_groups", *_OF_VALUES, *_OF_CALLS)),
     SkipReason.ALREADY_TRAINED: _Dependence(),

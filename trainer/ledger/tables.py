@@ -126,6 +126,15 @@ PINS = sa.Table(
     sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
     comment="versions whose files are kept, on whichever branches they are",
 )
+PHASES = sa.Table(
+    "phases",
+    METADATA,
+    *_branch_key(),
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("phase", sa.Integer, nullable=False, comment="steps of the run that led to the version"),
+    comment="a row a version that is served in a phase of policies that are trained together (trainer/phases.py)",
+)
 
 
 CHANGES = sa.Table(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trainer.ledger.tables import LedgerVersion
+    from trainer.phases import Phases
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +52,14 @@ class ServedHead:
 class HeadPublisher:
     """Publisher of the head of one branch."""
 
-    def __init__(self, publisher: Publisher, ledger: Ledger, settings: Settings, shutdown: Shutdown) -> None:
-        """Publish the head of `ledger` through `publisher`."""
+    def __init__(self, publisher: Publisher, ledger: Ledger, settings: Settings, shutdown: Shutdown, phases: Phases) -> None:
+        """Publish the head of `ledger` through `publisher`, once the policies of its phase are updated."""
         self.publisher = publisher
         self._ledger = ledger
         self._settings = settings
         self._policy = settings.trainer.policy
         self._shutdown = shutdown
+        self._phases = phases
         self.outage = Outage("the gateway")
         self._lock = threading.Lock()
         """Lock of the following attributes."""
@@ -78,6 +80,7 @@ class HeadPublisher:
         """Wait until the gateway has an engine, which may still be starting, and publish the head.
 
         A head that is reported as served is published, too: the gateway compares weights, not numbers, and restores engines that are down.
+        A head whose phase has not begun is published later.
 
         Args:
             held: version that this process has in memory.
@@ -89,7 +92,8 @@ class HeadPublisher:
         """
         end = time.monotonic() + self._settings.engine.start_timeout_seconds
         self._retried(self._await_engine, end)
-        self._retried(lambda: self._attempt(held.version, weights), end)
+        if self._phases.is_updated():
+            self._retried(lambda: self._attempt(held.version, weights), end)
 
     def publish(self, held: LedgerVersion | None = None, weights: WeightSource | None = None) -> ServedHead | None:
         """Publish the head.
@@ -99,7 +103,8 @@ class HeadPublisher:
             weights: its parameters, which do not change until this call returns.
 
         Returns:
-            None: the gateway cannot serve it now, and it is retried in the background; or another process moved the head meanwhile.
+            None: the gateway cannot serve it now, and it is retried in the background; or another process moved the head meanwhile; or the
+            head's phase has not begun.
 
         Raises:
             GatewayRefusedError: the gateway refuses the head permanently.
@@ -107,6 +112,8 @@ class HeadPublisher:
         with self._lock:
             if self.is_behind:
                 return None  # the background reads the head again before it ends
+        if not self._phases.is_updated():
+            return None
         try:
             return self._attempt(held.version if held else None, weights)
         except GatewayRefusedError:
@@ -119,12 +126,17 @@ class HeadPublisher:
             return None
 
     def collect_or_retry(self, held: LedgerVersion, weights: WeightSource | None) -> None:
-        """Publish the head if another version is served: a restarted engine serves the weights that it was started with.
+        """Publish the head if its phase begins, or another version is served: a restarted engine has the weights that it was started with.
 
         Raises:
             GatewayRefusedError: the gateway refuses the head permanently.
         """
-        if self.is_behind:
+        if self.is_behind or not self._phases.is_updated():
+            return
+        if not self._phases.has_entered():
+            if served := self.publish(held, weights):
+                with self._lock:
+                    self._published.append(served)
             return
         try:
             served = self.publisher.served(self._policy)
@@ -195,6 +207,7 @@ class HeadPublisher:
                 return None  # another process has moved the head, and publishes it
             raise
         self.outage.over()
+        self._phases.enter(head.version)
         logger.info("version %d is served (%.2f s)%s", head.version, seconds, f": the branch went back from {served}" if back else "")
         stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
         sent = {f"bytes_publish_{kind}": float(count) for kind, count in self.publisher.sent.items() if count}
