@@ -31,7 +31,7 @@ export SPANGRAD_OTELCOL ?= $(OTELCOL)
 endif
 
 BIN := .venv/bin
-PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer prompts dashboards examples recipes tests benchmarks packaging
+PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer prompts dashboards page examples recipes tests benchmarks packaging
 
 .PHONY: setup setup-server otelcol demo test test-slow gpu-check check format bench docs reference clean
 .DEFAULT_GOAL := setup

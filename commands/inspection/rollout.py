@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
-from dataclasses import replace
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
 from commands.stopped_store import answering_store
-from spangrad.errors import LedgerError, StoreError
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
-    from spangrad.store.rollout.reader import SkipLookup
     from spangrad.store.rollout.record import Record
-    from trainer.ledger.ledger import Ledger
 
 _PIPE_WIDTH = 160
 _LOG_LINES = 20
@@ -89,45 +85,13 @@ def _why(id_: Annotated[str, Parameter(name="ID")], /, *, config: ConfigFile = N
 
 
 def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
-    """Read everything that the store and the ledger hold of a rollout.
+    """Read a rollout's record from the store that answers.
 
     Raises:
         StoreError: the store holds no span of it.
     """
-    from commands.inspection.span_kinds import describe
+    from commands.inspection.records import read_record
     from spangrad.store.clickhouse import connect, store_errors
-    from spangrad.store.rollout.reader import read, similar_ids
 
-    ledger, error = _ledger(settings)
-    with (
-        closing(ledger) if ledger else nullcontext(),
-        answering_store(settings.store) as store,
-        closing(connect(store)) as client,
-        store_errors(store.url),
-    ):
-        record = replace(read(client, id_, describe, attempt, _skip_lookup(ledger) if ledger else None), ledger_silent=error)
-        similar = "" if record.spans else similar_ids(client, id_, attempt)
-    if not record.spans:
-        what = f"rollout {id_!r}" if attempt is None else f"attempt {attempt} of rollout {id_!r}"
-        raise StoreError(f"the store at {store.url} holds no span of {what}. {similar}")
-    return record
-
-
-def _ledger(settings: Settings) -> tuple[Ledger | None, str]:
-    """Return the trainers' ledger, or None and the reason if it cannot be read: the store's part is then shown without it."""
-    from trainer.ledger.recovery import existing_ledger
-
-    try:
-        return existing_ledger(settings), ""
-    except LedgerError as error:
-        return None, str(error)
-
-
-def _skip_lookup(ledger: Ledger) -> SkipLookup:
-    from trainer.data.source import Group
-    from trainer.ledger.policies import skipped_by
-
-    def of(run: str, mode: str, spec: str, group: str) -> list[tuple[str, str, str, str]]:
-        return skipped_by(ledger.database, Group(run, mode, spec, group))
-
-    return of
+    with answering_store(settings.store) as store, closing(connect(store)) as client, store_errors(store.url):
+        return read_record(client, settings.model_copy(update={"store": store}), id_, attempt)

@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, resolve
 from commands.stopped_store import answering_store
 from spangrad.errors import StoreError
-
-if TYPE_CHECKING:
-    from clickhouse_connect.driver.client import Client
 
 _FORMAT = re.compile(r"\bFORMAT\s+(\w+)\s*;?\s*$", re.IGNORECASE)
 _SYNTAX_ERROR = 62
@@ -31,24 +27,17 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     from rich.table import Table
 
     from commands.console import plain_console
-    from spangrad.store.clickhouse import connect, store_errors
+    from spangrad.store.clickhouse import connect, read_only_settings, store_errors
 
     with answering_store(resolve(config, set_).store) as store:
         client = connect(store)
         with store_errors(store.url), _remedies(statement):
-            answer = client.query(statement, settings=_read_only(client))
+            answer = client.query(statement, settings=read_only_settings(client))
         client.close()
     table = Table(*(str(name) for name in answer.column_names), box=None, pad_edge=False)
     for row in answer.result_rows:
         table.add_row(*(str(value) for value in row))
     plain_console(10_000).print(table)
-
-
-def _read_only(client: Client) -> dict[str, int]:
-    """Return ClickHouse settings that make a query read-only, while it may still have a SETTINGS clause."""
-    held = client.server_settings.get("readonly")
-    # A user who may only read is not permitted to change the setting.
-    return {} if held and held.value != "0" else {"readonly": 2}
 
 
 @contextmanager

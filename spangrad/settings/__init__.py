@@ -13,7 +13,7 @@ from spangrad.settings.finetune import FinetuneSettings
 from spangrad.settings.gateway import BackendSettings, ClientSettings, EngineSettings, GatewaySettings
 from spangrad.settings.prompts import PromptSettings
 from spangrad.settings.runner import RunnerSettings
-from spangrad.settings.services import EnvironmentServiceSettings, QueueSettings, RewardServiceSettings
+from spangrad.settings.services import EnvironmentServiceSettings, PageSettings, QueueSettings, RewardServiceSettings
 from spangrad.settings.store import CollectorSettings, StoreSettings
 from spangrad.settings.supervisor import UpSettings
 from spangrad.settings.trainer import TrainerSettings
@@ -31,6 +31,7 @@ __all__ = [
     "EnvironmentServiceSettings",
     "FinetuneSettings",
     "GatewaySettings",
+    "PageSettings",
     "PromptSettings",
     "QueueSettings",
     "RewardServiceSettings",
@@ -63,6 +64,7 @@ class Settings(BaseSettings):
     environments: EnvironmentServiceSettings = EnvironmentServiceSettings()
     rewards: RewardServiceSettings = RewardServiceSettings()
     prompts: PromptSettings = PromptSettings()
+    page: PageSettings = PageSettings()
     up: UpSettings = UpSettings()
 
     @classmethod

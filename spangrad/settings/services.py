@@ -1,4 +1,4 @@
-"""Settings of the runner's services: queue, environments and rewards."""
+"""Settings of services: the runner's queue, environments and rewards, and the web page."""
 
 from __future__ import annotations
 
@@ -56,3 +56,17 @@ class RewardServiceSettings(Section):
     """TCP port of `spangrad rewards serve`."""
     token: SecretStr | None = Field(default=None, min_length=1)
     """Token that the reward service requires, and that runners send it. None: no token is required."""
+
+
+class PageSettings(Section):
+    """Settings of the web page (`spangrad page`)."""
+
+    host: str = "127.0.0.1"
+    """Address that `spangrad page` binds. Anything but loopback needs `page.token`."""
+    port: int = 8195
+    """TCP port of `spangrad page`."""
+    token: SecretStr | None = Field(default=None, min_length=1)
+    """Token that browsers and clients of the page must show. None: no token is required, and only loopback may be bound."""
+    trace_url: str | None = Field(default=None, pattern=r"^https?://")
+    """URL of a trace in another tool, such as Jaeger, Langfuse or Grafana, with `{trace}` in the place of its id. None: no link is
+    shown."""

@@ -71,6 +71,13 @@ def connect(store: StoreSettings, *, consistent: bool = False, settled: bool = F
     return client
 
 
+def read_only_settings(client: Client) -> dict[str, int]:
+    """Return ClickHouse settings that make a statement read-only, while it may still have a SETTINGS clause."""
+    held = client.server_settings.get("readonly")
+    # A user who may only read is not permitted to change the setting.
+    return {} if held and held.value != "0" else {"readonly": 2}
+
+
 def batches(keys: Iterable[str | bytes]) -> Iterator[tuple[bytes, ...]]:
     """Yield distinct keys, as many at a time as fit a statement; one that is not UTF-8 is alone where `constant` needs it."""
     batch, size = list[bytes](), 0

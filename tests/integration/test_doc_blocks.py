@@ -210,7 +210,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     place.close()
 
 
-LISTENS = {"queue": "8190", "environments": "8191", "rewards serve": "8192", "env serve": "8193"}
+LISTENS = {"queue": "8190", "environments": "8191", "rewards serve": "8192", "env serve": "8193", "page": "8195"}
 """Service that a page starts in the background -> the usual port on which it is waited for."""
 
 

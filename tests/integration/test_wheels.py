@@ -161,6 +161,11 @@ def test_wheels_share_no_file_and_miss_none(wheels: dict[str, Path]) -> None:
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "spangrad").rglob("*.py")} <= agent | server
 
 
+def test_server_wheel_has_the_files_of_the_page(wheels: dict[str, Path]) -> None:
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / "page").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert {"page/static/page.css", "page/templates/base.html"} <= page <= files(wheels["server"])
+
+
 def test_agent_wheel_imports_with_its_declared_dependencies_alone(wheels: dict[str, Path], tmp_path: Path) -> None:
     program = "try:\n    from spangrad import Client\nexcept ImportError as error:\n    print(error)"
     run = run_with_declared_dependencies(wheels["agent"], tmp_path, program)

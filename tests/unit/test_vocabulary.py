@@ -23,6 +23,7 @@ PACKAGES = (
     "trainer",
     "prompts",
     "dashboards",
+    "page",
     "recipes",
 )
 BANNED = {"one", "said", "told", "some", "theirs", "mine", "found", "made", "wanted"}

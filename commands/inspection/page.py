@@ -1,0 +1,21 @@
+"""`spangrad page`: the web page."""
+
+from __future__ import annotations
+
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+
+
+def page(*, port: int | None = None, host: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Serve the web page over the span store: rollouts, calls token by token. It changes nothing.
+
+    Args:
+        port: TCP port of the page.
+        host: address to bind; anything but loopback needs page.token.
+    """
+    settings = resolve(config, set_, {"page.port": port, "page.host": host})
+    log_to_stderr()
+    from commands.inspection.records import read_messages, read_record
+    from page.server import serve
+    from page.views import PageReaders
+
+    serve(settings, PageReaders(read_record, read_messages))

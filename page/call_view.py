@@ -1,0 +1,132 @@
+"""A call token by token: ids, texts, logprobs, policy versions, and what training made of them.
+
+In: a rollout and a span of it. Out: plain values for JSON. Invariant: ids and logprobs are the engine's; the part of a prompt that repeats
+the call before it is counted by comparing ids, never by comparing texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from page.reading import PageStore
+from page.token_texts import TokenTexts
+from spangrad.store.datasets import rows_sql
+
+_OF_ROLLOUT = "RolloutId = {rollout:String}"
+_PLACE = "TraceId = {trace:String} AND SpanId = {span:String} AND ChoiceIndex = {choice:UInt16}"
+_COLUMNS = "TraceId, SpanId, ChoiceIndex, CallId, Policy, Model, TokenizerHash, FinishReason, Temperature"
+_TOKENS = "PromptIds, ResponseIds, Logprobs, `Versions.Start` AS Starts, `Versions.Version` AS Versions"
+_CALL = f"""
+SELECT {_COLUMNS}, {_TOKENS}, Duration, HttpStatus, ErrorType, Aborted, IdsSource
+FROM spangrad.calls WHERE RolloutKey IN ({{rollout:String}}, {{trace:String}}) AND {_PLACE}
+LIMIT 1
+"""
+_TRANSITION = f"""
+SELECT {_COLUMNS}, {_TOKENS}, BuildSpec, ParentCallId, Turn, Branch, AgentName, Tools, Reshaping,
+    `Rewards.Name` AS RewardNames, `Rewards.Value` AS RewardValues, `Rewards.Source` AS RewardSources, `Rewards.CallId` AS RewardCalls
+FROM {rows_sql("transitions", where=_OF_ROLLOUT)} AS t WHERE {_PLACE}
+ORDER BY BuildSpec LIMIT 1
+"""
+_BEFORE = f"""
+SELECT PromptIds, ResponseIds FROM {rows_sql("transitions", where=_OF_ROLLOUT)} AS t
+WHERE CallId = {{call:String}} AND BuildSpec = {{spec:String}} LIMIT 1
+"""
+_DROP = f"SELECT Reason, Detail FROM {rows_sql('drops', where=_OF_ROLLOUT)} AS d WHERE {_PLACE} ORDER BY BuildSpec LIMIT 1"
+_TRAINED = f"""
+SELECT Policy, Branch, Version, Staleness, Return, Advantage FROM spangrad.trained_calls
+WHERE {_OF_ROLLOUT} AND TraceId = {{trace:String}} AND SpanId = {{span:String}} AND CallId = {{call:String}}
+ORDER BY Policy, Branch, Version
+"""
+_TEXTS = """
+SELECT Input, Output FROM spangrad.call_texts WHERE TraceId = {trace:String} AND SpanId = {span:String}
+"""
+TEXT_CHARACTERS = 1_000_000
+"""Characters of a request or a response that are shown; a download has all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlace:
+    """Choice of a call, by its rollout and span."""
+
+    rollout: str
+    trace: str
+    span: str
+    choice: int = 0
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of statements."""
+        return {"rollout": self.rollout, "trace": self.trace, "span": self.span, "choice": self.choice}
+
+
+def call_view(store: PageStore, texts: TokenTexts, place: CallPlace, *, whole: bool) -> dict[str, Any] | None:
+    """Return what the view of a call shows. None: the store holds no such call.
+
+    Args:
+        store: store of the call.
+        texts: texts of token ids.
+        place: choice of the call.
+        whole: True for all of the prompt. False: only what does not repeat the call before.
+    """
+    recorded = store.rows(_CALL, place.parameters)
+    transitions = store.rows(_TRANSITION, place.parameters)
+    if not recorded and not transitions:
+        return None
+    transition = transitions[0] if transitions else {}
+    call = {**transition, **(recorded[0] if recorded else {})}
+    drops = store.rows(_DROP, place.parameters) if not transition else []
+    prompt, response = list(call["PromptIds"]), list(call["ResponseIds"])
+    repeated = _repeated(store, place, transition, prompt)
+    shown = prompt if whole else prompt[repeated:]
+    pieces, problem = texts.pieces(call["TokenizerHash"], prompt[len(prompt) - len(shown) :], response)
+    return {
+        **{name: call.get(name) for name in ("CallId", "Policy", "Model", "FinishReason", "Temperature", "Duration", "HttpStatus")},
+        **{name: call.get(name) for name in ("ErrorType", "Aborted", "IdsSource", "Turn", "Branch", "AgentName", "Tools", "Reshaping")},
+        "rollout": place.rollout,
+        "trace": place.trace,
+        "span": place.span,
+        "choice": place.choice,
+        "textProblem": problem,
+        "promptTokens": len(prompt),
+        "repeated": repeated,
+        "prompt": {"ids": shown, "pieces": pieces[0]},
+        "response": {"ids": response, "pieces": pieces[1], "logprobs": list(call["Logprobs"])},
+        "versions": list(zip(call["Starts"], call["Versions"], strict=False)),
+        "conclusion": _conclusion(transition, drops),
+        "rewards": _rewards(transition),
+        "trained": store.rows(_TRAINED, {**place.parameters, "call": call["CallId"]}),
+    }
+
+
+def call_texts(store: PageStore, place: CallPlace) -> dict[str, str] | None:
+    """Return the request and the response of a call as they were recorded. None: the store holds no such span."""
+    rows = store.rows(_TEXTS, place.parameters)
+    return {"request": rows[0]["Input"], "response": rows[0]["Output"]} if rows else None
+
+
+def _repeated(store: PageStore, place: CallPlace, transition: dict[str, Any], prompt: list[int]) -> int:
+    """Return how many tokens of a prompt repeat the prompt and the response of the call before it on its branch."""
+    if not transition.get("ParentCallId"):
+        return 0
+    names = {**place.parameters, "call": transition["ParentCallId"], "spec": transition["BuildSpec"]}
+    before = store.rows(_BEFORE, names)
+    if not before:
+        return 0
+    earlier = [*before[0]["PromptIds"], *before[0]["ResponseIds"]]
+    differing = (at for at, (old, new) in enumerate(zip(earlier, prompt, strict=False)) if old != new)
+    return next(differing, min(len(earlier), len(prompt)))
+
+
+def _conclusion(transition: dict[str, Any], drops: list[dict[str, Any]]) -> dict[str, Any]:
+    if transition:
+        return {"kind": "transition", "turn": transition["Turn"]}
+    if drops:
+        return {"kind": "drop", "reason": drops[0]["Reason"], "detail": drops[0]["Detail"]}
+    return {"kind": "unbuilt"}
+
+
+def _rewards(transition: dict[str, Any]) -> list[dict[str, Any]]:
+    names = ("RewardNames", "RewardValues", "RewardSources", "RewardCalls")
+    rows = zip(*(transition.get(name, ()) for name in names), strict=True)
+    return [{"title": name, "value": value, "source": source, "own": bool(call)} for name, value, source, call in rows]

@@ -1,0 +1,165 @@
+"""Filters and orders of the list of rollouts, from a query string to conditions of a statement.
+
+In: the parameters of a URL. Out: a `RolloutFilter`, a condition with its parameters, cursors. Invariant: values of a URL reach a statement
+as parameters alone, never as SQL.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+_FINITE = "if(isFinite(Return), Return, -1e300)"
+SORTS = {
+    "built": "toInt64(toUnixTimestamp64Micro(IngestedAt))",
+    "started": "toInt64(toUnixTimestamp64Nano(StartedAt))",
+    "return": _FINITE,
+    "calls": "toInt64(Calls)",
+    "drops": "toInt64(Drops)",
+    "failed_tools": "toInt64(FailedToolCalls)",
+    "tokens": "toInt64(InputTokens + OutputTokens)",
+    "seconds": "toFloat64(Seconds)",
+}
+"""Name of an order -> the expression that it compares."""
+_PLAIN = {"run": "RunId", "mode": "Mode", "task": "TaskId", "group": "GroupId", "outcome": "Outcome", "spec": "BuildSpec"}
+"""Name of a filter -> the column that it compares with a text."""
+KEY = ("RunId", "RolloutId", "BuildSpec")
+"""Columns that identify a row, in the order in which they break ties."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFilter:
+    """Condition of a list of rollouts. None: any value."""
+
+    run: str | None = None
+    mode: str | None = None
+    task: str | None = None
+    group: str | None = None
+    outcome: str | None = None
+    spec: str | None = None
+    agent: str | None = None
+    version: int | None = None
+    """Policy version that sampled a token of it."""
+    reward_from: float | None = None
+    """Least return."""
+    reward_to: float | None = None
+    """Largest return."""
+    failed_tool: bool | None = None
+    """True: a tool call of it failed. False: none did."""
+    text: str | None = None
+    """Text in the id of its rollout, task, group or run, in upper or lower case."""
+
+    @staticmethod
+    def of(query: Mapping[str, str]) -> RolloutFilter:
+        """Return the filter that a query string names; empty values name none.
+
+        Raises:
+            ValueError: a value is no number, or neither yes nor no.
+        """
+        values: dict[str, Any] = {}
+        for field in fields(RolloutFilter):
+            text = query.get(field.name, "")
+            if text.strip():
+                values[field.name] = _READERS.get(field.name, _text)(field.name, text)
+        return RolloutFilter(**values)
+
+    def condition(self) -> tuple[str, dict[str, Any]]:
+        """Return a condition over builds with their Outcome and Return, and its parameters."""
+        parts = [f"{column} = {{{name}:String}}" for name, column in _PLAIN.items() if getattr(self, name) is not None]
+        if self.agent is not None:
+            parts.append("has(AgentNames, {agent:String})")
+        if self.version is not None:
+            parts.append("has(PolicyVersions, {version:UInt64})")
+        if self.reward_from is not None:
+            parts.append(f"{_FINITE} >= {{reward_from:Float64}}")
+        if self.reward_to is not None:
+            parts.append(f"{_FINITE} <= {{reward_to:Float64}}")
+        if self.failed_tool is not None:
+            parts.append("FailedToolCalls > 0" if self.failed_tool else "FailedToolCalls = 0")
+        if self.text is not None:
+            ids = "concat(RolloutId, ' ', TaskId, ' ', GroupId, ' ', RunId)"
+            parts.append(f"positionCaseInsensitiveUTF8({ids}, {{text:String}}) > 0")
+        names = [field.name for field in fields(self) if f"{{{field.name}:" in " ".join(parts)]
+        return " AND ".join(parts) or "true", {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOrder:
+    """Order of a list, and the row after which it goes on."""
+
+    sort: str = "built"
+    descending: bool = True
+    after: tuple[float, str, str, str] | None = None
+    """Value of the order's expression and KEY of the last row that is shown. None: the list begins."""
+
+    @staticmethod
+    def of(query: Mapping[str, str]) -> RolloutOrder:
+        """Return the order that a query string names.
+
+        Raises:
+            ValueError: there is no such order, or the cursor is none of ours.
+        """
+        sort, order = query.get("sort") or "built", query.get("order") or "desc"
+        if sort not in SORTS or order not in {"asc", "desc"}:
+            raise ValueError(f"sort = {sort!r}, order = {order!r}: sort is one of {', '.join(SORTS)}, order is asc or desc.")
+        return RolloutOrder(sort, order == "desc", _cursor(query["after"]) if query.get("after") else None)
+
+    @property
+    def expression(self) -> str:
+        """Return the expression that the order compares."""
+        return SORTS[self.sort]
+
+    def clauses(self) -> tuple[str, str, dict[str, Any]]:
+        """Return a condition, an ORDER BY clause and the parameters of both."""
+        direction = "DESC" if self.descending else "ASC"
+        order = ", ".join(f"{column} {direction}" for column in ("SortValue", *KEY))
+        if self.after is None:
+            return "true", order, {}
+        kind = "Int64" if isinstance(self.after[0], int) else "Float64"
+        names = [f"{{after_{number}:String}}" for number in range(1, 4)]
+        condition = f"(SortValue, {', '.join(KEY)}) {'<' if self.descending else '>'} ({{after_0:{kind}}}, {', '.join(names)})"
+        return condition, order, {f"after_{number}": value for number, value in enumerate(self.after)}
+
+
+def cursor_of(row: Mapping[str, Any]) -> str:
+    """Return the cursor of a row: what follows it comes next."""
+    return base64.urlsafe_b64encode(json.dumps([row["SortValue"], *(row[name] for name in KEY)]).encode()).decode().rstrip("=")
+
+
+def _cursor(text: str) -> tuple[float, str, str, str]:
+    try:
+        value, *names = json.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+        if isinstance(value, int | float) and len(names) == len(KEY) and all(isinstance(name, str) for name in names):
+            return (value, *names)
+    except ValueError:
+        pass
+    raise ValueError("after is no cursor of this list. Leave it out: the list then begins at its first row.")
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} = {text[:80]!r} is no number.") from None
+
+
+def _version(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 19):
+        raise ValueError(f"{name} = {text[:80]!r} is no version. Give a number from 0.")
+    return int(text)
+
+
+def _choice(name: str, text: str) -> bool:
+    if text not in {"yes", "no"}:
+        raise ValueError(f"{name} = {text[:80]!r} is neither yes nor no.")
+    return text == "yes"
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+_READERS = {"version": _version, "reward_from": _number, "reward_to": _number, "failed_tool": _choice}

@@ -1,0 +1,143 @@
+"""The list of rollouts: its rows page by page, the numbers and the histogram beside it, and its export.
+
+In: a filter and an order. Out: rows as JSON has them. Invariant: a page begins after a row and not at a place, so that rollouts that are
+built meanwhile neither repeat nor hide a row.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from page.reading import PageStore
+from page.rollout_filters import KEY, RolloutFilter, RolloutOrder, cursor_of
+
+PAGE_ROWS = 200
+EXPORT_ROWS = 100_000
+"""Largest number of rows of an export."""
+_EXPORT_PAGE = 5000
+BINS = 24
+_NAMES = """if(Failure = '', 'succeeded', Failure) AS Outcome, arraySum(`RewardTotals.Value`) AS Return"""
+_LIST = f"""
+SELECT RunId, Mode, TaskId, GroupId, RolloutId, BuildSpec, Attempt, Attempts, {_NAMES}, Calls, Transitions, Drops, InputTokens,
+    OutputTokens, ToolCalls, FailedToolCalls, AgentNames, PolicyVersions, toUnixTimestamp64Milli(StartedAt) AS StartedMs, Seconds, BuildId,
+    toUnixTimestamp64Micro(IngestedAt) AS BuiltUs, {{value}} AS SortValue
+FROM spangrad_internal.builds
+WHERE {{condition}} AND {{after}}
+ORDER BY {{order}}
+LIMIT {{{{limit:UInt32}}}}
+"""
+_NEWEST = """
+SELECT argMax((BuildId, toUnixTimestamp64Micro(IngestedAt)), Precedence) AS Newest
+FROM spangrad_internal.builds WHERE RolloutId IN {ids:Array(String)}
+GROUP BY RunId, RolloutId, BuildSpec
+"""
+_TRAINED = """
+SELECT RunId, RolloutId, BuildSpec, groupUniqArray((Policy, Branch, Version)) AS Trained
+FROM spangrad_internal.batches WHERE RolloutId IN {ids:Array(String)}
+GROUP BY RunId, RolloutId, BuildSpec
+"""
+_BOUNDS = f"""
+SELECT minIf(Return, isFinite(Return)) AS Least, maxIf(Return, isFinite(Return)) AS Largest
+FROM (SELECT *, {_NAMES} FROM spangrad_internal.builds WHERE {{condition}})
+"""
+_NUMBERS = f"""
+SELECT count() AS Count, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return) AS Mean, sum(Drops) AS Drops,
+    sumMap([Outcome], [toUInt64(1)]) AS Outcomes, sumMapIf([Bin], [toUInt64(1)], isFinite(Return)) AS Bins
+FROM (
+    SELECT {_NAMES}, Drops,
+        toUInt32(least(greatest(floor((Return - {{{{least:Float64}}}}) / {{{{width:Float64}}}}), 0), {{{{last:UInt32}}}})) AS Bin
+    FROM spangrad_internal.builds FINAL
+    WHERE {{condition}} AND BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
+)
+"""
+_CHOICES = """
+SELECT groupUniqArray(200)(RunId) AS run, groupUniqArray(20)(Mode) AS mode,
+    groupUniqArray(40)(if(Failure = '', 'succeeded', Failure)) AS outcome,
+    groupUniqArrayArray(100)(AgentNames) AS agent, groupUniqArray(20)(BuildSpec) AS spec
+FROM (SELECT RunId, Mode, Failure, AgentNames, BuildSpec FROM spangrad_internal.builds)
+"""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""Characters with which a text becomes a formula where a spreadsheet opens the file."""
+
+
+def page_of(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, limit: int = PAGE_ROWS) -> dict[str, Any]:
+    """Return a page of the list, and the cursor of what follows it; None: nothing does.
+
+    The columns are those of spangrad.rollouts. That view looks for the newest build of every rollout; here only those of the page are
+    looked for, so that a page may have fewer rows than its limit.
+    """
+    condition, parameters = rollouts.condition()
+    after, order_by, more = order.clauses()
+    sql = _LIST.format(value=order.expression, condition=condition, after=after, order=order_by)
+    rows = store.rows(sql, {**parameters, **more, "limit": limit + 1})
+    following = cursor_of(rows[limit - 1]) if len(rows) > limit else None
+    ids = {"ids": list({row["RolloutId"] for row in rows[:limit]})}
+    newest = {tuple(row["Newest"]) for row in store.rows(_NEWEST, ids)}
+    trained = {tuple(row[name] for name in KEY): row["Trained"] for row in store.rows(_TRAINED, ids)}
+    kept = [row for row in rows[:limit] if (row.pop("BuildId"), row["BuiltUs"]) in newest]
+    return {"rows": [{**row, "Trained": trained.get(tuple(row[name] for name in KEY), [])} for row in kept], "after": following}
+
+
+def numbers_of(store: PageStore, rollouts: RolloutFilter) -> dict[str, Any]:
+    """Return counts and a histogram of the returns of all rollouts of a filter."""
+    condition, parameters = rollouts.condition()
+    (bounds,) = store.rows(_BOUNDS.format(condition=condition), parameters)
+    least, largest = bounds["Least"], bounds["Largest"]
+    bins = BINS if largest > least else 1
+    width = (largest - least) / bins or 1.0
+    scale = {"least": least, "width": width, "last": bins - 1}
+    (numbers,) = store.rows(_NUMBERS.format(condition=condition), {**parameters, **scale})
+    outcomes, counts = (dict(zip(*numbers.pop(name), strict=True)) for name in ("Outcomes", "Bins"))
+    histogram = [
+        {"from": least + width * number, "to": least + width * (number + 1) if bins > 1 else least, "count": counts.get(number, 0)}
+        for number in range(bins)
+    ]
+    if bins > 1:
+        histogram[-1]["to"] = largest  # what rounding leaves out would not be found by the bin's address
+    outcomes = dict(sorted(outcomes.items(), key=lambda item: -item[1]))
+    return {**numbers, **bounds, "Outcomes": outcomes, "Histogram": histogram if counts else []}
+
+
+def choices_of(store: PageStore) -> dict[str, list[str]]:
+    """Return the values that filters may name: runs, modes, outcomes, agents and build specifications."""
+    (row,) = store.rows(_CHOICES)
+    return {name: sorted(values) for name, values in row.items()}
+
+
+def export(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, form: str) -> Iterator[bytes]:
+    """Yield the list as CSV or as lines of JSON, `EXPORT_ROWS` rows at most."""
+    write = _csv_rows if form == "csv" else _json_lines
+    left, first = EXPORT_ROWS, True
+    while left > 0:
+        page = page_of(store, rollouts, order, min(_EXPORT_PAGE, left))
+        rows = [{name: value for name, value in row.items() if name != "SortValue"} for row in page["rows"]]
+        yield write(rows, first)
+        if page["after"] is None:
+            return
+        left, first = left - len(rows), False
+        order = RolloutOrder.of({"sort": order.sort, "order": "desc" if order.descending else "asc", "after": page["after"]})
+
+
+def _json_lines(rows: list[dict[str, Any]], first: bool) -> bytes:
+    return "".join(f"{json.dumps(row, default=str)}\n" for row in rows).encode()
+
+
+def _csv_rows(rows: list[dict[str, Any]], first: bool) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    if first and rows:
+        writer.writerow(rows[0])
+    writer.writerows([_cell(value) for value in row.values()] for row in rows)
+    return text.getvalue().encode()
+
+
+def _cell(value: object) -> object:
+    """Return a cell that no spreadsheet takes for a formula: an apostrophe marks a text that begins like one."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str) if isinstance(value, list | tuple | Mapping) else None
+    if text is None:
+        return value
+    return f"'{text}" if text.startswith(_FORMULA) else text

@@ -1,0 +1,181 @@
+"""`spangrad page`: the web page over the span store.
+
+In: requests of browsers. Out: pages, their files, and JSON. Invariant: no request changes the store; what agents and models wrote leaves
+the server as JSON or plain text alone, never as markup.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+from aiohttp import web
+
+from page.access import HEADERS, PageAccess, local_target
+from page.files import PageFiles
+from page.json_text import encode
+from page.views import PageReaders, PageViews
+from spangrad.errors import SpangradError, StoreError
+from spangrad.http import server as http_server
+from spangrad.http.client_timeouts import TooSlowError
+from spangrad.http.server import Address, Handler, HttpServer, body
+from spangrad.settings import PageSettings, Settings
+
+T = TypeVar("T")
+Answer = Callable[[Any], Any]
+THREADS = 6
+"""Largest number of requests that read the store at the same time."""
+_FORM_BYTES = 8192
+log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings, readers: PageReaders) -> None:
+    """Serve the page until SIGTERM or SIGINT.
+
+    Raises:
+        SpangradError: the address may not be bound, or is in use.
+    """
+    address_of(settings.page).require_usable()
+
+    def ready(server: HttpServer) -> None:
+        log.info("page ready: %s", server.url)
+
+    http_server.serve(lambda: running(settings, readers), ready)
+
+
+def address_of(settings: PageSettings) -> Address:
+    """Return the address at which the page listens."""
+    return Address("page", "docs/guides/page.md", settings.host, settings.port, settings.token, "page")
+
+
+@asynccontextmanager
+async def running(settings: Settings, readers: PageReaders) -> AsyncGenerator[HttpServer]:
+    """Serve the page for as long as the block."""
+    views = PageViews(settings, readers)
+    with ThreadPoolExecutor(THREADS, "page") as threads:
+        page = _Page(settings, views, threads)
+        application = web.Application(middlewares=[page.guarded], client_max_size=_FORM_BYTES)
+        application.add_routes(page.routes())
+        async with HttpServer(application, settings.page.host, settings.page.port) as server:
+            threads.submit(views.prepare)
+            yield server
+        views.close()
+
+
+class _Page:
+    """Handlers of the page's requests."""
+
+    def __init__(self, settings: Settings, views: PageViews, threads: ThreadPoolExecutor) -> None:
+        self._access = PageAccess(settings.page.token)
+        self._files = PageFiles(settings.page)
+        self._views = views
+        self._threads = threads
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return all routes: pages, their files, JSON and downloads."""
+        views = self._views
+        return [
+            *(web.get(path, partial(self._page, name)) for path, name in self._files.pages.items()),
+            web.get("/static/{name:.+}", self._file),
+            web.get("/login", partial(self._page, "login")),
+            web.post("/login", self._login),
+            web.get("/healthz", self._healthy),
+            *(web.get(path, partial(self._json, answer)) for path, answer in views.answers().items()),
+            *(web.get(path, partial(self._download, answer)) for path, answer in views.downloads().items()),
+        ]
+
+    @web.middleware
+    async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request that may be answered, with the headers of every answer; an error becomes a sentence."""
+        try:
+            response = self._access.refusal(request) or await self._answered(request, handler)
+        except web.HTTPSeeOther as redirect:
+            redirect.headers.update(HEADERS)
+            raise
+        response.headers.update(HEADERS)
+        return response
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        begin = time.perf_counter()
+        try:
+            response = await handler(request)
+        except web.HTTPSeeOther:
+            raise
+        except web.HTTPException as error:
+            return _error(error.status, f"{request.method} {request.path} is not answered here. docs/guides/page.md lists what is.")
+        except TooSlowError as error:
+            return _error(408, f"{error}. Send it faster.")
+        except ValueError as error:
+            return _error(400, str(error))
+        except StoreError as error:
+            return _error(error.http_status or 503, str(error))
+        except SpangradError as error:
+            return _error(500, str(error))
+        response.headers["Server-Timing"] = f"server;dur={(time.perf_counter() - begin) * 1000:.1f}"
+        return response
+
+    async def _page(self, name: str, request: web.Request) -> web.Response:
+        return web.Response(text=self._files.page(name), content_type="text/html", headers={"Cache-Control": "no-cache"})
+
+    async def _file(self, request: web.Request) -> web.Response:
+        file = self._files.static(request.match_info["name"])
+        if file is None:
+            raise web.HTTPNotFound
+        headers = {"Cache-Control": "no-cache", "ETag": file.etag}
+        if request.headers.get("If-None-Match") == file.etag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=file.content, content_type=file.content_type, headers=headers)
+
+    async def _login(self, request: web.Request) -> web.StreamResponse:
+        form = dict(parse_qsl((await body(request)).decode(errors="replace")))
+        if not self._access.accepts(form.get("token", "")):
+            page = self._files.page("login", refused=True)
+            return web.Response(status=403, text=page, content_type="text/html")
+        response = web.HTTPSeeOther(local_target(request.query.get("next", "/")))
+        self._access.remember(response, secure=request.secure)
+        raise response
+
+    async def _healthy(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _json(self, answer: Answer, request: web.Request) -> web.Response:
+        content = await self._in_thread(lambda: _encoded(answer(request.query)))
+        if content is None:
+            raise web.HTTPNotFound
+        return web.Response(body=content, content_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def _download(self, answer: Answer, request: web.Request) -> web.StreamResponse:
+        name, parts = await self._in_thread(lambda: answer(request.query))
+        if parts is None:
+            raise web.HTTPNotFound
+        response = web.StreamResponse(
+            headers={**HEADERS, "Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
+        )
+        response.content_type = "text/csv" if name.endswith(".csv") else "text/plain"
+        response.charset = "utf-8"
+        waiting = iter(parts)
+        first = await self._in_thread(lambda: next(waiting, b""))
+        await response.prepare(request)
+        while first:
+            await response.write(first)
+            first = await self._in_thread(lambda: next(waiting, b""))
+        await response.write_eof()
+        return response
+
+    def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _encoded(value: Any) -> bytes | None:
+    return None if value is None else encode(value)
+
+
+def _error(status: int, sentence: str) -> web.Response:
+    return web.Response(status=status, body=encode({"error": sentence}), content_type="application/json")

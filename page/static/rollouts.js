@@ -1,0 +1,82 @@
+// The list of rollouts: filters, a table of any length, numbers and a histogram beside it. The address holds all of it.
+import { address, ask, clearProblem, duration, h, number, put, ready, time } from "/static/dom.js";
+import { VirtualTable } from "/static/virtual_table.js";
+
+const filters = document.getElementById("filters");
+
+function parameters() {
+  return Object.fromEntries(new URLSearchParams(location.search));
+}
+
+const columns = [
+  { title: "Rollout", wide: true, cell: (row) => h("a", { href: address("/rollout", { id: row.RolloutId }) }, row.RolloutId || "(no id)") },
+  { title: "Run", cell: (row) => row.RunId },
+  { title: "Mode", cell: (row) => row.Mode },
+  { title: "Task", cell: (row) => row.TaskId },
+  { title: "Outcome", cell: (row) => h("span", { class: row.Outcome === "succeeded" ? "good" : "failed" }, row.Outcome) },
+  { title: "Return", sort: "return", number: true, cell: (row) => number(row.Return) },
+  { title: "Calls", sort: "calls", number: true, cell: (row) => number(row.Calls) },
+  { title: "Drops", sort: "drops", number: true, cell: (row) => number(row.Drops) },
+  { title: "Tools", sort: "failed_tools", number: true, cell: (row) => `${row.ToolCalls}${row.FailedToolCalls ? `, ${row.FailedToolCalls} failed` : ""}` },
+  { title: "Tokens", sort: "tokens", number: true, cell: (row) => number(row.InputTokens + row.OutputTokens) },
+  { title: "Agents", cell: (row) => row.AgentNames.join(", ") },
+  { title: "Versions", cell: (row) => row.PolicyVersions.join(", ") },
+  { title: "Trained", cell: (row) => row.Trained.map(([policy, , version]) => `${policy}@${version}`).join(", ") },
+  { title: "Group", cell: (row) => h("a", { href: address("/rollouts", { run: row.RunId, group: row.GroupId }) }, row.GroupId) },
+  { title: "Began (UTC)", sort: "started", cell: (row) => time(row.StartedMs) },
+  { title: "Time", sort: "seconds", number: true, cell: (row) => duration(row.Seconds * 1000) },
+];
+
+function show() {
+  clearProblem();
+  const chosen = parameters();
+  for (const field of filters.elements) if (field.name) field.value = chosen[field.name] ?? "";
+  const sort = { sort: chosen.sort ?? "built", order: chosen.order ?? "desc" };
+  document.getElementById("export-csv").href = address("/rollouts.csv", chosen);
+  document.getElementById("export-jsonl").href = address("/rollouts.jsonl", chosen);
+  const table = new VirtualTable(document.getElementById("list"), {
+    columns,
+    label: "Rollouts",
+    sort,
+    more: (after) => ask(address("/api/rollouts", { ...parameters(), after })),
+    onSort: (name) => go({ ...parameters(), sort: name, order: sort.sort === name && sort.order === "desc" ? "asc" : "desc" }),
+  });
+  document.getElementById("list").scrollTop = 0;
+  return Promise.all([table.fill(), numbers(chosen)]);
+}
+
+async function numbers(chosen) {
+  const { sort, order, ...condition } = chosen;
+  const found = await ask(address("/api/rollouts/numbers", condition));
+  const succeeded = found.Count ? ` ${Math.round((100 * found.Succeeded) / found.Count)} % succeeded, mean return ${number(found.Mean)}.` : "";
+  put("count", `${found.Count.toLocaleString("en")} rollouts.${succeeded}`);
+  const largest = Math.max(1, ...found.Histogram.map((bin) => bin.count));
+  put("histogram", found.Histogram.length ? h("ol", {}, found.Histogram.map((bin) => {
+    const range = bin.from === bin.to ? number(bin.from) : `${number(bin.from)} to ${number(bin.to)}`;
+    const href = address("/rollouts", { ...chosen, reward_from: bin.from, reward_to: bin.to });
+    return h("li", {}, h("a", { href, "aria-label": `Return ${range}: ${bin.count} rollouts`, title: `${range}: ${bin.count}` },
+      h("span", { class: "bar", style: { height: `${bin.count ? Math.max(2, (100 * bin.count) / largest) : 0}%` } })));
+  })) : h("p", {}, "No returns."));
+  const bounds = found.Histogram.length ? h("p", { class: "line small" }, h("span", {}, number(found.Least)), h("span", {}, number(found.Largest))) : null;
+  if (bounds) document.getElementById("histogram").append(bounds);
+  put("outcomes", h("ul", { class: "plain" }, Object.entries(found.Outcomes).map(([outcome, count]) =>
+    h("li", {}, h("a", { href: address("/rollouts", { ...chosen, outcome }) }, outcome), ` ${count.toLocaleString("en")}`))));
+}
+
+function go(chosen) {
+  history.pushState(null, "", address("/rollouts", chosen));
+  show();
+}
+
+filters.addEventListener("submit", (event) => {
+  event.preventDefault();
+  const { sort, order } = parameters();
+  go({ ...Object.fromEntries(new FormData(filters)), sort, order });
+});
+addEventListener("popstate", show);
+await show();
+ready();
+
+for (const [name, values] of Object.entries(await ask("/api/rollouts/choices"))) {
+  put(`choices-${name}`, values.map((value) => h("option", { value })));
+}

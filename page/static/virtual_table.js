@@ -1,0 +1,93 @@
+// A table of any length: rows are asked for as they come into view, and only those in view are in the document.
+import { h, visible } from "/static/dom.js";
+
+const ROW = 34; // pixels; page.css has the same
+const BEYOND = 12; // rows drawn above and below the view
+
+export class VirtualTable {
+  // columns: [{name, title, cell(row) -> node or text, sort, wide, number}], more(after) -> {rows, after}
+  constructor(region, { columns, label, more, sort, onSort }) {
+    this.region = region;
+    this.columns = columns;
+    this.more = more;
+    this.rows = [];
+    this.after = undefined; // undefined: nothing asked yet; null: all rows are here
+    this.asking = null;
+    this.body = h("tbody");
+    this.table = h("table", { "aria-rowcount": -1 },
+      h("caption", { class: "hidden" }, label),
+      h("thead", {}, h("tr", {}, columns.map((column) => this.head(column, sort, onSort)))),
+      this.body);
+    region.replaceChildren(this.table);
+    region.addEventListener("scroll", () => this.draw(), { passive: true });
+    region.addEventListener("keydown", (event) => this.key(event));
+    new ResizeObserver(() => this.draw()).observe(region);
+  }
+
+  head(column, sort, onSort) {
+    const attributes = { scope: "col", class: this.kind(column) };
+    if (!column.sort) return h("th", attributes, column.title);
+    const current = sort.sort === column.sort;
+    if (current) attributes["aria-sort"] = sort.order === "asc" ? "ascending" : "descending";
+    const arrow = current ? (sort.order === "asc" ? " ↑" : " ↓") : "";
+    return h("th", attributes, h("button", { type: "button", onclick: () => onSort(column.sort) }, column.title + arrow));
+  }
+
+  kind(column) {
+    return [column.number ? "number" : "", column.wide ? "wide" : ""].join(" ").trim() || null;
+  }
+
+  async fill() {
+    if (this.asking || this.after === null) return;
+    this.asking = this.more(this.after);
+    try {
+      const { rows, after } = await this.asking;
+      this.rows.push(...rows);
+      this.after = after;
+    } finally {
+      this.asking = null;
+    }
+    this.table.setAttribute("aria-rowcount", String(this.after === null ? this.rows.length + 1 : -1));
+    this.draw();
+  }
+
+  draw() {
+    const height = this.region.clientHeight || 600;
+    const first = Math.max(0, Math.floor(this.region.scrollTop / ROW) - BEYOND);
+    const last = Math.min(this.rows.length, Math.ceil((this.region.scrollTop + height) / ROW) + BEYOND);
+    if (this.drawn !== `${first} ${last} ${this.rows.length}`) {
+      this.drawn = `${first} ${last} ${this.rows.length}`;
+      const focused = document.activeElement?.closest?.("tr")?.getAttribute("aria-rowindex");
+      this.body.replaceChildren(
+        this.space(first), ...this.rows.slice(first, last).map((row, at) => this.row(row, first + at)), this.space(this.rows.length - last));
+      if (focused) this.body.querySelector(`tr[aria-rowindex="${focused}"] a`)?.focus({ preventScroll: true });
+    }
+    if (last + BEYOND >= this.rows.length) this.fill();
+  }
+
+  row(row, index) {
+    return h("tr", { "aria-rowindex": index + 2 }, this.columns.map((column) => {
+      const cell = column.cell(row);
+      return h("td", { class: this.kind(column), title: typeof cell === "string" ? visible(cell).slice(0, 300) : null }, cell);
+    }));
+  }
+
+  space(count) {
+    return h("tr", { class: "space", "aria-hidden": "true" }, h("td", { colspan: this.columns.length, style: { height: `${count * ROW}px` } }));
+  }
+
+  // Arrow keys and j, k go from row to row: the row's first link has the focus.
+  key(event) {
+    const step = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
+    if (!step || event.ctrlKey || event.metaKey || event.altKey) return;
+    const focused = document.activeElement?.closest?.("tr")?.getAttribute("aria-rowindex");
+    const index = focused ? Number(focused) - 2 + step : Math.ceil(this.region.scrollTop / ROW);
+    if (index < 0 || index >= this.rows.length) return;
+    event.preventDefault();
+    const top = index * ROW;
+    if (top < this.region.scrollTop) this.region.scrollTop = top;
+    if (top + 3 * ROW > this.region.scrollTop + this.region.clientHeight) this.region.scrollTop = top + 3 * ROW - this.region.clientHeight;
+    this.draw();
+    this.body.querySelector(`tr[aria-rowindex="${index + 2}"] a`)?.focus({ preventScroll: true });
+  }
+}

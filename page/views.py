@@ -1,0 +1,151 @@
+"""Views of the page: from the parameters of a URL to what the view shows.
+
+In: query strings. Out: plain values, or the parts of a download. Invariant: every view is decided by its address alone, so that an address
+can be shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multidict import MultiMapping
+
+from page.call_view import TEXT_CHARACTERS, CallPlace, call_texts, call_view
+from page.conversation import TURNS_MOST, ReadMessages, turns
+from page.reading import PageStore
+from page.rollout_filters import RolloutFilter, RolloutOrder
+from page.rollout_list import choices_of, export, numbers_of, page_of
+from page.rollout_view import rollout_view, span_view
+from page.token_texts import TokenTexts
+from spangrad.settings import Settings
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+    from spangrad.store.rollout.record import Record
+
+Query = MultiMapping[str]
+_DOWNLOAD_CHARACTERS = 2**20
+_CHECKPOINTS = """
+SELECT Path FROM spangrad.policy_versions WHERE TokenizerHash = {hash:String} AND Path != '' ORDER BY IngestedAt DESC LIMIT 5
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PageReaders:
+    """Reads that need the builder's dialects, which the page does not import."""
+
+    record: Callable[[Client, Settings, str], Record]
+    """Function from a client, settings and the id of a rollout to its record.
+
+    Raises:
+        StoreError: the store holds no span of it.
+    """
+    messages: ReadMessages
+
+
+class PageViews:
+    """Views over one store."""
+
+    def __init__(self, settings: Settings, readers: PageReaders) -> None:
+        """Store the arguments; nothing is read."""
+        self._settings = settings
+        self._readers = readers
+        self._store = PageStore(settings.store)
+        self._texts = TokenTexts(self._tokenizer_directories)
+
+    def prepare(self) -> None:
+        """Import what the first rollout needs."""
+        import polars  # pyright: ignore[reportUnusedImport]  # noqa: F401
+        import tokenizers  # pyright: ignore[reportUnusedImport]  # noqa: F401
+
+    def close(self) -> None:
+        """Close the connections to the store."""
+        self._store.close()
+
+    def answers(self) -> dict[str, Callable[[Query], Any]]:
+        """Return the functions that answer in JSON, by path; a function that returns None has nothing at that address."""
+        return {
+            "/api/rollouts": lambda query: page_of(self._store, RolloutFilter.of(query), RolloutOrder.of(query)),
+            "/api/rollouts/numbers": lambda query: numbers_of(self._store, RolloutFilter.of(query)),
+            "/api/rollouts/choices": lambda query: choices_of(self._store),
+            "/api/rollout": self._rollout,
+            "/api/rollout/turns": self._turns,
+            "/api/span": lambda query: span_view(self._store, _required(query, "trace"), _required(query, "span")),
+            "/api/call": self._call,
+            "/api/call/texts": self._call_texts,
+        }
+
+    def downloads(self) -> dict[str, Callable[[Query], tuple[str, Iterable[bytes] | None]]]:
+        """Return the functions of downloads, by path: the name of the file and its parts. None: there is nothing at that address."""
+        return {"/rollouts.csv": self._csv, "/rollouts.jsonl": self._jsonl, "/call.txt": self._call_file}
+
+    def _csv(self, query: Query) -> tuple[str, Iterator[bytes]]:
+        return "rollouts.csv", export(self._store, RolloutFilter.of(query), RolloutOrder.of(query), "csv")
+
+    def _jsonl(self, query: Query) -> tuple[str, Iterator[bytes]]:
+        return "rollouts.jsonl", export(self._store, RolloutFilter.of(query), RolloutOrder.of(query), "jsonl")
+
+    def _call_file(self, query: Query) -> tuple[str, list[bytes] | None]:
+        part = query.get("part", "request")
+        if part not in {"request", "response"}:
+            raise ValueError(f"part = {part!r}: give request or response.")
+        texts = call_texts(self._store, _place(query))
+        if texts is None:
+            return "", None
+        text = texts[part]
+        return f"{part}.txt", [
+            text[at : at + _DOWNLOAD_CHARACTERS].encode(errors="replace") for at in range(0, len(text), _DOWNLOAD_CHARACTERS)
+        ]
+
+    def _rollout(self, query: Query) -> dict[str, Any]:
+        id_ = _required(query, "id")
+        record = self._store.read(lambda client: self._readers.record(client, self._settings, id_))
+        return rollout_view(record, self._settings)
+
+    def _turns(self, query: Query) -> list[dict[str, Any]]:
+        calls = [_call_row(text) for text in query.getall("call", [])]
+        known = int(query.get("known", "0"))
+        if not calls or len(calls) > TURNS_MOST or not 0 <= known < len(calls):
+            raise ValueError(f"give 1 to {TURNS_MOST} calls, and fewer `known` ones.")
+        return turns(self._store.read(lambda client: self._readers.messages(client, self._settings.store.url, calls)), known)
+
+    def _call(self, query: Query) -> dict[str, Any] | None:
+        return call_view(self._store, self._texts, _place(query), whole=query.get("whole") == "yes")
+
+    def _call_texts(self, query: Query) -> dict[str, Any] | None:
+        texts = call_texts(self._store, _place(query))
+        if texts is None:
+            return None
+        return {name: {"text": text[:TEXT_CHARACTERS], "characters": len(text)} for name, text in texts.items()}
+
+    def _tokenizer_directories(self, hash_: str) -> Iterator[Path]:
+        yield from filter(None, (self._settings.engine.model, self._settings.trainer.model))
+        yield from (Path(row["Path"]) for row in self._store.rows(_CHECKPOINTS, {"hash": hash_}))
+
+
+def _place(query: Query) -> CallPlace:
+    choice = query.get("choice", "0")
+    if not (choice.isascii() and choice.isdecimal() and len(choice) <= 4):
+        raise ValueError(f"choice = {choice[:80]!r} is no number of a choice.")
+    return CallPlace(_required(query, "rollout"), _required(query, "trace"), _required(query, "span"), int(choice))
+
+
+def _call_row(text: str) -> Mapping[str, Any]:
+    """Return a call from TRACE.SPAN.CHOICE.NANOSECONDS, as the list of a rollout's spans has them."""
+    trace, span, choice, nanoseconds = ([*text.split("."), "", "", ""])[:4]
+    if not (choice.isdecimal() and nanoseconds.isdecimal()):
+        raise ValueError(f"call = {text[:80]!r} is not TRACE.SPAN.CHOICE.NANOSECONDS.")
+    started = datetime.fromtimestamp(int(nanoseconds) / 1e9, UTC)
+    return {"TraceId": trace, "SpanId": span, "ChoiceIndex": int(choice), "Timestamp": started}
+
+
+def _required(query: Query, name: str) -> str:
+    value = query.get(name, "")
+    if not value:
+        raise ValueError(f"the address lacks {name}.")
+    return value

@@ -1,0 +1,313 @@
+"""The page over a real store in a real Chromium: lists, rollouts and calls; hostile spans; keyboard, themes, phone, accessibility."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from urllib.parse import quote, urlencode, urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+from pydantic import SecretStr
+
+from spangrad.settings import EngineSettings, PageSettings, Settings, StoreSettings
+from tests.support.browser import Visitor, browsers, running_page
+from tests.support.page_rollouts import BIDI, LONG, MANY, MARKUP, TEXTS, PageRollouts
+
+HOSTILE = f"{MARKUP} & {BIDI}"
+LINKS = "#list tbody a[href^='/rollout?']"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    yield from browsers()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def rollouts(store: StoreSettings, model: Path) -> PageRollouts:
+    return PageRollouts(store, model)
+
+
+@pytest.fixture(scope="module")
+def url(rollouts: PageRollouts, model: Path) -> Iterator[str]:
+    settings = Settings(
+        store=rollouts.store, engine=EngineSettings(model=model), page=PageSettings(trace_url="https://traces.example/t/{trace}")
+    )
+    with running_page(settings) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser, url: str) -> Iterator[Visitor]:
+    """One tab for all views; fails where any of them had an error, asked another server, or opened a dialog."""
+    visitor = Visitor(browser, url, viewport={"width": 1280, "height": 900})
+    yield visitor
+    visitor.close()
+
+
+def call_address(rollouts: PageRollouts, rollout: str, span: str, **more: str) -> str:
+    trace = rollouts.spans.trace(f"page.{rollout}.0")
+    return f"/call?{urlencode({'rollout': rollout, 'trace': trace, 'span': span, 'choice': 0, **more})}"
+
+
+def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, dict[str, str], bytes]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=30) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+def links(page: Page) -> list[str]:
+    return page.locator(LINKS).all_inner_texts()
+
+
+def violations(page: Page) -> list[str]:
+    """Findings of axe-core that are serious or worse."""
+    page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
+    found = page.evaluate("async () => (await axe.run()).violations.map(v => [v.impact, v.id, v.nodes.map(n => n.html.slice(0, 200))])")
+    return [f"{impact} {rule}: {nodes}" for impact, rule, nodes in found if impact in {"serious", "critical"}]
+
+
+def test_rollouts_page_lists_sorts_and_filters_by_address(tab: Visitor) -> None:
+    page = tab.open("/rollouts?run=many&sort=return&order=asc")
+    expect(page.locator("#count")).to_contain_text(f"{MANY} rollouts. 90 % succeeded")
+    assert links(page)[:3] == ["many-0000", "many-0001", "many-0002"]
+    page.get_by_role("button", name="Return ↑").click()
+    expect(page.locator("#list tbody a").first).to_have_text("many-0399")
+    page.get_by_label("Outcome").fill("timeout")
+    page.get_by_label("Failed tool").select_option("yes")
+    page.get_by_label("Return to").fill("0.3")
+    page.get_by_role("button", name="Filter").click()
+    expect(page.locator("#count")).to_contain_text("13 rollouts.")
+    assert page.url.endswith("/rollouts?run=many&outcome=timeout&reward_to=0.3&failed_tool=yes&sort=return&order=desc")
+    expect(page.locator(LINKS)).to_have_text([f"many-{number:04d}" for number in range(120, -1, -10)])
+    page.go_back()
+    expect(page.locator("#count")).to_contain_text(f"{MANY} rollouts.")
+
+
+def test_rollouts_page_long_list_keeps_few_rows_in_the_document(tab: Visitor) -> None:
+    page = tab.open("/rollouts?run=many&sort=return&order=asc")
+    shown = set(links(page))
+    for _ in range(60):
+        top = page.evaluate("() => { const list = document.getElementById('list'); list.scrollTop += 600; return list.scrollTop; }")
+        page.locator(f"#list tr[aria-rowindex='{int(top // 34) + 2}']").wait_for(state="attached")
+        assert page.locator("#list tbody tr").count() < 80
+        shown |= set(links(page))
+        if len(shown) == MANY:
+            break
+    assert shown == {f"many-{number:04d}" for number in range(MANY)}
+
+
+def test_rollouts_page_arrow_keys_open_a_rollout(tab: Visitor) -> None:
+    page = tab.open("/rollouts?run=page&text=SEEN")
+    page.locator("#list").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/rollout?id=seen-*")
+    expect(page.locator("h1")).to_contain_text("Rollout seen-")
+
+
+def test_rollouts_histogram_bar_filters_the_list(tab: Visitor) -> None:
+    page = tab.open("/rollouts?run=many")
+    page.locator("#histogram a").first.click()
+    expect(page.locator("#count")).to_contain_text("17 rollouts.")
+
+
+def test_rollout_page_shows_spans_with_conclusions(tab: Visitor) -> None:
+    page = tab.open("/rollout?id=seen-1")
+    assert page.locator("#facts").inner_text().split("\n")[-4:] == ["Trained", "policy@5", "Trace", "in another tool"]
+    expect(page.locator("#why")).to_contain_text("It is trained: batch b5 made version 5 of policy policy (branch main).")
+    rows = [" ".join(text.split()) for text in page.locator("#spans tbody tr").all_inner_texts()]
+    assert [row.split(" ")[0] for row in rows] == ["rollout", "ChatCompletion", "chat", "weather", "ChatCompletion", "chat"]
+    assert "3 → 2 tokens, v3 v4" in rows[2]
+    assert "transition, turn 0" in rows[2]
+    page.get_by_role("button", name="weather").click()
+    expect(page.get_by_role("dialog")).to_contain_text('input.value {"city": "rome"}', use_inner_text=True)
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def test_rollout_page_conversation_leaves_out_repeated_messages(tab: Visitor) -> None:
+    page = tab.open("/rollout?id=seen-1")
+    page.get_by_role("tab", name="Spans").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".turn")).to_have_count(2)
+    first, second = page.locator(".turn").all()
+    assert page.url.endswith("#conversation")
+    assert [text.split("\n")[0] for text in first.locator(".message").all_inner_texts()] == ["system", "user", "assistant"]
+    expect(first).to_contain_text(TEXTS[0])
+    assert [text.split("\n")[0] for text in second.locator(".message").all_inner_texts()] == ["tool", "assistant"]
+    expect(second).to_contain_text("after 3 messages that repeat an earlier call")
+    second.get_by_role("link", name="Call 2").click()
+    page.wait_for_url("**/call?*")
+
+
+def test_call_page_shows_tokens_with_logprobs_versions_and_mask(tab: Visitor, rollouts: PageRollouts) -> None:
+    page = tab.open(call_address(rollouts, "seen-1", rollouts.calls[1]))
+    tokens = page.locator("#response .token")
+    assert [token.get_attribute("class") for token in tokens.all()] == ["token surprise-0", "token surprise-1", "token surprise-3"]
+    expect(page.locator("#prompt")).to_contain_text("5 tokens repeat the call before")
+    page.locator("#response .strip").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#token")).to_contain_text(
+        'token 2 of the response · id 12 · text " rome" · logprob -1.1 · probability 0.333 · version 4'
+    )
+    page.get_by_label("Colour by").select_option("version")
+    assert [token.get_attribute("class") for token in tokens.all()] == ["token version-0", "token version-1", "token version-1"]
+    page.get_by_label("Colour by").select_option("advantage")
+    assert {token.get_attribute("class") for token in tokens.all()} == {"token better"}
+    page.get_by_label("Show as").select_option("ids")
+    page.get_by_role("button", name="5 tokens repeat").click()
+    expect(page.locator("#prompt .token")).to_have_text(["5", "6", "7", "8", "9", "10"])
+    assert page.url.endswith("&overlay=advantage&form=ids")
+
+
+def test_call_page_shows_request_and_response_as_json(tab: Visitor, rollouts: PageRollouts) -> None:
+    page = tab.open(call_address(rollouts, "seen-1", rollouts.calls[0], form="json"))
+    assert json.loads(page.locator("#prompt pre").inner_text())["messages"][1]["content"] == TEXTS[0]
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download the response").click()
+    assert json.loads(Path(download.value.path()).read_text())["choices"][0]["finish_reason"] == "stop"
+
+
+def test_page_hostile_spans_are_shown_as_text(tab: Visitor, rollouts: PageRollouts) -> None:
+    page = tab.open(f"/rollout?{urlencode({'id': HOSTILE})}")
+    expect(page.locator("h1")).to_have_text(f"Rollout {MARKUP} & abc⟨U+202E⟩cod.exe⟨U+2066⟩")
+    page.get_by_role("button", name="<script>").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(f"… {LONG - 20_000:,} more characters")
+    expect(dialog).to_contain_text("javascript:window.hacked=true")
+    expect(dialog).to_contain_text("abc⟨U+202E⟩cod.exe")
+    page.get_by_role("button", name="Close").click()
+    page.get_by_role("tab", name="Conversation").click()
+    expect(page.locator(".turn")).to_contain_text("more characters")
+    expect(page.locator(".turn")).to_contain_text(MARKUP)
+    page.get_by_role("link", name="Call 1").click()
+    page.get_by_label("Show as").select_option("json")
+    expect(page.locator("#prompt pre")).to_contain_text(MARKUP)
+    page = tab.open(f"/rollouts?{urlencode({'group': MARKUP, 'text': 'window.hacked'})}")
+    expect(page.locator(LINKS)).to_have_text([f"{MARKUP} & abc⟨U+202E⟩cod.exe⟨U+2066⟩"])
+    assert page.locator("main script, main img, main iframe").count() == 0
+    assert page.evaluate("window.hacked") is None
+
+
+def test_page_broken_utf8_is_shown_as_text(tab: Visitor, rollouts: PageRollouts) -> None:
+    with_broken = (
+        "INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, SpanName, SpanAttributes, StatusMessage) SELECT now64(9), 'broken',"
+    )
+    name = "concat('a', unhex('FF'), 'b', unhex('C3'))"
+    sql = f"{with_broken} 's', {name}, map('spangrad.rollout.id', 'broken', 'spangrad.run.id', 'page', 'key', {name}), {name}"
+    from spangrad.store.clickhouse import connect
+
+    with connect(rollouts.store) as client:
+        client.command(sql)
+    page = tab.open("/rollout?id=broken")
+    page.locator("#spans button").first.click()
+    expect(page.get_by_role("dialog")).to_contain_text("key")
+
+
+def test_page_views_have_no_serious_accessibility_findings(browser: Browser, url: str, rollouts: PageRollouts) -> None:
+    paths = ["/rollouts", "/rollout?id=seen-2", "/rollout?id=seen-1#conversation", call_address(rollouts, "seen-1", rollouts.calls[1])]
+    for scheme, width in (("light", 1280), ("dark", 390)):
+        # Trusted types would keep axe-core, which is not ours, from working; the other tests have them.
+        visitor = Visitor(browser, url, color_scheme=scheme, viewport={"width": width, "height": 800}, bypass_csp=True)
+        for path in paths:
+            page = visitor.open(path)
+            assert violations(page) == [], f"{path}, {scheme}, {width} px"
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{path} is wider than {width} px"
+        visitor.close()
+
+
+def test_rollouts_export_holds_the_filtered_list(url: str) -> None:
+    _, headers, lines = get(f"{url}/rollouts.jsonl?run=many&outcome=timeout")
+    assert len([json.loads(line) for line in lines.splitlines()]) == MANY // 10
+    assert headers["Content-Disposition"] == 'attachment; filename="rollouts.jsonl"'
+    _, _, table = get(f"{url}/rollouts.csv?{urlencode({'group': MARKUP})}")
+    assert f"'=cmd|{MARKUP}".encode() in table, "a text that begins like a formula is marked as a text"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "sentence"),
+    [
+        ("/api/rollouts?sort=color", 400, "sort = 'color', order = 'desc': sort is one of built,"),
+        ("/api/rollouts?reward_from=much", 400, "reward_from = 'much' is no number."),
+        ("/api/rollouts?after=e30", 400, "after is no cursor of this list."),
+        ("/api/rollout?id=absent", 404, "holds no span of rollout 'absent'."),
+        ("/api/call?rollout=seen-1&trace=t&span=s", 404, "GET /api/call is not answered here."),
+        ("/api/call?rollout=seen-1&trace=t", 400, "the address lacks span."),
+        ("/static/../server.py", 404, "is not answered here."),
+        ("/static/%2e%2e/server.py", 404, "is not answered here."),
+    ],
+)
+def test_page_wrong_address_is_refused_with_a_sentence(url: str, path: str, status: int, sentence: str) -> None:
+    code, _, content = get(f"{url}{path}")
+    assert (code, sentence in json.loads(content)["error"]) == (status, True), content
+
+
+def test_page_answers_carry_a_strict_content_security_policy(url: str) -> None:
+    for path in ("/", "/static/dom.js", "/api/rollouts/choices", "/rollouts.csv?run=none", "/absent", "/api/rollout?id=absent"):
+        _, headers, _ = get(f"{url}{path}")
+        assert "default-src 'none'; script-src 'self'" in headers["Content-Security-Policy"]
+        assert "unsafe" not in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_page_foreign_host_name_is_refused(url: str) -> None:
+    code, _, content = get(f"{url}/api/rollouts", {"Host": "rebound.example"})
+    assert (code, b"'rebound.example'" in content) == (421, True)
+
+
+def test_page_store_refuses_statements_that_write(rollouts: PageRollouts) -> None:
+    from page.reading import PageStore
+    from spangrad.errors import StoreError
+
+    store = PageStore(rollouts.store)
+    with pytest.raises(StoreError, match="readonly"):
+        store.read(lambda client: client.command("TRUNCATE TABLE spangrad_internal.builds"))
+    store.close()
+
+
+def test_page_with_token_asks_browsers_to_log_in(browser: Browser, rollouts: PageRollouts) -> None:
+    settings = Settings(store=rollouts.store, page=PageSettings(token=SecretStr("sesame")))
+    with running_page(settings) as address:
+        assert get(f"{address}/api/rollouts")[0] == 401
+        assert get(f"{address}/api/rollouts", {"Authorization": "Bearer sesame"})[0] == 200
+        visitor = Visitor(browser, address)
+        page = visitor.open("/rollouts?run=many")
+        page.get_by_label("Token").fill("wrong")
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("alert").filter(has_text="That is not the token.")).to_be_visible()
+        visitor.faults.clear()  # the browser reports the status of the refusal
+        page.get_by_label("Token").fill("sesame")
+        page.get_by_role("button", name="Log in").click()
+        page.wait_for_url("**/rollouts?run=many")
+        expect(page.locator("#count")).to_contain_text(f"{MANY} rollouts.")
+        visitor.close()
+        away = http.client.HTTPConnection(urlsplit(address).netloc)
+        form = {"Content-Type": "application/x-www-form-urlencoded"}
+        away.request("POST", f"/login?next={quote('//evil.example')}", b"token=sesame", form)
+        assert away.getresponse().headers["Location"] == "/"
+        away.close()
+
+
+def test_page_without_store_shows_the_remedy(browser: Browser, store: StoreSettings) -> None:
+    with running_page(Settings(store=store.model_copy(update={"url": "http://127.0.0.1:9"}))) as address:
+        visitor = Visitor(browser, address)
+        page = visitor.open("/rollouts")
+        expect(page.get_by_role("alert")).to_contain_text("Start it with `spangrad store`")
+        visitor.faults.clear()
+        visitor.close()

@@ -1,0 +1,97 @@
+"""The page in a thread of the test, and the system's Chromium that opens it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from commands.inspection.records import read_messages, read_record
+from page.server import running
+from page.views import PageReaders
+from spangrad.settings import Settings
+
+
+@contextmanager
+def running_page(settings: Settings) -> Generator[str]:
+    """Serve the page on a free port; yield its URL."""
+    loop = asyncio.new_event_loop()
+    ready, ended = threading.Event(), asyncio.Event()
+    url: list[str] = []
+
+    async def serve() -> None:
+        async with running(settings.model_copy(update={"page": settings.page.model_copy(update={"port": 0})}), READERS) as server:
+            url.append(server.url)
+            ready.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield url[0]
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(30)
+        loop.close()
+
+
+READERS = PageReaders(read_record, read_messages)
+
+
+def chromium() -> str:
+    """Path of the system's Chromium; skips the test where there is none."""
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no Chromium is here: install Debian's package chromium, or put one into PATH")
+    return path
+
+
+def browsers() -> Iterator[Browser]:
+    """Start the browser; a generator for a fixture of the session."""
+    path = chromium()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+class Visitor:
+    """A tab that notes what must never happen: errors of scripts, requests to others, dialogs."""
+
+    def __init__(self, browser: Browser, url: str, **options: Any) -> None:
+        """Open a tab in a context of its own."""
+        self.url = url
+        self.context: BrowserContext = browser.new_context(**options)
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(10_000)
+        self.faults: list[str] = []
+        self.page.on("console", lambda message: self._note(message.type in {"error", "warning"}, f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self._note(True, f"script: {error}"))
+        self.page.on("dialog", lambda dialog: self._note(True, f"dialog: {dialog.message}"))
+        self.page.on(
+            "request", lambda request: self._note(urlsplit(request.url).netloc not in {urlsplit(url).netloc, ""}, f"request: {request.url}")
+        )
+
+    def open(self, path: str) -> Page:
+        """Open a path of the page; its scripts have ended their first requests."""
+        self.page.goto("about:blank")  # a path that differs by its fragment alone would not be loaded again
+        self.page.goto(f"{self.url}{path}", wait_until="load")
+        self.page.locator("html[data-ready], form.login").first.wait_for(state="attached")
+        return self.page
+
+    def close(self) -> None:
+        """Close the tab; fails where something happened that must not."""
+        self.context.close()
+        assert self.faults == []
+
+    def _note(self, is_fault: bool, text: str) -> None:
+        if is_fault:
+            self.faults.append(text)

@@ -1,0 +1,131 @@
+"""Rollouts of every kind that the page shows, in a real store: trained, dropped, hostile, and many."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from spangrad.settings import Settings, StoreSettings
+from spangrad.store.clickhouse import connect
+from spangrad.types import call_id
+from spangrad.weights.checksums import tokenizer_hash
+from tests.support.built_rollouts import post, settings_of
+from tests.support.spans import SpanFactory
+from transition_builder.loop import build_once
+
+RUN = "page"
+MANY = 400
+MARKUP = "<script>window.hacked = true</script><img src=x onerror='window.hacked = true'>"
+BIDI = "abc\u202ecod.exe\u2066"
+LONG = 10 * 2**20
+"""Characters of the longest value of a hostile span."""
+TEXTS = ["what is the weather in rome", "the weather in rome is fine"]
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of a few words, all that the page needs of a model."""
+    words = ["<unk>", *(f"word{number}" for number in range(1, 11)), "paris", "rome", "oslo"]
+    Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")).save(str(directory / "tokenizer.json"))
+
+
+class PageRollouts:
+    """What tests of the page look at."""
+
+    def __init__(self, store: StoreSettings, model: Path) -> None:
+        """Put everything into the store, built; `model` becomes the directory of a tokenizer."""
+        self.store = store
+        write_tokenizer(model)
+        self._waiting: dict[tuple[str, tuple[str, ...]], list[list[Any]]] = {}
+        self.hash = tokenizer_hash(model)
+        self.spans = SpanFactory(run=RUN)
+        self.settings: Settings = settings_of(store, RUN)
+        self.calls = self._conversation("seen-1", 1.0, failed=False)
+        self._conversation("seen-2", 0.0, failed=True)
+        self._hostile()
+        post(store, self.spans.otlp())
+        build_once(self.settings)
+        self.client = connect(store)
+        self._train()
+        self._many()
+        self.client.close()
+
+    def _conversation(self, rollout: str, reward: float, *, failed: bool) -> list[str]:
+        """Add a rollout of two calls with a tool between them; return the spans of its calls."""
+        spans = self.spans
+        root = spans.root(rollout, calls=2, GroupId="weather", TaskId="rome", GroupSize=2)
+        spans.spans[-1]["Duration"] = 9 * 10**9
+        spans.evaluation(root, reward)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": "You help."}, {"role": "user", "content": TEXTS[0]}]
+        tool_call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "rome"}'}}
+        asks = {"role": "assistant", "content": "", "tool_calls": [tool_call]}
+        first = self._call(root, rollout, messages, asks, [5, 6, 7], [8, 9])
+        spans.evaluation(first, 0.25, "step")
+        attributes = {"input.value": '{"city": "rome"}', "output.value": "fine", "tool.name": "weather"}
+        outcome: dict[str, Any] = {"status": "Error", "StatusMessage": "no such city"} if failed else {}
+        spans.span("weather", root, rollout=rollout, kind="TOOL", Duration=250 * 10**6, Attributes=attributes, **outcome)
+        later = [*messages, asks, {"role": "tool", "tool_call_id": "t1", "content": "fine"}]
+        second = self._call(root, rollout, later, {"role": "assistant", "content": TEXTS[1]}, [5, 6, 7, 8, 9, 10], [11, 12, 13])
+        return [first, second]
+
+    def _call(
+        self, root: str, rollout: str, messages: list[dict[str, Any]], reply: dict[str, Any], prompt: list[int], response: list[int]
+    ) -> str:
+        spans = self.spans
+        logprobs = [-0.1 - index for index in range(len(response))]
+        facts: dict[str, Any] = {"PromptIds": prompt, "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
+        facts |= {"TokenizerHash": self.hash, "Versions.Start": [0, 1], "Versions.Version": [3, 4]}
+        span = spans.call(spans.client(root, rollout=rollout), rollout=rollout, **facts)
+        request, answer = {"model": "policy", "messages": messages}, {"choices": [{"index": 0, "message": reply, "finish_reason": "stop"}]}
+        spans.spans[-1]["Attributes"] = {"spangrad.request.json": json.dumps(request), "spangrad.response.json": json.dumps(answer)}
+        spans.spans[-1]["Duration"] = 2 * 10**9
+        return span
+
+    def _hostile(self) -> None:
+        """Add a rollout whose every text is an attack, or longer than any screen."""
+        spans, rollout = self.spans, f"{MARKUP} & {BIDI}"
+        root = spans.root(rollout, calls=1, GroupId=MARKUP, TaskId=f"=cmd|{MARKUP}")
+        spans.spans[-1]["StatusMessage"] = MARKUP
+        spans.evaluation(root, 0.5, MARKUP)
+        spans.span(MARKUP, root, rollout=rollout, status="Error", StatusMessage=MARKUP, service=MARKUP, Attributes={
+            MARKUP: MARKUP, "href": "javascript:window.hacked=true", "long": "x" * LONG, "bidi": BIDI})  # fmt: skip
+        text = f"{MARKUP}\n{BIDI}\n\ud800"
+        self._call(root, rollout, [{"role": MARKUP, "content": text + "y" * 100_000}], {"role": "assistant", "content": text}, [5], [6])
+
+    def _train(self) -> None:
+        """Record the step that was trained on the first conversation."""
+        spec = self.settings.builder.spec
+        trace = self.spans.trace(f"{RUN}.seen-1.0")
+        same = {"Policy": "policy", "Branch": "main", "RunId": RUN, "Mode": "train"}
+        self._insert("batches", {**same, "BatchId": "b5", "Version": 5, "GroupId": "weather", "RolloutId": "seen-1", "BuildSpec": spec})
+        for turn, span in enumerate(self.calls):
+            self._insert("trained_calls", {**same, "BatchId": "b5", "Version": 5, "GroupId": "weather", "TaskId": "rome",
+                "RolloutId": "seen-1", "Turn": turn, "CallId": call_id(trace, span, 0), "TraceId": trace, "SpanId": span,
+                "SampledVersions": [3, 4], "Staleness": 1, "Return": 1.25, "Advantage": 0.75, "BuildSpec": spec})  # fmt: skip
+        for version in range(6):
+            metrics = {"mean_return": version / 10, "success": version / 5, "grad_norm": 0.5, "seconds_train": 2.0} if version else {}
+            self._insert("policy_versions", {**same, "BatchId": f"b{version}" if version else "", "Version": version,
+                "Parent": version - 1 if version else None, "ParentBranch": "main", "Status": "committed", "Metrics": metrics})  # fmt: skip
+
+    def _many(self) -> None:
+        """Add rollouts that were built, and of which no span is here."""
+        for number in range(MANY):
+            self._insert("builds", {"RunId": "many", "Mode": "validate", "BuildSpec": "s", "GroupId": f"g{number // 4}", "GroupSize": 4,
+                "TaskId": f"task-{number // 4}", "RolloutId": f"many-{number:04d}", "Content": 1, "Calls": 2, "Transitions": 2,
+                "RewardTotals.Name": ["reward"], "RewardTotals.Value": [number / MANY], "AgentNames": ["planner"],
+                "PolicyVersions": [number % 7], "FailedToolCalls": number % 5 == 0, "ToolCalls": 1, "Attempts": 1,
+                "Failure": "timeout" if number % 10 == 0 else "",
+                "IngestedAt": datetime(2026, 1, 1, 0, number // 60, number % 60, tzinfo=UTC)})  # fmt: skip
+        self._flush()
+
+    def _insert(self, table: str, row: dict[str, Any]) -> None:
+        self._waiting.setdefault((table, tuple(row)), []).append(list(row.values()))
+
+    def _flush(self) -> None:
+        for (table, columns), rows in self._waiting.items():
+            self.client.insert(f"spangrad_internal.{table}", rows, column_names=list(columns))
+        self._waiting.clear()
