@@ -123,7 +123,7 @@ def measure(directory: Path, load: Load, max_staleness: int) -> Measured:
     with fresh_directory(directory) as fresh:
         fresh.clear()
         settings = _settings(directory, load, max_staleness)
-        _write_model(directory / "model")
+        write_model(directory / "model")
         _write_tasks(directory / "tasks.jsonl")
         times = directory / "steps.jsonl"
         with Supervisor(
@@ -173,7 +173,8 @@ def _settings(directory: Path, load: Load, max_staleness: int) -> Settings:
     return load_settings(values, env={})
 
 
-def _write_model(directory: Path) -> None:
+def write_model(directory: Path) -> None:
+    """Write a model of one weight, for engines and trainers that are stand-ins."""
     directory.mkdir()
     save_file({"weight": np.zeros(1, np.float32)}, directory / "model.safetensors", metadata={"format": "pt"})
     for name in ("config.json", "tokenizer.json"):

@@ -148,9 +148,9 @@ class Engine:
         return web.json_response({"results": [None]})
 
 
-def main() -> None:
-    """Serve on a port."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def run(engine: type[Engine], description: str | None) -> None:
+    """Serve an engine on a port."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--slots", type=int, required=True)
@@ -160,10 +160,10 @@ def main() -> None:
     chosen = parser.parse_args()
 
     async def app() -> web.Application:
-        return Engine(chosen.model, chosen.slots, chosen.mean_seconds, chosen.sigma, chosen.seed).app()
+        return engine(chosen.model, chosen.slots, chosen.mean_seconds, chosen.sigma, chosen.seed).app()
 
-    web.run_app(app(), host="127.0.0.1", port=chosen.port, print=None, access_log=None)
+    web.run_app(app(), host="127.0.0.1", port=chosen.port, print=None, access_log=None, handler_cancellation=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(Engine, __doc__)

@@ -63,8 +63,10 @@ def measure(directory: Path, count: int, rounds: int, concurrency: int) -> dict[
     """Return figures, and counts that must be 0."""
     with ExitStack() as stack:
         store = stack.enter_context(embedded(directory))
-        children = dict(_start(directory, stack, store, concurrency))
-        url = children.pop("url")
+        upstream = ["benchmarks.gateway_upstream", "--step-seconds", "0.005"]
+        services = start_services(directory, stack, store, concurrency, upstream, "rollouts_agent:agent", {"gateway.policy": POLICY})
+        url = services["url"]
+        children = {name: services[name] for name in ("queue", "worker", "gateway")}
         queue = stack.enter_context(asyncio.Runner())
         client = QueueClient(url)
         stack.callback(lambda: queue.run(client.close()))
@@ -117,10 +119,31 @@ async def _run(client: QueueClient, count: int, cursor: int) -> int:
     return cursor
 
 
-def _start(directory: Path, stack: ExitStack, store: SpanStore, concurrency: int) -> Mapping[str, Any]:
-    """Start engine, queue, gateway and worker; return the processes that count, the agent's among them, and the queue's URL."""
+def start_services(
+    directory: Path,
+    stack: ExitStack,
+    store: SpanStore,
+    concurrency: int,
+    engine: Sequence[str],
+    agent: str,
+    more: Mapping[str, object],
+) -> Mapping[str, Any]:
+    """Start engine, queue, gateway and worker.
+
+    Args:
+        directory: files and logs.
+        stack: stops the processes.
+        store: takes the spans.
+        concurrency: attempts at once in the agent's process.
+        engine: module of the engine and its arguments but for the port.
+        agent: MODULE:FUNCTION in the folder of benchmarks.
+        more: further settings.
+
+    Returns:
+        Processes `queue`, `gateway` and `worker`, and their addresses `url` (of the queue), `gateway_url` and `engine_url`.
+    """
     engine_port, queue_port, gateway_port = free_ports(3)
-    engine, queue_url, gateway_url = (f"http://127.0.0.1:{port}" for port in (engine_port, queue_port, gateway_port))
+    engine_url, queue_url, gateway_url = (f"http://127.0.0.1:{port}" for port in (engine_port, queue_port, gateway_port))
     values = {
         "store.url": store.settings.url,
         "store.otlp_endpoint": store.settings.otlp_endpoint,
@@ -129,12 +152,12 @@ def _start(directory: Path, stack: ExitStack, store: SpanStore, concurrency: int
         "queue.db": f"sqlite:///{directory}/queue.db",
         "gateway.port": gateway_port,
         "gateway.url": gateway_url,
-        "gateway.engine_url": engine,
-        "gateway.policy": POLICY,
+        "gateway.engine_url": engine_url,
         "gateway.spill_path": directory / "spill",
         "runner.run_id": RUN,
         "runner.directory": directory / "runner",
         "runner.concurrency": concurrency,
+        **more,
     }
     settings = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
@@ -143,15 +166,14 @@ def _start(directory: Path, stack: ExitStack, store: SpanStore, concurrency: int
         stack.callback(child.stop)
         return child
 
-    upstream = [sys.executable, "-m", "benchmarks.gateway_upstream", "--port", str(engine_port), "--step-seconds", "0.005"]
-    start("engine", upstream)
+    start("engine", [sys.executable, "-m", *engine, "--port", str(engine_port)])
     queue = start("queue", own_command("queue", *settings))
     gateway = start("gateway", own_command("gateway", *settings))
     for url, child in ((queue_url, queue), (gateway_url, gateway)):
         wait_until(lambda url=url: answers(f"{url}/readyz"), START_SECONDS, child.name, [child])
-    worker = start("worker", own_command("worker", "--agent", "rollouts_agent:agent", "--directory", str(ROOT / "benchmarks"), *settings))
+    worker = start("worker", own_command("worker", "--agent", agent, "--directory", str(ROOT / "benchmarks"), *settings))
     wait_until(lambda: _host(worker) is not None, START_SECONDS, "the agent's process", [worker])
-    return {"queue": queue, "worker": worker, "gateway": gateway, "url": queue_url}
+    return {"queue": queue, "worker": worker, "gateway": gateway, "url": queue_url, "gateway_url": gateway_url, "engine_url": engine_url}
 
 
 def _host(worker: Child) -> psutil.Process | None:

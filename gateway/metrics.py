@@ -64,6 +64,7 @@ class GatewayMetrics(Collector):
         self._events = CollectorRegistry(auto_describe=False)
         labels = ("policy", "dialect")
         self._calls = self._counter("calls", "Policy calls that ended.", *labels, "status", "error_type")
+        self._refused_late = self._counter("calls_refused_late", "Calls refused because their attempt had ended.")
         self._tokens_in = self._counter("tokens_in", "Tokens of prompts.", *labels)
         self._tokens_out = self._counter("tokens_out", "Tokens of answers.", *labels)
         self._first_byte = self._histogram(
@@ -113,6 +114,10 @@ class GatewayMetrics(Collector):
         if first_byte_seconds is not None:
             first_byte.observe(first_byte_seconds)
         whole.observe(seconds)
+
+    def refused_late_call(self) -> None:
+        """Count a call that was refused because its attempt had ended."""
+        self._refused_late.inc()
 
     def published(self, policy: str, outcome: str, seconds: float) -> None:
         """Count a publication that has ended, with outcome `ok` or `failed`."""

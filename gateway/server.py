@@ -152,11 +152,12 @@ def application(
     app = web.Application(middlewares=[access.check], client_max_size=settings.gateway.max_request_bytes)
     if follower:
         metrics.controller_up = lambda: follower.connected
-        app.add_routes([*Admin(pool, counts, follower.reason).routes(), *follower.routes()])
+        follower.on_closed = counts.close
+        app.add_routes([*Admin(pool, counts, follower.close_attempts, follower.reason).routes(), *follower.routes()])
     else:
         followers = Followers(pool, metrics)
         app.on_shutdown.append(followers.close)
-        app.add_routes([*Admin(pool, counts).routes(), *followers.routes(), *PoolAdmin(pool, metrics).routes()])
+        app.add_routes([*Admin(pool, counts, followers.close_attempts).routes(), *followers.routes(), *PoolAdmin(pool, metrics).routes()])
     app.add_routes([metrics_route(metrics), *calls.routes()])
     app.router.add_route("*", "/{rest:(?s:.*)}", _unknown)
     return app

@@ -18,6 +18,7 @@ from runner.ids import ordered_ids
 from runner.queue.client import QueueClient
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
+from runner.queue.stopped_attempts import GatewayOrders
 from runner.queue.tables import QueueDatabase
 from runner.queue.wire import DemandState, QueuedRollout, Rollouts, RolloutState, RunCounts
 from spangrad.errors import QueueError
@@ -30,21 +31,28 @@ _OPEN = (RolloutState.QUEUED, RolloutState.RUNNING)
 class EmbeddedQueue(QueueClient):
     """Client of a queue service in this process; answers as the server would."""
 
-    def __init__(self, file: Path, defaults: Defaults) -> None:
+    def __init__(self, file: Path, defaults: Defaults, orders: GatewayOrders | None = None) -> None:
         """Open a file, within a running event loop.
+
+        Args:
+            file: the queue's database.
+            defaults: values that rollouts leave out.
+            orders: tells the gateway of attempts that failed. None: nothing does.
 
         Raises:
             QueueError: the file is not a queue's database, or another process has it open.
         """
         super().__init__("embedded")
         self.file = file
-        self._service = Service(_opened(file), defaults)
-        self._watch = asyncio.create_task(self._service.watch(), name="queue watch")
+        self._service = Service(_opened(file), defaults, orders)
+        self._tasks = [asyncio.create_task(self._service.watch(), name="queue watch")]
+        if orders:
+            self._tasks.append(asyncio.create_task(orders.run(), name="orders to the gateway"))
 
     @classmethod
     def begin(cls, settings: Settings) -> Self:
         """Create the queue of a new run."""
-        return cls(_directory(settings.runner) / f"{next(ordered_ids())}.db", _defaults(settings))
+        return cls(_directory(settings.runner) / f"{next(ordered_ids())}.db", _defaults(settings), GatewayOrders.of(settings))
 
     @classmethod
     async def left(cls, settings: Settings) -> list[tuple[Self, int]]:
@@ -52,7 +60,7 @@ class EmbeddedQueue(QueueClient):
         queues: list[tuple[Self, int]] = []
         for file in sorted(_directory(settings.runner).glob("*.db")):
             try:
-                queue = cls(file, _defaults(settings))
+                queue = cls(file, _defaults(settings), GatewayOrders.of(settings))
             except QueueError:
                 continue  # its process is alive, or it was killed before there was a table
             states = {state: count for run in await queue._service.counts() for state, count in run.states.items()}
@@ -64,8 +72,9 @@ class EmbeddedQueue(QueueClient):
 
     async def close(self) -> None:
         """Close the file; remove it where all its rollouts have ended."""
-        self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         runs = await self._service.counts()
         await self._service.close()
         if not any(run.states.get(state) for run in runs for state in _OPEN):

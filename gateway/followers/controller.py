@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from aiohttp import WSMsgType, web
@@ -21,6 +21,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pool.pool import BackendPool, OtherGateways
 from gateway.pool.upstream import Upstream
 from gateway.proxy.auth import STATE_PATH
+from gateway.proxy.counts import ClosedAttempt
 from spangrad.http.server import json_response
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class _Connection:
         self.report = FollowerReport(0, {}, {})
         self.wake = asyncio.Event()
         """Set when there is something to send it."""
+        self.closed: list[ClosedAttempt] = []
+        """Ends of attempts that it was not sent yet."""
         self._request = request
 
     def abort(self) -> None:
@@ -111,6 +114,12 @@ class Followers(OtherGateways):
         for follower in self._connections:
             follower.wake.set()
 
+    async def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
+        """Send the ends of attempts to all followers."""
+        for follower in self._connections:
+            follower.closed += closed
+            follower.wake.set()
+
     async def wait_idle(self, backend: Upstream) -> None:
         """Wait until the followers send a backend no calls, and none of theirs is in flight; disconnect those that do not confirm."""
         revision = self._current()[0]
@@ -137,8 +146,10 @@ class Followers(OtherGateways):
             while True:
                 follower.wake.clear()
                 revision, view = self._current()
-                update = ControllerUpdate(revision, view if revision != sent.revision else None, self._others_in_flight(follower))
-                if update.state or update.elsewhere != sent.elsewhere or time.monotonic() - sent_at >= BEAT_SECONDS:
+                closed, follower.closed = tuple(follower.closed), []
+                state = view if revision != sent.revision else None
+                update = ControllerUpdate(revision, state, self._others_in_flight(follower), closed)
+                if state or closed or update.elsewhere != sent.elsewhere or time.monotonic() - sent_at >= BEAT_SECONDS:
                     await socket.send_bytes(msgspec.msgpack.encode(update))
                     sent, sent_at = update, time.monotonic()
                 with contextlib.suppress(TimeoutError):

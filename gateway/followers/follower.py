@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 import aiohttp
 import msgspec
@@ -19,6 +20,7 @@ from yarl import URL
 from gateway.followers.followed_pool import FollowedPool
 from gateway.followers.messages import BEAT_SECONDS, COUNT_SECONDS, SILENT_SECONDS, ControllerUpdate, FollowerReport
 from gateway.proxy.auth import STATE_PATH
+from gateway.proxy.counts import ClosedAttempt
 from gateway.proxy.http import error_response
 from spangrad.errors import GatewayError
 from spangrad.settings import GatewaySettings
@@ -48,6 +50,8 @@ class Follower:
         self._followed = asyncio.Event()
         """Set when a state was taken over that is not confirmed yet."""
         self.connected = False
+        self.on_closed: Callable[[ClosedAttempt], None] = lambda closed: None
+        """Callback for each attempt that has ended, by the controller's word."""
 
     def reason(self) -> str:
         """Return the reason why this gateway is degraded; empty: it is not."""
@@ -76,6 +80,16 @@ class Follower:
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             return error_response(503, f"the gateway at {self._url} (gateway.controller), which answers this, is away: {reason}")
+
+    async def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
+        """Pass the ends of attempts on to the controller, which tells all its followers; while it is away, this gateway alone knows."""
+        body = msgspec.json.encode({"attempts": closed})
+        try:
+            async with self._session.post(f"{self._url}/attempts/close", data=body, headers=self._headers) as answer:
+                if answer.status != 200:
+                    log.warning("the gateway at %s (gateway.controller) refuses the ends of attempts: HTTP %d", self._url, answer.status)
+        except (aiohttp.ClientError, OSError) as error:
+            log.warning("the gateway at %s (gateway.controller) was not told that attempts ended: %s", self._url, error)
 
     async def run(self) -> None:
         """Follow the controller; never returns."""
@@ -130,6 +144,8 @@ class Follower:
             self._revision = update.revision
             self._followed.set()
         self._pool.take_elsewhere(update.elsewhere)
+        for closed in update.closed:
+            self.on_closed(closed)
         if not self.connected:
             self.connected = True
             log.info("follows the gateway at %s: %d backends", self._url, len(self._pool.backends))

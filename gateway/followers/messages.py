@@ -13,6 +13,7 @@ from gateway.pool.policy import Policy
 from gateway.pool.pool import BackendPool
 from gateway.pool.registry import RegisteredBackend
 from gateway.pool.upstream import BackendStatus, Upstream
+from gateway.proxy.counts import ClosedAttempt
 from gateway.weights.publication import WeightsRelease
 
 BEAT_SECONDS = 1.0
@@ -72,6 +73,8 @@ class ControllerUpdate(msgspec.Struct, frozen=True):
     """None: it is as the message before left it."""
     elsewhere: dict[int, int]
     """Calls in flight of all other gateways, by the backends' ids; 0 is left out."""
+    closed: tuple[ClosedAttempt, ...] = ()
+    """Attempts that have ended since the message before."""
 
 
 class FollowerReport(msgspec.Struct, frozen=True):

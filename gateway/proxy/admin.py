@@ -6,8 +6,7 @@ In: HTTP requests. Out: JSON. Invariant: nothing here answers an agent, and ever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from aiohttp import web
@@ -15,7 +14,7 @@ from aiohttp import web
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendStatus
 from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
-from gateway.proxy.counts import Counts
+from gateway.proxy.counts import AttemptNumber, ClosedAttempt, Counts, RolloutName
 from gateway.proxy.http import error_response
 from spangrad.http.server import json_response
 
@@ -23,15 +22,11 @@ COUNT_WAIT_SECONDS = 10
 """Longest time that a count waits for calls in flight."""
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=9999)]
-_Name = Annotated[str, msgspec.Meta(min_length=1)]
-
-
 class AnnouncedAttempt(msgspec.Struct, forbid_unknown_fields=True):
     """Announcement of an attempt that is about to start."""
 
-    rollout_id: _Name
-    attempt: _Number
+    rollout_id: RolloutName
+    attempt: AttemptNumber
     run_id: str
     mode: str
     traceparent: str | None = None
@@ -47,8 +42,8 @@ class AnnouncementRequest(msgspec.Struct, forbid_unknown_fields=True):
 class AskedAttempt(msgspec.Struct, forbid_unknown_fields=True):
     """Name of an attempt."""
 
-    rollout_id: _Name
-    attempt: _Number
+    rollout_id: RolloutName
+    attempt: AttemptNumber
 
 
 class CountRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,6 +52,12 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True):
     attempts: list[AskedAttempt]
     wait: bool = True
     """True if the response waits for calls in flight, for at most COUNT_WAIT_SECONDS."""
+
+
+class ClosingRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Order that attempts end, whatever their agents still do."""
+
+    attempts: list[ClosedAttempt]
 
 
 class CountedAttempt(msgspec.Struct):
@@ -79,8 +80,22 @@ class CountedAttempts(msgspec.Struct):
 class Admin:
     """Handlers of the routes for the runner and for health checks."""
 
-    def __init__(self, pool: BackendPool, counts: Counts, degraded: Callable[[], str] = str) -> None:
-        """Store the arguments; `degraded` returns the reason why the gateway is not whole, or an empty string."""
+    def __init__(
+        self,
+        pool: BackendPool,
+        counts: Counts,
+        close_elsewhere: Callable[[Sequence[ClosedAttempt]], Awaitable[None]],
+        degraded: Callable[[], str] = str,
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            pool: backends of the gateway.
+            counts: calls of the attempts.
+            close_elsewhere: passes the ends of attempts on to the other gateways.
+            degraded: returns the reason why the gateway is not whole, or an empty string.
+        """
+        self._close_elsewhere = close_elsewhere
         self._degraded = degraded
         self._pool = pool
         self._counts = counts
@@ -90,6 +105,7 @@ class Admin:
         return [
             web.post("/attempts", self.announce),
             web.post("/attempts/calls", self.calls),
+            web.post("/attempts/close", self.close),
             web.get("/healthz", self.health),
             web.get("/readyz", self.ready),
         ]
@@ -119,6 +135,17 @@ class Admin:
             await asyncio.gather(*(self._counts.wait_idle(key, COUNT_WAIT_SECONDS) for key in keys))
         counts = [CountedAttempt(self._counts.calls(key), self._counts.overflowed(key), self._counts.in_flight(key)) for key in keys]
         return json_response(CountedAttempts(counts))
+
+    async def close(self, request: web.Request) -> web.Response:
+        """End attempts here and at the other gateways: their calls in flight are cut, and later ones refused."""
+        try:
+            closed = msgspec.json.decode(await request.read(), type=ClosingRequest).attempts
+        except msgspec.DecodeError as error:
+            return error_response(400, f"an order to close attempts is JSON with a list `attempts`: {error}")
+        for attempt in closed:
+            self._counts.close(attempt)
+        await self._close_elsewhere(closed)
+        return json_response({"status": "closed"})
 
     async def health(self, request: web.Request) -> web.Response:
         """Answer that the gateway is up, and the reason if it is not whole."""

@@ -2,7 +2,7 @@
 
 In: requests in one of the dialects. Out: answers. Invariant: a call is counted when it is accepted, is one span when it ends, and only
 then is no longer in flight; the span is on disk before the agent has the last of the answer; the engine stops generating as
-soon as the agent has left.
+soon as the agent has left, or the attempt has ended, whose later calls are refused and not counted.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 ATTEMPT_PREFIX = r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}"
 
+ATTEMPT_CLOSED = "attempt_closed"
+"""Type of the errors that calls of an ended attempt are answered with."""
 _LAST_EVENT = re.compile(rb"data: ?\[DONE\]|event: ?(message_stop|response\.(completed|incomplete|failed))")
 
 
@@ -120,6 +122,9 @@ class Calls:
         await self._exporter.room()
         baggage = parse_baggage(request.headers.get("baggage"))
         attempt = attempt_of(_url_attempt(request), baggage)
+        if closed := self._counts.closed(attempt):
+            self._metrics.refused_late_call()
+            return json_response(dialect.error(410, closed.message(), ATTEMPT_CLOSED), 410)
         context = call_context(attempt, self._counts.announced(attempt), baggage, request.headers.get("traceparent"))
         facts = CallFacts(context, client_request, next(self._seq), time.time_ns())
         exchange = _Exchange(request, facts)
@@ -185,7 +190,7 @@ class Calls:
     async def _answered(self, exchange: _Exchange) -> web.StreamResponse:
         """Answer a call; failures of the engine become error responses, and errors in the span."""
         try:
-            async with asyncio.timeout(self._seconds):
+            async with self._counts.limit(exchange.facts.context.attempt, self._seconds):
                 return await self._by_any_backend(exchange)
         except BackendDownError as error:
             return _failed(exchange, 503, "engine_down", str(error))
@@ -194,6 +199,9 @@ class Calls:
             response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
             return response
         except TimeoutError:
+            if closed := self._counts.closed(exchange.facts.context.attempt):
+                exchange.facts.aborted = True
+                return _failed(exchange, 410, ATTEMPT_CLOSED, closed.message())
             message = f"no whole answer within gateway.request_timeout_seconds = {self._seconds:g}."
             return _failed(exchange, 504, "timeout", message)
 

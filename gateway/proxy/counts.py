@@ -1,19 +1,47 @@
-"""Counts of the policy calls of each attempt, by which the completeness of a rollout is checked.
+"""Policy calls of each attempt: their number, by which the completeness of a rollout is checked, and their end with the attempt.
 
-In: the runner's announcements, beginnings and ends of calls. Out: counts, once no call is in flight. Invariant: a
-call is counted when it is accepted, and ends here only after its span is queued for export.
+In: the runner's announcements, beginnings and ends of calls, ends of attempts. Out: counts, once no call is in flight; time limits of
+calls. Invariant: a call is counted when it is accepted, and ends here only after its span is queued for export; an attempt that was closed
+has no call in flight a moment later, and none is accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
 
 from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, AttemptKey
 
 ATTEMPTS_KEPT = 100_000
 """Number of attempts remembered; the least recently used without a call in flight are forgotten first (some 50 MB in all)."""
+
+
+AttemptNumber = Annotated[int, msgspec.Meta(ge=0, le=9999)]
+RolloutName = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class ClosedAttempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An attempt that has ended, whatever its agent still does."""
+
+    rollout_id: RolloutName
+    attempt: AttemptNumber
+    reason: str
+    """Reason of the end, such as `cancelled`."""
+
+    @property
+    def key(self) -> AttemptKey:
+        """Return the attempt."""
+        return AttemptKey(self.rollout_id, self.attempt)
+
+    def message(self) -> str:
+        """Return the sentence that the attempt's calls are answered with."""
+        return f"attempt {self.attempt} of rollout {self.rollout_id} has ended ({self.reason}). No more of its calls are answered."
 
 
 @dataclass(slots=True)
@@ -24,6 +52,10 @@ class _Tally:
     overflowed: bool = False
     """True if the last call that ended was refused because its prompt was longer than the model's context."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: ClosedAttempt | None = None
+    """None: it has not ended, as far as is known."""
+    limits: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
+    """Time limits of the calls in flight."""
 
 
 class Counts:
@@ -40,6 +72,38 @@ class Counts:
         """Return the announcement of an attempt, or an empty one."""
         tally = self._tallies.get(attempt) if attempt else None
         return tally.announced if tally else NOTHING_ANNOUNCED
+
+    def close(self, closed: ClosedAttempt) -> None:
+        """End an attempt: its calls in flight reach their time limit now, and no other is to be accepted."""
+        tally = self._touch(closed.key)
+        tally.closed = tally.closed or closed
+        now = asyncio.get_running_loop().time()
+        for limit in tally.limits:
+            if not limit.expired():
+                limit.reschedule(now)
+
+    def closed(self, attempt: AttemptKey | None) -> ClosedAttempt | None:
+        """Return how an attempt ended. None: it goes on."""
+        tally = self._tallies.get(attempt) if attempt else None
+        return tally.closed if tally else None
+
+    @asynccontextmanager
+    async def limit(self, attempt: AttemptKey | None, seconds: float) -> AsyncGenerator[None]:
+        """Limit the time of a call that has begun, until its attempt is closed at most.
+
+        Raises:
+            TimeoutError: the time is over, or the attempt was closed.
+        """
+        async with asyncio.timeout(seconds) as limit:
+            if attempt is None:
+                yield
+                return
+            limits = self._tallies[attempt].limits
+            limits.add(limit)
+            try:
+                yield
+            finally:
+                limits.discard(limit)
 
     def begin(self, attempt: AttemptKey | None) -> None:
         """Count an accepted call."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -46,6 +47,8 @@ from runner.queue.wire import (
     RolloutState,
     RunCounts,
     Runs,
+    Stops,
+    StopsRequest,
 )
 from spangrad.errors import QueueError
 from spangrad.http.async_http import AsyncClient
@@ -60,6 +63,9 @@ T = TypeVar("T")
 RETRY_SECONDS = 60.0
 """Time for which requests are retried while the queue is away, in seconds: enough to restart it."""
 _ANSWER_SECONDS = 120.0
+_STOPS_WAIT_SECONDS = 30.0
+"""Longest wait of a request for ended attempts, in seconds."""
+_STOPPED_EARLY_KEPT = 1000
 ENQUEUE_MOST = 5000
 """Largest number of rollouts in one request."""
 
@@ -123,6 +129,11 @@ class QueueClient:
     async def beat(self, leases: Sequence[RolloutLease | Held]) -> list[AttemptReceipt]:
         """Send a heartbeat for these leases; return a result for each one that is not held any more."""
         return (await self._change("/v1/leases/heartbeat", AttemptReceipts, Heartbeat(leases=_held(leases)))).results
+
+    async def stopped(self, worker: str, *, after: int = 0, wait_seconds: float = 0) -> Stops:
+        """Return a worker's attempts that the queue has ended since; if there is none, wait for one as long as requested."""
+        ask = StopsRequest(worker=worker, after=after, wait_seconds=wait_seconds)
+        return await self._change("/v1/leases/stopped", Stops, ask)
 
     async def extend(self, leases: Sequence[RolloutLease | Held], seconds: float) -> list[AttemptReceipt]:
         """Extend the time for which these leases hold without a heartbeat; return a result for each one that is not held any more."""
@@ -197,11 +208,12 @@ class QueueClient:
 
 
 class LeaseHeartbeats:
-    """Renews leases by heartbeats from a background task; an async context manager."""
+    """Renews leases by heartbeats, and learns which of them the queue has ended, in background tasks; an async context manager."""
 
     def __init__(
         self,
         client: QueueClient,
+        worker: str,
         ended: Callable[[RolloutLease, AttemptReceipt], None],
         ran: Callable[[RolloutLease], float | None] = lambda lease: None,
     ) -> None:
@@ -209,33 +221,39 @@ class LeaseHeartbeats:
 
         Args:
             client: sends the heartbeats.
+            worker: name by which the leases were taken.
             ended: called once for each lease that is not held any more, with the reason: its attempt must be stopped.
             ran: returns the time that an attempt's agent has run, in seconds. None: unknown; the time counts from the hand-out.
         """
         self._client = client
+        self._worker = worker
         self._ended = ended
         self._ran = ran
         self._leases: dict[tuple[str, int], RolloutLease] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._stopped_early: deque[AttemptReceipt] = deque(maxlen=_STOPPED_EARLY_KEPT)
+        """Attempts that were ended before this worker had the response with their lease."""
+        self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         """Start the heartbeats."""
-        self._task = asyncio.create_task(
-            beat(lambda: [one.lease_seconds for one in self._leases.values()], self._changed, self._renew), name="queue heartbeat"
-        )
+        beating = beat(lambda: [one.lease_seconds for one in self._leases.values()], self._changed, self._renew)
+        self._tasks = [asyncio.create_task(beating, name="queue heartbeat"), asyncio.create_task(self._watch(), name="queue stops")]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop the heartbeats; leases that are still held expire."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def keep(self, leases: Iterable[RolloutLease]) -> None:
         """Add leases to the heartbeats."""
         self._leases.update(((one.rollout_id, one.attempt), one) for one in leases)
         self._changed.set()
+        for result in [result for result in self._stopped_early if (result.rollout_id, result.attempt) in self._leases]:
+            self._stopped_early.remove(result)
+            self._end(result)
 
     def drop(self, lease: RolloutLease) -> None:
         """Remove a lease from the heartbeats: its attempt was reported, or returned."""
@@ -255,9 +273,28 @@ class LeaseHeartbeats:
             logger.warning("%s", error)  # the leases go on, and are renewed by the next heartbeat
             return
         for result in results:
-            lease = self._leases.pop((result.rollout_id, result.attempt), None)
-            if lease is not None:
-                self._ended(lease, result)
+            self._end(result)
+
+    async def _watch(self) -> None:
+        """Wait for the attempts that the queue ends, until cancelled."""
+        cursor = 0
+        while True:
+            try:
+                stops = await self._client.stopped(self._worker, after=cursor, wait_seconds=_STOPS_WAIT_SECONDS)
+            except QueueError:  # the heartbeats report it, and name the ended attempts as well
+                await asyncio.sleep(1)
+                continue
+            cursor = stops.cursor
+            for result in stops.results:
+                if (result.rollout_id, result.attempt) in self._leases:
+                    self._end(result)
+                else:
+                    self._stopped_early.append(result)
+
+    def _end(self, result: AttemptReceipt) -> None:
+        lease = self._leases.pop((result.rollout_id, result.attempt), None)
+        if lease is not None:
+            self._ended(lease, result)
 
 
 class SyncQueueClient:

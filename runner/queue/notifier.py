@@ -38,6 +38,11 @@ class Notifier:
             if event := self._events.pop(run, None):
                 event.set()
 
+    @property
+    def closed(self) -> bool:
+        """Return whether no wait is worth while any more."""
+        return self._closed
+
     def close(self) -> None:
         """Notify all, and end every wait of `read_until` from now on."""
         self._closed = True

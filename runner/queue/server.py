@@ -17,10 +17,11 @@ from aiohttp import web
 
 from runner.queue.client import default_url
 from runner.queue.metrics import QueueMetrics
-from runner.queue.prompts import PromptAnswers
+from runner.queue.prompts.answers import PromptAnswers
 from runner.queue.purge import purge_periodically
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
+from runner.queue.stopped_attempts import GatewayOrders
 from runner.queue.tables import QueueDatabase
 from runner.queue.task_data import NamedTasks, TaskData, UploadPart
 from runner.queue.wire import (
@@ -75,11 +76,12 @@ async def running(settings: Settings) -> AsyncGenerator[Service]:
         QueueError: the database is invalid, does not answer, or has another server.
     """
     defaults = Defaults(settings.runner.timeout_seconds, settings.runner.max_attempts, settings.queue.lease_seconds)
-    service = Service(QueueDatabase(settings.queue.db.get_secret_value()), defaults)
+    orders = GatewayOrders.of(settings)
+    service = Service(QueueDatabase(settings.queue.db.get_secret_value()), defaults, orders)
     server = json_server(
         address_of(settings.queue), routes(service), cancels=False, smaller="Send fewer rollouts at once.", busy=QueueError
     )
-    tasks = [asyncio.create_task(service.watch())]
+    tasks = [asyncio.create_task(service.watch()), *([asyncio.create_task(orders.run())] if orders else [])]
     if settings.queue.keep_days is not None:
         tasks.append(asyncio.create_task(purge_periodically(service.purge, settings.queue.keep_days * DAY_SECONDS)))
     try:

@@ -1,7 +1,6 @@
-"""Service of the queue: tracks leases and time limits, and executes requests.
+"""Service of the queue: executes requests, ends attempts that expire, and tells workers and gateway of those that it ended.
 
-Invariant: time is counted by this process's monotonic clock alone. At the start every running attempt gets the whole time of its lease,
-since its worker could not renew it meanwhile; its run time continues from before, unless the machine was restarted.
+Invariant: what is answered is committed; an attempt is tracked from the commit that hands it out to the one that ends it.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +20,9 @@ from runner.queue import rows
 from runner.queue.endings import Ending, Endings, not_running
 from runner.queue.notifier import Notifier, wait_for_event
 from runner.queue.purge import purge
-from runner.queue.rows import Defaults, Moment, Running
+from runner.queue.rows import Defaults, Running
+from runner.queue.running_attempts import Key, RunningAttempts
+from runner.queue.stopped_attempts import GatewayOrders, StoppedAttempts
 from runner.queue.tables import QueueDatabase, ServedElsewhereError
 from runner.queue.wire import (
     AttemptReceipts,
@@ -42,30 +42,27 @@ from runner.queue.wire import (
     Purged,
     QueuedRollout,
     Retried,
-    RolloutLease,
     Rollouts,
     RolloutSelector,
     RolloutState,
     RunCounts,
+    Stops,
+    StopsRequest,
 )
 from runner.queue.writer import Writer
 from spangrad.errors import QueueError
-from spangrad.leases import LeaseClock, is_dead, this_boot
+from spangrad.leases import is_dead
 from spangrad.text_sanitizer import storable
 from spangrad.types import AttemptFailure
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SWEEP_SECONDS = 0.25
-"""Pause between two checks for expired leases and time limits, in seconds."""
 _RETRY_SECONDS = 1.0
 """Pause after a failure of the database, in seconds."""
 _SWEEPS_PER_RENEWAL = 8
 """Number of sweeps between two checks for dead workers of this machine, with a renewal of the database's lock."""
 
-Key = tuple[str, int]
-"""Rollout id and attempt number."""
 Change = tuple[type[Any], Callable[[Any], Coroutine[Any, Any, msgspec.Struct]]]
 """Type of a request body, and its handler."""
 
@@ -73,23 +70,26 @@ Change = tuple[type[Any], Callable[[Any], Coroutine[Any, Any, msgspec.Struct]]]
 class Service:
     """Operations of the queue, without HTTP."""
 
-    def __init__(self, database: QueueDatabase, defaults: Defaults) -> None:
-        """Restore the running attempts from the database; within a running event loop."""
+    def __init__(self, database: QueueDatabase, defaults: Defaults, gateway: GatewayOrders | None = None) -> None:
+        """Restore the running attempts from the database; within a running event loop.
+
+        Args:
+            database: rows of the queue.
+            defaults: values that requests leave out.
+            gateway: ends the calls of attempts that failed. None: their calls go on until their agents stop.
+        """
+        self._gateway = gateway
         self.database = database
         self._defaults = defaults
-        self._boot = this_boot()
         self._ids = ordered_ids()
-        self._leases = LeaseClock[Key]()
-        """Time until each lease expires."""
-        self._time_limits = LeaseClock[Key]()
-        """Time until each attempt exceeds its time limit."""
-        self._running: dict[Key, Running] = {}
+        self._running = RunningAttempts()
         self._arrivals = Notifier()
         """Notified when a rollout is queued."""
         self._ends = Notifier()
         """Notified when a rollout ends."""
         self._demands = Notifier()
         """Notified when a demand is set."""
+        self._stops = StoppedAttempts()
         self._stopping = False
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when another server serves from the database: this one must end."""
@@ -97,7 +97,7 @@ class Service:
         """Number of checks so far."""
         with database.reading() as connection:
             self._endings = Endings(connection)
-            self._track(rows.running(connection), is_new=False)
+            self._running.add(rows.running(connection), is_new=False)
         self.writer = Writer(database)
         self.ended: dict[str, int] = {}
         """Attempts by how they ended, since this process started."""
@@ -119,6 +119,7 @@ class Service:
             "/v1/rollouts": (Enqueue, self.enqueue),
             "/v1/leases": (LeaseRequest, self.lease),
             "/v1/leases/heartbeat": (Heartbeat, self.beat),
+            "/v1/leases/stopped": (StopsRequest, self.stopped),
             "/v1/leases/extend": (Extend, self.extend),
             "/v1/leases/complete": (Complete, self.complete),
             "/v1/leases/fail": (Fail, self.fail),
@@ -130,7 +131,7 @@ class Service:
 
     def attempts(self) -> list[Running]:
         """Return the running attempts."""
-        return list(self._running.values())
+        return self._running.all
 
     async def close(self) -> None:
         """Answer waiting requests, finish writes, and close the database."""
@@ -143,6 +144,7 @@ class Service:
         self._stopping = True
         for notifier in (self._arrivals, self._ends, self._demands):
             notifier.close()
+        self._stops.stop_waiting()
 
     async def enqueue(self, request: Enqueue) -> Enqueued:
         """Add rollouts."""
@@ -165,24 +167,15 @@ class Service:
         end = time.monotonic() + ask.wait_seconds
         while True:
             event = self._arrivals.of(ask.run_id)
-            leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._now()))
-            began = self._now().monotonic
-            self._track((_running(one, ask.worker, self._boot, began) for one in leases), is_new=True)
+            leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._running.now()))
+            self._running.lease(leases, ask.worker)
             # A worker that left or died while it waited gets no lease: that would count as an attempt.
             if leases or self._stopping or not await wait_for_event(event, end) or is_gone() or is_dead(ask.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Heartbeat) -> AttemptReceipts:
         """Renew leases; return results for those that have ended."""
-        lost: list[Key] = []
-        for held in beat.leases:
-            key = (held.rollout_id, held.attempt)
-            if running := self._running.get(key):
-                self._leases.renew(key, running.lease_seconds)
-                if held.ran is not None:
-                    self._time_limits.renew(key, running.timeout_seconds + running.lease_seconds - held.ran)
-            else:
-                lost.append(key)
+        lost = [(held.rollout_id, held.attempt) for held in beat.leases if not self._running.beat(held)]
         if not lost:
             return AttemptReceipts(results=[])
         results = await self.read(lambda connection: not_running(connection, lost))
@@ -190,14 +183,19 @@ class Service:
             await self._rebuild()
         return AttemptReceipts(results=results)
 
+    async def stopped(self, ask: StopsRequest) -> Stops:
+        """Return a worker's attempts that the queue has ended; if there is none, wait for one as long as requested."""
+        keys, cursor = await self._stops.after(ask.worker, ask.after, ask.wait_seconds)
+        results = await self.read(lambda connection: not_running(connection, keys)) if keys else []
+        return Stops(results=results, cursor=cursor)
+
     async def extend(self, request: Extend) -> AttemptReceipts:
         """Set the time for which leases hold from now on; return results for those that have ended."""
         keys = [(one.rollout_id, one.attempt) for one in request.leases]
         held = [key for key in keys if key in self._running]
         await self._write(lambda transaction: rows.extend(transaction, held, request.seconds))
         for key in held:
-            if running := self._running.get(key):
-                self._track([replace(running, lease_seconds=request.seconds)], is_new=True)
+            self._running.extend(key, request.seconds)
         lost = [key for key in keys if key not in self._running]
         return AttemptReceipts(results=await self.read(lambda connection: not_running(connection, lost)) if lost else [])
 
@@ -217,8 +215,8 @@ class Service:
     async def cancel(self, which: RolloutSelector) -> Cancelled:
         """Cancel rollouts, queued or running."""
         cancelled, held = await self._write(lambda transaction: self._endings.cancel(transaction, which, time.time()))
-        for key in held:
-            self._untrack(key)
+        self._stops.add((running.worker, key) for key in held if (running := self._running.remove(key)))
+        self._close_calls({AttemptFailure.CANCELLED: held})
         self._count(AttemptFailure.CANCELLED, len(held))
         self._ends.notify()
         return cancelled
@@ -274,11 +272,13 @@ class Service:
 
         An attempt expires with its lease, at its time limit, or with its worker's process.
         """
-        async for _ in self._leases.ticks(SWEEP_SECONDS):
+        async for _ in self._running.sweeps():
             try:
                 if renewal_due := self.sweeps % _SWEEPS_PER_RENEWAL == 0:
                     await self._renew_lock()
-                await self._sweep(check_workers=renewal_due)
+                if endings := self._running.expired(check_workers=renewal_due):
+                    await self._end(list(endings.values()), by_queue=True)
+                    logger.info("%d attempts have expired: %s", len(endings), ", ".join(f"{id_}/{n}" for id_, n in list(endings)[:8]))
             except QueueError as error:
                 logger.warning("%s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -286,34 +286,30 @@ class Service:
             if self.taken.done():
                 return
 
-    async def _sweep(self, *, check_workers: bool) -> None:
-        endings: dict[Key, Ending] = {}
-        for key in self._time_limits.expired():
-            if running := self._running.get(key):
-                detail = f"it ran for more than {running.timeout_seconds:g} s, and its worker did not end it"
-                endings[key] = Ending(*key, AttemptFailure.LOST, detail)
-        for key in self._leases.expired():
-            if running := self._running.get(key):
-                detail = f"no heartbeat of {running.worker} for {running.lease_seconds:g} s"
-                endings[key] = Ending(*key, AttemptFailure.LOST, detail)
-        if check_workers:
-            dead = {worker for worker in {one.worker for one in self._running.values()} if is_dead(worker)}
-            for key, running in self._running.items():
-                if running.worker in dead:
-                    endings[key] = Ending(*key, AttemptFailure.LOST, f"its worker's process has ended: {running.worker}")
-        if endings:
-            results = (await self._end(list(endings.values()))).results
-            logger.info("%d attempts have expired: %s", len(results), ", ".join(f"{one.rollout_id}/{one.attempt}" for one in results[:8]))
-
-    async def _end(self, endings: Sequence[Ending]) -> AttemptReceipts:
+    async def _end(self, endings: Sequence[Ending], *, by_queue: bool = False) -> AttemptReceipts:
         results = await self._write(lambda transaction: self._endings.end(transaction, endings, time.time()))
+        failed: dict[AttemptFailure, list[Key]] = {}
         for ending, result in zip(endings, results, strict=True):
-            if self._untrack((ending.rollout_id, ending.attempt)) and result.refused is None:
-                self._count(ending.reason)
+            key = (ending.rollout_id, ending.attempt)
+            running = self._running.remove(key)
+            if running is None or result.refused is not None:
+                continue
+            self._count(ending.reason)
+            if ending.reason is not None:
+                failed.setdefault(ending.reason, []).append(key)
+            if by_queue:
+                self._stops.add([(running.worker, key)])
+        self._close_calls(failed)
         self._ends.notify()
         if any(result.state is RolloutState.QUEUED for result in results):
             self._arrivals.notify()
         return AttemptReceipts(results=results)
+
+    def _close_calls(self, failed: Mapping[AttemptFailure, Sequence[Key]]) -> None:
+        """Have the gateway end the calls of attempts, by the reason for which they failed."""
+        if self._gateway is not None:
+            for reason, keys in failed.items():
+                self._gateway.close_attempts(keys, reason)
 
     async def _write(self, work: Callable[[sa.Connection], T]) -> T:
         try:
@@ -358,38 +354,8 @@ class Service:
         """Replace the tracked attempts by those that the database says are running."""
         await self._renew_lock()
         # Through the writer: nothing is handed out or ended between the read and the update of the tracked attempts.
-        attempts = {(one.rollout_id, one.attempt): one for one in await self.writer.do(rows.running)}
-        for key in [key for key in self._running if key not in attempts]:
-            self._untrack(key)
-        self._track((one for key, one in attempts.items() if key not in self._running), is_new=False)
-
-    def _track(self, attempts: Iterable[Running], *, is_new: bool) -> None:
-        """Track attempts from now on; for those that are not fresh, count the time that they have run already as well."""
-        now = self._now()
-        for attempt in attempts:
-            key = (attempt.rollout_id, attempt.attempt)
-            if key in self._running:
-                self._leases.renew(key, attempt.lease_seconds)
-                self._running[key] = attempt
-                continue
-            ran = now.monotonic - attempt.began if not is_new and attempt.boot == self._boot else 0.0
-            self._running[key] = attempt
-            self._leases.renew(key, attempt.lease_seconds)
-            # A worker has a lease's time more to end an attempt by itself: it knows better how it ended, and how long the agent ran.
-            self._time_limits.renew(key, attempt.lease_seconds + max(attempt.timeout_seconds - ran, 0.0))
-
-    def _untrack(self, key: Key) -> bool:
-        self._leases.forget(key)
-        self._time_limits.forget(key)
-        return self._running.pop(key, None) is not None
+        self._running.replace(await self.writer.do(rows.running))
 
     def _count(self, reason: AttemptFailure | None, count: int = 1) -> None:
         name = reason.value if reason else RolloutState.SUCCEEDED.value
         self.ended[name] = self.ended.get(name, 0) + count
-
-    def _now(self) -> Moment:
-        return Moment(self._boot, time.monotonic(), time.time())
-
-
-def _running(lease: RolloutLease, worker: str, boot: str, began: float) -> Running:
-    return Running(lease.rollout_id, lease.attempt, lease.lease_seconds, lease.timeout_seconds, worker, boot, began)

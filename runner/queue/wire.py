@@ -142,6 +142,16 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     leases: list[Held]
 
 
+class StopsRequest(Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/leases/stopped: which of the worker's attempts has the queue ended?"""
+
+    worker: Name
+    after: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    """Value of `cursor` of the response before."""
+    wait_seconds: Annotated[float, Meta(ge=0, le=60)] = 0
+    """Longest wait for the next one, in seconds."""
+
+
 class Extend(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/leases/extend: from now on, these leases hold for so many seconds without a heartbeat."""
 
@@ -226,6 +236,15 @@ class AttemptReceipts(Struct, frozen=True, kw_only=True):
     results: list[AttemptReceipt]
 
 
+class Stops(Struct, frozen=True, kw_only=True):
+    """Response to POST /v1/leases/stopped."""
+
+    results: list[AttemptReceipt]
+    """Attempts that a cancellation, an expired lease or a time limit has ended, in order."""
+    cursor: int
+    """Value of `after` for the next request."""
+
+
 class RolloutSelector(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/cancel and /v1/retry: rollouts by id, a group, or a whole run."""
 
@@ -240,7 +259,7 @@ class Cancelled(Struct, frozen=True, kw_only=True):
 
     queued: int
     running: int
-    """Number of running ones; their workers learn of it by their next heartbeat."""
+    """Number of running ones; their workers learn of it at once where they wait for it, else by their next heartbeat."""
 
 
 class Retried(Struct, frozen=True, kw_only=True):

@@ -45,10 +45,10 @@ class Worker:
         self._attempt_tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[EndedAttempt] = asyncio.Queue()
         self._changes = asyncio.Condition()
-        self._beating = LeaseHeartbeats(queue, self._lost, self._ran)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self.name = this_process()
+        self._beating = LeaseHeartbeats(queue, self.name, self._lost, self._ran)
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         """Done when the worker cannot go on: the gateway, the store or the queue stays away, or the agent cannot be loaded any more."""
 

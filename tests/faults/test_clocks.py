@@ -113,7 +113,7 @@ async def test_queue_leases_with_moved_clock_neither_freed_nor_frozen(queue_db: 
         async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", some(3))
             held, silent = await client.lease("run", "worker", 2)
-            async with LeaseHeartbeats(client, lambda *_: None) as beating:
+            async with LeaseHeartbeats(client, "worker", lambda *_: None) as beating:
                 beating.keep([held])
                 clock.move(moved)
                 began = time.monotonic()

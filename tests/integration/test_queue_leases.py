@@ -56,7 +56,7 @@ async def test_heartbeats_extend_leases_and_report_ended_attempts(tmp_path: Path
         await client.enqueue("run", some(3))
         leases = await client.lease("run", "worker", 3)
         over: dict[str, AttemptReceipt] = {}
-        async with LeaseHeartbeats(client, lambda lease, result: over.update({lease.rollout_id: result})) as beating:
+        async with LeaseHeartbeats(client, "worker", lambda lease, result: over.update({lease.rollout_id: result})) as beating:
             beating.keep(leases)
             end = time.monotonic() + 2.2
             while time.monotonic() < end:  # more than twice as long as a lease
@@ -97,7 +97,7 @@ async def test_heartbeat_connection_that_stalls_loses_no_lease(tmp_path: Path) -
     async with serving(settings) as (direct, _), await asyncio.start_server(between, "127.0.0.1", 0) as road:
         await direct.enqueue("run", some(1))
         url = f"http://127.0.0.1:{road.sockets[0].getsockname()[1]}"
-        async with QueueClient(url) as client, LeaseHeartbeats(client, lambda lease, result: None) as beating:
+        async with QueueClient(url) as client, LeaseHeartbeats(client, "worker", lambda lease, result: None) as beating:
             (lease,) = await client.lease("run", "worker")
             connections[0].set()
             beating.keep([lease])
@@ -146,7 +146,7 @@ async def test_queue_restart_renews_leases_and_keeps_run_time_of_attempts(tmp_pa
     await asyncio.sleep(0.8)  # longer than a lease: nobody could renew it
     async with serving(settings) as (client, service):
         assert service.in_flight == 2
-        async with LeaseHeartbeats(client, lambda lease, result: None) as beating:
+        async with LeaseHeartbeats(client, "worker", lambda lease, result: None) as beating:
             beating.keep(leases)
             await until(lambda: is_state(client, "short0", RolloutState.QUEUED))
             ran = time.monotonic() - began

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from opentelemetry import context
 
 import spangrad
-from runner.queue import prompt_rows
+from runner.queue.prompts import rows as prompt_rows
 from runner.queue.tables import METADATA, QueueDatabase
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent, CommandAgent

@@ -175,6 +175,8 @@ class AttemptGateway(HttpServer):
     def __init__(self, port: int = 0, reply: Callable[[list[dict[str, str]]], str] = lambda messages: "weather paris") -> None:
         self.announced: dict[tuple[str, int], dict[str, str]] = {}
         self.calls: dict[tuple[str, int], int] = {}
+        self.closed: dict[tuple[str, int], str] = {}
+        """Reasons for which attempts were closed."""
         self.chats: list[dict[str, Any]] = []
         self.chat_headers: list[dict[str, str]] = []
         self.reply = reply
@@ -212,6 +214,9 @@ class AttemptGateway(HttpServer):
                 return 200, {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice], "usage": usage}
             if path == "/attempts":
                 self.announced |= {(one["rollout_id"], one["attempt"]): one for one in body["attempts"]}
+                return 200, {}
+            if path == "/attempts/close":
+                self.closed |= {(one["rollout_id"], one["attempt"]): one["reason"] for one in body["attempts"]}
                 return 200, {}
             if path == "/attempts/calls":
                 return 200, {"attempts": [self._counted(one["rollout_id"], one["attempt"]) for one in body["attempts"]]}

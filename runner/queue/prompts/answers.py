@@ -1,6 +1,6 @@
 """Prompts in the queue's server: `/v1/prompts`.
 
-In: texts, and requests for them. Out: JSON (`prompt_rows.py`), or the bare text. Invariant: a text is durable before its PUT is answered; a
+In: texts, and requests for them. Out: JSON (`rows.py`), or the bare text. Invariant: a text is durable before its PUT is answered; a
 request with the baggage of an attempt that is pinned to a version of the prompt gets that version, whatever is published meanwhile.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from runner.queue import prompt_rows
-from runner.queue.prompt_rows import PromptName, PromptRow, Put
+from runner.queue.prompts import rows
+from runner.queue.prompts.rows import PromptName, PromptRow, Put
 from runner.queue.service import Service
 from spangrad import semconv
 from spangrad.agent.propagation import baggage_of
@@ -36,7 +36,7 @@ class PromptAnswers:
 
     async def listed(self, request: web.Request) -> web.Response:
         """List each prompt in its published version, or in its newest if none is published."""
-        return json_response(await self._service.read(prompt_rows.newest))
+        return json_response(await self._service.read(rows.newest))
 
     async def get(self, request: web.Request) -> web.Response:
         """Return one version of a prompt."""
@@ -53,24 +53,24 @@ class PromptAnswers:
     async def versions(self, request: web.Request) -> web.Response:
         """Return every version of a prompt."""
         name = request.match_info["name"]
-        return json_response(await self._service.read(lambda connection: prompt_rows.versions(connection, name)))
+        return json_response(await self._service.read(lambda connection: rows.versions(connection, name)))
 
     async def edits(self, request: web.Request) -> web.Response:
         """Return the edits that searches have made of a prompt."""
         name, search = request.match_info["name"], request.query.get("search")
-        return json_response(await self._service.read(lambda connection: prompt_rows.edits(connection, name, search)))
+        return json_response(await self._service.read(lambda connection: rows.edits(connection, name, search)))
 
     async def put(self, request: web.Request) -> web.Response:
         """Store a text as a version."""
         name = msgspec.convert(request.match_info["name"], PromptName)
         request_body = msgspec.json.decode(await body(request), type=Put)
         database = self._service.database
-        return json_response(await self._service.writer.do(lambda transaction: prompt_rows.put(transaction, database, name, request_body)))
+        return json_response(await self._service.writer.do(lambda transaction: rows.put(transaction, database, name, request_body)))
 
     async def _find(self, request: web.Request) -> PromptRow | web.Response:
         name = request.match_info["name"]
         version = _version(request, name)
-        prompt = await self._service.read(lambda connection: prompt_rows.get(connection, name, version))
+        prompt = await self._service.read(lambda connection: rows.get(connection, name, version))
         if prompt is not None:
             return prompt
         which = "is published" if version is None else f"has version {version}"

@@ -1,0 +1,1 @@
+"""Versions of prompts, which the queue keeps and serves."""

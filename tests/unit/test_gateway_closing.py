@@ -1,0 +1,102 @@
+"""Ends of attempts at the gateway: calls in flight are cut at once, later ones are refused and not counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.proxy.context import AttemptKey
+from gateway.proxy.counts import ClosedAttempt, Counts
+from tests.support.gateways import Stage, ask, following, staged
+
+FIRST, SECOND = "/rollout/r/attempt/0", "/rollout/r/attempt/1"
+MESSAGE = "attempt 0 of rollout r has ended (cancelled). No more of its calls are answered."
+
+
+@pytest.fixture
+async def stage() -> AsyncGenerator[Stage]:
+    async with staged() as stage:
+        yield stage
+
+
+async def close(stage: Stage) -> tuple[int, Any]:
+    """Close the first attempt."""
+    return await ask(stage, "POST", "/attempts/close", {"attempts": [{"rollout_id": "r", "attempt": 0, "reason": "cancelled"}]})
+
+
+def error(body: bytes) -> tuple[str, str]:
+    """Message and type of an error."""
+    fields = json.loads(body)["error"]
+    return fields["message"], fields["type"]
+
+
+async def test_close_ends_calls_in_flight_and_refuses_later_ones(stage: Stage) -> None:
+    await stage.announce(FIRST)
+    stage.engine.go_on.clear()
+    call = asyncio.create_task(stage.chat(FIRST))
+    await stage.engine.arrived.wait()
+    assert await close(stage) == (200, {"status": "closed"})
+    status, body = await asyncio.wait_for(call, 5)
+    await asyncio.wait_for(stage.engine.left.wait(), 5)
+    assert (status, error(body)) == (410, (MESSAGE, "attempt_closed"))
+    stage.engine.go_on.set()
+    status, body = await stage.chat(FIRST)
+    assert (status, error(body)) == (410, (MESSAGE, "attempt_closed"))
+    (span,) = await stage.spans()
+    assert (span.attributes["error.type"], span.attributes["http.response.status_code"]) == ("attempt_closed", 410)
+    assert await stage.count(FIRST) == (1, False), "refused calls are not counted: they have no span"
+    assert len(stage.engine.requests) == 1
+    assert "spangrad_gateway_calls_refused_late_total 1.0" in await (await stage.client.get("/metrics")).text()
+
+
+async def test_close_spares_other_attempts_of_the_rollout(stage: Stage) -> None:
+    stage.engine.go_on.clear()
+    calls = [asyncio.create_task(stage.chat(path)) for path in (SECOND, "")]
+    await stage.engine.arrived.wait()
+    await close(stage)
+    stage.engine.go_on.set()
+    assert [(await call)[0] for call in calls] == [200, 200]
+    assert (await stage.chat(SECOND))[0] == 200
+
+
+async def test_close_breaks_a_stream_that_has_begun(stage: Stage) -> None:
+    stage.engine.go_on.clear()
+    call = asyncio.create_task(stage.chat(FIRST, stream=True))
+    await stage.engine.arrived.wait()
+    await asyncio.sleep(0.1)
+    await close(stage)
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await asyncio.wait_for(call, 5)
+    await asyncio.wait_for(stage.engine.left.wait(), 5)
+
+
+@pytest.mark.parametrize("at_follower", [False, True])
+async def test_close_reaches_calls_at_all_gateways(stage: Stage, at_follower: bool) -> None:
+    async with following(stage) as follower, following(stage) as other:
+        stage.engine.go_on.clear()
+        calls = [asyncio.create_task(gateway.chat(FIRST)) for gateway in (stage, follower, other)]
+        while len(stage.engine.requests) < 3:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+        await close(follower if at_follower else stage)
+        assert [(await asyncio.wait_for(call, 5))[0] for call in calls] == [410, 410, 410]
+
+
+async def test_close_refuses_what_it_cannot_read(stage: Stage) -> None:
+    status, body = await ask(stage, "POST", "/attempts/close", {"attempts": [{"rollout_id": "r"}]})
+    assert status == 400
+    assert "JSON with a list `attempts`" in body["error"]["message"]
+
+
+async def test_limit_closed_attempt_keeps_its_first_reason() -> None:
+    counts = Counts()
+    counts.close(ClosedAttempt("r", 0, "cancelled"))
+    counts.close(ClosedAttempt("r", 0, "lost"))
+    closed = counts.closed(AttemptKey("r", 0))
+    assert closed is not None
+    assert closed.reason == "cancelled"
+    assert counts.closed(None) is None
