@@ -159,6 +159,10 @@ class AttemptFailure(StrEnum):
     """The agent raised an exception, or its command failed, because its last prompt was longer than the model's context."""
     MAX_TURNS = "max_turns"
     """The agent used up the turns that it, or its framework, allows."""
+    TOKEN_BUDGET = "token_budget"
+    """The agent's calls generated as many tokens as `runner.max_output_tokens` allows, and it failed when the next one was refused."""
+    CALL_BUDGET = "call_budget"
+    """The agent made as many calls as `runner.max_calls` allows, and failed when the next one was refused."""
     INVALID_OUTPUT = "invalid_output"
     """The agent's rewards are not finite numbers, or its output cannot be read."""
     NO_REWARD = "no_reward"
@@ -203,6 +207,8 @@ POLICY_FAILURES = frozenset(
         AttemptFailure.CONTEXT_OVERFLOW,
         AttemptFailure.INVALID_OUTPUT,
         AttemptFailure.MAX_TURNS,
+        AttemptFailure.TOKEN_BUDGET,
+        AttemptFailure.CALL_BUDGET,
     }
 )
 """Failures that the policy caused: they may have a reward (`runner.failure_rewards`), and then count."""

@@ -81,6 +81,11 @@ class EngineAnswer:
     whole: Callable[[], dict[str, Any] | None] | None = None
     """Assembles a stream's parts into the whole answer. None: it was no stream."""
 
+    @property
+    def tokens_out(self) -> int:
+        """Return the number of generated tokens whose ids are known."""
+        return sum(len(choice.token_ids) for choice in self.choices.values())
+
     def ordered(self) -> list[Choice]:
         """Return the choices in the order of their indices; one of which nothing arrived is empty."""
         return [self.choices.get(index) or Choice() for index in range(max(self.choices, default=-1) + 1)]

@@ -63,6 +63,17 @@ class ClientRequest:
         fields = {**self.fields, "temperature": 0}
         return replace(self, raw=msgspec.json.encode(fields), fields=fields)
 
+    def limited(self, tokens: int) -> ClientRequest:
+        """Return the request for at most so many tokens in all its choices together, 1 each at least; itself if it asks for no more."""
+        names, choices = self.dialect.length_fields, self.fields.get("n")
+        most = max(tokens // choices, 1) if isinstance(choices, int) and choices > 0 else tokens
+        name = next((name for name in names if self.fields.get(name) is not None), names[0])
+        asked = self.fields.get(name)
+        if isinstance(asked, int) and asked <= most:
+            return self
+        fields = {**self.fields, name: most}
+        return replace(self, raw=msgspec.json.encode(fields), fields=fields)
+
     def for_engine(self, more: Mapping[str, Any] | None = None) -> bytes:
         """Return the request that the engine gets, with further fields."""
         engine_request = with_ids(self.engine_path, self.fields)
@@ -104,6 +115,8 @@ class Dialect(Protocol):
     path: str
     operation: str
     """`gen_ai.operation.name`."""
+    length_fields: tuple[str, ...]
+    """Fields of requests that hold the largest number of tokens of an answer; the first is set where a request has none."""
 
     def parse(self, raw: bytes) -> ClientRequest:
         """Read a client's request.

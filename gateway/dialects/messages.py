@@ -23,6 +23,7 @@ class MessagesDialect(MiddlewareFieldDialect):
 
     path = MESSAGES_PATH
     operation = "chat"
+    length_fields = ("max_tokens",)
     conversation = frozenset({"messages", "system"})
     required = "content"
     finish = "stop_reason"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
 
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendStatus
-from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
+from gateway.proxy.context import Announcement, AttemptKey, SpanContext, parse_traceparent
 from gateway.proxy.counts import AttemptNumber, ClosedAttempt, Counts, RolloutName
 from gateway.proxy.http import error_response
 from spangrad.http.server import json_response
@@ -31,6 +32,16 @@ class AnnouncedAttempt(msgspec.Struct, forbid_unknown_fields=True):
     mode: str
     traceparent: str | None = None
     """Context of the attempt's root span, which becomes the parent of its calls. None: it has none."""
+    seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Time from its first call after which it is closed, in seconds. None: no limit."""
+    max_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Number of calls after which it is closed. None: no limit."""
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Number of tokens from engines of ours after which it is closed. None: no limit."""
+
+    def announcement(self, parent: SpanContext | None) -> Announcement:
+        """Return the facts of the announcement, with the context that `traceparent` names."""
+        return Announcement(self.run_id, self.mode, parent, self.seconds, self.max_calls, self.max_output_tokens)
 
 
 class AnnouncementRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +80,8 @@ class CountedAttempt(msgspec.Struct):
     """True if the last call that ended was refused because its prompt was longer than the model's context."""
     in_flight: int
     """Number of those calls that have not ended."""
+    closed: str
+    """Reason for which the attempt was closed, such as `token_budget`; empty: it was not."""
 
 
 class CountedAttempts(msgspec.Struct):
@@ -121,7 +134,7 @@ class Admin:
             if attempt.traceparent is not None and parent is None:
                 return error_response(400, f"traceparent {attempt.traceparent!r} is malformed")
         for attempt, parent in zip(announced, parents, strict=True):
-            self._counts.announce(AttemptKey(attempt.rollout_id, attempt.attempt), Announcement(attempt.run_id, attempt.mode, parent))
+            self._counts.announce(AttemptKey(attempt.rollout_id, attempt.attempt), attempt.announcement(parent))
         return json_response({"status": "announced"})
 
     async def calls(self, request: web.Request) -> web.Response:
@@ -133,8 +146,11 @@ class Admin:
         keys = [AttemptKey(attempt.rollout_id, attempt.attempt) for attempt in counted.attempts]
         if counted.wait:
             await asyncio.gather(*(self._counts.wait_idle(key, COUNT_WAIT_SECONDS) for key in keys))
-        counts = [CountedAttempt(self._counts.calls(key), self._counts.overflowed(key), self._counts.in_flight(key)) for key in keys]
-        return json_response(CountedAttempts(counts))
+        return json_response(CountedAttempts([self._counted(key) for key in keys]))
+
+    def _counted(self, key: AttemptKey) -> CountedAttempt:
+        counts, closed = self._counts, self._counts.closed(key)
+        return CountedAttempt(counts.calls(key), counts.overflowed(key), counts.in_flight(key), closed.reason if closed else "")
 
     async def close(self, request: web.Request) -> web.Response:
         """End attempts here and at the other gateways: their calls in flight are cut, and later ones refused."""

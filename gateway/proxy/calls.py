@@ -122,13 +122,12 @@ class Calls:
         await self._exporter.room()
         baggage = parse_baggage(request.headers.get("baggage"))
         attempt = attempt_of(_url_attempt(request), baggage)
-        if closed := self._counts.closed(attempt):
+        if closed := self._counts.begin(attempt):
             self._metrics.refused_late_call()
             return json_response(dialect.error(410, closed.message(), ATTEMPT_CLOSED), 410)
         context = call_context(attempt, self._counts.announced(attempt), baggage, request.headers.get("traceparent"))
         facts = CallFacts(context, client_request, next(self._seq), time.time_ns())
         exchange = _Exchange(request, facts)
-        self._counts.begin(attempt)
         self._metrics.began()
         try:
             return await self._answered(exchange)
@@ -155,7 +154,11 @@ class Calls:
             await self._exporter.put(self._span(exchange.facts))
         finally:
             facts = exchange.facts
-            self._counts.end(facts.context.attempt, overflowed=facts.http_status == 400 and names_context_overflow(facts.error_message))
+            self._counts.end(
+                facts.context.attempt,
+                overflowed=facts.http_status == 400 and names_context_overflow(facts.error_message),
+                tokens_out=facts.answer.tokens_out,
+            )
             # After the answer's last byte: metrics are worth no wait.
             asyncio.get_running_loop().call_soon(self._count, exchange, time.perf_counter())
 
@@ -177,8 +180,7 @@ class Calls:
             str(facts.http_status or ""),
             facts.error_type or ("aborted" if facts.aborted else ""),
             tokens_in=sum(map(len, answer.prompts)) or _used(answer, "prompt_tokens", "input_tokens"),
-            tokens_out=sum(len(choice.token_ids) for choice in answer.choices.values())
-            or _used(answer, "completion_tokens", "output_tokens"),
+            tokens_out=answer.tokens_out or _used(answer, "completion_tokens", "output_tokens"),
             first_byte_seconds=(exchange.first_byte or now) - exchange.began if answer.choices else None,
             seconds=now - exchange.began,
         )
@@ -230,6 +232,8 @@ class Calls:
         if backend.is_engine and facts.context.mode == Mode.TRAIN:
             facts.request, relaxed = relax(facts.request, self._relaxations)
             facts.relaxed = facts.relaxed or relaxed  # another backend may have been tried before
+        if backend.is_engine and (left := self._counts.tokens_left(facts.context.attempt)) is not None:
+            facts.request = facts.request.limited(left)
         refusal = backend.refusal(facts.request.engine_path)
         if refusal:
             return _failed(exchange, 400, "invalid_request_error", refusal)

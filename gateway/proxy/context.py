@@ -49,6 +49,12 @@ class Announcement:
     """None: not announced."""
     parent: SpanContext | None = None
     """The attempt's root span. None: not announced."""
+    seconds: float | None = None
+    """Time from the attempt's first call after which it is closed, in seconds. None: no limit."""
+    max_calls: int | None = None
+    """Number of calls after which it is closed. None: no limit."""
+    max_output_tokens: int | None = None
+    """Number of tokens from engines of ours after which it is closed. None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)

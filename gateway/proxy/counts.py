@@ -1,8 +1,8 @@
 """Policy calls of each attempt: their number, by which the completeness of a rollout is checked, and their end with the attempt.
 
-In: the runner's announcements, beginnings and ends of calls, ends of attempts. Out: counts, once no call is in flight; time limits of
-calls. Invariant: a call is counted when it is accepted, and ends here only after its span is queued for export; an attempt that was closed
-has no call in flight a moment later, and none is accepted.
+In: the runner's announcements, beginnings and ends of calls, ends of attempts. Out: counts, once no call is in flight; what is left of an
+attempt's budgets for its next call. Invariant: a call is counted when it is accepted, and ends here only after its span is queued for
+export; an attempt that was closed has no call in flight a moment later, and none is accepted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, AttemptKey
+from spangrad.types import AttemptFailure
 
 ATTEMPTS_KEPT = 100_000
 """Number of attempts remembered; the least recently used without a call in flight are forgotten first (some 50 MB in all)."""
@@ -56,6 +57,10 @@ class _Tally:
     """None: it has not ended, as far as is known."""
     limits: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
     """Time limits of the calls in flight."""
+    ends_at: float | None = None
+    """Time of the event loop at which the attempt's own time is over. None: it has no limit, or made no call yet."""
+    tokens_out: int = 0
+    """Tokens that engines have generated for it."""
 
 
 class Counts:
@@ -89,35 +94,66 @@ class Counts:
 
     @asynccontextmanager
     async def limit(self, attempt: AttemptKey | None, seconds: float) -> AsyncGenerator[None]:
-        """Limit the time of a call that has begun, until its attempt is closed at most.
+        """Limit the time of a call that has begun: to so many seconds, what is left of its attempt's time, and the attempt's end.
 
         Raises:
             TimeoutError: the time is over, or the attempt was closed.
         """
-        async with asyncio.timeout(seconds) as limit:
-            if attempt is None:
+        if attempt is None:
+            async with asyncio.timeout(seconds):
                 yield
-                return
-            limits = self._tallies[attempt].limits
-            limits.add(limit)
-            try:
-                yield
-            finally:
-                limits.discard(limit)
+            return
+        tally, clock = self._tallies[attempt], asyncio.get_running_loop().time
+        until = clock() + seconds
+        try:
+            async with asyncio.timeout_at(until if tally.ends_at is None else min(until, tally.ends_at)) as limit:
+                tally.limits.add(limit)
+                try:
+                    yield
+                finally:
+                    tally.limits.discard(limit)
+        except TimeoutError:
+            if tally.ends_at is not None and clock() >= tally.ends_at:
+                self._close(attempt, AttemptFailure.TIMEOUT)
+            raise
 
-    def begin(self, attempt: AttemptKey | None) -> None:
-        """Count an accepted call."""
+    def tokens_left(self, attempt: AttemptKey | None) -> int | None:
+        """Return the number of tokens that an attempt's next call may generate, 1 at least. None: there is no limit."""
+        tally = self._tallies.get(attempt) if attempt else None
+        most = tally.announced.max_output_tokens if tally else None
+        return max(most - tally.tokens_out, 1) if tally and most is not None else None
+
+    def begin(self, attempt: AttemptKey | None) -> ClosedAttempt | None:
+        """Count a call; one of an attempt that has ended, or has no call left, is not counted, and how it ended is returned."""
         if attempt is not None:
             tally = self._touch(attempt)
+            announced = tally.announced
+            if announced.max_calls is not None and tally.calls >= announced.max_calls:
+                self._close(attempt, AttemptFailure.CALL_BUDGET)
+            if tally.closed:
+                return tally.closed
+            if tally.ends_at is None and announced.seconds is not None:
+                tally.ends_at = asyncio.get_running_loop().time() + announced.seconds
             tally.calls += 1
             tally.in_flight += 1
             tally.idle.clear()
+        return None
 
-    def end(self, attempt: AttemptKey | None, *, overflowed: bool = False) -> None:
-        """Note that a call's span is queued, and whether the engine refused the call for the length of its prompt."""
+    def end(self, attempt: AttemptKey | None, *, overflowed: bool = False, tokens_out: int = 0) -> None:
+        """Note that a call's span is queued.
+
+        Args:
+            attempt: of the call. None: it belongs to none.
+            overflowed: whether the engine refused the call for the length of its prompt.
+            tokens_out: tokens that an engine has generated for it.
+        """
         if attempt is not None:
             tally = self._tallies[attempt]
             tally.in_flight -= 1
+            tally.tokens_out += tokens_out
+            most = tally.announced.max_output_tokens
+            if most is not None and tally.tokens_out >= most:
+                self._close(attempt, AttemptFailure.TOKEN_BUDGET)
             tally.overflowed = overflowed
             if not tally.in_flight:
                 tally.idle.set()
@@ -149,6 +185,9 @@ class Counts:
         """Return whether an attempt's last call that ended was refused because its prompt was longer than the model's context."""
         tally = self._tallies.get(attempt)
         return tally is not None and tally.overflowed
+
+    def _close(self, attempt: AttemptKey, reason: AttemptFailure) -> None:
+        self.close(ClosedAttempt(attempt.rollout_id, attempt.number, reason.value))
 
     def _touch(self, attempt: AttemptKey) -> _Tally:
         tally = self._tallies.setdefault(attempt, _Tally())

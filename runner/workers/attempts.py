@@ -22,7 +22,7 @@ from runner.queue.wire import AttemptRecord, QueuedRollout, RolloutLease, Rollou
 from runner.rewards.client import RewardClient
 from runner.workers.agent_processes import AgentHost, HostPool
 from runner.workers.attempt_files import AttemptFiles
-from runner.workers.gateway_client import GatewayClient
+from runner.workers.gateway_client import AttemptLimits, GatewayClient
 from runner.workers.hosted import Ends, Hosted
 from runner.workers.jobs import AttemptOutcome, Job
 from runner.workers.root_spans import RootSpan, RootSpans, carrier
@@ -32,6 +32,7 @@ from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Stage, Task
 
 T = TypeVar("T")
+_CLOSED_BY_GATEWAY = frozenset({AttemptFailure.TIMEOUT, AttemptFailure.TOKEN_BUDGET, AttemptFailure.CALL_BUDGET})
 _CANCELLED_BETWEEN_ATTEMPTS = AttemptOutcome(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
 
 
@@ -285,7 +286,12 @@ class Attempts:
         state.span = self.roots.open(state.rollout)
         state.propagation = carrier(state.span)
         if self.gateway is not None:
-            await self.gateway.announce(state.rollout.key, state.rollout.mode, state.propagation["traceparent"])
+            await self.gateway.announce(state.rollout.key, state.rollout.mode, state.propagation["traceparent"], self._limits(state))
+
+    def _limits(self, state: _AttemptState) -> AttemptLimits:
+        """Return the limits of an attempt's calls: its agent's and its evaluator's time, unless an initialisation may call before both."""
+        seconds = None if self._pool.initialises else state.timeout_seconds + self._settings.evaluation_timeout_seconds
+        return AttemptLimits(seconds, self._settings.max_calls, self._settings.max_output_tokens)
 
     async def _counted(self, state: _AttemptState, answer: AttemptOutcome) -> AttemptOutcome:
         """Return the answer after the gateway has counted the calls; it is a failure if the count is needed and unknown."""
@@ -298,6 +304,12 @@ class Attempts:
             return AttemptOutcome(None, AttemptFailure.UNCOUNTED, f"the gateway does not know this attempt any more{_after(answer)}")
         if counted is not None and counted.overflowed and answer.failure in {AttemptFailure.EXCEPTION, AttemptFailure.EXIT_CODE}:
             return replace(answer, failure=AttemptFailure.CONTEXT_OVERFLOW)
+        if (
+            counted is not None
+            and counted.closed in _CLOSED_BY_GATEWAY
+            and answer.failure in {AttemptFailure.EXCEPTION, AttemptFailure.EXIT_CODE}
+        ):
+            return replace(answer, failure=AttemptFailure(counted.closed))
         return answer
 
     def _with_reward(self, answer: AttemptOutcome) -> AttemptOutcome:

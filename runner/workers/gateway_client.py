@@ -36,6 +36,19 @@ class CallCount(msgspec.Struct, frozen=True):
     """Number of accepted calls."""
     overflowed: bool
     """True if the engine refused the last completed call because its prompt was longer than the model's context."""
+    closed: str
+    """Reason for which the gateway answers no more of its calls, such as `token_budget`; empty: it does."""
+
+
+class AttemptLimits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Limits of an attempt's calls, which the gateway keeps."""
+
+    seconds: float | None = None
+    """Time from its first call, in seconds. None: no limit."""
+    max_calls: int | None = None
+    """None: no limit."""
+    max_output_tokens: int | None = None
+    """Tokens that the policy generates. None: no limit."""
 
 
 class _Announced(msgspec.Struct, frozen=True):
@@ -44,12 +57,16 @@ class _Announced(msgspec.Struct, frozen=True):
     run_id: str
     mode: Mode
     traceparent: str
+    seconds: float | None
+    max_calls: int | None
+    max_output_tokens: int | None
 
 
 class _Counted(msgspec.Struct, frozen=True):
     calls: int | None
     overflowed: bool
     in_flight: int
+    closed: str
 
 
 class _Counts(msgspec.Struct, frozen=True):
@@ -98,13 +115,14 @@ class GatewayClient:
         """Return the OpenAI-compatible base URL of an attempt."""
         return f"{self._url}{_attempt(key)}/v1"
 
-    async def announce(self, key: RolloutKey, mode: Mode, traceparent: str) -> None:
+    async def announce(self, key: RolloutKey, mode: Mode, traceparent: str, limits: AttemptLimits) -> None:
         """Announce that an attempt begins.
 
         Raises:
             GatewayError: the gateway refuses, or does not answer.
         """
-        await self._announcing.ask(_Announced(key.rollout_id, key.attempt, key.run_id, mode, traceparent))
+        names = (key.rollout_id, key.attempt, key.run_id, mode, traceparent)
+        await self._announcing.ask(_Announced(*names, limits.seconds, limits.max_calls, limits.max_output_tokens))
 
     async def calls(self, key: RolloutKey) -> CallCount | None:
         """Count an attempt's policy calls, waiting for those in flight. None: the gateway does not know the attempt any more.
@@ -118,7 +136,7 @@ class GatewayClient:
         if counted.calls is None:
             _logger.warning("the gateway at %s does not know attempt %d of rollout %s any more", self._url, key.attempt, key.rollout_id)
             return None
-        return CallCount(counted.calls, counted.overflowed)
+        return CallCount(counted.calls, counted.overflowed, counted.closed)
 
     async def _announce(self, attempts: Sequence[_Announced]) -> Sequence[None]:
         await self._client.ask("POST", "/attempts", bytes, {"attempts": attempts})

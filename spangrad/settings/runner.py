@@ -28,6 +28,10 @@ class FailureRewards(Section):
     """Reward of an attempt whose agent gave an invalid reward or unreadable output. None: as for `timeout`."""
     max_turns: FailureReward = 0.0
     """Reward of an attempt whose agent used up its turns. None: as for `timeout`."""
+    token_budget: FailureReward = 0.0
+    """Reward of an attempt that failed when its generated tokens were used up (runner.max_output_tokens). None: as for `timeout`."""
+    call_budget: FailureReward = 0.0
+    """Reward of an attempt that failed when its calls were used up (runner.max_calls). None: as for `timeout`."""
 
     def of(self, failure: AttemptFailure | None) -> float | None:
         """Return the reward of a failure, or None where it has none."""
@@ -127,6 +131,11 @@ class RunnerSettings(Section):
     """Attempts of each process that may have an environment, or wait for one, before they have a slot of `concurrency`."""
     evaluations: int = Field(default=16, ge=1)
     """Evaluators that run at once in each process. An attempt that is evaluated holds no slot of `concurrency`."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Largest number of calls of an attempt; the gateway refuses the next one (HTTP 410). None: no limit."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """Largest number of tokens that the policy generates in an attempt; the gateway limits each call to what is left, and refuses the next
+    one (HTTP 410) once nothing is. Calls at once may each use what was left when they began. None: no limit."""
     max_attempts: int = Field(default=2, ge=1)
     """Largest number of attempts of a rollout; a failure that the policy caused, and that has a reward, is not retried."""
     failure_rewards: FailureRewards = FailureRewards()

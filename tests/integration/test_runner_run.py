@@ -233,6 +233,21 @@ async def test_run_last_call_overflowed_names_context_overflow(tmp_path: Path) -
         assert (well.failure, well.reward) == (None, {"reward": 0.5})
 
 
+@pytest.mark.parametrize("reason", ["token_budget", "call_budget", "timeout"])
+async def test_run_attempt_closed_by_gateway_fails_for_that_reason(tmp_path: Path, reason: str) -> None:
+    agent = CallableAgent("mine:moody", directory=tmp_path)
+    async with stage(tmp_path, agent, concurrency=1, max_attempts=2, max_calls=3, max_output_tokens=50, timeout_seconds=20) as on:
+        on.gateway.budget_spent = reason
+        (raised, well) = await on.runner.run(
+            [Task("a", {"moods": ["raise"], "calls": 1}), Task("b", {"moods": [0.5], "calls": 1})], mode=Mode.TRAIN, group_size=1
+        )
+        assert (raised.failure, raised.detail, raised.reward) == (reason, "RuntimeError: bad day", {"reward": 0.0})
+        assert (well.failure, well.reward) == (None, {"reward": 0.5})
+        limits = {tuple(one.get(name) for name in ("max_calls", "max_output_tokens")) for one in on.gateway.announced.values()}
+        assert limits == {(3, 50)}
+        assert all(float(one["seconds"]) > 20 for one in on.gateway.announced.values()), "the evaluator may call as well"
+
+
 async def test_run_failed_attempt_forgotten_by_gateway_has_no_reward(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
     async with stage(tmp_path, agent, concurrency=1, max_attempts=1) as on:

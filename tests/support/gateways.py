@@ -53,7 +53,7 @@ class Stage:
         await asyncio.to_thread(self.store.wait_for, lambda: len(self.store.spans) >= count)
         return self.store.spans
 
-    async def announce(self, path: str, **announced: str) -> int:
+    async def announce(self, path: str, **announced: str | float) -> int:
         """Announce the attempt of a path such as `/rollout/r/attempt/0`; return the status."""
         body = {"attempts": [_attempt(path) | {"run_id": "run", "mode": "train"} | announced]}
         async with self.client.post("/attempts", json=body) as answer:
@@ -61,10 +61,18 @@ class Stage:
 
     async def count(self, path: str) -> tuple[int | None, bool]:
         """Return the calls of an attempt (None: it is not known), and whether the last one was too long."""
+        counted = await self._counted(path)
+        return counted["calls"], counted["overflowed"]
+
+    async def ends(self, path: str) -> str:
+        """Return the reason for which an attempt was closed; empty: it was not."""
+        return (await self._counted(path))["closed"]
+
+    async def _counted(self, path: str) -> dict[str, Any]:
         async with self.client.post("/attempts/calls", json={"attempts": [_attempt(path)]}) as answer:
             (counted,) = (await answer.json())["attempts"]
             assert counted["in_flight"] == 0
-            return counted["calls"], counted["overflowed"]
+            return counted
 
     async def readiness(self, until: str) -> None:
         """Wait until /readyz says so."""

@@ -177,6 +177,8 @@ class AttemptGateway(HttpServer):
         self.calls: dict[tuple[str, int], int] = {}
         self.closed: dict[tuple[str, int], str] = {}
         """Reasons for which attempts were closed."""
+        self.budget_spent = ""
+        """Reason for which it says of every attempt that it was closed."""
         self.chats: list[dict[str, Any]] = []
         self.chat_headers: list[dict[str, str]] = []
         self.reply = reply
@@ -224,7 +226,12 @@ class AttemptGateway(HttpServer):
 
     def _counted(self, rollout: str, number: int) -> dict[str, Any]:
         known = (rollout, number) in self.announced and number not in self.forgotten
-        return {"calls": self.calls.get((rollout, number), 0) if known else None, "overflowed": self.overflow_all, "in_flight": 0}
+        return {
+            "calls": self.calls.get((rollout, number), 0) if known else None,
+            "overflowed": self.overflow_all,
+            "in_flight": 0,
+            "closed": self.closed.get((rollout, number), self.budget_spent),
+        }
 
 
 @dataclass

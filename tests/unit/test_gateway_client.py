@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from runner.workers.gateway_client import CallCount, GatewayClient
+from runner.workers.gateway_client import AttemptLimits, CallCount, GatewayClient
 from spangrad.types import Mode, RolloutKey
 from tests.support.gateways import ASKED, staged
 
@@ -20,11 +20,11 @@ async def test_gateway_client_rollout_of_any_name_has_own_endpoint_and_count(nam
         client = GatewayClient(str(stage.client._base_url), None)
         key = RolloutKey("run", name, 0)
         try:
-            await client.announce(key, Mode.TRAIN, TRACEPARENT)
-            assert await client.calls(key) == CallCount(0, overflowed=False)
+            await client.announce(key, Mode.TRAIN, TRACEPARENT, AttemptLimits())
+            assert await client.calls(key) == CallCount(0, overflowed=False, closed="")
             async with stage.client.post(f"{client.endpoint(key)}/chat/completions", json=ASKED) as answer:
                 assert answer.status == 200
-            assert await client.calls(key) == CallCount(1, overflowed=False)
+            assert await client.calls(key) == CallCount(1, overflowed=False, closed="")
             (span,) = await stage.spans()
             assert span.attributes["spangrad.rollout.id"] == name
         finally:
@@ -43,11 +43,11 @@ async def test_gateway_client_calls_reports_overflowed_last_call() -> None:
             return await client.calls(key)
 
         try:
-            await client.announce(key, Mode.TRAIN, TRACEPARENT)
-            assert await call(400, "temperature must be non-negative") == CallCount(1, overflowed=False)
-            assert await call(400, TOO_LONG) == CallCount(2, overflowed=True)
-            assert await call(200, "") == CallCount(3, overflowed=False), "the agent made its prompt shorter"
-            assert await call(500, TOO_LONG) == CallCount(4, overflowed=False)
+            await client.announce(key, Mode.TRAIN, TRACEPARENT, AttemptLimits())
+            assert await call(400, "temperature must be non-negative") == CallCount(1, overflowed=False, closed="")
+            assert await call(400, TOO_LONG) == CallCount(2, overflowed=True, closed="")
+            assert await call(200, "") == CallCount(3, overflowed=False, closed=""), "the agent made its prompt shorter"
+            assert await call(500, TOO_LONG) == CallCount(4, overflowed=False, closed="")
         finally:
             await client.close()
 
@@ -57,16 +57,16 @@ async def test_gateway_client_calls_in_flight_delays_no_other_attempt() -> None:
         client = GatewayClient(str(stage.client._base_url), None)
         busy, idle = RolloutKey("run", "busy", 0), RolloutKey("run", "idle", 0)
         try:
-            await asyncio.gather(*(client.announce(key, Mode.TRAIN, TRACEPARENT) for key in (busy, idle)))
+            await asyncio.gather(*(client.announce(key, Mode.TRAIN, TRACEPARENT, AttemptLimits()) for key in (busy, idle)))
             stage.engine.go_on.clear()
             call = asyncio.create_task(stage.chat("/rollout/busy/attempt/0"))
             await stage.engine.arrived.wait()
             waiting = asyncio.create_task(client.calls(busy))
-            assert await asyncio.wait_for(client.calls(idle), 2) == CallCount(0, overflowed=False)
+            assert await asyncio.wait_for(client.calls(idle), 2) == CallCount(0, overflowed=False, closed="")
             assert not waiting.done()
             stage.engine.go_on.set()
             assert (await call)[0] == 200
-            assert await waiting == CallCount(1, overflowed=False)
+            assert await waiting == CallCount(1, overflowed=False, closed="")
         finally:
             await client.close()
 

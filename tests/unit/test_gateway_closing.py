@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.dialects import DIALECTS
 from gateway.proxy.context import AttemptKey
 from gateway.proxy.counts import ClosedAttempt, Counts
 from tests.support.gateways import Stage, ask, following, staged
@@ -100,3 +101,53 @@ async def test_limit_closed_attempt_keeps_its_first_reason() -> None:
     assert closed is not None
     assert closed.reason == "cancelled"
     assert counts.closed(None) is None
+
+
+async def test_token_budget_limits_each_call_to_what_is_left_and_then_closes(stage: Stage) -> None:
+    await stage.announce(FIRST, max_output_tokens=4)
+    assert [(await stage.chat(FIRST, **asked))[0] for asked in ({"max_tokens": 3}, {"max_tokens": 9}, {})] == [200, 200, 410]
+    assert [request["max_tokens"] for request in stage.engine.requests] == [3, 1], "an answer has three tokens"
+    (_, second) = await stage.spans(2)
+    assert second.attributes["gen_ai.request.max_tokens"] == 1
+    assert await stage.ends(FIRST) == "token_budget"
+    assert await stage.count(FIRST) == (2, False)
+
+
+async def test_token_budget_sets_a_limit_where_a_request_has_none(stage: Stage) -> None:
+    await stage.announce(FIRST, max_output_tokens=8)
+    await stage.chat(FIRST, n=2)
+    assert stage.engine.requests[0]["max_completion_tokens"] == 4
+
+
+async def test_call_budget_refuses_the_next_call(stage: Stage) -> None:
+    await stage.announce(FIRST, max_calls=2)
+    answers = [await stage.chat(FIRST) for _ in range(3)]
+    assert [status for status, _ in answers] == [200, 200, 410]
+    assert error(answers[2][1]) == ("attempt 0 of rollout r has ended (call_budget). No more of its calls are answered.", "attempt_closed")
+    assert await stage.count(FIRST) == (2, False)
+
+
+async def test_attempt_seconds_cut_a_call_at_what_is_left(stage: Stage) -> None:
+    await stage.announce(FIRST, seconds=0.5)
+    assert (await stage.chat(FIRST))[0] == 200
+    stage.engine.go_on.clear()
+    status, body = await asyncio.wait_for(stage.chat(FIRST), 5)
+    assert (status, error(body)[0]) == (410, "attempt 0 of rollout r has ended (timeout). No more of its calls are answered.")
+    await asyncio.wait_for(stage.engine.left.wait(), 5)
+    assert await stage.ends(FIRST) == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "asked", "limited"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 3}, {"max_tokens": 3}),
+        ("/v1/chat/completions", {"max_completion_tokens": 30, "max_tokens": 2}, {"max_completion_tokens": 5, "max_tokens": 2}),
+        ("/v1/chat/completions", {"n": 9}, {"n": 9, "max_completion_tokens": 1}),
+        ("/v1/completions", {}, {"max_tokens": 5}),
+        ("/v1/messages", {"max_tokens": 6}, {"max_tokens": 5}),
+        ("/v1/responses", {"max_output_tokens": None}, {"max_output_tokens": 5}),
+    ],
+)
+def test_limited_request_asks_for_no_more_tokens(dialect: str, asked: dict[str, Any], limited: dict[str, Any]) -> None:
+    request = DIALECTS[dialect].parse(json.dumps(asked).encode()).limited(5)
+    assert (request.fields, json.loads(request.raw)) == (limited, limited)

@@ -126,6 +126,7 @@ def test_gateway_metrics_registry_contains_no_process_metrics() -> None:
         ("controller_up", ()): 1,
         ("followers", ()): 0,
         ("followers_dropped_total", ()): 0,
+        ("calls_refused_late_total", ()): 0,
         ("calls_in_flight", ()): 0,
         ("calls_waiting", ()): 5,
         ("spans_recorded_total", ()): 0,

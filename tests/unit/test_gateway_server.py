@@ -338,7 +338,7 @@ async def test_gateway_call_counts_of_many_attempts_come_in_one_response_without
         counted = (await answer.json())["attempts"]
     stage.engine.go_on.set()
     assert (await call)[0] == 200
-    assert [tuple(one.values()) for one in counted] == [(0, False, 0), (1, False, 1), (None, False, 0)]
+    assert [tuple(one.values()) for one in counted] == [(0, False, 0, ""), (1, False, 1, ""), (None, False, 0, "")]
 
 
 async def test_gateway_token_is_required_except_for_health_checks() -> None:
