@@ -108,7 +108,7 @@ async def gateway() -> AsyncGenerator[AttemptGateway]:
         yield gateway
 
 
-async def test_failed_attempts_are_closed_at_gateway_and_completed_ones_not(tmp_path: Path, gateway: AttemptGateway) -> None:
+async def test_failed_attempts_alone_are_closed_at_gateway(tmp_path: Path, gateway: AttemptGateway) -> None:
     async with serving(of_gateway(tmp_path, gateway__url=gateway.url)) as (client, _):
         await client.enqueue("run", some(4))
         completed, failed, released, _ = await client.lease("run", "worker", 4)
@@ -146,7 +146,7 @@ async def test_direct_mode_sends_gateway_no_orders(tmp_path: Path, gateway: Atte
         assert gateway.closed == {}
 
 
-async def test_heartbeats_go_on_while_the_queue_is_away(settings: Settings) -> None:
+async def test_heartbeats_continue_while_the_queue_is_away(settings: Settings) -> None:
     ended = Ended()
     async with serving(settings) as (client, _):
         await client.enqueue("run", some(1))

@@ -36,7 +36,7 @@ def error(body: bytes) -> tuple[str, str]:
     return fields["message"], fields["type"]
 
 
-async def test_close_ends_calls_in_flight_and_refuses_later_ones(stage: Stage) -> None:
+async def test_close_attempt_ends_calls_in_flight_and_refuses_later_calls(stage: Stage) -> None:
     await stage.announce(FIRST)
     stage.engine.go_on.clear()
     call = asyncio.create_task(stage.chat(FIRST))
@@ -87,7 +87,7 @@ async def test_close_reaches_calls_at_all_gateways(stage: Stage, at_follower: bo
         assert [(await asyncio.wait_for(call, 5))[0] for call in calls] == [410, 410, 410]
 
 
-async def test_close_refuses_what_it_cannot_read(stage: Stage) -> None:
+async def test_close_attempt_unreadable_order_is_refused(stage: Stage) -> None:
     status, body = await ask(stage, "POST", "/attempts/close", {"attempts": [{"rollout_id": "r"}]})
     assert status == 400
     assert "JSON with a list `attempts`" in body["error"]["message"]
@@ -103,7 +103,7 @@ async def test_limit_closed_attempt_keeps_its_first_reason() -> None:
     assert counts.closed(None) is None
 
 
-async def test_token_budget_limits_each_call_to_what_is_left_and_then_closes(stage: Stage) -> None:
+async def test_token_budget_limits_each_call_to_the_rest_and_closes_attempt(stage: Stage) -> None:
     await stage.announce(FIRST, max_output_tokens=4)
     assert [(await stage.chat(FIRST, **asked))[0] for asked in ({"max_tokens": 3}, {"max_tokens": 9}, {})] == [200, 200, 410]
     assert [request["max_tokens"] for request in stage.engine.requests] == [3, 1], "an answer has three tokens"
@@ -127,7 +127,7 @@ async def test_call_budget_refuses_the_next_call(stage: Stage) -> None:
     assert await stage.count(FIRST) == (2, False)
 
 
-async def test_attempt_seconds_cut_a_call_at_what_is_left(stage: Stage) -> None:
+async def test_attempt_seconds_limit_a_later_call_to_the_rest(stage: Stage) -> None:
     await stage.announce(FIRST, seconds=0.5)
     assert (await stage.chat(FIRST))[0] == 200
     stage.engine.go_on.clear()
