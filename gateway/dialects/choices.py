@@ -77,6 +77,7 @@ class ChoicesDialect(ABC, Generic[_C]):
 
     path: str
     operation: str
+    length_fields: tuple[str, ...]
     conversation: frozenset[str]
     """Request fields that are not decoded."""
     read_answer: msgspec.json.Decoder[ReadAnswer[_C]]

@@ -35,6 +35,7 @@ class MiddlewareFieldDialect(ABC):
 
     path: str
     operation: str
+    length_fields: tuple[str, ...]
     conversation: frozenset[str]
     """Request fields that are not decoded."""
     required: str
