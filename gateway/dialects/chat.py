@@ -59,7 +59,7 @@ class ChatDialect(ChoicesDialect[_Choice]):
 
     path = CHAT_PATH
     operation = "chat"
-    length_fields = ("max_completion_tokens", "max_tokens")
+    length_fields: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
     conversation = frozenset({"messages"})
 
     read_answer = msgspec.json.Decoder(ReadAnswer[_Choice])

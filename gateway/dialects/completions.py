@@ -42,7 +42,7 @@ class CompletionsDialect(ChoicesDialect[_Choice]):
 
     path = COMPLETIONS_PATH
     operation = "text_completion"
-    length_fields = ("max_tokens",)
+    length_fields: tuple[str, ...] = ("max_tokens",)
     conversation = frozenset({"prompt"})
     read_answer = msgspec.json.Decoder(ReadAnswer[_Choice])
     known_answer = msgspec.json.Decoder(KnownAnswer[_KnownChoice])

@@ -28,7 +28,7 @@ class ResponsesDialect(MiddlewareFieldDialect):
 
     path = RESPONSES_PATH
     operation = "chat"
-    length_fields = ("max_output_tokens",)
+    length_fields: tuple[str, ...] = ("max_output_tokens",)
     conversation = frozenset({"input", "instructions"})
     required = "output"
     finish = "status"
