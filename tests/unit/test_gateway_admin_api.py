@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 
 from gateway.followers.controller import Followers, FollowerState
 from gateway.pool.admin_pool import BackendRequest, BackendState, OrderRequest, PolicySleepRequest, PolicyState, PoolAdmin, SleepRequest
-from gateway.proxy.admin import Admin, AnnouncementRequest, CountedAttempts, CountRequest
+from gateway.proxy.admin import Admin, AnnouncementRequest, ClosingRequest, CountedAttempts, CountRequest
 from gateway.proxy.auth import STATE_PATH
 from gateway.weights.release import Publication, PublicationRequest
 from tests.support.fake_engine import FakeEngine
@@ -65,7 +65,9 @@ class _Status(msgspec.Struct):
     status: str
 
 
-BODIES = (BackendRequest, SleepRequest, PolicySleepRequest, PublicationRequest, OrderRequest, AnnouncementRequest, CountRequest)
+BODIES = (
+    BackendRequest, SleepRequest, PolicySleepRequest, PublicationRequest, OrderRequest, AnnouncementRequest, CountRequest, ClosingRequest,
+)  # fmt: skip
 ANSWERS = (_Failure, _Followers, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts)
 BACKEND = {"backend": {"type": "string", "minLength": 1}}
 POLICY = {"policy": {"type": "string", "enum": ["policy", "other"]}}
@@ -85,6 +87,7 @@ OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] 
     ("get", "/admin/followers", {}, None, _Followers, [200]),
     ("post", "/attempts", {}, AnnouncementRequest, _Status, [200, 400]),
     ("post", "/attempts/calls", {}, CountRequest, CountedAttempts, [200, 400]),
+    ("post", "/attempts/close", {}, ClosingRequest, _Status, [200, 400]),
     ("get", "/healthz", {}, None, _Status, [200]),
     ("get", "/readyz", {}, None, _Status, [200, 503]),
 ]
@@ -147,7 +150,7 @@ def url() -> Iterator[str]:
 
 def test_admin_api_every_route_is_described() -> None:
     pool: Any = SimpleNamespace()
-    routes = [*Admin(pool, pool).routes(), *PoolAdmin(pool, pool).routes(), *Followers(pool, pool).routes()]
+    routes = [*Admin(pool, pool, pool).routes(), *PoolAdmin(pool, pool).routes(), *Followers(pool, pool).routes()]
     known = {(route.method.lower(), _plain(route)) for route in routes if route.path != STATE_PATH}
     assert known == {(method, path) for method, path, *_ in OPERATIONS}
 
