@@ -18,13 +18,17 @@ from spangrad.settings import PageSettings
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
 PAGES = {
-    "/": ("rollouts", "Rollouts"),
+    "/": ("overview", "Overview"),
     "/rollouts": ("rollouts", "Rollouts"),
     "/rollout": ("rollout", "Rollout"),
+    "/beside": ("beside", "Side by side"),
     "/call": ("call", "Call"),
+    "/training": ("training", "Training"),
+    "/version": ("version", "Version"),
+    "/compare": ("compare", "Compare"),
 }
 """Path of a page -> its template and title."""
-NAVIGATION = (("/rollouts", "Rollouts"),)
+NAVIGATION = (("/", "Overview"), ("/rollouts", "Rollouts"), ("/training", "Training"), ("/compare", "Compare"))
 
 
 @dataclass(frozen=True, slots=True)

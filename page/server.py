@@ -7,6 +7,7 @@ the server as JSON or plain text alone, never as markup.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -21,6 +22,7 @@ from aiohttp import web
 from page.access import HEADERS, PageAccess, local_target
 from page.files import PageFiles
 from page.json_text import encode
+from page.overview import FRESH_SECONDS
 from page.views import PageReaders, PageViews
 from spangrad.errors import SpangradError, StoreError
 from spangrad.http import server as http_server
@@ -65,7 +67,10 @@ async def running(settings: Settings, readers: PageReaders) -> AsyncGenerator[Ht
         application.add_routes(page.routes())
         async with HttpServer(application, settings.page.host, settings.page.port) as server:
             threads.submit(views.prepare)
-            yield server
+            try:
+                yield server
+            finally:
+                page.stop()
         views.close()
 
 
@@ -77,6 +82,7 @@ class _Page:
         self._files = PageFiles(settings.page)
         self._views = views
         self._threads = threads
+        self._stopping = asyncio.Event()
 
     def routes(self) -> list[web.RouteDef]:
         """Return all routes: pages, their files, JSON and downloads."""
@@ -87,6 +93,7 @@ class _Page:
             web.get("/login", partial(self._page, "login")),
             web.post("/login", self._login),
             web.get("/healthz", self._healthy),
+            web.get("/events/overview", self._events),
             *(web.get(path, partial(self._json, answer)) for path, answer in views.answers().items()),
             *(web.get(path, partial(self._download, answer)) for path, answer in views.downloads().items()),
         ]
@@ -168,6 +175,28 @@ class _Page:
             first = await self._in_thread(lambda: next(waiting, b""))
         await response.write_eof()
         return response
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Send the overview again and again, by server-sent events, until the browser leaves or the server stops."""
+        response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store"})
+        response.content_type = "text/event-stream"
+        await response.prepare(request)
+        try:
+            while not self._stopping.is_set():
+                try:
+                    content = await self._in_thread(lambda: encode(self._views.overview.read()))
+                except StoreError as error:
+                    content = encode({"error": str(error)})
+                await response.write(b"data: " + content + b"\n\n")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), FRESH_SECONDS)
+        except ConnectionResetError:
+            pass  # the browser has left
+        return response
+
+    def stop(self) -> None:
+        """End the streams of events."""
+        self._stopping.set()
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -16,11 +16,13 @@ from multidict import MultiMapping
 
 from page.call_view import TEXT_CHARACTERS, CallPlace, call_texts, call_view
 from page.conversation import TURNS_MOST, ReadMessages, turns
+from page.overview import OverviewReader
 from page.reading import PageStore
 from page.rollout_filters import RolloutFilter, RolloutOrder
 from page.rollout_list import choices_of, export, numbers_of, page_of
 from page.rollout_view import rollout_view, span_view
 from page.token_texts import TokenTexts
+from page.training import comparison, training_view, version_view
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class PageViews:
         self._readers = readers
         self._store = PageStore(settings.store)
         self._texts = TokenTexts(self._tokenizer_directories)
+        self.overview = OverviewReader(self._store, settings)
 
     def prepare(self) -> None:
         """Import what the first rollout needs."""
@@ -75,6 +78,10 @@ class PageViews:
             "/api/rollouts/choices": lambda query: choices_of(self._store),
             "/api/rollout": self._rollout,
             "/api/rollout/turns": self._turns,
+            "/api/overview": lambda query: self.overview.read(),
+            "/api/training": lambda query: training_view(self._store, query.get("policy") or None, query.get("branch") or None),
+            "/api/version": self._version,
+            "/api/compare": self._compare,
             "/api/span": lambda query: span_view(self._store, _required(query, "trace"), _required(query, "span")),
             "/api/call": self._call,
             "/api/call/texts": self._call_texts,
@@ -109,8 +116,8 @@ class PageViews:
 
     def _turns(self, query: Query) -> list[dict[str, Any]]:
         calls = [_call_row(text) for text in query.getall("call", [])]
-        known = int(query.get("known", "0"))
-        if not calls or len(calls) > TURNS_MOST or not 0 <= known < len(calls):
+        known = _number(query, "known") if query.get("known") else 0
+        if not calls or len(calls) > TURNS_MOST or known >= len(calls):
             raise ValueError(f"give 1 to {TURNS_MOST} calls, and fewer `known` ones.")
         return turns(self._store.read(lambda client: self._readers.messages(client, self._settings.store.url, calls)), known)
 
@@ -123,16 +130,20 @@ class PageViews:
             return None
         return {name: {"text": text[:TEXT_CHARACTERS], "characters": len(text)} for name, text in texts.items()}
 
+    def _version(self, query: Query) -> dict[str, Any] | None:
+        return version_view(self._store, _required(query, "policy"), _required(query, "branch"), _number(query, "version"))
+
+    def _compare(self, query: Query) -> dict[str, Any]:
+        return comparison(self._store, _required(query, "policy"), _number(query, "left"), _number(query, "right"))
+
     def _tokenizer_directories(self, hash_: str) -> Iterator[Path]:
         yield from filter(None, (self._settings.engine.model, self._settings.trainer.model))
         yield from (Path(row["Path"]) for row in self._store.rows(_CHECKPOINTS, {"hash": hash_}))
 
 
 def _place(query: Query) -> CallPlace:
-    choice = query.get("choice", "0")
-    if not (choice.isascii() and choice.isdecimal() and len(choice) <= 4):
-        raise ValueError(f"choice = {choice[:80]!r} is no number of a choice.")
-    return CallPlace(_required(query, "rollout"), _required(query, "trace"), _required(query, "span"), int(choice))
+    choice = _number(query, "choice", most=9999) if query.get("choice") else 0
+    return CallPlace(_required(query, "rollout"), _required(query, "trace"), _required(query, "span"), choice)
 
 
 def _call_row(text: str) -> Mapping[str, Any]:
@@ -142,6 +153,13 @@ def _call_row(text: str) -> Mapping[str, Any]:
         raise ValueError(f"call = {text[:80]!r} is not TRACE.SPAN.CHOICE.NANOSECONDS.")
     started = datetime.fromtimestamp(int(nanoseconds) / 1e9, UTC)
     return {"TraceId": trace, "SpanId": span, "ChoiceIndex": int(choice), "Timestamp": started}
+
+
+def _number(query: Query, name: str, most: int = 2**63) -> int:
+    text = _required(query, name)
+    if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= most):
+        raise ValueError(f"{name} = {text[:80]!r} is no number from 0 to {most}.")
+    return int(text)
 
 
 def _required(query: Query, name: str) -> str:

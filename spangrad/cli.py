@@ -42,7 +42,7 @@ _MODULES = {
         "commands.demo": "Run the whole loop on this machine until it has learned.",
     },
     "Inspect": {
-        "commands.inspection.page": "Serve the web page: rollouts and calls token by token.",
+        "commands.inspection.page": "Serve the web page: rollouts, calls token by token, steps.",
         "commands.inspection.rollout": "Show a rollout's spans, and why it was trained or not.",
         "commands.inspection.lineage": "Show a version's spans, or a span's versions.",
         "commands.inspection.sql": "Query the span store in SQL.",

@@ -6,7 +6,7 @@ from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 
 
 def page(*, port: int | None = None, host: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Serve the web page over the span store: rollouts, calls token by token. It changes nothing.
+    """Serve the web page over the span store: rollouts, calls token by token, training steps, versions. It changes nothing.
 
     Args:
         port: TCP port of the page.

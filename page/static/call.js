@@ -26,8 +26,9 @@ facts("facts", [
   fact("Finished by", call.FinishReason || call.ErrorType || "–"),
   call.Duration ? fact("Time", duration(call.Duration / 1e6)) : null,
   fact("Rewards", call.rewards.map((reward) => `${reward.title} = ${number(reward.value)} (${reward.source}${reward.own ? ", its own" : ""})`).join(", ") || "–"),
-  fact("Trained", call.trained.map((step) =>
-    `${step.Policy}@${step.Version} with advantage ${number(step.Advantage)}, return ${number(step.Return)}`).join("; ") || "no version"),
+  fact("Trained", call.trained.length ? call.trained.map((step) => [
+    h("a", { href: address("/version", { policy: step.Policy, branch: step.Branch, version: step.Version }) }, `${step.Policy}@${step.Version}`),
+    ` with advantage ${number(step.Advantage)}, return ${number(step.Return)} `]) : "no version"),
 ]);
 
 function versionAt(index) {

@@ -94,6 +94,10 @@ export function number(value, digits = 3) {
   return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toString();
 }
 
+export function counted(count, noun) {
+  return `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
 export function duration(milliseconds) {
   if (milliseconds === null || milliseconds === undefined) return "–";
   for (const [size, unit] of [[3600e3, "h"], [60e3, "min"], [1e3, "s"], [1, "ms"]]) {

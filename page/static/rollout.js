@@ -1,16 +1,15 @@
 // A rollout: sentences on its fate, its spans as a tree beside a waterfall, its conversation as messages.
-import { address, ask, cut, duration, fact, facts, h, number, put, ready, tabs, title, visible } from "/static/dom.js";
+import { Conversation, callAddress, choicesOf, outcome } from "/static/conversation.js";
+import { address, ask, cut, duration, fact, facts, h, number, put, ready, tabs, title } from "/static/dom.js";
 
 const id = new URLSearchParams(location.search).get("id") ?? "";
-const TURNS = 15;
-const KNOWN = 5;
 title(`Rollout ${id}`);
 const rollout = await ask(address("/api/rollout", { id }));
 const ends = rollout.spans.map((span) => span.start + span.duration);
 const total = Math.max(...ends, 1e-6);
 const shift = Math.min(0, ...rollout.spans.map((span) => span.start));
 
-const group = rollout.group ? h("a", { href: address("/rollouts", { run: rollout.runs[0], group: rollout.group }) }, rollout.group) : "–";
+const group = rollout.group ? h("a", { href: address("/beside", { run: rollout.runs[0], group: rollout.group }) }, rollout.group) : "–";
 const trace = rollout.spans[0]?.trace;
 const template = document.body.dataset.traceUrl;
 facts("facts", [
@@ -19,28 +18,17 @@ facts("facts", [
   fact("Task", rollout.task || "–"),
   fact("Group", group),
   fact("Rewards", rollout.rewards.map((reward) => `${reward.title} = ${reward.value} (${reward.source})`).join(", ") || "none arrived"),
-  fact("Trained", rollout.trained.length ? rollout.trained.map((batch) => h("span", { class: "version-link" },
-    `${batch.policy}@${batch.version}`, batch.status === "orphaned" ? " (orphaned)" : "", " ")) : "no version"),
+  fact("Trained", rollout.trained.length ? rollout.trained.map((batch) => h("span", {},
+    h("a", { href: address("/version", { policy: batch.policy, branch: batch.branch, version: batch.version }) }, `${batch.policy}@${batch.version}`), batch.status === "orphaned" ? " (orphaned)" : "", " ")) : "no version"),
   template && trace ? fact("Trace", h("a", { href: template.replace("{trace}", encodeURIComponent(trace)), rel: "noreferrer" }, "in another tool")) : null,
 ]);
 put("why", rollout.sentences.map((sentence) => h("p", {}, sentence)),
   rollout.builds.map((build) => h("p", { class: "line" }, h("strong", {}, build.title), ` ${build.transitions} transitions`,
     build.drops.map((drop) => h("span", { class: "tag drop", title: drop.detail }, `${drop.count} dropped: ${drop.reason}`)))));
 
-function outcome(conclusion) {
-  const rewards = conclusion.rewards.map((reward) => h("span", { class: "tag reward" }, `${reward.title} ${number(reward.value)} (${reward.source})`));
-  return conclusion.reason
-    ? [h("span", { class: "tag drop", title: `${conclusion.detail} ${conclusion.remedy}` }, `dropped: ${conclusion.reason}`)]
-    : [h("span", { class: "tag kept" }, `transition, turn ${conclusion.turn}`), ...rewards];
-}
-
-function callAddress(span, choice) {
-  return address("/call", { rollout: id, trace: span.trace, span: span.span, choice });
-}
-
 function row(span, index) {
   const facts = [span.kind, span.agent, span.tool].filter((text, at, all) => text && text !== span.name && all.indexOf(text) === at).join(" · ");
-  const choices = new Set([...span.calls.map((call) => call.choice), ...span.conclusions.map((conclusion) => conclusion.choice)]);
+  const choices = choicesOf(span);
   const failed = span.status === "Error" || span.failure || span.calls.some((call) => call.error || call.httpStatus >= 400 || call.aborted);
   return h("tr", { class: failed ? "failed-row" : null, "data-index": index },
     h("td", { class: "name", style: { paddingLeft: `${0.5 + Math.min(span.depth, 24) * 0.9}rem` } },
@@ -48,10 +36,10 @@ function row(span, index) {
       facts ? h("span", { class: "small" }, ` ${facts}`) : null,
       failed ? h("span", { class: "tag failed", title: span.message }, `error${span.failure ? `: ${span.failure}` : ""}`) : null),
     h("td", { class: "outcome" },
-      [...choices].sort((left, right) => left - right).map((choice) => {
+      choices.map((choice) => {
         const call = span.calls.find((known) => known.choice === choice);
         const text = call ? `${number(call.promptTokens)} → ${number(call.responseTokens)} tokens${call.versions.length ? `, v${call.versions.join(" v")}` : ""}` : "tokens";
-        return [h("a", { class: "call-link", href: callAddress(span, choice) }, choices.size > 1 ? `choice ${choice}: ${text}` : text),
+        return [h("a", { class: "call-link", href: callAddress(id, span, choice) }, choices.length > 1 ? `choice ${choice}: ${text}` : text),
           span.conclusions.filter((conclusion) => conclusion.choice === choice).flatMap(outcome)];
       }),
       (span.conclusions.length ? [] : span.rewards).map((reward) => h("span", { class: "tag reward" }, `${reward.title} = ${reward.value} (${reward.source})`))),
@@ -86,59 +74,8 @@ async function showSpan(span) {
   dialog.showModal();
 }
 
-// Calls whose spans hold texts: those that a build concluded on, or that the gateway recorded.
-const calls = rollout.spans.flatMap((span) => {
-  const choices = new Set([...span.calls.map((call) => call.choice), ...span.conclusions.map((conclusion) => conclusion.choice)]);
-  return [...choices].map((choice) => ({ span, choice, name: `${span.trace}.${span.span}.${choice}.${span.startedNs}` }));
-}).sort((left, right) => left.span.attempt - right.span.attempt || left.span.start - right.span.start);
-
-let next = 0;
-let asking = false;
-const conversation = put("conversation", h("ol", { class: "turns", id: "turns" }), h("button", { type: "button", id: "more-turns" }, "Show more calls"));
-const turnsList = document.getElementById("turns");
-const moreButton = document.getElementById("more-turns");
-
-async function moreTurns() {
-  if (asking || next >= calls.length) return;
-  asking = true;
-  const first = Math.max(0, next - KNOWN);
-  const shown = calls.slice(next, next + TURNS);
-  const query = new URLSearchParams({ known: next - first });
-  for (const call of calls.slice(first, next + TURNS)) query.append("call", call.name);
-  try {
-    const found = await ask(`/api/rollout/turns?${query}`);
-    turnsList.append(...found.map((turn, at) => drawTurn(turn, shown[at], next + at)));
-    next += shown.length;
-  } finally {
-    asking = false;
-  }
-  moreButton.hidden = next >= calls.length;
-  moreButton.textContent = `Show more calls (${calls.length - next} left)`;
-}
-
-function drawTurn(turn, { span, choice }, index) {
-  const conclusions = span.conclusions.filter((conclusion) => conclusion.choice === choice);
-  return h("li", { class: "turn" },
-    h("p", { class: "line" }, h("a", { href: callAddress(span, choice) }, `Call ${index + 1}`),
-      h("span", { class: "small" }, [span.agent, turn.repeated ? `after ${turn.repeated} messages that repeat an earlier call` : "", turn.tools ? `${turn.tools} tools offered` : ""]
-        .filter(Boolean).join(" · ")),
-      conclusions.flatMap(outcome)),
-    turn.problem ? h("p", { class: "small" }, `Its messages are not shown: ${turn.problem}.`) : null,
-    turn.messages.map(message), turn.reply ? message(turn.reply, "reply") : null);
-}
-
-function message(content, kind) {
-  return h("article", { class: `message ${kind === "reply" ? "reply" : ""}` },
-    h("h3", {}, content.role, content.name ? ` ${content.name}` : ""),
-    content.reasoning.text ? h("details", {}, h("summary", {}, "Reasoning"), h("div", { class: "text" }, cut(content.reasoning))) : null,
-    content.text.text ? h("div", { class: "text" }, cut(content.text)) : null,
-    content.toolCalls.map((call) => h("div", { class: "text tool-call" }, h("strong", {}, `${visible(call.name)} `), cut(call.arguments))));
-}
-
-moreButton.addEventListener("click", moreTurns);
-new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && moreTurns()).observe(moreButton);
-if (!calls.length) conversation.replaceChildren(h("p", {}, "No call of it was recorded."));
+const conversation = new Conversation(document.getElementById("conversation"), rollout);
 tabs(async (name) => {
-  if (name === "conversation" && next === 0) await moreTurns();
+  if (name === "conversation") await conversation.begin();
   ready();
 });

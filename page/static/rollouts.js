@@ -21,8 +21,9 @@ const columns = [
   { title: "Tokens", sort: "tokens", number: true, cell: (row) => number(row.InputTokens + row.OutputTokens) },
   { title: "Agents", cell: (row) => row.AgentNames.join(", ") },
   { title: "Versions", cell: (row) => row.PolicyVersions.join(", ") },
-  { title: "Trained", cell: (row) => row.Trained.map(([policy, , version]) => `${policy}@${version}`).join(", ") },
-  { title: "Group", cell: (row) => h("a", { href: address("/rollouts", { run: row.RunId, group: row.GroupId }) }, row.GroupId) },
+  { title: "Trained", cell: (row) => row.Trained.map(([policy, branch, version]) =>
+    [h("a", { href: address("/version", { policy, branch, version }) }, `${policy}@${version}`), " "]) },
+  { title: "Group", cell: (row) => row.GroupId && h("a", { href: address("/beside", { run: row.RunId, group: row.GroupId }) }, row.GroupId) },
   { title: "Began (UTC)", sort: "started", cell: (row) => time(row.StartedMs) },
   { title: "Time", sort: "seconds", number: true, cell: (row) => duration(row.Seconds * 1000) },
 ];

@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Page, expect
 from pydantic import SecretStr
 
 from spangrad.settings import EngineSettings, PageSettings, Settings, StoreSettings
+from spangrad.store.clickhouse import connect
 from tests.support.browser import Visitor, browsers, running_page
 from tests.support.page_rollouts import BIDI, LONG, MANY, MARKUP, TEXTS, PageRollouts
 
@@ -72,10 +73,11 @@ def links(page: Page) -> list[str]:
     return page.locator(LINKS).all_inner_texts()
 
 
-def violations(page: Page) -> list[str]:
-    """Findings of axe-core that are serious or worse."""
+def violations(page: Page, rules: list[str] | None = None) -> list[str]:
+    """Findings of axe-core that are serious or worse, of these rules or of all."""
     page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
-    found = page.evaluate("async () => (await axe.run()).violations.map(v => [v.impact, v.id, v.nodes.map(n => n.html.slice(0, 200))])")
+    run = "async (rules) => (await axe.run(rules ? { runOnly: rules } : {})).violations"
+    found = page.evaluate(f"{run}.map(v => [v.impact, v.id, v.nodes.map(n => n.html.slice(0, 200))])", rules)
     return [f"{impact} {rule}: {nodes}" for impact, rule, nodes in found if impact in {"serious", "critical"}]
 
 
@@ -184,6 +186,66 @@ def test_call_page_shows_request_and_response_as_json(tab: Visitor, rollouts: Pa
     assert json.loads(Path(download.value.path()).read_text())["choices"][0]["finish_reason"] == "stop"
 
 
+def test_overview_page_shows_services_and_is_live(tab: Visitor, rollouts: PageRollouts) -> None:
+    page = tab.open("/")
+    assert page.locator("#services li").all_inner_texts() == ["● answers store", "○ no answer gateway"]
+    facts = page.locator("#rollouts dd")
+    expect(facts.nth(0)).to_have_text("3")
+    expect(facts.nth(5)).to_contain_text("policy@5")
+    expect(page.get_by_role("img", name="Return over versions 1 to 5; last: return 0.5")).to_be_visible()
+    with connect(rollouts.store) as client:
+        client.insert("spangrad_internal.builds", [["late", "late", "s"]], column_names=["RunId", "RolloutId", "BuildSpec"])
+    expect(facts.nth(0)).to_have_text("4")
+
+
+def test_training_page_draws_chosen_metrics_and_leads_to_versions(tab: Visitor) -> None:
+    page = tab.open("/training")
+    assert page.locator("figcaption").all_inner_texts() == [
+        *("Return", "Success", "Held-out return, by the version that sampled", "Gradient norm", "Seconds by part")
+    ]
+    page.get_by_label("Metrics with this text").fill("GRAD")
+    page.keyboard.press("Enter")
+    expect(page.locator("figcaption")).to_have_text(["grad_norm"])
+    assert page.url.endswith("/training?metrics=GRAD")
+    page.locator("#steps").get_by_role("link", name="5").click()
+    expect(page.locator("h1")).to_have_text("policy@5")
+
+
+def test_version_page_shows_its_lineage_both_ways(tab: Visitor) -> None:
+    page = tab.open("/version?policy=policy&branch=main&version=4")
+    steps = [" ".join(text.split()) for text in page.locator(".lineage li").all_inner_texts()]
+    assert steps[3:] == ["Children policy@5", "Trained on its rollouts policy@5 2 calls"]
+    page.get_by_role("link", name="policy@5").first.click()
+    expect(page.locator("h1")).to_have_text("policy@5")
+    steps = [" ".join(text.split()) for text in page.locator(".lineage li").all_inner_texts()]
+    assert steps[:2] == ["Sampled by policy@4 2 calls policy@3 2 calls", "Batch 1 group, 1 rollout"]
+    page.get_by_text("rome: mean return 1.25, 1 rollout").click()
+    assert page.locator("#groups tbody tr").inner_text().split() == ["seen-1", "1.25", "0.75", "2", "0", "1"]
+    page.get_by_role("link", name="seen-1").click()
+    expect(page.locator("h1")).to_have_text("Rollout seen-1")
+
+
+def test_beside_page_shows_a_group_with_returns_against_the_mean(tab: Visitor) -> None:
+    page = tab.open("/rollout?id=seen-2")
+    page.get_by_role("link", name="weather", exact=True).click()
+    expect(page.locator(".column .turn")).to_have_count(4)
+    assert page.locator(".column h2").all_inner_texts() == ["seen-1", "seen-2"]
+    assert page.locator(".column > dl dd").all_inner_texts() == ["1.25", "0.5", "0.25", "-0.5"]
+
+
+def test_compare_page_pairs_versions_on_held_out_tasks(tab: Visitor) -> None:
+    tasks = [task for task in range(MANY // 4) if {1, 2} <= {number % 7 for number in range(4 * task, 4 * task + 4)}]
+    page = tab.open("/compare")
+    page.get_by_label("Version", exact=True).fill("1")
+    page.get_by_label("And version").fill("2")
+    page.get_by_role("button", name="Compare").click()
+    better = f"{len(tasks)} held-out tasks were played by both: version 2 did better in {len(tasks)}, worse in 0."
+    expect(page.locator("#summary")).to_contain_text(better)
+    assert page.url.endswith("/compare?policy=policy&left=1&right=2")
+    assert page.locator("#tasks tbody tr").count() == len(tasks)
+    assert page.locator("#tasks tbody td").nth(1).inner_text() == "+0.0025"
+
+
 def test_page_hostile_spans_are_shown_as_text(tab: Visitor, rollouts: PageRollouts) -> None:
     page = tab.open(f"/rollout?{urlencode({'id': HOSTILE})}")
     expect(page.locator("h1")).to_have_text(f"Rollout {MARKUP} & abc⟨U+202E⟩cod.exe⟨U+2066⟩")
@@ -211,8 +273,6 @@ def test_page_broken_utf8_is_shown_as_text(tab: Visitor, rollouts: PageRollouts)
     )
     name = "concat('a', unhex('FF'), 'b', unhex('C3'))"
     sql = f"{with_broken} 's', {name}, map('spangrad.rollout.id', 'broken', 'spangrad.run.id', 'page', 'key', {name}), {name}"
-    from spangrad.store.clickhouse import connect
-
     with connect(rollouts.store) as client:
         client.command(sql)
     page = tab.open("/rollout?id=broken")
@@ -222,12 +282,14 @@ def test_page_broken_utf8_is_shown_as_text(tab: Visitor, rollouts: PageRollouts)
 
 def test_page_views_have_no_serious_accessibility_findings(browser: Browser, url: str, rollouts: PageRollouts) -> None:
     paths = ["/rollouts", "/rollout?id=seen-2", "/rollout?id=seen-1#conversation", call_address(rollouts, "seen-1", rollouts.calls[1])]
-    for scheme, width in (("light", 1280), ("dark", 390)):
+    paths += ["/", "/training", "/version?policy=policy&branch=main&version=5", "/beside?run=page&group=weather"]
+    paths += ["/compare?policy=policy&left=1&right=2"]
+    for scheme, width, rules, chosen in (("light", 1280, None, paths), ("dark", 390, ["color-contrast"], paths[:5])):
         # Trusted types would keep axe-core, which is not ours, from working; the other tests have them.
         visitor = Visitor(browser, url, color_scheme=scheme, viewport={"width": width, "height": 800}, bypass_csp=True)
-        for path in paths:
+        for path in chosen:
             page = visitor.open(path)
-            assert violations(page) == [], f"{path}, {scheme}, {width} px"
+            assert violations(page, rules) == [], f"{path}, {scheme}, {width} px"
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{path} is wider than {width} px"
         visitor.close()
 

@@ -109,7 +109,8 @@ class PageRollouts:
         for version in range(6):
             metrics = {"mean_return": version / 10, "success": version / 5, "grad_norm": 0.5, "seconds_train": 2.0} if version else {}
             self._insert("policy_versions", {**same, "BatchId": f"b{version}" if version else "", "Version": version,
-                "Parent": version - 1 if version else None, "ParentBranch": "main", "Status": "committed", "Metrics": metrics})  # fmt: skip
+                "Parent": version - 1 if version else None, "ParentBranch": "main", "Status": "committed", "Metrics": metrics,
+                "RunId": "many" if version == 1 else RUN})  # fmt: skip
 
     def _many(self) -> None:
         """Add rollouts that were built, and of which no span is here."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spangrad import semconv
 from spangrad.store.clickhouse import moment
-from spangrad.store.datasets import rows_sql
+from spangrad.store.datasets import builds_sql, rows_sql
 from spangrad.store.rollout.record import Build, Call, Conclusion, Record, Reward, Span, TrainedBatch
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ WHERE RolloutKey IN {keys:Array(String)}
 _OF_ROLLOUT = "RolloutId = {id:String}"
 _BUILDS = f"""
 SELECT RunId, BuildSpec, Mode, GroupId, GroupSize, Revision, Attempt, Calls, toUnixTimestamp64Micro(IngestedAt)
-FROM spangrad.builds
-WHERE {_OF_ROLLOUT}
+FROM {builds_sql(where=_OF_ROLLOUT)} AS b
 ORDER BY BuildSpec, RunId
 """
 _TRANSITIONS = f"""
@@ -54,10 +53,10 @@ SELECT RunId, BuildSpec, Attempt, TraceId, if(CallId = '', '', SpanId), ChoiceIn
 FROM {rows_sql("drops", where=_OF_ROLLOUT)} AS d
 ORDER BY Attempt, Timestamp, ChoiceIndex, CallId
 """
-_GROUP = """
-SELECT uniqExact(RolloutId) FROM spangrad.builds
-WHERE RunId = {run:String} AND BuildSpec = {spec:String} AND GroupId = {group:String} AND Mode = {mode:String}
-"""
+_OF_GROUP = "RunId = {run:String} AND Mode = {mode:String} AND BuildSpec = {spec:String} AND GroupId = {group:String}"
+_ONCE_OF_GROUP = f"RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {_OF_GROUP})"
+_GROUP = f"SELECT uniqExact(RolloutId) FROM {builds_sql(where=_ONCE_OF_GROUP)} AS b WHERE {_OF_GROUP}"
+"""The newest builds of rollouts of which a build, if an older one, is of the group: read by key, where spangrad.builds reads all."""
 _GIVEN = f"""
 SELECT DISTINCT TraceId, SpanId, Name, toString(Value), Source, Role
 FROM {rows_sql("rewards", where=_OF_ROLLOUT)} AS r
@@ -66,10 +65,13 @@ ORDER BY Name, Role, Source, TraceId, SpanId, Value
 """
 """Rewards of SQL rules and of AIR, as the builder gave them; one that several build specifications give is returned once."""
 _DATASETS = "SELECT BuildSpec, concat(Name, '@', toString(Revision)) FROM spangrad.datasets ORDER BY Name, Revision"
-_ROLES = """
+_WITH_ROLE = "spangrad_internal.rewards WHERE RunId IN {runs:Array(String)} AND Role != ''"
+_ROLES = f"""
 SELECT RunId, arraySort(groupUniqArray(Role))
-FROM spangrad.rewards
-WHERE RunId IN {runs:Array(String)} AND Role != ''
+FROM (SELECT DISTINCT RunId, RolloutId, BuildSpec, Revision, Content, Role FROM {_WITH_ROLE})
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (
+    SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM {builds_sql(where=f"RolloutId IN (SELECT RolloutId FROM {_WITH_ROLE})")} AS b
+)
 GROUP BY RunId
 """
 _TRAINED = f"""

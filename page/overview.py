@@ -1,0 +1,90 @@
+"""The overview: services that answer, rollouts that wait, and the newest steps.
+
+In: the store, addresses of services. Out: plain values for JSON, the same for all who look within `FRESH_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from page.reading import PageStore
+from page.training import branches_of, steps_of
+from spangrad.http.json_http import status_of
+from spangrad.settings import Settings
+
+FRESH_SECONDS = 3.0
+"""Time for which an overview is shown to others, in seconds, and the pause between two of a stream."""
+STEPS = 200
+"""Number of newest steps whose curves are shown."""
+_ANSWER_SECONDS = 1.0
+_ROLLOUTS = """
+SELECT count() AS Built, countIf(Failure = '') AS Succeeded, avg(arraySum(`RewardTotals.Value`)) AS Mean, sum(Drops) AS Drops,
+    toUnixTimestamp64Milli(max(IngestedAt)) AS LastMs, toUnixTimestamp64Milli(now64(6)) AS NowMs
+FROM spangrad_internal.builds WHERE IngestedAt > now64(6) - INTERVAL 1 HOUR
+"""
+_WAITING = """
+SELECT count() AS Waiting, toUnixTimestamp64Milli(min(Timestamp)) AS OldestMs
+FROM spangrad.attempts
+WHERE Final AND IngestedAt > now64(6) - INTERVAL 1 HOUR
+    AND RolloutId NOT IN (SELECT RolloutId FROM spangrad_internal.builds WHERE IngestedAt > now64(6) - INTERVAL 2 HOUR)
+"""
+_DROPS = """
+SELECT Reason, count() AS Count FROM spangrad_internal.drops WHERE IngestedAt > now64(6) - INTERVAL 24 HOUR
+GROUP BY Reason ORDER BY Count DESC LIMIT 20
+"""
+
+
+class OverviewReader:
+    """The overview of a store, read at most once in `FRESH_SECONDS`, however many look."""
+
+    def __init__(self, store: PageStore, settings: Settings) -> None:
+        """Store the arguments."""
+        self._store = store
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._read_at = -FRESH_SECONDS
+        self._value: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """Return the overview.
+
+        Raises:
+            StoreError: the store does not answer, or refuses.
+        """
+        with self._lock:
+            if time.monotonic() - self._read_at >= FRESH_SECONDS:
+                self._value = self._fresh()
+                self._read_at = time.monotonic()
+            return self._value
+
+    def _fresh(self) -> dict[str, Any]:
+        services = self._services()
+        (rollouts,), (waiting,) = self._store.rows(_ROLLOUTS), self._store.rows(_WAITING)
+        known = branches_of(self._store)
+        newest = max(known, key=lambda branch: branch["NewestMs"], default=None)
+        steps = steps_of(self._store, newest["Policy"], newest["Branch"], STEPS) if newest else []
+        return {
+            "services": services,
+            "rollouts": {**rollouts, **waiting},
+            "drops": self._store.rows(_DROPS),
+            "branches": known,
+            "newest": newest,
+            "steps": steps,
+        }
+
+    def _services(self) -> list[dict[str, Any]]:
+        """Return the services that the settings name, and whether each answers."""
+        settings = self._settings
+        addresses = {
+            "store": f"{settings.store.url}/ping",
+            "gateway": f"{settings.gateway.url}/readyz",
+            **({"queue": f"{settings.queue.url}/healthz"} if settings.queue.url else {}),
+        }
+        with ThreadPoolExecutor(len(addresses)) as threads:
+            statuses = list(threads.map(partial(status_of, seconds=_ANSWER_SECONDS), addresses.values()))
+        # A store whose /ping asks for its token answers as well.
+        return [{"name": name, "answers": status is not None and status < 500} for name, status in zip(addresses, statuses, strict=True)]

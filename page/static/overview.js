@@ -1,0 +1,54 @@
+// The overview, live: services, rollouts of the last hour, and curves of the newest steps.
+import { address, clearProblem, duration, fact, h, number, put, ready, visible } from "/static/dom.js";
+import { chart, curves, IDLE } from "/static/charts.js";
+
+const CHARTS = {
+  Return: { return: "mean_return" },
+  Success: { success: "success" },
+  Staleness: { mean: "staleness_mean" },
+  "Logprob gap": { mean: "logprob_gap_mean", p99: "logprob_gap_p99" },
+  "Idle shares": IDLE,
+};
+let drawn = "";
+
+function show(found) {
+  if (found.error) {
+    document.getElementById("problem").textContent = visible(found.error);
+    document.getElementById("problem").hidden = false;
+    return;
+  }
+  clearProblem();
+  put("services", h("ul", { class: "plain" }, found.services.map((service) =>
+    h("li", {}, h("span", { class: service.answers ? "good" : "failed" }, service.answers ? "● answers" : "○ no answer"), ` ${service.name}`))));
+  const { rollouts, newest } = found;
+  const age = (milliseconds) => (milliseconds > 0 ? `${duration(rollouts.NowMs - milliseconds)} ago` : "–");
+  put("rollouts", h("dl", {},
+    fact("Built in the last hour", h("a", { href: "/rollouts" }, number(rollouts.Built))),
+    fact("Succeeded", rollouts.Built ? `${Math.round((100 * rollouts.Succeeded) / rollouts.Built)} %` : "–"),
+    fact("Mean return", rollouts.Built ? number(rollouts.Mean) : "–"),
+    fact("Last build", age(rollouts.LastMs)),
+    fact("Ended, not built yet", number(rollouts.Waiting)),
+    newest ? fact("Newest version", h("a", { href: address("/version", { policy: newest.Policy, branch: newest.Branch, version: newest.Newest }) },
+      `${newest.Policy}@${newest.Newest}`), ` ${age(newest.NewestMs)}`) : fact("Newest version", "none")));
+  put("drops", found.drops.length ? h("ul", { class: "plain" }, found.drops.map((drop) => h("li", {}, `${drop.Reason} ${number(drop.Count)}`))) : "none");
+  const last = found.steps.at(-1);
+  const key = `${newest?.Policy} ${newest?.Branch} ${last?.Version}`;
+  if (last && key !== drawn) {
+    drawn = key;
+    const charts = put("charts");
+    const versions = found.steps.map((step) => step.Version);
+    const pick = (version) => location.assign(address("/version", { policy: newest.Policy, branch: newest.Branch, version }));
+    for (const [label, names] of Object.entries(CHARTS)) {
+      const series = curves(found.steps, names);
+      if (series.length) chart(charts, label, versions, series, pick);
+    }
+  }
+}
+
+const events = new EventSource("/events/overview");
+events.addEventListener("message", (event) => {
+  show(JSON.parse(event.data));
+  put("live", "live");
+  ready();
+});
+events.addEventListener("error", () => put("live", "not connected: trying again"));
