@@ -220,6 +220,12 @@ def ended(connection: sa.Connection, run_id: str, after: int, limit: int) -> tup
     return _with_last(connection, rows), rows[-1].ended if rows else after
 
 
+def ended_among(connection: sa.Connection, ids: Sequence[str]) -> list[QueuedRollout]:
+    """Return those of a chunk of rollouts that have ended, each with its last attempt."""
+    rows = connection.execute(sa.select(*_SHOWN).where(ROLLOUTS.c.rollout_id.in_(ids), ROLLOUTS.c.ended.is_not(None))).all()
+    return _with_last(connection, rows)
+
+
 def chunks(ids: Sequence[str]) -> Iterable[Sequence[str]]:
     """Yield parts of a list that fit into one statement."""
     return (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))

@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from runner.process.processing import Processing
+from runner.process.routes import ProcessRoutes
 from runner.queue.client import default_url
 from runner.queue.metrics import QueueMetrics
 from runner.queue.prompts.answers import PromptAnswers
@@ -78,8 +80,13 @@ async def running(settings: Settings) -> AsyncGenerator[Service]:
     defaults = Defaults(settings.runner.timeout_seconds, settings.runner.max_attempts, settings.queue.lease_seconds)
     orders = GatewayOrders.of(settings)
     service = Service(QueueDatabase(settings.queue.db.get_secret_value()), defaults, orders)
+    processing = Processing(service, settings)
     server = json_server(
-        address_of(settings.queue), routes(service), cancels=False, smaller="Send fewer rollouts at once.", busy=QueueError
+        address_of(settings.queue),
+        [*routes(service), *ProcessRoutes(processing).routes()],
+        cancels=False,
+        smaller="Send fewer rollouts at once.",
+        busy=QueueError,
     )
     tasks = [asyncio.create_task(service.watch()), *([asyncio.create_task(orders.run())] if orders else [])]
     if settings.queue.keep_days is not None:
@@ -92,6 +99,7 @@ async def running(settings: Settings) -> AsyncGenerator[Service]:
             task.cancel()
         service.stop_waiting()
         await server.stop()
+        processing.close()
         await service.close()
 
 

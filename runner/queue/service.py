@@ -139,6 +139,15 @@ class Service:
         await self.writer.close()
         self.database.close()
 
+    @property
+    def stopping(self) -> bool:
+        """True once no request is to wait any more."""
+        return self._stopping
+
+    def next_end(self, run_id: str) -> asyncio.Event:
+        """Return what is set when a rollout of a run ends from now on."""
+        return self._ends.of(run_id)
+
     def stop_waiting(self) -> None:
         """End all waits for events."""
         self._stopping = True

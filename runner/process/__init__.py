@@ -1,0 +1,1 @@
+"""Rollouts as a service: one request asks for rollouts, and is answered with their trajectories."""

@@ -1,0 +1,205 @@
+"""Requests for trajectories: rollouts are enqueued, their ends and their builds waited for.
+
+In: a `ProcessRequest`. Out: trajectories as the rollouts end and are built. Invariant: a request that is sent again, after a lost
+connection or a restart of the server, enqueues nothing and gets the same trajectories; rollouts go on whether or not a client waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from runner.process.trajectories import BuiltTrajectory, read_trajectories
+from runner.process.wire import ProcessRequest, Trajectory
+from runner.queue import rows
+from runner.queue.notifier import wait_for_event
+from runner.queue.service import Service
+from runner.queue.wire import Enqueue, QueuedRollout
+from spangrad.errors import StoreError
+from spangrad.settings import Settings
+from spangrad.store.arrivals import LONGEST_SECONDS, Arrivals, Topic
+from spangrad.store.clickhouse import connect
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+log = logging.getLogger(__name__)
+
+BUILD_SECONDS = 120.0
+"""Time from a rollout's end within which its build is waited for, in seconds; then it is answered without turns."""
+_RETRY_SECONDS = 1.0
+_LOOK_SECONDS = 5.0
+"""Longest time between two looks at rollouts that are waited for, in seconds: for a build whose arrival was not noticed."""
+_GATHER_SECONDS = 0.02
+"""Time for which a look that waited for an event waits for others, in seconds: they come in bursts."""
+
+
+class BuildNews:
+    """Wakes tasks when builds arrive in the store, by one thread for all of them."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Start nothing yet; within a running event loop."""
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._thread: threading.Thread | None = None
+        self._wanted = threading.Event()
+        self._closed = False
+
+    def next(self) -> asyncio.Event:
+        """Return what is set when builds arrive from now on, or the store does not answer."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="builds in the store", daemon=True)
+            self._thread.start()
+        self._wanted.set()
+        return self._arrived
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wanted.set()
+
+    def _watch(self) -> None:
+        arrivals: Arrivals | None = None
+        while not self._closed:
+            self._wanted.wait()
+            self._wanted.clear()
+            try:
+                arrivals = arrivals or Arrivals(connect(self._settings.store), self._settings.store, [Topic.BUILDS])
+                arrivals.wait(min(LONGEST_SECONDS, _LOOK_SECONDS))
+            except StoreError:  # whoever reads the store reports it
+                arrivals = None
+                time.sleep(_RETRY_SECONDS)
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._notify)
+
+    def _notify(self) -> None:
+        self._arrived.set()
+        self._arrived = asyncio.Event()
+
+
+class Processing:
+    """Answers requests for trajectories."""
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        """Store the arguments; the first request connects to the store."""
+        self._service = service
+        self._settings = settings
+        self._news = BuildNews(settings)
+        self._clients: list[Client] = []
+        """Clients of the store that no request uses at the moment."""
+
+    def close(self) -> None:
+        """End the connections."""
+        self._news.close()
+        for client in self._clients:
+            client.close()
+
+    @cached_property
+    def spec(self) -> str:
+        """Return the build specification of the trajectories.
+
+        Raises:
+            SettingsError: a file that the specification names is not on this machine.
+        """
+        return self._settings.builder.spec
+
+    async def begin(self, request: ProcessRequest) -> list[str]:
+        """Enqueue the rollouts of a request; return their ids in order, once they are durable.
+
+        Raises:
+            ValueError: a rollout of another run has one of the ids.
+            SettingsError: their builds cannot be recognised.
+        """
+        assert self.spec
+        return (await self._service.enqueue(Enqueue(run_id=request.run_id, rollouts=request.rollouts()))).rollout_ids
+
+    async def trajectories(
+        self, run_id: str, rollouts: Sequence[str], seconds: float, is_gone: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[Trajectory]:
+        """Yield the trajectories of rollouts as they are ready.
+
+        Args:
+            run_id: run of the rollouts.
+            rollouts: their ids.
+            seconds: longest wait, in seconds.
+            is_gone: returns True if the client has left.
+
+        Raises:
+            StoreError: the store does not answer, or fails.
+        """
+        end = time.monotonic() + seconds
+        pending = dict.fromkeys(rollouts)
+        while True:
+            ends, builds = self._service.next_end(run_id), self._news.next()
+            ended = await self._service.read(lambda connection: _ended(connection, list(pending)))
+            built = await asyncio.to_thread(self._read, run_id, [rollout.rollout_id for rollout in ended]) if ended else {}
+            for rollout in ended:
+                trajectory = built.get(rollout.rollout_id)
+                if trajectory or _is_unbuildable(rollout, time.time()):
+                    del pending[rollout.rollout_id]
+                    yield _trajectory(rollout, trajectory, self.spec)
+            if not pending or time.monotonic() >= end or self._service.stopping or is_gone():
+                return
+            await _wait_for_any([builds, ends] if len(ended) < len(pending) else [builds], min(end, time.monotonic() + _LOOK_SECONDS))
+            await asyncio.sleep(_GATHER_SECONDS)
+
+    def _read(self, run_id: str, rollouts: Sequence[str]) -> dict[str, BuiltTrajectory]:
+        try:
+            client = self._clients.pop()
+        except IndexError:
+            client = connect(self._settings.store)
+        built = read_trajectories(client, self._settings.store.url, run_id, self.spec, rollouts)
+        self._clients.append(client)
+        return built
+
+
+async def _wait_for_any(events: Sequence[asyncio.Event], end: float) -> None:
+    waits = [asyncio.create_task(wait_for_event(event, end)) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _ended(connection: sa.Connection, ids: Sequence[str]) -> list[QueuedRollout]:
+    return [rollout for part in rows.chunks(ids) for rollout in rows.ended_among(connection, part)]
+
+
+def _is_unbuildable(rollout: QueuedRollout, now: float) -> bool:
+    """Return whether no build is waited for: no attempt began, or its end is too long ago."""
+    last = rollout.attempts[-1] if rollout.attempts else None
+    return last is None or (last.ended_at is not None and now - last.ended_at > BUILD_SECONDS)
+
+
+def _trajectory(rollout: QueuedRollout, built: BuiltTrajectory | None, spec: str) -> Trajectory:
+    last = rollout.attempts[-1] if rollout.attempts else None
+    rewards = built.rewards if built else []
+    return Trajectory(
+        rollout_id=rollout.rollout_id,
+        run_id=rollout.run_id,
+        task_id=rollout.task_id,
+        group_id=rollout.group_id,
+        group_size=rollout.group_size,
+        mode=rollout.mode,
+        state=rollout.state,
+        failure=last.reason.value if last and last.reason else "",
+        detail=last.detail if last else "",
+        attempts=last.attempt + 1 if last else 0,
+        built=built is not None,
+        build_spec=spec,
+        turns=built.turns if built else [],
+        drops=built.drops if built else [],
+        rewards=rewards,
+        total_reward=sum(reward.value for reward in rewards) if rewards else None,
+        seconds=built.seconds if built else None,
+        stage_seconds=dict(built.stage_seconds) if built else {},
+    )

@@ -1,0 +1,148 @@
+"""HTTP messages of POST /v1/process: rollouts that are asked for, and their trajectories.
+
+In, out: frozen structs. Invariant: an unknown field is refused; arrays of a turn are aligned: a logprob and a mask for each response token.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Raw
+
+from runner.queue.wire import Count, Name, NewRollout, Priority, RolloutState, Seconds, Struct
+from spangrad.types import Mode, PromptVersion
+
+Key = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
+ROLLOUTS_MOST = 1000
+"""Largest number of rollouts of one request."""
+
+
+class ProcessedTask(Struct, frozen=True, kw_only=True):
+    """A task, and how often it is to be rolled out."""
+
+    task_id: Name
+    input: Raw
+    """Input of the agent: any JSON value."""
+    rollouts: Annotated[int, Meta(ge=1, le=ROLLOUTS_MOST)] = 1
+    """Rollouts of the task; together they are a group."""
+
+
+class ProcessRequest(Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/process."""
+
+    run_id: Name
+    key: Key
+    """Name of the request: the same one sent again continues to wait for the same rollouts."""
+    tasks: Annotated[list[ProcessedTask], Meta(min_length=1, max_length=ROLLOUTS_MOST)]
+    mode: Mode = Mode.TRAIN
+    priority: Priority = 0
+    timeout_seconds: Seconds | None = None
+    """Time limit of one agent run, in seconds. None: runner.timeout_seconds of the server."""
+    max_attempts: Count | None = None
+    """Largest number of attempts of a rollout. None: runner.max_attempts of the server."""
+    prompt: PromptVersion | None = None
+    """Prompt version that the attempts fetch. None: the published one."""
+    wait_seconds: Annotated[float, Meta(ge=0, le=600)] = 60.0
+    """Longest wait for rollouts that have not ended, in seconds; the others are answered as `pending`."""
+
+    def rollouts(self) -> list[NewRollout]:
+        """Return the rollouts to enqueue; their ids follow from run, key and place, so that a request sent again enqueues nothing."""
+        return [
+            NewRollout(
+                task_id=task.task_id,
+                input=task.input,
+                group_id=f"{self.key}/{place}",
+                group_size=task.rollouts,
+                mode=self.mode,
+                rollout_id=f"{self.run_id}/{self.key}/{place}/{number}",
+                priority=self.priority,
+                timeout_seconds=self.timeout_seconds,
+                max_attempts=self.max_attempts,
+                prompt=self.prompt,
+            )
+            for place, task in enumerate(self.tasks)
+            for number in range(task.rollouts)
+        ]
+
+
+class TrajectoryReward(Struct, frozen=True, kw_only=True):
+    """A reward of a rollout."""
+
+    name: str
+    role: str
+    """Empty: it is that of all roles."""
+    value: float
+    source: str
+    """Origin: `runner`, `evaluation_event`, or a rule."""
+    call_id: str
+    """Call that earned it. Empty: the rollout as a whole."""
+
+
+class TrajectoryTurn(Struct, frozen=True, kw_only=True):
+    """A policy call that may be trained, with the tokens that the engine read and sampled."""
+
+    call_id: str
+    turn: int
+    agent: str
+    policy: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    logprobs: list[float]
+    """Log probability of each response token under the policy and the temperature that sampled it."""
+    loss_mask: list[int]
+    """1 for each response token that the policy sampled."""
+    versions: list[tuple[int, int]]
+    """Response token from which on a policy version sampled, and the version."""
+    temperature: float
+    finish_reason: str
+    tokenizer_hash: str
+    trace_id: str
+    span_id: str
+
+
+class TrajectoryDrop(Struct, frozen=True, kw_only=True):
+    """A policy call that is in no turn."""
+
+    call_id: str
+    reason: str
+    """One of docs/reference/drops.md."""
+    detail: str
+
+
+class Trajectory(Struct, frozen=True, kw_only=True):
+    """A rollout that has ended, with what the store knows of its newest build."""
+
+    rollout_id: str
+    run_id: str
+    task_id: str
+    group_id: str
+    group_size: int
+    mode: Mode
+    state: RolloutState
+    failure: str
+    """Reason for which the last attempt failed; empty: it succeeded, or there was none."""
+    detail: str
+    """Explanation of the failure, for people."""
+    attempts: int
+    built: bool
+    """False: the store has no build, since no attempt began, or none came in time; then the turns are not known."""
+    build_spec: str
+    turns: list[TrajectoryTurn]
+    """Turns in the order of the calls; several choices of a call, and calls of several agents, are turns of their own."""
+    drops: list[TrajectoryDrop]
+    rewards: list[TrajectoryReward]
+    total_reward: float | None
+    """Sum of the rewards. None: it has none."""
+    seconds: float | None
+    """Duration of the last attempt, in seconds. None: not known."""
+    stage_seconds: dict[str, float]
+    """Seconds by stage: init, run and evaluate."""
+
+
+class ProcessAnswer(Struct, frozen=True, kw_only=True):
+    """Response to POST /v1/process."""
+
+    trajectories: list[Trajectory]
+    """Trajectories of the rollouts that have ended, in the order of the tasks."""
+    pending: list[str]
+    """Ids of those that have not: send the same request again."""

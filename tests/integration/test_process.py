@@ -1,0 +1,201 @@
+"""POST /v1/process: one request, trajectories; through real worker, vLLM, gateway, store and builder, and where parts of these are away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from runner.process import processing
+from runner.process.routes import description
+from runner.queue.client import QueueClient
+from runner.queue.wire import Failure, RolloutSelector
+from spangrad.processes import Child, own_command
+from spangrad.settings import Settings, StoreSettings
+from spangrad.store.clickhouse import connect
+from spangrad.types import AttemptFailure
+from tests.support.runners import queue_settings, serving, until
+from transition_builder.loop import build_once
+
+AGENTS = Path(__file__).resolve().parent.parent / "agents"
+TASKS = [{"task_id": "lima", "input": {"city": "lima"}, "rollouts": 2}, {"task_id": "rome", "input": {"city": "rome"}}]
+
+
+def of_run(**fields: Any) -> dict[str, Any]:
+    """A request of a run of its own."""
+    return {"run_id": uuid.uuid4().hex, "key": "first", "tasks": TASKS, "wait_seconds": 0, **fields}
+
+
+async def has_runs(client: QueueClient) -> bool:
+    return bool(await client.runs())
+
+
+async def process(settings: Settings, request: dict[str, Any]) -> tuple[int, Any]:
+    async with aiohttp.ClientSession(settings.queue.url) as session, session.post("/v1/process", json=request) as answer:
+        return answer.status, await answer.json()
+
+
+async def lines(settings: Settings, request: dict[str, Any]) -> list[tuple[float, Any]]:
+    """Lines of a stream, each with its time of arrival."""
+    headers = {"Accept": "application/x-ndjson"}
+    async with aiohttp.ClientSession(settings.queue.url) as session, session.post("/v1/process", json=request, headers=headers) as answer:
+        assert (answer.status, answer.content_type) == (200, "application/x-ndjson")
+        return [(time.monotonic(), json.loads(line)) async for line in answer.content]
+
+
+@pytest.fixture
+def settings(store: StoreSettings, tmp_path: Path) -> Settings:
+    """A queue beside a store in which nothing is built."""
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", runner__gateway=False)
+    return settings.model_copy(update={"store": store})
+
+
+@pytest.mark.vllm
+async def test_process_answers_with_turns_as_the_engine_sampled_them(gateway: Settings, tmp_path: Path) -> None:
+    request = of_run(wait_seconds=60)
+    queue = queue_settings(f"sqlite:///{tmp_path}/q.db")
+    settings = gateway.model_copy(update={"queue": queue.queue})
+    values = {
+        "store.url": settings.store.url,
+        "store.otlp_endpoint": settings.store.otlp_endpoint,
+        "gateway.url": settings.gateway.url,
+        "queue.url": settings.queue.url,
+        "runner.run_id": request["run_id"],
+        "runner.directory": tmp_path / "runner",
+    }
+    words = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    async with serving(settings):
+        worker = Child("worker", own_command("worker", "--agent", "plain_agents:ask", "--directory", str(AGENTS), *words), tmp_path / "log")
+        done = asyncio.Event()
+
+        async def build() -> None:
+            while not done.is_set():
+                await asyncio.to_thread(build_once, settings)
+                await asyncio.sleep(0.2)
+
+        building = asyncio.create_task(build())
+        try:
+            status, answer = await process(settings, request)
+            again = await process(settings, request)
+            streamed = await lines(settings, request)
+        finally:
+            done.set()
+            await building
+            worker.stop()
+    assert (status, answer["pending"]) == (200, [])
+    assert again == (200, answer), "the same request enqueues nothing, and gets the same"
+    assert {line["rollout_id"]: line for _, line in streamed[:-1]} == {each["rollout_id"]: each for each in answer["trajectories"]}
+    assert streamed[-1][1] == {"pending": []}
+    assert [(each["task_id"], each["state"], each["failure"], each["built"]) for each in answer["trajectories"]] == [
+        ("lima", "succeeded", "", True), ("lima", "succeeded", "", True), ("rome", "succeeded", "", True),
+    ]  # fmt: skip
+    client = connect(settings.store)
+    recorded = client.query(
+        "SELECT CallId, PromptIds, ResponseIds, Logprobs FROM spangrad.transitions WHERE RunId = {run:String}",
+        parameters={"run": request["run_id"]},
+    ).result_rows
+    client.close()
+    turns = [turn for each in answer["trajectories"] for turn in each["turns"]]
+    assert len(turns) == 3
+    assert {turn["call_id"]: [turn[name] for name in ("prompt_ids", "response_ids", "logprobs")] for turn in turns} == {
+        call: [list(array) for array in arrays] for call, *arrays in recorded
+    }
+    for each in answer["trajectories"]:
+        assert each["stage_seconds"].keys() == {"run"}
+        assert each["total_reward"] == sum(reward["value"] for reward in each["rewards"])
+        assert [reward["name"] for reward in each["rewards"]] == ["reward"]
+        assert [turn["loss_mask"] for turn in each["turns"]] == [[1] * len(turn["response_ids"]) for turn in each["turns"]]
+
+
+async def test_process_names_rollouts_that_have_not_ended(settings: Settings) -> None:
+    request = of_run()
+    ids = [f"{request['run_id']}/first/{place}/{number}" for place, number in ((0, 0), (0, 1), (1, 0))]
+    async with serving(settings) as (client, _):
+        for _ in range(2):
+            assert await process(settings, request) == (200, {"trajectories": [], "pending": ids})
+        leases = await client.lease(request["run_id"], "worker", 9)
+        assert [(lease.rollout_id, lease.group_id, lease.group_size) for lease in leases] == [
+            (ids[0], "first/0", 2), (ids[1], "first/0", 2), (ids[2], "first/1", 1),
+        ]  # fmt: skip
+        other = await process(settings, {**request, "key": "second"})
+        assert len(other[1]["pending"]) == 3
+        assert (await client.run(request["run_id"])).states == {"running": 3, "queued": 3}
+
+
+async def test_process_answers_without_turns_for_rollouts_that_never_began(settings: Settings) -> None:
+    request = of_run(wait_seconds=60)
+    async with serving(settings) as (client, _):
+        waiting = asyncio.create_task(lines(settings, request))
+        await until(lambda: has_runs(client))
+        await client.cancel(RolloutSelector(run_id=request["run_id"], group_id="first/1"))
+        await asyncio.sleep(0.5)
+        cancelled_at = time.monotonic()
+        await client.cancel(RolloutSelector(run_id=request["run_id"]))
+        (first, trajectory), *others, (_, last) = await asyncio.wait_for(waiting, 30)
+    assert first < cancelled_at, "each line comes when its rollout has ended"
+    assert (trajectory["task_id"], trajectory["state"], trajectory["built"], trajectory["turns"]) == ("rome", "cancelled", False, [])
+    assert (trajectory["total_reward"], trajectory["attempts"], trajectory["seconds"]) == (None, 0, None)
+    assert (len(others), last) == (2, {"pending": []})
+
+
+async def test_process_waits_for_a_build_for_a_limited_time(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = of_run(tasks=TASKS[1:], max_attempts=1)
+    async with serving(settings) as (client, _):
+        (rollout,) = (await process(settings, request))[1]["pending"]
+        await client.lease(request["run_id"], "worker")
+        await client.fail([Failure(rollout_id=rollout, attempt=0, reason=AttemptFailure.CRASH, detail="it died")])
+        assert (await process(settings, request))[1] == {"trajectories": [], "pending": [rollout]}
+        monkeypatch.setattr(processing, "BUILD_SECONDS", 0.0)
+        ((trajectory,), pending) = (await process(settings, request))[1].values()
+    assert (pending, trajectory["state"], trajectory["failure"], trajectory["detail"]) == ([], "dead", "crash", "it died")
+    assert (trajectory["built"], trajectory["attempts"]) == (False, 1)
+
+
+async def test_process_store_away_keeps_the_rollouts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = of_run(tasks=TASKS[1:], wait_seconds=5)
+    away = settings.model_copy(update={"store": StoreSettings(url="http://127.0.0.1:9")})
+    async with serving(away) as (client, _):
+        await process(away, {**request, "wait_seconds": 0})
+        await client.lease(request["run_id"], "worker")
+        await client.cancel(RolloutSelector(run_id=request["run_id"]))
+        status, refused = await process(away, request)
+        ((_, line),) = await lines(away, request)
+    assert status == 503
+    assert refused["error"].startswith("the rollouts are enqueued, but their trajectories cannot be read: ")
+    assert line == refused
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tasks": []}, "length >= 1"),
+        ({"tasks": [{"task_id": "t", "input": 1, "rollouts": 600}] * 2}, "the tasks ask for more than 1000 rollouts"),
+        ({"wait_seconds": 601}, "<= 600"),
+        ({"key": ""}, "length >= 1"),
+        ({"image": "x"}, "unknown field `image`"),
+    ],
+)
+async def test_process_refuses_requests_that_have_no_meaning(settings: Settings, change: dict[str, Any], words: str) -> None:
+    request = of_run(**change)
+    async with serving(settings) as (client, _):
+        status, refused = await process(settings, request)
+        assert (status, await client.runs()) == (400, [])
+    assert words in refused["error"]
+
+
+async def test_process_refuses_ids_of_another_run(settings: Settings) -> None:
+    async with serving(settings):
+        await process(settings, of_run(run_id="a", key="b/c"))
+        status, refused = await process(settings, of_run(run_id="a/b", key="c"))
+    assert (status, refused["error"].split(".")[0]) == (400, "POST /v1/process: rollout a/b/c/0/0 belongs to run a already")
+
+
+async def test_process_description_is_served(settings: Settings) -> None:
+    async with serving(settings), aiohttp.ClientSession(settings.queue.url) as session, session.get("/v1/openapi.json") as answer:
+        assert (answer.status, await answer.json()) == (200, description())
