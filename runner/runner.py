@@ -22,7 +22,7 @@ from runner.groups import rollouts_of
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import NewRollout, QueuedRollout, RolloutSelector, RolloutState
 from runner.rewards.client import RewardClient
-from runner.sandboxes.agent_sandbox import open_sandbox
+from runner.sandboxes.agent_sandbox import open_agent_sandbox
 from runner.workers.agent_processes import HostPool
 from runner.workers.agents import AgentSpec, agent_environment, is_service
 from runner.workers.attempt_files import AttemptFiles
@@ -307,7 +307,7 @@ async def open_attempts(
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
     services = replace(await _open_services(settings, agent, stack), by_rules=settings.builder.rewards_from == "rules")
-    sandbox = await stack.enter_async_context(open_sandbox(settings, agent))
+    sandbox = await stack.enter_async_context(open_agent_sandbox(settings, agent))
     roots = RootSpans(settings.store, sandbox and sandbox.rung)
     stack.push_async_callback(roots.shut)
     opened = await queue()

@@ -35,7 +35,7 @@ class AgentSandbox:
 
 
 @asynccontextmanager
-async def open_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGenerator[AgentSandbox | None]:
+async def open_agent_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGenerator[AgentSandbox | None]:
     """Choose the sandboxes of an agent, and relay its services for as long as the block. None: settings ask for none.
 
     Raises:

@@ -102,13 +102,12 @@ def _kill_all() -> None:
     for _ in range(_KILL_LOOKS):
         with open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123
             children = [int(pid) for pid in file.read().split()]
+        if not children:
+            return
         for pid in children:
             os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, 0 if children else os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
+        for pid in children:
+            os.waitpid(pid, 0)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ Invariant: an engine is chosen after a program has run in it, and `none` only wh
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -65,8 +64,7 @@ def choose(
     strongest_first = [rung for rung in reversed(SandboxRung) if rung is not SandboxRung.NONE]
     rungs = [rung for rung in strongest_first if rung.reaches(least)] if engine == "auto" else [engine]
     scratch = scratch_directory()
-    for path in landlock.left_behind(scratch):
-        shutil.rmtree(path, ignore_errors=True)
+    landlock.remove_left_behind(scratch)
     reasons: list[str] = []
     for rung in rungs:
         prefix, why_not = _prepared(rung, policy, scratch, control)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import stat
+import shutil
+import signal
 import sys
 from pathlib import Path
 
 from runner.sandboxes import confinement
 from runner.sandboxes.bubblewrap import FIRST_USER
-from runner.sandboxes.policy import SYSTEM, SandboxPolicy
+from runner.sandboxes.policy import SYSTEM, SandboxPolicy, is_open_to_others
 from spangrad.processes import process_start
 
 _LEAST_ABI = 6
@@ -27,7 +28,7 @@ def shortcoming(policy: SandboxPolicy) -> str | None:
     if sys.platform != "linux" or (version := confinement.abi()) < _LEAST_ABI:
         return f"Landlock's version is {version if sys.platform == 'linux' else 0}, and {_LEAST_ABI} is needed (Linux 6.12)"
     if os.geteuid() == 0:
-        closed = [path for path in policy.visible() if not _open_to_others(path)]
+        closed = [path for path in policy.visible() if not is_open_to_others(path)]
         if closed:
             return f"a user of its own cannot read {closed[0]}: only root can, and Landlock opens nothing"
     return None
@@ -61,13 +62,21 @@ def command(policy: SandboxPolicy, filter_file: Path, scratch: Path) -> list[str
     return [sys.executable, "-I", "-S", confinement.__file__, json.dumps(plan)]
 
 
-def left_behind(scratch: Path) -> list[Path]:
-    """Return the private directories whose confining process was killed before it could remove them."""
-    return [path for path in scratch.glob("[0-9]*-*") if not process_start(int(path.name.partition("-")[0]))]
+def remove_left_behind(scratch: Path) -> None:
+    """Remove what confining processes left that were killed: their private directories, and, as root, the processes of their users."""
+    for path in scratch.glob("[0-9]*-*"):
+        pid = int(path.name.partition("-")[0])
+        if process_start(pid):
+            continue
+        if os.geteuid() == 0:
+            _kill_of_user(FIRST_USER + pid)
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _open_to_others(path: Path) -> bool:
-    """Return whether users other than its owner can read a path, and pass through all directories above it."""
-    resolved = path.resolve()
-    above = all(parent.stat().st_mode & stat.S_IXOTH for parent in resolved.parents)
-    return above and bool(resolved.stat().st_mode & stat.S_IROTH)
+def _kill_of_user(user: int) -> None:
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.stat().st_uid == user:
+                os.kill(int(process.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has ended meanwhile

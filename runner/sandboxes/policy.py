@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,13 @@ def interpreter_paths(program: Path) -> Iterator[Path]:
             yield Path(home[1]).resolve().parent
     resolved = program.resolve()
     yield resolved.parent.parent if resolved.parent.name == "bin" else resolved
+
+
+def is_open_to_others(path: Path) -> bool:
+    """Return whether users other than its owner can read a path, and pass through all directories above it."""
+    resolved = path.resolve()
+    above = all(parent.stat().st_mode & stat.S_IXOTH for parent in resolved.parents)
+    return above and bool(resolved.stat().st_mode & stat.S_IROTH)
 
 
 def own_packages() -> list[Path]:

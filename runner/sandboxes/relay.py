@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 _MOST_PORTS = 16
 _CREDENTIALS = struct.Struct("3i")
 _CHUNK_BYTES = 2**16
-_FIRST_DESCRIPTOR = 10
+FIRST_DESCRIPTOR = 10
 """Smallest number of the descriptor that sandboxes inherit: shells use the smaller ones."""
 
 
@@ -39,7 +39,7 @@ class ServiceRelay:
         self._outer.setblocking(False)
         self._outer.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with inner:
-            self.descriptor = fcntl.fcntl(inner.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
+            self.descriptor = fcntl.fcntl(inner.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
         """Descriptor of the socket that sandboxes inherit."""
 
     async def __aenter__(self) -> Self:
@@ -117,27 +117,32 @@ async def _accept(listener: socket.socket, target: tuple[str, int]) -> None:
         await asyncio.gather(*passing, return_exceptions=True)
 
 
-async def _pass_on(connection: socket.socket, target: tuple[str, int]) -> None:
-    """Pass bytes both ways until both ends are closed."""
-    loop = asyncio.get_running_loop()
-    with connection:
+async def pass_bytes(first: socket.socket, second: socket.socket) -> None:
+    """Pass bytes both ways between TCP connections until both ends are closed, or one is reset; the caller closes them."""
+    for connection in (first, second):
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    copies = [asyncio.create_task(_copy(first, second)), asyncio.create_task(_copy(second, first))]
+    try:
+        await asyncio.gather(*copies)
+    except OSError:
+        pass  # an end was reset: closing both tells the other one
+    finally:
+        for copy in copies:
+            copy.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
+
+
+async def _pass_on(connection: socket.socket, target: tuple[str, int]) -> None:
+    """Pass a connection's bytes to a service and back."""
+    with connection:
         try:
             service = await _connected(target)
         except OSError as error:
             _logger.warning("a sandboxed agent asked for the service at %s:%d, which cannot be reached: %s", *target, error)
             return  # the agent's connection is closed, and it retries as it would outside
         with service:
-            copies = [loop.create_task(_copy(connection, service)), loop.create_task(_copy(service, connection))]
-            try:
-                await asyncio.gather(*copies)
-            except OSError:
-                pass  # an end was reset: closing both tells the other one
-            finally:
-                for copy in copies:
-                    copy.cancel()
-                await asyncio.gather(*copies, return_exceptions=True)
+            await pass_bytes(connection, service)
 
 
 async def _connected(target: tuple[str, int]) -> socket.socket:
@@ -146,7 +151,6 @@ async def _connected(target: tuple[str, int]) -> socket.socket:
     service = socket.socket(family, kind, protocol)
     try:
         service.setblocking(False)
-        service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await loop.sock_connect(service, address)
     except BaseException:
         service.close()

@@ -1,0 +1,343 @@
+"""A sandbox that stays: programs, files and ports in it, for the process outside.
+
+In: a policy. Out: a `Sandbox`, in the shape of the runtimes of verifiers: start, run, open a process, read, write, expose, stop. Invariant:
+when the block is left, or this process dies, nothing of the sandbox is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from runner.sandboxes import supervisor
+from runner.sandboxes.engines import SandboxEngine, choose
+from runner.sandboxes.policy import SandboxPolicy, interpreter_paths, is_open_to_others
+from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, feed, read_all
+from runner.sandboxes.relay import FIRST_DESCRIPTOR, pass_bytes
+from spangrad.errors import SandboxError
+from spangrad.processes import die_with_parent, kill_group
+from spangrad.types import SandboxRung
+
+_START_SECONDS = 30.0
+_GRACE_SECONDS = 5.0
+_DRAIN_SECONDS = 0.2
+"""Time for which outputs are read after a program has ended, in seconds: processes that it left behind may hold them open."""
+_MESSAGE_BYTES = 2**18
+_SYSTEM_INTERPRETER = Path("/usr/bin/python3")
+
+
+class SandboxProcess:
+    """A program that runs in a sandbox, with pipes."""
+
+    def __init__(self, sandbox: Sandbox, pid: int, stdin: int, stdout: int, stderr: int) -> None:
+        """`pid` is its process inside; the others are this process's ends of its pipes, which `close` closes."""
+        self._sandbox = sandbox
+        self._pid = pid
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
+        self.ended = sandbox.expect_end(pid)
+        """Done with the exit code when the program has ended."""
+
+    async def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the program and to what it has started in its session."""
+        await self._sandbox.ask("kill", process=self._pid, signal=int(number))
+
+    def close_stdin(self) -> None:
+        """Close its input; idempotent."""
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            self.stdin = -1
+
+    def close(self) -> None:
+        """Close the pipes."""
+        self.close_stdin()
+        os.close(self.stdout)
+        os.close(self.stderr)
+
+
+class Sandbox:
+    """A running sandbox; `open_sandbox` starts it."""
+
+    def __init__(self, rung: SandboxRung, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        """`process` runs the supervisor at the other end of `control`."""
+        self.rung = rung
+        self.process = process
+        self._control = control
+        self._ids = itertools.count()
+        self._answers: dict[int, asyncio.Future[tuple[dict[str, Any], list[int]]]] = {}
+        self._ends: dict[int, asyncio.Future[int]] = {}
+        self._servers: list[asyncio.Task[None]] = []
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the supervisor answers; failed if the sandbox ended before."""
+        asyncio.get_running_loop().add_reader(control, self._receive)
+
+    def _receive(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 8)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self._fail()
+            return
+        message = json.loads(data)
+        if "ended" in message:
+            self.expect_end(message["ended"]).set_result(message["code"])
+        elif "ready" in message:
+            self.ready.set_result(None)
+        elif (answer := self._answers.pop(message["id"], None)) is not None and not answer.done():
+            answer.set_result((message, descriptors))
+        else:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _fail(self) -> None:
+        """Answer all that wait: the sandbox has ended."""
+        asyncio.get_running_loop().remove_reader(self._control)
+        error = SandboxError("the sandbox has ended: its supervisor was killed, or the sandbox was stopped. Start another one.")
+        for waiting in (self.ready, *self._answers.values(), *self._ends.values()):
+            if not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # it may be that no caller waits
+        self._answers.clear()
+
+    def expect_end(self, pid: int) -> asyncio.Future[int]:
+        """Return a future of a program's exit code."""
+        return self._ends.setdefault(pid, asyncio.get_running_loop().create_future())
+
+    async def ask(self, do: str, descriptors: Sequence[int] = (), **values: object) -> tuple[dict[str, Any], list[int]]:
+        """Send a request to the supervisor, and return its answer with the descriptors that it opened.
+
+        Raises:
+            SandboxError: the sandbox has ended, or the request failed inside.
+        """
+        number = next(self._ids)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            socket.send_fds(self._control, [json.dumps({"id": number, "do": do, **values}).encode()], descriptors)
+        except OSError as error:
+            self._answers.pop(number, None)
+            raise SandboxError(f"the sandbox takes no request ({error.strerror}): it has ended. Start another one.") from None
+        message, opened = await answer
+        if "error" in message:
+            raise SandboxError(f"{do} in the sandbox: {message['error']} ({values.get('path') or values.get('port') or 'program'}).")
+        return message, opened
+
+    async def open_process(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, directory: str | None = None
+    ) -> SandboxProcess:
+        """Start a program; the caller waits for its end, and closes its pipes.
+
+        Args:
+            command: program and arguments, looked up inside.
+            environment: added to the sandbox's own.
+            directory: working directory inside. None: that of the policy.
+
+        Raises:
+            SandboxError: it cannot be started.
+        """
+        inner_in, outer_in = os.pipe()
+        outer_out, inner_out = os.pipe()
+        outer_err, inner_err = os.pipe()
+        try:
+            message, _ = await self.ask(
+                "start", [inner_in, inner_out, inner_err],
+                command=list(command), environment=dict(environment or {}), directory=directory,
+            )  # fmt: skip
+        except BaseException:
+            for descriptor in (outer_in, outer_out, outer_err):
+                os.close(descriptor)
+            raise
+        finally:
+            for descriptor in (inner_in, inner_out, inner_err):
+                os.close(descriptor)
+        return SandboxProcess(self, message["process"], outer_in, outer_out, outer_err)
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        environment: Mapping[str, str] | None = None,
+        directory: str | None = None,
+        timeout_seconds: float | None = None,
+        most_bytes: int = MOST_BYTES,
+    ) -> ProgramResult:
+        """Run a program to its end.
+
+        Args:
+            command: program and arguments, looked up inside.
+            stdin: its input.
+            environment: added to the sandbox's own.
+            directory: working directory inside. None: that of the policy.
+            timeout_seconds: time limit, in seconds; the program is killed then. None: none.
+            most_bytes: bytes of each output that are kept; the rest is read and dropped.
+
+        Raises:
+            SandboxError: it cannot be started, or the sandbox has ended.
+        """
+        process = await self.open_process(command, environment=environment, directory=directory)
+        outputs = [asyncio.create_task(read_all(descriptor, most_bytes)) for descriptor in (process.stdout, process.stderr)]
+        feeding = asyncio.create_task(feed(process.stdin, stdin))
+        feeding.add_done_callback(lambda _: process.close_stdin())
+        timed_out = False
+        try:
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    await asyncio.shield(process.ended)
+            except TimeoutError:
+                timed_out = True
+                await process.kill()
+            code = await process.ended
+            await asyncio.wait(outputs, timeout=_DRAIN_SECONDS)
+        except asyncio.CancelledError:
+            await process.kill()
+            raise
+        finally:
+            for task in (feeding, *outputs):
+                task.cancel()
+            read = await asyncio.gather(*outputs, return_exceptions=True)
+            await asyncio.gather(feeding, return_exceptions=True)
+            process.close()
+        (stdout, more), (stderr, still_more) = (part if isinstance(part, tuple) else (b"", True) for part in read)
+        return ProgramResult(code, stdout, stderr, more or still_more, timed_out)
+
+    async def read(self, path: str, most_bytes: int = MOST_BYTES) -> bytes:
+        """Return the first bytes of a regular file inside.
+
+        Raises:
+            SandboxError: it cannot be opened.
+        """
+        _, (descriptor,) = await self.ask("open", path=path)
+        with os.fdopen(descriptor, "rb") as file:
+            return await asyncio.to_thread(file.read, most_bytes)
+
+    async def write(self, path: str, content: bytes) -> None:
+        """Write a file inside, and the directories above it.
+
+        Raises:
+            SandboxError: it cannot be written.
+        """
+        with os.fdopen(os.memfd_create("content"), "wb") as file:
+            file.write(content)
+            file.seek(0)
+            await self.ask("write", [file.fileno()], path=path)
+
+    async def expose(self, port: int) -> str:
+        """Serve a port of the sandbox's loopback on this machine's, until the sandbox is stopped; return the address there.
+
+        Raises:
+            SandboxError: the sandbox shares this machine's network.
+        """
+        if self.rung is not SandboxRung.BUBBLEWRAP:
+            raise SandboxError(f"a sandbox of {self.rung} has no network of its own: programs in it listen on no port. Use bubblewrap.")
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        self._servers.append(asyncio.create_task(self._serve_port(listener, port)))
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def _serve_port(self, listener: socket.socket, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            with listener:
+                while True:
+                    connection, _ = await loop.sock_accept(listener)
+                    group.create_task(self._connect(connection, port))
+
+    async def _connect(self, connection: socket.socket, port: int) -> None:
+        with connection:
+            try:
+                _, (descriptor,) = await self.ask("connect", port=port)
+            except SandboxError:
+                return  # no program listens there: the connection is closed
+            with socket.socket(fileno=descriptor) as inner:
+                await pass_bytes(connection, inner)
+
+    async def stop(self) -> None:
+        """End all programs and the sandbox; idempotent."""
+        for server in self._servers:
+            server.cancel()
+        await asyncio.gather(*self._servers, return_exceptions=True)
+        if self._control.fileno() >= 0:
+            self._fail()
+            self._control.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), _GRACE_SECONDS)
+        except TimeoutError:
+            self.process.terminate()
+            await asyncio.sleep(0.1)
+        finally:
+            kill_group(self.process.pid)
+            await self.process.wait()
+
+
+@asynccontextmanager
+async def open_sandbox(
+    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
+) -> AsyncGenerator[Sandbox]:
+    """Start a sandbox by the engine that fits, for as long as the block.
+
+    Raises:
+        SandboxError: none works here, or it did not start.
+    """
+    prepared = await asyncio.to_thread(choose, with_supervisor(policy), engine, least)
+    sandbox = await start(prepared)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.stop()
+
+
+async def start(engine: SandboxEngine) -> Sandbox:
+    """Start a sandbox by an engine whose policy is that of `with_supervisor`; the caller stops it.
+
+    Raises:
+        SandboxError: it did not start.
+    """
+    outer, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    outer.setblocking(False)
+    descriptor = fcntl.fcntl(inner.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
+    inner.close()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *engine.prefix, str(_interpreter()), "-I", "-S", supervisor.__file__, str(descriptor),
+            stdin=asyncio.subprocess.DEVNULL, env=_environment(), pass_fds=[descriptor], start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
+    finally:
+        os.close(descriptor)
+    sandbox = Sandbox(engine.rung, process, outer)
+    try:
+        await asyncio.wait_for(asyncio.shield(sandbox.ready), _START_SECONDS)
+    except BaseException:
+        await sandbox.stop()
+        raise
+    return sandbox
+
+
+def with_supervisor(policy: SandboxPolicy) -> SandboxPolicy:
+    """Return a policy by which the supervisor can run as well."""
+    return replace(policy, readable=(*policy.readable, *interpreter_paths(_interpreter()), Path(supervisor.__file__)))
+
+
+def _interpreter() -> Path:
+    """Return an interpreter that programs in sandboxes can run: this one, or the system's where root alone can read this one."""
+    own = Path(sys.executable)
+    readable = os.geteuid() != 0 or is_open_to_others(own)
+    return own if readable or not _SYSTEM_INTERPRETER.exists() else _SYSTEM_INTERPRETER
+
+
+def _environment() -> dict[str, str]:
+    names = ("PATH", "LANG", "LC_ALL", "TZ")
+    kept = {name: os.environ[name] for name in names if name in os.environ}
+    return kept | {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LOGNAME": "agent"}

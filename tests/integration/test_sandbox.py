@@ -1,0 +1,120 @@
+"""Sandboxes that stay: programs, files and ports in them, their limits of time and output, and their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import urllib.request
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+
+import pytest
+
+from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
+from runner.sandboxes.sandbox import Sandbox, open_sandbox
+from spangrad.errors import SandboxError
+from spangrad.types import SandboxRung
+
+LIMITS = SandboxLimits(processes=64, memory_bytes=2**30, disk_bytes=2**24)
+
+
+@pytest.fixture(scope="module")
+def directory() -> Generator[Path]:
+    """A directory that the users of sandboxes can read."""
+    with tempfile.TemporaryDirectory() as base:
+        Path(base).chmod(0o755)
+        yield Path(base)
+
+
+@pytest.fixture(params=[SandboxRung.BUBBLEWRAP, SandboxRung.LANDLOCK])
+async def sandbox(request: pytest.FixtureRequest, directory: Path) -> AsyncGenerator[Sandbox]:
+    policy = SandboxPolicy(directory, (), {}, False, LIMITS)
+    opened = open_sandbox(policy, request.param)
+    try:
+        started = await opened.__aenter__()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    yield started
+    await opened.__aexit__(None, None, None)
+    assert started.process.returncode is not None
+
+
+async def private(sandbox: Sandbox) -> str:
+    return (await sandbox.run(["sh", "-c", 'printf %s "$TMPDIR"'])).stdout.decode()
+
+
+async def test_run_program_returns_its_outputs_and_exit_code(sandbox: Sandbox, directory: Path) -> None:
+    result = await sandbox.run(["sh", "-c", 'cat; pwd; echo "$X" >&2; exit 3'], stdin=b"input\n", environment={"X": "y"})
+    assert (result.stdout, result.stderr, result.exit_code) == (f"input\n{directory}\n".encode(), b"y\n", 3)
+    assert not result.truncated
+    assert not result.timed_out
+    with pytest.raises(SandboxError, match=r"start in the sandbox: missing: "):
+        await sandbox.run(["missing"])
+
+
+async def test_run_over_time_is_killed_with_its_session(sandbox: Sandbox) -> None:
+    result = await sandbox.run(["sh", "-c", "echo before; sleep 600 & sleep 600"], timeout_seconds=0.5)
+    assert (result.timed_out, result.exit_code, result.stdout) == (True, -signal.SIGKILL, b"before\n")
+
+
+async def test_run_long_output_is_cut_and_large_input_read(sandbox: Sandbox) -> None:
+    result = await sandbox.run(["cat"], stdin=bytes(300_000), most_bytes=1000)
+    assert (len(result.stdout), result.truncated, result.exit_code) == (1000, True, 0)
+
+
+async def test_read_and_write_files_stay_inside(sandbox: Sandbox, directory: Path) -> None:
+    path = f"{await private(sandbox)}/new/file"
+    await sandbox.write(path, content := os.urandom(200_000))
+    assert await sandbox.read(path) == content
+    assert await sandbox.read(path, most_bytes=10) == content[:10]
+    await sandbox.run(["sh", "-c", 'ln -s /etc/shadow "$TMPDIR/link"; mkfifo "$TMPDIR/pipe"'])
+    for refused in ("link", "pipe", "missing", "new"):
+        with pytest.raises(SandboxError, match="open in the sandbox: "):
+            await sandbox.read(f"{await private(sandbox)}/{refused}")
+    with pytest.raises(SandboxError, match="write in the sandbox: "):
+        await sandbox.write(str(directory / "file"), b"x")
+
+
+async def test_open_process_pipes_carry_a_conversation(sandbox: Sandbox) -> None:
+    process = await sandbox.open_process(["cat"])
+    os.write(process.stdin, b"hello")
+    assert await asyncio.to_thread(os.read, process.stdout, 100) == b"hello"
+    await process.kill(signal.SIGTERM)
+    assert await process.ended == -signal.SIGTERM
+    process.close()
+
+
+async def test_expose_port_serves_what_listens_inside(sandbox: Sandbox) -> None:
+    if sandbox.rung is not SandboxRung.BUBBLEWRAP:
+        with pytest.raises(SandboxError, match="has no network of its own"):
+            await sandbox.expose(8000)
+        return
+    if not (await sandbox.run(["sh", "-c", "command -v python3"])).stdout:
+        pytest.skip("there is no python3 in the sandbox")
+    server = await sandbox.open_process(["sh", "-c", "exec /usr/bin/env python3 -m http.server 8000 --directory /usr/share 2>&1"])
+    url = await sandbox.expose(8000)
+
+    def fetched() -> int:
+        return len(urllib.request.urlopen(url, timeout=5).read())
+
+    for _ in range(100):
+        try:
+            assert await asyncio.to_thread(fetched) > 0
+            break
+        except OSError:
+            await asyncio.sleep(0.1)
+    else:
+        raise AssertionError("the port is not served")
+    server.close()
+
+
+async def test_sandbox_killed_supervisor_fails_what_waits(sandbox: Sandbox) -> None:
+    running = asyncio.create_task(sandbox.run(["sh", "-c", "while kill -0 $PPID; do sleep 0.1; done"]))
+    await asyncio.sleep(0.2)
+    os.killpg(sandbox.process.pid, signal.SIGKILL)
+    with pytest.raises(SandboxError, match="the sandbox has ended"):
+        await running
+    with pytest.raises(SandboxError, match="Start another"):
+        await sandbox.run(["true"])
