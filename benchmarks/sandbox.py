@@ -1,9 +1,10 @@
 """Sandboxes: seconds to start a program in a new one and in one that runs, 64 at once, and what killed workers leave.
 
 A program is `true`. Cold: in a new sandbox, up to its exit, by an engine's prefix as agents are started. Supervised: a sandbox that stays,
-up to its first answer. Warm: in a sandbox that stays. Plain: without any. Each kill ends a worker by SIGKILL at a random moment while its
-programs run, some without a parent or session; then processes, mounts, sockets and control groups are counted, and private directories,
-after the sweep with which the next worker begins.
+up to its first answer. Warm: in a sandbox that stays. Plain: without any. An action is a command of the shell tool; tmux gets the same
+keys, and waits for its own signal; `new_shell` starts a bash for each, outside. Each kill ends a worker by SIGKILL at a random moment
+while its programs run, some without a parent or session; then processes, mounts, sockets and control groups are counted, and private
+directories, after the sweep with which the next worker begins.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from runner.sandboxes.engines import SandboxEngine, choose, scratch_directory
 from runner.sandboxes.landlock import remove_left_behind
 from runner.sandboxes.policy import SandboxPolicy
 from runner.sandboxes.sandbox import start, with_supervisor
+from runner.tools.toolbox import open_toolbox
 from spangrad.errors import SandboxError
 from spangrad.types import SandboxRung
 
@@ -94,6 +97,57 @@ async def measure_staying(engine: SandboxEngine, count: int) -> tuple[dict[str, 
     return {"supervised": percentiles(starts), "warm": percentiles(runs)}, failed
 
 
+async def measure_actions(policy: SandboxPolicy, count: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Return seconds of an action of ours and of the peers, in turns, and the number of wrong outputs."""
+    seconds: dict[str, list[float]] = {"ours": [], "tmux": [], "new_shell": []}
+    wrong = 0
+    with tempfile.TemporaryDirectory() as base:
+        tmux = _Tmux(Path(base) / "socket") if shutil.which("tmux") else None
+        try:
+            async with open_toolbox(policy) as toolbox:
+                for number in range(count):
+                    command = f"x=$(({number} * 3)); echo action $x"
+                    actions = {"ours": toolbox.shell(command), "new_shell": _new_shell(command)}
+                    actions |= {"tmux": asyncio.to_thread(tmux.act, command)} if tmux else {}
+                    for name, action in actions.items():
+                        began = time.perf_counter()
+                        output = await action
+                        seconds[name].append(time.perf_counter() - began)
+                        wrong += output.split() != ["action", str(number * 3)]
+        finally:
+            if tmux is not None:
+                tmux.end()
+    figures = {name: percentiles(values) for name, values in seconds.items() if values}
+    return figures.pop("ours"), figures, wrong
+
+
+async def _new_shell(command: str) -> str:
+    process = await asyncio.create_subprocess_exec("bash", "-c", command, stdout=subprocess.PIPE)
+    return (await process.communicate())[0].decode()
+
+
+class _Tmux:
+    """A shell in a tmux of its own."""
+
+    def __init__(self, server: Path) -> None:
+        self._tmux = ["tmux", "-S", str(server)]
+        shell = ["env", "PS1=", "bash", "--norc", "--noprofile"]
+        subprocess.run([*self._tmux, "-f", "/dev/null", "new-session", "-d", "-x", "200", "-y", "50", *shell], check=True)
+        self.act("stty -echo")
+
+    def act(self, command: str) -> str:
+        """Send the keys, wait for the end, and return what the pane shows."""
+        keys = f"clear; {command}; tmux wait-for -S done"
+        subprocess.run([*self._tmux, "send-keys", keys, "Enter"], check=True)
+        subprocess.run([*self._tmux, "wait-for", "done"], check=True)
+        pane = subprocess.run([*self._tmux, "capture-pane", "-p"], check=True, capture_output=True, text=True).stdout
+        return "\n".join(line for line in pane.splitlines() if line and keys not in line)
+
+    def end(self) -> None:
+        """End the server and its shell."""
+        subprocess.run([*self._tmux, "kill-server"], check=True)
+
+
 def left(mark: str) -> dict[str, int]:
     """Count what carries a worker's mark, or belongs to sandboxes of this user."""
     commands = [_read(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
@@ -147,6 +201,7 @@ async def measure(count: int, kills: int, seed: int) -> dict[str, Any]:
     ours: dict[str, Any] = {}
     ratios: dict[str, float] = {}
     checked = {"failed": failed}
+    peers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as base:
         os.chmod(base, 0o755)  # noqa: PTH101
         policy = with_supervisor(SandboxPolicy(Path(base), (), {}, False, LIMITS))
@@ -163,7 +218,13 @@ async def measure(count: int, kills: int, seed: int) -> dict[str, Any]:
             checked["failed"] += failed_cold + failed_staying
             leftovers = await asyncio.to_thread(kill_workers, rung, kills, randomness)
             checked |= {f"{rung}_{kind}": number for kind, number in leftovers.items()}
-    return {"benchmark": "sandbox", "ours": ours, "peer": {"plain": plain}, "ratio": ratios, "checked": checked}
+        try:
+            ours["action"], peers, checked["wrong_outputs"] = await measure_actions(policy, count)
+        except SandboxError as error:
+            print(f"shell: {error}")
+        else:
+            ratios |= {f"action_{name}": round(peer["p50_ms"] / ours["action"]["p50_ms"], 2) for name, peer in peers.items()}
+    return {"benchmark": "sandbox", "ours": ours, "peer": {"plain": plain, "action": peers}, "ratio": ratios, "checked": checked}
 
 
 def main() -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from runner.sandboxes.bubblewrap import PRIVATE_DIRECTORY
 from runner.sandboxes.engines import choose
@@ -21,6 +22,7 @@ from runner.workers.agents import AgentSpec, CommandAgent, is_service
 from spangrad.agent.command import SandboxLaunch
 from spangrad.errors import SandboxError
 from spangrad.settings import Settings
+from spangrad.settings.runner import SandboxSettings
 from spangrad.types import SandboxRung
 
 _logger = logging.getLogger(__name__)
@@ -69,11 +71,28 @@ def policy_of(settings: Settings, agent: CommandAgent) -> SandboxPolicy:
     urls = [settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url, settings.store.otlp_endpoint]
     urls += [settings.queue.url] if settings.queue.url is not None else []
     urls += [agent.environment] if agent.environment and is_service(agent.environment) else []
-    host_network = sandbox.network == "host"
+    services = {} if sandbox.network == "host" else services_of(urls)
+    return policy_from(sandbox, directory, [*own_packages(), *(interpreter_paths(Path(program)) if program else ())], services)
+
+
+def policy_from(
+    sandbox: SandboxSettings,
+    directory: Path,
+    readable: Sequence[Path] = (),
+    services: Mapping[int, tuple[str, int]] = MappingProxyType({}),
+) -> SandboxPolicy:
+    """Return the rules that settings name.
+
+    Args:
+        sandbox: the settings.
+        directory: working directory.
+        readable: files and directories that programs can read, beside those of the settings.
+        services: services that they reach, as of `SandboxPolicy`.
+    """
     return SandboxPolicy(
         directory=directory,
-        readable=(*own_packages(), *(interpreter_paths(Path(program)) if program else ()), *(path.resolve() for path in sandbox.readable)),
-        services={} if host_network else services_of(urls),
-        host_network=host_network,
+        readable=(*readable, *(path.resolve() for path in sandbox.readable)),
+        services=services,
+        host_network=sandbox.network == "host",
         limits=SandboxLimits(sandbox.processes, sandbox.memory_bytes, sandbox.disk_bytes),
     )

@@ -311,8 +311,9 @@ async def start(engine: SandboxEngine) -> Sandbox:
     inner.close()
     try:
         process = await asyncio.create_subprocess_exec(
-            *engine.prefix, str(_interpreter()), "-I", "-S", supervisor.__file__, str(descriptor),
-            stdin=asyncio.subprocess.DEVNULL, env=_environment(), pass_fds=[descriptor], start_new_session=True, preexec_fn=die_with_parent,
+            *engine.prefix, str(supervisor_interpreter()), "-I", "-S", supervisor.__file__, str(descriptor),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+            env=_environment(), pass_fds=[descriptor], start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
     finally:
         os.close(descriptor)
@@ -327,10 +328,10 @@ async def start(engine: SandboxEngine) -> Sandbox:
 
 def with_supervisor(policy: SandboxPolicy) -> SandboxPolicy:
     """Return a policy by which the supervisor can run as well."""
-    return replace(policy, readable=(*policy.readable, *interpreter_paths(_interpreter()), Path(supervisor.__file__)))
+    return replace(policy, readable=(*policy.readable, *interpreter_paths(supervisor_interpreter()), Path(supervisor.__file__)))
 
 
-def _interpreter() -> Path:
+def supervisor_interpreter() -> Path:
     """Return an interpreter that programs in sandboxes can run: this one, or the system's where root alone can read this one."""
     own = Path(sys.executable)
     readable = os.geteuid() != 0 or is_open_to_others(own)

@@ -6,20 +6,21 @@ the standard library alone and runs isolated. Invariant: paths of requests are l
 through descriptors, never through messages.
 """
 
+import fcntl
 import json
 import os
 import selectors
-import signal
 import socket
 import stat
 import sys
+import termios
 from typing import Any
 
 _MESSAGE_BYTES, _MOST_DESCRIPTORS = 2**18, 8
 _CHUNK_BYTES = 2**20
 
 
-class Supervisor:
+class SandboxSupervisor:
     """Answers requests until the other end of its socket is closed."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -57,12 +58,14 @@ class Supervisor:
         return True
 
     def do_start(self, request: dict[str, Any], descriptors: list[int], opened: list[int]) -> dict[str, Any]:
-        """Start a program in a session of its own, with the three descriptors as its inputs and outputs."""
+        """Start a program in a session of its own, with the descriptors as its first ones; `terminal`: its output is its terminal."""
         del opened
         read_end, write_end = os.pipe()  # closed by exec: whatever comes before it is the reason for which it failed
         if not (pid := os.fork()):
             try:
                 os.setsid()
+                if request.get("terminal"):
+                    fcntl.ioctl(descriptors[1], termios.TIOCSCTTY, 0)
                 for number, descriptor in enumerate(descriptors):
                     os.dup2(descriptor, number)
                 if request["directory"] is not None:
@@ -130,12 +133,11 @@ class Supervisor:
 
 def main() -> None:
     """Serve the socket whose descriptor is the argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     with socket.socket(fileno=descriptor) as control:
         control.send(json.dumps({"ready": True}).encode())
-        Supervisor(control).serve()
+        SandboxSupervisor(control).serve()
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ async def test_open_process_pipes_carry_a_conversation(sandbox: Sandbox) -> None
     process.close()
 
 
-async def test_expose_port_serves_what_listens_inside(sandbox: Sandbox) -> None:
+async def test_expose_port_serves_a_server_inside(sandbox: Sandbox) -> None:
     if sandbox.rung is not SandboxRung.BUBBLEWRAP:
         with pytest.raises(SandboxError, match="has no network of its own"):
             await sandbox.expose(8000)
@@ -110,7 +110,7 @@ async def test_expose_port_serves_what_listens_inside(sandbox: Sandbox) -> None:
     server.close()
 
 
-async def test_sandbox_killed_supervisor_fails_what_waits(sandbox: Sandbox) -> None:
+async def test_sandbox_after_a_kill_fails_requests(sandbox: Sandbox) -> None:
     running = asyncio.create_task(sandbox.run(["sh", "-c", "while kill -0 $PPID; do sleep 0.1; done"]))
     await asyncio.sleep(0.2)
     os.killpg(sandbox.process.pid, signal.SIGKILL)

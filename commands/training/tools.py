@@ -1,0 +1,28 @@
+"""`spangrad tools`: shell, Python and file tools in a sandbox, as an MCP server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+
+
+def tools(*, directory: Path = Path(), config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Serve the tools shell, python, read_file, write_file and replace_in_file by MCP on the standard input and output.
+
+    They always act in a sandbox: that of runner.sandbox, and the strongest of this machine where its engine is none.
+
+    Args:
+        directory: working directory of the tools, which they can read.
+    """
+    settings = resolve(config, set_)
+    log_to_stderr()
+    from runner.sandboxes.agent_sandbox import policy_from
+    from runner.tools.mcp_server import serve
+    from spangrad.http.service import bearer
+    from spangrad.types import SandboxRung
+
+    sandbox, token = settings.runner.sandbox, settings.store.token
+    engine = "auto" if sandbox.engine is SandboxRung.NONE else sandbox.engine
+    headers = bearer(token.get_secret_value() if token is not None else None)
+    serve(policy_from(sandbox, directory.resolve()), engine, sandbox.least, settings.store.otlp_endpoint, headers)

@@ -1,0 +1,269 @@
+"""Tools of an agent in a sandbox: shell, Python, and files, as methods, as tools of OpenAI's API, and with a span for each action.
+
+In: calls, by name and arguments or by method. Out: text for the model. Invariant: each call is a span `execute_tool`, failed where the
+action failed, so that rules on tool errors see it; no action reaches anything outside of the sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from opentelemetry import context, trace
+from opentelemetry.trace import Status, StatusCode
+
+from runner.sandboxes.policy import SandboxPolicy
+from runner.sandboxes.sandbox import Sandbox, open_sandbox, supervisor_interpreter
+from runner.tools import interpreter
+from runner.tools.session import ActionResult, ToolSession
+from span_processors.context import rollout_attributes
+from spangrad import semconv
+from spangrad.errors import SandboxError
+from spangrad.types import SandboxRung
+
+OUTPUT_BYTES = 32_000
+"""Largest output of an action that a model gets, in bytes; of a longer one it gets the beginning and the end."""
+TIMEOUT_SECONDS = 60.0
+"""Time limit of an action unless its call sets one, in seconds."""
+_SCOPE = "spangrad.tools"
+_TIMEOUT = {"type": "number", "description": f"Time limit in seconds, {TIMEOUT_SECONDS:g} unless it is given."}
+_PATH = {"type": "string", "description": "Absolute path of the file."}
+_TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "shell": (
+        "Run a command in a bash that stays: working directory, variables and functions remain. It reads no input.",
+        {"command": {"type": "string", "description": "The command, of one or several lines."}, "timeout_seconds": _TIMEOUT},
+        ["command"],
+    ),
+    "python": (
+        "Run Python code in an interpreter that stays, as in a notebook: names remain, and the value of a last expression is shown.",
+        {"code": {"type": "string", "description": "The code."}, "timeout_seconds": _TIMEOUT},
+        ["code"],
+    ),
+    "read_file": (
+        "Read a file, or some lines of it.",
+        {
+            "path": _PATH,
+            "first_line": {"type": "integer", "description": "First line, from 1."},
+            "lines": {"type": "integer", "description": "Number of lines; all if it is not given."},
+        },
+        ["path"],
+    ),
+    "write_file": (
+        "Write a file, and the directories above it.",
+        {"path": _PATH, "content": {"type": "string", "description": "The whole content."}},
+        ["path", "content"],
+    ),
+    "replace_in_file": (
+        "Replace a text that occurs exactly once in a file.",
+        {
+            "path": _PATH,
+            "old": {"type": "string", "description": "The text, with enough around it to occur once."},
+            "new": {"type": "string", "description": "The text in its place."},
+        },
+        ["path", "old", "new"],
+    ),
+}
+"""Tools by name: description, properties of the arguments, and the arguments that a call must have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOutcome:
+    """Outcome of a call."""
+
+    text: str
+    """Text for the model."""
+    failed: bool
+
+
+class ToolFailedError(Exception):
+    """An action failed in a way that the model should read."""
+
+
+class Toolbox:
+    """Tools in one sandbox; `open_toolbox` makes it."""
+
+    def __init__(self, sandbox: Sandbox, shell: ToolSession, python: ToolSession, provider: trace.TracerProvider | None = None) -> None:
+        """`shell` and `python` are sessions in `sandbox`; `provider` takes the spans. None: the process's own does."""
+        self.sandbox = sandbox
+        self._shell = shell
+        self._python = python
+        self._tracer = trace.get_tracer(_SCOPE, tracer_provider=provider)
+        self._actions: dict[str, Callable[..., Awaitable[str]]] = {
+            "shell": self.shell,
+            "python": self.python,
+            "read_file": self.read_file,
+            "write_file": self.write_file,
+            "replace_in_file": self.replace_in_file,
+        }
+
+    @staticmethod
+    def definitions() -> list[dict[str, Any]]:
+        """Return the tools as the chat completions API takes them."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": description,
+                    "parameters": {"type": "object", "properties": properties, "required": required, "additionalProperties": False},
+                },
+            }
+            for name, (description, properties, required) in _TOOLS.items()
+        ]
+
+    async def call(self, name: str, arguments: str | Mapping[str, Any], call_id: str | None = None) -> str:
+        """Run a tool, and return the text for the model, also where the tool failed; arguments and errors as of `act`."""
+        return (await self.act(name, arguments, call_id)).text
+
+    async def act(self, name: str, arguments: str | Mapping[str, Any], call_id: str | None = None) -> ToolOutcome:
+        """Run a tool, in a span of its own.
+
+        Args:
+            name: name of the tool.
+            arguments: arguments, as JSON or decoded.
+            call_id: id of the model's call. None: it has none.
+
+        Raises:
+            SandboxError: the sandbox has ended.
+        """
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        attributes = {
+            semconv.GEN_AI_OPERATION: "execute_tool",
+            semconv.GEN_AI_TOOL_NAME: name,
+            semconv.GEN_AI_TOOL_ARGUMENTS: text,
+            **({semconv.GEN_AI_TOOL_CALL_ID: call_id} if call_id else {}),
+            **rollout_attributes(context.get_current(), {}),
+        }
+        failed = False
+        with self._tracer.start_as_current_span(f"execute_tool {name}", attributes=attributes) as span:
+            try:
+                result = await self._dispatch(name, text)
+            except ToolFailedError as error:
+                result, failed = str(error), True
+                span.set_status(Status(StatusCode.ERROR, result.rpartition("\n")[2] or result))
+            span.set_attribute(semconv.GEN_AI_TOOL_RESULT, result)
+        return ToolOutcome(result, failed)
+
+    async def _dispatch(self, name: str, text: str) -> str:
+        if (action := self._actions.get(name)) is None:
+            raise ToolFailedError(f"there is no tool {name!r}; there are {', '.join(self._actions)}")
+        try:
+            arguments = json.loads(text)
+        except ValueError as error:
+            raise ToolFailedError(f"the arguments are no JSON: {error}") from None
+        _, properties, required = _TOOLS[name]
+        if not isinstance(arguments, dict) or not set(required) <= arguments.keys() <= properties.keys():
+            raise ToolFailedError(f"{name} takes {', '.join(properties)}, and needs {', '.join(required)}")
+        for key, value in arguments.items():
+            kinds = {"string": str, "integer": int, "number": (int, float)}[properties[key]["type"]]
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise ToolFailedError(f"{key} must be a {properties[key]['type']}, not {json.dumps(value)}")
+        return await action(**arguments)
+
+    async def shell(self, command: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
+        """Run a command, and return its output, with a line on its end where that was not 0.
+
+        Raises:
+            ToolFailedError: it ended with another exit code, or was interrupted.
+        """
+        return _shown("the shell", await self._shell.act(command, timeout_seconds), timeout_seconds)
+
+    async def python(self, code: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
+        """Run Python code, and return what it printed.
+
+        Raises:
+            ToolFailedError: it raised, or was interrupted.
+        """
+        return _shown("the interpreter", await self._python.act(code, timeout_seconds), timeout_seconds)
+
+    async def read_file(self, path: str, first_line: int = 1, lines: int | None = None) -> str:
+        """Return a file's text, or lines of it.
+
+        Raises:
+            ToolFailedError: it cannot be read.
+        """
+        text = await self._text(path)
+        if first_line != 1 or lines is not None:
+            start = max(0, first_line - 1)
+            text = "".join(text.splitlines(keepends=True)[start : None if lines is None else start + lines])
+        if len(text) > OUTPUT_BYTES:
+            text = f"{text[:OUTPUT_BYTES]}\n[{len(text) - OUTPUT_BYTES} characters left out: read fewer lines]"
+        return text
+
+    async def write_file(self, path: str, content: str) -> str:
+        """Write a file.
+
+        Raises:
+            ToolFailedError: it cannot be written.
+        """
+        await _of_model(self.sandbox.write(path, content.encode(errors="surrogateescape")))
+        return f"wrote {path}"
+
+    async def replace_in_file(self, path: str, old: str, new: str) -> str:
+        """Replace the one occurrence of a text.
+
+        Raises:
+            ToolFailedError: the text is not there, or several times; or the file cannot be changed.
+        """
+        text = await self._text(path)
+        count = text.count(old) if old else 0
+        if count != 1:
+            raise ToolFailedError(f"the text occurs {count} times in {path}, and must occur once: nothing is changed")
+        await self.write_file(path, text.replace(old, new))
+        return f"replaced in {path}"
+
+    async def _text(self, path: str) -> str:
+        content: bytes = await _of_model(self.sandbox.read(path))
+        return content.decode(errors="surrogateescape")
+
+
+@asynccontextmanager
+async def open_toolbox(
+    policy: SandboxPolicy,
+    engine: SandboxRung | Literal["auto"] = "auto",
+    least: SandboxRung = SandboxRung.LANDLOCK,
+    provider: trace.TracerProvider | None = None,
+) -> AsyncGenerator[Toolbox]:
+    """Start a sandbox with a shell and an interpreter, for as long as the block; arguments as of `open_sandbox` and `Toolbox`.
+
+    Raises:
+        SandboxError: they cannot be started.
+    """
+    shown = replace(policy, readable=(*policy.readable, Path(interpreter.__file__)))
+    program = [str(supervisor_interpreter()), "-P", interpreter.__file__]
+    async with AsyncExitStack() as stack:
+        sandbox = await stack.enter_async_context(open_sandbox(shown, engine, least))
+        shell = await stack.enter_async_context(ToolSession.shell(sandbox, OUTPUT_BYTES))
+        python = await stack.enter_async_context(ToolSession.interpreter(sandbox, program, OUTPUT_BYTES))
+        yield Toolbox(sandbox, shell, python, provider)
+
+
+async def _of_model(request: Awaitable[Any]) -> Any:
+    """Wait for a request about a file; its failure is the model's."""
+    try:
+        return await request
+    except SandboxError as error:
+        raise ToolFailedError(str(error)) from None
+
+
+def _shown(program: str, result: ActionResult, timeout_seconds: float) -> str:
+    """Return an action's output.
+
+    Raises:
+        ToolFailedError: the action failed; it has the output, and a last line on the end.
+    """
+    if result.timed_out:
+        end = f"interrupted after {timeout_seconds:g} s"
+    elif result.exit_code:
+        end = f"exit code {result.exit_code}"
+    elif result.exit_code is None:
+        end = f"{program} ended"
+    else:
+        return result.output
+    if result.exit_code is None:
+        end += f"; {program} was started again"
+    raise ToolFailedError(f"{result.output.rstrip()}\n[{end}]".lstrip())

@@ -1,0 +1,157 @@
+"""Tools in sandboxes: a shell and an interpreter that stay, files, limits of time and output, spans and failures that a model reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import ClientSession, StdioServerParameters
+from mcp.client.stdio import stdio_client
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
+from runner.tools.toolbox import OUTPUT_BYTES, Toolbox, ToolFailedError, open_toolbox
+from spangrad import semconv
+from spangrad.errors import SandboxError
+from tests.support.otlp import OtlpSink
+
+LIMITS = SandboxLimits(processes=64, memory_bytes=2**30, disk_bytes=2**24)
+
+
+@pytest.fixture(scope="module")
+def directory() -> Generator[Path]:
+    with tempfile.TemporaryDirectory() as base:
+        Path(base).chmod(0o755)
+        yield Path(base)
+
+
+@pytest.fixture
+async def tools(directory: Path) -> AsyncGenerator[Toolbox]:
+    opened = open_toolbox(SandboxPolicy(directory, (), {}, False, LIMITS))
+    try:
+        toolbox = await opened.__aenter__()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    yield toolbox
+    await opened.__aexit__(None, None, None)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", lambda name, **_: provider.get_tracer(name))
+    return exporter
+
+
+async def test_shell_keeps_directory_variables_and_functions(tools: Toolbox) -> None:
+    assert await tools.shell("cd /usr/share\nX=1; f() { echo f $X; }") == ""
+    assert await tools.shell("pwd; f; tty >/dev/null 2>&1 || echo no input; test -t 1 && echo terminal") == (
+        "/usr/share\nf 1\nno input\nterminal\n"
+    )
+    with pytest.raises(ToolFailedError, match=r"^out\n\[exit code 3\]$"):
+        await tools.shell("echo out; (exit 3)")
+    quoted = 'it\'s "quoted" $HOME \\ `x`\n' * 500
+    assert await tools.shell(f"cat <<'EOF'\n{quoted}EOF") == quoted
+
+
+async def test_shell_over_time_is_interrupted_and_stays(tools: Toolbox) -> None:
+    await tools.shell("cd /usr; X=1")
+    with pytest.raises(ToolFailedError, match=r"^begun\n\[interrupted after 0.5 s\]$"):
+        await tools.shell("echo begun; sleep 600", timeout_seconds=0.5)
+    assert await tools.shell("pwd; echo $X") == "/usr\n1\n"
+    with pytest.raises(ToolFailedError, match=r"interrupted after 0.5 s; the shell was started again\]$"):
+        await tools.shell("trap '' INT; sleep 600", timeout_seconds=0.5)
+    with pytest.raises(ToolFailedError, match=r"interrupted after 0.5 s"):
+        await tools.shell("yes", timeout_seconds=0.5)
+    with pytest.raises(ToolFailedError, match=r"^\[the shell ended; the shell was started again\]$"):
+        await tools.shell("exit 4")
+    assert await tools.shell("echo again") == "again\n"
+
+
+async def test_shell_long_output_keeps_beginning_and_end(tools: Toolbox) -> None:
+    output = await tools.shell("echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo; echo last")
+    assert output.startswith("first\nxxx")
+    assert output.endswith("xxx\nlast\n")
+    assert "bytes left out]" in output
+    assert len(output) < OUTPUT_BYTES + 100
+    await tools.shell("(sleep 0.2; echo late) &")
+    assert await tools.shell("sleep 0.5; echo now") == "late\nnow\n"
+
+
+async def test_python_keeps_names_and_shows_values(tools: Toolbox) -> None:
+    assert await tools.python("import os\nx = 20\nprint('printed')\nx + 1") == "printed\n21\n"
+    assert await tools.python("x += 1; x") == "21\n"
+    with pytest.raises(ToolFailedError, match=r"(?s)File \"<tool>\", line 1.*ZeroDivisionError: division by zero\n\[exit code 1\]$"):
+        await tools.python("1 / 0")
+    with pytest.raises(ToolFailedError, match=r"(?s)KeyboardInterrupt\n\[interrupted after 0.5 s\]$"):
+        await tools.python("while True: pass", timeout_seconds=0.5)
+    with pytest.raises(ToolFailedError, match="exit code 1"):
+        await tools.python("raise SystemExit")
+    assert await tools.python("x") == "21\n"
+
+
+async def test_files_are_written_read_and_replaced(tools: Toolbox) -> None:
+    path = "/tmp/new/file.py"
+    await tools.write_file(path, "a = 1\nb = 2\nc = 1\n")
+    assert await tools.read_file(path, first_line=2, lines=1) == "b = 2\n"
+    await tools.replace_in_file(path, "b = 2", "b = 3")
+    assert await tools.shell(f"cat {path}") == "a = 1\nb = 3\nc = 1\n"
+    with pytest.raises(ToolFailedError, match=r"occurs 2 times in .*, and must occur once: nothing is changed"):
+        await tools.replace_in_file(path, "= 1", "= 2")
+    with pytest.raises(ToolFailedError, match="No such file or directory"):
+        await tools.read_file("/etc/shadow")
+
+
+async def test_call_records_a_span_of_each_action(spans: InMemorySpanExporter, tools: Toolbox) -> None:
+    assert await tools.call("shell", json.dumps({"command": "echo x"}), "call-1") == "x\n"
+    assert await tools.call("shell", {"command": "false"}) == "[exit code 1]"
+    assert "there is no tool 'nope'" in await tools.call("nope", {})
+    assert "no JSON" in await tools.call("shell", "{")
+    assert "needs command" in await tools.call("shell", {"code": "x"})
+    assert "command must be a string, not 1" in await tools.call("shell", {"command": 1})
+    first, failed, *others = spans.get_finished_spans()
+    attributes: dict[str, Any] = dict(first.attributes or {})
+    assert first.name == "execute_tool shell"
+    assert attributes == {
+        semconv.GEN_AI_OPERATION: "execute_tool",
+        semconv.GEN_AI_TOOL_NAME: "shell",
+        semconv.GEN_AI_TOOL_ARGUMENTS: '{"command": "echo x"}',
+        semconv.GEN_AI_TOOL_CALL_ID: "call-1",
+        semconv.GEN_AI_TOOL_RESULT: "x\n",
+    }
+    assert [span.status.is_ok for span in (first, failed, *others)] == [True, False, False, False, False, False]
+
+
+async def test_tools_command_serves_mcp_in_the_trace_of_its_process(directory: Path) -> None:
+    trace_id, parent = "ab" * 16, "cd" * 8
+    with OtlpSink() as sink:
+        parameters = StdioServerParameters(
+            command=sys.executable,
+            args=["-P", "-m", "spangrad", "tools", "--directory", str(directory), "--set", f"store.otlp_endpoint={sink.url}"],
+            env={**os.environ, "TRACEPARENT": f"00-{trace_id}-{parent}-01", "BAGGAGE": "spangrad.rollout.id=ro,spangrad.rollout.attempt=0"},
+        )
+        async with stdio_client(parameters) as (reading, writing), ClientSession(reading, writing) as session:
+            await session.initialize()
+            assert [tool.name for tool in (await session.list_tools()).tools][:2] == ["shell", "python"]
+            right = await session.call_tool("shell", {"command": "pwd"})
+            wrong = await session.call_tool("python", {"code": "1 / 0"})
+        assert [(block.text, right.is_error) for block in right.content if block.type == "text"] == [(f"{directory}\n", False)]
+        assert wrong.is_error
+        spans = [*sink.named("execute_tool shell"), *sink.named("execute_tool python")]
+        assert [(span.trace_id, span.parent_id, span.attributes[semconv.ROLLOUT_ID]) for span in spans] == [(trace_id, parent, "ro")] * 2
+
+
+def test_definitions_name_all_arguments() -> None:
+    definitions = Toolbox.definitions()
+    assert [tool["function"]["name"] for tool in definitions] == ["shell", "python", "read_file", "write_file", "replace_in_file"]
+    assert all({*tool["function"]["parameters"]["required"]} <= {*tool["function"]["parameters"]["properties"]} for tool in definitions)
