@@ -28,7 +28,7 @@ _MODULES = {
         "commands.services.backends": "Show, add and remove backends of a running gateway.",
         "commands.services.queue": "Serve the queue of rollouts; show, cancel, retry them.",
         "commands.training.env": "Serve environments with reset and step, by OpenEnv's protocol.",
-        "commands.training.tools": "Serve shell, Python and file tools in a sandbox, by MCP.",
+        "commands.tools": "Serve shell, Python and file tools in a sandbox, by MCP.",
         "commands.services.environments": "Serve environments, leased to one attempt at a time.",
     },
     "Training": {
