@@ -21,6 +21,8 @@ PICTURES = CHECKOUT / "docs" / "images"
 VARIANTS = {
     "calculator": ("calculator",),
     "from_scratch": ("from_scratch",),
+    "gomoku": ("gomoku",),
+    "two_gomoku": ("two_gomoku",),
     "retrieval_qa": ("retrieval_qa",),
     "text_to_sql": ("text_to_sql",),
     "text_to_sql_oracle": ("text_to_sql", "--checker", "oracle"),
@@ -61,15 +63,21 @@ def _show(name: str, reports: Sequence[Path]) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for report, run in zip(reports, runs, strict=True):
+    for number, (report, run) in enumerate(zip(reports, runs, strict=True)):
         steps = [json.loads(line) for line in report.with_name("steps.jsonl").read_text().splitlines()]
-        (line,) = axes.plot([step["number"] for step in steps], [step["success"] for step in steps], linewidth=1, alpha=0.6)
-        ends, held_out = [0, len(steps)], [run["before"], run["after"]]
-        label = f"seed {run['seed']}: held out {run['before']:.2f} to {run['after']:.2f}"
-        axes.plot(ends, held_out, "o", color=line.get_color(), label=label)
-        print(f"| {name} | {run['seed']} | {run['before']:.2f} | {run['after']:.2f} | {run['steps']} | {run['seconds']:.0f} |")
+        by_role: dict[str, list[tuple[int, float]]] = run.get("held_out") or {"": [(0, run["before"]), (len(steps), run["after"])]}
+        for (role, points), marker in zip(by_role.items(), ("o", "s"), strict=False):
+            before, after = points[0][1], points[-1][1]
+            of_role = f"seed {run['seed']} {role}".rstrip()
+            label = f"{of_role}: held out {before:.2f} to {after:.2f}"
+            (line,) = axes.plot(*zip(*points, strict=True), marker, color=f"C{number}", label=label)
+            if role:
+                line.set_linestyle("-" if marker == "o" else "--")
+            print(f"| {name} {role} | {run['seed']} | {before:.2f} | {after:.2f} | {run['steps']} | {run['seconds']:.0f} |")
+        if "" in by_role:
+            axes.plot([step["number"] for step in steps], [step["success"] for step in steps], color=f"C{number}", linewidth=1, alpha=0.6)
     axes.axhline(runs[0]["target"], color="black", linestyle="--", linewidth=1, label=f"target {runs[0]['target']:.2f}")
-    axes.set(xlabel="training step", ylabel="answered right", ylim=(0, 1.02), title=name.replace("_", " "))
+    axes.set(xlabel="training step", ylabel=runs[0].get("measure", "answered right"), ylim=(0, 1.02), title=name.replace("_", " "))
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
     PICTURES.mkdir(parents=True, exist_ok=True)

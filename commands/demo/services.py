@@ -51,6 +51,7 @@ def demo_services(
     otelcol: str | None = None,
     further_engines: Mapping[str, str] | None = None,
     model: Sequence[str] = (),
+    further_trainers: Sequence[str] = (),
 ) -> list[ServiceSpec]:
     """Return the services of a run, which read the settings file in its directory.
 
@@ -61,6 +62,7 @@ def demo_services(
         model: command that makes the model, beside what does not need one. Empty: it is made already.
         further_engines: engines beside the policy's, to which the trainer publishes nothing: name of a settings file in `directory` ->
             URL of the engine.
+        further_trainers: names of the settings files of those among them whose policies are trained as well.
     """
     logs = directory / "logs"
     services = list(training_services(settings, logs, ["--config", str(directory / SETTINGS)]))
@@ -68,7 +70,12 @@ def demo_services(
         name = f"engine-{Path(file).stem}"
         command = tuple(own_command("engine", "--config", str(directory / file)))
         services.append(ServiceSpec(name, command, logs / f"{name}.log", f"{url}/health", ("store",)))
-    services = [replace(service, env={"OMP_NUM_THREADS": "1"}) if service.name == "train" else service for service in services]
+    for file in further_trainers:
+        name = f"train-{Path(file).stem}"
+        command = tuple(own_command("train", "--follow", "--config", str(directory / file)))
+        services.append(ServiceSpec(name, command, logs / f"{name}.log", None, ("store",)))
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    services = [replace(service, env=one_thread) if service.name.startswith("train") else service for service in services]
     if model:
         maker = ServiceSpec("model", tuple(model), logs / "model.log", ends=True)
         # The engine's start is the longest of all; it needs no store.
@@ -93,31 +100,39 @@ class TrainingSupervisor(Supervisor):
         otelcol: str | None = None,
         further_engines: Mapping[str, str] | None = None,
         model: Sequence[str] = (),
+        further_trainers: Sequence[str] = (),
     ) -> None:
         """Store the arguments, those of `demo_services` and of `Supervisor`; `start` starts the services."""
-        services = demo_services(directory, settings, otelcol, further_engines, model)
+        services = demo_services(directory, settings, otelcol, further_engines, model, further_trainers)
         super().__init__(services, on_event, launch=launch_without_settings)
         self.directory = directory
         self._gateway = settings.gateway
 
-    def served(self) -> int:
-        """Return the policy version that the gateway serves, or -1 while it serves none.
+    def served(self, policy: str | None = None) -> int:
+        """Return the version of a policy that the gateway serves, or -1 while it serves none.
+
+        Args:
+            policy: its name. None: the gateway's own.
 
         Raises:
             SpangradError: a service died.
         """
         self.check()
-        version = Publisher(self._gateway).served(self._gateway.policy)
+        version = Publisher(self._gateway).served(policy or self._gateway.policy)
         return -1 if version is None else version
 
-    async def wait_for_version(self, version: int) -> None:
-        """Wait until the gateway serves this policy version or a newer one.
+    async def wait_for_version(self, version: int, policy: str | None = None) -> None:
+        """Wait until the gateway serves this version or a newer one.
+
+        Args:
+            version: number of the version.
+            policy: its name. None: the gateway's own.
 
         Raises:
             SpangradError: a service died, or the version is not served after STEP_TIMEOUT_SECONDS.
         """
         end = time.monotonic() + STEP_TIMEOUT_SECONDS
-        while self.served() < version:
+        while self.served(policy) < version:
             if time.monotonic() > end:
                 logs = self.directory / "logs"
                 raise SpangradError(

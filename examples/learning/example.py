@@ -1,7 +1,7 @@
 """What one example says of itself, so that the loop can run it.
 
-In: an agent, its questions and a model to make. Out: an `Example`. Invariant: training questions and held-out ones are written before the
-first rollout and share no text; every training question is put once.
+In: an agent or an environment, its questions and a model to make. Out: an `Example`. Invariant: training questions and held-out ones are
+written before the first rollout and share no text; every training question is put once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GROUPS = 16
-"""Questions a step."""
+"""Questions a step, unless an example has another number."""
 GROUP_SIZE = 8
 """Rollouts of each."""
 
@@ -36,9 +36,7 @@ class Example:
 
     name: str
     agent: str
-    """`module:function`, importable from the checkout's root."""
-    evaluator: str
-    """`module:function`, whose value is the final reward of a rollout."""
+    """`module:function`, importable from the checkout's root; that of episodes, where there is an environment."""
     model: str
     """Module that makes the model: `python -m MODULE DIRECTORY --seed N`."""
     questions: Callable[[int, int], Questions]
@@ -48,7 +46,17 @@ class Example:
     target: float
     """Share of held-out questions answered right that the example ends with, in all seeds that were run."""
     success: float = 1.0
-    """A rollout whose final reward is at least this answered right."""
+    """A rollout with a final reward of at least this (where there is a role: with any reward of it) succeeded."""
+    measure: str = "answered right"
+    """Name of success in pictures."""
+    evaluator: str | None = None
+    """`module:function`, whose value is the final reward of a rollout. None: the environment gives the rewards."""
+    environment: str | None = None
+    """`module:class` with reset and step. None: the agent needs none."""
+    role: str | None = None
+    """Role whose rewards count, in an environment that gives them. None: the evaluator's rewards count."""
+    groups: int = GROUPS
+    """Questions a step."""
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
     """Settings of spangrad by dotted key, beside those that all examples share."""
     judge: str | None = None

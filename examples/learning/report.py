@@ -41,7 +41,7 @@ def draw(path: Path, example: Example, success: Sequence[float], before: float, 
     axes.plot(range(len(success)), success, color="#8b949e", linewidth=1, label="training questions, each step's own")
     axes.plot([0, len(success)], [before, after], "o", color="#1f6feb", label=f"held-out questions: {before:.2f} to {after:.2f}")
     axes.axhline(example.target, color="#2da44e", linestyle="--", linewidth=1, label=f"target {example.target:.2f}")
-    axes.set(xlabel="training step", ylabel="answered right", ylim=(0, 1.02), title=example.name.replace("_", " "))
+    axes.set(xlabel="training step", ylabel=example.measure, ylim=(0, 1.02), title=example.name.replace("_", " "))
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from commands.demo.services import TrainingSupervisor, make_model
 from commands.demo.settings import SETTINGS, demo_settings, write_settings
-from examples.learning.example import CHECKOUT, GROUP_SIZE, GROUPS, Example, write_questions
+from examples.learning.example import CHECKOUT, GROUP_SIZE, Example, write_questions
 from examples.learning.report import draw, seconds_by_part
+from examples.learning.success import success_rate
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
-from spangrad import semconv
 from spangrad.client.task_files import read_tasks
 from spangrad.errors import SpangradError
 from spangrad.processes import free_ports
@@ -93,13 +93,12 @@ def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, o
 
 def _run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, object]:
     began = time.monotonic()
-    for name, value in THREADS.items():
-        os.environ.setdefault(name, value)
+    keep_to_cores()
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
-    drawn = example.questions(seed, GROUPS * (1 + steps + steps // STAND_IN))
+    drawn = example.questions(seed, example.groups * (1 + steps + steps // STAND_IN))
     write_questions(directory / "train.jsonl", "train", drawn.train)
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out)
     values = example_settings(example, directory, seed)
@@ -122,6 +121,7 @@ def _run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, 
         "before": round(before, 4),
         "after": round(after, 4),
         "target": example.target,
+        "measure": example.measure,
         "steps": len(history),
         "seconds": round(time.monotonic() - began, 1),
         "seconds_rollout": round(sum(step.seconds_rollout for step in history), 1),
@@ -130,6 +130,12 @@ def _run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, 
     }
     (directory / "report.json").write_text(f"{json.dumps(report)}\n")
     return report
+
+
+def keep_to_cores() -> None:
+    """Keep this process's engines from taking cores that they do not use."""
+    for name, value in THREADS.items():
+        os.environ.setdefault(name, value)
 
 
 def example_settings(example: Example, directory: Path, seed: int) -> dict[str, object]:
@@ -144,7 +150,7 @@ def example_settings(example: Example, directory: Path, seed: int) -> dict[str, 
         "builder.poll_seconds": POLL_SECONDS,
         "trainer.run_id": example.name,
         "trainer.poll_seconds": POLL_SECONDS,
-        "trainer.sampling.groups_per_batch": GROUPS,
+        "trainer.sampling.groups_per_batch": example.groups,
         "trainer.optim.mini_batches": 1,
         "trainer.optim.warmup_steps": 10,
         "trainer.loss.entropy_coef": 0.01,
@@ -169,24 +175,25 @@ async def _learn(
     example: Example, settings: Settings, services: TrainingSupervisor, directory: Path, steps: int, say: Callable[[str], None]
 ) -> tuple[float, list[Step], float]:
     """Success on held-out questions, the steps, and success on the same questions after them."""
-    agent = CallableAgent(example.agent, evaluator=example.evaluator, directory=CHECKOUT)
+    agent = CallableAgent(example.agent, evaluator=example.evaluator, environment=example.environment, directory=CHECKOUT)
     questions, held_out = iter(read_tasks(directory / "train.jsonl")), read_tasks(directory / "held_out.jsonl")
     history: list[Step] = []
     async with Runner(settings, agent) as runner:
 
         async def measured() -> float:
-            return success_rate(example, await runner.run(held_out, mode=Mode.VALIDATE, group_size=1))
+            return await success_rate(example, settings, await runner.run(held_out, mode=Mode.VALIDATE, group_size=1))
 
         before = await measured()
         say(f"held-out success {before:.3f} before training")
         for number in range(steps):
             version, began = services.served(), time.monotonic()
-            outcomes = await _one_batch(runner, questions)
+            outcomes = await _one_batch(runner, questions, example.groups)
             rolled_out = time.monotonic()
             await services.wait_for_version(version + 1)
             done = time.monotonic()
             calls = sum(outcome.calls or 0 for outcome in outcomes) / len(outcomes)
-            step = Step(number, success_rate(example, outcomes), calls, rolled_out - began, done - rolled_out)
+            success = await success_rate(example, settings, outcomes)
+            step = Step(number, success, calls, rolled_out - began, done - rolled_out)
             history.append(step)
             say(
                 f"step {number:3d}  success {step.success:.2f}  calls {step.calls:.2f}  rollouts {step.seconds_rollout:.1f} s"
@@ -197,10 +204,10 @@ async def _learn(
     return before, history, after
 
 
-async def _one_batch(runner: Runner, questions: Iterator[Task]) -> list[Outcome]:
+async def _one_batch(runner: Runner, questions: Iterator[Task], groups: int) -> list[Outcome]:
     """Roll out until as many whole groups are there as a step takes: a group of which a rollout failed is never trained."""
     outcomes: list[Outcome] = []
-    missing = GROUPS
+    missing = groups
     while missing:
         ran = await runner.run(list(islice(questions, missing)), mode=Mode.TRAIN, group_size=GROUP_SIZE)
         if not ran:
@@ -208,9 +215,3 @@ async def _one_batch(runner: Runner, questions: Iterator[Task]) -> list[Outcome]
         outcomes += ran
         missing = len({outcome.task_id for outcome in ran if outcome.failure and outcome.reward is None})
     return outcomes
-
-
-def success_rate(example: Example, outcomes: Sequence[Outcome]) -> float:
-    """Share of rollouts that answered right; failed ones did not."""
-    rewards = [(outcome.reward or {}).get(semconv.REWARD_NAME, 0.0) for outcome in outcomes]
-    return sum(isinstance(reward, float) and reward >= example.success for reward in rewards) / len(rewards)

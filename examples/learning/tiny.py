@@ -1,7 +1,7 @@
 """A tiny Llama whose tokens are words, taught the form of its replies by supervised steps on made-up transcripts.
 
 In: words, a seed and transcripts. Out: a Hugging Face model and tokenizer in a directory. Invariant: what is taught are the transcripts'
-assistant messages and nothing else; the same seed gives the same weights on the same machine.
+assistant messages (or the odds of their first words) and nothing else; the same seed gives the same weights on the same machine.
 
 Sizes and rates are those at which the three tasks were seen to learn: about 230,000 parameters, AdamW at 3e-3.
 """
@@ -12,7 +12,7 @@ import argparse
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from examples.two_tools.model import random_llama, word_tokenizer
 
@@ -33,8 +33,11 @@ LAST_PART = 0.3
 """Of the steps, with LAST_RATE of the rate: 0.3 both."""
 LAST_RATE = 0.3
 
-Transcript = Sequence[Mapping[str, str]]
-"""Messages, role and content, of a whole conversation."""
+Transcript = Sequence[Mapping[str, Any]]
+"""Messages, role and content, of a whole conversation. An assistant's may have `odds`: the probability of each word as its first, which is
+taught in place of the word that was drawn."""
+Taught = Mapping[int, Mapping[int, float]]
+"""Position in a transcript -> token -> probability."""
 
 
 def make_model(
@@ -63,19 +66,23 @@ def make_model(
     model.save_pretrained(directory)
 
 
-def encoded(tokenizer: PreTrainedTokenizerFast, transcript: Transcript) -> tuple[list[int], list[bool]]:
-    """Token ids of a transcript, and which of them the assistant says: the words of its messages and the end of each."""
+def encoded(tokenizer: PreTrainedTokenizerFast, transcript: Transcript) -> tuple[list[int], Taught]:
+    """Token ids of a transcript, and what is taught of them: the words of the assistant's messages and the end of each."""
     ids: list[int] = []
-    said: list[bool] = []
+    taught: dict[int, Mapping[int, float]] = {}
+    vocabulary = tokenizer.get_vocab()
     for message in transcript:
-        head = tokenizer.encode(f"<|im_start|> {message['role']}")
-        body = tokenizer.encode(f"{message['content']} <|im_end|>")
-        ids += head + body
-        said += [False] * len(head) + [message["role"] == "assistant"] * len(body)
-    return ids, said
+        ids += tokenizer.encode(f"<|im_start|> {message['role']}")
+        begin = len(ids)
+        ids += tokenizer.encode(f"{message['content']} <|im_end|>")
+        if message["role"] == "assistant":
+            taught |= {place: {ids[place]: 1.0} for place in range(begin, len(ids))}
+            if odds := message.get("odds"):
+                taught[begin] = {vocabulary[word]: probability for word, probability in odds.items()}
+    return ids, taught
 
 
-def _warm_up(model: LlamaForCausalLM, steps: int, draw: Callable[[], Sequence[tuple[list[int], list[bool]]]]) -> None:
+def _warm_up(model: LlamaForCausalLM, steps: int, draw: Callable[[], Sequence[tuple[list[int], Taught]]]) -> None:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -85,12 +92,18 @@ def _warm_up(model: LlamaForCausalLM, steps: int, draw: Callable[[], Sequence[tu
         rows = draw()
         width = max(len(ids) for ids, _ in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
-        labels = torch.full_like(ids, -100)
-        for row, (tokens, said) in enumerate(rows):
+        for row, (tokens, _) in enumerate(rows):
             ids[row, : len(tokens)] = torch.tensor(tokens)
-            labels[row, : len(tokens)] = torch.tensor([token if mine else -100 for token, mine in zip(tokens, said, strict=True)])
         # Padding is on the right and attention causal, so no mask is needed.
-        loss = model(ids, labels=labels).loss
+        logprobs = model(ids).logits.log_softmax(-1)
+        entries = [
+            (row, place - 1, token, probability)
+            for row, (_, taught) in enumerate(rows)
+            for place, odds in taught.items()
+            for token, probability in odds.items()
+        ]
+        *places, weights = (torch.tensor(column) for column in zip(*entries, strict=True))
+        loss = -(weights * logprobs[tuple(places)]).sum() / sum(len(taught) for _, taught in rows)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -14,10 +14,14 @@ from commands.demo.settings import SETTINGS
 from commands.stopped_store import answering_store
 from examples.calculator.__main__ import EXAMPLE as CALCULATOR
 from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH
+from examples.gomoku.__main__ import EXAMPLE as GOMOKU
 from examples.learning.example import CHECKOUT, Example, Questions
 from examples.learning.run import run
 from examples.retrieval_qa.__main__ import EXAMPLE as RETRIEVAL_QA
 from examples.text_to_sql.__main__ import example as text_to_sql
+from examples.two_gomoku.__main__ import GROUPS as MATCHES
+from examples.two_gomoku.__main__ import ROLES
+from examples.two_gomoku.__main__ import run as run_two_gomoku
 from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
 
@@ -47,7 +51,7 @@ def ask(directory: Path, query: str) -> Sequence[Sequence[Any]]:
         return connect(store).query(query).result_rows
 
 
-@pytest.mark.parametrize("example", [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA], ids=lambda one: one.name)
+@pytest.mark.parametrize("example", [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, GOMOKU], ids=lambda one: one.name)
 def test_examples_two_steps_train_with_small_logprob_gap(example: Example, tmp_path: Path) -> None:
     said = ran(example, tmp_path)
     assert said["steps"] == STEPS
@@ -75,3 +79,29 @@ def test_text_to_sql_example_trains_writer_agent_only(tmp_path: Path) -> None:
         ("checker_agent", "checker", "not_selected"),
     }
     assert fates["writer_agent", "policy", "trained"] == STEPS * 128
+
+
+PHASES = """
+SELECT t.Mode, t.Policy, t.AgentName, uniqExact(t.RolloutId), groupUniqArray(t.Version), min(t.Role), max(t.Role)
+FROM (SELECT *, arrayJoin(if(empty(`Rewards.Role`), [AgentName], `Rewards.Role`)) AS Role FROM spangrad.transitions) AS t
+GROUP BY t.Mode, t.Policy, t.AgentName ORDER BY t.Mode, t.Policy
+"""
+SUMS = """
+SELECT max(abs(Total)) FROM (
+    SELECT RolloutId, sum(Value) AS Total FROM spangrad.rewards WHERE Mode = 'train' AND abs(Value) = 1 GROUP BY RolloutId)
+"""
+"""Of wins and losses: a reward before a player's first reply is of no call, and is not recorded."""
+
+
+def test_two_gomoku_policies_play_and_learn_in_phases(tmp_path: Path) -> None:
+    report = run_two_gomoku(tmp_path / "run", 0, STEPS, 16)
+    assert report["steps"] == STEPS
+    assert {role: [step for step, _ in points] for role, points in report["held_out"].items()} == {role: [0, STEPS] for role in ROLES}
+    rows = ask(tmp_path, PHASES)
+    assert [(mode, policy, agent, least, most) for mode, policy, agent, _, _, least, most in rows] == [
+        (mode, role, role, role, role) for mode in ("train", "validate") for role in ROLES
+    ], "each policy answers its role, and has its role's rewards"
+    assert [rollouts for mode, _, _, rollouts, *_ in rows if mode == "train"] == [STEPS * MATCHES * 8] * 2
+    assert ask(tmp_path, SUMS)[0][0] == pytest.approx(0, abs=1e-9), "what one wins the other loses"
+    phases = ask(tmp_path, "SELECT Policy, groupArray(Metrics['phase']) FROM spangrad.policy_versions WHERE BatchId != '' GROUP BY Policy")
+    assert {policy: sorted(numbers) for policy, numbers in phases} == {role: [0, 1] for role in ROLES}

@@ -11,19 +11,22 @@ import pytest
 from examples.calculator.__main__ import EXAMPLE as CALCULATOR
 from examples.calculator.task import WORDS
 from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH
+from examples.gomoku.__main__ import EXAMPLE as GOMOKU
 from examples.learning.example import CHECKOUT, Example
 from examples.learning.report import draw
-from examples.learning.run import example_settings, success_rate
+from examples.learning.run import example_settings
+from examples.learning.success import final_success
 from examples.learning.tiny import CHAT_TEMPLATE, SPECIAL, encoded
 from examples.retrieval_qa.__main__ import EXAMPLE as RETRIEVAL_QA
 from examples.text_to_sql.__main__ import example as text_to_sql
+from examples.two_gomoku.__main__ import ROLES, policy_settings
 from examples.two_tools.model import word_tokenizer
 from runner.runner import Outcome
 from spangrad.callables import load
 from spangrad.settings.sources import load_settings
 from spangrad.types import AttemptFailure, Mode, RolloutKey
 
-EXAMPLES = [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, text_to_sql("both", "model"), text_to_sql("writer", "oracle")]
+EXAMPLES = [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, GOMOKU, text_to_sql("both", "model"), text_to_sql("writer", "oracle")]
 
 
 def test_encoded_transcript_has_tokens_of_chat_template() -> None:
@@ -36,10 +39,9 @@ def test_encoded_transcript_has_tokens_of_chat_template() -> None:
         {"role": "tool", "content": "19"},
         {"role": "assistant", "content": "answer 19"},
     ]
-    ids, said = encoded(tokenizer, transcript)
+    ids, taught = encoded(tokenizer, transcript)
     assert ids == tokenizer.encode(str(tokenizer.apply_chat_template(transcript, tokenize=False)))
-    taught = [token for token, mine in zip(ids, said, strict=True) if mine]
-    assert tokenizer.decode(taught) == "calc 12 + 7 <|im_end|> answer 19 <|im_end|>"
+    assert tokenizer.decode([token for odds in taught.values() for token in odds]) == "calc 12 + 7 <|im_end|> answer 19 <|im_end|>"
     call = {"function": {"name": "calc", "arguments": {"a": 12, "operator": "+", "b": 7}}}
     called = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, *transcript[2:]]
     assert tokenizer.encode(str(tokenizer.apply_chat_template(called, tokenize=False))) == ids
@@ -55,7 +57,7 @@ def test_example_settings_and_files_load(example: Example, tmp_path: Path) -> No
     assert settings.engine.extra_args[:2] == ("--seed", "3")
     assert Path(settings.engine.extra_args[-1]).is_file()
     assert (CHECKOUT / example.agent.split(":")[0].replace(".", "/")).with_suffix(".py").is_file()
-    assert callable(load(example.evaluator))
+    assert all(callable(load(code)) for code in (example.evaluator, example.environment) if code)
     drawn = example.questions(3, 32)
     json.dumps(drawn.held_out)
     assert len(drawn.train) == 32
@@ -70,14 +72,26 @@ def test_text_to_sql_example_selects_named_agents(tmp_path: Path) -> None:
     assert {one.policies for one in selected.values()} == {"policy"}
 
 
-def test_success_rate_counts_failed_rollouts_as_failures() -> None:
+def test_policy_settings_of_two_policies_share_all_but_their_own(tmp_path: Path) -> None:
+    first, second = (load_settings(values) for values in policy_settings(tmp_path, 3, 9).values())
+    assert first.builder.spec == second.builder.spec
+    assert (first.store, first.gateway.url, first.trainer.directory) == (second.store, second.gateway.url, second.trainer.directory)
+    assert [(one.trainer.policy, one.trainer.phase_policies, one.trainer.selection.agents) for one in (first, second)] == [
+        (role, (other,), role) for role, other in (ROLES, ROLES[::-1])
+    ]
+    assert [one.trainer.model == one.engine.model for one in (first, second)] == [True, True]
+    assert (first.gateway.backends[0].url, second.engine.port) == ("http://127.0.0.1:9", 9)
+    assert {role: player.model for role, player in first.runner.episode.players.items()} == {role: role for role in ROLES}
+
+
+def test_final_success_counts_failed_rollouts_as_failures() -> None:
     def ended(reward: float | None) -> Outcome:
         failure = None if reward is not None else AttemptFailure.CRASH
         return Outcome(RolloutKey("run", "r", 0), "task", Mode.TRAIN, None if reward is None else {"reward": reward}, failure, "", 1.0, 1)
 
     outcomes = [ended(1.0), ended(0.9), ended(-0.2), ended(None)]
-    assert success_rate(CALCULATOR, outcomes) == 0.25
-    assert success_rate(replace(CALCULATOR, success=0.8), outcomes) == 0.5
+    assert final_success(CALCULATOR, outcomes) == 0.25
+    assert final_success(replace(CALCULATOR, success=0.8), outcomes) == 0.5
 
 
 def test_draw_writes_png_curve(tmp_path: Path) -> None:

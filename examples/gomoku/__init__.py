@@ -1,0 +1,1 @@
+"""Gomoku on a small board, as an environment of two players."""

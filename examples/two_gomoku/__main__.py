@@ -1,0 +1,194 @@
+"""`python -m examples.two_gomoku`: two policies play each other, learn at once in phases, and are measured against a script."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from commands.demo.services import TrainingSupervisor, make_model
+from commands.demo.settings import SETTINGS, write_settings
+from examples.gomoku.__main__ import EXAMPLE
+from examples.gomoku.game import Gomoku
+from examples.learning.example import CHECKOUT, GROUP_SIZE, write_questions
+from examples.learning.report import seconds_by_part
+from examples.learning.run import example_settings, keep_to_cores
+from examples.learning.success import role_success
+from runner.runner import Runner
+from runner.workers.agents import CallableAgent
+from spangrad.client.task_files import read_tasks
+from spangrad.errors import SpangradError
+from spangrad.processes import free_ports
+from spangrad.settings import Settings
+from spangrad.settings.sources import explain_settings, load_settings
+from spangrad.supervisor.run_directory import fresh_directory
+from spangrad.types import Mode
+
+NAME = "two_gomoku"
+ROLES = tuple(Gomoku.roles)
+"""Roles, which are the names of the policies."""
+STEPS = 60
+GROUPS = 12
+MEASURED_EVERY = 20
+"""Steps between two measurements."""
+HELD_OUT = 128
+"""Held-out openings of a measurement."""
+TARGET = 0.75
+SCRIPT = {"script": "examples.gomoku.script:small"}
+
+Shares = Mapping[str, float]
+"""Share of games won, by role."""
+
+
+def main() -> None:
+    """Read the command line, and run."""
+    parser = argparse.ArgumentParser(prog=f"python -m examples.{NAME}", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of openings, model and sampling")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps of each policy (default {STEPS})")
+    parser.add_argument("--directory", type=Path, default=Path("runs") / NAME, help="where the run's files go; emptied at the start")
+    arguments = parser.parse_args()
+    try:
+        print(json.dumps(run(arguments.directory, arguments.seed, arguments.steps)), flush=True)
+    except SpangradError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def run(directory: Path, seed: int, steps: int, held_out: int = HELD_OUT) -> dict[str, object]:
+    """Train both policies, and return what the last line says."""
+    with fresh_directory(directory) as fresh:
+        fresh.clear()
+        return _run(directory, seed, steps, held_out)
+
+
+def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, object]:
+    began = time.monotonic()
+    keep_to_cores()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
+
+    drawn = EXAMPLE.questions(seed, GROUPS * steps)
+    write_questions(directory / "train.jsonl", "train", drawn.train)
+    write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out[:held_out])
+    (port,) = free_ports(1)
+    first, second = ROLES
+    files = policy_settings(directory, seed, port)
+    for policy, values in files.items():
+        write_settings(directory / (SETTINGS if policy == first else f"{policy}.toml"), explain_settings(values))
+    settings = load_settings(files[first])
+    say("making the tiny model, with which both policies begin")
+    models = [directory / f"model-{policy}" for policy in ROLES]
+    make_model([sys.executable, "-m", EXAMPLE.model, str(models[0]), "--seed", str(seed)], directory)
+    shutil.copytree(*models)
+    file = f"{second}.toml"
+    engines = {file: f"http://127.0.0.1:{port}"}
+    with TrainingSupervisor(directory, settings, say, further_engines=engines, further_trainers=[file]) as services:
+        services.start(settings.engine.start_timeout_seconds)
+        games, measured = asyncio.run(_learn(settings, services, directory, steps, say))
+        parts = seconds_by_part(settings)
+    (directory / "steps.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in games))
+    report: dict[str, object] = {
+        "example": NAME,
+        "seed": seed,
+        "held_out": {role: [[step, shares[role]] for step, shares in measured] for role in ROLES},
+        "target": TARGET,
+        "measure": EXAMPLE.measure,
+        "steps": len(games),
+        "seconds": round(time.monotonic() - began, 1),
+        **parts,
+    }
+    (directory / "report.json").write_text(f"{json.dumps(report)}\n")
+    return report
+
+
+def policy_settings(directory: Path, seed: int, port: int) -> dict[str, dict[str, object]]:
+    """Return the settings of each policy's engine and trainer, by dotted key: they share store, gateway, builder and ledger.
+
+    Args:
+        directory: of the run.
+        seed: of sampling.
+        port: of the second policy's engine.
+    """
+    first, second = ROLES
+    shared = {
+        **example_settings(EXAMPLE, directory, seed),
+        "gateway.policy": first,
+        "gateway.backends": [{"url": f"http://127.0.0.1:{port}", "policy": second}],
+        "builder.selection": {"policies": "|".join(ROLES)},
+        "trainer.run_id": NAME,
+        "trainer.sampling.groups_per_batch": GROUPS,
+        "runner.run_id": NAME,
+        "runner.episode.players": {role: {"model": role} for role in ROLES},
+    }
+
+    def of(role: str) -> dict[str, object]:
+        model = str(directory / f"model-{role}")
+        return {
+            **shared,
+            "engine.model": model,
+            "trainer.model": model,
+            "trainer.policy": role,
+            "trainer.selection": {"agents": role},
+            "trainer.phase_policies": [other for other in ROLES if other != role],
+            "trainer.credit.reward_roles": [role],
+        }
+
+    return {first: of(first), second: {**of(second), "gateway.policy": second, "engine.port": port}}
+
+
+async def _learn(
+    settings: Settings, services: TrainingSupervisor, directory: Path, steps: int, say: Callable[[str], None]
+) -> tuple[list[dict[str, object]], list[tuple[int, Shares]]]:
+    """Return what each step's games were, and the shares of games that each policy won against the script, by step."""
+    agent = CallableAgent(EXAMPLE.agent, environment=EXAMPLE.environment, directory=CHECKOUT)
+    openings, held_out = read_tasks(directory / "train.jsonl"), read_tasks(directory / "held_out.jsonl")
+    games: list[dict[str, object]] = []
+    measured: list[tuple[int, Shares]] = []
+    async with AsyncExitStack() as stack:
+        players = await stack.enter_async_context(Runner(settings, agent))
+        against_script = {role: await stack.enter_async_context(Runner(_against_script(settings, role), agent)) for role in ROLES}
+
+        async def measure(step: int) -> None:
+            shares: dict[str, float] = {}
+            for role, runner in against_script.items():
+                outcomes = await runner.run(held_out, mode=Mode.VALIDATE, group_size=1)
+                shares[role] = await asyncio.to_thread(role_success, settings, outcomes, role, EXAMPLE.success)
+            measured.append((step, shares))
+            say(f"step {step:3d}  against the script, held out: {_in_words(shares)}")
+
+        await measure(0)
+        for number in range(steps):
+            versions = {role: services.served(role) for role in ROLES}
+            tasks = openings[number * GROUPS : (number + 1) * GROUPS]
+            outcomes = await players.run(tasks, mode=Mode.TRAIN, group_size=GROUP_SIZE)
+            for role, version in versions.items():
+                await services.wait_for_version(version + 1, role)
+            shares = {role: await asyncio.to_thread(role_success, settings, outcomes, role, EXAMPLE.success) for role in ROLES}
+            games.append({"number": number, **shares})
+            say(f"step {number:3d}  against each other: {_in_words(shares)}")
+            if (number + 1) % MEASURED_EVERY == 0 or number + 1 == steps:
+                await measure(number + 1)
+    return games, measured
+
+
+def _against_script(settings: Settings, role: str) -> Settings:
+    """Return the settings in which a role's policy plays against the script."""
+    players = {other: {"model": role} if other == role else SCRIPT for other in ROLES}
+    episode = settings.runner.episode.model_validate({**settings.runner.episode.model_dump(), "players": players})
+    runner = settings.runner.model_copy(update={"episode": episode, "directory": settings.runner.directory / role})
+    return settings.model_copy(update={"runner": runner})
+
+
+def _in_words(shares: Shares) -> str:
+    return ", ".join(f"{role} won {share:.2f}" for role, share in shares.items())
+
+
+if __name__ == "__main__":
+    main()
