@@ -65,7 +65,7 @@ def measure(directory: Path, cancels: int, concurrency: int, per_second: float, 
     with ExitStack() as stack:
         store = stack.enter_context(embedded(directory))
         services = start_services(directory, stack, store, concurrency, engine, "cancel_agent:call_forever", {"gateway.policy": "policy"})
-        urls = (services["url"], services["gateway_url"], services["engine_url"])
+        urls = (services.queue_url, services.gateway_url, services.engine_url)
         asked, refused, sequences = asyncio.run(_cancel(*urls, cancels, concurrency, per_second, random.Random(seed)))
     figures, checked = evaluate(asked, sequences)
     checked["answered_later"] = len(asked) - refused

@@ -15,8 +15,9 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ def measure(directory: Path, count: int, rounds: int, concurrency: int) -> dict[
         store = stack.enter_context(embedded(directory))
         upstream = ["benchmarks.gateway_upstream", "--step-seconds", "0.005"]
         services = start_services(directory, stack, store, concurrency, upstream, "rollouts_agent:agent", {"gateway.policy": POLICY})
-        url = services["url"]
-        children = {name: services[name] for name in ("queue", "worker", "gateway")}
+        url = services.queue_url
+        children = {"queue": services.queue, "worker": services.worker, "gateway": services.gateway}
         queue = stack.enter_context(asyncio.Runner())
         client = QueueClient(url)
         stack.callback(lambda: queue.run(client.close()))
@@ -119,6 +120,20 @@ async def _run(client: QueueClient, count: int, cursor: int) -> int:
     return cursor
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServices:
+    """Processes of a run, and their addresses."""
+
+    queue: Child
+    gateway: Child
+    worker: Child
+    queue_url: str
+    gateway_url: str
+    engine_url: str
+    start_worker: Callable[[str], Child]
+    """Starts another worker of a name."""
+
+
 def start_services(
     directory: Path,
     stack: ExitStack,
@@ -127,8 +142,8 @@ def start_services(
     engine: Sequence[str],
     agent: str,
     more: Mapping[str, object],
-) -> Mapping[str, Any]:
-    """Start engine, queue, gateway and worker.
+) -> RunningServices:
+    """Start engine, queue, gateway and one worker.
 
     Args:
         directory: files and logs.
@@ -138,9 +153,6 @@ def start_services(
         engine: module of the engine and its arguments but for the port.
         agent: MODULE:FUNCTION in the folder of benchmarks.
         more: further settings.
-
-    Returns:
-        Processes `queue`, `gateway` and `worker`, and their addresses `url` (of the queue), `gateway_url` and `engine_url`.
     """
     engine_port, queue_port, gateway_port = free_ports(3)
     engine_url, queue_url, gateway_url = (f"http://127.0.0.1:{port}" for port in (engine_port, queue_port, gateway_port))
@@ -171,9 +183,13 @@ def start_services(
     gateway = start("gateway", own_command("gateway", *settings))
     for url, child in ((queue_url, queue), (gateway_url, gateway)):
         wait_until(lambda url=url: answers(f"{url}/readyz"), START_SECONDS, child.name, [child])
-    worker = start("worker", own_command("worker", "--agent", agent, "--directory", str(ROOT / "benchmarks"), *settings))
-    wait_until(lambda: _host(worker) is not None, START_SECONDS, "the agent's process", [worker])
-    return {"queue": queue, "worker": worker, "gateway": gateway, "url": queue_url, "gateway_url": gateway_url, "engine_url": engine_url}
+
+    def start_worker(name: str) -> Child:
+        worker = start(name, own_command("worker", "--agent", agent, "--directory", str(ROOT / "benchmarks"), *settings))
+        wait_until(lambda: _host(worker) is not None, START_SECONDS, "the agent's process", [worker])
+        return worker
+
+    return RunningServices(queue, gateway, start_worker("worker"), queue_url, gateway_url, engine_url, start_worker)
 
 
 def _host(worker: Child) -> psutil.Process | None:
