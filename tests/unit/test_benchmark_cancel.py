@@ -20,7 +20,7 @@ CUT = Sequence("a", began=0.0, ended=10.2)
         ([Sequence("b", began=11.0)], 200.0, {"sequences_left": 0, "begun_after_cut": 0}),
     ],
 )
-def test_cancel_evaluate_counts_what_outlives_the_cut(later: list[Sequence], wait_ms: float, checked: dict[str, int]) -> None:
+def test_cancel_evaluate_counts_calls_that_outlive_the_cut(later: list[Sequence], wait_ms: float, checked: dict[str, int]) -> None:
     figures, counts = evaluate({"a": 10.0}, [CUT, *later])
     assert counts == checked
     assert figures["p99_ms"] == pytest.approx(wait_ms)
