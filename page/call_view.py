@@ -23,7 +23,7 @@ FROM spangrad.calls WHERE RolloutKey IN ({{rollout:String}}, {{trace:String}}) A
 LIMIT 1
 """
 _TRANSITION = f"""
-SELECT {_COLUMNS}, {_TOKENS}, BuildSpec, ParentCallId, Turn, Branch, AgentName, Tools, Reshaping,
+SELECT {_COLUMNS}, {{tokens}} BuildSpec, ParentCallId, Turn, Branch, AgentName, Tools, Reshaping,
     `Rewards.Name` AS RewardNames, `Rewards.Value` AS RewardValues, `Rewards.Source` AS RewardSources, `Rewards.CallId` AS RewardCalls
 FROM {rows_sql("transitions", where=_OF_ROLLOUT)} AS t WHERE {_PLACE}
 ORDER BY BuildSpec LIMIT 1
@@ -70,7 +70,8 @@ def call_view(store: PageStore, texts: TokenTexts, place: CallPlace, *, whole: b
         whole: True for all of the prompt. False: only what does not repeat the call before.
     """
     recorded = store.rows(_CALL, place.parameters)
-    transitions = store.rows(_TRANSITION, place.parameters)
+    # The gateway's record has the tokens; only in direct mode are they read from the transition, which takes the longest.
+    transitions = store.rows(_TRANSITION.replace("{tokens}", "" if recorded else f"{_TOKENS},"), place.parameters)
     if not recorded and not transitions:
         return None
     transition = transitions[0] if transitions else {}

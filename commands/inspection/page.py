@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.stopped_store import answering_store
 
 
 def page(*, port: int | None = None, host: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
     """Serve the web page over the span store: rollouts, calls token by token, training steps, versions. It changes nothing.
+
+    If no store answers at store.url, the data of a stopped store (store.path, else the last demo's) is opened for as long as the page.
 
     Args:
         port: TCP port of the page.
@@ -18,4 +21,5 @@ def page(*, port: int | None = None, host: str | None = None, config: ConfigFile
     from page.server import serve
     from page.views import PageReaders
 
-    serve(settings, PageReaders(read_record, read_messages))
+    with answering_store(settings.store) as store:
+        serve(settings.model_copy(update={"store": store}), PageReaders(read_record, read_messages))

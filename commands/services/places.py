@@ -17,7 +17,7 @@ from spangrad.settings.sources import load_settings, settings_variables
 from spangrad.supervisor.launcher import Launcher, LocalProcess
 from spangrad.supervisor.placement import cluster_values, placement, require_tokens, shared_paths
 from spangrad.supervisor.service import ServiceSpec
-from spangrad.supervisor.training_services import training_services
+from spangrad.supervisor.training_services import page_service, training_services
 
 _LOGS = "logs"
 _ADDRESSES = ("store.url", "store.otlp_endpoint", "queue.url", "gateway.url")
@@ -52,7 +52,9 @@ def on_this_machine(settings: Settings, options: Sequence[str], agent: Sequence[
 
     @contextmanager
     def place(on_event: Callable[[str], None]) -> Generator[PlacedServices]:
-        yield PlacedServices(settings, training_services(settings, settings.up.directory / _LOGS, options, agent), LocalProcess)
+        logs = settings.up.directory / _LOGS
+        services = (*training_services(settings, logs, options, agent), page_service(settings, logs, options))
+        yield PlacedServices(settings, services, LocalProcess)
 
     return place
 

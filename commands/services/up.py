@@ -30,7 +30,7 @@ def up(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Start store, engine, gateway, builder and trainer under one supervisor, and show their status until Ctrl-C or `spangrad down`.
+    """Start store, engine, gateway, builder, trainer and page under one supervisor, and show their status until Ctrl-C or `spangrad down`.
 
     A service that ends is started again after a delay. Each writes a log in up.directory. The queue is started, too, where
     queue.url names it on this machine.

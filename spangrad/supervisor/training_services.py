@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from spangrad.errors import SettingsError
+from spangrad.http.service import in_url
 from spangrad.processes import LOOPBACK, own_command
 from spangrad.settings import Settings
 from spangrad.supervisor.service import ServiceSpec
@@ -60,6 +61,13 @@ def training_services(
         )
         if started is not None
     )
+
+
+def page_service(settings: Settings, logs: Path, options: Sequence[str] = ()) -> ServiceSpec:
+    """Return the web page, which no other service needs; arguments as for `training_services`."""
+    store = _is_local(settings.store.url, settings.store.host, settings.store.clickhouse_port)
+    url = f"http://{in_url(settings.page.host)}:{settings.page.port}/healthz"
+    return _factory(logs, options, {})("page", url, ["store"] if store else [])
 
 
 def _engines(service: Callable[..., ServiceSpec], settings: Settings, needs: Sequence[str], model: Path) -> list[ServiceSpec]:

@@ -94,8 +94,8 @@ def test_own_agent_page_commands_lead_to_trained_versions(vllm_cache: Path, tmp_
         output = {command: shell(command) for command in rest}
     finally:
         subprocess.run(["spangrad", "down"], cwd=tmp_path, env=environment, capture_output=True, check=False)
-    states = {line.split()[0]: line.split()[1] for line in output["spangrad ps"].splitlines()[1:8]}
-    assert states == dict.fromkeys(("store", "queue", "engine", "gateway", "build", "train", "run"), "ready")
+    states = {line.split()[0]: line.split()[1] for line in output["spangrad ps"].splitlines()[1:9]}
+    assert states == dict.fromkeys(("store", "queue", "engine", "gateway", "build", "train", "run", "page"), "ready")
     assert "committed" in output["spangrad policy list"]
     assert "rollout" in output["spangrad lineage policy@1"]
     assert output["spangrad down"] == "every service has ended\n"

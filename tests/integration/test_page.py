@@ -15,6 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from pydantic import SecretStr
 
+from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import EngineSettings, PageSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support.browser import Visitor, browsers, running_page
@@ -373,3 +374,15 @@ def test_page_without_store_shows_the_remedy(browser: Browser, store: StoreSetti
         expect(page.get_by_role("alert")).to_contain_text("Start it with `spangrad store`")
         visitor.faults.clear()
         visitor.close()
+
+
+def test_page_command_opens_the_data_of_a_stopped_store(tmp_path: Path) -> None:
+    port, absent = free_ports(2)
+    (tmp_path / "data").mkdir()
+    overrides = [f"--set=store.url=http://127.0.0.1:{absent}", f"--set=store.path={tmp_path / 'data'}"]
+    child = Child("spangrad page", own_command("page", "--port", str(port), *overrides), tmp_path / "log", inherit_settings=False)
+    try:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/healthz"), 60, "the page", [child])
+        assert json.loads(get(f"http://127.0.0.1:{port}/api/rollouts")[2]) == {"rows": [], "after": None}
+    finally:
+        child.stop()

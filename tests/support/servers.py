@@ -34,8 +34,8 @@ from tests.support.processes import ForkedChild
 
 
 def service_addresses(engine_port: int) -> dict[str, object]:
-    """Values that move store, gateway and queue to free ports, by the ends of their variables' names."""
-    grpc, http, sql, gateway, queue = free_ports(5)
+    """Values that move store, gateway, queue and page to free ports, by the ends of their variables' names."""
+    grpc, http, sql, gateway, queue, page = free_ports(6)
     return {
         "STORE__OTLP_GRPC_PORT": grpc,
         "STORE__OTLP_HTTP_PORT": http,
@@ -47,6 +47,7 @@ def service_addresses(engine_port: int) -> dict[str, object]:
         "GATEWAY__ENGINE_URL": f"http://127.0.0.1:{engine_port}",
         "QUEUE__PORT": queue,
         "QUEUE__URL": f"http://127.0.0.1:{queue}",
+        "PAGE__PORT": page,
     }
 
 

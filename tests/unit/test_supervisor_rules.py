@@ -12,7 +12,7 @@ from spangrad.errors import SettingsError
 from spangrad.settings.sources import load_settings
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, cause_of, start_order
 from spangrad.supervisor.status_text import TrainingProgress, status_table
-from spangrad.supervisor.training_services import training_services
+from spangrad.supervisor.training_services import page_service, training_services
 
 
 def service(name: str, *needs: str) -> ServiceSpec:
@@ -83,6 +83,12 @@ def test_training_services_share_settings_file_and_model() -> None:
     services = {each.name: each.command for each in training_services(settings, Path("logs"), ["--config", "f.toml"])}
     assert services["engine"][-5:] == ("engine", "--config", "f.toml", "--model", "weights")
     assert services["train"][-6:] == ("train", "--config", "f.toml", "--follow", "--model", "weights")
+
+
+def test_page_service_needs_a_local_store_alone() -> None:
+    page = page_service(load_settings({"page.port": 9000}, env={}), Path("logs"), ["--config", "f.toml"])
+    assert (page.ready_url, page.needs, page.command[-3:]) == ("http://127.0.0.1:9000/healthz", ("store",), ("page", "--config", "f.toml"))
+    assert page_service(load_settings({"store.url": "http://elsewhere:8123"}, env={}), Path("logs")).needs == ()
 
 
 @pytest.mark.parametrize(("values", "agent", "sentence"), [({"engine.model": None}, (), "spangrad init"), ({}, ("x",), "needs a queue")])
