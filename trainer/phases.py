@@ -103,10 +103,12 @@ class Phases:
         Args:
             version: of the branch. None: the head.
         """
+        if not self._others:
+            return
         played = self._played(self._policy)
         served = played[-1] if version is None else version
-        if not self._others or served not in played:
-            return
+        if served not in played:
+            return  # it was rolled back meanwhile
         row = {**self._key(self._policy), "version": served, "phase": played.index(served)}
         database = self._ledgers[self._policy].database
         with database.transaction() as transaction:

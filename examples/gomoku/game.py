@@ -73,9 +73,17 @@ class Gomoku:
 
 
 class LargeGomoku(Gomoku):
-    """Nine by nine cells; five in a row win."""
+    """Nine by nine cells, five in a row win; for models that read English."""
 
     rules = LARGE
+
+    def system_prompt(self, role: str) -> str:
+        """Return the rules."""
+        return (
+            f"This is gomoku on a board of {self.rules.size} x {self.rules.size} cells, from a1 in one corner to "
+            f"{self.rules.cells[-1]} in the opposite one. {self.rules.row} stones in a row, a column or a diagonal win. You move {role}. "
+            "Your stones are in lower case, the other player's in upper case. Reply with a free cell alone, such as e5."
+        )
 
 
 def opening(rng: random.Random, rules: Rules = SMALL, pairs: Sequence[int] = (1, 2)) -> Opening:

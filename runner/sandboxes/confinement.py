@@ -88,13 +88,28 @@ def _become(plan: dict[str, Any], private: str, user: int | None, command: list[
         os.setresuid(user, user, user)
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # changing the user forgets it
     for name, value in plan["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+        limit = value + (_tasks_of_user() if name == "RLIMIT_NPROC" and user is None else 0)
+        most = resource.getrlimit(getattr(resource, name))[1]
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        resource.setrlimit(getattr(resource, name), (limit, limit))
     os.environ.update(dict.fromkeys(("HOME", "TMPDIR"), private))
     os.chdir(plan["directory"])
     _prctl(_SET_NO_NEW_PRIVS, 1)
     _restrict(plan, private)
     _load_filter(program)
     os.execvp(command[0], command)
+
+
+def _tasks_of_user() -> int:
+    """Count the threads of this process's user: the limit counts those that were there before as well."""
+    count = 0
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        try:
+            if name.isdecimal() and os.stat(f"/proc/{name}").st_uid == os.getuid():  # noqa: PTH116
+                count += len(os.listdir(f"/proc/{name}/task"))  # noqa: PTH208
+        except OSError:
+            continue  # it has ended
+    return count
 
 
 def _kill_all() -> None:

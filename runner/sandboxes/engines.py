@@ -40,9 +40,10 @@ def scratch_directory() -> Path:
         SandboxError: another user has created it.
     """
     path = Path(tempfile.gettempdir()) / f"spangrad-sandboxes-{os.geteuid()}"
-    path.mkdir(mode=0o711, exist_ok=True)
+    path.mkdir(exist_ok=True)
     if path.is_symlink() or path.stat().st_uid != os.geteuid():
         raise SandboxError(f"{path} belongs to another user, who could change what sandboxes do. Remove it, or set TMPDIR.")
+    path.chmod(0o711)  # whatever the umask is
     return path
 
 

@@ -59,7 +59,8 @@ class SandboxProcess:
             self.stdin = -1
 
     def close(self) -> None:
-        """Close the pipes."""
+        """Close the pipes, and forget the program."""
+        self._sandbox.forget_end(self._pid)
         self.close_stdin()
         os.close(self.stdout)
         os.close(self.stderr)
@@ -115,6 +116,10 @@ class Sandbox:
     def expect_end(self, pid: int) -> asyncio.Future[int]:
         """Return a future of a program's exit code."""
         return self._ends.setdefault(pid, asyncio.get_running_loop().create_future())
+
+    def forget_end(self, pid: int) -> None:
+        """Drop the exit code of a program: another one may get its process id."""
+        self._ends.pop(pid, None)
 
     async def ask(self, do: str, descriptors: Sequence[int] = (), **values: object) -> tuple[dict[str, Any], list[int]]:
         """Send a request to the supervisor, and return its answer with the descriptors that it opened.

@@ -196,6 +196,7 @@ class ToolSession:
             await self._ended
         except SandboxError:
             pass  # the sandbox has ended, and the program with it
+        self._sandbox.forget_end(self._pid)
 
     async def _restart(self) -> None:
         await self._end()

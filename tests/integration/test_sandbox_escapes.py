@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from runner.sandboxes import bubblewrap
+from runner.sandboxes import bubblewrap, landlock
 from runner.sandboxes.engines import choose, scratch_directory
 from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
 from runner.sandboxes.seccomp import write_filter
@@ -32,7 +32,7 @@ PROGRAM = Path(__file__).parents[1] / "programs/escape.py"
 PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
 LIMITS = SandboxLimits(processes=32, memory_bytes=256 * 2**20, disk_bytes=8 * 2**20)
 NOBODY = 65534
-AS_A_USER, UNCONFINED = "bubblewrap of a user", "no sandbox"
+AS_A_USER, LANDLOCK_AS_A_USER, UNCONFINED = "bubblewrap of a user", "landlock of a user", "no sandbox"
 Facts = dict[str, Any]
 
 
@@ -93,27 +93,35 @@ def _prepare(policy: SandboxPolicy) -> None:
             PREFIXES[rung] = list(choose(policy, rung).prefix)
         except SandboxError as error:
             SHORTCOMINGS[rung] = str(error)
-    if os.geteuid():
-        SHORTCOMINGS[AS_A_USER] = "these tests run as a user already"
-    elif SandboxRung.BUBBLEWRAP in SHORTCOMINGS:
-        SHORTCOMINGS[AS_A_USER] = SHORTCOMINGS[SandboxRung.BUBBLEWRAP]
-    else:
-        PREFIXES[AS_A_USER] = _of_a_user(policy)
+    for rung, of_root in ((AS_A_USER, SandboxRung.BUBBLEWRAP), (LANDLOCK_AS_A_USER, SandboxRung.LANDLOCK)):
+        if os.geteuid():
+            SHORTCOMINGS[rung] = "these tests run as a user already"
+        elif of_root in SHORTCOMINGS:
+            SHORTCOMINGS[rung] = SHORTCOMINGS[of_root]
+        else:
+            PREFIXES[rung] = _of_a_user(policy, of_root)
 
 
-def _of_a_user(policy: SandboxPolicy) -> list[str]:
+def _of_a_user(policy: SandboxPolicy, rung: SandboxRung) -> list[str]:
     """The command line as a user has it, run by one."""
-    filter_file = scratch_directory() / "user.bpf"
-    write_filter(filter_file, shared_network=False)
+    filter_file = scratch_directory() / f"{rung}-of-a-user.bpf"
+    write_filter(filter_file, shared_network=rung is SandboxRung.LANDLOCK)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: NOBODY)
-        command = bubblewrap.command(policy, filter_file, None)
+        patch.setattr(sys, "executable", PYTHON)
+        if rung is SandboxRung.BUBBLEWRAP:
+            command = bubblewrap.command(policy, filter_file, None)
+        else:
+            scratch = policy.directory.parent / "scratch"
+            scratch.mkdir()
+            shutil.chown(scratch, NOBODY)
+            command = landlock.command(policy, filter_file, scratch)
     return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command]
 
 
 DANGEROUS = {"fork_bomb", "fill_memory", "large_file", "fill_disk", "outlive", "unshare_user"}
 """Attacks that are not tried outside of a sandbox."""
-SECONDS = {rung: f"{600 + number}.{os.getpid()}" for number, rung in enumerate((*SandboxRung, AS_A_USER))}
+SECONDS = {rung: f"{600 + number}.{os.getpid()}" for number, rung in enumerate((*SandboxRung, AS_A_USER, LANDLOCK_AS_A_USER))}
 """Arguments by which the processes that attacks leave behind are known."""
 
 
@@ -130,12 +138,12 @@ def attacked(rung: str) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in lines)
 
 
-@pytest.mark.parametrize("rung", [SandboxRung.BUBBLEWRAP, AS_A_USER, SandboxRung.LANDLOCK])
+@pytest.mark.parametrize("rung", [SandboxRung.BUBBLEWRAP, AS_A_USER, SandboxRung.LANDLOCK, LANDLOCK_AS_A_USER])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_sandbox_under_attack_holds_all_that_the_table_claims(name: str, rung: str) -> None:
     if (why_not := SHORTCOMINGS.get(rung)) is not None:
         pytest.skip(why_not)
-    held = (SandboxRung.BUBBLEWRAP if rung == AS_A_USER else rung) in ATTACKS[name][1]
+    held = {AS_A_USER: SandboxRung.BUBBLEWRAP, LANDLOCK_AS_A_USER: SandboxRung.LANDLOCK}.get(rung, rung) in ATTACKS[name][1]
     result = attacked(rung)[name]
     if name == "outlive":
         assert (_running(SECONDS[rung]) == []) == held

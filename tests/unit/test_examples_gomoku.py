@@ -98,6 +98,7 @@ def test_script_sees_its_chance_before_the_threat() -> None:
 def test_script_of_nine_cells_plays_the_large_board() -> None:
     outcome = match(LargeGomoku(), EMPTY, first=Script(LARGE, 1.0), second=Script(LARGE, 0.0))
     assert outcome.end == "done"
+    assert "9 x 9 cells, from a1 in one corner to i9" in outcome.messages[SECOND][0]["content"]
     assert {role: len({reply.text for reply in replies}) for role, replies in outcome.replies.items()} == {
         role: len(replies) for role, replies in outcome.replies.items()
     }

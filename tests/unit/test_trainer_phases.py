@@ -42,6 +42,18 @@ def test_phases_version_is_served_once_all_policies_are_updated(table: PhaseTabl
     assert phases == [None, 0, 1]
 
 
+def test_phases_demand_waits_until_all_policies_are_served(table: PhaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    black, white = (table.trainers[policy] for policy in PLAYERS)
+    demanded: list[int] = []
+    monkeypatch.setattr(black.demand, "call", lambda ready=0: demanded.append(black.phases.number))
+    table.play("a", "b")
+    black.run(follow=False)
+    assert (set(demanded), black.phases.number) == ({0}, 1), "nothing is demanded of the phase that has not begun"
+    white.run(follow=False)
+    black.run(follow=False)
+    assert set(demanded) == {0, 1}
+
+
 @pytest.mark.parametrize("killed", [("black",), ("white",), PLAYERS])
 def test_phases_kill_between_two_updates_resumes_the_phase(table: PhaseTable, killed: tuple[str, ...]) -> None:
     table.play("a", "b")
