@@ -35,7 +35,7 @@ ROLES = tuple(Gomoku.roles)
 """Roles, which are the names of the policies."""
 STEPS = 60
 GROUPS = 12
-MEASURED_EVERY = 20
+MEASURED_EVERY = 10
 """Steps between two measurements."""
 HELD_OUT = 128
 """Held-out openings of a measurement."""
