@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ import numpy as np
 
 from benchmarks.meter import machine_cpu
 from benchmarks.sandbox_worker import LIMITS
+from benchmarks.scratch import exit_code, scratch
 from runner.sandboxes.engines import SandboxEngine, choose, scratch_directory
 from runner.sandboxes.landlock import remove_left_behind
 from runner.sandboxes.policy import SandboxPolicy
@@ -97,26 +97,25 @@ async def measure_staying(engine: SandboxEngine, count: int) -> tuple[dict[str, 
     return {"supervised": percentiles(starts), "warm": percentiles(runs)}, failed
 
 
-async def measure_actions(policy: SandboxPolicy, count: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+async def measure_actions(directory: Path, policy: SandboxPolicy, count: int) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Return seconds of an action of ours and of the peers, in turns, and the number of wrong outputs."""
     seconds: dict[str, list[float]] = {"ours": [], "tmux": [], "new_shell": []}
     wrong = 0
-    with tempfile.TemporaryDirectory() as base:
-        tmux = _Tmux(Path(base) / "socket") if shutil.which("tmux") else None
-        try:
-            async with open_toolbox(policy) as toolbox:
-                for number in range(count):
-                    command = f"x=$(({number} * 3)); echo action $x"
-                    actions = {"ours": toolbox.shell(command), "new_shell": _new_shell(command)}
-                    actions |= {"tmux": asyncio.to_thread(tmux.act, command)} if tmux else {}
-                    for name, action in actions.items():
-                        began = time.perf_counter()
-                        output = await action
-                        seconds[name].append(time.perf_counter() - began)
-                        wrong += output.split() != ["action", str(number * 3)]
-        finally:
-            if tmux is not None:
-                tmux.end()
+    tmux = _Tmux(directory / "tmux") if shutil.which("tmux") else None
+    try:
+        async with open_toolbox(policy) as toolbox:
+            for number in range(count):
+                command = f"x=$(({number} * 3)); echo action $x"
+                actions = {"ours": toolbox.shell(command), "new_shell": _new_shell(command)}
+                actions |= {"tmux": asyncio.to_thread(tmux.act, command)} if tmux else {}
+                for name, action in actions.items():
+                    began = time.perf_counter()
+                    output = await action
+                    seconds[name].append(time.perf_counter() - began)
+                    wrong += output.split() != ["action", str(number * 3)]
+    finally:
+        if tmux is not None:
+            tmux.end()
     figures = {name: percentiles(values) for name, values in seconds.items() if values}
     return figures.pop("ours"), figures, wrong
 
@@ -170,31 +169,31 @@ def _read(path: Path) -> bytes:
         return b""  # the process has ended
 
 
-def kill_workers(engine: SandboxRung, kills: int, randomness: random.Random) -> dict[str, int]:
+def kill_workers(directory: Path, engine: SandboxRung, kills: int, randomness: random.Random) -> dict[str, int]:
     """Kill workers, and return what they left in all."""
-    leftovers = dict.fromkeys(_KINDS, 0)
+    leftovers: dict[str, int] = dict.fromkeys(_KINDS, 0)
     for _ in range(kills):
         mark = str(randomness.randrange(10**15, 10**16))
-        with tempfile.TemporaryDirectory(prefix=f"sandbox-{mark}-") as base:
-            Path(base).chmod(0o755)
-            command = [sys.executable, "-m", "benchmarks.sandbox_worker", engine, base, mark]
-            worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-            assert worker.stdout is not None
-            if worker.stdout.readline() != b"ready\n":
-                raise RuntimeError(f"the worker with sandboxes of {engine} did not start")
-            assert left(mark)["processes"] > 0
-            time.sleep(randomness.uniform(0, 0.2))
-            worker.send_signal(signal.SIGKILL)
-            worker.wait()
-            worker.stdout.close()
-            end = time.monotonic() + _GONE_SECONDS
-            while any((counts := left(mark)).values()) and time.monotonic() < end:
-                time.sleep(0.05)
+        base = directory / f"sandbox-{mark}"
+        base.mkdir(mode=0o755)
+        command = [sys.executable, "-m", "benchmarks.sandbox_worker", engine, str(base), mark]
+        worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        assert worker.stdout is not None
+        if worker.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the worker with sandboxes of {engine} did not start")
+        assert left(mark)["processes"] > 0
+        time.sleep(randomness.uniform(0, 0.2))
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        worker.stdout.close()
+        end = time.monotonic() + _GONE_SECONDS
+        while any((counts := left(mark)).values()) and time.monotonic() < end:
+            time.sleep(0.05)
         leftovers = {kind: leftovers[kind] + counts[kind] for kind in _KINDS}
     return leftovers
 
 
-async def measure(count: int, kills: int, seed: int) -> dict[str, Any]:
+async def measure(directory: Path, count: int, kills: int, seed: int) -> dict[str, Any]:
     """Return the report: figures of each engine at hand, and counts that must be 0."""
     randomness = random.Random(seed)
     plain, failed = await measure_starts([], count)
@@ -202,28 +201,26 @@ async def measure(count: int, kills: int, seed: int) -> dict[str, Any]:
     ratios: dict[str, float] = {}
     checked = {"failed": failed}
     peers: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as base:
-        os.chmod(base, 0o755)  # noqa: PTH101
-        policy = with_supervisor(SandboxPolicy(Path(base), (), {}, False, LIMITS))
-        for rung in (SandboxRung.BUBBLEWRAP, SandboxRung.LANDLOCK):
-            try:
-                engine = await asyncio.to_thread(choose, policy, rung)
-            except SandboxError as error:
-                print(f"{rung}: {error}")
-                continue
-            cold, failed_cold = await measure_starts(engine.prefix, count)
-            staying, failed_staying = await measure_staying(engine, count)
-            ours[rung] = {"cold": cold, **staying}
-            ratios[f"warm_{rung}"] = round(cold["p50_ms"] / staying["warm"]["p50_ms"], 2)
-            checked["failed"] += failed_cold + failed_staying
-            leftovers = await asyncio.to_thread(kill_workers, rung, kills, randomness)
-            checked |= {f"{rung}_{kind}": number for kind, number in leftovers.items()}
+    policy = with_supervisor(SandboxPolicy(directory / "files", (), {}, False, LIMITS))
+    for rung in (SandboxRung.BUBBLEWRAP, SandboxRung.LANDLOCK):
         try:
-            ours["action"], peers, checked["wrong_outputs"] = await measure_actions(policy, count)
+            engine = await asyncio.to_thread(choose, policy, rung)
         except SandboxError as error:
-            print(f"shell: {error}")
-        else:
-            ratios |= {f"action_{name}": round(peer["p50_ms"] / ours["action"]["p50_ms"], 2) for name, peer in peers.items()}
+            print(f"{rung}: {error}")
+            continue
+        cold, failed_cold = await measure_starts(engine.prefix, count)
+        staying, failed_staying = await measure_staying(engine, count)
+        ours[rung] = {"cold": cold, **staying}
+        ratios[f"warm_{rung}"] = round(cold["p50_ms"] / staying["warm"]["p50_ms"], 2)
+        checked["failed"] += failed_cold + failed_staying
+        leftovers = await asyncio.to_thread(kill_workers, directory, rung, kills, randomness)
+        checked |= {f"{rung}_{kind}": number for kind, number in leftovers.items()}
+    try:
+        ours["action"], peers, checked["wrong_outputs"] = await measure_actions(directory, policy, count)
+    except SandboxError as error:
+        print(f"shell: {error}")
+    else:
+        ratios |= {f"action_{name}": round(peer["p50_ms"] / ours["action"]["p50_ms"], 2) for name, peer in peers.items()}
     return {"benchmark": "sandbox", "ours": ours, "peer": {"plain": plain, "action": peers}, "ratio": ratios, "checked": checked}
 
 
@@ -234,9 +231,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="workers of each engine that are killed")
     parser.add_argument("--seed", type=int, default=0, help="determines the moments of the kills")
     args = parser.parse_args()
-    report = asyncio.run(measure(args.count, args.kills, args.seed))
+    with scratch("sandbox") as directory:
+        directory.chmod(0o755)  # sandboxes that root starts have a user of their own
+        (directory / "files").mkdir(mode=0o755)
+        report = asyncio.run(measure(directory, args.count, args.kills, args.seed))
     print(json.dumps(report))
-    sys.exit(any(report["checked"].values()))
+    sys.exit(exit_code(report["checked"]))
 
 
 if __name__ == "__main__":

@@ -207,6 +207,18 @@ def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
     return f"(SELECT * FROM spangrad_internal.{table} FINAL WHERE {condition}({columns}) IN ({newest}))"
 
 
+def built_sql(condition: str) -> str:
+    """Return a subquery with the ids of the rollouts of which a build, be it the newest or not, meets a condition: read by key."""
+    return f"(SELECT RolloutId FROM spangrad_internal.builds WHERE {condition})"
+
+
+def roles_sql(condition: str) -> str:
+    """Return a subquery with RunId and Role of the newest builds' rewards by role, by a condition over rewards that reads them by key."""
+    rewards, key = f"spangrad_internal.rewards WHERE {condition} AND Role != ''", "RunId, RolloutId, BuildSpec, Revision, Content"
+    newest = newest_sql(where=f"RolloutId IN (SELECT RolloutId FROM {rewards})")
+    return f"(SELECT RunId, Role FROM (SELECT DISTINCT {key}, Role FROM {rewards}) WHERE ({key}) IN (SELECT {key} FROM {newest} AS v))"
+
+
 def until_sql(as_of: datetime | None) -> str:
     """Return a condition over rows `b` of `spangrad_internal.builds`: they existed at a time. Empty: there is no such time."""
     if as_of is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spangrad import semconv
 from spangrad.store.clickhouse import moment
-from spangrad.store.datasets import builds_sql, rows_sql
+from spangrad.store.datasets import builds_sql, built_sql, roles_sql, rows_sql
 from spangrad.store.rollout.record import Build, Call, Conclusion, Record, Reward, Span, TrainedBatch
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ FROM {rows_sql("drops", where=_OF_ROLLOUT)} AS d
 ORDER BY Attempt, Timestamp, ChoiceIndex, CallId
 """
 _OF_GROUP = "RunId = {run:String} AND Mode = {mode:String} AND BuildSpec = {spec:String} AND GroupId = {group:String}"
-_ONCE_OF_GROUP = f"RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {_OF_GROUP})"
+_ONCE_OF_GROUP = f"RolloutId IN {built_sql(_OF_GROUP)}"
 _GROUP = f"SELECT uniqExact(RolloutId) FROM {builds_sql(where=_ONCE_OF_GROUP)} AS b WHERE {_OF_GROUP}"
 """The newest builds of rollouts of which a build, if an older one, is of the group: read by key, where spangrad.builds reads all."""
 _GIVEN = f"""
@@ -65,15 +65,7 @@ ORDER BY Name, Role, Source, TraceId, SpanId, Value
 """
 """Rewards of SQL rules and of AIR, as the builder gave them; one that several build specifications give is returned once."""
 _DATASETS = "SELECT BuildSpec, concat(Name, '@', toString(Revision)) FROM spangrad.datasets ORDER BY Name, Revision"
-_WITH_ROLE = "spangrad_internal.rewards WHERE RunId IN {runs:Array(String)} AND Role != ''"
-_ROLES = f"""
-SELECT RunId, arraySort(groupUniqArray(Role))
-FROM (SELECT DISTINCT RunId, RolloutId, BuildSpec, Revision, Content, Role FROM {_WITH_ROLE})
-WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (
-    SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM {builds_sql(where=f"RolloutId IN (SELECT RolloutId FROM {_WITH_ROLE})")} AS b
-)
-GROUP BY RunId
-"""
+_ROLES = f"SELECT RunId, arraySort(groupUniqArray(Role)) FROM {roles_sql('RunId IN {runs:Array(String)}')} AS r GROUP BY RunId"
 _TRAINED = f"""
 SELECT b.RunId, b.BuildSpec, b.Policy, b.Branch, b.Version, b.BatchId, b.Revision, v.Status
 FROM (SELECT * FROM spangrad.batches WHERE {_OF_ROLLOUT}) AS b
