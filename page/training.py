@@ -57,22 +57,24 @@ LEFT JOIN (
 ) AS c ON c.RolloutId = b.RolloutId
 ORDER BY GroupId, RolloutId
 """
-_HELD_OUT = """
+_NEWEST_HELD_OUT = """
+Mode = 'validate' AND notEmpty(PolicyVersions) AND RunId IN {runs:Array(String)} AND BuildId IN (
+    SELECT argMax(BuildId, Precedence) FROM spangrad_internal.builds WHERE Mode = 'validate' GROUP BY RunId, RolloutId, BuildSpec)
+"""
+"""Condition for the newest builds of held-out rollouts."""
+_HELD_OUT = f"""
 SELECT TaskId, Sampled, arraySort(groupArray(20)((RolloutId, Return, Outcome))) AS Rollouts, avg(Return) AS Mean
 FROM (
     SELECT TaskId, RolloutId, arrayMax(PolicyVersions) AS Sampled, arraySum(`RewardTotals.Value`) AS Return,
         if(Failure = '', 'succeeded', Failure) AS Outcome
-    FROM spangrad_internal.builds FINAL
-    WHERE Mode = 'validate' AND notEmpty(PolicyVersions) AND RunId IN {runs:Array(String)} AND BuildId IN (
-        SELECT argMax(BuildId, Precedence) FROM spangrad_internal.builds WHERE Mode = 'validate' GROUP BY RunId, RolloutId, BuildSpec)
+    FROM spangrad_internal.builds FINAL WHERE {_NEWEST_HELD_OUT}
 )
-WHERE Sampled IN ({left:UInt64}, {right:UInt64})
+WHERE Sampled IN ({{left:UInt64}}, {{right:UInt64}})
 GROUP BY TaskId, Sampled
 """
-_HELD_OUT_RETURNS = """
+_HELD_OUT_RETURNS = f"""
 SELECT arrayMax(PolicyVersions) AS Version, avg(arraySum(`RewardTotals.Value`)) AS Return, count() AS Rollouts
-FROM spangrad_internal.builds FINAL
-WHERE Mode = 'validate' AND notEmpty(PolicyVersions) AND RunId IN {runs:Array(String)}
+FROM spangrad_internal.builds FINAL WHERE {_NEWEST_HELD_OUT}
 GROUP BY Version ORDER BY Version
 """
 

@@ -321,6 +321,12 @@ def test_page_wrong_address_is_refused_with_a_sentence(url: str, path: str, stat
     assert (code, sentence in json.loads(content)["error"]) == (status, True), content
 
 
+def test_training_answer_counts_a_rollout_by_its_newest_build(url: str) -> None:
+    _, _, content = get(f"{url}/api/training")
+    rollouts = {row["Version"]: row["Rollouts"] for row in json.loads(content)["heldOut"]}
+    assert rollouts == {version: sum(number % 7 == version for number in range(MANY)) for version in range(7)}
+
+
 def test_page_answers_carry_a_strict_content_security_policy(url: str) -> None:
     for path in ("/", "/static/dom.js", "/api/rollouts/choices", "/rollouts.csv?run=none", "/absent", "/api/rollout?id=absent"):
         _, headers, _ = get(f"{url}{path}")

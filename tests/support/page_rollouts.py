@@ -113,10 +113,11 @@ class PageRollouts:
                 "RunId": "many" if version == 1 else RUN})  # fmt: skip
 
     def _many(self) -> None:
-        """Add rollouts that were built, and of which no span is here."""
-        for number in range(MANY):
-            self._insert("builds", {"RunId": "many", "Mode": "validate", "BuildSpec": "s", "GroupId": f"g{number // 4}", "GroupSize": 4,
-                "TaskId": f"task-{number // 4}", "RolloutId": f"many-{number:04d}", "Content": 1, "Calls": 2, "Transitions": 2,
+        """Add rollouts that were built, and of which no span is here; one of them was built twice."""
+        for number, revision in [(1, 0), *((number, 1) for number in range(MANY))]:
+            self._insert("builds", {"RunId": "many", "Revision": revision, "Mode": "validate", "BuildSpec": "s",
+                "GroupId": f"g{number // 4}", "GroupSize": 4, "TaskId": f"task-{number // 4}", "RolloutId": f"many-{number:04d}",
+                "Content": 1, "Calls": 2, "Transitions": 2,
                 "RewardTotals.Name": ["reward"], "RewardTotals.Value": [number / MANY], "AgentNames": ["planner"],
                 "PolicyVersions": [number % 7], "FailedToolCalls": number % 5 == 0, "ToolCalls": 1, "Attempts": 1,
                 "Failure": "timeout" if number % 10 == 0 else "",
