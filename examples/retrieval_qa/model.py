@@ -52,7 +52,7 @@ def transcript(rng: random.Random) -> Transcript:
 def _renamed(messages: Transcript, rng: random.Random) -> Transcript:
     others = {name: other for names in KINDS for name, other in zip(names, rng.sample(names, len(names)), strict=True)}
     return [
-        {"role": message["role"], "content": " ".join(others.get(word, word) for word in message["content"].split())}
+        {"role": message["role"], "content": " ".join(others.get(word, word) for word in str(message["content"]).split())}
         for message in messages
     ]
 

@@ -86,7 +86,7 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     say("making the tiny model, with which both policies begin")
     models = [directory / f"model-{policy}" for policy in ROLES]
     make_model([sys.executable, "-m", EXAMPLE.model, str(models[0]), "--seed", str(seed)], directory)
-    shutil.copytree(*models)
+    shutil.copytree(models[0], models[1])
     file = f"{second}.toml"
     engines = {file: f"http://127.0.0.1:{port}"}
     with TrainingSupervisor(directory, settings, say, further_engines=engines, further_trainers=[file]) as services:
