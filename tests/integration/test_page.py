@@ -25,7 +25,7 @@ HOSTILE = f"{MARKUP} & {BIDI}"
 LINKS = "#list tbody a[href^='/rollout?']"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     yield from browsers()
 

@@ -55,7 +55,7 @@ def chromium() -> str:
 
 
 def browsers() -> Iterator[Browser]:
-    """Start the browser; a generator for a fixture of the session."""
+    """Start the browser; a generator for a fixture of a module: while Playwright runs, asynchronous tests cannot."""
     path = chromium()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
