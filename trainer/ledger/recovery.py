@@ -126,8 +126,16 @@ def earlier_checkpoints(ledger: Ledger, version: LedgerVersion, count: int) -> l
 def prune(ledger: Ledger, settings: Settings) -> None:
     """Remove the files of old versions, except the head, the best, pinned ones and those that another branch still needs.
 
-    Of a version that is kept without the optimizer's state, the version from which its steps are replayed is kept as well.
+    Of a version that is kept without the optimizer's state, the version from which its steps are replayed is kept as well. A ledger that
+    fails is logged: the files are removed after the next step.
     """
+    try:
+        _prune(ledger, settings)
+    except LedgerError as error:
+        logger.warning("%s Old versions are removed after the next step.", error)
+
+
+def _prune(ledger: Ledger, settings: Settings) -> None:
     trainer, head = settings.trainer, ledger.frontier()
     versions = [version for version in ledger.versions() if version.status is VersionStatus.COMMITTED]
     named = head, best(versions, trainer), *versions[-max(trainer.checkpoint.keep, 1) :]
