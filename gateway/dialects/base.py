@@ -68,8 +68,8 @@ class ClientRequest:
         names, choices = self.dialect.length_fields, self.fields.get("n")
         most = max(tokens // choices, 1) if isinstance(choices, int) and choices > 0 else tokens
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
-        asked = self.fields.get(name)
-        if isinstance(asked, int) and asked <= most:
+        requested = self.fields.get(name)
+        if isinstance(requested, int) and requested <= most:
             return self
         fields = {**self.fields, name: most}
         return replace(self, raw=msgspec.json.encode(fields), fields=fields)

@@ -7,7 +7,6 @@ connection or a restart of the server, enqueues nothing and gets the same trajec
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -24,13 +23,11 @@ from runner.queue.service import Service
 from runner.queue.wire import Enqueue, QueuedRollout
 from spangrad.errors import StoreError
 from spangrad.settings import Settings
-from spangrad.store.arrivals import LONGEST_SECONDS, Arrivals, Topic
+from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
-
-log = logging.getLogger(__name__)
 
 BUILD_SECONDS = 120.0
 """Time from a rollout's end within which its build is waited for, in seconds; then it is answered without turns."""
@@ -73,8 +70,8 @@ class BuildNews:
             self._wanted.clear()
             try:
                 arrivals = arrivals or Arrivals(connect(self._settings.store), self._settings.store, [Topic.BUILDS])
-                arrivals.wait(min(LONGEST_SECONDS, _LOOK_SECONDS))
-            except StoreError:  # whoever reads the store reports it
+                arrivals.wait(_LOOK_SECONDS)
+            except StoreError:  # the request that reads the store reports it
                 arrivals = None
                 time.sleep(_RETRY_SECONDS)
             if not self._loop.is_closed():
@@ -118,7 +115,7 @@ class Processing:
             ValueError: a rollout of another run has one of the ids.
             SettingsError: their builds cannot be recognised.
         """
-        assert self.spec
+        _ = self.spec  # what it raises comes before anything is enqueued
         return (await self._service.enqueue(Enqueue(run_id=request.run_id, rollouts=request.rollouts()))).rollout_ids
 
     async def trajectories(

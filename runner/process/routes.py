@@ -50,14 +50,14 @@ class ProcessRoutes:
 
     async def process(self, request: web.Request) -> web.StreamResponse:
         """Enqueue rollouts, wait for their ends, and answer with their trajectories."""
-        asked = self._decoder.decode(await body(request))
-        if sum(task.rollouts for task in asked.tasks) > ROLLOUTS_MOST:
+        order = self._decoder.decode(await body(request))
+        if sum(task.rollouts for task in order.tasks) > ROLLOUTS_MOST:
             return refusal(400, f"the tasks ask for more than {ROLLOUTS_MOST} rollouts. Send several requests, each with a key of its own.")
         try:
-            ids = await self._processing.begin(asked)
+            ids = await self._processing.begin(order)
         except SettingsError as error:
             return refusal(_UNAVAILABLE, str(error))
-        trajectories = self._processing.trajectories(asked.run_id, ids, asked.wait_seconds, lambda: request.transport is None)
+        trajectories = self._processing.trajectories(order.run_id, ids, order.wait_seconds, lambda: request.transport is None)
         try:
             if LINES in request.headers.get("Accept", ""):
                 return await _stream(request, ids, trajectories)
