@@ -90,7 +90,7 @@ SUMS = """
 SELECT max(abs(Total)) FROM (
     SELECT RolloutId, sum(Value) AS Total FROM spangrad.rewards WHERE Mode = 'train' AND abs(Value) = 1 GROUP BY RolloutId)
 """
-"""Of wins and losses: a reward before a player's first reply is of no call, and is not recorded."""
+"""Wins and losses: a reward before a player's first reply is of no call, and is not recorded."""
 
 
 def test_two_gomoku_policies_play_and_learn_in_phases(tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def violations(page: Page, rules: list[str] | None = None) -> list[str]:
     """Findings of axe-core that are serious or worse, of these rules or of all."""
     page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
     run = "async (rules) => (await axe.run(rules ? { runOnly: rules } : {})).violations"
-    found = page.evaluate(f"{run}.map(v => [v.impact, v.id, v.nodes.map(n => n.html.slice(0, 200))])", rules)
-    return [f"{impact} {rule}: {nodes}" for impact, rule, nodes in found if impact in {"serious", "critical"}]
+    violations = page.evaluate(f"{run}.map(v => [v.impact, v.id, v.nodes.map(n => n.html.slice(0, 200))])", rules)
+    return [f"{impact} {rule}: {nodes}" for impact, rule, nodes in violations if impact in {"serious", "critical"}]
 
 
 def test_rollouts_page_lists_sorts_and_filters_by_address(tab: Visitor) -> None:
