@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -22,6 +23,20 @@ _POSTGRESQL = "postgresql+psycopg"
 _DRIVERS = {"sqlite": "sqlite", "postgresql": _POSTGRESQL, "postgres": _POSTGRESQL, _POSTGRESQL: _POSTGRESQL}
 _KNOWN = "sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
 _READING = {"spangrad_reading": True}
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Retries(Protocol):
+    """Function that does work, and may repeat it while a database is away."""
+
+    def __call__(self, work: Callable[[], T], /) -> T:
+        """Return what the work returns."""
+        ...
+
+
+def _once(work: Callable[[], T], /) -> T:
+    return work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +67,8 @@ class Database:
         self.engine = sa.create_engine(url, pool_pre_ping=True)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._owner = owner
-        self.connect_with: Callable[[Callable[[], sa.Connection]], sa.Connection] = lambda work: work()
-        """Function that begins transactions; it may retry one that could not begin."""
+        self.retries: Retries = _once
+        """Beginnings of transactions go through this, and methods that are `repeated`."""
         if self.is_sqlite:
             event.listen(self.engine, "connect", _configure_sqlite)
         event.listen(self.engine, "begin", self._begin)
@@ -68,7 +83,7 @@ class Database:
         Raises:
             SpangradError: the owner's: the database failed. The commit may have happened: check before repeating it.
         """
-        with self.translated(), self.connect_with(lambda: self._open(self.engine)) as connection, _ended(connection):
+        with self.translated(), self.retries(lambda: self._open(self.engine)) as connection, _ended(connection):
             yield connection
 
     @contextmanager
@@ -79,7 +94,7 @@ class Database:
             SpangradError: the owner's: the database failed.
         """
         reader = self.engine.execution_options(**_READING)
-        with self.translated(), self.connect_with(lambda: self._open(reader)) as connection, _ended(connection):
+        with self.translated(), self.retries(lambda: self._open(reader)) as connection, _ended(connection):
             yield connection
 
     def insert_new(self, transaction: sa.Connection, table: sa.Table, rows: Iterable[dict[str, object]]) -> None:
@@ -170,3 +185,25 @@ def _configure_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # transactions are ours: pysqlite would begin them late, and without a write lock
     for pragma in ("busy_timeout=10000", "journal_mode=WAL", "synchronous=FULL"):
         connection.execute(f"PRAGMA {pragma}")
+
+
+class _Holder(Protocol):
+    @property
+    def database(self) -> Database: ...
+
+
+H = TypeVar("H", bound=_Holder)
+
+
+def repeated(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
+    """Return a method that starts over, by its database's `retries`, where the database went away within it or at its commit.
+
+    Args:
+        method: one that leaves the same when it is done twice, such as one that only reads.
+    """
+
+    @wraps(method)
+    def repeating(self: H, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.database.retries(lambda: method(self, *args, **kwargs))
+
+    return repeating

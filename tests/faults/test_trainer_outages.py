@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from sqlalchemy import event
 
 from spangrad.errors import StoreError
 from spangrad.processes import wait_until
@@ -113,4 +114,26 @@ def test_trainer_while_ledger_database_is_away_waits_for_it(tmp_path: Path, capl
         assert (Path(newest_version(trainer.ledger).policy_version.path) / "optimizer/weight").read_text() == "3.0"
         assert caplog.text.count("Trying again until the ledger's database answers") == 1
         assert caplog.text.count("the ledger's database answers again after") == 1
+        trainer.ledger.close()
+
+
+def test_metrics_whose_transaction_the_database_leaves_are_added_all_the_same(tmp_path: Path) -> None:
+    with running_postgres() as server, later(server.start) as come_back:
+        url = SecretStr(server.schema("ledger"))
+        chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, ledger_url=url)
+        (tmp_path / "policies").mkdir()
+        trainer = wired(chosen, FakeSource([]), Cutting(lambda: None))
+        retry_transactions(trainer.ledger, Outage("the ledger's database"), trainer.shutdown)
+        crashes = list[str]()
+
+        def crash(connection: object, statement: object, *_: object) -> None:
+            if "UPDATE versions" in str(statement) and not crashes:
+                crashes.append(str(statement))
+                server.crash()
+                come_back()
+
+        event.listen(trainer.ledger.database.engine, "after_execute", crash)
+        trainer.ledger.add_metrics(0, {"late": 1.0})
+        assert len(crashes) == 1
+        assert trainer.ledger.version(0).metrics["late"] == 1.0
         trainer.ledger.close()

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from spangrad.errors import LedgerError
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, VERSIONS, equal_to
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, SKIPPED, VERSIONS, equal_to
 
 _KEYS_A_STATEMENT = 500
 
@@ -87,6 +87,25 @@ def claimed(
         )
         for run, name, attempt, group, version in transaction.execute(query):
             yield by_key[run, name, attempt].group, f"version {version} was trained on its rollout {name!r}, as one of group {group!r}."
+
+
+def finished(
+    transaction: sa.Connection, branch: Mapping[str, str], run_id: str, build_spec: str, *, finetuned: bool
+) -> set[tuple[str, str]]:
+    """Return mode and id of the groups that are leased or trained under any specification, or skipped under this one.
+
+    Args:
+        transaction: of the ledger.
+        branch: policy and branch.
+        run_id: of the groups.
+        build_spec: of the skips.
+        finetuned: True if groups of which a run over files trained a rollout count, too.
+    """
+    tables = (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS) if finetuned else (BATCH_ROLLOUTS,)
+    of_run = {**branch, "run_id": run_id}
+    taken = [sa.select(table.c.mode, table.c.group_id).where(*equal_to(table, of_run)) for table in tables]
+    skipped = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(*equal_to(SKIPPED, {**of_run, "build_spec": build_spec}))
+    return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, skipped))}
 
 
 def read(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:

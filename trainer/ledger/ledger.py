@@ -25,6 +25,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from spangrad.database import repeated
 from spangrad.errors import LedgerError
 from spangrad.leases import LeaseClock, is_dead, shown, this_process
 from spangrad.settings import TrainerSettings
@@ -34,7 +35,7 @@ from trainer.ledger import batch_rollouts, file_batches
 from trainer.ledger.file_batches import FileBatch
 from trainer.ledger.lineage import ancestry
 from trainer.ledger.skipped_groups import SkippedGroups
-from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, VERSIONS, LedgerDatabase, LedgerVersion, version_of
+from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, VERSIONS, LedgerDatabase, LedgerVersion, equal_to, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +240,13 @@ class Ledger:
             transaction.execute(HEADS.update().where(*self._of_branch(HEADS)).values(version=head))
         return True
 
+    @repeated
     def claimed(self, rollouts: Sequence[BatchRollout], pending: str | None = None) -> dict[Group, str]:
         """Return the groups of which a rollout is in a batch of the branch, committed or `pending`, with a sentence about each."""
         with self.database.reading() as connection:
             return dict(batch_rollouts.claimed(connection, self._branch, rollouts, pending))
 
+    @repeated
     def add_metrics(self, version: int, metrics: dict[str, float]) -> None:
         """Add metrics that were not known when the version was committed."""
         with self.database.transaction() as transaction:
@@ -256,20 +259,17 @@ class Ledger:
 
         With `finetuned` also those of which a run over files trained a rollout.
         """
-        with self.database.reading() as transaction:
-            tables = (BATCH_ROLLOUTS, file_batches.FILE_BATCH_ROLLOUTS) if finetuned else (BATCH_ROLLOUTS,)
-            taken = [sa.select(table.c.mode, table.c.group_id).where(*self._of_branch(table), table.c.run_id == run_id) for table in tables]
-            skipped = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
-                *self._of_branch(SKIPPED), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec
-            )
-            return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, skipped))}
+        with self.database.reading() as connection:
+            return batch_rollouts.finished(connection, self._branch, run_id, build_spec, finetuned=finetuned)
 
+    @repeated
     def versions(self) -> list[LedgerVersion]:
         """Return all versions, oldest first."""
         with self.database.reading() as transaction:
             rows = transaction.execute(sa.select(VERSIONS).where(*self._of_branch(VERSIONS)).order_by(VERSIONS.c.version)).mappings()
             return [version_of(row) for row in rows]
 
+    @repeated
     def version(self, number: int) -> LedgerVersion:
         """Return one version of this branch, which must exist."""
         with self.database.reading() as transaction:
@@ -348,13 +348,14 @@ class Ledger:
         row = self.database.remembered("lease", self._lease)
         return shown(row["holder"]) if row else None
 
+    @repeated
     def batch(self, batch_id: str) -> list[BatchRollout]:
         """Return the rollouts of a batch, leased or committed, in order."""
         with self.database.reading() as transaction:
             return batch_rollouts.read(transaction, batch_id)
 
     def _of_branch(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
-        return [table.c[name] == value for name, value in self._branch.items()]
+        return equal_to(table, self._branch)
 
     def _policy(self) -> sa.ColumnElement[bool]:
         return VERSIONS.c.policy == self._branch["policy"]

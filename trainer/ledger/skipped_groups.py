@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 import sqlalchemy as sa
 
+from spangrad.database import repeated
 from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import Group
@@ -65,7 +66,7 @@ class SkippedGroups:
 
     def __init__(self, database: LedgerDatabase, branch: Mapping[str, str], settings: TrainerSettings) -> None:
         """Read and write them in `database`; `settings` give the basis of each reason."""
-        self._database = database
+        self.database = database
         self._branch = branch
         self.bases = bases(settings)
 
@@ -73,10 +74,11 @@ class SkippedGroups:
         """Return every skipped group with its reason."""
         return {row.group: row.reason for row in self.read()}
 
+    @repeated
     def enter(self, skips: Mapping[Group, Skip], head: int) -> None:
         """Skip groups that may not be trained in the step from version `head`; one that is skipped already stays as it is."""
         newest = sa.select(sa.func.coalesce(sa.func.max(VERSIONS.c.version), 0)).where(VERSIONS.c.policy == self._branch["policy"])
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             written = {"version": transaction.execute(newest).scalar_one(), "skipped_at": time.time_ns() // 1000}
             rows = [
                 {
@@ -90,16 +92,17 @@ class SkippedGroups:
                 }
                 for group, skip in skips.items()
             ]
-            self._database.insert_new(transaction, SKIPPED, rows)
+            self.database.insert_new(transaction, SKIPPED, rows)
 
+    @repeated
     def read(self, reason: SkipReason | None = None) -> list[SkippedGroup]:
         """Return the skipped groups, oldest first; with a reason those alone."""
-        with self._database.reading() as connection:
+        with self.database.reading() as connection:
             return self._read(connection, reason)
 
     def restore(self, names: Collection[str] = (), reason: SkipReason | None = None) -> list[SkippedGroup]:
         """Remove the skips of groups, and return them: those of these names (none: all), of this reason where one is given."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             restored = [row for row in self._read(transaction, reason) if not names or row.group.group_id in names]
             for row in restored:
                 transaction.execute(SKIPPED.delete().where(*equal_to(SKIPPED, {**self._branch, **_key(row.group)})))
@@ -116,7 +119,7 @@ class SkippedGroups:
         of_run = equal_to(SKIPPED, {**self._branch, "run_id": run_id, "build_spec": build_spec})
         known = frozenset(lineage)
         changed = [sa.and_(SKIPPED.c.reason == reason.value, SKIPPED.c.basis != text) for reason, text in self.bases.items()]
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             pairs = transaction.execute(sa.select(SKIPPED.c.head, SKIPPED.c.version).where(*of_run, SKIPPED.c.head.is_not(None)).distinct())
             discontinued = [(head, version) for head, version in pairs if not _continues(known, head, version)]
             outdated = sa.or_(*changed, sa.tuple_(SKIPPED.c.head, SKIPPED.c.version).in_(discontinued))
@@ -126,6 +129,7 @@ class SkippedGroups:
                 transaction.execute(SKIPPED.delete().where(*of_run, outdated))
         return removed
 
+    @repeated
     def failures(self, run_id: str, window: int) -> Failures:
         """Return the failures among the newest `window` groups of a run that were trained or have failed.
 
@@ -140,7 +144,7 @@ class SkippedGroups:
             .order_by(SKIPPED.c.version.desc(), SKIPPED.c.skipped_at.desc(), SKIPPED.c.group_id)
             .limit(window)
         )
-        with self._database.reading() as connection:
+        with self.database.reading() as connection:
             rows = [_skipped(row) for row in connection.execute(failed).mappings()]
             trained = self._trained(connection, run_id, window) if rows else []
         # At one number, what was trained comes first: groups are skipped after it, on their way into the next batch.

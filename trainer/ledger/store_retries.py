@@ -71,12 +71,12 @@ def retrying_client(client: Client, url: str, outage: Outage, shutdown: Shutdown
 
 
 def retry_transactions(ledger: Ledger, outage: Outage, shutdown: Shutdown) -> None:
-    """Make a ledger's transactions wait before they begin while its database does not answer or is locked."""
+    """Make a ledger's transactions wait before they begin while its database does not answer or is locked, and repeat repeatable ones."""
 
-    def connect_with(work: Callable[[], T]) -> T:
+    def retries(work: Callable[[], T]) -> T:
         return call_with_retries(work, lambda error: _is_unavailable(error, is_file=ledger.database.is_sqlite), outage, shutdown)
 
-    ledger.database.connect_with = connect_with
+    ledger.database.retries = retries
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -222,14 +222,18 @@ class LedgerDatabase(AnyDatabase):
 
     def remembered(self, name: Hashable, read: Callable[[sa.Connection], T], given: Hashable = None) -> T:
         """Return the result of `read`, cached until the ledger changes, or `given`; the caller must not change it."""
-        with self.reading() as connection:
-            state = self.changes(connection), given
-            known = self._remembered.get(name)
-            if known and known[0] == state:
-                return known[1]
-            value = read(connection)
-        self._remembered[name] = state, value
-        return value
+
+        def newest() -> T:
+            with self.reading() as connection:
+                state = self.changes(connection), given
+                known = self._remembered.get(name)
+                if known and known[0] == state:
+                    return known[1]
+                value = read(connection)
+            self._remembered[name] = state, value
+            return value
+
+        return self.retries(newest)
 
     def changes(self, connection: sa.Connection) -> tuple[int, int]:
         """Return the number of transactions that have changed a row, and of the newest that took a row out of skipped_groups."""
