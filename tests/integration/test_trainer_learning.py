@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,22 @@ from trainer.optim.process import prepare_process
 prepare_process()  # verl reads its platform when it is first imported
 
 RATE = 1e-3
+
+
+def gloo_threads() -> int:
+    """Return the number of this process's threads that poll for a gloo group."""
+    return sum(name.read_text().strip() == "gloo_tcp_loop" for name in Path("/proc/self/task").glob("*/comm"))
+
+
+def test_freed_optimizer_leaves_no_thread(tiny_model: Path):
+    VerlOptimizer(tiny_model, TrainerSettings())  # an error within an import of the first one's refers to its frames for good
+    gc.collect()
+    before = gloo_threads()
+    optimizer = VerlOptimizer(tiny_model, TrainerSettings())
+    assert gloo_threads() == before + 1
+    del optimizer
+    gc.collect()
+    assert gloo_threads() == before
 
 
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])

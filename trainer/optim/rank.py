@@ -9,6 +9,7 @@ verl is imported with this module, so `trainer.optim.process.choose_platform` co
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -72,7 +73,8 @@ class Rank:
         self._collected: tuple[list[FilePart], dict[str, Any] | None] | None = None
         """Weights and state that `write` writes. None: there are none."""
         self._files = sharded_state.new_group()
-        """Process group of writes and reads."""
+        """Process group of writes and reads. It ends with this rank: it has a thread that wakes a hundred times a second."""
+        weakref.finalize(self, torch.distributed.destroy_process_group, self._files).atexit = False
         self._sender: RankSender | None = None
         """Sender of the weights. None: none were asked for."""
         self._times = PassTimes(device)
