@@ -169,24 +169,27 @@ with RunDirectory(Path({str(tmp_path)!r})) as run:
     assert status_of(tmp_path) is None
 
 
-SLOW_END = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit())); time.sleep(600)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+PREPARED = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+SLOW_END = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit())); {PREPARED}"
+STUBBORN = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {PREPARED}"
 
 
 def killed_run(directory: Path, service: str) -> int:
-    """Have a supervisor run a service, and kill the supervisor alone; return the service's process."""
+    """Have a supervisor run a service, and kill the supervisor alone once the service is `PREPARED`; return the service's process."""
     script = f"""
 import sys, time
 from pathlib import Path
+from spangrad.processes import wait_until
 from spangrad.supervisor import run_directory
 from spangrad.supervisor.run_directory import RunDirectory
 from spangrad.supervisor.service import ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
 directory = Path({str(directory)!r})
-command = (sys.executable, "-c", {service!r})
+prepared = directory / "prepared"
+command = (sys.executable, "-c", {service!r}, str(prepared))
 with RunDirectory(directory) as run, Supervisor([ServiceSpec("gateway", command, directory / "log")], print) as supervisor:
     supervisor.start(30)
-    time.sleep(0.5)  # until the service has its signal handler
+    wait_until(prepared.exists, 30, "the service's signal handler")
     run.publish({{"services": supervisor.status(), "ready": True}})
     time.sleep(600)
 """
