@@ -14,7 +14,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, Shape, next_step
@@ -207,7 +207,7 @@ class Search:
         measured = Counter((one.version, one.task_id) for one in self._known.values())
         name = self.question.start.name
         missing = [
-            Task(task.task_id, task.input, PromptVersion(name, version))
+            replace(task, prompt=PromptVersion(name, version))
             for version, task in pairs
             for _ in range(times - measured[version, task.task_id])
         ]

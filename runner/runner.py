@@ -36,7 +36,7 @@ from spangrad.agent.reward_values import Rewards
 from spangrad.errors import QueueError, SettingsError
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.settings import Settings
-from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
+from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, SandboxRung, Task
 
 _logger = logging.getLogger(__name__)
 
@@ -318,7 +318,7 @@ async def open_attempts(
     await pool.start()
     files = AttemptFiles(settings.runner.directory, settings.runner.attempts_kept)
     await asyncio.to_thread(files.prune)
-    return Attempts(pool, gateway, roots, opened, files, settings.runner, services)
+    return Attempts(pool, gateway, roots, opened, files, settings.runner, services, sandbox.rung if sandbox else SandboxRung.NONE)
 
 
 async def _open_services(settings: Settings, agent: AgentSpec, stack: AsyncExitStack) -> AttemptServices:
@@ -352,6 +352,7 @@ def queued(rollout: Rollout, settings: Settings) -> NewRollout:
         timeout_seconds=settings.runner.timeout_seconds,
         max_attempts=settings.runner.max_attempts,
         prompt=rollout.task.prompt,
+        least_sandbox=rollout.task.least_sandbox,
     )
 
 

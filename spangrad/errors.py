@@ -50,6 +50,10 @@ class SandboxError(SpangradError):
     """A sandbox cannot be started as it was asked for: its engine is missing, or what it would show or reach is not allowed."""
 
 
+class SandboxRequestError(SandboxError):
+    """A running sandbox refuses a request or has ended, which programs in it can cause."""
+
+
 class EnvironmentsError(SpangradError):
     """An environment service could not be started or reached at all (an attempt without an environment is data, not an error)."""
 

@@ -171,6 +171,8 @@ class AttemptFailure(StrEnum):
     """The evaluator raised, exceeded its time limit or gave no finite numbers; or the reward service gave no readable response."""
     ENVIRONMENT = "environment"
     """The environment was not ready in time, was lost while the agent used it, or could not be closed."""
+    SANDBOX = "sandbox"
+    """The attempt's sandbox could not be set up, or its worker's are weaker than the task demands."""
     UNCOUNTED = "uncounted"
     """The gateway restarted meanwhile and cannot report how many calls it answered, so that some may be missing."""
     UNFLUSHED = "unflushed"
@@ -273,6 +275,8 @@ class Task:
     prompt: PromptVersion | None = None
     """Version that every attempt at the task fetches under that name. None: the version that is published when the attempt fetches
     first."""
+    least_sandbox: SandboxRung | None = None
+    """Weakest kind of sandbox that an attempt at the task may run in. None: any, and none as well."""
 
 
 @dataclass(frozen=True, slots=True)

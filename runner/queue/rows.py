@@ -26,7 +26,7 @@ from runner.queue.wire import (
     RolloutState,
     RunCounts,
 )
-from spangrad.types import AttemptFailure, Mode, PromptVersion
+from spangrad.types import AttemptFailure, Mode, PromptVersion, SandboxRung
 
 CHUNK = 1000
 """Ids in one statement."""
@@ -100,6 +100,7 @@ def enqueue(
                     "max_attempts": attempts,
                     "prompt_name": new_rollout.prompt.name if new_rollout.prompt else None,
                     "prompt_version": new_rollout.prompt.version if new_rollout.prompt else None,
+                    "least_sandbox": new_rollout.least_sandbox,
                     "attempts_left": attempts,
                     "state": RolloutState.QUEUED.value,
                     "attempt": -1,
@@ -133,6 +134,7 @@ def hand_out(transaction: sa.Connection, ask: LeaseRequest, seconds: float, now:
             timeout_seconds=row.timeout_seconds,
             lease_seconds=seconds,
             prompt=_prompt(row),
+            least_sandbox=SandboxRung(row.least_sandbox) if row.least_sandbox else None,
         )
         for row in rows
     ]
@@ -310,7 +312,7 @@ HAND_OUT = (
             ROLLOUTS.c[name]
             for name in (
                 "seq", "rollout_id", "attempt", "attempts_left", "task_id", "input", "mode", "group_id", "group_size", "priority",
-                "timeout_seconds", "prompt_name", "prompt_version",
+                "timeout_seconds", "prompt_name", "prompt_version", "least_sandbox",
             )
         ]
     )

@@ -41,6 +41,7 @@ ROLLOUTS = sa.Table(
     sa.Column("max_attempts", sa.Integer, nullable=False),
     sa.Column("prompt_name", sa.String, comment="that its attempts are pinned to, like the column below. NULL: to none"),
     sa.Column("prompt_version", sa.Integer),
+    sa.Column("least_sandbox", sa.String, comment="that its attempts may run in. NULL: any, and none as well"),
     sa.Column("attempts_left", sa.Integer, nullable=False),
     sa.Column("state", sa.String, nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False, comment="the number of the newest attempt; -1: none was made"),

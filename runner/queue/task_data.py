@@ -5,7 +5,7 @@ Invariant: a row is written once, however often it is uploaded; a name refers to
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import sqlalchemy as sa
 from msgspec import Meta, Raw
@@ -14,6 +14,7 @@ from runner.queue.service import Service
 from runner.queue.tables import METADATA
 from runner.queue.wire import Name, Struct
 from spangrad.database import Database
+from spangrad.types import SandboxRung
 
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -26,6 +27,7 @@ TASKS = sa.Table(
     sa.Column("place", _BIG, primary_key=True, autoincrement=False, comment="0, 1, ..."),
     sa.Column("task_id", sa.String, nullable=False),
     sa.Column("input", sa.Text, nullable=False, comment="JSON"),
+    sa.Column("least_sandbox", sa.String, comment="that its attempts may run in. NULL: any, and none as well"),
 )
 NAMED = sa.Table(
     "named_tasks",
@@ -37,12 +39,14 @@ NAMED = sa.Table(
 )
 
 
-class TaskRow(Struct, frozen=True, kw_only=True):
+class TaskRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A task."""
 
     task_id: Name
     input: Raw
     """Any JSON value, kept as it was written."""
+    least_sandbox: SandboxRung | None = None
+    """Weakest kind of sandbox that attempts at the task may run in. None: any, and none as well."""
 
 
 class UploadPart(Struct, frozen=True, kw_only=True):
@@ -78,7 +82,13 @@ class TaskData:
     async def keep(self, part: UploadPart) -> NamedTasks:
         """Store a part of an upload; rows that exist stay as they are."""
         rows: list[dict[str, object]] = [
-            {"digest": part.digest, "place": index, "task_id": task.task_id, "input": bytes(task.input).decode()}
+            {
+                "digest": part.digest,
+                "place": index,
+                "task_id": task.task_id,
+                "input": bytes(task.input).decode(),
+                "least_sandbox": task.least_sandbox,
+            }
             for index, task in enumerate(part.tasks, part.first)
         ]
         await self._writer.do(lambda transaction: self._database.insert_new(transaction, TASKS, rows))
@@ -87,9 +97,9 @@ class TaskData:
     async def page(self, digest: str, first: int, limit: int) -> Page:
         """Return tasks in their order, from a place on."""
         of = (TASKS.c.digest == digest) & (TASKS.c.place >= first)
-        ask = sa.select(TASKS.c.task_id, TASKS.c.input).where(of).order_by(TASKS.c.place).limit(limit)
+        ask = sa.select(TASKS.c.task_id, TASKS.c.input, TASKS.c.least_sandbox).where(of).order_by(TASKS.c.place).limit(limit)
         rows = await self._read(lambda connection: connection.execute(ask).all())
-        return Page(tasks=[TaskRow(task_id=row.task_id, input=Raw(row.input.encode())) for row in rows])
+        return Page(tasks=[_task(row) for row in rows])
 
     async def name(self, run: str, name: str, kept: NamedTasks) -> int:
         """Give tasks a name in a run, in place of the previous ones, if all of them are stored.
@@ -112,6 +122,11 @@ class TaskData:
         ask = sa.select(NAMED.c.digest, NAMED.c.tasks).where(_named(run, name))
         row = await self._read(lambda connection: connection.execute(ask).first())
         return NamedTasks(digest=row.digest, tasks=row.tasks) if row else None
+
+
+def _task(row: Any) -> TaskRow:
+    least = SandboxRung(row.least_sandbox) if row.least_sandbox else None
+    return TaskRow(task_id=row.task_id, input=Raw(row.input.encode()), least_sandbox=least)
 
 
 def _named(run: str, name: str) -> sa.ColumnElement[bool]:

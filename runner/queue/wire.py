@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from spangrad.types import POLICY_FAILURES, AttemptFailure, Mode, PromptVersion
+from spangrad.types import POLICY_FAILURES, AttemptFailure, Mode, PromptVersion, SandboxRung
 
 NO_NULL = r"^[^\x00]*$"
 """Pattern of texts without a null character, which PostgreSQL cannot store: it would fail the transaction of all requests that share it."""
@@ -64,6 +64,8 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     """Largest number of attempts. None: runner.max_attempts of the server."""
     prompt: PromptVersion | None = None
     """Prompt version that its attempts fetch under the prompt's name. None: the version that is published when they ask."""
+    least_sandbox: SandboxRung | None = None
+    """Weakest kind of sandbox that its attempts may run in; a worker that has a weaker one refuses. None: any, and none as well."""
 
 
 class Enqueue(Struct, frozen=True, kw_only=True):
@@ -115,6 +117,8 @@ class RolloutLease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_seconds: float
     prompt: PromptVersion | None = None
     """Prompt version of the enqueued rollout."""
+    least_sandbox: SandboxRung | None = None
+    """Weakest kind of sandbox that the attempt may run in."""
 
     def task_input(self) -> Any:
         """Return the input of the agent."""

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.sandboxes import listeners
+from runner.sandboxes import launcher
 from runner.sandboxes.policy import SYSTEM, SandboxLimits, SandboxPolicy
+from spangrad.agent.command import STARTED_VARIABLE
 
 FIRST_USER = 0x6F000000
 """Smallest user id of sandboxes that root starts; the process id is added, so that no two that live have the same."""
@@ -38,16 +39,17 @@ def command(policy: SandboxPolicy, filter_file: Path, control: int | None) -> li
     Args:
         policy: rules of the sandbox.
         filter_file: filter of system calls.
-        control: descriptor of the relay's socket. None: no service is reached.
+        control: descriptor of the relay's socket; a launcher inside hands over the listeners, and records that the command has begun. None:
+            there is no launcher, and no service is reached.
     """
     root = os.geteuid() == 0
     inner = ["prlimit", *_limits(policy.limits), "--"]
     shown = policy.visible()
-    if policy.services and not policy.host_network and control is not None:
-        launcher = map(Path, (sys.prefix, sys.base_prefix, listeners.__file__))
-        shown += [path for path in launcher if not {path, *path.parents} & {*shown, *map(Path, SYSTEM)}]
-        ports = ",".join(map(str, policy.services))
-        inner += [sys.executable, "-I", "-S", listeners.__file__, str(control), ports]
+    if control is not None:
+        needed = map(Path, (sys.prefix, sys.base_prefix, launcher.__file__))
+        shown += [path for path in needed if not {path, *path.parents} & {*shown, *map(Path, SYSTEM)}]
+        ports = "" if policy.host_network else ",".join(map(str, policy.services))
+        inner += [sys.executable, "-I", "-S", launcher.__file__, STARTED_VARIABLE, str(control), ports]
     switch = 'setpriv --reuid="$user" --regid="$user" --clear-groups --inh-caps=-all -- ' if root else ""
     script = (
         f"{f'user=$(({FIRST_USER} + $$)); ' if root else ''}exec {_FILTER_DESCRIPTOR}<{shlex.quote(str(filter_file.resolve()))}; "

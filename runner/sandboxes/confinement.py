@@ -2,7 +2,8 @@
 
 In: `PLAN COMMAND...`, with the plan as JSON (`runner.sandboxes.landlock` writes it). It imports the standard library alone, runs isolated
 and stays as the parent: it makes the private directory, takes in processes whose parents ended, and removes all of them, and the directory,
-when the command has ended or SIGTERM asks. Its exit code is the command's, or 128 and the signal that ended it.
+when the command has ended or SIGTERM asks. Its exit code is the command's, or 128 and the signal that ended it. The file whose descriptor
+the variable of the plan names holds `1` only if the command has begun.
 
 Landlock's numbers are those of the kernel's include/uapi/linux/landlock.h.
 """
@@ -93,11 +94,20 @@ def _become(plan: dict[str, Any], private: str, user: int | None, command: list[
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(getattr(resource, name), (limit, limit))
     os.environ.update(dict.fromkeys(("HOME", "TMPDIR"), private))
+    started = int(os.environ.pop(plan["started"], -1))
     os.chdir(plan["directory"])
     _prctl(_SET_NO_NEW_PRIVS, 1)
     _restrict(plan, private)
     _load_filter(program)
-    os.execvp(command[0], command)
+    if started >= 0:
+        os.set_inheritable(started, False)
+        os.pwrite(started, b"1", 0)
+    try:
+        os.execvp(command[0], command)
+    except OSError:
+        if started >= 0:
+            os.pwrite(started, b"0", 0)
+        raise
 
 
 def _tasks_of_user() -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from runner.sandboxes import confinement
 from runner.sandboxes.bubblewrap import FIRST_USER
 from runner.sandboxes.policy import SYSTEM, SandboxPolicy, is_open_to_others
+from spangrad.agent.command import STARTED_VARIABLE
 from spangrad.processes import process_start
 
 _LEAST_ABI = 6
@@ -51,6 +52,7 @@ def command(policy: SandboxPolicy, filter_file: Path, scratch: Path) -> list[str
         "directory": str(policy.directory),
         "scratch": str(scratch.resolve()),
         "first_user": FIRST_USER,
+        "started": STARTED_VARIABLE,
         "limits": {
             "RLIMIT_NPROC": limits.processes,
             "RLIMIT_DATA": limits.memory_bytes,

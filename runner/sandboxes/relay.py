@@ -1,6 +1,6 @@
 """Connects programs in sandboxes with services outside, without a process inside.
 
-In: listeners that `runner.sandboxes.listeners` opened in a sandbox's network and sent. Out: bytes, to and from the services. A socket
+In: listeners that `runner.sandboxes.launcher` opened in a sandbox's network and sent. Out: bytes, to and from the services. A socket
 belongs to the network in which it was created, and not to that of the process which accepts on it: so the agent's `http://127.0.0.1` ends
 in this process, which connects to the service in the network of its own. No socket has a name in the file system, so none is left behind.
 

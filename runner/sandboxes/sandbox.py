@@ -25,7 +25,7 @@ from runner.sandboxes.engines import SandboxEngine, choose
 from runner.sandboxes.policy import SandboxPolicy, interpreter_paths, is_open_to_others
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, feed, read_all
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, pass_bytes
-from spangrad.errors import SandboxError
+from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.processes import die_with_parent, kill_group
 from spangrad.types import SandboxRung
 
@@ -72,6 +72,8 @@ class Sandbox:
     def __init__(self, rung: SandboxRung, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         """`process` runs the supervisor at the other end of `control`."""
         self.rung = rung
+        self.home = ""
+        """Private, writable directory inside; empty until `ready` is done."""
         self.process = process
         self._control = control
         self._ids = itertools.count()
@@ -96,6 +98,7 @@ class Sandbox:
         if "ended" in message:
             self.expect_end(message["ended"]).set_result(message["code"])
         elif "ready" in message:
+            self.home = message["home"]
             self.ready.set_result(None)
         elif (answer := self._answers.pop(message["id"], None)) is not None and not answer.done():
             answer.set_result((message, descriptors))
@@ -106,7 +109,7 @@ class Sandbox:
     def _fail(self) -> None:
         """Answer all that wait: the sandbox has ended."""
         asyncio.get_running_loop().remove_reader(self._control)
-        error = SandboxError("the sandbox has ended: its supervisor was killed, or the sandbox was stopped. Start another one.")
+        error = SandboxRequestError("the sandbox has ended: its supervisor was killed, or the sandbox was stopped. Start another one.")
         for waiting in (self.ready, *self._answers.values(), *self._ends.values()):
             if not waiting.done():
                 waiting.set_exception(error)
@@ -125,7 +128,7 @@ class Sandbox:
         """Send a request to the supervisor, and return its answer with the descriptors that it opened.
 
         Raises:
-            SandboxError: the sandbox has ended, or the request failed inside.
+            SandboxRequestError: the sandbox has ended, or the request failed inside.
         """
         number = next(self._ids)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -133,10 +136,10 @@ class Sandbox:
             socket.send_fds(self._control, [json.dumps({"id": number, "do": do, **values}).encode()], descriptors)
         except OSError as error:
             self._answers.pop(number, None)
-            raise SandboxError(f"the sandbox takes no request ({error.strerror}): it has ended. Start another one.") from None
+            raise SandboxRequestError(f"the sandbox takes no request ({error.strerror}): it has ended. Start another one.") from None
         message, opened = await answer
         if "error" in message:
-            raise SandboxError(f"{do} in the sandbox: {message['error']} ({values.get('path') or values.get('port') or 'program'}).")
+            raise SandboxRequestError(f"{do} in the sandbox: {message['error']} ({values.get('path') or values.get('port') or 'program'}).")
         return message, opened
 
     async def open_process(
@@ -150,7 +153,7 @@ class Sandbox:
             directory: working directory inside. None: that of the policy.
 
         Raises:
-            SandboxError: it cannot be started.
+            SandboxRequestError: it cannot be started.
         """
         inner_in, outer_in = os.pipe()
         outer_out, inner_out = os.pipe()
@@ -190,7 +193,7 @@ class Sandbox:
             most_bytes: bytes of each output that are kept; the rest is read and dropped.
 
         Raises:
-            SandboxError: it cannot be started, or the sandbox has ended.
+            SandboxRequestError: it cannot be started, or the sandbox has ended.
         """
         process = await self.open_process(command, environment=environment, directory=directory)
         outputs = [asyncio.create_task(read_all(descriptor, most_bytes)) for descriptor in (process.stdout, process.stderr)]
@@ -222,7 +225,7 @@ class Sandbox:
         """Return the first bytes of a regular file inside.
 
         Raises:
-            SandboxError: it cannot be opened.
+            SandboxRequestError: it cannot be opened.
         """
         _, (descriptor,) = await self.ask("open", path=path)
         with os.fdopen(descriptor, "rb") as file:
@@ -232,7 +235,7 @@ class Sandbox:
         """Write a file inside, and the directories above it.
 
         Raises:
-            SandboxError: it cannot be written.
+            SandboxRequestError: it cannot be written.
         """
         with os.fdopen(os.memfd_create("content"), "wb") as file:
             file.write(content)
@@ -243,10 +246,10 @@ class Sandbox:
         """Serve a port of the sandbox's loopback on this machine's, until the sandbox is stopped; return the address there.
 
         Raises:
-            SandboxError: the sandbox shares this machine's network.
+            SandboxRequestError: the sandbox shares this machine's network.
         """
         if self.rung is not SandboxRung.BUBBLEWRAP:
-            raise SandboxError(f"a sandbox of {self.rung} has no network of its own: programs in it listen on no port. Use bubblewrap.")
+            raise SandboxRequestError(f"a sandbox of {self.rung} has no network of its own: nothing in it listens. Use bubblewrap.")
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
         self._servers.append(asyncio.create_task(self._serve_port(listener, port)))
@@ -264,7 +267,7 @@ class Sandbox:
         with connection:
             try:
                 _, (descriptor,) = await self.ask("connect", port=port)
-            except SandboxError:
+            except SandboxRequestError:
                 return  # no program listens there: the connection is closed
             with socket.socket(fileno=descriptor) as inner:
                 await pass_bytes(connection, inner)
@@ -289,14 +292,14 @@ class Sandbox:
 
 @asynccontextmanager
 async def open_sandbox(
-    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
+    policy: SandboxPolicy | SandboxEngine, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
 ) -> AsyncGenerator[Sandbox]:
-    """Start a sandbox by the engine that fits, for as long as the block.
+    """Start a sandbox by the engine that fits, or by one that `prepare` returned, for as long as the block.
 
     Raises:
         SandboxError: none works here, or it did not start.
     """
-    prepared = await asyncio.to_thread(choose, with_supervisor(policy), engine, least)
+    prepared = policy if isinstance(policy, SandboxEngine) else await asyncio.to_thread(prepare, policy, engine, least)
     sandbox = await start(prepared)
     try:
         yield sandbox
@@ -304,12 +307,31 @@ async def open_sandbox(
         await sandbox.stop()
 
 
+def prepare(
+    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
+) -> SandboxEngine:
+    """Return the engine that fits, after a program has run in it: many sandboxes of a policy are then started without another look.
+
+    Raises:
+        SandboxError: none works here.
+    """
+    return choose(with_supervisor(policy), engine, least)
+
+
 async def start(engine: SandboxEngine) -> Sandbox:
-    """Start a sandbox by an engine whose policy is that of `with_supervisor`; the caller stops it.
+    """Start a sandbox by an engine that `prepare` returned; the caller stops it.
 
     Raises:
         SandboxError: it did not start.
     """
+    try:
+        return await _started(engine)
+    except (OSError, SandboxRequestError) as error:
+        reason = str(error) or f"it was not ready after {_START_SECONDS:g} s"
+        raise SandboxError(f"a sandbox of {engine.rung} did not start: {reason}. See that the machine has processes and memory.") from None
+
+
+async def _started(engine: SandboxEngine) -> Sandbox:
     outer, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     outer.setblocking(False)
     descriptor = fcntl.fcntl(inner.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)

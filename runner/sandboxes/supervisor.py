@@ -136,7 +136,7 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     with socket.socket(fileno=descriptor) as control:
-        control.send(json.dumps({"ready": True}).encode())
+        control.send(json.dumps({"ready": True, "home": os.environ["HOME"]}).encode())
         SandboxSupervisor(control).serve()
 
 

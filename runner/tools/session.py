@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from runner.sandboxes.sandbox import Sandbox
-from spangrad.errors import SandboxError
+from spangrad.errors import SandboxRequestError
 
 _SHELL = """
 trap : INT
@@ -34,6 +34,10 @@ _INTERRUPT = b"\x03"
 _GRACE_SECONDS = 1.0
 """Time that an interrupted action has to end, in seconds; then its program is killed and started again."""
 _CHUNK_BYTES = 2**16
+
+
+class ToolFailedError(Exception):
+    """An action failed in a way that the model should read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +90,11 @@ class ToolSession:
         """Run an action to its end, or to its time limit.
 
         Raises:
-            SandboxError: the sandbox has ended, or the action holds a NUL.
+            ToolFailedError: the action holds a NUL.
+            SandboxRequestError: the sandbox has ended.
         """
         if "\0" in action:
-            raise SandboxError("an action holds a NUL character, which ends actions. Write such bytes to a file, or escape them.")
+            raise ToolFailedError("the action holds a NUL character, which ends actions: escape it")
         async with self._turn:
             try:
                 return await self._acted(action, timeout_seconds)
@@ -194,7 +199,7 @@ class ToolSession:
         try:
             await self._sandbox.ask("kill", process=self._pid, signal=int(signal.SIGKILL))
             await self._ended
-        except SandboxError:
+        except SandboxRequestError:
             pass  # the sandbox has ended, and the program with it
         self._sandbox.forget_end(self._pid)
 

@@ -6,6 +6,7 @@ action failed, so that rules on tool errors see it; no action reaches anything o
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,13 +17,14 @@ from typing import Any, Literal
 from opentelemetry import context, trace
 from opentelemetry.trace import Status, StatusCode
 
+from runner.sandboxes.engines import SandboxEngine
 from runner.sandboxes.policy import SandboxPolicy
-from runner.sandboxes.sandbox import Sandbox, open_sandbox, supervisor_interpreter
+from runner.sandboxes.sandbox import Sandbox, open_sandbox, prepare, supervisor_interpreter
 from runner.tools import interpreter
-from runner.tools.session import ActionResult, ToolSession
+from runner.tools.session import ActionResult, ToolFailedError, ToolSession
 from span_processors.context import rollout_attributes
 from spangrad import semconv
-from spangrad.errors import SandboxError
+from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.types import SandboxRung
 
 OUTPUT_BYTES = 32_000
@@ -79,18 +81,25 @@ class ToolOutcome:
     failed: bool
 
 
-class ToolFailedError(Exception):
-    """An action failed in a way that the model should read."""
-
-
 class Toolbox:
     """Tools in one sandbox; `open_toolbox` makes it."""
 
-    def __init__(self, sandbox: Sandbox, shell: ToolSession, python: ToolSession, provider: trace.TracerProvider | None = None) -> None:
-        """`shell` and `python` are sessions in `sandbox`; `provider` takes the spans. None: the process's own does."""
+    def __init__(
+        self, sandbox: Sandbox, shell: ToolSession, sessions: AsyncExitStack, provider: trace.TracerProvider | None = None
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            sandbox: where actions happen.
+            shell: shell in it.
+            sessions: ends the interpreter, which the first call of `python` starts.
+            provider: takes the spans. None: the process's own does.
+        """
         self.sandbox = sandbox
         self._shell = shell
-        self._python = python
+        self._sessions = sessions
+        self._starting = asyncio.Lock()
+        self._python: ToolSession | None = None
         self._tracer = trace.get_tracer(_SCOPE, tracer_provider=provider)
         self._actions: dict[str, Callable[..., Awaitable[str]]] = {
             "shell": self.shell,
@@ -128,7 +137,7 @@ class Toolbox:
             call_id: id of the model's call. None: it has none.
 
         Raises:
-            SandboxError: the sandbox has ended.
+            SandboxRequestError: the sandbox has ended.
         """
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         attributes = {
@@ -162,7 +171,10 @@ class Toolbox:
             kinds = {"string": str, "integer": int, "number": (int, float)}[properties[key]["type"]]
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise ToolFailedError(f"{key} must be a {properties[key]['type']}, not {json.dumps(value)}")
-        return await action(**arguments)
+        try:
+            return await action(**arguments)
+        except UnicodeEncodeError as error:
+            raise ToolFailedError(f"the arguments hold half of a surrogate pair, which is no character: {error.reason}") from None
 
     async def shell(self, command: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Run a command, and return its output, with a line on its end where that was not 0.
@@ -178,6 +190,10 @@ class Toolbox:
         Raises:
             ToolFailedError: it raised, or was interrupted.
         """
+        async with self._starting:
+            if self._python is None:
+                program = [str(supervisor_interpreter()), "-P", interpreter.__file__]
+                self._python = await self._sessions.enter_async_context(ToolSession.interpreter(self.sandbox, program, OUTPUT_BYTES))
         return _shown("the interpreter", await self._python.act(code, timeout_seconds), timeout_seconds)
 
     async def read_file(self, path: str, first_line: int = 1, lines: int | None = None) -> str:
@@ -223,30 +239,48 @@ class Toolbox:
 
 @asynccontextmanager
 async def open_toolbox(
-    policy: SandboxPolicy,
+    policy: SandboxPolicy | SandboxEngine,
     engine: SandboxRung | Literal["auto"] = "auto",
     least: SandboxRung = SandboxRung.LANDLOCK,
     provider: trace.TracerProvider | None = None,
 ) -> AsyncGenerator[Toolbox]:
-    """Start a sandbox with a shell and an interpreter, for as long as the block; arguments as of `open_sandbox` and `Toolbox`.
+    """Start a sandbox with a shell, for as long as the block.
+
+    Args:
+        policy: rules of the sandbox, or an engine that `prepare_tools` returned.
+        engine: as of `open_sandbox`.
+        least: as of `open_sandbox`.
+        provider: as of `Toolbox`.
 
     Raises:
         SandboxError: they cannot be started.
     """
-    shown = replace(policy, readable=(*policy.readable, Path(interpreter.__file__)))
-    program = [str(supervisor_interpreter()), "-P", interpreter.__file__]
+    prepared = policy if isinstance(policy, SandboxEngine) else await asyncio.to_thread(prepare_tools, policy, engine, least)
     async with AsyncExitStack() as stack:
-        sandbox = await stack.enter_async_context(open_sandbox(shown, engine, least))
-        shell = await stack.enter_async_context(ToolSession.shell(sandbox, OUTPUT_BYTES))
-        python = await stack.enter_async_context(ToolSession.interpreter(sandbox, program, OUTPUT_BYTES))
-        yield Toolbox(sandbox, shell, python, provider)
+        sandbox = await stack.enter_async_context(open_sandbox(prepared))
+        try:
+            shell = await stack.enter_async_context(ToolSession.shell(sandbox, OUTPUT_BYTES))
+        except SandboxRequestError as error:
+            raise SandboxError(f"no shell can be started in a sandbox: {error} It needs bash.") from None
+        yield Toolbox(sandbox, shell, stack, provider)
+
+
+def prepare_tools(
+    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
+) -> SandboxEngine:
+    """Return the engine for many toolboxes of a policy, as of `prepare`.
+
+    Raises:
+        SandboxError: none works here.
+    """
+    return prepare(replace(policy, readable=(*policy.readable, Path(interpreter.__file__))), engine, least)
 
 
 async def _of_model(request: Awaitable[Any]) -> Any:
     """Wait for a request about a file; its failure is the model's."""
     try:
         return await request
-    except SandboxError as error:
+    except SandboxRequestError as error:
         raise ToolFailedError(str(error)) from None
 
 

@@ -29,7 +29,7 @@ from runner.workers.root_spans import RootSpan, RootSpans, carrier
 from runner.workers.slots import Slot, Slots, StageClock
 from spangrad.errors import SpangradError
 from spangrad.settings import RunnerSettings
-from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Stage, Task
+from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, SandboxRung, Stage, Task
 
 T = TypeVar("T")
 _CLOSED_BY_GATEWAY = frozenset({AttemptFailure.TIMEOUT, AttemptFailure.TOKEN_BUDGET, AttemptFailure.CALL_BUDGET})
@@ -145,7 +145,9 @@ class Attempts:
         files: AttemptFiles,
         settings: RunnerSettings,
         services: AttemptServices,
+        sandbox: SandboxRung,
     ) -> None:
+        """`sandbox` is the kind in which the agent's programs run; the others are what attempts use."""
         self._pool = pool
         self.gateway = gateway
         self.roots = roots
@@ -153,6 +155,7 @@ class Attempts:
         self.queue = queue
         self._settings = settings
         self._services = services
+        self._sandbox = sandbox
         self._ahead = Slots(settings.workers * settings.initialised_ahead)
         self._lease_slots = Slots(settings.workers * settings.initialisations)
         self._evaluation_slots = Slots(settings.workers * settings.evaluations)
@@ -200,7 +203,15 @@ class Attempts:
         return EndedAttempt(lease, answer, state.calls, clock.taken(), final=final, reported=reason is not None and reason.reported)
 
     async def _run_stages(self, state: _AttemptState) -> AttemptOutcome:
-        """Run all stages, with or without a leased environment."""
+        """Run all stages, with or without a leased environment, unless the task demands a stronger sandbox than this worker's."""
+        least = state.rollout.task.least_sandbox
+        if least is not None and not self._sandbox.reaches(least):
+            return AttemptOutcome(
+                None,
+                AttemptFailure.SANDBOX,
+                f"task {state.rollout.task.task_id} demands a sandbox of at least {least}, and this worker's is {self._sandbox}. "
+                f"Run a worker with runner.sandbox.least = {least} on a machine that can do it, or lower the task's least_sandbox.",
+            )
         if self._services.environments is None:
             return await self._evaluated(state, await self._hosted(state, None), None)
         try:
@@ -365,7 +376,11 @@ class Attempts:
 def rollout_of(lease: RolloutLease) -> Rollout:
     """Return the rollout of a lease."""
     key = RolloutKey(lease.run_id, lease.rollout_id, lease.attempt)
-    return Rollout(key, Task(lease.task_id, lease.task_input(), lease.prompt), lease.mode, lease.group_id, lease.group_size)
+    return Rollout(key, _task(lease), lease.mode, lease.group_id, lease.group_size)
+
+
+def _task(lease: RolloutLease) -> Task:
+    return Task(lease.task_id, lease.task_input(), lease.prompt, lease.least_sandbox)
 
 
 def _rollout(queued: QueuedRollout, attempt: int) -> Rollout:

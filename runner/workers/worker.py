@@ -28,6 +28,8 @@ _ASK_SECONDS = 2.0
 _GATHER_SECONDS = 0.01
 """Time for which free slots, and ended attempts, wait for others, in seconds: one request then serves all of them."""
 _RELEASED = StopReason(AttemptFailure.RELEASED, "its worker was stopped", final=False, reported=False)
+_PAUSING = StopReason(AttemptFailure.RELEASED, "its worker could set up no sandbox just before", final=False, reported=False)
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
 
 class Worker:
@@ -47,6 +49,10 @@ class Worker:
         self._changes = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        self._unsandboxed = False
+        """True from an attempt that had no sandbox until the pause after it: other workers may have one for its rollout."""
+        self._pause = _PAUSE_SECONDS
+        """Length of the next such pause, in seconds."""
         self.name = this_process()
         self._beating = LeaseHeartbeats(queue, self.name, self._lost, self._ran)
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -115,6 +121,11 @@ class Worker:
 
     async def _lease(self) -> None:
         while not self._draining and not self.failed.done():
+            if self._unsandboxed:
+                _logger.warning("an attempt had no sandbox: nothing is leased for %g s, so that other workers take it", self._pause)
+                await asyncio.sleep(self._pause)
+                self._pause, self._unsandboxed = min(2 * self._pause, _LONGEST_PAUSE_SECONDS), False
+                continue
             room = min(self._free, self._attempts.most - len(self._held))
             if room < 1:
                 self._room.clear()
@@ -128,8 +139,8 @@ class Worker:
         key = lease.rollout_id, lease.attempt
         stop = self._held[key] = Stop()
         self._clocks[key] = StageClock()
-        if self._draining:
-            stop.now(_RELEASED)
+        if self._draining or self._unsandboxed:
+            stop.now(_RELEASED if self._draining else _PAUSING)
         self._free -= 1
         self._beating.keep([lease])
         task = asyncio.create_task(self._make(lease, stop))
@@ -139,7 +150,12 @@ class Worker:
     async def _make(self, lease: RolloutLease, stop: Stop) -> None:
         try:
             clock = self._clocks[lease.rollout_id, lease.attempt]
-            self._ended.put_nowait(await self._attempts.make(lease, stop, clock, self._freed, self._fail))
+            ended = await self._attempts.make(lease, stop, clock, self._freed, self._fail)
+            if ended.answer.failure is AttemptFailure.SANDBOX:
+                self._unsandboxed = True
+            elif ended.stages:
+                self._pause = _PAUSE_SECONDS
+            self._ended.put_nowait(ended)
         except Exception as error:
             self._fail(error)
             raise
@@ -180,7 +196,10 @@ class Worker:
             await self._changed()
 
     async def _report(self, ended: Sequence[EndedAttempt]) -> None:
-        released = [one.lease for one in ended if one.answer.failure is AttemptFailure.RELEASED]
+        released: dict[str, list[RolloutLease]] = {}
+        for attempt in ended:
+            if attempt.answer.failure is AttemptFailure.RELEASED:
+                released.setdefault(attempt.answer.detail, []).append(attempt.lease)
         completions = [_completion(one) for one in ended if one.answer.failure is None]
         failures = [_failure(one) for one in ended if one.answer.failure not in {None, AttemptFailure.RELEASED}]
         results: list[AttemptReceipt] = []
@@ -188,8 +207,8 @@ class Worker:
             results += await self._queue.complete(completions)
         if failures:
             results += await self._queue.fail(failures)
-        if released:
-            results += await self._queue.release(released, _RELEASED.detail)
+        for detail, leases_back in released.items():
+            results += await self._queue.release(leases_back, detail)
         leases = {(one.lease.rollout_id, one.lease.attempt): one.lease for one in ended if not one.final}
         refused = [result for result in results if result.refused is not None]
         for result in refused:

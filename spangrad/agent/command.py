@@ -34,9 +34,12 @@ ENVIRONMENT_VARIABLE = "SPANGRAD_ENVIRONMENT"
 ADDRESSED = re.compile(rf"(OTEL|OPENAI)_\w+|{ENVIRONMENT_VARIABLE}|{prompt_client.URL}")
 """Variables of an attempt that may hold addresses of services."""
 _PASSED = re.compile(rf"{ADDRESSED.pattern}|TRACEPARENT|TRACESTATE|BAGGAGE|{prompt_client.TEXT}(_\w+)?")
+STARTED_VARIABLE = "SPANGRAD_SANDBOX_STARTED"
+"""Variable with the descriptor of a file to which a sandbox's launcher writes `1` when the program begins; programs do not see it."""
 _INSTRUMENT = "opentelemetry-instrument"
 _TAIL_BYTES = 2**20
 """Largest last line that is read, in bytes."""
+_LAST_ERROR_BYTES = 1000
 _GRACE_SECONDS = 1.0
 
 _groups: set[int] = set()
@@ -47,10 +50,15 @@ os.register_at_fork(after_in_child=_groups.clear)
 class ExitCode(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
     """The program ended with an exit code other than 0 (below 0: killed by that signal)."""
 
-    def __init__(self, code: int, means: str = "") -> None:
-        """`means` explains the code where its number does not."""
+    def __init__(self, code: int, means: str = "", last_line: str = "") -> None:
+        """`means` explains the code where its number does not; `last_line` is the last one of the program's standard error."""
         super().__init__(f"exit code {code}{means and f': {means}'}")
         self.code = code
+        self.last_line = last_line
+
+
+class SandboxNotSetUp(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
+    """The attempt's sandbox, or the program in it, did not begin."""
 
 
 class InvalidOutput(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
@@ -123,11 +131,20 @@ class AgentCommand:
         Raises:
             ExitCode: the program failed.
             InvalidOutput: its last line is too long.
+            SandboxNotSetUp: it did not begin, since its sandbox could not be set up.
         """
         variables = await variables_of(endpoint, environment)
         if (sandbox := self._sandbox) is None:
             return await self._run(given, self._command, variables)
-        return await self._run(given, [*sandbox.prefix, *self._command], sandbox.environment(variables), sandbox.descriptors)
+        with tempfile.TemporaryFile() as started:
+            inside = {**sandbox.environment(variables), STARTED_VARIABLE: str(started.fileno())}
+            try:
+                return await self._run(given, [*sandbox.prefix, *self._command], inside, (*sandbox.descriptors, started.fileno()))
+            except ExitCode as error:
+                if os.pread(started.fileno(), 1, 0) == b"1":
+                    raise
+                reason = error.last_line or str(error)
+                raise SandboxNotSetUp(f"the sandbox of the attempt was not set up, or its program not found in it: {reason}") from None
 
     async def _run(self, given: object, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> object:
         """Run a command for an attempt; its process group ends with it."""
@@ -151,8 +168,8 @@ class AgentCommand:
                 self._on_group(process.pid, True)
                 tail, whole = _tail(stdout)
                 log.end_program(stderr, tail)
-        if code:
-            raise ExitCode(code)
+            if code:
+                raise ExitCode(code, last_line=_last_error(stderr))
         return _last_line(tail, whole=whole)
 
 
@@ -213,6 +230,14 @@ def _tail(stdout: IO[bytes]) -> tuple[bytes, bool]:
     size = stdout.seek(0, os.SEEK_END)
     stdout.seek(max(0, size - _TAIL_BYTES))
     return stdout.read(), size <= _TAIL_BYTES
+
+
+def _last_error(stderr: IO[bytes] | int) -> str:
+    """Return the last line that a program wrote to its standard error; empty where that is not kept."""
+    if isinstance(stderr, int):
+        return ""
+    stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _LAST_ERROR_BYTES))
+    return stderr.read().strip().rpartition(b"\n")[2].decode(errors="replace")
 
 
 def _last_line(tail: bytes, *, whole: bool) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from spangrad.errors import EnvironmentsError
+from spangrad.errors import EnvironmentsError, SandboxError, SandboxRequestError
 from spangrad.types import AttemptFailure
 
 TURN_LIMITS = frozenset(
@@ -47,11 +47,13 @@ def failure_of(error: BaseException) -> AttemptFailure:
     The exception itself, what caused it, and the members of exception groups are looked at; the outermost one that is recognised decides.
 
     Returns:
-        max_turns, context_overflow, environment, or exception where nothing is recognised.
+        max_turns, context_overflow, environment, sandbox, or exception where nothing is recognised.
     """
     for link in _chain(error):
         if isinstance(link, EnvironmentsError):
             return AttemptFailure.ENVIRONMENT
+        if isinstance(link, SandboxError) and not isinstance(link, SandboxRequestError):
+            return AttemptFailure.SANDBOX
         names = {kind.__name__ for kind in type(link).__mro__}
         if names & TURN_LIMITS:
             return AttemptFailure.MAX_TURNS

@@ -44,7 +44,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from spangrad.agent.attempt import AttemptNote, with_note
 from spangrad.agent.attempt_answer import END_STAGE, AttemptReply, Stages, handed_on, raised
 from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs
-from spangrad.agent.command import AgentCommand, ExitCode, InvalidOutput, SandboxLaunch, kill_groups
+from spangrad.agent.command import AgentCommand, ExitCode, InvalidOutput, SandboxLaunch, SandboxNotSetUp, kill_groups
 from spangrad.agent.container import AgentContainer, Container, remove_running
 from spangrad.agent.failures import failure_of
 from spangrad.agent.flushing import Flusher
@@ -172,6 +172,8 @@ class Host:
             output = await self._call(stages.agent, given, **self._keywords(offered, "agent"))
         except ExitCode as error:
             return AttemptReply(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
+        except SandboxNotSetUp as error:
+            return AttemptReply(name, failure=AttemptFailure.SANDBOX, detail=str(error))
         except InvalidOutput as error:
             return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
         except (Exception, SystemExit) as error:

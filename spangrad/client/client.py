@@ -255,6 +255,7 @@ class Client:
                     "priority": 0 if mode is Mode.TRAIN else 1,
                     "timeout_seconds": runner.timeout_seconds,
                     "max_attempts": runner.max_attempts,
+                    "least_sandbox": task.least_sandbox,
                 }
                 for number, rollout_mode in enumerate(modes)
             ]

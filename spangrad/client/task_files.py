@@ -4,7 +4,8 @@ In: `FILE.jsonl`, `FILE.parquet`, `DIRECTORY[:SPLIT]` that `Dataset.save_to_disk
 Out: `Task`s, in the order of the rows. Invariant: each row is one task, or the whole is refused with an error that names source, row and
 remedy; a task's input is a JSON value.
 
-A row with `task_id` and `input` has both. A row with neither is itself the input, and its task is named by source and row, `train:17`.
+A row with `task_id` and `input` has both, and may demand a sandbox with `least_sandbox`. A row with neither is itself the input, and its
+task is named by source and row, `train:17`.
 Libraries for Parquet and Hugging Face's datasets are loaded when such a source is read.
 """
 
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from spangrad.errors import AgentError
 from spangrad.text_sanitizer import storable
-from spangrad.types import Task
+from spangrad.types import SandboxRung, Task
 
 T = TypeVar("T")
 HUB = "hf:"
@@ -169,7 +170,14 @@ def _task(row: object, where: str, name: str) -> Task:
         raise AgentError(f"{where} has task_id {task_id!r:.100}: give a text that is not empty, or a whole number.")
     if storable(str(task_id)) != str(task_id):
         raise AgentError(f"{where} has task_id {task_id!r:.100}: leave out null characters and halves of surrogate pairs.")
-    return Task(str(task_id), _json(fields["input"], fields, where))
+    return Task(str(task_id), _json(fields["input"], fields, where), least_sandbox=_least_sandbox(fields.get("least_sandbox"), where))
+
+
+def _least_sandbox(value: object, where: str) -> SandboxRung | None:
+    try:
+        return None if value is None else SandboxRung(value)
+    except ValueError:
+        raise AgentError(f"{where} has least_sandbox {value!r:.100}: give one of {', '.join(SandboxRung)}, or leave it out.") from None
 
 
 def _json(value: object, fields: Mapping[str, object], where: str) -> object:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 from spangrad.client.queue_http import RETRY_SECONDS, QueueHttp
 from spangrad.errors import QueueError
-from spangrad.types import Task
+from spangrad.types import SandboxRung, Task
 
 if TYPE_CHECKING:
     from spangrad.settings import Settings
@@ -66,7 +66,7 @@ class TaskStore:
         stored = self._queue.ask("GET", path, missing={"digest": ""})
         if stored["digest"] != digest:
             for first, part in _parts(tasks):
-                rows = [{"task_id": task.task_id, "input": task.input} for task in part]
+                rows = [{"task_id": task.task_id, "input": task.input, "least_sandbox": task.least_sandbox} for task in part]
                 self._queue.ask("POST", "/v1/tasks", {"digest": digest, "first": first, "tasks": rows})
             self._queue.ask("PUT", path, {"digest": digest, "tasks": len(tasks)})
         return StoredTasks(name, digest, len(tasks))
@@ -88,16 +88,22 @@ class TaskStore:
             page = self._queue.ask("GET", f"/v1/tasks/{stored['digest']}?first={len(tasks)}&limit={_PAGE}")["tasks"]
             if not page:
                 raise QueueError(f"the queue at {self._queue.url} has lost tasks of {name!r} of run {run_id}. Upload them again.")
-            tasks += [Task(row["task_id"], row["input"]) for row in page]
+            tasks += [_task(row) for row in page]
         return tasks
 
 
 def digest_of(tasks: Sequence[Task]) -> str:
-    """Return the SHA-256 over ids and inputs in their order, in hex; the order of an object's keys does not matter."""
+    """Return the SHA-256 over the tasks in their order, in hex; the order of an object's keys does not matter."""
     digest = hashlib.sha256()
     for task in tasks:
-        digest.update(json.dumps([task.task_id, task.input], sort_keys=True).encode() + b"\n")
+        demanded = [] if task.least_sandbox is None else [task.least_sandbox]
+        digest.update(json.dumps([task.task_id, task.input, *demanded], sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
+
+
+def _task(row: Mapping[str, Any]) -> Task:
+    least = row.get("least_sandbox")
+    return Task(row["task_id"], row["input"], least_sandbox=least and SandboxRung(least))
 
 
 def _parts(tasks: Sequence[Task]) -> list[tuple[int, list[Task]]]:

@@ -131,7 +131,7 @@ async def test_queue_database_of_earlier_release_gets_missing_columns(queue_db: 
         await client.enqueue("run", some(1))
     database = QueueDatabase(queue_db)
     with database.transaction() as transaction:
-        for column in ("prompt_name", "prompt_version"):
+        for column in ("prompt_name", "prompt_version", "least_sandbox"):
             transaction.execute(sa.text(f"ALTER TABLE rollouts DROP COLUMN {column}"))
     database.close()
     async with serving(chosen) as (client, _):

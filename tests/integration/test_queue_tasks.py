@@ -14,11 +14,11 @@ from spangrad.client.queue_http import QueueHttp
 from spangrad.client.task_store import StoredTasks, TaskStore, digest_of
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings
-from spangrad.types import Task
+from spangrad.types import SandboxRung, Task
 from tests.support.runners import queue_settings, serving
 
 FIRST = [Task(f"t{n}", {"question": "é" * n, "n": n}) for n in range(2500)]
-OTHER = [Task("t0", None)]
+OTHER = [Task("t0", None, least_sandbox=SandboxRung.BUBBLEWRAP)]
 
 
 async def test_task_store_upload_keeps_tasks_once_and_reads_them_whole(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import sys
+import tempfile
 import textwrap
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -13,14 +16,15 @@ from typing import Any
 import pytest
 
 from runner.runner import Outcome, Runner
-from runner.sandboxes import bubblewrap
+from runner.sandboxes import bubblewrap, confinement
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
 from spangrad import semconv
+from spangrad.agent.command import STARTED_VARIABLE
 from spangrad.errors import SandboxError
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure, Mode, SandboxRung, Task
 from tests.support.otlp import OtlpSink
-from tests.support.runners import AttemptGateway
+from tests.support.runners import AttemptGateway, until
 
 PROGRAM = """
     import json, os, socket, sys, urllib.request
@@ -61,6 +65,14 @@ async def stage(
             yield runner, sink
 
 
+@pytest.fixture
+def public_directory() -> Generator[Path]:
+    """Yield a directory that every user can read, as Landlock's programs of root need."""
+    with tempfile.TemporaryDirectory() as base:
+        Path(base).chmod(0o755)
+        yield Path(base)
+
+
 @pytest.fixture(autouse=True)
 def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
@@ -96,6 +108,68 @@ async def test_agent_in_bubblewrap_over_time_leaves_no_process(tmp_path: Path) -
         (outcome,) = await run(runner, None)
     assert outcome.failure is AttemptFailure.TIMEOUT
     assert _of_directory(directory) == []
+
+
+RUNGS = [
+    pytest.param(SandboxRung.BUBBLEWRAP, marks=needs_bubblewrap),
+    pytest.param(SandboxRung.LANDLOCK, marks=pytest.mark.skipif(confinement.abi() < 6, reason="Landlock needs Linux 6.12")),
+]
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+async def test_agent_without_sandbox_is_run_again(rung: SandboxRung, public_directory: Path, tmp_path: Path) -> None:
+    (directory := public_directory / "agent").mkdir()
+    (readable := public_directory / "readable").mkdir()
+    agent = CommandAgent(("sh", "-c", "echo 1.0"), directory=directory)
+    try:
+        async with stage(tmp_path, agent, {"max_attempts": 3}, engine=rung, readable=[readable]) as (runner, sink):
+            readable.rmdir()
+            running = asyncio.create_task(run(runner, None))
+
+            async def failed() -> bool:
+                return bool(sink.named(semconv.ROOT_SPAN_NAME))
+
+            await until(failed)
+            readable.mkdir()
+            (outcome,) = await running
+            reasons = [root.attributes.get(semconv.ROLLOUT_FAILURE) for root in sink.named(semconv.ROOT_SPAN_NAME)]
+    except SandboxError as error:
+        pytest.skip(str(error))
+    assert (outcome.failure, outcome.reward) == (None, {"reward": 1.0})
+    assert (reasons[0], reasons[-1], {*reasons[:-1]} <= {AttemptFailure.SANDBOX, AttemptFailure.RELEASED}) == (
+        AttemptFailure.SANDBOX,
+        None,
+        True,
+    )
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+async def test_agent_exit_code_and_missing_program_differ(rung: SandboxRung, public_directory: Path, tmp_path: Path) -> None:
+    (directory := public_directory / "agent").mkdir()
+    outside = shutil.copy("/bin/sh", public_directory / "interpreter")
+    (program := directory / "program").write_text(f"#!{outside}\nexit 3\n")
+    program.chmod(0o755)
+    outcomes: list[Outcome] = []
+    for command in (("sh", "-c", f'test -z "${STARTED_VARIABLE}" && exit 3'), (str(program),)):
+        try:
+            async with stage(tmp_path, CommandAgent(command, directory=directory), {"max_attempts": 1}, engine=rung) as (runner, _):
+                outcomes += await run(runner, None)
+        except SandboxError as error:
+            pytest.skip(str(error))
+    ran, missing = outcomes
+    assert (ran.failure, ran.reward, ran.detail) == (AttemptFailure.EXIT_CODE, {"reward": 0.0}, "exit code 3")
+    assert (missing.failure, missing.reward) == (AttemptFailure.SANDBOX, None)
+    assert "its program not found in it: " in missing.detail
+
+
+async def test_task_that_demands_a_stronger_sandbox_is_refused(tmp_path: Path) -> None:
+    agent = CommandAgent(("sh", "-c", "touch ran; echo 1.0"), directory=tmp_path)
+    task = Task("careful", None, least_sandbox=SandboxRung.LANDLOCK)
+    async with stage(tmp_path, agent, {"max_attempts": 1}) as (runner, _):
+        (outcome,) = await runner.run([task], mode=Mode.PROBE, group_size=1)
+    assert (outcome.failure, outcome.reward) == (AttemptFailure.SANDBOX, None)
+    assert "task careful demands a sandbox of at least landlock, and this worker's is none. Run a worker with" in outcome.detail
+    assert not (tmp_path / "ran").exists()
 
 
 async def test_runner_sandbox_of_a_callable_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
-from runner.tools.toolbox import OUTPUT_BYTES, Toolbox, ToolFailedError, open_toolbox
+from runner.tools.session import ToolFailedError
+from runner.tools.toolbox import OUTPUT_BYTES, Toolbox, open_toolbox
 from spangrad import semconv
 from spangrad.errors import SandboxError
 from tests.support.otlp import OtlpSink
@@ -119,6 +120,8 @@ async def test_call_records_a_span_of_each_action(spans: InMemorySpanExporter, t
     assert "no JSON" in await tools.call("shell", "{")
     assert "needs command" in await tools.call("shell", {"code": "x"})
     assert "command must be a string, not 1" in await tools.call("shell", {"command": 1})
+    assert "holds a NUL character" in await tools.call("shell", {"command": "echo \0"})
+    assert "half of a surrogate pair" in await tools.call("python", '{"code": "\\ud83d"}')
     first, failed, *others = spans.get_finished_spans()
     attributes: dict[str, Any] = dict(first.attributes or {})
     assert first.name == "execute_tool shell"
@@ -129,7 +132,7 @@ async def test_call_records_a_span_of_each_action(spans: InMemorySpanExporter, t
         semconv.GEN_AI_TOOL_CALL_ID: "call-1",
         semconv.GEN_AI_TOOL_RESULT: "x\n",
     }
-    assert [span.status.is_ok for span in (first, failed, *others)] == [True, False, False, False, False, False]
+    assert [span.status.is_ok for span in (first, failed, *others)] == [True, *[False] * 7]
 
 
 async def test_tools_command_serves_mcp_in_the_trace_of_its_process(directory: Path) -> None:

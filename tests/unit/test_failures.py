@@ -10,6 +10,7 @@ from langgraph.errors import GraphRecursionError
 
 import spangrad
 from spangrad.agent.failures import failure_of
+from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.types import AttemptFailure
 
 TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 65 input tokens."
@@ -45,6 +46,8 @@ def hidden(error: Exception, before: Exception) -> Exception:
         (ValueError("no"), "exception"),
         (RecursionError("maximum recursion depth exceeded"), "exception"),
         (spangrad.MaxTurnsError("5 turns"), "max_turns"),
+        (SandboxError("no sandbox can be started here"), "sandbox"),
+        (SandboxRequestError("the sandbox has ended"), "exception"),
         (MaxTurnsExceeded("Max turns (3) exceeded"), "max_turns"),
         (MyMaxTurnsExceeded("3"), "max_turns"),
         (GraphRecursionError("Recursion limit of 25 reached"), "max_turns"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spangrad.client.task_files import read_tasks, tasks_of
 from spangrad.errors import AgentError
-from spangrad.types import Task
+from spangrad.types import SandboxRung, Task
 
 ROWS: list[dict[str, Any]] = [
     {"task_id": "a", "input": {"text": "one", "answer": [1, 2]}},
@@ -49,6 +49,14 @@ def test_read_tasks_same_rows_of_any_source_give_same_tasks(tmp_path: Path) -> N
             read_tasks(tmp_path / source)
 
 
+def test_read_tasks_demanded_sandbox_is_the_tasks() -> None:
+    row = {"task_id": "a", "input": {"least_sandbox": "none"}, "least_sandbox": "bubblewrap"}
+    assert tasks_of([row, {"least_sandbox": "none"}], "train") == [
+        Task("a", {"least_sandbox": "none"}, least_sandbox=SandboxRung.BUBBLEWRAP),
+        Task("train:2", {"least_sandbox": "none"}),
+    ]
+
+
 def test_read_tasks_rows_without_task_fields_are_inputs(tmp_path: Path) -> None:
     expected = [Task(f"train:{n}", row) for n, row in enumerate(QUESTIONS, 1)]
     (tmp_path / "train.jsonl").write_text(lines(QUESTIONS))
@@ -73,6 +81,11 @@ def test_read_tasks_rows_without_task_fields_are_inputs(tmp_path: Path) -> None:
         ("t.jsonl", '{"half \\ud83d": 1}\n', ", line 1: 'half \\ud83d' is 1, which JSON has no value for."),
         ("t.jsonl", '{"task_id": "\\ud83d", "input": 1}\n', ", line 1 has task_id '\\ud83d': leave out null characters and halves of"),
         ("t.jsonl", '{"task_id": "a\\u0000", "input": 1}\n', ", line 1 has task_id 'a\\x00': leave out null characters"),
+        (
+            "t.jsonl",
+            '{"task_id": 1, "input": 1, "least_sandbox": "jail"}\n',
+            ", line 1 has least_sandbox 'jail': give one of none, landlock, bubblewrap, or leave it out.",
+        ),
         ("t.jsonl", "\n\n", " holds no task. Give JSON lines"),
         ("t.parquet", "PAR", " cannot be read as Parquet"),
     ],

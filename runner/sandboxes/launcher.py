@@ -1,0 +1,45 @@
+"""Program in a bubblewrap sandbox that becomes the agent's: opens the listeners of services, hands them to the relay outside, and goes.
+
+In: `STARTED CONTROL PORTS COMMAND...`: the name of the variable that names a file's descriptor, an inherited socket, ports with commas, and
+the command that it becomes. It imports the standard library alone and runs isolated. Invariant: the listeners take connections before the
+command begins; the file holds `1` only if it has begun; the command inherits nothing of all this.
+"""
+
+import os
+import socket
+import sys
+
+_BACKLOG = 128
+
+
+def main() -> None:
+    """Hand over the listeners, then become the command."""
+    variable, control, ports, command = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    started = int(os.environ.pop(variable, -1))
+    with socket.socket(fileno=control) as relay:
+        if ports:
+            _hand_over(relay, ports)
+    try:
+        if started >= 0:
+            os.set_inheritable(started, False)
+            os.pwrite(started, b"1", 0)
+        os.execvp(command[0], command)
+    except OSError as error:
+        if started >= 0:
+            os.pwrite(started, b"0", 0)
+        sys.exit(f"{command[0]}: {error.strerror}")
+
+
+def _hand_over(relay: socket.socket, ports: str) -> None:
+    listeners: list[socket.socket] = []
+    for port in ports.split(","):
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", int(port)))
+        listener.listen(_BACKLOG)
+        listeners.append(listener)
+    socket.send_fds(relay, [ports.encode()], [listener.fileno() for listener in listeners])
+
+
+if __name__ == "__main__":
+    main()
