@@ -33,7 +33,7 @@ endif
 BIN := .venv/bin
 PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer prompts dashboards page examples recipes tests benchmarks packaging
 
-.PHONY: setup setup-server otelcol demo test test-slow gpu-check check format bench docs reference clean
+.PHONY: setup setup-server otelcol demo test test-slow gpu-check check format bench docs reference pictures clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -80,6 +80,9 @@ docs:
 
 reference: setup-server
 	$(BIN)/python packaging/reference.py
+
+pictures: setup
+	$(BIN)/python -m tests.support.page_pictures
 
 clean:
 	rm -rf .venv .venv-vllm .venv-docs .venv-peers .setup build runs data

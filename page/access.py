@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from urllib.parse import quote, urlsplit
 
 from aiohttp import web
@@ -19,6 +20,7 @@ from spangrad.processes import LOOPBACK
 COOKIE = "spangrad_page"
 COOKIE_SECONDS = 30 * 86400
 """Time for which a browser that has shown the token is known, in seconds."""
+ACTION_HEADER = "X-Spangrad-Action"
 _OPEN = ("/healthz", "/login")
 """Paths that reveal nothing of the store, beside the files below /static/."""
 HEADERS = {
@@ -41,6 +43,8 @@ class PageAccess:
     def __init__(self, token: SecretStr | None) -> None:
         """Store the token. None: requests need none, and must name this machine."""
         self._token = token.get_secret_value() if token else None
+        self.action_token = secrets.token_urlsafe(32)
+        """Text that the page's own documents have, and that a request for an action shows: no other site can read it."""
 
     def refusal(self, request: web.Request) -> web.Response | None:
         """Return the answer to a request that may not be answered. None: it may."""
@@ -56,6 +60,18 @@ class PageAccess:
         if request.method == "GET" and "text/html" in request.headers.get("Accept", ""):
             raise web.HTTPSeeOther(f"/login?next={quote(request.path_qs, safe='')}")
         return _text(401, "this page asks for its token: open /login, or send `Authorization: Bearer` with page.token.")
+
+    def action_problem(self, request: web.Request) -> str:
+        """Return a sentence on why a request that may be answered may change nothing. Empty: it may."""
+        origin = request.headers.get("Origin")
+        if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin" or (origin and urlsplit(origin).netloc != request.host):
+            return "this request comes from another site: nothing was changed."
+        if request.content_type != "application/json":
+            return "an action is asked for in JSON: nothing was changed."
+        shown = credential(request.headers.get("Authorization", ""))
+        if is_token(request.headers.get(ACTION_HEADER), self.action_token) or is_token(shown, self._token):
+            return ""
+        return "this request lacks the token for actions: nothing was changed. Load the page again, as its server has been restarted."
 
     def accepts(self, shown: str) -> bool:
         """Return whether a text is the token."""

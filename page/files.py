@@ -23,12 +23,14 @@ PAGES = {
     "/rollout": ("rollout", "Rollout"),
     "/beside": ("beside", "Side by side"),
     "/call": ("call", "Call"),
+    "/queue": ("queue", "Queue"),
     "/training": ("training", "Training"),
     "/version": ("version", "Version"),
     "/compare": ("compare", "Compare"),
+    "/actions": ("actions", "Actions"),
 }
 """Path of a page -> its template and title."""
-NAVIGATION = (("/", "Overview"), ("/rollouts", "Rollouts"), ("/training", "Training"), ("/compare", "Compare"))
+NAVIGATION = tuple((path, PAGES[path][1]) for path in ("/", "/rollouts", "/queue", "/training", "/compare", "/actions"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,13 @@ class PageFiles:
         self._trace_url = settings.trace_url or ""
         self.pages = {path: name for path, (name, _) in PAGES.items()}
 
-    def page(self, name: str, *, refused: bool = False) -> str:
+    def page(self, name: str, *, refused: bool = False, action_token: str = "") -> str:
         """Return a page.
 
         Args:
             name: name of its template.
             refused: whether a login has just been refused.
+            action_token: text that requests for actions show; empty: the page offers none.
         """
         titles = dict(PAGES.values())
         return self._environment.get_template(f"{name}.html").render(
@@ -66,6 +69,7 @@ class PageFiles:
             version=__version__,
             trace_url=self._trace_url,
             refused=refused,
+            action_token=action_token,
         )
 
     @staticmethod

@@ -15,25 +15,27 @@ from page.reading import PageStore
 from page.training import branches_of, steps_of
 from spangrad.http.json_http import status_of
 from spangrad.settings import Settings
+from spangrad.store.built_rollouts import arrived_drops_sql, revisions_sql
+from spangrad.store.datasets import built_sql
 
 FRESH_SECONDS = 3.0
 """Time for which an overview is shown to others, in seconds, and the pause between two of a stream."""
 STEPS = 200
 """Number of newest steps whose curves are shown."""
 _ANSWER_SECONDS = 1.0
-_ROLLOUTS = """
-SELECT count() AS Built, countIf(Failure = '') AS Succeeded, avg(arraySum(`RewardTotals.Value`)) AS Mean, sum(Drops) AS Drops,
+_ROLLOUTS = f"""
+SELECT count() AS Built, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return) AS Mean, sum(Drops) AS Drops,
     toUnixTimestamp64Milli(max(IngestedAt)) AS LastMs, toUnixTimestamp64Milli(now64(6)) AS NowMs
-FROM spangrad_internal.builds WHERE IngestedAt > now64(6) - INTERVAL 1 HOUR
+FROM {revisions_sql()} WHERE IngestedAt > now64(6) - INTERVAL 1 HOUR
 """
-_WAITING = """
+_WAITING = f"""
 SELECT count() AS Waiting, toUnixTimestamp64Milli(min(Timestamp)) AS OldestMs
 FROM spangrad.attempts
 WHERE Final AND IngestedAt > now64(6) - INTERVAL 1 HOUR
-    AND RolloutId NOT IN (SELECT RolloutId FROM spangrad_internal.builds WHERE IngestedAt > now64(6) - INTERVAL 2 HOUR)
+    AND RolloutId NOT IN {built_sql("IngestedAt > now64(6) - INTERVAL 2 HOUR")}
 """
-_DROPS = """
-SELECT Reason, count() AS Count FROM spangrad_internal.drops WHERE IngestedAt > now64(6) - INTERVAL 24 HOUR
+_DROPS = f"""
+SELECT Reason, count() AS Count FROM {arrived_drops_sql("IngestedAt > now64(6) - INTERVAL 24 HOUR")}
 GROUP BY Reason ORDER BY Count DESC LIMIT 20
 """
 

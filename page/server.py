@@ -1,7 +1,7 @@
 """`spangrad page`: the web page over the span store.
 
-In: requests of browsers. Out: pages, their files, and JSON. Invariant: no request changes the store; what agents and models wrote leaves
-the server as JSON or plain text alone, never as markup.
+In: requests of browsers. Out: pages, their files, and JSON. Invariant: no GET changes anything; what agents and models wrote leaves the
+server as JSON or plain text alone, never as markup.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from urllib.parse import parse_qsl
 from aiohttp import web
 
 from page.access import HEADERS, PageAccess, local_target
+from page.actions.perform import ActionCommands, ActionRunner
+from page.actions.routes import ActionRoutes
 from page.files import PageFiles
 from page.json_text import encode
 from page.overview import FRESH_SECONDS
@@ -38,7 +40,7 @@ _FORM_BYTES = 8192
 log = logging.getLogger(__name__)
 
 
-def serve(settings: Settings, readers: PageReaders) -> None:
+def serve(settings: Settings, readers: PageReaders, commands: ActionCommands) -> None:
     """Serve the page until SIGTERM or SIGINT.
 
     Raises:
@@ -49,7 +51,7 @@ def serve(settings: Settings, readers: PageReaders) -> None:
     def ready(server: HttpServer) -> None:
         log.info("page ready: %s", server.url)
 
-    http_server.serve(lambda: running(settings, readers), ready)
+    http_server.serve(lambda: running(settings, readers, commands), ready)
 
 
 def address_of(settings: PageSettings) -> Address:
@@ -58,11 +60,11 @@ def address_of(settings: PageSettings) -> Address:
 
 
 @asynccontextmanager
-async def running(settings: Settings, readers: PageReaders) -> AsyncGenerator[HttpServer]:
+async def running(settings: Settings, readers: PageReaders, commands: ActionCommands) -> AsyncGenerator[HttpServer]:
     """Serve the page for as long as the block."""
     views = PageViews(settings, readers)
     with ThreadPoolExecutor(THREADS, "page") as threads:
-        page = _Page(settings, views, threads)
+        page = _Page(settings, views, commands, threads)
         application = web.Application(middlewares=[page.guarded], client_max_size=_FORM_BYTES)
         application.add_routes(page.routes())
         async with HttpServer(application, settings.page.host, settings.page.port) as server:
@@ -77,8 +79,11 @@ async def running(settings: Settings, readers: PageReaders) -> AsyncGenerator[Ht
 class _Page:
     """Handlers of the page's requests."""
 
-    def __init__(self, settings: Settings, views: PageViews, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, settings: Settings, views: PageViews, commands: ActionCommands, threads: ThreadPoolExecutor) -> None:
         self._access = PageAccess(settings.page.token)
+        runner = ActionRunner(settings, views.store, commands) if settings.page.actions else None
+        self._actions = ActionRoutes(self._access, runner, self._in_thread)
+        self._action_token = self._access.action_token if runner else ""
         self._files = PageFiles(settings.page)
         self._views = views
         self._threads = threads
@@ -90,7 +95,8 @@ class _Page:
         return [
             *(web.get(path, partial(self._page, name)) for path, name in self._files.pages.items()),
             web.get("/static/{name:.+}", self._file),
-            web.get("/login", partial(self._page, "login")),
+            web.get("/login", self._login_page),
+            *self._actions.routes(),
             web.post("/login", self._login),
             web.get("/healthz", self._healthy),
             web.get("/events/overview", self._events),
@@ -129,7 +135,11 @@ class _Page:
         return response
 
     async def _page(self, name: str, request: web.Request) -> web.Response:
-        return web.Response(text=self._files.page(name), content_type="text/html", headers={"Cache-Control": "no-cache"})
+        page = self._files.page(name, action_token=self._action_token)
+        return web.Response(text=page, content_type="text/html", headers={"Cache-Control": "no-cache, private"})
+
+    async def _login_page(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._files.page("login"), content_type="text/html", headers={"Cache-Control": "no-cache"})
 
     async def _file(self, request: web.Request) -> web.Response:
         file = self._files.static(request.match_info["name"])
@@ -168,11 +178,11 @@ class _Page:
         response.content_type = "text/csv" if name.endswith(".csv") else "text/plain"
         response.charset = "utf-8"
         waiting = iter(parts)
-        first = await self._in_thread(lambda: next(waiting, b""))
+        part = await self._in_thread(lambda: next(waiting, None))
         await response.prepare(request)
-        while first:
-            await response.write(first)
-            first = await self._in_thread(lambda: next(waiting, b""))
+        while part is not None:
+            await response.write(part)
+            part = await self._in_thread(lambda: next(waiting, None))
         await response.write_eof()
         return response
 

@@ -5,12 +5,20 @@ In: the store. Out: plain values for JSON. Invariant: a rollout counts by its ne
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from page.reading import PageStore
+from spangrad.store.built_rollouts import newest_revisions_sql, revisions_sql
 
 STEPS_MOST = 2000
 """Largest number of newest steps of a branch that are shown."""
+SKIPPED_MOST = 1000
+"""Largest number of newest skipped groups that are shown."""
+NEAR = 8
+"""Number of versions before and after one that its picture shows."""
 TASKS_MOST = 1000
 """Largest number of tasks of a comparison."""
 _BRANCHES = """
@@ -31,6 +39,11 @@ _CHILDREN = """
 SELECT Branch, Version, Status FROM spangrad.policy_versions
 WHERE Policy = {policy:String} AND ParentBranch = {branch:String} AND Parent = {version:UInt64} AND Version != {version:UInt64}
 ORDER BY Branch, Version
+"""
+_NEAR = """
+SELECT Branch, Version, Parent, ParentBranch, Status FROM spangrad.policy_versions
+WHERE Policy = {policy:String} AND Version + {reach:UInt64} >= {version:UInt64} AND Version <= {version:UInt64} + {reach:UInt64}
+ORDER BY Version, Branch LIMIT 200
 """
 _SAMPLED_BY = """
 SELECT arrayJoin(SampledVersions) AS Sampled, count() AS Calls FROM spangrad.trained_calls
@@ -57,26 +70,41 @@ LEFT JOIN (
 ) AS c ON c.RolloutId = b.RolloutId
 ORDER BY GroupId, RolloutId
 """
-_NEWEST_HELD_OUT = """
-Mode = 'validate' AND notEmpty(PolicyVersions) AND RunId IN {runs:Array(String)} AND BuildId IN (
-    SELECT argMax(BuildId, Precedence) FROM spangrad_internal.builds WHERE Mode = 'validate' GROUP BY RunId, RolloutId, BuildSpec)
+_NEWEST_HELD_OUT = f"""
+{revisions_sql(once=True)}
+WHERE Mode = 'validate' AND notEmpty(PolicyVersions) AND RunId IN {{runs:Array(String)}}
+    AND BuildId IN (SELECT BuildId FROM {newest_revisions_sql("Mode = 'validate'")})
 """
-"""Condition for the newest builds of held-out rollouts."""
+"""Newest builds of held-out rollouts."""
 _HELD_OUT = f"""
 SELECT TaskId, Sampled, arraySort(groupArray(20)((RolloutId, Return, Outcome))) AS Rollouts, avg(Return) AS Mean
-FROM (
-    SELECT TaskId, RolloutId, arrayMax(PolicyVersions) AS Sampled, arraySum(`RewardTotals.Value`) AS Return,
-        if(Failure = '', 'succeeded', Failure) AS Outcome
-    FROM spangrad_internal.builds FINAL WHERE {_NEWEST_HELD_OUT}
-)
+FROM (SELECT TaskId, RolloutId, arrayMax(PolicyVersions) AS Sampled, Return, Outcome FROM {_NEWEST_HELD_OUT})
 WHERE Sampled IN ({{left:UInt64}}, {{right:UInt64}})
 GROUP BY TaskId, Sampled
 """
 _HELD_OUT_RETURNS = f"""
-SELECT arrayMax(PolicyVersions) AS Version, avg(arraySum(`RewardTotals.Value`)) AS Return, count() AS Rollouts
-FROM spangrad_internal.builds FINAL WHERE {_NEWEST_HELD_OUT}
+SELECT arrayMax(PolicyVersions) AS Version, avg(Return) AS Return, count() AS Rollouts
+FROM (SELECT PolicyVersions, Return FROM {_NEWEST_HELD_OUT})
 GROUP BY Version ORDER BY Version
 """
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRow:
+    """A group that a branch skipped."""
+
+    run: str
+    mode: str
+    spec: str
+    """Build specification of its rollouts."""
+    group: str
+    reason: str
+    detail: str
+    """Sentence about this group; empty: the reason is enough."""
+    remedy: str
+    """Remedy for the reason; empty: there is none to give."""
+    skipped_ms: int
+    """Time at which it was skipped, in milliseconds since 1970."""
 
 
 def branches_of(store: PageStore) -> list[dict[str, Any]]:
@@ -110,6 +138,12 @@ def training_view(store: PageStore, policy: str | None, branch: str | None) -> d
     }
 
 
+def skipped_view(skipped: Sequence[SkippedRow]) -> dict[str, Any]:
+    """Return the newest skipped groups of a branch, and the number of all of them by reason."""
+    newest = sorted(skipped, key=lambda row: -row.skipped_ms)[:SKIPPED_MOST]
+    return {"groups": [asdict(row) for row in newest], "reasons": dict(Counter(row.reason for row in skipped).most_common())}
+
+
 def version_view(store: PageStore, policy: str, branch: str, version: int) -> dict[str, Any] | None:
     """Return a version: what made it, what came of it, and the rollouts of its batch by group. None: there is no such version."""
     place = {"policy": policy, "branch": branch, "version": version}
@@ -122,6 +156,7 @@ def version_view(store: PageStore, policy: str, branch: str, version: int) -> di
     return {
         **rows[0],
         "children": store.rows(_CHILDREN, place),
+        "near": store.rows(_NEAR, {**place, "reach": NEAR}),
         "sampledBy": store.rows(_SAMPLED_BY, place),
         "samples": store.rows(_SAMPLES, place),
         "groups": [_group(*key, rollouts) for key, rollouts in groups.items()],

@@ -6,7 +6,7 @@ can be shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from multidict import MultiMapping
 
+from page.actions.records import actions_view
 from page.call_view import TEXT_CHARACTERS, CallPlace, call_texts, call_view
-from page.conversation import TURNS_MOST, ReadMessages, turns
+from page.lanes import STEPS_MOST, lanes_view
 from page.overview import OverviewReader
+from page.queue_view import STATES, queue_view, queued_rollout
 from page.reading import PageStore
-from page.rollout_filters import RolloutFilter, RolloutOrder
-from page.rollout_list import choices_of, export, numbers_of, page_of
-from page.rollout_view import rollout_view, span_view
+from page.rollouts.conversation import TURNS_MOST, ReadMessages, turns
+from page.rollouts.filters import RolloutFilter, RolloutOrder
+from page.rollouts.listing import choices_of, export, numbers_of, search
+from page.rollouts.view import rollout_view, span_view
 from page.token_texts import TokenTexts
-from page.training import comparison, training_view, version_view
+from page.training import SkippedRow, comparison, skipped_view, training_view, version_view
+from spangrad.errors import LedgerError
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
@@ -39,7 +43,7 @@ SELECT Path FROM spangrad.policy_versions WHERE TokenizerHash = {hash:String} AN
 
 @dataclass(frozen=True, slots=True)
 class PageReaders:
-    """Reads that need the builder's dialects, which the page does not import."""
+    """Reads that need the builder's dialects or the trainers' ledger, which the page does not import."""
 
     record: Callable[[Client, Settings, str], Record]
     """Function from a client, settings and the id of a rollout to its record.
@@ -48,6 +52,12 @@ class PageReaders:
         StoreError: the store holds no span of it.
     """
     messages: ReadMessages
+    skipped: Callable[[Settings, str, str], Sequence[SkippedRow]]
+    """Function from settings, a policy and a branch to the groups that the branch skipped, oldest first.
+
+    Raises:
+        LedgerError: there is no ledger, or it does not answer.
+    """
 
 
 class PageViews:
@@ -57,9 +67,9 @@ class PageViews:
         """Store the arguments; nothing is read."""
         self._settings = settings
         self._readers = readers
-        self._store = PageStore(settings.store)
+        self.store = PageStore(settings.store)
         self._texts = TokenTexts(self._tokenizer_directories)
-        self.overview = OverviewReader(self._store, settings)
+        self.overview = OverviewReader(self.store, settings)
 
     def prepare(self) -> None:
         """Import what the first rollout needs."""
@@ -68,21 +78,26 @@ class PageViews:
 
     def close(self) -> None:
         """Close the connections to the store."""
-        self._store.close()
+        self.store.close()
 
     def answers(self) -> dict[str, Callable[[Query], Any]]:
         """Return the functions that answer in JSON, by path; a function that returns None has nothing at that address."""
         return {
-            "/api/rollouts": lambda query: page_of(self._store, RolloutFilter.of(query), RolloutOrder.of(query)),
-            "/api/rollouts/numbers": lambda query: numbers_of(self._store, RolloutFilter.of(query)),
-            "/api/rollouts/choices": lambda query: choices_of(self._store),
+            "/api/rollouts": lambda query: search(self.store, RolloutFilter.of(query), RolloutOrder.of(query)),
+            "/api/rollouts/numbers": lambda query: numbers_of(self.store, RolloutFilter.of(query)),
+            "/api/rollouts/choices": lambda query: choices_of(self.store),
             "/api/rollout": self._rollout,
             "/api/rollout/turns": self._turns,
+            "/api/actions": lambda query: actions_view(self.store),
+            "/api/queue": self._queue,
+            "/api/queue/rollout": lambda query: queued_rollout(self._settings.queue, _required(query, "id")),
             "/api/overview": lambda query: self.overview.read(),
-            "/api/training": lambda query: training_view(self._store, query.get("policy") or None, query.get("branch") or None),
+            "/api/training": lambda query: training_view(self.store, query.get("policy") or None, query.get("branch") or None),
+            "/api/lanes": self._lanes,
+            "/api/training/skipped": self._skipped,
             "/api/version": self._version,
             "/api/compare": self._compare,
-            "/api/span": lambda query: span_view(self._store, _required(query, "trace"), _required(query, "span")),
+            "/api/span": lambda query: span_view(self.store, _required(query, "trace"), _required(query, "span")),
             "/api/call": self._call,
             "/api/call/texts": self._call_texts,
         }
@@ -92,16 +107,16 @@ class PageViews:
         return {"/rollouts.csv": self._csv, "/rollouts.jsonl": self._jsonl, "/call.txt": self._call_file}
 
     def _csv(self, query: Query) -> tuple[str, Iterator[bytes]]:
-        return "rollouts.csv", export(self._store, RolloutFilter.of(query), RolloutOrder.of(query), "csv")
+        return "rollouts.csv", export(self.store, RolloutFilter.of(query), RolloutOrder.of(query), "csv")
 
     def _jsonl(self, query: Query) -> tuple[str, Iterator[bytes]]:
-        return "rollouts.jsonl", export(self._store, RolloutFilter.of(query), RolloutOrder.of(query), "jsonl")
+        return "rollouts.jsonl", export(self.store, RolloutFilter.of(query), RolloutOrder.of(query), "jsonl")
 
     def _call_file(self, query: Query) -> tuple[str, list[bytes] | None]:
         part = query.get("part", "request")
         if part not in {"request", "response"}:
             raise ValueError(f"part = {part!r}: give request or response.")
-        texts = call_texts(self._store, _place(query))
+        texts = call_texts(self.store, _place(query))
         if texts is None:
             return "", None
         text = texts[part]
@@ -111,7 +126,7 @@ class PageViews:
 
     def _rollout(self, query: Query) -> dict[str, Any]:
         id_ = _required(query, "id")
-        record = self._store.read(lambda client: self._readers.record(client, self._settings, id_))
+        record = self.store.read(lambda client: self._readers.record(client, self._settings, id_))
         return rollout_view(record, self._settings)
 
     def _turns(self, query: Query) -> list[dict[str, Any]]:
@@ -119,26 +134,44 @@ class PageViews:
         known = _number(query, "known") if query.get("known") else 0
         if not calls or len(calls) > TURNS_MOST or known >= len(calls):
             raise ValueError(f"give 1 to {TURNS_MOST} calls, and fewer `known` ones.")
-        return turns(self._store.read(lambda client: self._readers.messages(client, self._settings.store.url, calls)), known)
+        return turns(self.store.read(lambda client: self._readers.messages(client, self._settings.store.url, calls)), known)
 
     def _call(self, query: Query) -> dict[str, Any] | None:
-        return call_view(self._store, self._texts, _place(query), whole=query.get("whole") == "yes")
+        return call_view(self.store, self._texts, _place(query), whole=query.get("whole") == "yes")
 
     def _call_texts(self, query: Query) -> dict[str, Any] | None:
-        texts = call_texts(self._store, _place(query))
+        texts = call_texts(self.store, _place(query))
         if texts is None:
             return None
         return {name: {"text": text[:TEXT_CHARACTERS], "characters": len(text)} for name, text in texts.items()}
 
     def _version(self, query: Query) -> dict[str, Any] | None:
-        return version_view(self._store, _required(query, "policy"), _required(query, "branch"), _number(query, "version"))
+        return version_view(self.store, _required(query, "policy"), _required(query, "branch"), _number(query, "version"))
+
+    def _queue(self, query: Query) -> dict[str, Any]:
+        state = query.get("state", "")
+        if state and state not in STATES:
+            raise ValueError(f"state = {state[:80]!r} is none of {', '.join(STATES)}.")
+        after = _number(query, "after") if query.get("after") else 0
+        return queue_view(self._settings.queue, query.get("run", ""), state, after)
+
+    def _lanes(self, query: Query) -> dict[str, Any]:
+        branch = _required(query, "policy"), _required(query, "branch")
+        return lanes_view(self.store, *branch, _number(query, "newest"), _number(query, "steps", most=STEPS_MOST))
+
+    def _skipped(self, query: Query) -> dict[str, Any]:
+        policy, branch = _required(query, "policy"), _required(query, "branch")
+        try:
+            return skipped_view(self._readers.skipped(self._settings, policy, branch))
+        except LedgerError as error:  # a page beside a store alone has no ledger: the rest of the view is as it should be
+            return {**skipped_view(()), "problem": str(error)}
 
     def _compare(self, query: Query) -> dict[str, Any]:
-        return comparison(self._store, _required(query, "policy"), _number(query, "left"), _number(query, "right"))
+        return comparison(self.store, _required(query, "policy"), _number(query, "left"), _number(query, "right"))
 
     def _tokenizer_directories(self, hash_: str) -> Iterator[Path]:
         yield from filter(None, (self._settings.engine.model, self._settings.trainer.model))
-        yield from (Path(row["Path"]) for row in self._store.rows(_CHECKPOINTS, {"hash": hash_}))
+        yield from (Path(row["Path"]) for row in self.store.rows(_CHECKPOINTS, {"hash": hash_}))
 
 
 def _place(query: Query) -> CallPlace:

@@ -44,6 +44,7 @@ _MODULES = {
     },
     "Inspect": {
         "commands.inspection.page": "Serve the web page: rollouts, calls token by token, steps.",
+        "commands.inspection.watch": "Show the overview and the rollouts in the terminal, live.",
         "commands.inspection.rollout": "Show a rollout's spans, and why it was trained or not.",
         "commands.inspection.lineage": "Show a version's spans, or a span's versions.",
         "commands.inspection.sql": "Query the span store in SQL.",

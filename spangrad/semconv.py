@@ -48,6 +48,20 @@ ROLLOUT_FAILURE: Final = "spangrad.rollout.failure"
 ROLLOUT_SANDBOX: Final = "spangrad.rollout.sandbox"
 """Rung of the sandbox in which the attempt's program ran, of `SandboxRung` in `spangrad/types.py`; absent: it ran in none."""
 
+# Log records of the web page.
+ACTION_EVENT: Final = "spangrad.action"
+ACTION_ID: Final = "spangrad.action.id"
+"""Id of an action that a person asked for on the page; its records share it."""
+ACTION_NAME: Final = "spangrad.action.name"
+"""Action: publish, roll_back, pin, unpin, restore, cancel, retry, label or collect."""
+ACTION_ARGUMENTS: Final = "spangrad.action.arguments"
+"""Arguments of the action, as JSON."""
+ACTION_OUTCOME: Final = "spangrad.action.outcome"
+"""State of the action: asked, done or failed."""
+USER_NAME: Final = "user.name"
+"""Name of the person who asked for the action or gave the reward, as given."""
+CLIENT_ADDRESS: Final = "client.address"
+
 # Spans of an episode.
 EPISODE_SCOPE: Final = "spangrad.episode"
 EPISODE_END: Final = "spangrad.episode.end"

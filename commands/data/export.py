@@ -39,6 +39,7 @@ def export(
     dataset: str | None = None,
     as_of: str | None = None,
     run: Several = None,
+    rollout: Several = None,
     mode: Several = None,
     since: str | None = None,
     agent: str | None = None,
@@ -65,6 +66,7 @@ def export(
             trainer.dataset, else the one that the settings build.
         as_of: export the store as it was at this time (ISO 8601; UTC if it has no time zone).
         run: export only rollouts of this run. Can be repeated.
+        rollout: export only the rollout with this id. Can be repeated.
         mode: export only rollouts of this mode. Can be repeated.
         since: export only rollouts that were first built at this time or later (ISO 8601; UTC if it has no time zone).
         agent: export only calls of agents whose whole name matches this regular expression.
@@ -90,6 +92,7 @@ def export(
         dataset or settings.trainer.dataset or settings.builder.dataset,
         as_of=_moment("--as-of", as_of),
         runs=tuple(run or ()),
+        rollouts=tuple(rollout or ()),
         modes=tuple(mode or ()),
         since=_moment("--since", since),
         selection=Selection(agents=agent, models=model, policies=policy, tools=tool, components=component),
@@ -104,7 +107,7 @@ def export(
         client = connect(store)
         try:
             if not (dataset or settings.trainer.dataset):
-                rollout_filter = replace(rollout_filter, dataset=_of_settings(client, store.url, settings, rollout_filter.as_of))
+                rollout_filter = replace(rollout_filter, dataset=dataset_of_settings(client, store.url, settings, rollout_filter.as_of))
             done = formats.export(client, store.url, format_, rollout_filter, out, force=force, min_margin=min_margin, progress=progress)
             elsewhere = "" if done.tally.calls else _elsewhere(client, store.url, rollout_filter.runs)
         finally:
@@ -116,7 +119,7 @@ def export(
         print("nothing was written: every call was left out, as the table says.", file=sys.stderr)
 
 
-def _of_settings(client: Client, url: str, settings: Settings, as_of: datetime | None) -> str:
+def dataset_of_settings(client: Client, url: str, settings: Settings, as_of: datetime | None) -> str:
     """Return the revision of builder.dataset that the settings build: the one that the trainer reads.
 
     Raises:

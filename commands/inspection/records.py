@@ -1,6 +1,6 @@
 """Records of rollouts, and messages of calls, read with what stages know of them: the builder's dialects, the trainers' ledger.
 
-In: a client of the store, the id of a rollout. Out: its `Record`; the messages of calls.
+In: a client of the store, the id of a rollout. Out: its `Record`; the messages of calls; the groups that a branch skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from spangrad.settings import Settings
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-    from page.conversation import CallMessages
+    from page.rollouts.conversation import CallMessages
+    from page.training import SkippedRow
     from spangrad.store.rollout.reader import SkipLookup
     from spangrad.store.rollout.record import Record
     from trainer.ledger.ledger import Ledger
@@ -50,7 +51,7 @@ def read_messages(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) 
         url: URL of the store, for messages of errors.
         calls: TraceId, SpanId, ChoiceIndex and Timestamp of each call.
     """
-    from page.conversation import CallMessages
+    from page.rollouts.conversation import CallMessages
     from transition_builder.dialects.messages import Dialogue
     from transition_builder.export.call_texts import read_dialogues
 
@@ -62,6 +63,32 @@ def read_messages(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) 
         return CallMessages(prompt, reply, len(result.tools))
 
     return [of(result) for result in read_dialogues(client, url, calls)]
+
+
+def read_skipped(settings: Settings, policy: str, branch: str) -> list[SkippedRow]:
+    """Return the groups that a branch skipped, oldest first.
+
+    Raises:
+        LedgerError: there is no ledger, or it does not answer.
+    """
+    from page.training import SkippedRow
+    from trainer.ledger.recovery import existing_ledger
+    from trainer.ledger.skips import REMEDIES
+
+    of_branch = settings.trainer.model_copy(update={"policy": policy, "branch": branch})
+    ledger = existing_ledger(settings.model_copy(update={"trainer": of_branch}))
+    if ledger is None:
+        raise LedgerError(f"{of_branch.directory} holds no ledger. Set trainer.directory or trainer.ledger_url to the trainer's.")
+    with closing(ledger):
+        skipped = ledger.skips.read()
+    return [
+        SkippedRow(
+            *(row.group.run_id, row.group.mode, row.group.build_spec, row.group.group_id, row.reason.value, row.detail),
+            remedy=REMEDIES.get(row.reason, ""),
+            skipped_ms=int(row.skipped_at.timestamp() * 1000),
+        )
+        for row in skipped
+    ]
 
 
 def _ledger(settings: Settings) -> tuple[Ledger | None, str]:

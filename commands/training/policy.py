@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from commands.changes import versions
+from commands.changes.versions import VersionKey
 from commands.inspection.lineage import version_name
 from commands.options import ConfigFile, Overrides, resolve
 from spangrad.errors import LedgerError
-from spangrad.settings import Settings
-from spangrad.types import VersionStatus
 
 if TYPE_CHECKING:
     from trainer.ledger.ledger import Ledger
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _PIPE_WIDTH = 160
 _SHOWN = 20
-_UNSERVED = "Once it runs, `spangrad policy publish` hands the version to it."
 
 policy = App(name="policy", help="List policy versions; publish one, roll back to one, pin one.")
 Version = Annotated[str, Parameter(name="POLICY@VERSION")]
@@ -43,7 +42,7 @@ def _list(
     """
     from commands.console import print_table
 
-    overview, _ = _read_ledger(resolve(config, set_))
+    overview = versions.ledger_overview(resolve(config, set_))
     rows: list[tuple[object, ...]] = []
     counts: dict[tuple[str, str], int] = {}
     hidden = 0
@@ -58,7 +57,7 @@ def _list(
             continue
         returns = f"{version.metrics['mean_return']:+.2f}" if "mean_return" in version.metrics else "-"
         kept = "yes" if _kept(version) else "no"
-        rows.append((*branch_key, version.version, _status(version), _parent(version), returns, kept, ", ".join(notes)))
+        rows.append((*branch_key, version.version, versions.status_text(version), _parent(version), returns, kept, ", ".join(notes)))
     if name is not None and not counts:
         known = ", ".join(sorted({policy for policy, _ in overview.heads})) or "none"
         raise LedgerError(f"the ledger knows no policy {name!r}. It knows {known}.")
@@ -75,16 +74,17 @@ def _show(version: Version, /, *, branch: str | None = None, config: ConfigFile 
         version: policy version, as POLICY@VERSION.
         branch: branch of the version, if other branches began with it; default: the branch that made it.
     """
-    overview, shown, ledger = _version(version, branch, resolve(config, set_))
+    with versions.opened_version(_key(version, branch), resolve(config, set_)) as (overview, shown, ledger):
+        batch = _batch(shown, ledger)
     facts = shown.policy_version
     of_policy = [other for other in overview.versions if other.policy_version.policy == facts.policy]
     children = sorted({other.version for other in of_policy if other.policy_version.parent == shown.version} - {shown.version})
     lines = {
         "version": f"{facts.policy}@{shown.version} on branch {shown.branch}",
-        "status": ", ".join([_status(shown), *_notes(overview, shown)]),
+        "status": ", ".join([versions.status_text(shown), *_notes(overview, shown)]),
         "from": _parent(shown),
         "next": ", ".join(map(str, children)) or "-",
-        "batch": _batch(shown, ledger),
+        "batch": batch,
         "files": f"{facts.path}{'' if _kept(shown) else ' (removed)'}" if facts.path else "-",
         "checksum": facts.checksum or "-",
         "tokenizer": shown.tokenizer_hash or "-",
@@ -103,9 +103,7 @@ def _publish(version: Version, /, *, config: ConfigFile = None, set_: Overrides 
     Args:
         version: policy version, as POLICY@VERSION.
     """
-    settings = resolve(config, set_)
-    _, verified, _ = _version(version, None, settings)
-    _serve(_verified(verified), settings)
+    print(versions.publish(_key(version), resolve(config, set_)))
 
 
 @policy.command(name="rollback")
@@ -123,17 +121,8 @@ def _rollback(
         publish: make the gateway serve the version; default: trainer.weight_sync.publish.
     """
     settings = resolve(config, set_, {"trainer.branch": branch, "trainer.weight_sync.publish": publish})
-    _, target, ledger = _version(version, settings.trainer.branch, settings)
-    _verified(target)
-    holder = ledger.holder()
-    rolled_back = ledger.rollback(target.version)
-    if holder:
-        print(f"the running step ({holder}) is cancelled")
-    print(
-        f"branch {rolled_back.branch} of {rolled_back.policy_version.policy} is at version {rolled_back.version}: the next step trains it"
-    )
-    if settings.trainer.weight_sync.publish:
-        _serve(rolled_back, settings)
+    for sentence in versions.roll_back(_key(version, settings.trainer.branch), settings):
+        print(sentence)
 
 
 @policy.command(name="pin")
@@ -143,10 +132,7 @@ def _pin(version: Version, /, *, config: ConfigFile = None, set_: Overrides = No
     Args:
         version: policy version, as POLICY@VERSION.
     """
-    _, pinned, ledger = _version(version, None, resolve(config, set_))
-    _verified(pinned)
-    ledger.pin(pinned.version)
-    print(f"{version} is pinned: {pinned.policy_version.path} stays")
+    print(versions.pin(_key(version), resolve(config, set_)))
 
 
 @policy.command(name="unpin")
@@ -156,68 +142,11 @@ def _unpin(version: Version, /, *, config: ConfigFile = None, set_: Overrides = 
     Args:
         version: policy version, as POLICY@VERSION.
     """
-    _, unpinned, ledger = _version(version, None, resolve(config, set_))
-    ledger.unpin(unpinned.version)
-    print(f"{version} is not pinned: the next step may remove its files")
+    print(versions.unpin(_key(version), resolve(config, set_)))
 
 
-def _read_ledger(settings: Settings) -> tuple[Overview, Ledger]:
-    """Return the content of the ledger, and the ledger itself.
-
-    Raises:
-        LedgerError: there is no ledger.
-    """
-    from trainer.ledger.policies import overview
-    from trainer.ledger.recovery import existing_ledger
-
-    ledger = existing_ledger(settings)
-    if ledger is None:
-        raise LedgerError(
-            f"{settings.trainer.directory} holds no ledger: nothing was trained there. Set trainer.directory or trainer.ledger_url, or "
-            "start with `spangrad train`."
-        )
-    return overview(ledger.database), ledger
-
-
-def _version(text: str, branch: str | None, settings: Settings) -> tuple[Overview, LedgerVersion, Ledger]:
-    """Return the content of the ledger, the version that POLICY@VERSION names, and the ledger of its branch.
-
-    Raises:
-        LedgerError: there is no such version.
-    """
-    from trainer.ledger.policies import origin
-    from trainer.ledger.recovery import open_ledger
-
-    name, number = version_name(text)
-    overview, _ = _read_ledger(settings)
-    version = origin((candidate for candidate in overview.versions if branch in {None, candidate.branch}), name, number)
-    if version is None:
-        where = "" if branch is None else f" on branch {branch}"
-        raise LedgerError(f"the ledger knows no version {text}{where}. `spangrad policy list` shows those it knows.")
-    branch_settings = settings.trainer.model_copy(update={"policy": name, "branch": version.branch})
-    return overview, version, open_ledger(settings.model_copy(update={"trainer": branch_settings}))
-
-
-def _verified(version: LedgerVersion) -> LedgerVersion:
-    """Return the version if its weights can be loaded.
-
-    Raises:
-        LedgerError: the version was never committed.
-        CheckpointError: its files are missing, or differ from its checksum.
-    """
-    from trainer.publish import checkpoint
-
-    if version.status is not VersionStatus.COMMITTED:
-        raise LedgerError(f"version {version.version} of {version.policy_version.policy} is {_status(version)}: it has no weights.")
-    checkpoint.verify(Path(version.policy_version.path), version.policy_version.checksum)
-    return version
-
-
-def _serve(version: LedgerVersion, settings: Settings) -> None:
-    from trainer.publish.publisher import Publisher
-
-    seconds = Publisher(settings.gateway, _UNSERVED).publish(version.policy_version, again=True)
-    print(f"version {version.version} of {version.policy_version.policy} is served ({seconds:.2f} s)")
+def _key(text: str, branch: str | None = None) -> VersionKey:
+    return VersionKey(*version_name(text), branch)
 
 
 def _batch(version: LedgerVersion, ledger: Ledger) -> str:
@@ -229,10 +158,6 @@ def _batch(version: LedgerVersion, ledger: Ledger) -> str:
         names = ", ".join(file.name for file in file_batch.files)
         return f"{batch}: {file_batch.method} on {names}, step {file_batch.step} of {file_batch.steps}"
     return f"{batch} of run {version.run_id} ({version.modes})" if batch else "-"
-
-
-def _status(version: LedgerVersion) -> str:
-    return version.status.value if version.status else "under way"
 
 
 def _parent(version: LedgerVersion) -> str:

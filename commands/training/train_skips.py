@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from commands.changes import skips
 from commands.options import ConfigFile, Overrides, resolve
 
 if TYPE_CHECKING:
-    from spangrad.settings import Settings
-    from trainer.ledger.ledger import Ledger
     from trainer.ledger.skipped_groups import SkippedGroup
     from trainer.ledger.skips import SkipReason
 
@@ -31,7 +30,7 @@ def skipped(*, reason: Reason = None, json: bool = False, config: ConfigFile = N
         json: print the groups as JSON, with the policy version and the settings that each reason depends on.
     """
     settings = resolve(config, set_)
-    with closing(_ledger(settings)) as ledger:
+    with closing(skips.skipping_ledger(settings)) as ledger:
         rows = ledger.skips.read(_reason(reason))
     if json:
         from json import dumps
@@ -76,37 +75,11 @@ def restore(
         raise SettingsError("nothing says which groups to bring back. Give ids of groups, --reason or --all.")
     if all_ and (group or reason):
         raise SettingsError("--all brings back every group, and ids or --reason some: give one of them.")
-    settings = resolve(config, set_)
-    with closing(_ledger(settings)) as ledger:
-        chosen = _reason(reason)
-        unknown = set(group or ()) - {row.group.group_id for row in ledger.skips.read(chosen)}
-        if unknown:
-            names, branch_name = ", ".join(sorted(unknown)), f"{settings.trainer.policy}/{settings.trainer.branch}"
-            raise SettingsError(
-                f"{branch_name} has not skipped {names}{f' as {reason}' if reason else ''}. `spangrad train skipped` lists groups."
-            )
-        restored = ledger.skips.restore(group or (), chosen)
+    restored = skips.restore(group or (), resolve(config, set_), _reason(reason))
     for row in restored:
-        print(f"{row.group.group_id} of run {row.group.run_id} is ready again; it was skipped as {row.reason.value}.")
+        print(skips.restored_text(row))
     if not restored:
         print("No group was skipped for it.")
-
-
-def _ledger(settings: Settings) -> Ledger:
-    """Return the ledger of the trainer's branch.
-
-    Raises:
-        LedgerError: there is no ledger, because nothing was trained yet.
-    """
-    from spangrad.errors import LedgerError
-    from trainer.ledger.recovery import existing_ledger
-
-    ledger = existing_ledger(settings)
-    if ledger is None:
-        raise LedgerError(
-            f"there is no ledger in {settings.trainer.directory}. Set trainer.directory or trainer.ledger_url to the trainer's."
-        )
-    return ledger
 
 
 def _reason(name: str | None) -> SkipReason | None:

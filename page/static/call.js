@@ -1,4 +1,5 @@
 // A call token by token: each token with its id, its logprob and the version that sampled it.
+import { labelButton } from "/static/labels.js";
 import { address, ask, cut, duration, fact, facts, h, number, put, ready, title, visible } from "/static/dom.js";
 
 const query = new URLSearchParams(location.search);
@@ -30,6 +31,8 @@ facts("facts", [
     h("a", { href: address("/version", { policy: step.Policy, branch: step.Branch, version: step.Version }) }, `${step.Policy}@${step.Version}`),
     ` with advantage ${number(step.Advantage)}, return ${number(step.Return)} `]) : "no version"),
 ]);
+
+put("actions", labelButton("Label this call", place));
 
 function versionAt(index) {
   let known = null;

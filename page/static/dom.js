@@ -25,6 +25,16 @@ export function h(tag, properties, ...children) {
   return element;
 }
 
+// The same for elements of a picture.
+export function svg(tag, properties, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value !== null && value !== undefined) element.setAttribute(name, name === "href" ? safeAddress(value) : visible(value));
+  }
+  element.append(...children.flat(Infinity).filter(Boolean).map(asNode));
+  return element;
+}
+
 function asNode(child) {
   return child instanceof Node ? child : document.createTextNode(visible(child));
 }

@@ -1,6 +1,8 @@
 // A rollout: sentences on its fate, its spans as a tree beside a waterfall, its conversation as messages.
 import { Conversation, callAddress, choicesOf, outcome } from "/static/conversation.js";
-import { address, ask, cut, duration, fact, facts, h, number, put, ready, tabs, title } from "/static/dom.js";
+import { actionButton, queueButtons } from "/static/actions.js";
+import { labelButton } from "/static/labels.js";
+import { address, ask, clearProblem, cut, duration, fact, facts, h, number, put, ready, tabs, title } from "/static/dom.js";
 
 const id = new URLSearchParams(location.search).get("id") ?? "";
 title(`Rollout ${id}`);
@@ -22,6 +24,19 @@ facts("facts", [
     h("a", { href: address("/version", { policy: batch.policy, branch: batch.branch, version: batch.version }) }, `${batch.policy}@${batch.version}`), batch.status === "orphaned" ? " (orphaned)" : "", " ")) : "no version"),
   template && trace ? fact("Trace", h("a", { href: template.replace("{trace}", encodeURIComponent(trace)), rel: "noreferrer" }, "in another tool")) : null,
 ]);
+
+const root = rollout.spans.filter((span) => span.kind === "attempt").at(-1) ?? rollout.spans[0];
+put("actions", root ? labelButton("Label this rollout", { rollout: id, trace: root.trace, span: root.span }) : null, " ",
+  rollout.builds.length ? actionButton("Add to examples", {
+    question: "Add its conversations to a set of examples, a file that `spangrad finetune` trains on? What the set has of this rollout is replaced.",
+    fields: [{ name: "set_name", label: "Name of the set", required: true, pattern: "[A-Za-z0-9][A-Za-z0-9_\\-]{0,99}", title: "letters, digits, - and _" }],
+    request: (values) => ({ action: "collect", rollout: id, set_name: values.set_name }),
+    done: () => {},
+  }) : null, h("span", { id: "queue" }));
+ask(address("/api/queue/rollout", { id }))
+  .then((queued) => put("queue", " ", queued.state ? queueButtons({ ...queued, rollout_id: id }) : null))
+  .catch(() => clearProblem()); // a queue that does not answer takes nothing from the rest
+
 put("why", rollout.sentences.map((sentence) => h("p", {}, sentence)),
   rollout.builds.map((build) => h("p", { class: "line" }, h("strong", {}, build.title), ` ${build.transitions} transitions`,
     build.drops.map((drop) => h("span", { class: "tag drop", title: drop.detail }, `${drop.count} dropped: ${drop.reason}`)))));

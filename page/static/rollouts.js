@@ -1,8 +1,9 @@
 // The list of rollouts: filters, a table of any length, numbers and a histogram beside it. The address holds all of it.
-import { address, ask, clearProblem, duration, h, number, put, ready, time } from "/static/dom.js";
+import { address, ask, clearProblem, counted, duration, h, number, put, ready, time } from "/static/dom.js";
 import { VirtualTable } from "/static/virtual_table.js";
 
 const filters = document.getElementById("filters");
+let table = null;
 
 function parameters() {
   return Object.fromEntries(new URLSearchParams(location.search));
@@ -35,11 +36,22 @@ function show() {
   const sort = { sort: chosen.sort ?? "built", order: chosen.order ?? "desc" };
   document.getElementById("export-csv").href = address("/rollouts.csv", chosen);
   document.getElementById("export-jsonl").href = address("/rollouts.jsonl", chosen);
-  const table = new VirtualTable(document.getElementById("list"), {
+  put("searched");
+  table?.close();
+  const searched = { rows: 0, found: 0 };
+  table = new VirtualTable(document.getElementById("list"), {
     columns,
     label: "Rollouts",
     sort,
-    more: (after) => ask(address("/api/rollouts", { ...parameters(), after })),
+    more: async (after, signal) => {
+      const page = await ask(address("/api/rollouts", { ...chosen, after }), { signal });
+      if (chosen.contents) {
+        searched.rows += page.searched;
+        searched.found += page.rows.length;
+        put("searched", `${counted(searched.found, "rollout")} with the text in ${number(searched.rows)} searched${page.after ? ", more follow." : "."}`);
+      }
+      return page;
+    },
     onSort: (name) => go({ ...parameters(), sort: name, order: sort.sort === name && sort.order === "desc" ? "asc" : "desc" }),
   });
   document.getElementById("list").scrollTop = 0;
@@ -47,7 +59,7 @@ function show() {
 }
 
 async function numbers(chosen) {
-  const { sort, order, ...condition } = chosen;
+  const { sort, order, contents, ...condition } = chosen;
   const found = await ask(address("/api/rollouts/numbers", condition));
   const succeeded = found.Count ? ` ${Math.round((100 * found.Succeeded) / found.Count)} % succeeded, mean return ${number(found.Mean)}.` : "";
   put("count", `${found.Count.toLocaleString("en")} rollouts.${succeeded}`);

@@ -1,6 +1,8 @@
 // Training: curves of all steps of a branch, and the steps as a table.
+import { actionButton } from "/static/actions.js";
 import { address, ask, h, number, put, ready, time } from "/static/dom.js";
 import { chart, curves, IDLE } from "/static/charts.js";
+import { lanesPicture } from "/static/lanes.js";
 
 const CHARTS = {
   Return: { return: "mean_return" },
@@ -66,4 +68,32 @@ put("steps", h("table", {}, h("caption", { class: "hidden" }, "Steps, newest fir
     h("td", {}, h("a", { href: address("/version", { ...place, version: step.Version }) }, String(step.Version))),
     h("td", {}, time(step.CommittedMs)),
     TABLE.map((name) => h("td", { class: "number" }, number(step.Metrics[name] ?? null))))))));
+
+// Groups that the branch skipped, each with its reason; the ledger has them, which not every page reaches.
+async function drawSkipped() {
+  const skipped = await ask(address("/api/training/skipped", place));
+  const reasons = Object.entries(skipped.reasons).map(([reason, count]) => `${reason} ${number(count)}`).join(", ");
+  put("skipped-reasons", skipped.problem ?? (reasons || "No group was skipped."));
+  if (!skipped.groups.length) return;
+  put("skipped", h("table", {}, h("caption", { class: "hidden" }, "Skipped groups, newest first"),
+    h("thead", {}, h("tr", {}, ["Group", "Run", "Reason", "Detail", "Skipped (UTC)", ""].map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, skipped.groups.map((row) => h("tr", {},
+      h("td", {}, h("a", { href: address("/beside", { run: row.run, group: row.group }) }, row.group)),
+      h("td", {}, row.run),
+      h("td", {}, h("span", { class: "tag drop", title: row.remedy }, row.reason)),
+      h("td", {}, row.detail, " ", h("span", { class: "small" }, row.remedy)),
+      h("td", {}, time(row.skipped_ms)),
+      h("td", {}, actionButton("Restore", { question: `Make group ${row.group} trainable again? The trainer checks it again, and skips it where the reason still holds.`,
+        request: () => ({ action: "restore", ...place, groups: [row.group] }) })))))));
+}
+
+// Lanes need the trainer's own spans (trainer.traces).
+async function drawLanes() {
+  const newest = found.steps.at(-1)?.Version;
+  if (newest === undefined) return;
+  const lanes = await ask(address("/api/lanes", { ...place, newest: query.newest ?? newest, steps: query.steps ?? 8 }));
+  put("lanes", lanes.steps.length ? lanesPicture(lanes, place) : h("p", { class: "small" }, "The store holds no spans of these steps: the trainer sends them with trainer.traces."));
+}
+
+if (found.chosen) await Promise.all([drawSkipped(), drawLanes()]);
 ready();

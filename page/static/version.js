@@ -1,4 +1,6 @@
 // A version: its lineage both ways, its batch by groups, the time of its step, all of its metrics.
+import { actionButton } from "/static/actions.js";
+import { lineagePicture } from "/static/lineage.js";
 import { address, ask, counted, fact, facts, h, number, put, ready, time, title } from "/static/dom.js";
 
 const query = Object.fromEntries(new URLSearchParams(location.search));
@@ -24,12 +26,21 @@ facts("facts", [
   fact("Path", version.Path || "–"),
 ]);
 
+const name = `${version.Policy}@${version.Version}`;
+const act = (action) => () => ({ action, policy: version.Policy, branch: version.Branch, version: version.Version });
+put("actions", version.Status === "committed" ? [
+  actionButton("Publish", { request: act("publish"), question: `Have the gateway serve ${name}? What is trained next stays; a trainer that publishes serves its newest version again.` }), " ",
+  actionButton("Roll back to it", { request: act("roll_back"), question: `Return branch ${version.Branch} to ${name}? The next step trains it, a step under way is cancelled, and the gateway serves it where the trainer publishes.` }), " ",
+  actionButton("Pin", { request: act("pin"), question: `Keep the checkpoint of ${name} whatever trainer.checkpoint.keep says?` }), " ",
+  actionButton("Unpin", { request: act("unpin"), question: `Keep the checkpoint of ${name} no longer than trainer.checkpoint.keep says?` }),
+] : null);
+
 // The picture reads from left to right: who sampled, what was trained, what it made, what came of it.
 function step(name, ...content) {
   return h("li", {}, h("h3", {}, name), content);
 }
 
-put("lineage", h("ol", { class: "lineage" },
+put("lineage", lineagePicture(version), h("ol", { class: "lineage" },
   step("Sampled by", version.sampledBy.length ? version.sampledBy.map((row) => h("p", {}, link(row.Sampled), ` ${counted(row.Calls, "call")}`)) : h("p", {}, "unknown")),
   step("Batch", h("p", {}, h("a", { href: "#groups" }, `${counted(version.groups.length, "group")}, ${counted(rollouts, "rollout")}`))),
   step("This version", h("p", {}, h("strong", {}, `${version.Policy}@${version.Version}`)), version.Parent === null ? null : h("p", { class: "small" }, "from ", link(version.Parent, version.ParentBranch))),

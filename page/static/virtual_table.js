@@ -5,7 +5,7 @@ const ROW = 34; // pixels; page.css has the same
 const BEYOND = 12; // rows drawn above and below the view
 
 export class VirtualTable {
-  // columns: [{name, title, cell(row) -> node or text, sort, wide, number}], more(after) -> {rows, after}
+  // columns: [{name, title, cell(row) -> node or text, sort, wide, number}], more(after, signal) -> {rows, after}
   constructor(region, { columns, label, more, sort, onSort }) {
     this.region = region;
     this.columns = columns;
@@ -19,9 +19,18 @@ export class VirtualTable {
       h("thead", {}, h("tr", {}, columns.map((column) => this.head(column, sort, onSort)))),
       this.body);
     region.replaceChildren(this.table);
-    region.addEventListener("scroll", () => this.draw(), { passive: true });
-    region.addEventListener("keydown", (event) => this.key(event));
-    new ResizeObserver(() => this.draw()).observe(region);
+    this.closing = new AbortController();
+    const { signal } = this.closing;
+    region.addEventListener("scroll", () => this.draw(), { passive: true, signal });
+    region.addEventListener("keydown", (event) => this.key(event), { signal });
+    this.resizes = new ResizeObserver(() => this.draw());
+    this.resizes.observe(region);
+  }
+
+  // Another table takes its place: it asks for nothing more.
+  close() {
+    this.closing.abort();
+    this.resizes.disconnect();
   }
 
   head(column, sort, onSort) {
@@ -38,12 +47,16 @@ export class VirtualTable {
   }
 
   async fill() {
-    if (this.asking || this.after === null) return;
-    this.asking = this.more(this.after);
+    const { signal } = this.closing;
+    if (this.asking || this.after === null || signal.aborted) return;
+    this.asking = this.more(this.after, signal);
     try {
       const { rows, after } = await this.asking;
       this.rows.push(...rows);
       this.after = after;
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      throw error;
     } finally {
       this.asking = null;
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, SecretStr
 
 from spangrad.settings.section import Section
@@ -70,3 +72,7 @@ class PageSettings(Section):
     trace_url: str | None = Field(default=None, pattern=r"^https?://")
     """URL of a trace in another tool, such as Jaeger, Langfuse or Grafana, with `{trace}` in the place of its id. None: no link is
     shown."""
+    actions: bool = True
+    """True to offer actions: publish, roll back, pin, restore, cancel, retry, label, collect. False: the page changes nothing."""
+    examples: Path = Path("data/examples")
+    """Directory of the sets of examples to which people add rollouts, a file NAME.jsonl each."""

@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
@@ -16,10 +17,13 @@ from playwright.sync_api import Browser, Page, expect
 from pydantic import SecretStr
 
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
-from spangrad.settings import EngineSettings, PageSettings, Settings, StoreSettings
+from spangrad.settings import EngineSettings, PageSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.store.clickhouse import connect
 from tests.support.browser import Visitor, browsers, running_page
 from tests.support.page_rollouts import BIDI, LONG, MANY, MARKUP, TEXTS, PageRollouts
+from trainer.data.source import Group
+from trainer.ledger.recovery import open_ledger
+from trainer.ledger.skips import Skip, SkipReason
 
 HOSTILE = f"{MARKUP} & {BIDI}"
 LINKS = "#list tbody a[href^='/rollout?']"
@@ -41,10 +45,19 @@ def rollouts(store: StoreSettings, model: Path) -> PageRollouts:
 
 
 @pytest.fixture(scope="module")
-def url(rollouts: PageRollouts, model: Path) -> Iterator[str]:
-    settings = Settings(
-        store=rollouts.store, engine=EngineSettings(model=model), page=PageSettings(trace_url="https://traces.example/t/{trace}")
-    )
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> TrainerSettings:
+    """Trainer whose branch skipped two groups."""
+    settings = TrainerSettings(directory=tmp_path_factory.mktemp("trainer"))
+    with closing(open_ledger(Settings(trainer=settings))) as opened:
+        opened.skips.enter({Group("page", "train", "s", "weather"): Skip(SkipReason.NOT_FINITE, "the reward is NaN")}, 4)
+        opened.skips.enter({Group("page", "train", "s", MARKUP): Skip(SkipReason.EQUAL)}, 4)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def url(rollouts: PageRollouts, model: Path, ledger: TrainerSettings) -> Iterator[str]:
+    page = PageSettings(trace_url="https://traces.example/t/{trace}")
+    settings = Settings(store=rollouts.store, engine=EngineSettings(model=model), page=page, trainer=ledger)
     with running_page(settings) as address:
         yield address
 
@@ -99,6 +112,17 @@ def test_rollouts_page_lists_sorts_and_filters_by_address(tab: Visitor) -> None:
     expect(page.locator("#count")).to_contain_text(f"{MANY} rollouts.")
 
 
+def test_rollouts_page_finds_rollouts_by_text_in_messages(tab: Visitor) -> None:
+    page = tab.open("/rollouts")
+    page.get_by_label("Text in messages").fill("IS THE WEATHER in rome")
+    page.get_by_role("button", name="Filter").click()
+    expect(page.locator("#searched")).to_contain_text(f"2 rollouts with the text in {MANY + 3} searched.")
+    expect(page.locator(LINKS)).to_have_text(["seen-2", "seen-1"])
+    arguments = urlencode({"contents": '{"city": "rome"}', "text": "seen-1"})
+    page = tab.open(f"/rollouts?{arguments}")
+    expect(page.locator(LINKS)).to_have_text(["seen-1"])
+
+
 def test_rollouts_page_long_list_keeps_few_rows_in_the_document(tab: Visitor) -> None:
     page = tab.open("/rollouts?run=many&sort=return&order=asc")
     shown = set(links(page))
@@ -141,6 +165,28 @@ def test_rollout_page_shows_spans_with_conclusions(tab: Visitor) -> None:
     expect(page.get_by_role("dialog")).to_contain_text('input.value {"city": "rome"}', use_inner_text=True)
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def test_rollout_page_label_is_asked_first_and_written_down(tab: Visitor) -> None:
+    page = tab.open("/rollout?id=seen-2")
+    page.get_by_role("button", name="Label this rollout").focus()
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("It is stored with your name")
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
+    page.keyboard.press("Enter")  # the button has the focus again
+    expect(page.get_by_label("Value")).to_be_focused()
+    page.keyboard.type("0.5")
+    page.get_by_label("Your name").fill(MARKUP)
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_role("status")).to_contain_text("label = 0.5 is in the store")
+    page.keyboard.press("Enter")  # closes: the button to leave has the focus
+    expect(dialog).to_have_count(0)
+    page = tab.open("/actions")
+    cells = page.locator("#list tbody tr").first.locator("td").all_inner_texts()
+    assert cells[1:4] == [MARKUP, "127.0.0.1", "label"]
+    assert cells[4].startswith("rollout seen-2, trace ")
 
 
 def test_rollout_page_conversation_leaves_out_repeated_messages(tab: Visitor) -> None:
@@ -210,6 +256,16 @@ def test_training_page_draws_chosen_metrics_and_leads_to_versions(tab: Visitor) 
     assert page.url.endswith("/training?metrics=GRAD")
     page.locator("#steps").get_by_role("link", name="5").click()
     expect(page.locator("h1")).to_have_text("policy@5")
+
+
+def test_training_page_lists_skipped_groups_with_reasons(tab: Visitor) -> None:
+    page = tab.open("/training")
+    expect(page.locator("#skipped-reasons")).to_contain_text("not_finite 1")
+    expect(page.locator("#skipped tbody tr")).to_have_count(2)
+    row = page.locator("#skipped tbody tr").filter(has_text="weather")
+    expect(row).to_contain_text("the reward is NaN Fix what gives rewards")
+    row.get_by_role("link", name="weather").click()
+    page.wait_for_url("**/beside?run=page&group=weather")
 
 
 def test_version_page_shows_its_lineage_both_ways(tab: Visitor) -> None:
@@ -299,6 +355,8 @@ def test_rollouts_export_holds_the_filtered_list(url: str) -> None:
     _, headers, lines = get(f"{url}/rollouts.jsonl?run=many&outcome=timeout")
     assert len([json.loads(line) for line in lines.splitlines()]) == MANY // 10
     assert headers["Content-Disposition"] == 'attachment; filename="rollouts.jsonl"'
+    _, _, lines = get(f"{url}/rollouts.jsonl?{urlencode({'contents': TEXTS[0]})}")
+    assert sorted(json.loads(line)["RolloutId"] for line in lines.splitlines()) == ["seen-1", "seen-2"]
     _, _, table = get(f"{url}/rollouts.csv?{urlencode({'group': MARKUP})}")
     assert f"'=cmd|{MARKUP}".encode() in table, "a text that begins like a formula is marked as a text"
 

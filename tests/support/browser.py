@@ -5,30 +5,41 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
-from commands.inspection.records import read_messages, read_record
+from commands.inspection.actions import action_commands
+from commands.inspection.records import read_messages, read_record, read_skipped
 from page.server import running
 from page.views import PageReaders
 from spangrad.settings import Settings
+
+T = TypeVar("T")
 
 
 @contextmanager
 def running_page(settings: Settings) -> Generator[str]:
     """Serve the page on a free port; yield its URL."""
+    on_free_port = settings.model_copy(update={"page": settings.page.model_copy(update={"port": 0})})
+    with in_thread(lambda: running(on_free_port, READERS, action_commands())) as server:
+        yield server.url
+
+
+@contextmanager
+def in_thread(service: Callable[[], AbstractAsyncContextManager[T]]) -> Generator[T]:
+    """Run an asynchronous service in a thread with a loop of its own; yield what it yields."""
     loop = asyncio.new_event_loop()
     ready, ended = threading.Event(), asyncio.Event()
-    url: list[str] = []
+    yielded: list[T] = []
 
     async def serve() -> None:
-        async with running(settings.model_copy(update={"page": settings.page.model_copy(update={"port": 0})}), READERS) as server:
-            url.append(server.url)
+        async with service() as value:
+            yielded.append(value)
             ready.set()
             await ended.wait()
 
@@ -36,14 +47,14 @@ def running_page(settings: Settings) -> Generator[str]:
     thread.start()
     assert ready.wait(30)
     try:
-        yield url[0]
+        yield yielded[0]
     finally:
         loop.call_soon_threadsafe(ended.set)
         thread.join(30)
         loop.close()
 
 
-READERS = PageReaders(read_record, read_messages)
+READERS = PageReaders(read_record, read_messages, read_skipped)
 
 
 def chromium() -> str:

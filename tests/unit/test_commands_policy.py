@@ -4,47 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from commands.training.policy import policy as command
 from spangrad.errors import CheckpointError, GatewayError, LedgerError
 from spangrad.types import VersionStatus
+from tests.support.admin_gateway import AdminGateway
 from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.ledger.recovery import prune
 from trainer.loop import Trainer, newest_version
 
 
-class Gateway:
-    """Answers as the gateway's administration does (`tests/unit/test_gateway_admin_api.py` has the real one)."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, object]]] = []
-        asked = self.asked
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(b'{"seconds": 0.25}')
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-
 @pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    gateway = Gateway()
-    yield gateway
-    gateway.server.shutdown()
+def gateway() -> Iterator[AdminGateway]:
+    with AdminGateway.running() as gateway:
+        yield gateway
 
 
 @pytest.fixture
@@ -60,7 +36,7 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 
 @pytest.fixture
-def ask(trainer: Trainer, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def ask(trainer: Trainer, gateway: AdminGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Runs a command on the trainer's ledger, and gives what it prints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPANGRAD_GATEWAY__URL", gateway.url)
@@ -116,7 +92,7 @@ def test_policy_show_prints_facts_of_ledger(ask, trainer: Trainer) -> None:
         ask("show", "policy@1", "--branch", "other")
 
 
-def test_policy_publish_serves_version_and_keeps_head(ask, trainer: Trainer, gateway: Gateway) -> None:
+def test_policy_publish_serves_version_and_keeps_head(ask, trainer: Trainer, gateway: AdminGateway) -> None:
     assert ask("publish", "policy@1") == ["version 1 of policy is served (0.25 s)"]
     facts = trainer.ledger.version(1).policy_version
     body = {"version": 1, "path": facts.path, "checksum": facts.checksum}
@@ -127,7 +103,7 @@ def test_policy_publish_serves_version_and_keeps_head(ask, trainer: Trainer, gat
 def test_policy_rollback_serves_version_and_moves_head_of_running_trainer(
     ask,
     trainer: Trainer,
-    gateway: Gateway,
+    gateway: AdminGateway,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert ask("rollback", "policy@1") == [
@@ -194,7 +170,7 @@ def test_prune_keeps_pinned_versions_and_heads(ask, trainer: Trainer) -> None:
     assert newest_version(trainer.ledger).version == 3, "nothing was moved"
 
 
-def test_policy_rollback_with_absent_gateway_moves_head_and_raises(ask, trainer: Trainer, gateway: Gateway) -> None:
+def test_policy_rollback_with_absent_gateway_moves_head_and_raises(ask, trainer: Trainer, gateway: AdminGateway) -> None:
     gateway.server.shutdown()
     gateway.server.server_close()
     with pytest.raises(GatewayError, match=r"does not answer.*Once it runs, `spangrad policy publish` hands the version to it\."):

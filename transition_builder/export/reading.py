@@ -74,6 +74,8 @@ class ExportSelection:
     """Runs to read; empty: all."""
     modes: tuple[str, ...] = ()
     """Modes to read; empty: all."""
+    rollouts: tuple[str, ...] = ()
+    """Ids of the rollouts to read; empty: all."""
     since: datetime | None = None
     """Time at or after which rollouts were first built; None: any."""
     selection: Selection = field(default_factory=Selection)
@@ -144,7 +146,8 @@ class ExportReader:
 
     def _rollouts(self) -> pl.DataFrame:
         of_runs = f" AND RunId IN {constant(self.request.runs)}" if self.request.runs else ""
-        builds = datasets.builds_sql(self.request.as_of, f"BuildSpec = '{self.dataset.build_spec}'{of_runs}")
+        of_ids = f" AND RolloutId IN {constant(self.request.rollouts)}" if self.request.rollouts else ""
+        builds = datasets.builds_sql(self.request.as_of, f"BuildSpec = '{self.dataset.build_spec}'{of_runs}{of_ids}")
         after = [f"Mode IN {constant(self.request.modes)}"] if self.request.modes else []
         if self.request.since is not None:
             after.append(f"FirstBuiltAt >= fromUnixTimestamp64Micro({microseconds(self.request.since)})")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 _FINITE = "if(isFinite(Return), Return, -1e300)"
@@ -47,10 +47,14 @@ class RolloutFilter:
     """Least return."""
     reward_to: float | None = None
     """Largest return."""
+    failed: bool | None = None
+    """True: it failed. False: it succeeded."""
     failed_tool: bool | None = None
     """True: a tool call of it failed. False: none did."""
     text: str | None = None
     """Text in the id of its rollout, task, group or run, in upper or lower case."""
+    contents: str | None = None
+    """Text in a span of it: a message, a tool call, an error. It is no part of the condition: `page.rollouts.text_search` looks for it."""
 
     @staticmethod
     def of(query: Mapping[str, str]) -> RolloutFilter:
@@ -77,6 +81,8 @@ class RolloutFilter:
             parts.append(f"{_FINITE} >= {{reward_from:Float64}}")
         if self.reward_to is not None:
             parts.append(f"{_FINITE} <= {{reward_to:Float64}}")
+        if self.failed is not None:
+            parts.append("Outcome != 'succeeded'" if self.failed else "Outcome = 'succeeded'")
         if self.failed_tool is not None:
             parts.append("FailedToolCalls > 0" if self.failed_tool else "FailedToolCalls = 0")
         if self.text is not None:
@@ -106,6 +112,10 @@ class RolloutOrder:
         if sort not in SORTS or order not in {"asc", "desc"}:
             raise ValueError(f"sort = {sort!r}, order = {order!r}: sort is one of {', '.join(SORTS)}, order is asc or desc.")
         return RolloutOrder(sort, order == "desc", _cursor(query["after"]) if query.get("after") else None)
+
+    def following(self, cursor: str) -> RolloutOrder:
+        """Return the same order from the row of a cursor on."""
+        return replace(self, after=_cursor(cursor))
 
     @property
     def expression(self) -> str:
@@ -162,4 +172,4 @@ def _text(name: str, text: str) -> str:
     return text
 
 
-_READERS = {"version": _version, "reward_from": _number, "reward_to": _number, "failed_tool": _choice}
+_READERS = {"version": _version, "reward_from": _number, "reward_to": _number, "failed": _choice, "failed_tool": _choice}

@@ -9,56 +9,52 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from page.reading import PageStore
-from page.rollout_filters import KEY, RolloutFilter, RolloutOrder, cursor_of
+from page.rollouts.filters import KEY, RolloutFilter, RolloutOrder, cursor_of
+from page.rollouts.text_search import rollouts_with
+from spangrad.store.built_rollouts import newest_revisions_sql, revisions_sql, trained_versions_sql
 
 PAGE_ROWS = 200
 EXPORT_ROWS = 100_000
 """Largest number of rows of an export."""
+SEARCH_SECONDS = 1.0
+"""Time after which a search returns what it has, in seconds."""
 _EXPORT_PAGE = 5000
 BINS = 24
-_NAMES = """if(Failure = '', 'succeeded', Failure) AS Outcome, arraySum(`RewardTotals.Value`) AS Return"""
 _LIST = f"""
-SELECT RunId, Mode, TaskId, GroupId, RolloutId, BuildSpec, Attempt, Attempts, {_NAMES}, Calls, Transitions, Drops, InputTokens,
+SELECT RunId, Mode, TaskId, GroupId, RolloutId, BuildSpec, Attempt, Attempts, Outcome, Return, Calls, Transitions, Drops, InputTokens,
     OutputTokens, ToolCalls, FailedToolCalls, AgentNames, PolicyVersions, toUnixTimestamp64Milli(StartedAt) AS StartedMs, Seconds, BuildId,
     toUnixTimestamp64Micro(IngestedAt) AS BuiltUs, {{value}} AS SortValue
-FROM spangrad_internal.builds
+FROM {revisions_sql()}
 WHERE {{condition}} AND {{after}}
 ORDER BY {{order}}
 LIMIT {{{{limit:UInt32}}}}
 """
-_NEWEST = """
-SELECT argMax((BuildId, toUnixTimestamp64Micro(IngestedAt)), Precedence) AS Newest
-FROM spangrad_internal.builds WHERE RolloutId IN {ids:Array(String)}
-GROUP BY RunId, RolloutId, BuildSpec
-"""
-_TRAINED = """
-SELECT RunId, RolloutId, BuildSpec, groupUniqArray((Policy, Branch, Version)) AS Trained
-FROM spangrad_internal.batches WHERE RolloutId IN {ids:Array(String)}
-GROUP BY RunId, RolloutId, BuildSpec
-"""
+_OF_IDS = "RolloutId IN {ids:Array(String)}"
+_NEWEST = f"SELECT BuildId, toUnixTimestamp64Micro(BuiltAt) AS BuiltUs FROM {newest_revisions_sql(_OF_IDS)}"
+_TRAINED = f"SELECT * FROM {trained_versions_sql(_OF_IDS)}"
 _BOUNDS = f"""
 SELECT minIf(Return, isFinite(Return)) AS Least, maxIf(Return, isFinite(Return)) AS Largest
-FROM (SELECT *, {_NAMES} FROM spangrad_internal.builds WHERE {{condition}})
+FROM {revisions_sql()} WHERE {{condition}}
 """
 _NUMBERS = f"""
 SELECT count() AS Count, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return) AS Mean, sum(Drops) AS Drops,
     sumMap([Outcome], [toUInt64(1)]) AS Outcomes, sumMapIf([Bin], [toUInt64(1)], isFinite(Return)) AS Bins
 FROM (
-    SELECT {_NAMES}, Drops,
+    SELECT Outcome, Return, Drops,
         toUInt32(least(greatest(floor((Return - {{{{least:Float64}}}}) / {{{{width:Float64}}}}), 0), {{{{last:UInt32}}}})) AS Bin
-    FROM spangrad_internal.builds FINAL
-    WHERE {{condition}} AND BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
+    FROM {revisions_sql(once=True)}
+    WHERE {{condition}} AND BuildId IN (SELECT BuildId FROM {newest_revisions_sql()})
 )
 """
-_CHOICES = """
-SELECT groupUniqArray(200)(RunId) AS run, groupUniqArray(20)(Mode) AS mode,
-    groupUniqArray(40)(if(Failure = '', 'succeeded', Failure)) AS outcome,
+_CHOICES = f"""
+SELECT groupUniqArray(200)(RunId) AS run, groupUniqArray(20)(Mode) AS mode, groupUniqArray(40)(Outcome) AS outcome,
     groupUniqArrayArray(100)(AgentNames) AS agent, groupUniqArray(20)(BuildSpec) AS spec
-FROM (SELECT RunId, Mode, Failure, AgentNames, BuildSpec FROM spangrad_internal.builds)
+FROM {revisions_sql()}
 """
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """Characters with which a text becomes a formula where a spreadsheet opens the file."""
@@ -76,14 +72,32 @@ def page_of(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, limi
     rows = store.rows(sql, {**parameters, **more, "limit": limit + 1})
     following = cursor_of(rows[limit - 1]) if len(rows) > limit else None
     ids = {"ids": list({row["RolloutId"] for row in rows[:limit]})}
-    newest = {tuple(row["Newest"]) for row in store.rows(_NEWEST, ids)}
+    newest = {(row["BuildId"], row["BuiltUs"]) for row in store.rows(_NEWEST, ids)}
     trained = {tuple(row[name] for name in KEY): row["Trained"] for row in store.rows(_TRAINED, ids)}
     kept = [row for row in rows[:limit] if (row.pop("BuildId"), row["BuiltUs"]) in newest]
     return {"rows": [{**row, "Trained": trained.get(tuple(row[name] for name in KEY), [])} for row in kept], "after": following}
 
 
+def search(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, limit: int = PAGE_ROWS) -> dict[str, Any]:
+    """Return a page of the list: of rollouts with a text in their spans as many as `SEARCH_SECONDS` find, with how many were searched.
+
+    Every rollout that meets the rest of the filter is a candidate, so that a page may be empty while more follow.
+    """
+    if rollouts.contents is None:
+        return page_of(store, rollouts, order, limit)
+    rows, searched, ends = list[dict[str, Any]](), 0, time.monotonic() + SEARCH_SECONDS
+    while True:
+        page = page_of(store, rollouts, order, limit)
+        matching = rollouts_with(store, {row["RolloutId"] for row in page["rows"]}, rollouts.contents)
+        rows += [row for row in page["rows"] if row["RolloutId"] in matching]
+        searched += len(page["rows"])
+        if page["after"] is None or len(rows) >= limit or time.monotonic() > ends:
+            return {"rows": rows, "after": page["after"], "searched": searched}
+        order = order.following(page["after"])
+
+
 def numbers_of(store: PageStore, rollouts: RolloutFilter) -> dict[str, Any]:
-    """Return counts and a histogram of the returns of all rollouts of a filter."""
+    """Return counts and a histogram of the returns of all rollouts of a filter, whatever text it looks for in spans."""
     condition, parameters = rollouts.condition()
     (bounds,) = store.rows(_BOUNDS.format(condition=condition), parameters)
     least, largest = bounds["Least"], bounds["Largest"]
@@ -113,13 +127,13 @@ def export(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, form:
     write = _csv_rows if form == "csv" else _json_lines
     left, first = EXPORT_ROWS, True
     while left > 0:
-        page = page_of(store, rollouts, order, min(_EXPORT_PAGE, left))
+        page = search(store, rollouts, order, min(_EXPORT_PAGE if rollouts.contents is None else PAGE_ROWS, left))
         rows = [{name: value for name, value in row.items() if name != "SortValue"} for row in page["rows"]]
         yield write(rows, first)
         if page["after"] is None:
             return
-        left, first = left - len(rows), False
-        order = RolloutOrder.of({"sort": order.sort, "order": "desc" if order.descending else "asc", "after": page["after"]})
+        left, first = left - len(rows), first and not rows
+        order = order.following(page["after"])
 
 
 def _json_lines(rows: list[dict[str, Any]], first: bool) -> bytes:

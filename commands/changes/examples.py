@@ -1,0 +1,63 @@
+"""Sets of examples: files of conversations for `spangrad finetune`, to which people add rollouts one by one.
+
+In: the id of a rollout, the name of a set. Out: lines of `page.examples/NAME.jsonl`, as `spangrad export sft` writes them. Invariant: a
+rollout is in a set once: what is added again replaces its lines; a reader sees the file before or after, never in between.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from contextlib import closing
+from pathlib import Path
+
+from spangrad.errors import BuilderError
+from spangrad.settings import Settings
+
+
+def add_rollout(rollout: str, name: str, settings: Settings) -> str:
+    """Add the conversations of a rollout to a set; return a sentence on what was added.
+
+    Raises:
+        StoreError: the store failed, or nothing was built with these settings.
+        BuilderError: the rollout has no call with a text, or the file cannot be written.
+    """
+    from commands.data.export import dataset_of_settings
+    from spangrad.store.clickhouse import connect
+    from transition_builder.export import formats
+    from transition_builder.export.reading import ExportSelection
+
+    file = settings.page.examples / f"{name}.jsonl"
+    weights = settings.trainer.credit.reward_weights
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.with_name(f".{name}.lock").open("w") as lock, closing(connect(settings.store)) as client:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            dataset = settings.trainer.dataset or dataset_of_settings(client, settings.store.url, settings, None)
+            selection = ExportSelection(dataset, rollouts=(rollout,), reward_weights=weights)
+            added = file.with_name(f".{name}.added")
+            done = formats.export(client, settings.store.url, "sft", selection, added, force=True)
+            lines = added.read_text().splitlines(keepends=True)
+            if lines:
+                _replace(file, rollout, lines)
+            added.unlink()
+    except OSError as error:
+        raise BuilderError(
+            f"{file} cannot be written ({error.strerror or error}). Set page.examples to a directory that can be."
+        ) from error
+    if not lines:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in done.tally.left_out.items()) or "it has no build of this dataset"
+        raise BuilderError(f"rollout {rollout!r} has no conversation in {done.dataset}: {reasons}.")
+    return f"{len(lines)} conversation{'s' * (len(lines) != 1)} of {rollout} in {file}: `spangrad finetune sft {file}` trains on it."
+
+
+def _replace(file: Path, rollout: str, lines: list[str]) -> None:
+    """Put lines of a rollout into a file, in the place of those that it has of it."""
+    kept = (
+        [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["meta"]["rollout"] != rollout]
+        if file.exists()
+        else []
+    )
+    whole = file.with_name(f".{file.name}.part")
+    whole.write_text("".join([*kept, *lines]))
+    whole.replace(file)

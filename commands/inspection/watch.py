@@ -1,0 +1,54 @@
+"""`spangrad watch`: the overview and the rollouts in a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from commands.options import ConfigFile, Overrides, resolve
+from commands.stopped_store import answering_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from page.reading import PageStore
+    from page.watch.app import WatchReaders, WatchState
+    from spangrad.settings import Settings
+
+
+def watch(*, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Show the overview and the newest rollouts in the terminal, live; Enter on a rollout says what became of it, and why.
+
+    If no store answers at store.url, the data of a stopped store (store.path, else the last demo's) is opened for as long as the view.
+    """
+    settings = resolve(config, set_)
+    from contextlib import closing
+
+    from page.reading import PageStore
+    from page.watch.app import WatchApp
+
+    with answering_store(settings.store) as answering:
+        opened = settings.model_copy(update={"store": answering})
+        with closing(PageStore(answering)) as store:
+            WatchApp(watch_readers(opened, store)).run()
+
+
+def watch_readers(settings: Settings, store: PageStore) -> WatchReaders:
+    """Return the reads of the view over a store."""
+    from commands.inspection.records import read_record
+    from page.overview import OverviewReader
+    from page.rollouts.filters import RolloutFilter, RolloutOrder
+    from page.rollouts.listing import page_of
+    from page.watch.app import WatchReaders, WatchState
+    from spangrad.store.rollout.why import explain
+
+    overview = OverviewReader(store, settings)
+
+    def state(text: str, only_failed: bool) -> WatchState:
+        rows = page_of(store, RolloutFilter(text=text or None, failed=only_failed or None), RolloutOrder())["rows"]
+        return WatchState(overview.read(), rows)
+
+    def why(rollout: str) -> Sequence[str]:
+        record = store.read(lambda client: read_record(client, settings, rollout))
+        return [line for line in explain(record, settings) if line]
+
+    return WatchReaders(state, why)

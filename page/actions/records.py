@@ -1,0 +1,111 @@
+"""Records of actions: log records in the span store, so that SQL reads who changed what, and when.
+
+In: requests, outcomes. Out: log records of event `spangrad.action`; rows for the page. Invariant: what was asked is in the store before
+anything is changed; what came of it is a second record with the same id.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from page.actions.requests import Request
+from page.reading import PageStore
+from spangrad import semconv
+from spangrad.errors import StoreError
+from spangrad.http.json_http import ask
+from spangrad.http.service import RemoteService
+from spangrad.settings import StoreSettings
+
+SERVICE = "spangrad-page"
+ROWS_MOST = 500
+"""Largest number of newest actions that are shown."""
+_ANSWER_SECONDS = 10.0
+_OUTCOME = f"LogAttributes['{semconv.ACTION_OUTCOME}']"
+_ACTIONS = f"""
+SELECT LogAttributes['{semconv.ACTION_ID}'] AS Id, toUnixTimestamp64Milli(min(Timestamp)) AS AskedMs,
+    any(LogAttributes['{semconv.ACTION_NAME}']) AS Action, any(LogAttributes['{semconv.USER_NAME}']) AS Author,
+    any(LogAttributes['{semconv.CLIENT_ADDRESS}']) AS Address, any(LogAttributes['{semconv.ACTION_ARGUMENTS}']) AS Arguments,
+    argMax({_OUTCOME}, {_OUTCOME} != 'asked') AS Outcome, argMax(Body, {_OUTCOME} != 'asked') AS Sentence
+FROM otel.otel_logs
+WHERE ServiceName = {{service:String}} AND EventName = {{event:String}}
+GROUP BY Id ORDER BY AskedMs DESC LIMIT {{most:UInt32}}
+"""
+Value = str | float
+
+
+class LogSender:
+    """Sender of log records to the store, by OTLP."""
+
+    def __init__(self, store: StoreSettings) -> None:
+        """Send to `store.otlp_endpoint`."""
+        token = store.token.get_secret_value() if store.token else None
+        remedy = "Start it with `spangrad store`, or set store.otlp_endpoint."
+        self._service = RemoteService("the span store's receiver", store.otlp_endpoint, token, StoreError, remedy)
+
+    def send(self, event: str, attributes: Mapping[str, Value], *, body: str = "", trace: str = "", span: str = "") -> None:
+        """Send one record, and wait until the store has it.
+
+        Args:
+            event: name of the event.
+            attributes: attributes of the record; empty texts are left out.
+            body: text of the record.
+            trace: id of the trace that it is on, in hexadecimal; empty: none.
+            span: id of the span that it is on, in hexadecimal; empty: none.
+
+        Raises:
+            StoreError: the store does not answer, or refuses.
+        """
+        now = str(time.time_ns())
+        record = {"timeUnixNano": now, "observedTimeUnixNano": now, "eventName": event, "traceId": trace, "spanId": span}
+        record |= {"body": {"stringValue": body}, "attributes": _attributes(attributes)}
+        scope = {"scope": {"name": "spangrad.page"}, "logRecords": [record]}
+        resource = {"attributes": _attributes({"service.name": SERVICE})}
+        ask(self._service, "POST", "/v1/logs", {"resourceLogs": [{"resource": resource, "scopeLogs": [scope]}]}, seconds=_ANSWER_SECONDS)
+
+
+class ActionRecords:
+    """What was asked of the page, and what came of it."""
+
+    def __init__(self, sender: LogSender) -> None:
+        """Store the sender."""
+        self._sender = sender
+
+    def write(self, id_: str, request: Request, address: str, outcome: str, sentence: str) -> None:
+        """Write a record.
+
+        Args:
+            id_: id of the action.
+            request: the request.
+            address: network address of the person's browser.
+            outcome: asked, done or failed.
+            sentence: sentence on what came of it.
+
+        Raises:
+            StoreError: the store does not answer, or refuses.
+        """
+        arguments = {name: value for name, value in msgspec.to_builtins(request).items() if name not in {"action", "author"}}
+        facts = {
+            semconv.ACTION_ID: id_,
+            semconv.ACTION_NAME: str(type(request).__struct_config__.tag),
+            semconv.ACTION_ARGUMENTS: msgspec.json.encode(arguments).decode(),
+            semconv.ACTION_OUTCOME: outcome,
+            semconv.ROLLOUT_ID: request.rollouts[0] if len(request.rollouts) == 1 else "",
+            semconv.USER_NAME: request.author,
+            semconv.CLIENT_ADDRESS: address,
+        }
+        self._sender.send(semconv.ACTION_EVENT, facts, body=sentence)
+
+
+def actions_view(store: PageStore) -> list[dict[str, Any]]:
+    """Return the newest actions, each with its author, arguments and outcome."""
+    return store.rows(_ACTIONS, {"service": SERVICE, "event": semconv.ACTION_EVENT, "most": ROWS_MOST})
+
+
+def _attributes(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:
+    """Return attributes as OTLP's JSON has them."""
+    given = ((name, value) for name, value in attributes.items() if value != "")
+    return [{"key": name, "value": {"stringValue" if isinstance(value, str) else "doubleValue": value}} for name, value in given]

@@ -1,0 +1,53 @@
+"""HTTP route of actions.
+
+In: requests of browsers and programs. Out: sentences on what was done. Invariant: a request that another site could have sent, or that does
+not show the page's token for actions, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from page.access import PageAccess
+from page.actions.perform import ActionRunner
+from page.actions.requests import read_request
+from page.json_text import encode
+from spangrad.http.server import body
+
+InThread = Callable[[Callable[[], str]], Awaitable[str]]
+
+
+class ActionRoutes:
+    """Handler of requests for actions."""
+
+    def __init__(self, access: PageAccess, runner: ActionRunner | None, in_thread: InThread) -> None:
+        """Store the arguments.
+
+        Args:
+            access: decides which requests may act.
+            runner: carries actions out. None: the page offers none.
+            in_thread: runs a blocking function.
+        """
+        self._access = access
+        self._runner = runner
+        self._in_thread = in_thread
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes that aiohttp registers."""
+        return [web.post("/api/actions", self.act)]
+
+    async def act(self, request: web.Request) -> web.Response:
+        """Carry out an action."""
+        if self._runner is None:
+            return _answer(403, {"error": "this page offers no actions. Set page.actions to true."})
+        problem = self._access.action_problem(request)
+        if problem:
+            return _answer(403, {"error": problem})
+        runner, asked = self._runner, read_request(await body(request))
+        return _answer(200, {"done": await self._in_thread(lambda: runner.run(asked, request.remote or ""))})
+
+
+def _answer(status: int, value: dict[str, str]) -> web.Response:
+    return web.Response(status=status, body=encode(value), content_type="application/json", headers={"Cache-Control": "no-store"})

@@ -1,0 +1,1 @@
+"""The overview and the rollouts in a terminal, live: `spangrad watch`."""

@@ -1,0 +1,43 @@
+"""SQL of built rollouts for readers who go through them page by page: their revisions, the newest of some, the versions that they trained.
+
+In: conditions. Out: subqueries. Invariant: the newest revision of a rollout is the row that `spangrad.rollouts` has of it; unlike
+that view, these read only what a condition names.
+"""
+
+from __future__ import annotations
+
+from spangrad.store.datasets import KEY
+
+_OF_ROLLOUT = ", ".join(KEY)
+
+
+def revisions_sql(*, once: bool = False) -> str:
+    """Return a subquery with every revision of every rollout: the columns of the builder's row, BuildId, Outcome and Return.
+
+    Args:
+        once: whether a revision that was written twice is one row, which costs more.
+    """
+    outcome = "if(Failure = '', 'succeeded', Failure) AS Outcome, arraySum(`RewardTotals.Value`) AS Return"
+    return f"(SELECT *, BuildId, {outcome} FROM spangrad_internal.builds{' FINAL' if once else ''})"
+
+
+def newest_revisions_sql(where: str = "true") -> str:
+    """Return a subquery with BuildId and BuiltAt of each rollout's newest revision.
+
+    Args:
+        where: a condition over KEY or Mode, to read less.
+    """
+    newest = "argMax((BuildId, IngestedAt), Precedence) AS newest"
+    grouped = f"SELECT {newest} FROM spangrad_internal.builds WHERE {where} GROUP BY {_OF_ROLLOUT}"
+    return f"(SELECT newest.1 AS BuildId, newest.2 AS BuiltAt FROM ({grouped}))"
+
+
+def trained_versions_sql(where: str) -> str:
+    """Return a subquery with KEY and Trained: (Policy, Branch, Version) of the versions that a rollout trained, by a condition over KEY."""
+    trained = "groupUniqArray((Policy, Branch, Version)) AS Trained"
+    return f"(SELECT {_OF_ROLLOUT}, {trained} FROM spangrad_internal.batches WHERE {where} GROUP BY {_OF_ROLLOUT})"
+
+
+def arrived_drops_sql(where: str) -> str:
+    """Return a subquery with the drops of every revision, by a condition over their columns: how many arrived, not how many count."""
+    return f"(SELECT * FROM spangrad_internal.drops WHERE {where})"

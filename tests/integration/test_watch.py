@@ -1,0 +1,117 @@
+"""`spangrad watch` over a real store, driven by Textual's pilot; the screen is compared as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Input
+
+from commands.inspection.watch import watch_readers
+from page.reading import PageStore
+from page.watch.app import WatchApp
+from page.watch.cells import COLUMNS, visible
+from spangrad.settings import Settings, StoreSettings
+from tests.support.built_rollouts import post, settings_of
+from tests.support.spans import SpanFactory
+from transition_builder.loop import build_once
+
+RUN = "watched"
+HOSTILE = "[bold]x[/]\x1b[31m\u202e"
+
+
+@pytest.fixture(scope="module")
+def settings(store: StoreSettings) -> Settings:
+    """Settings of a page over three rollouts, of which one failed and one has a hostile name."""
+    spans = SpanFactory(run=RUN)
+    for rollout, reward, failure in (("good", 1.0, ""), ("late", 0.0, "timeout"), (HOSTILE, 0.5, "")):
+        root = spans.root(rollout, calls=1, failure=failure, TaskId="rome")
+        spans.evaluation(root, reward)
+        spans.call(spans.client(root, rollout=rollout), rollout=rollout)
+    post(store, spans.otlp())
+    built = settings_of(store, RUN)
+    build_once(built)
+    return built.model_copy(update={"gateway": built.gateway.model_copy(update={"url": "http://127.0.0.1:9"})})
+
+
+@asynccontextmanager
+async def watching(settings: Settings) -> AsyncIterator[tuple[WatchApp, Pilot[None]]]:
+    with closing(PageStore(settings.store)) as store:
+        app = WatchApp(watch_readers(settings, store), seconds=0.2)
+        async with app.run_test(size=(150, 30)) as pilot:
+            yield app, pilot
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    """Wait for a condition, ten seconds at most."""
+    for _ in range(200):
+        if condition():
+            return
+        await pilot.pause(0.05)
+    raise AssertionError(screen(pilot.app))  # pyright: ignore[reportArgumentType]
+
+
+def screen(app: WatchApp) -> str:
+    """Text of the screen."""
+    strips = app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+
+def listed(app: WatchApp) -> list[str]:
+    """Ids of the rollouts in the list."""
+    table = app.query_one("#list", DataTable)
+    return [str(table.get_row_at(row)[0]) for row in range(table.row_count)]
+
+
+async def test_watch_screen_shows_overview_and_rollouts(settings: Settings) -> None:
+    async with watching(settings) as (app, pilot):
+        await until(pilot, lambda: len(listed(app)) == 3)
+        lines = screen(app).splitlines()
+    assert [title.strip("─╭╮ ") for title in lines[0].split("╮╭")] == ["Services", "Last hour", "Drops of a day", "Version"]
+    tiles = [part.strip("│ ") for part in lines[1].split("││")]
+    assert tiles == ["● store", "built 3, 67 % succeeded", "none", "none"]
+    head = next(line for line in lines if line.strip().startswith("Rollout"))
+    assert re.split(r"\s{2,}", head.strip()) == list(COLUMNS)
+    rows = {line.split()[0]: line.split()[1:8] for line in lines if RUN in line}
+    assert rows["good"] == [RUN, "rome", "succeeded", "1", "1", "0", "0"]
+    assert rows["late"] == [RUN, "rome", "timeout", "0", "1", "0", "0"]
+    assert visible(HOSTILE) in "\n".join(lines)
+    assert "\x1b" not in "\n".join(lines)
+
+
+async def test_watch_keys_filter_and_open_a_rollout(settings: Settings) -> None:
+    async with watching(settings) as (app, pilot):
+        await until(pilot, lambda: len(listed(app)) == 3)
+        await pilot.press("f")
+        await until(pilot, lambda: listed(app) == ["late"])
+        await pilot.press("f", "slash", *"GOOD", "enter")
+        await until(pilot, lambda: listed(app) == ["good"])
+        assert app.query_one("#filter", Input).value == "GOOD"
+        await pilot.press("enter")
+        await until(pilot, lambda: "It is not trained" in screen(app))
+        assert "Rollout good" in screen(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: "Services" in screen(app))
+
+
+async def test_watch_screen_shows_new_rollouts_and_keeps_the_cursor(settings: Settings) -> None:
+    async with watching(settings) as (app, pilot):
+        await until(pilot, lambda: len(listed(app)) == 3)
+        table = app.query_one("#list", DataTable)
+        table.move_cursor(row=2)
+        chosen = listed(app)[2]
+        spans = SpanFactory(run=f"{RUN}-later")
+        spans.evaluation(spans.root("new", calls=0), 1.0)
+        post(settings.store, spans.otlp())
+        build_once(settings)
+        await until(pilot, lambda: len(listed(app)) == 4)
+        assert listed(app)[table.cursor_row] == chosen
+
+
+async def test_watch_without_store_shows_the_remedy(settings: Settings) -> None:
+    absent = settings.model_copy(update={"store": settings.store.model_copy(update={"url": "http://127.0.0.1:9"})})
+    async with watching(absent) as (app, pilot):
+        await until(pilot, lambda: "Start it with `spangrad store`" in screen(app))
