@@ -47,6 +47,9 @@ put("lineage", lineagePicture(version), h("ol", { class: "lineage" },
   step("Children", version.children.length ? version.children.map((row) => h("p", {}, link(row.Version, row.Branch), row.Status === "committed" ? "" : ` ${row.Status}`)) : h("p", {}, "none yet")),
   step("Trained on its rollouts", version.samples.length ? version.samples.map((row) => h("p", {}, link(row.Version), ` ${counted(row.Calls, "call")}`)) : h("p", {}, "none yet"))));
 
+const picture = document.querySelector(".lineage-picture");
+picture.scrollLeft = (picture.scrollWidth - picture.clientWidth) / 2; // the version stands in the middle
+
 const total = PARTS.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
 put("time", PARTS.length ? h("table", { class: "parts" }, h("caption", { class: "hidden" }, "Seconds of the step by part"), h("tbody", {}, PARTS
   .sort((left, right) => right[1] - left[1])
