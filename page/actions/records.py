@@ -68,7 +68,7 @@ class LogSender:
 
 
 class ActionRecords:
-    """What was asked of the page, and what came of it."""
+    """Requests for actions and their outcomes, written to the store."""
 
     def __init__(self, sender: LogSender) -> None:
         """Store the sender."""

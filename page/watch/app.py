@@ -25,7 +25,7 @@ from spangrad.errors import SpangradError
 
 @dataclass(frozen=True, slots=True)
 class WatchState:
-    """What one reading returned."""
+    """Result of one reading."""
 
     overview: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
@@ -47,7 +47,7 @@ class WatchReaders:
 
 
 class RolloutScreen(ModalScreen[None]):
-    """What became of a rollout, and why."""
+    """View of one rollout: sentences on its fate."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "Back")]
 

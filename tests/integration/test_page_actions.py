@@ -187,7 +187,7 @@ def test_restore_action_makes_a_skipped_group_trainable(page: ActingPage) -> Non
     assert [row.group.group_id for row in page.trainer.ledger.skips.read()] == ["y"], "none is restored where one is unknown"
 
 
-def test_queue_actions_cancel_open_rollouts_and_retry_dead_ones(page: ActingPage) -> None:
+def test_queue_actions_cancel_open_rollouts_and_retry_dead_rollouts(page: ActingPage) -> None:
     of_task = {"task_id": "t", "group_id": "g", "input": 1, "max_attempts": 1}
     page.queue.enqueue([{**of_task, "rollout_id": name} for name in ("dies", "waits")])
     (lease,) = page.queue.ask("POST", "/v1/leases", {"run_id": RUN, "worker": "w"})["leases"]

@@ -93,7 +93,7 @@ def test_pictures_in_docs_are_those_of_the_page(browser: Browser, url: str, pict
         assert apart <= DIFFERENCE_MOST, f"{name}: {apart:.3f}; `make pictures` makes it again"
 
 
-def test_difference_bound_tells_other_fonts_from_a_broken_layout(
+def test_difference_of_fonts_is_below_that_of_a_broken_layout(
     browser: Browser, url: str, pictures: TrainingPictures, tmp_path: Path
 ) -> None:
     visitor = Visitor(browser, url, viewport=SIZE)
