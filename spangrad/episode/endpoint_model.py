@@ -21,7 +21,7 @@ from spangrad.http.json_http import ask
 from spangrad.http.service import RemoteService
 
 _RETRY_SECONDS = 60.0
-"""Time for which a call is retried while the endpoint is away or busy, in seconds."""
+"""Time for which a call is retried while the endpoint is away or busy, in seconds; a request's own time limit ends it earlier."""
 _CALL_SECONDS = 600.0
 
 
@@ -51,7 +51,7 @@ class EndpointModel:
         attributes = {semconv.GEN_AI_OPERATION: "chat", semconv.GEN_AI_REQUEST_MODEL: self.model}
         tracer = trace.get_tracer(semconv.EPISODE_SCOPE)
         with tracer.start_as_current_span(f"chat {self.model}", kind=SpanKind.CLIENT, attributes=attributes) as span:
-            answer = await self._ask(body, request.previous.response_id if request.previous else "")
+            answer = await self._ask(body, request.previous.response_id if request.previous else "", request.seconds)
             choice = answer["choices"][0]
             reply = ModelReply(
                 _appended(choice["message"]),
@@ -69,12 +69,14 @@ class EndpointModel:
             )
         return reply
 
-    async def _ask(self, body: Mapping[str, Any], continues: str) -> Any:
+    async def _ask(self, body: Mapping[str, Any], continues: str, seconds: float | None) -> Any:
         headers: dict[str, str] = {semconv.CONTINUES_HEADER: continues or "new"}
         propagate.inject(headers)
         remedy = "Start it, or set OPENAI_BASE_URL."
-        service = RemoteService("the model's endpoint", self.url, self.key, EngineError, remedy, _RETRY_SECONDS, headers)
-        return await asyncio.to_thread(ask, service, "POST", "/chat/completions", body, seconds=_CALL_SECONDS)
+        # The thread outlives a caller that stops waiting. Its last try begins before the turn is over: nothing is asked out of turn.
+        retry_seconds, call_seconds = (_RETRY_SECONDS, _CALL_SECONDS) if seconds is None else (min(_RETRY_SECONDS, 0.9 * seconds), seconds)
+        service = RemoteService("the model's endpoint", self.url, self.key, EngineError, remedy, retry_seconds, headers)
+        return await asyncio.to_thread(ask, service, "POST", "/chat/completions", body, seconds=call_seconds)
 
 
 def _appended(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 In: an environment with `roles`, a player for each. Out: every player's context, steps by role, and the reason of the end. Invariant: a
 player is asked for a reply only where the environment names its role, and the environment gets the actions of exactly the roles that it
-named; a player observes only what is given to its role, and rewards go to the role that they are of, where it has called a model.
+named; a player observes only what is given to its role; each reward of a role that no script plays is recorded, so that the recorded
+returns of a zero-sum game between models add to 0; when the match has ended, by an error as well, no player is running.
 
 Players that act at once are asked at once. Each reply is within an agent's span of the role's name; a joint step is a tool's span.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -21,6 +22,7 @@ from opentelemetry import trace
 from spangrad import semconv
 from spangrad.episode.environment import EnvironmentCalls, StepResult, as_text
 from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, Player, PlayerEndError, ReplyModel
+from spangrad.episode.script import ScriptModel
 from spangrad.errors import EnvironmentsError
 
 
@@ -93,6 +95,8 @@ class Match:
         self.states = dict.fromkeys(models, PlayerState.PENDING)
         self._environment = environment
         self._players = {role: Player(model, limits, role) for role, model in models.items()}
+        self._rewarded = frozenset(role for role, model in models.items() if not isinstance(model, ScriptModel))
+        """Roles whose rewards are recorded, those before a role's first reply included."""
         self._steps: list[MatchStep] = []
         self._tracer = trace.get_tracer(semconv.EPISODE_SCOPE)
 
@@ -100,9 +104,9 @@ class Match:
         """Play until the environment or a limit ends the episode.
 
         Raises:
-            EngineError: a model's endpoint refused or failed, other than for its context.
+            EngineError: a model's endpoint refused or failed, other than for its context; the players that act at once are asked no longer.
             EnvironmentsError: the environment names no role that may act.
-            Exception: any of the environment.
+            Exception: any of the environment, or of a script.
         """
         with self._tracer.start_as_current_span("episode") as span:
             await self._begin(task)
@@ -147,13 +151,24 @@ class Match:
         for role in roles:
             if end := self._players[role].limit_reached:
                 return end
-        self.states |= dict.fromkeys(roles, PlayerState.RUNNING)
-        replies = await asyncio.gather(*(self._reply(role) for role in roles))
-        self.states |= dict.fromkeys(roles, PlayerState.PENDING)
-        if ended := [reply for reply in replies if reply is EpisodeEnd.CONTEXT]:
-            return ended[0]
-        texts = {role: reply.text for role, reply in zip(roles, replies, strict=True) if isinstance(reply, ModelReply)}
+        replies = await self._replies(roles)
+        if EpisodeEnd.CONTEXT in replies.values():
+            return EpisodeEnd.CONTEXT
+        texts = {role: reply.text for role, reply in replies.items() if isinstance(reply, ModelReply)}
         return await self._step(texts, next((role for role in roles if role not in texts), None))
+
+    async def _replies(self, roles: Sequence[str]) -> dict[str, ModelReply | EpisodeEnd]:
+        """Return each role's reply, or the reason for which it gave none; where one fails, none of the others goes on."""
+        self.states |= dict.fromkeys(roles, PlayerState.RUNNING)
+        try:
+            async with asyncio.TaskGroup() as together:
+                asked = {role: together.create_task(self._reply(role)) for role in roles}
+        except ExceptionGroup as failures:
+            failure = failures.exceptions[0]
+            raise failure from failure.__cause__  # the attempt fails by what happened first, as with a single player
+        finally:
+            self.states |= dict.fromkeys(roles, PlayerState.PENDING)
+        return {role: task.result() for role, task in asked.items()}
 
     async def _reply(self, role: str) -> ModelReply | EpisodeEnd:
         """Return a role's reply, or the reason for which it gave none."""
@@ -183,7 +198,7 @@ class Match:
                     return EpisodeEnd.FORFEIT
             shown = await self._observe({role: result.observation for role, result in results.items()})
             for role, result in results.items():
-                if result.reward is not None and self._players[role].has_called:
+                if result.reward is not None and role in self._rewarded:
                     self._players[role].reward(span, result.reward)
                 if result.done:
                     self.states[role] = PlayerState.DONE

@@ -84,6 +84,8 @@ class ReplyRequest:
     """Largest number of the reply's tokens. None: the endpoint's own."""
     previous: ModelReply | None = None
     """Last reply, after which messages were appended. None: this is the first."""
+    seconds: float | None = None
+    """Time limit, in seconds, after which the reply counts no more and must not be asked for again. None: there is none."""
 
 
 class ReplyModel(Protocol):
@@ -146,11 +148,6 @@ class Player:
             return EpisodeEnd.TOKENS
         return EpisodeEnd.TIME if self._deadline is not None and time.monotonic() >= self._deadline else None
 
-    @property
-    def has_called(self) -> bool:
-        """True if its last reply is a model's, which a reward can name."""
-        return bool(self.replies) and bool(self.replies[-1].response_id)
-
     async def reply(self, tools: Sequence[Mapping[str, Any]] = ()) -> ModelReply:
         """Return the model's reply to what was observed, and append both.
 
@@ -162,7 +159,8 @@ class Player:
         previous = self.replies[-1] if self.replies else None
         try:
             async with asyncio.timeout(self._limits.turn_seconds):
-                reply = await self._model.reply(ReplyRequest(tuple(self.messages), tools, self._tokens_left, previous))
+                request = ReplyRequest(tuple(self.messages), tools, self._tokens_left, previous, self._limits.turn_seconds)
+                reply = await self._model.reply(request)
         except TimeoutError as error:
             raise PlayerEndError(EpisodeEnd.TIME) from error
         except EngineError as error:
@@ -174,9 +172,9 @@ class Player:
         return reply
 
     def reward(self, span: Span, value: float) -> None:
-        """Record a reward on a span, as an evaluation of the player's last reply; of the rollout where it gave none."""
+        """Record a reward on a span, as an evaluation of the player's last reply; of the rollout, where that is none or has no id."""
         attributes: dict[str, str | float] = {semconv.EVALUATION_NAME: semconv.REWARD_NAME, semconv.EVALUATION_SCORE: float(value)}
-        if self.has_called:
+        if self.replies and self.replies[-1].response_id:
             attributes[semconv.GEN_AI_RESPONSE_ID] = self.replies[-1].response_id
         if self.role:
             attributes[semconv.REWARD_ROLE] = self.role

@@ -6,7 +6,7 @@ import asyncio
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,27 +14,15 @@ import pytest
 from runner.queue.client import QueueClient
 from runner.queue.wire import RolloutSelector, RolloutState
 from spangrad import semconv
-from spangrad.processes import Child, wait_until
-from spangrad.settings import Settings
+from spangrad.processes import wait_until
 from spangrad.types import AttemptFailure
-from tests.support.runners import (
-    RunnerServices,
-    kill,
-    queue_process,
-    queue_server,
-    queue_settings,
-    runner_services,
-    some,
-    until,
-    until_ended,
-    with_mood,
-)
+from tests.support.runners import queue_server, queue_settings, runner_services, some, until, until_ended, with_mood
+from tests.support.worker_kills import WORKERS, Victims, require_no_orphan, require_once, until_true
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 ROLLOUTS = 150
 KILLS = 50
-WORKERS = 3
 SLEEPERS = """
 import asyncio
 
@@ -44,76 +32,13 @@ async def agent(given):
 """
 
 
-async def until_true(what: str, true: Callable[[], bool]) -> None:
-    await asyncio.to_thread(wait_until, true, 180, what)
-
-
-async def require_no_orphan(here: RunnerServices) -> None:
-    """Nothing that a host has started outlives the workers."""
-    for child in here.children:
-        child.stop(60)
-    await asyncio.to_thread(wait_until, lambda: not here.left() and not here.processes(), 60, "the end of what hosts have started")
-    assert here.hosts() == []
-
-
-async def require_once(client: QueueClient, here: RunnerServices, names: Iterable[str]) -> dict[tuple[str, int], AttemptFailure | None]:
-    """Each rollout has succeeded once; each attempt has its root, and the newest of each rollout the final mark. Attempts by reason."""
-    wanted = Counter(names)
-    ended = await until_ended(client, len(wanted))
-    # Differences alone: pytest would take minutes to tell two large mappings apart.
-    assert Counter(one.rollout_id for one in ended) - wanted == Counter(), "ended twice"
-    assert wanted - Counter(one.rollout_id for one in ended) == Counter(), "lost"
-    assert {one.state for one in ended} == {RolloutState.SUCCEEDED}
-    whole = [await client.rollout(one.rollout_id) for one in ended]
-    attempts = {(rollout.rollout_id, one.attempt): one.reason for rollout in whole for one in rollout.attempts}
-    assert Counter(name for (name, _), reason in attempts.items() if reason is None) - wanted == Counter(), "completed twice"
-    await until_true("the last roots", lambda: here.roots().keys() >= attempts.keys())
-    roots = here.roots()
-    assert [key for key in roots if key not in attempts] == []
-    newest = {name: max(number for other, number in attempts if other == name) for name in wanted}
-    assert [key for key in newest.items() if not roots[key][semconv.ROLLOUT_FINAL]] == []
-    return attempts
-
-
-class Victims:
-    """Everything that may die: each is replaced, or replaces itself."""
-
-    def __init__(self, here: RunnerServices, settings: Settings, chance: random.Random) -> None:
-        self._here, self._settings, self._chance = here, settings, chance
-        self.killed: Counter[str] = Counter()
-        self.server = self._serve()
-
-    def kill_one(self) -> None:
-        """Kill one that is there, of a kind drawn first."""
-        kinds: dict[str, list[int]] = {
-            "server": [self.server.process.pid],
-            "worker": [child.process.pid for child in self._here.children if child.running],
-            "host": self._here.hosts(),
-            "program": self._here.programs(),
-        }
-        kind = self._chance.choice([name for name, pids in kinds.items() if pids])
-        victim = self._chance.choice(kinds[kind])
-        kill(victim)
-        self.killed[kind] += 1
-        for child in (*self._here.children, self.server):
-            if child.process.pid == victim:
-                child.process.wait()  # a corpse may count as running, and then nobody takes its place
-        if not self.server.running:
-            self.server = self._serve()
-        for _ in range(WORKERS - sum(child.running for child in self._here.children)):
-            self._here.start_worker()
-
-    def _serve(self) -> Child:
-        return queue_process(self._settings, self._here.directory / "queue.log")
-
-
 async def test_workers_killed_50_times_lose_no_rollout_and_leave_no_process(
     queue_db: str, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     chance = random.Random(8)
     settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=KILLS + 2)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=3) as here:
-        victims = Victims(here, settings, chance)
+        victims = Victims(here, settings, chance, here.start_worker)
         try:
             async with QueueClient.of(settings.queue, retry_seconds=300) as client:
                 rollouts = with_mood("slow", some(ROLLOUTS))

@@ -1,4 +1,4 @@
-"""Episodes of several players: order of turns, contexts and rewards by role, forfeits, whatever the players do and when."""
+"""Episodes of several players: order of turns, contexts and rewards by role, forfeits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from spangrad import semconv
 from spangrad.episode.agent import models_of
 from spangrad.episode.endpoint_model import EndpointModel
 from spangrad.episode.environment import EnvironmentCalls, StepResult
-from spangrad.episode.match import Match, MatchOutcome, PlayerState
+from spangrad.episode.match import Match, MatchOutcome
 from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, ReplyRequest
 from spangrad.episode.script import ScriptModel
 from spangrad.errors import EnvironmentsError, SettingsError
@@ -181,59 +179,6 @@ def test_match_needs_a_player_for_each_role_and_no_tools() -> None:
     setattr(tooled, "tools", [{}])  # noqa: B010 - environments have it as an optional member
     with pytest.raises(EnvironmentsError, match="roles and tools"):
         match(tooled, {role: Voice(role) for role in ROLES})
-
-
-SEATS = ("a", "b", "c")
-
-
-class Market:
-    """A zero-sum game of three whose turns are drawn beforehand: one acts, or several at once."""
-
-    roles = SEATS
-
-    def __init__(self, turns: Sequence[frozenset[str]], players: Match | None = None) -> None:
-        self.turns, self.at, self.match = turns, 0, players
-
-    def reset(self, task: object) -> dict[str, str]:
-        return {role: f"for {role}" for role in SEATS}
-
-    def acting(self) -> tuple[str, ...]:
-        return tuple(sorted(self.turns[self.at]))
-
-    def step(self, actions: Mapping[str, str]) -> dict[str, StepResult]:
-        assert set(actions) == self.turns[self.at], "acted out of turn"
-        return self._next({role: len(actions[role]) if role in actions else 0 for role in SEATS})
-
-    def forfeit(self, role: str) -> dict[str, StepResult]:
-        assert role in self.turns[self.at]
-        return self._next({seat: -1 if seat == role else 0 for seat in SEATS})
-
-    def _next(self, raw: Mapping[str, int]) -> dict[str, StepResult]:
-        assert self.match is not None
-        assert PlayerState.RUNNING not in self.match.states.values(), "stepped while a player runs"
-        mean = sum(raw.values()) / len(SEATS)
-        self.at += 1
-        return {role: StepResult(f"for {role}", raw[role] - mean, self.at == len(self.turns)) for role in SEATS}
-
-
-DELAYS = st.lists(st.one_of(st.integers(0, 5), st.none()), max_size=8)
-
-
-@settings(max_examples=1000, deadline=None)
-@given(st.lists(st.frozensets(st.sampled_from(SEATS), min_size=1), min_size=1, max_size=8), st.tuples(DELAYS, DELAYS, DELAYS))
-def test_match_no_interleaving_acts_out_of_turn_or_deadlocks(turns: list[frozenset[str]], delays: tuple[list[int | None], ...]) -> None:
-    voices = {role: Voice(role, delays[at]) for at, role in enumerate(SEATS)}
-    market = Market(turns)
-    market.match = match(market, voices, EpisodeLimits(turn_seconds=0.002))
-    outcome = asyncio.run(asyncio.wait_for(market.match.run(None), 10))
-    assert (outcome.end, len(outcome.steps)) == (EpisodeEnd.DONE, len(turns))
-    assert sum(outcome.returns.values()) == pytest.approx(0)
-    for role, voice in voices.items():
-        assert len(voice.contexts) == sum(role in turn for turn in turns)
-        seen = [line for message in outcome.messages[role] if message["role"] == "user" for line in message["content"].split("\n")]
-        assert set(seen) == {f"for {role}"}
-        for earlier, later in zip(voice.contexts, voice.contexts[1:], strict=False):
-            assert later[: len(earlier)] == earlier
 
 
 def test_match_players_are_those_of_the_settings() -> None:
