@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -22,13 +22,15 @@ from runner.groups import rollouts_of
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import NewRollout, QueuedRollout, RolloutSelector, RolloutState
 from runner.rewards.client import RewardClient
-from runner.sandboxes.agent_sandbox import open_agent_sandbox
+from runner.sandboxes.agent_sandbox import AgentSandbox, open_agent_sandbox
 from runner.workers.agent_processes import HostPool
-from runner.workers.agents import AgentSpec, agent_environment, is_service
+from runner.workers.agents import AgentsBySource, AgentSpec, agent_environment, is_service
 from runner.workers.attempt_files import AttemptFiles
-from runner.workers.attempts import Attempts, AttemptServices, StopReason
+from runner.workers.attempts import Attempts, AttemptServices, RunServices, StopReason
 from runner.workers.containers import remove_of_dead
 from runner.workers.gateway_client import GatewayClient
+from runner.workers.handlers import ANY_SOURCE, Handlers
+from runner.workers.lost_attempts import LostAttempts
 from runner.workers.root_spans import RootSpans, require_store
 from runner.workers.worker import Worker
 from spangrad.agent.prompt_store import PromptStore
@@ -77,12 +79,12 @@ class Runner:
 
     Args:
         settings: addresses of store, gateway and queue, and the number of rollouts that run at once.
-        agent: the agent to run.
+        agent: the agent to run, or agents by data source, which are named as in runner.handlers.
         resume: continue with the newest queue that a killed process has left of this run, instead of creating one. With a queue server
             (queue.url), all waiting rollouts of the run are run anyway.
     """
 
-    def __init__(self, settings: Settings, agent: AgentSpec, *, resume: bool = False) -> None:
+    def __init__(self, settings: Settings, agent: AgentSpec | AgentsBySource, *, resume: bool = False) -> None:
         self._settings = settings
         self._agent = agent
         self._resume = resume
@@ -92,7 +94,7 @@ class Runner:
         """Prompt version that rollouts are pinned to whose tasks name no prompt. None: they are not pinned."""
         self.queue: QueueClient
         self._worker: Worker
-        self._attempts: Attempts
+        self._services: RunServices
 
     async def __aenter__(self) -> Self:
         """Check that store and gateway answer, then start the agent hosts.
@@ -105,10 +107,10 @@ class Runner:
         """
         settings = self._settings.runner
         async with AsyncExitStack() as stack:
-            attempts = await open_attempts(self._settings, self._agent, stack, self._open_queue)
-            self._attempts, self.queue = attempts, attempts.queue
+            handlers = await open_handlers(self._settings, self._agent, stack, self._open_queue)
+            self._services, self.queue = handlers.services, handlers.services.queue
             self._cursor = (await self.queue.run(settings.run_id)).cursor
-            worker = Worker(self.queue, settings.run_id, attempts, attempts.entry, store_retry_seconds=_STORE_RETRY_SECONDS)
+            worker = Worker(settings.run_id, handlers, store_retry_seconds=_STORE_RETRY_SECONDS)
             self._worker = await stack.enter_async_context(worker)
             self._stack = stack.pop_all()
         return self
@@ -181,7 +183,7 @@ class Runner:
         """
 
         async def served(policy: str) -> int | None:
-            return await self._attempts.gateway.served(policy) if self._attempts.gateway is not None else None
+            return await self._services.gateway.served(policy) if self._services.gateway is not None else None
 
         source = DemandSource(self._settings, self.queue, tasks, seed=seed, queued=self._queued, served=served)
         stopping = asyncio.create_task(ending.wait())
@@ -247,14 +249,14 @@ class Runner:
             cursor = page.cursor
             self._cursor = max(cursor, self._cursor)
             for rollout in page.rollouts:
-                await self._attempts.close_lost_attempts(rollout)
+                await self._services.lost.close(rollout)
                 if rollout.rollout_id in left:
                     left.discard(rollout.rollout_id)
                     outcome = outcomes[rollout.rollout_id] = outcome_of(rollout)
                     if progress is not None:
                         progress(outcome)
         await self._worker.without(ids)
-        await self._attempts.roots.acknowledged(_STORE_RETRY_SECONDS)
+        await self._services.roots.acknowledged(_STORE_RETRY_SECONDS)
         return [outcomes[name] for name in ids]
 
     async def _abandon(self, ids: Sequence[str], cursor: int) -> None:
@@ -269,10 +271,10 @@ class Runner:
             if not page.rollouts:
                 break  # the missing rollouts were not enqueued
             for rollout in page.rollouts:
-                await self._attempts.close_lost_attempts(rollout)
+                await self._services.lost.close(rollout)
             left -= {rollout.rollout_id for rollout in page.rollouts}
         await self._worker.without(ids)
-        await self._attempts.roots.acknowledged(_STORE_RETRY_SECONDS)
+        await self._services.roots.acknowledged(_STORE_RETRY_SECONDS)
 
     async def _open_queue(self) -> QueueClient:
         settings = self._settings.runner
@@ -291,13 +293,13 @@ class Runner:
         return chosen or EmbeddedQueue.begin(self._settings)
 
 
-async def open_attempts(
-    settings: Settings, agent: AgentSpec, stack: AsyncExitStack, queue: Callable[[], Awaitable[QueueClient]]
-) -> Attempts:
-    """Open the services that attempts need, and start the agent hosts; `stack` closes them.
+async def open_handlers(
+    settings: Settings, agent: AgentSpec | AgentsBySource, stack: AsyncExitStack, queue: Callable[[], Awaitable[QueueClient]]
+) -> Handlers:
+    """Open the services that attempts need, and start the hosts of each agent; `stack` closes them.
 
     Raises:
-        SpangradError: the store, the gateway, the queue or the agent is not available.
+        SpangradError: the store, the gateway, the queue or an agent is not available.
     """
     await require_store(settings.store)
     gateway = None
@@ -306,19 +308,37 @@ async def open_attempts(
         gateway = GatewayClient(settings.gateway.url, token.get_secret_value() if token else None)
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
-    services = replace(await _open_services(settings, agent, stack), by_rules=settings.builder.rewards_from == "rules")
-    sandbox = await stack.enter_async_context(open_agent_sandbox(settings, agent))
-    roots = RootSpans(settings.store, sandbox and sandbox.rung)
+    agents = agent if isinstance(agent, Mapping) else {ANY_SOURCE: agent}
+    opened = {source: await _open_agent(_of_handler(settings, source), spec, stack) for source, spec in agents.items()}
+    roots = RootSpans(settings.store)
     stack.push_async_callback(roots.shut)
-    opened = await queue()
-    stack.push_async_callback(opened.close)
-    pool = HostPool(agent, settings.runner, agent_environment(os.environ, settings, agent), sandbox and sandbox.launch)
-    stack.push_async_callback(pool.close)
-    await asyncio.to_thread(remove_of_dead, agent)
-    await pool.start()
+    opened_queue = await queue()
+    stack.push_async_callback(opened_queue.close)
     files = AttemptFiles(settings.runner.directory, settings.runner.attempts_kept)
     await asyncio.to_thread(files.prune)
-    return Attempts(pool, gateway, roots, opened, files, settings.runner, services, sandbox.rung if sandbox else SandboxRung.NONE)
+    services = RunServices(gateway, roots, opened_queue, files, LostAttempts(gateway, roots, opened_queue))
+    attempts: dict[str, Attempts] = {}
+    pools: list[HostPool] = []
+    for source, (own, sandbox) in opened.items():
+        runner, spec = _of_handler(settings, source).runner, agents[source]
+        pool = HostPool(spec, runner, agent_environment(os.environ, settings, spec), sandbox and sandbox.launch, name=source)
+        stack.push_async_callback(pool.close)
+        await asyncio.to_thread(remove_of_dead, spec)
+        attempts[source] = Attempts(pool, services, runner, own, sandbox.rung if sandbox else SandboxRung.NONE)
+        pools.append(pool)
+    await asyncio.gather(*(pool.start() for pool in pools))
+    return Handlers(attempts, services)
+
+
+def _of_handler(settings: Settings, source: str) -> Settings:
+    """Return the settings of the handler of a data source."""
+    return settings if source == ANY_SOURCE else settings.model_copy(update={"runner": settings.runner.of_handler(source)})
+
+
+async def _open_agent(settings: Settings, agent: AgentSpec, stack: AsyncExitStack) -> tuple[AttemptServices, AgentSandbox | None]:
+    """Connect to the services of an agent, and choose its sandboxes."""
+    services = replace(await _open_services(settings, agent, stack), by_rules=settings.builder.rewards_from == "rules")
+    return services, await stack.enter_async_context(open_agent_sandbox(settings, agent))
 
 
 async def _open_services(settings: Settings, agent: AgentSpec, stack: AsyncExitStack) -> AttemptServices:
@@ -353,6 +373,7 @@ def queued(rollout: Rollout, settings: Settings) -> NewRollout:
         max_attempts=settings.runner.max_attempts,
         prompt=rollout.task.prompt,
         least_sandbox=rollout.task.least_sandbox,
+        data_source=rollout.task.data_source,
     )
 
 

@@ -181,6 +181,8 @@ class AttemptFailure(StrEnum):
     """The runner was stopped or lost the gateway, or the rollout was no longer requested."""
     LOST = "lost"
     """The worker sent no heartbeat for longer than its lease holds, or did not end the attempt at its time limit."""
+    NO_HANDLER = "no_handler"
+    """The worker has no handler for the rollout's data source, or its handler cannot do what the request asks for; it is not retried."""
     RELEASED = "released"
     """The worker gave the attempt back; it does not count as one of the rollout's attempts."""
 
@@ -277,6 +279,8 @@ class Task:
     first."""
     least_sandbox: SandboxRung | None = None
     """Weakest kind of sandbox that an attempt at the task may run in. None: any, and none as well."""
+    data_source: str = ""
+    """Source that the task comes from, which selects the handler of its attempts. Empty: none is named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`spangrad rollout`: one rollout, as the span store, the ledger and the runner's attempt logs show it."""
+"""`spangrad rollout`: one rollout, as the span store and the ledger show it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
 from commands.stopped_store import answering_store
+from spangrad import semconv
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,24 +50,27 @@ def _show(
     record = _ask(id_, attempt, settings)
     console = plain_console(_PIPE_WIDTH, width=width)
     console.print(draw(record))
-    for line in _kept(settings, id_, attempt):
-        console.print(line, highlight=False)
+    for line in _attempts(record, settings):
+        console.print(line, highlight=False, markup=False)
 
 
-def _kept(settings: Settings, id_: str, attempt: int | None) -> Iterator[str]:
-    """Yield lines from the runner's files on this machine: how each attempt ended, and the last lines of its logs."""
+def _attempts(record: Record, settings: Settings) -> Iterator[str]:
+    """Yield lines about attempts that failed or printed: their ends, the ends of their logs, and the whole logs on this machine."""
     from runner.workers.attempt_files import AttemptFiles
 
-    for attempt_files in AttemptFiles(settings.runner.directory, settings.runner.attempts_kept).kept(id_):
-        if attempt in {None, attempt_files.attempt}:
-            end = attempt_files.end
-            outcome = f"{end['reason'] or 'succeeded'} {end['detail']}".strip() if end else "its worker did not say how it ended"
-            yield f"attempt {attempt_files.attempt}: {outcome}"
-            if stages := end.get("stages"):
-                yield "  " + ", ".join(f"{stage} {seconds:.3g} s" for stage, seconds in stages.items())
-            if attempt_files.log is not None:
-                yield f"  the end of {attempt_files.log}:"
-                yield from (f"  | {line}" for line in attempt_files.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+    logs = AttemptFiles(settings.runner.directory, settings.runner.attempts_kept).logs(record.rollout)
+    for root in sorted((span for span in record.spans if span.is_root), key=lambda span: span.attempt):
+        failure, partial = (root.attributes.get(name, "") for name in (semconv.ROLLOUT_FAILURE, semconv.ROLLOUT_PARTIAL))
+        printed = root.attributes.get(semconv.ROLLOUT_LOG, "").splitlines()
+        if not (failure or partial or printed):
+            continue  # the tree says all
+        outcome = f"{failure} {root.message}".strip() if failure else "succeeded"
+        yield f"attempt {root.attempt}: {outcome}" + (f", with a partial result after {partial}" if partial else "")
+        if printed:
+            yield "  the end of its log:"
+            yield from (f"  | {line}" for line in printed[-_LOG_LINES:])
+        if root.attempt in logs:
+            yield f"  the whole log: {logs[root.attempt]}"
 
 
 @rollout.command(name="why")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings
 
 if TYPE_CHECKING:
-    from runner.workers.agents import AgentSpec
+    from runner.workers.agents import AgentsBySource, AgentSpec
 
 Command = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
@@ -68,6 +69,48 @@ def agent_spec(
         arguments=tuple(runner.container.arguments),
         address=runner.container.address,
     )
+
+
+def agents_of(
+    settings: RunnerSettings,
+    command: tuple[str, ...],
+    agent: str | None,
+    evaluator: str | None,
+    directory: Path,
+    *,
+    instrument: bool,
+    image: str | None = None,
+    environment: str | None = None,
+) -> AgentSpec | AgentsBySource:
+    """Return the agent that the arguments name; if they name none, the agents of `runner.handlers` by data source.
+
+    Raises:
+        AgentError: as `agent_spec`.
+    """
+    if settings.handlers and not (command or agent or image or environment):
+        if evaluator is not None or instrument:
+            raise AgentError("--evaluator and --instrument belong to an agent: name one, or set them in runner.handlers.")
+        return {source: _of_handler(settings, source) for source in settings.handlers}
+    return agent_spec(command, agent, evaluator, directory, settings, instrument=instrument, image=image, environment=environment)
+
+
+def _of_handler(settings: RunnerSettings, source: str) -> AgentSpec:
+    """Return the agent of a handler."""
+    handler = settings.handlers[source]
+    try:
+        spec = agent_spec(
+            tuple(handler.command),
+            handler.agent,
+            handler.evaluator,
+            handler.directory,
+            settings.of_handler(source),
+            instrument=handler.instrument,
+            image=handler.image,
+            environment=handler.environment,
+        )
+        return replace(spec, on_failure=handler.on_failure and located(handler.on_failure, handler.directory))
+    except AgentError as error:
+        raise AgentError(f"runner.handlers.{source}: {error}") from error
 
 
 def located(reference: str, directory: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import Command, agent_spec, on_signals
+from commands.training.agents import Command, agents_of, on_signals
 from spangrad.agent.reward_values import total
 from spangrad.client.task_files import read_tasks
 from spangrad.client.task_store import STORED, TaskStore
@@ -21,7 +21,7 @@ from spangrad.types import Mode, Task
 
 if TYPE_CHECKING:
     from runner.runner import Outcome
-    from runner.workers.agents import AgentSpec
+    from runner.workers.agents import AgentsBySource, AgentSpec
     from spangrad.settings import RunnerSettings, Settings
 
 _LINE = 200
@@ -47,6 +47,8 @@ def run(
     set_: Overrides = None,
 ) -> None:
     """Run an agent on tasks, with several rollouts per task, and print the mean reward of each task.
+
+    Without an agent, each task is run by the handler of its data source (runner.handlers).
 
     Args:
         command: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
@@ -79,7 +81,7 @@ def run(
         )
     if follow_demand and (tasks is None or settings.queue.url is None):
         raise AgentError("--follow-demand needs --tasks FILE, and queue.url: the queue to which trainers report their demand.")
-    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
+    agents = agents_of(settings.runner, command, agent, evaluator, directory, instrument=instrument, image=image, environment=environment)
     # A file that cannot be read ends the command at once; tasks that the queue holds are read when it answers.
     stored = TaskStore.of(settings) if tasks is not None and tasks.startswith(STORED) else None
     read = None if tasks is None or stored else read_tasks(tasks)
@@ -87,10 +89,10 @@ def run(
     if tasks is not None and stored:
         read = stored.read(tasks.removeprefix(STORED))
     if follow_demand and read is not None:
-        asyncio.run(_follow(settings, spec, read, seed))
+        asyncio.run(_follow(settings, agents, read, seed))
         return
     try:
-        outcomes = asyncio.run(_run(settings, spec, read, mode))
+        outcomes = asyncio.run(_run(settings, agents, read, mode))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
     _show(outcomes)
@@ -99,16 +101,16 @@ def run(
         sys.exit(1)
 
 
-async def _follow(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], seed: int) -> None:
+async def _follow(settings: Settings, agents: AgentSpec | AgentsBySource, tasks: Sequence[Task], seed: int) -> None:
     from runner.runner import Runner
 
     ending = asyncio.Event()
     on_signals(ending.set)
-    async with Runner(settings, spec) as runner:
+    async with Runner(settings, agents) as runner:
         await runner.follow(tasks, ending, seed=seed)
 
 
-async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None, mode: Mode) -> list[Outcome]:
+async def _run(settings: Settings, agents: AgentSpec | AgentsBySource, tasks: Sequence[Task] | None, mode: Mode) -> list[Outcome]:
     """Run rollouts of the tasks, or finish the rollouts that are left of the run if `tasks` is None."""
     from rich.progress import Progress
 
@@ -120,7 +122,7 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None
     assert task is not None
     # As asyncio does on SIGINT: root spans are ended and exported, and the agents' processes are stopped.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with Runner(settings, spec, resume=tasks is None) as runner:
+    async with Runner(settings, agents, resume=tasks is None) as runner:
         size = settings.runner.group_size
         with Progress(console=plain_console()) as progress:
             total = len(await runner.waiting()) if tasks is None else len(tasks) * (size + wants_greedy(settings, mode))
@@ -162,9 +164,8 @@ def _what_happened(outcome: Outcome, runner: RunnerSettings) -> str:
     """Return the first and the last line of a failed attempt's detail and log."""
     from runner.workers.attempt_files import AttemptFiles
 
-    kept = AttemptFiles(runner.directory, runner.attempts_kept).kept(outcome.key.rollout_id)
-    logs = [attempt.log for attempt in kept if attempt.attempt == outcome.key.attempt and attempt.log]
-    lines = [line.strip() for text in (outcome.detail, *(log.read_text(errors="replace") for log in logs)) for line in text.splitlines()]
+    log = AttemptFiles(runner.directory, runner.attempts_kept).tail(outcome.key.rollout_id, outcome.key.attempt)
+    lines = [line.strip() for text in (outcome.detail, log) for line in text.splitlines()]
     nonempty = [line for line in lines if line]
     return ": ".join(line[:_LINE] for line in dict.fromkeys((*nonempty[:1], *nonempty[-1:])))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import Command, agent_spec, on_signals
+from commands.training.agents import Command, agents_of, on_signals
 from spangrad.errors import GatewayError, StoreError
 from spangrad.http.readiness import await_services, needs_of_rollouts
 
 if TYPE_CHECKING:
-    from runner.workers.agents import AgentSpec
+    from runner.workers.agents import AgentsBySource, AgentSpec
     from spangrad.settings import Settings
 
 _RETRY_SECONDS = 2.0
@@ -36,7 +36,7 @@ def worker(
     """Run an agent on the rollouts of one run that the queue at queue.url hands out, until SIGTERM or Ctrl-C.
 
     After the signal, the worker takes no more rollouts, lets attempts in progress continue for up to runner.drain_seconds, returns the
-    remaining rollouts to the queue, and exits with code 0.
+    remaining rollouts to the queue, and exits with code 0. Without an agent, it has all handlers of runner.handlers.
 
     Args:
         command: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
@@ -55,12 +55,12 @@ def worker(
     """
     settings = resolve(config, set_, {"runner.run_id": run_id, "queue.url": queue_url})
     log_to_stderr()
-    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
+    agents = agents_of(settings.runner, command, agent, evaluator, directory, instrument=instrument, image=image, environment=environment)
     await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)
-    asyncio.run(_work(settings, spec))
+    asyncio.run(_work(settings, agents))
 
 
-async def _work(settings: Settings, spec: AgentSpec) -> None:
+async def _work(settings: Settings, agents: AgentSpec | AgentsBySource) -> None:
     from runner.workers.serving import serve
 
     ending = asyncio.Event()
@@ -74,7 +74,7 @@ async def _work(settings: Settings, spec: AgentSpec) -> None:
 
     while not ending.is_set():
         try:
-            await serve(settings, spec, ending, ready)
+            await serve(settings, agents, ending, ready)
         except (GatewayError, StoreError) as error:
             # Its rollouts are back in the queue by now. The worker waits for services that are being restarted.
             if not began and isinstance(error, StoreError):

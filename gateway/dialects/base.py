@@ -17,6 +17,7 @@ import msgspec
 
 from gateway.dialects.answer import EngineAnswer
 from gateway.vllm_plugin.request_fields import is_passed_unchanged, requests_ids, requests_logprobs, with_ids
+from spangrad.http.announcements import OWN_SAMPLING, SamplingParameters
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 _DATA = re.compile(rb"(?:\A|\n)data: ?([^\r\n]*)")
@@ -63,10 +64,23 @@ class ClientRequest:
         fields = {**self.fields, "temperature": 0}
         return replace(self, raw=msgspec.json.encode(fields), fields=fields)
 
+    def sampled(self, parameters: SamplingParameters) -> ClientRequest:
+        """Return the request with these sampling parameters in place of its own; itself if there are none."""
+        if parameters == OWN_SAMPLING:
+            return self
+        values = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(parameters, name)) is not None}
+        fields = {**self.fields, **values}
+        request = replace(self, raw=msgspec.json.encode(fields), fields=fields) if values else self
+        return request if parameters.max_tokens is None else request.shortened(parameters.max_tokens)
+
     def limited(self, tokens: int) -> ClientRequest:
         """Return the request for at most so many tokens in all its choices together, 1 each at least; itself if it asks for no more."""
-        names, choices = self.dialect.length_fields, self.fields.get("n")
-        most = max(tokens // choices, 1) if isinstance(choices, int) and choices > 0 else tokens
+        choices = self.fields.get("n")
+        return self.shortened(max(tokens // choices, 1) if isinstance(choices, int) and choices > 0 else tokens)
+
+    def shortened(self, most: int) -> ClientRequest:
+        """Return the request for at most so many tokens in each of its choices; itself if it asks for no more."""
+        names = self.dialect.length_fields
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
         requested = self.fields.get(name)
         if isinstance(requested, int) and requested <= most:

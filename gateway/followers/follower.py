@@ -59,7 +59,8 @@ class Follower:
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes that aiohttp registers."""
-        return [web.get(STATE_PATH, self.refuse), web.route("*", "/admin/{path:.*}", self.forward)]
+        servers = [web.post(path, self.forward) for path in ("/add_llm_server", "/clear_llm_server")]
+        return [web.get(STATE_PATH, self.refuse), web.route("*", "/admin/{path:.*}", self.forward), *servers]
 
     async def refuse(self, request: web.Request) -> web.Response:
         """Refuse to be followed: a state at third hand would not be confirmed."""

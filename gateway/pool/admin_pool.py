@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -44,6 +44,30 @@ class BackendRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str | None = None
     renew: bool = False
     """True: an engine registers itself, and may be registered already."""
+
+
+class ServerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine to register, by ProRL Agent's name for it."""
+
+    address: str
+    """URL of the engine."""
+    policy: str | None = None
+    """None: the policy of `gateway.policy`."""
+
+
+class ClearRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Order to remove all backends of a policy."""
+
+    policy: str | None = None
+    """None: the policy of `gateway.policy`."""
+    now: bool = False
+    """True if calls in flight are not waited for."""
+
+
+class ClearedBackends(msgspec.Struct, frozen=True):
+    """Backends that were removed."""
+
+    removed: list[str]
 
 
 class OrderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,6 +165,8 @@ class PoolAdmin:
             web.delete("/admin/backends/{backend}", _errors_as_json(self.remove)),
             web.post("/admin/backends/{backend}/sleep", _errors_as_json(self.sleep)),
             web.post("/admin/backends/{backend}/wake_up", _errors_as_json(self.wake)),
+            web.post("/add_llm_server", _errors_as_json(self.add_server)),
+            web.post("/clear_llm_server", _errors_as_json(self.clear_servers)),
             web.get("/admin/policies", self.policies),
             web.get("/admin/policies/{policy}", _errors_as_json(self.policy)),
             web.post("/admin/policies/{policy}/versions", _errors_as_json(self.publish)),
@@ -157,6 +183,24 @@ class PoolAdmin:
     async def add(self, request: web.Request) -> web.Response:
         """Register a backend."""
         fields = await _read(request, BackendRequest, "a backend is JSON with url, and maybe policy, kind, key, limit and model")
+        return self._registered(fields)
+
+    async def add_server(self, request: web.Request) -> web.Response:
+        """Register an engine; one that is registered already stays as it is."""
+        server = await _read(request, ServerRequest, "a server is JSON with address, and maybe policy")
+        return self._registered(BackendRequest(url=server.address, policy=server.policy, renew=True))
+
+    async def clear_servers(self, request: web.Request) -> web.Response:
+        """Remove all backends of a policy, each when its calls have ended, or at once."""
+        order = await _read(request, ClearRequest, "an order to clear is JSON with policy and now, or empty")
+        policy = self._policy_named(order.policy or self._pool.default)
+        backends = list(policy.backends)
+        removals = [self._pool.remove(backend, now=order.now) for backend in backends]
+        await _to_completion(_all(removals))
+        return json_response(ClearedBackends([backend.name for backend in backends]))
+
+    def _registered(self, fields: BackendRequest) -> web.Response:
+        """Register a backend, and answer with its state."""
         try:
             settings = BackendSettings(
                 url=fields.url,
@@ -248,7 +292,9 @@ class PoolAdmin:
             self._metrics.published(policy.name, outcome, time.monotonic() - began)
 
     def _policy(self, request: web.Request) -> Policy:
-        name = request.match_info["policy"]
+        return self._policy_named(request.match_info["policy"])
+
+    def _policy_named(self, name: str) -> Policy:
         policy = self._pool.policies.get(name)
         if policy is None:
             served = ", ".join(map(repr, self._pool.policies)) or "none"
@@ -328,6 +374,10 @@ async def _read(request: web.Request, kind: type[_T], form: str) -> _T:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
     except msgspec.DecodeError as error:
         raise PublicationError(400, f"{form}: {error}") from None
+
+
+async def _all(orders: Sequence[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*orders)
 
 
 async def _to_completion(order: Coroutine[Any, Any, _T]) -> _T:

@@ -7,47 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated
 
 import msgspec
 from aiohttp import web
 
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendStatus
-from gateway.proxy.context import Announcement, AttemptKey, SpanContext, parse_traceparent
-from gateway.proxy.counts import AttemptNumber, ClosedAttempt, Counts, RolloutName
+from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
+from gateway.proxy.counts import ClosedAttempt, Counts
 from gateway.proxy.http import error_response
+from spangrad.http.announcements import AnnouncementRequest, AttemptNumber, RolloutName
 from spangrad.http.server import json_response
 
 COUNT_WAIT_SECONDS = 10
 """Longest time that a count waits for calls in flight."""
-
-
-class AnnouncedAttempt(msgspec.Struct, forbid_unknown_fields=True):
-    """Announcement of an attempt that is about to start."""
-
-    rollout_id: RolloutName
-    attempt: AttemptNumber
-    run_id: str
-    mode: str
-    traceparent: str | None = None
-    """Context of the attempt's root span, which becomes the parent of its calls. None: it has none."""
-    seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Time from its first call after which it is closed, in seconds. None: no limit."""
-    max_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Number of calls after which it is closed. None: no limit."""
-    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Number of tokens from engines of ours after which it is closed. None: no limit."""
-
-    def announcement(self, parent: SpanContext | None) -> Announcement:
-        """Return the facts of the announcement, with the context that `traceparent` names."""
-        return Announcement(self.run_id, self.mode, parent, self.seconds, self.max_calls, self.max_output_tokens)
-
-
-class AnnouncementRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Announcement of attempts."""
-
-    attempts: list[AnnouncedAttempt]
 
 
 class AskedAttempt(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,7 +107,8 @@ class Admin:
             if attempt.traceparent is not None and parent is None:
                 return error_response(400, f"traceparent {attempt.traceparent!r} is malformed")
         for attempt, parent in zip(announced, parents, strict=True):
-            self._counts.announce(AttemptKey(attempt.rollout_id, attempt.attempt), attempt.announcement(parent))
+            announcement = Announcement(attempt.run_id, attempt.mode, parent, attempt.limits, attempt.sampling)
+            self._counts.announce(AttemptKey(attempt.rollout_id, attempt.attempt), announcement)
         return json_response({"status": "announced"})
 
     async def calls(self, request: web.Request) -> web.Response:

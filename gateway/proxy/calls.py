@@ -227,6 +227,8 @@ class Calls:
     async def _forward(self, exchange: _Exchange, lease: BackendLease) -> web.StreamResponse:
         request, facts, backend = exchange.request, exchange.facts, lease.backend
         facts.provider = backend.provider
+        if backend.is_engine:
+            facts.request = facts.request.sampled(self._counts.announced(facts.context.attempt).sampling)
         if backend.is_engine and facts.context.mode == Mode.GREEDY:
             facts.request = facts.request.greedy()  # recorded as it is answered
         if backend.is_engine and facts.context.mode == Mode.TRAIN:

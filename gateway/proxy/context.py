@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from spangrad import semconv
+from spangrad.http.announcements import NO_ATTEMPT_LIMITS, OWN_SAMPLING, AttemptLimits, SamplingParameters
 
 _ATTEMPT_NUMBER = re.compile(r"[0-9]{1,4}")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
@@ -49,12 +50,8 @@ class Announcement:
     """None: not announced."""
     parent: SpanContext | None = None
     """The attempt's root span. None: not announced."""
-    seconds: float | None = None
-    """Time from the attempt's first call after which it is closed, in seconds. None: no limit."""
-    max_calls: int | None = None
-    """Number of calls after which it is closed. None: no limit."""
-    max_output_tokens: int | None = None
-    """Number of tokens from engines of ours after which it is closed. None: no limit."""
+    limits: AttemptLimits = NO_ATTEMPT_LIMITS
+    sampling: SamplingParameters = OWN_SAMPLING
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,19 +12,15 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import msgspec
 
 from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, AttemptKey
+from spangrad.http.announcements import AttemptNumber, RolloutName
 from spangrad.types import AttemptFailure
 
 ATTEMPTS_KEPT = 100_000
 """Number of attempts remembered; the least recently used without a call in flight are forgotten first (some 50 MB in all)."""
-
-
-AttemptNumber = Annotated[int, msgspec.Meta(ge=0, le=9999)]
-RolloutName = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class ClosedAttempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,20 +116,20 @@ class Counts:
     def tokens_left(self, attempt: AttemptKey | None) -> int | None:
         """Return the number of tokens that an attempt's next call may generate, 1 at least. None: there is no limit."""
         tally = self._tallies.get(attempt) if attempt else None
-        most = tally.announced.max_output_tokens if tally else None
+        most = tally.announced.limits.max_output_tokens if tally else None
         return max(most - tally.tokens_out, 1) if tally and most is not None else None
 
     def begin(self, attempt: AttemptKey | None) -> ClosedAttempt | None:
         """Count a call; one of an attempt that has ended, or has no call left, is not counted, and how it ended is returned."""
         if attempt is not None:
             tally = self._touch(attempt)
-            announced = tally.announced
-            if announced.max_calls is not None and tally.calls >= announced.max_calls:
+            limits = tally.announced.limits
+            if limits.max_calls is not None and tally.calls >= limits.max_calls:
                 self._close(attempt, AttemptFailure.CALL_BUDGET)
             if tally.closed:
                 return tally.closed
-            if tally.ends_at is None and announced.seconds is not None:
-                tally.ends_at = asyncio.get_running_loop().time() + announced.seconds
+            if tally.ends_at is None and limits.seconds is not None:
+                tally.ends_at = asyncio.get_running_loop().time() + limits.seconds
             tally.calls += 1
             tally.in_flight += 1
             tally.idle.clear()
@@ -151,7 +147,7 @@ class Counts:
             tally = self._tallies[attempt]
             tally.in_flight -= 1
             tally.tokens_out += tokens_out
-            most = tally.announced.max_output_tokens
+            most = tally.announced.limits.max_output_tokens
             if most is not None and tally.tokens_out >= most:
                 self._close(attempt, AttemptFailure.TOKEN_BUDGET)
             tally.overflowed = overflowed

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from runner.process.callbacks import Callbacks
 from runner.process.trajectories import BuiltTrajectory, read_trajectories
 from runner.process.wire import ProcessRequest, Trajectory
 from runner.queue import rows
@@ -22,6 +23,7 @@ from runner.queue.notifier import wait_for_event
 from runner.queue.service import Service
 from runner.queue.wire import Enqueue, QueuedRollout
 from spangrad.errors import StoreError
+from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING
 from spangrad.settings import Settings
 from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
@@ -90,11 +92,17 @@ class Processing:
         self._service = service
         self._settings = settings
         self._news = BuildNews(settings)
+        self._callbacks = Callbacks(service, settings.queue, self.trajectories)
         self._clients: list[Client] = []
         """Clients of the store that no request uses at the moment."""
 
-    def close(self) -> None:
-        """End the connections."""
+    async def resume(self) -> None:
+        """Go on with the callbacks of earlier requests."""
+        await self._callbacks.resume()
+
+    async def close(self) -> None:
+        """End callbacks and connections; callbacks that are not delivered go on when the server is started again."""
+        await self._callbacks.close()
         self._news.close()
         for client in self._clients:
             client.close()
@@ -112,11 +120,21 @@ class Processing:
         """Enqueue the rollouts of a request; return their ids in order, once they are durable.
 
         Raises:
-            ValueError: a rollout of another run has one of the ids.
+            ValueError: a rollout of another run has one of the ids; or the request asks for what cannot be done.
             SettingsError: their builds cannot be recognised.
         """
-        _ = self.spec  # what it raises comes before anything is enqueued
-        return (await self._service.enqueue(Enqueue(run_id=request.run_id, rollouts=request.rollouts()))).rollout_ids
+        _ = self.spec  # what is refused is refused before anything is enqueued
+        if not self._settings.runner.gateway and (request.sampling, request.limits) != (OWN_SAMPLING, NO_LIMITS):
+            raise ValueError("sampling and limits need a gateway, and the setting runner.gateway is false. Leave them out.")
+        handlers = self._settings.runner.handlers
+        if handlers and (unknown := {task.data_source for task in request.tasks} - {*handlers, *([""] if len(handlers) == 1 else [])}):
+            raise ValueError(f"no handler for data source {min(unknown)!r}; runner.handlers has {', '.join(sorted(handlers))}.")
+        if request.callback is not None:
+            self._callbacks.check(request.callback)
+        ids = (await self._service.enqueue(Enqueue(run_id=request.run_id, rollouts=request.rollouts()))).rollout_ids
+        if request.callback is not None:
+            await self._callbacks.add(request.run_id, ids, request.callback)
+        return ids
 
     async def trajectories(
         self, run_id: str, rollouts: Sequence[str], seconds: float, is_gone: Callable[[], bool] = lambda: False

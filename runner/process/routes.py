@@ -114,6 +114,17 @@ def description() -> dict[str, Any]:
                             for status, text in failures.items()
                         },
                     },
+                    "callbacks": {
+                        "trajectory": {
+                            "{$request.body#/callback}": {
+                                "post": {
+                                    "summary": "Take a trajectory that is ready; signed in the form of Standard Webhooks.",
+                                    "requestBody": {"required": True, "content": {"application/json": {"schema": line}}},
+                                    "responses": {"2XX": {"description": "It is taken, and not posted again."}},
+                                }
+                            }
+                        }
+                    },
                 }
             }
         },

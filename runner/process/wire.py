@@ -9,10 +9,12 @@ from typing import Annotated
 
 from msgspec import Meta, Raw
 
-from runner.queue.wire import Count, Name, NewRollout, Priority, RolloutState, Seconds, Struct
-from spangrad.types import Mode, PromptVersion
+from runner.queue.wire import Count, Name, NewRollout, OptionalName, Priority, RolloutState, Seconds, Struct
+from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
+from spangrad.types import Mode, PromptVersion, SandboxRung
 
 Key = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
+CallbackUrl = Annotated[str, Meta(max_length=2000, pattern=r"^https?://[^\x00\s]+$")]
 ROLLOUTS_MOST = 1000
 """Largest number of rollouts of one request."""
 
@@ -25,6 +27,12 @@ class ProcessedTask(Struct, frozen=True, kw_only=True):
     """Input of the agent: any JSON value."""
     rollouts: Annotated[int, Meta(ge=1, le=ROLLOUTS_MOST)] = 1
     """Rollouts of the task; together they are a group."""
+    data_source: OptionalName = ""
+    """Source of the task, which selects its handler (runner.handlers). Empty: the workers' only one."""
+    image: OptionalName = ""
+    """Container image of the agent, which runner.container.images of the workers must allow. Empty: the handler's own."""
+    least_sandbox: SandboxRung | None = None
+    """Weakest kind of sandbox that its attempts may run in. None: any, and none as well."""
 
 
 class ProcessRequest(Struct, frozen=True, kw_only=True):
@@ -42,6 +50,12 @@ class ProcessRequest(Struct, frozen=True, kw_only=True):
     """Largest number of attempts of a rollout. None: runner.max_attempts of the server."""
     prompt: PromptVersion | None = None
     """Prompt version that the attempts fetch. None: the published one."""
+    sampling: SamplingParameters = OWN_SAMPLING
+    """Sampling parameters that the gateway sets in the policy calls, whatever the agents ask for."""
+    limits: CallLimits = NO_LIMITS
+    """Limits of each attempt's calls. None of one: the setting of the same name of the worker's runner."""
+    callback: CallbackUrl | None = None
+    """URL that each trajectory is posted to as soon as it is ready, whether or not a client waits. None: there is none."""
     wait_seconds: Annotated[float, Meta(ge=0, le=600)] = 60.0
     """Longest wait for rollouts that have not ended, in seconds; the others are answered as `pending`."""
 
@@ -59,6 +73,11 @@ class ProcessRequest(Struct, frozen=True, kw_only=True):
                 timeout_seconds=self.timeout_seconds,
                 max_attempts=self.max_attempts,
                 prompt=self.prompt,
+                sampling=self.sampling,
+                limits=self.limits,
+                data_source=task.data_source,
+                image=task.image,
+                least_sandbox=task.least_sandbox,
             )
             for place, task in enumerate(self.tasks)
             for number in range(task.rollouts)

@@ -1,4 +1,4 @@
-"""Deletes rollouts that ended long ago, with their attempts, a bounded number at a time.
+"""Deletes rollouts that ended long ago, with their attempts and callbacks, a bounded number at a time.
 
 In: an age. Out: the number of deleted rollouts. Invariant: a rollout that has not ended stays, and so does the newest ending of each run,
 so that numbers of endings and of arrivals are never given twice. Groups stay counted, so that a run's demand finds what was enqueued.
@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 import sqlalchemy as sa
 
-from runner.queue.tables import ATTEMPTS, ROLLOUTS
+from runner.queue.tables import ATTEMPTS, CALLBACKS, ROLLOUTS
 from runner.queue.wire import Purge, Purged
 from spangrad.errors import QueueError
 
@@ -83,7 +83,8 @@ def _delete(transaction: sa.Connection, sequence_numbers: Sequence[int], before:
     # A dead rollout may have been queued again since it was selected.
     deleted = ROLLOUTS.delete().where(ROLLOUTS.c.seq.in_(sequence_numbers), ROLLOUTS.c.ended_at < before).returning(ROLLOUTS.c.rollout_id)
     names = list(transaction.execute(deleted).scalars())
-    transaction.execute(ATTEMPTS.delete().where(ATTEMPTS.c.rollout_id.in_(names)))
+    for table in (ATTEMPTS, CALLBACKS):
+        transaction.execute(table.delete().where(table.c.rollout_id.in_(names)))
     return len(names)
 
 

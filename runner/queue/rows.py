@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from msgspec import Raw
 
@@ -26,6 +27,7 @@ from runner.queue.wire import (
     RolloutState,
     RunCounts,
 )
+from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
 from spangrad.types import AttemptFailure, Mode, PromptVersion, SandboxRung
 
 CHUNK = 1000
@@ -101,6 +103,10 @@ def enqueue(
                     "prompt_name": new_rollout.prompt.name if new_rollout.prompt else None,
                     "prompt_version": new_rollout.prompt.version if new_rollout.prompt else None,
                     "least_sandbox": new_rollout.least_sandbox,
+                    "sampling": _json(new_rollout.sampling, OWN_SAMPLING),
+                    "limits": _json(new_rollout.limits, NO_LIMITS),
+                    "data_source": new_rollout.data_source or None,
+                    "image": new_rollout.image or None,
                     "attempts_left": attempts,
                     "state": RolloutState.QUEUED.value,
                     "attempt": -1,
@@ -135,6 +141,10 @@ def hand_out(transaction: sa.Connection, ask: LeaseRequest, seconds: float, now:
             lease_seconds=seconds,
             prompt=_prompt(row),
             least_sandbox=SandboxRung(row.least_sandbox) if row.least_sandbox else None,
+            sampling=msgspec.json.decode(row.sampling, type=SamplingParameters) if row.sampling else OWN_SAMPLING,
+            limits=msgspec.json.decode(row.limits, type=CallLimits) if row.limits else NO_LIMITS,
+            data_source=row.data_source or "",
+            image=row.image or "",
         )
         for row in rows
     ]
@@ -267,7 +277,13 @@ def _rollout(row: sa.Row[Any], attempts: list[AttemptRecord]) -> QueuedRollout:
         cursor=row.ended,
         attempts=attempts,
         prompt=_prompt(row),
+        data_source=row.data_source or "",
     )
+
+
+def _json(value: msgspec.Struct, default: msgspec.Struct) -> str | None:
+    """Return a value as JSON. None: it is the default."""
+    return None if value == default else msgspec.json.encode(value).decode()
 
 
 def _prompt(row: sa.Row[Any]) -> PromptVersion | None:
@@ -312,7 +328,7 @@ HAND_OUT = (
             ROLLOUTS.c[name]
             for name in (
                 "seq", "rollout_id", "attempt", "attempts_left", "task_id", "input", "mode", "group_id", "group_size", "priority",
-                "timeout_seconds", "prompt_name", "prompt_version", "least_sandbox",
+                "timeout_seconds", "prompt_name", "prompt_version", "least_sandbox", "sampling", "limits", "data_source", "image",
             )
         ]
     )

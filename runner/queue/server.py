@@ -93,13 +93,14 @@ async def running(settings: Settings) -> AsyncGenerator[Service]:
         tasks.append(asyncio.create_task(purge_periodically(service.purge, settings.queue.keep_days * DAY_SECONDS)))
     try:
         await server.start()
+        await processing.resume()
         yield service
     finally:
         for task in tasks:
             task.cancel()
         service.stop_waiting()
         await server.stop()
-        processing.close()
+        await processing.close()
         await service.close()
 
 

@@ -42,6 +42,10 @@ ROLLOUTS = sa.Table(
     sa.Column("prompt_name", sa.String, comment="that its attempts are pinned to, like the column below. NULL: to none"),
     sa.Column("prompt_version", sa.Integer),
     sa.Column("least_sandbox", sa.String, comment="that its attempts may run in. NULL: any, and none as well"),
+    sa.Column("sampling", sa.Text, comment="JSON; NULL: the agent's own"),
+    sa.Column("limits", sa.Text, comment="of calls, JSON; NULL: the worker's"),
+    sa.Column("data_source", sa.String, comment="NULL: none is named"),
+    sa.Column("image", sa.String, comment="NULL: the handler's own"),
     sa.Column("attempts_left", sa.Integer, nullable=False),
     sa.Column("state", sa.String, nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False, comment="the number of the newest attempt; -1: none was made"),
@@ -91,6 +95,19 @@ DEMANDS = sa.Table(
     sa.Column("groups", _BIG, nullable=False),
     sa.Column("oldest_version", _BIG),
     sa.Column("filled", _BIG),
+)
+
+CALLBACKS = sa.Table(
+    "callbacks",
+    METADATA,
+    sa.Column("rollout_id", sa.String, primary_key=True),
+    sa.Column("run_id", sa.String, nullable=False),
+    sa.Column("url", sa.String, nullable=False),
+    sa.Column("state", sa.String, nullable=False),
+    sa.Column("reason", sa.String, comment="for which it was given up. NULL: it was not"),
+    sa.Index("callbacks_by_state", "state"),
+    comment="URLs that trajectories are posted to",
+    sqlite_with_rowid=False,
 )
 
 ENDED = sa.Table(

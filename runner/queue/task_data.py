@@ -12,7 +12,7 @@ from msgspec import Meta, Raw
 
 from runner.queue.service import Service
 from runner.queue.tables import METADATA
-from runner.queue.wire import Name, Struct
+from runner.queue.wire import Name, OptionalName, Struct
 from spangrad.database import Database
 from spangrad.types import SandboxRung
 
@@ -28,6 +28,7 @@ TASKS = sa.Table(
     sa.Column("task_id", sa.String, nullable=False),
     sa.Column("input", sa.Text, nullable=False, comment="JSON"),
     sa.Column("least_sandbox", sa.String, comment="that its attempts may run in. NULL: any, and none as well"),
+    sa.Column("data_source", sa.String, comment="NULL: none is named"),
 )
 NAMED = sa.Table(
     "named_tasks",
@@ -47,6 +48,8 @@ class TaskRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Any JSON value, kept as it was written."""
     least_sandbox: SandboxRung | None = None
     """Weakest kind of sandbox that attempts at the task may run in. None: any, and none as well."""
+    data_source: OptionalName = ""
+    """Source of the task. Empty: none is named."""
 
 
 class UploadPart(Struct, frozen=True, kw_only=True):
@@ -88,6 +91,7 @@ class TaskData:
                 "task_id": task.task_id,
                 "input": bytes(task.input).decode(),
                 "least_sandbox": task.least_sandbox,
+                "data_source": task.data_source or None,
             }
             for index, task in enumerate(part.tasks, part.first)
         ]
@@ -97,7 +101,8 @@ class TaskData:
     async def page(self, digest: str, first: int, limit: int) -> Page:
         """Return tasks in their order, from a place on."""
         of = (TASKS.c.digest == digest) & (TASKS.c.place >= first)
-        ask = sa.select(TASKS.c.task_id, TASKS.c.input, TASKS.c.least_sandbox).where(of).order_by(TASKS.c.place).limit(limit)
+        columns = (TASKS.c.task_id, TASKS.c.input, TASKS.c.least_sandbox, TASKS.c.data_source)
+        ask = sa.select(*columns).where(of).order_by(TASKS.c.place).limit(limit)
         rows = await self._read(lambda connection: connection.execute(ask).all())
         return Page(tasks=[_task(row) for row in rows])
 
@@ -126,7 +131,7 @@ class TaskData:
 
 def _task(row: Any) -> TaskRow:
     least = SandboxRung(row.least_sandbox) if row.least_sandbox else None
-    return TaskRow(task_id=row.task_id, input=Raw(row.input.encode()), least_sandbox=least)
+    return TaskRow(task_id=row.task_id, input=Raw(row.input.encode()), least_sandbox=least, data_source=row.data_source or "")
 
 
 def _named(run: str, name: str) -> sa.ColumnElement[bool]:

@@ -11,11 +11,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
+from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
 from spangrad.types import POLICY_FAILURES, AttemptFailure, Mode, PromptVersion, SandboxRung
 
 NO_NULL = r"^[^\x00]*$"
 """Pattern of texts without a null character, which PostgreSQL cannot store: it would fail the transaction of all requests that share it."""
 Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=NO_NULL)]
+OptionalName = Annotated[str, Meta(max_length=512, pattern=NO_NULL)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 Count = Annotated[int, Meta(ge=1, le=100_000)]
 Rewards = dict[str, float | dict[str, float]]
@@ -66,6 +68,14 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     """Prompt version that its attempts fetch under the prompt's name. None: the version that is published when they ask."""
     least_sandbox: SandboxRung | None = None
     """Weakest kind of sandbox that its attempts may run in; a worker that has a weaker one refuses. None: any, and none as well."""
+    sampling: SamplingParameters = OWN_SAMPLING
+    """Sampling parameters of its calls to engines, which the gateway sets."""
+    limits: CallLimits = NO_LIMITS
+    """Limits of each attempt's calls. None of one: runner.max_calls and runner.max_output_tokens of its worker."""
+    data_source: OptionalName = ""
+    """Source of the task, which selects the handler of its attempts. Empty: its worker's only one."""
+    image: OptionalName = ""
+    """Container image of its agent, which runner.container.images of its worker must allow. Empty: the handler's own."""
 
 
 class Enqueue(Struct, frozen=True, kw_only=True):
@@ -119,6 +129,10 @@ class RolloutLease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt version of the enqueued rollout."""
     least_sandbox: SandboxRung | None = None
     """Weakest kind of sandbox that the attempt may run in."""
+    sampling: SamplingParameters = OWN_SAMPLING
+    limits: CallLimits = NO_LIMITS
+    data_source: str = ""
+    image: str = ""
 
     def task_input(self) -> Any:
         """Return the input of the agent."""
@@ -328,6 +342,8 @@ class QueuedRollout(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Oldest first; in lists only the last one."""
     prompt: PromptVersion | None = None
     """Prompt version that its attempts are pinned to. None: they are not pinned."""
+    data_source: str = ""
+    """Source of its task. Empty: none is named."""
 
 
 class Rollouts(Struct, frozen=True, kw_only=True):

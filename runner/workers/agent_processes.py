@@ -11,10 +11,12 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
-from runner.workers.agents import AgentSpec, host_command, initialises
+from runner.workers.agents import AgentSpec, ContainerAgent, host_command, initialises
 from runner.workers.containers import remove_of_host
 from runner.workers.slots import Slots
 from spangrad.agent.command import SandboxLaunch
@@ -99,6 +101,8 @@ class AgentHost:
             AgentError: the interpreter, the agent or the evaluator cannot be loaded.
         """
         command = [*host_command(spec), *(["--sandbox", sandbox.write()] if sandbox else [])]
+        if settings.empty_reward is not None:
+            command += ["--empty-reward", str(settings.empty_reward)]
         log = _Log(log_file)
         mark = uuid.uuid4().hex
         jobs_out, jobs_in = os.pipe()
@@ -254,8 +258,15 @@ class HostPool:
     """
 
     def __init__(
-        self, spec: AgentSpec, settings: RunnerSettings, environment: Mapping[str, str], sandbox: SandboxLaunch | None = None
+        self,
+        spec: AgentSpec,
+        settings: RunnerSettings,
+        environment: Mapping[str, str],
+        sandbox: SandboxLaunch | None = None,
+        name: str = "",
     ) -> None:
+        """Start nothing yet; `name` tells the logs of this pool's hosts from those of others."""
+        self._name = name
         self._spec = spec
         self._sandbox = sandbox
         self._settings = settings
@@ -271,6 +282,10 @@ class HostPool:
         """Number of taken slots of each host that is not stopped."""
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def takes_image(self, image: str) -> bool:
+        """Return whether an attempt may name this container image."""
+        return isinstance(self._spec, ContainerAgent) and any(fnmatchcase(image, allowed) for allowed in self._settings.container.images)
+
     async def start(self) -> None:
         """Start all hosts.
 
@@ -283,7 +298,8 @@ class HostPool:
                 self._slots.put_nowait(host)
 
     async def _start(self, number: int) -> AgentHost:
-        log = self._settings.directory / "logs" / f"agent-host-{number}.log"
+        name = f"{quote(self._name, safe='')}-{number}" if self._name else str(number)
+        log = self._settings.directory / "logs" / f"agent-host-{name}.log"
         pauses = iter(_LOAD_PAUSES)
         while True:
             try:

@@ -50,6 +50,8 @@ class CallableAgent:
 
     Its value is passed to agent and evaluator, where they have a parameter `environment`. None: they have none.
     """
+    on_failure: str | None = None
+    """`module:function` that may give a partial result when a stage raises (`runner.handlers`). None: every failure counts."""
 
     @property
     def name(self) -> str:
@@ -85,6 +87,8 @@ class CommandAgent:
     """Interpreter of the process that starts it and evaluates."""
     environment: str | None = None
     """Environment, as `CallableAgent.environment`. The program reads it as JSON from SPANGRAD_ENVIRONMENT."""
+    on_failure: str | None = None
+    """Hook, as `CallableAgent.on_failure`."""
 
     @property
     def name(self) -> str:
@@ -121,6 +125,8 @@ class ContainerAgent:
     else the host name that the engine provides."""
     python: Path = Path(sys.executable)
     """Interpreter of the process that starts it and evaluates."""
+    on_failure: str | None = None
+    """Hook, as `CallableAgent.on_failure`. It runs outside the container."""
 
     @property
     def name(self) -> str:
@@ -135,6 +141,8 @@ class ContainerAgent:
 
 
 AgentSpec = CallableAgent | CommandAgent | ContainerAgent
+AgentsBySource = Mapping[str, AgentSpec]
+"""Agents by the data source whose rollouts they take."""
 
 
 def host_command(spec: AgentSpec) -> list[str]:
@@ -204,4 +212,6 @@ def _stages(spec: AgentSpec) -> list[str]:
         arguments += ["--outputs"] if is_service(spec.evaluator) else ["--evaluator", spec.evaluator]
     if spec.environment:
         arguments += ["--leased"] if is_service(spec.environment) else ["--environment", spec.environment]
+    if spec.on_failure:
+        arguments += ["--on-failure", spec.on_failure]
     return arguments

@@ -18,22 +18,23 @@ from typing import Any, TypeVar
 
 from runner.environments.client import EnvironmentClient, LeasedInstance, NoInstanceError
 from runner.queue.client import QueueClient
-from runner.queue.wire import AttemptRecord, QueuedRollout, RolloutLease, RolloutState
+from runner.queue.wire import RolloutLease
 from runner.rewards.client import RewardClient
 from runner.workers.agent_processes import AgentHost, HostPool
 from runner.workers.attempt_files import AttemptFiles
-from runner.workers.gateway_client import AttemptLimits, GatewayClient
+from runner.workers.gateway_client import GatewayClient
 from runner.workers.hosted import Ends, Hosted
 from runner.workers.jobs import AttemptOutcome, Job
+from runner.workers.lost_attempts import LostAttempts, rollout_of
 from runner.workers.root_spans import RootSpan, RootSpans, carrier
 from runner.workers.slots import Slot, Slots, StageClock
 from spangrad.errors import SpangradError
+from spangrad.http.announcements import AnnouncedAttempt, AttemptLimits, CallLimits
 from spangrad.settings import RunnerSettings
-from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, SandboxRung, Stage, Task
+from spangrad.types import AttemptFailure, Rollout, SandboxRung, Stage
 
 T = TypeVar("T")
 _CLOSED_BY_GATEWAY = frozenset({AttemptFailure.TIMEOUT, AttemptFailure.TOKEN_BUDGET, AttemptFailure.CALL_BUDGET})
-_CANCELLED_BETWEEN_ATTEMPTS = AttemptOutcome(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +90,20 @@ class EndedAttempt:
     answer: AttemptOutcome
     calls: int | None
     """Number of policy calls. None: they were not counted."""
-    stages: Mapping[Stage, float]
-    """Seconds in each stage that the attempt reached."""
+    seconds: float
+    """Time that the agent ran, in seconds."""
     final: bool
     """True if its root span has the final mark."""
     reported: bool
     """True if the queue knows already."""
-
-    @property
-    def seconds(self) -> float:
-        """Time that the agent ran, in seconds."""
-        return self.stages.get(Stage.RUN, 0.0)
 
 
 @dataclass(slots=True)
 class _AttemptState:
     """State of a running attempt."""
 
+    lease: RolloutLease
     rollout: Rollout
-    timeout_seconds: float
-    """Time limit of the agent, in seconds."""
     stop: Stop
     clock: StageClock
     entry: Slot
@@ -122,8 +117,20 @@ class _AttemptState:
 
 
 @dataclass(frozen=True, slots=True)
+class RunServices:
+    """Services and files that all attempts of a worker share."""
+
+    gateway: GatewayClient | None
+    """None: agents call the engine itself."""
+    roots: RootSpans
+    queue: QueueClient
+    files: AttemptFiles
+    lost: LostAttempts
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptServices:
-    """Services that attempts use over HTTP."""
+    """Services that the attempts of one agent use over HTTP."""
 
     environments: EnvironmentClient | None = None
     """None: the agent has no environment, or its host creates it."""
@@ -139,20 +146,25 @@ class Attempts:
     def __init__(
         self,
         pool: HostPool,
-        gateway: GatewayClient | None,
-        roots: RootSpans,
-        queue: QueueClient,
-        files: AttemptFiles,
+        run: RunServices,
         settings: RunnerSettings,
         services: AttemptServices,
         sandbox: SandboxRung,
     ) -> None:
-        """`sandbox` is the kind in which the agent's programs run; the others are what attempts use."""
+        """Store the arguments.
+
+        Args:
+            pool: processes of the agent.
+            run: services and files of the worker.
+            settings: those of the agent's handler.
+            services: services of this agent.
+            sandbox: kind in which the agent's programs run.
+        """
         self._pool = pool
-        self.gateway = gateway
-        self.roots = roots
-        self.files = files
-        self.queue = queue
+        self._gateway = run.gateway
+        self._roots = run.roots
+        self._files = run.files
+        self._lost = run.lost
         self._settings = settings
         self._services = services
         self._sandbox = sandbox
@@ -166,6 +178,12 @@ class Attempts:
         self.most = before + 2 * running
         """Number of attempts at once: those before stage run, those in it, and as many that are evaluated or reported."""
 
+    def problem_with(self, lease: RolloutLease) -> str | None:
+        """Return why the agent cannot do what a lease asks for, as the beginning of a sentence. None: it can."""
+        if not lease.image or self._pool.takes_image(lease.image):
+            return None
+        return f"the handler of the rollout may not run image {lease.image!r}: runner.container.images does not allow it"
+
     async def make(
         self, lease: RolloutLease, stop: Stop, clock: StageClock, entered: Callable[[], None], broken: Callable[[SpangradError], None]
     ) -> EndedAttempt:
@@ -178,8 +196,8 @@ class Attempts:
             entered: called once, when another attempt can begin in its place.
             broken: called when it cannot go on for a reason outside of the attempt; it then waits to be stopped.
         """
-        state = _AttemptState(rollout_of(lease), lease.timeout_seconds, stop, clock, Slot(entered))
-        self.roots.claim(lease.rollout_id, lease.attempt)
+        state = _AttemptState(lease, rollout_of(lease), stop, clock, Slot(entered))
+        self._roots.claim(lease.rollout_id, lease.attempt)
         answer = AttemptOutcome(None, AttemptFailure.CANCELLED, "it had not begun")
         try:
             with state.entry:
@@ -187,8 +205,7 @@ class Attempts:
             if answer.failure is AttemptFailure.NO_REWARD and self._services.by_rules:
                 answer = replace(answer, rewards={}, failure=None, detail="")
             answer = self._with_reward(await self._counted(state, answer))
-            if lease.attempt:
-                await self._write_lost(await self.queue.rollout(lease.rollout_id), None)
+            await self._lost.close_before(lease)
         except StoppedError:
             pass
         except SpangradError as error:
@@ -199,8 +216,11 @@ class Attempts:
             answer = AttemptOutcome(None, reason.failure, reason.detail)
         answer = answer.storable()
         final = reason.final if reason is not None else answer.failure is None or answer.rewards is not None or lease.last
-        self.roots.close(state.span or self.roots.open(state.rollout), answer, state.calls, clock.times, final=final)
-        return EndedAttempt(lease, answer, state.calls, clock.taken(), final=final, reported=reason is not None and reason.reported)
+        log = self._files.tail(lease.rollout_id, lease.attempt)
+        span = state.span or self._roots.open(state.rollout, self._sandbox)
+        self._roots.close(span, answer, state.calls, clock.times, final=final, log=log)
+        reported = reason is not None and reason.reported
+        return EndedAttempt(lease, answer, state.calls, clock.seconds(Stage.RUN), final=final, reported=reported)
 
     async def _run_stages(self, state: _AttemptState) -> AttemptOutcome:
         """Run all stages, with or without a leased environment, unless the task demands a stronger sandbox than this worker's."""
@@ -267,7 +287,7 @@ class Attempts:
             slot.free()
             state.entry.free()
         with running, clock.counting(Stage.RUN):
-            more = await hosted.go(Stage.RUN, state.timeout_seconds, ends)
+            more = await hosted.go(Stage.RUN, state.lease.timeout_seconds, ends)
         state.entry.free()
         if more:
             with await stop.first(host.stage_slots.evaluating.take()), clock.counting(Stage.EVALUATE):
@@ -277,7 +297,7 @@ class Attempts:
     async def _evaluated(self, state: _AttemptState, answer: AttemptOutcome, instance: LeasedInstance | None) -> AttemptOutcome:
         """Return the answer with the rewards of the reward service, if there is one."""
         rewards = self._services.rewards
-        if rewards is None or answer.failure is not None:
+        if rewards is None or answer.failure is not None or answer.rewards is not None:
             return answer
         key, task = state.rollout.key, state.rollout.task
         body = {
@@ -294,21 +314,33 @@ class Attempts:
     async def _begin(self, state: _AttemptState) -> None:
         """Open the root span, and announce the attempt to the gateway."""
         state.calls = None
-        state.span = self.roots.open(state.rollout)
+        state.span = self._roots.open(state.rollout, self._sandbox)
         state.propagation = carrier(state.span)
-        if self.gateway is not None:
-            await self.gateway.announce(state.rollout.key, state.rollout.mode, state.propagation["traceparent"], self._limits(state))
+        if self._gateway is not None:
+            key, lease = state.rollout.key, state.lease
+            attempt = AnnouncedAttempt(
+                rollout_id=key.rollout_id,
+                attempt=key.attempt,
+                run_id=key.run_id,
+                mode=state.rollout.mode,
+                traceparent=state.propagation["traceparent"],
+                limits=self._limits(lease),
+                sampling=lease.sampling,
+            )
+            await self._gateway.announce(attempt)
 
-    def _limits(self, state: _AttemptState) -> AttemptLimits:
+    def _limits(self, lease: RolloutLease) -> AttemptLimits:
         """Return the limits of an attempt's calls: its agent's and its evaluator's time, unless an initialisation may call before both."""
-        seconds = None if self._pool.initialises else state.timeout_seconds + self._settings.evaluation_timeout_seconds
-        return AttemptLimits(seconds, self._settings.max_calls, self._settings.max_output_tokens)
+        settings = self._settings
+        seconds = None if self._pool.initialises else lease.timeout_seconds + settings.evaluation_timeout_seconds
+        calls = lease.limits.within(CallLimits(max_calls=settings.max_calls, max_output_tokens=settings.max_output_tokens))
+        return AttemptLimits(seconds=seconds, max_calls=calls.max_calls, max_output_tokens=calls.max_output_tokens)
 
     async def _counted(self, state: _AttemptState, answer: AttemptOutcome) -> AttemptOutcome:
         """Return the answer after the gateway has counted the calls; it is a failure if the count is needed and unknown."""
-        if self.gateway is None or state.stop.requested.done():
+        if self._gateway is None or state.stop.requested.done():
             return answer
-        counted = await self.gateway.calls(state.rollout.key)
+        counted = await self._gateway.calls(state.rollout.key)
         state.calls = counted and counted.calls
         counts = answer.failure is None or self._settings.failure_rewards.of(answer.failure) is not None
         if counted is None and counts:
@@ -328,38 +360,6 @@ class Attempts:
         reward = self._settings.failure_rewards.of(answer.failure)
         return answer if reward is None else replace(answer, rewards=reward)
 
-    async def close_lost_attempts(self, queued: QueuedRollout) -> None:
-        """Write the missing root spans of a rollout that was cancelled, or whose last worker died."""
-        if not queued.attempts or queued.state not in {RolloutState.DEAD, RolloutState.CANCELLED}:
-            return
-        last = queued.attempts[-1]
-        between = queued.state is RolloutState.CANCELLED and last.reason is not AttemptFailure.CANCELLED
-        if not between and not _ended_by_queue(last):
-            return
-        full_rollout = await self.queue.rollout(queued.rollout_id) if last.attempt else queued
-        await self._write_lost(full_rollout, None if between else last.attempt)
-        if between:
-            # No attempt was running, and no root span has the final mark: another one must mark the end of the rollout.
-            self._write(_rollout(queued, last.attempt + 1), _CANCELLED_BETWEEN_ATTEMPTS, 0, final=True)
-
-    def end_cancelled(self, lease: RolloutLease) -> None:
-        """Write the final root span of a rollout that was cancelled before the queue learned of an attempt that is not final."""
-        rollout = rollout_of(lease)
-        self._write(replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1)), _CANCELLED_BETWEEN_ATTEMPTS, 0, final=True)
-
-    async def _write_lost(self, full_rollout: QueuedRollout, final: int | None) -> None:
-        """Write the root spans of attempts whose workers are gone: until they exist, the builder waits for them."""
-        for attempt in full_rollout.attempts:
-            if _ended_by_queue(attempt):
-                key = RolloutKey(full_rollout.run_id, full_rollout.rollout_id, attempt.attempt)
-                counted = await self.gateway.calls(key) if self.gateway is not None else None
-                answer = AttemptOutcome(None, attempt.reason, attempt.detail)
-                self._write(_rollout(full_rollout, attempt.attempt), answer, counted and counted.calls, final=attempt.attempt == final)
-
-    def _write(self, rollout: Rollout, answer: AttemptOutcome, calls: int | None, *, final: bool) -> None:
-        if self.roots.claim(rollout.key.rollout_id, rollout.key.attempt):
-            self.roots.close(self.roots.open(rollout), answer, calls, final=final)
-
     def _job(self, state: _AttemptState, instance: LeasedInstance | None) -> Job:
         key = state.rollout.key
         return Job(
@@ -367,31 +367,12 @@ class Attempts:
             input=state.rollout.task.input,
             traceparent=state.propagation["traceparent"],
             baggage=state.propagation["baggage"],
-            endpoint=self.gateway.endpoint(key) if self.gateway is not None else None,
-            log=self.files.directory(key.rollout_id, key.attempt),
+            endpoint=self._gateway.endpoint(key) if self._gateway is not None else None,
+            log=self._files.directory(key.rollout_id, key.attempt),
             environment=instance.environment if instance is not None else None,
+            image=state.lease.image or None,
         )
-
-
-def rollout_of(lease: RolloutLease) -> Rollout:
-    """Return the rollout of a lease."""
-    key = RolloutKey(lease.run_id, lease.rollout_id, lease.attempt)
-    return Rollout(key, _task(lease), lease.mode, lease.group_id, lease.group_size)
-
-
-def _task(lease: RolloutLease) -> Task:
-    return Task(lease.task_id, lease.task_input(), lease.prompt, lease.least_sandbox)
-
-
-def _rollout(queued: QueuedRollout, attempt: int) -> Rollout:
-    key = RolloutKey(queued.run_id, queued.rollout_id, attempt)
-    return Rollout(key, Task(queued.task_id, None, queued.prompt), Mode(queued.mode), queued.group_id, queued.group_size)
 
 
 def _after(answer: AttemptOutcome) -> str:
     return "" if answer.failure is None else f"; it had failed: {answer.failure.value}: {answer.detail}"
-
-
-def _ended_by_queue(attempt: AttemptRecord) -> bool:
-    """Return whether the queue itself ended the attempt: workers report the seconds, and release only attempts with a root span."""
-    return attempt.ended_at is not None and attempt.reason not in {None, AttemptFailure.RELEASED} and attempt.seconds is None

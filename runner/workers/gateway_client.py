@@ -12,11 +12,12 @@ from urllib.parse import quote
 
 import msgspec
 
-from runner.workers.batches import Batches
 from spangrad.errors import GatewayError
+from spangrad.http.announcements import AnnouncedAttempt, AnnouncementRequest
 from spangrad.http.async_http import AsyncClient
+from spangrad.http.batches import Batches
 from spangrad.http.service import RequestError, gateway_service
-from spangrad.types import Mode, RolloutKey
+from spangrad.types import RolloutKey
 
 T = TypeVar("T")
 
@@ -38,28 +39,6 @@ class CallCount(msgspec.Struct, frozen=True):
     """True if the engine refused the last completed call because its prompt was longer than the model's context."""
     closed: str
     """Reason for which the gateway answers no more of its calls, such as `token_budget`; empty: it does."""
-
-
-class AttemptLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits of an attempt's calls, which the gateway keeps."""
-
-    seconds: float | None = None
-    """Time from its first call, in seconds. None: no limit."""
-    max_calls: int | None = None
-    """None: no limit."""
-    max_output_tokens: int | None = None
-    """Tokens that the policy generates. None: no limit."""
-
-
-class _Announced(msgspec.Struct, frozen=True):
-    rollout_id: str
-    attempt: int
-    run_id: str
-    mode: Mode
-    traceparent: str
-    seconds: float | None
-    max_calls: int | None
-    max_output_tokens: int | None
 
 
 class _Counted(msgspec.Struct, frozen=True):
@@ -115,14 +94,13 @@ class GatewayClient:
         """Return the OpenAI-compatible base URL of an attempt."""
         return f"{self._url}{_attempt(key)}/v1"
 
-    async def announce(self, key: RolloutKey, mode: Mode, traceparent: str, limits: AttemptLimits) -> None:
+    async def announce(self, attempt: AnnouncedAttempt) -> None:
         """Announce that an attempt begins.
 
         Raises:
             GatewayError: the gateway refuses, or does not answer.
         """
-        names = (key.rollout_id, key.attempt, key.run_id, mode, traceparent)
-        await self._announcing.ask(_Announced(*names, limits.seconds, limits.max_calls, limits.max_output_tokens))
+        await self._announcing.ask(attempt)
 
     async def calls(self, key: RolloutKey) -> CallCount | None:
         """Count an attempt's policy calls, waiting for those in flight. None: the gateway does not know the attempt any more.
@@ -138,8 +116,8 @@ class GatewayClient:
             return None
         return CallCount(counted.calls, counted.overflowed, counted.closed)
 
-    async def _announce(self, attempts: Sequence[_Announced]) -> Sequence[None]:
-        await self._client.ask("POST", "/attempts", bytes, {"attempts": attempts})
+    async def _announce(self, attempts: Sequence[AnnouncedAttempt]) -> Sequence[None]:
+        await self._client.ask("POST", "/attempts", bytes, AnnouncementRequest(attempts=list(attempts)))
         return [None] * len(attempts)
 
     async def _count(self, keys: Sequence[RolloutKey], *, wait: bool = False) -> Sequence[_Counted]:

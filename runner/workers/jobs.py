@@ -28,6 +28,8 @@ class Job:
     """Directory for the output of the attempt. None: the output goes to the host's log."""
     environment: object = None
     """Value of the instance that was leased for the attempt. None: no instance was leased, or its value is null."""
+    image: str | None = None
+    """Container image of the agent. None: the host's own."""
 
     def message(self) -> dict[str, object]:
         """Return the job as JSON's types; `dataclasses.asdict` would copy the whole input."""
@@ -44,7 +46,7 @@ class AttemptOutcome:
     failure: AttemptFailure | None
     """None: it succeeded."""
     detail: str = ""
-    """Explanation for people."""
+    """Explanation of the failure for people; of an attempt that succeeded, the exception after which its result is partial, or empty."""
     output: object = None
     """Output of the agent, for a reward service to evaluate."""
 

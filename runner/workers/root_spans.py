@@ -49,6 +49,8 @@ class RootSpan:
     """Time in nanoseconds since 1970."""
     sequence: Mapping[str, otlp.Value] = field(default_factory=SEQUENCE.next)
     """Attributes of its place in the sequence of the process."""
+    sandbox: SandboxRung = SandboxRung.NONE
+    """Kind of sandbox that the attempt's program runs in."""
 
 
 class _EncodedSpans(LosslessQueue[bytes]):
@@ -65,10 +67,9 @@ class _EncodedSpans(LosslessQueue[bytes]):
 class RootSpans:
     """Root spans of one process, and their exporter."""
 
-    def __init__(self, store: StoreSettings, sandbox: SandboxRung | None = None) -> None:
-        """`sandbox` is the rung that attempts' programs run in. None: they run in none."""
+    def __init__(self, store: StoreSettings) -> None:
+        """Send the spans to this store."""
         self._store = store
-        self._sandbox = sandbox
         token = store.token.get_secret_value() if store.token else None
         self._sending = _EncodedSpans(traces_url(store.otlp_endpoint), bearer(token))
         self._claims: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -83,12 +84,22 @@ class RootSpans:
             self._claims.popitem(last=False)
         return True
 
-    def open(self, rollout: Rollout) -> RootSpan:
+    def open(self, rollout: Rollout, sandbox: SandboxRung = SandboxRung.NONE) -> RootSpan:
         """Begin the root span of an attempt: a trace of its own, independent of the caller's span."""
         key = "\0".join((rollout.key.run_id, rollout.key.rollout_id, str(rollout.key.attempt)))
-        return RootSpan(rollout, otlp.SpanIds(hashlib.sha256(f"trace of {key}".encode()).digest()[:16], _span_id(key)))
+        ids = otlp.SpanIds(hashlib.sha256(f"trace of {key}".encode()).digest()[:16], _span_id(key))
+        return RootSpan(rollout, ids, sandbox=sandbox)
 
-    def close(self, span: RootSpan, answer: AttemptOutcome, calls: int | None, stages: Sequence[StageTime] = (), *, final: bool) -> None:
+    def close(
+        self,
+        span: RootSpan,
+        answer: AttemptOutcome,
+        calls: int | None,
+        stages: Sequence[StageTime] = (),
+        *,
+        final: bool,
+        log: str = "",
+    ) -> None:
         """Write the result of an attempt to its root span, and its stages as children, and end it.
 
         Args:
@@ -97,6 +108,7 @@ class RootSpans:
             calls: policy calls that the gateway answered. None: they were not counted.
             stages: times of the stages that the attempt reached.
             final: True if no other attempt follows.
+            log: end of what the attempt printed; empty if it printed nothing.
         """
         rollout, ended = span.rollout, time.time_ns()
         attributes: dict[str, otlp.Value] = {
@@ -108,7 +120,10 @@ class RootSpans:
             semconv.ROLLOUT_FINAL: final,
             semconv.ROLLOUT_CALLS: calls,
             semconv.ROLLOUT_FAILURE: answer.failure,
-            semconv.ROLLOUT_SANDBOX: self._sandbox,
+            semconv.ROLLOUT_DATA_SOURCE: rollout.task.data_source or None,
+            semconv.ROLLOUT_PARTIAL: answer.detail or None if answer.failure is None else None,
+            semconv.ROLLOUT_LOG: log or None,
+            semconv.ROLLOUT_SANDBOX: span.sandbox if span.sandbox is not SandboxRung.NONE else None,
         }
         events = [
             otlp.SpanEvent(

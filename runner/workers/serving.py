@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from runner.queue.client import QueueClient
 from runner.queue.wire import RolloutState
-from runner.runner import open_attempts
-from runner.workers.agents import AgentSpec
-from runner.workers.attempts import Attempts
+from runner.runner import open_handlers
+from runner.workers.agents import AgentsBySource, AgentSpec
+from runner.workers.attempts import RunServices
 from runner.workers.worker import Worker
 from spangrad.errors import SpangradError
 from spangrad.settings import Settings
@@ -35,12 +35,12 @@ _GATHER_SECONDS = 0.2
 """Pause between two looks at rollouts that ended, in seconds: most succeeded, and concern no lost worker."""
 
 
-async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, ready: Callable[[], object]) -> None:
+async def serve(settings: Settings, agent: AgentSpec | AgentsBySource, ending: asyncio.Event, ready: Callable[[], object]) -> None:
     """Work until `ending` is set, then drain; if it is set before the worker is ready, end at once.
 
     Args:
         settings: addresses of store, gateway and queue, and the run.
-        agent: the agent to run.
+        agent: the agent to run, or agents by data source.
         ending: event that ends the work.
         ready: called when the agent is loaded.
 
@@ -56,12 +56,12 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
     async with AsyncExitStack() as stack:
         stopping = asyncio.create_task(ending.wait())
         stack.callback(stopping.cancel)
-        attempts = await _run_unless_stopped(stopping, open_attempts(settings, agent, stack, queue))
-        if attempts is None:
+        handlers = await _run_unless_stopped(stopping, open_handlers(settings, agent, stack, queue))
+        if handlers is None:
             return
-        starting = Worker(attempts.queue, settings.runner.run_id, attempts, attempts.entry, store_retry_seconds=_STORE_RETRY_SECONDS)
+        starting = Worker(settings.runner.run_id, handlers, store_retry_seconds=_STORE_RETRY_SECONDS)
         worker = await stack.enter_async_context(starting)
-        closing = asyncio.create_task(_close_lost_attempts(attempts, settings.runner.run_id))
+        closing = asyncio.create_task(_close_lost_attempts(handlers.services, settings.runner.run_id))
         ready()
         try:
             await asyncio.wait([stopping, worker.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -89,31 +89,31 @@ async def _run_unless_stopped(stopping: asyncio.Task[Any], work: Coroutine[Any, 
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _close_lost_attempts(attempts: Attempts, run_id: str) -> None:
+async def _close_lost_attempts(services: RunServices, run_id: str) -> None:
     """Write the root spans of rollouts that ended without a living worker: first of those in the queue, then of each new one."""
-    cursor = await _until_done(partial(_close_earlier_lost, attempts, run_id))
+    cursor = await _until_done(partial(_close_earlier_lost, services, run_id))
     while True:
-        cursor = await _until_done(partial(_close_next_lost, attempts, run_id, cursor))
+        cursor = await _until_done(partial(_close_next_lost, services, run_id, cursor))
         await asyncio.sleep(_GATHER_SECONDS)
 
 
-async def _close_earlier_lost(attempts: Attempts, run_id: str) -> int:
+async def _close_earlier_lost(services: RunServices, run_id: str) -> int:
     """Write those of rollouts that have ended; return the number of the ending up to which all are done."""
-    cursor = (await attempts.queue.run(run_id)).cursor
+    cursor = (await services.queue.run(run_id)).cursor
     for state in (RolloutState.DEAD, RolloutState.CANCELLED):
         after = 0
-        while (page := await attempts.queue.rollouts(run_id=run_id, state=state, after=after, limit=_PAGE)).rollouts:
+        while (page := await services.queue.rollouts(run_id=run_id, state=state, after=after, limit=_PAGE)).rollouts:
             after = page.cursor
             for rollout in page.rollouts:
-                await attempts.close_lost_attempts(rollout)
+                await services.lost.close(rollout)
     return cursor
 
 
-async def _close_next_lost(attempts: Attempts, run_id: str, cursor: int) -> int:
+async def _close_next_lost(services: RunServices, run_id: str, cursor: int) -> int:
     """Write those of rollouts that end from now on; return the next such number."""
-    page = await attempts.queue.ended(run_id, after=cursor, limit=_PAGE, wait_seconds=_LONG_POLL_SECONDS)
+    page = await services.queue.ended(run_id, after=cursor, limit=_PAGE, wait_seconds=_LONG_POLL_SECONDS)
     for rollout in page.rollouts:
-        await attempts.close_lost_attempts(rollout)
+        await services.lost.close(rollout)
     return page.cursor
 
 

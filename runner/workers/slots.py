@@ -89,7 +89,3 @@ class StageClock:
         began = self._began.get(stage)
         current = 0.0 if began is None else time.monotonic() - began
         return current + sum(part.seconds for part in self.times if part.stage is stage)
-
-    def taken(self) -> dict[Stage, float]:
-        """Return the seconds in each completed stage, in the order of the stages."""
-        return {stage: self.seconds(stage) for stage in Stage if any(part.stage is stage for part in self.times)}

@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from runner.queue.client import LeaseHeartbeats, QueueClient
+from runner.queue.client import LeaseHeartbeats
 from runner.queue.wire import AttemptReceipt, Completion, Failure, RolloutLease, RolloutState
-from runner.workers.attempts import Attempts, EndedAttempt, Stop, StopReason
+from runner.workers.attempts import EndedAttempt, Stop, StopReason
+from runner.workers.handlers import Handlers
 from runner.workers.root_spans import by_name
 from runner.workers.slots import StageClock
 from spangrad.agent.reward_values import Rewards
@@ -35,11 +36,12 @@ _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 class Worker:
     """Runs attempts of one run's rollouts; an async context manager."""
 
-    def __init__(self, queue: QueueClient, run_id: str, attempts: Attempts, slots: int, *, store_retry_seconds: float) -> None:
-        self._queue = queue
+    def __init__(self, run_id: str, handlers: Handlers, *, store_retry_seconds: float) -> None:
+        self._queue = handlers.services.queue
+        self._services = handlers.services
         self._run_id = run_id
-        self._attempts = attempts
-        self._free = slots
+        self._handlers = handlers
+        self._free = handlers.entry
         self._retry_seconds = store_retry_seconds
         self._room = asyncio.Event()
         self._held: dict[tuple[str, int], Stop] = {}
@@ -54,7 +56,7 @@ class Worker:
         self._pause = _PAUSE_SECONDS
         """Length of the next such pause, in seconds."""
         self.name = this_process()
-        self._beating = LeaseHeartbeats(queue, self.name, self._lost, self._ran)
+        self._beating = LeaseHeartbeats(self._queue, self.name, self._lost, self._ran)
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         """Done when the worker cannot go on: the gateway, the store or the queue stays away, or the agent cannot be loaded any more."""
 
@@ -126,7 +128,7 @@ class Worker:
                 await asyncio.sleep(self._pause)
                 self._pause, self._unsandboxed = min(2 * self._pause, _LONGEST_PAUSE_SECONDS), False
                 continue
-            room = min(self._free, self._attempts.most - len(self._held))
+            room = min(self._free, self._handlers.most - len(self._held))
             if room < 1:
                 self._room.clear()
                 await self._room.wait()
@@ -150,10 +152,10 @@ class Worker:
     async def _make(self, lease: RolloutLease, stop: Stop) -> None:
         try:
             clock = self._clocks[lease.rollout_id, lease.attempt]
-            ended = await self._attempts.make(lease, stop, clock, self._freed, self._fail)
+            ended = await self._handlers.make(lease, stop, clock, self._freed, self._fail)
             if ended.answer.failure is AttemptFailure.SANDBOX:
                 self._unsandboxed = True
-            elif ended.stages:
+            elif ended.seconds:
                 self._pause = _PAUSE_SECONDS
             self._ended.put_nowait(ended)
         except Exception as error:
@@ -185,8 +187,8 @@ class Worker:
             await asyncio.sleep(_GATHER_SECONDS)
             while not self._ended.empty():
                 ended.append(self._ended.get_nowait())
-            await self._attempts.roots.acknowledged(self._retry_seconds)
-            await asyncio.to_thread(self._keep, ended)
+            await self._services.roots.acknowledged(self._retry_seconds)
+            await asyncio.to_thread(self._services.files.ended, len(ended))
             await self._report([attempt for attempt in ended if not attempt.reported])
             for attempt in ended:
                 self._beating.drop(attempt.lease)
@@ -215,21 +217,9 @@ class Worker:
             _logger.warning("%s", result.refused)
             lease = leases.get((result.rollout_id, result.attempt))
             if lease is not None and result.state is RolloutState.CANCELLED:
-                self._attempts.end_cancelled(lease)
+                self._services.lost.end_cancelled(lease)
         if refused:
-            await self._attempts.roots.acknowledged(self._retry_seconds)
-
-    def _keep(self, ended: Sequence[EndedAttempt]) -> None:
-        for attempt in ended:
-            answer = attempt.answer
-            facts = {
-                "worker": self.name,
-                "reason": answer.failure,
-                "detail": answer.detail,
-                "calls": attempt.calls,
-                "stages": attempt.stages,
-            }
-            self._attempts.files.end(attempt.lease.rollout_id, attempt.lease.attempt, facts)
+            await self._services.roots.acknowledged(self._retry_seconds)
 
 
 def _completion(ended: EndedAttempt) -> Completion:
@@ -254,6 +244,7 @@ def _failure(ended: EndedAttempt) -> Failure:
         calls=ended.calls,
         seconds=ended.seconds,
         rewards=None if rewards is None else _plain(rewards),
+        retry=ended.answer.failure is not AttemptFailure.NO_HANDLER,
     )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from spangrad.agent.command import ExitCode, InvalidOutput, SandboxNotSetUp
+from spangrad.agent.failures import failure_of
 from spangrad.agent.reward_values import Rewards
 from spangrad.types import AttemptFailure
 
@@ -28,7 +30,7 @@ class AttemptReply:
     failure: AttemptFailure | None = None
     """Failure of the attempt, or None when it succeeded."""
     detail: str = ""
-    """Explanation for users."""
+    """Explanation for users; with a reward or an output, the exception after which it is partial."""
     stuck: bool = False
     """True if one of its threads still runs."""
     flushed: bool = False
@@ -50,6 +52,10 @@ class Stages:
     """True if a job brings its environment."""
     outputs: bool = False
     """True if the agent's output is returned as it is, for a service to evaluate."""
+    on_failure: Callable[..., Any] | None = None
+    """Function of (input, error) whose value takes the place of the result of a stage that raised. None: there is no hook."""
+    empty_reward: float | None = None
+    """Reward of an empty output, which is not evaluated. None: it is evaluated as any other."""
 
     @property
     def environments(self) -> bool:
@@ -61,6 +67,22 @@ def raised(name: str, failure: AttemptFailure, error: BaseException) -> AttemptR
     """Return the answer for an exception of the user's code, and print its traceback to the attempt's log."""
     traceback.print_exception(error)
     return AttemptReply(name, failure=failure, detail=f"{type(error).__name__}: {error}"[:1000])
+
+
+def failed_run(name: str, error: BaseException) -> AttemptReply:
+    """Return the answer for an agent that raised."""
+    if isinstance(error, ExitCode):
+        return AttemptReply(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
+    if isinstance(error, SandboxNotSetUp):
+        return AttemptReply(name, failure=AttemptFailure.SANDBOX, detail=str(error))
+    if isinstance(error, InvalidOutput):
+        return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
+    return raised(name, failure_of(error), error)
+
+
+def is_empty(output: object) -> bool:
+    """Return whether an output is nothing: null, or an empty text, list or object."""
+    return output is None or (isinstance(output, str | list | tuple | dict) and not output)
 
 
 def handed_on(name: str, output: object) -> AttemptReply:

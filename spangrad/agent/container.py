@@ -20,7 +20,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -101,19 +101,20 @@ class AgentContainer(AgentCommand):
             raise AgentError(f"the container engine {container.engine!r} is not in PATH. Install it, or name one: runner.container.engine.")
         super().__init__([container.engine], directory, instrument=False, on_group=on_group)
 
-    async def __call__(self, given: object, endpoint: str | None, environment: object = None) -> object:
-        """Run a container once.
+    async def __call__(self, given: object, endpoint: str | None, environment: object = None, image: str | None = None) -> object:
+        """Run a container once, of the image that the attempt names, if it does.
 
         Raises:
             ExitCode: the engine or the agent in it failed.
             InvalidOutput: its last line is too long.
         """
         name = f"spangrad-{uuid.uuid4().hex}"
+        container = self._container if image is None else replace(self._container, image=image)
         variables = reachable(await variables_of(endpoint, environment), self._container.address)
         ended = False
         _running[name] = self._container.engine
         try:
-            output = await self._run(given, run_command(self._container, name, variables, self._labels(variables)), variables)
+            output = await self._run(given, run_command(container, name, variables, self._labels(variables)), variables)
             ended = True
             return output
         except ExitCode as error:

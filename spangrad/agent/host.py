@@ -1,11 +1,11 @@
 """Host of an agent in a process of its own (`python -m spangrad.agent.host`), for the runner at the other end of two pipes.
 
-In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint", "log", "environment"}` begins the
-first stage of an attempt, `{"go": id}` its next one, `{"cancel": id}` ends one early, `{"flush": id}` sends the spans that are left; the
-end of the pipe ends the host. Out, on the original standard output, a JSON object a line: first `{"ready": true}` or `{"error": sentence}`,
-then for each attempt `{"id", "stage"}` when a stage is over, with the one that waits for its `go` (`run`, `evaluate`; `end`: none is
-left), and `{"id", "reward", "failure", "detail", "stuck", "flushed", "output"}` when it has ended, for each flush `{"id", "flushed"}`,
-and for each process group of a program `{"program": leader, "ended"}`, when it begins and when it has ended.
+In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint", "log", "environment", "image"}` begins
+the first stage of an attempt, `{"go": id}` its next one, `{"cancel": id}` ends one early, `{"flush": id}` sends the spans that are left;
+the end of the pipe ends the host. Out, on the original standard output, a JSON object a line: first `{"ready": true}` or
+`{"error": sentence}`, then for each attempt `{"id", "stage"}` when a stage is over, with the one that waits for its `go` (`run`,
+`evaluate`; `end`: none is left), and `{"id", "reward", "failure", "detail", "stuck", "flushed", "output"}` when it has ended, for each
+flush `{"id", "flushed"}`, and for each process group of a program `{"program": leader, "ended"}`, when it begins and when it has ended.
 Invariant: each attempt is answered once, after its environment was closed and its spans were sent, or with `stuck` true or `flushed`
 false; nothing that the agent prints mixes with the answers.
 
@@ -29,6 +29,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -42,11 +43,10 @@ from opentelemetry.instrumentation.auto_instrumentation import initialize
 from opentelemetry.sdk.trace import TracerProvider
 
 from spangrad.agent.attempt import AttemptNote, with_note
-from spangrad.agent.attempt_answer import END_STAGE, AttemptReply, Stages, handed_on, raised
+from spangrad.agent.attempt_answer import END_STAGE, AttemptReply, Stages, failed_run, handed_on, is_empty, raised
 from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs
-from spangrad.agent.command import AgentCommand, ExitCode, InvalidOutput, SandboxLaunch, SandboxNotSetUp, kill_groups
+from spangrad.agent.command import AgentCommand, SandboxLaunch, kill_groups
 from spangrad.agent.container import AgentContainer, Container, remove_running
-from spangrad.agent.failures import failure_of
 from spangrad.agent.flushing import Flusher
 from spangrad.agent.local_environment import LocalEnvironment
 from spangrad.agent.propagation import context_from
@@ -55,7 +55,7 @@ from spangrad.callables import load, load_agent
 from spangrad.episode.adapters.references import factory_of
 from spangrad.errors import AgentError, EnvironmentsError
 from spangrad.processes import MARK, kill_marked
-from spangrad.types import AttemptFailure, Stage
+from spangrad.types import POLICY_FAILURES, AttemptFailure, Stage
 
 LINE_LIMIT_BYTES = 256 * 2**20
 """Largest line of the protocol, in bytes."""
@@ -73,8 +73,8 @@ class Host:
         # The runner limits how many run at once, stage by stage; one that hangs blocks no other's thread.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="attempt")
         self._accepted = {
-            name: inspect.signature(function).parameters.keys() & {"endpoint", "environment"}
-            for name, function in (("agent", stages.agent), ("evaluator", stages.evaluator))
+            name: inspect.signature(function).parameters.keys() & {"endpoint", "environment", "image", "stage"}
+            for name, function in (("agent", stages.agent), ("evaluator", stages.evaluator), ("on_failure", stages.on_failure))
             if function is not None
         }
         self._send: Callable[[Mapping[str, object]], None] = lambda message: None
@@ -159,34 +159,48 @@ class Host:
         return replace(ended, stuck=not closed, flushed=flushed)
 
     async def _run_stages(self, name: str, job: Mapping[str, Any], environment: LocalEnvironment, note: AttemptNote) -> AttemptReply:
-        """Run the stages, as the runner opens them."""
-        given, stages = job["input"], self._stages
+        """Run the stages, as the runner opens them; what the hook gives takes the place of the result of a stage that raised."""
+        given, stages, partial_after = job["input"], self._stages, ""
         if stages.initialiser is not None:
             try:
                 await environment.open(self._call, given)
             except (Exception, SystemExit) as error:  # an exception of the user's code ends the attempt, not the host
                 return raised(name, AttemptFailure.ENVIRONMENT, error)
             await self._gate(name, Stage.RUN)
-        offered = {"endpoint": job.get("endpoint"), **({"environment": environment.value} if stages.environments else {})}
+        offered: dict[str, object] = {"endpoint": job.get("endpoint"), **({"image": job["image"]} if job.get("image") else {})}
+        offered |= {"environment": environment.value} if stages.environments else {}
         try:
             output = await self._call(stages.agent, given, **self._keywords(offered, "agent"))
-        except ExitCode as error:
-            return AttemptReply(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
-        except SandboxNotSetUp as error:
-            return AttemptReply(name, failure=AttemptFailure.SANDBOX, detail=str(error))
-        except InvalidOutput as error:
-            return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
         except (Exception, SystemExit) as error:
-            return raised(name, failure_of(error), error)
+            failed = failed_run(name, error)
+            if failed.failure not in POLICY_FAILURES or (output := await self._partial(Stage.RUN, given, error, offered)) is None:
+                return failed
+            partial_after = failed.detail
+        if stages.empty_reward is not None and (stages.outputs or stages.evaluator is not None) and is_empty(output):
+            return AttemptReply(name, stages.empty_reward, detail=partial_after)
         if stages.outputs:
-            return handed_on(name, output)
+            return replace(handed_on(name, output), detail=partial_after)
         if stages.evaluator is not None:
             await self._gate(name, Stage.EVALUATE)
             try:
                 output = await self._call(stages.evaluator, given, output, **self._keywords(offered, "evaluator"))
             except (Exception, SystemExit) as error:
-                return raised(name, AttemptFailure.EVALUATION, error)
-        return self._rewarded(name, output, note)
+                failed = raised(name, AttemptFailure.EVALUATION, error)
+                if (output := await self._partial(Stage.EVALUATE, given, error, offered)) is None:
+                    return failed
+                partial_after = failed.detail
+        reply = self._rewarded(name, output, note)
+        return reply if reply.failure else replace(reply, detail=partial_after)
+
+    async def _partial(self, stage: Stage, given: object, error: BaseException, offered: Mapping[str, object]) -> object:
+        """Return the result that the hook gives after an exception of a stage. None: there is no hook, or it gives none."""
+        if self._stages.on_failure is None:
+            return None
+        try:
+            return await self._call(self._stages.on_failure, given, error, **self._keywords({**offered, "stage": stage}, "on_failure"))
+        except (Exception, SystemExit) as fault:
+            traceback.print_exception(fault)  # to the attempt's log; the stage's own failure counts
+            return None
 
     def _rewarded(self, name: str, value: object, note: AttemptNote) -> AttemptReply:
         no_evaluator = self._stages.evaluator is None
@@ -336,6 +350,8 @@ def main() -> None:
     parser.add_argument("--outputs", action="store_true", help="answer with the agent's output, for a service to evaluate")
     parser.add_argument("--environment", help="the initialiser, as module:function, or an environment with reset and step")
     parser.add_argument("--leased", action="store_true", help="each job brings its environment, instead of --environment")
+    parser.add_argument("--on-failure", help="function that may give a partial result after an exception, as module:function")
+    parser.add_argument("--empty-reward", type=float, help="reward of an empty output, which is not evaluated")
     parser.add_argument("--path", type=Path, default=Path(), help="directory in which modules are looked for first, and the command runs")
     args = parser.parse_args()
     jobs, answers = _private_pipes()
@@ -351,6 +367,8 @@ def main() -> None:
             load(evaluator) if isinstance(evaluator, str) else evaluator,
             args.leased,
             args.outputs,
+            load(args.on_failure) if args.on_failure else None,
+            args.empty_reward,
         )
         host = Host(stages)
     except (AgentError, EnvironmentsError) as error:

@@ -4,8 +4,8 @@ In: `FILE.jsonl`, `FILE.parquet`, `DIRECTORY[:SPLIT]` that `Dataset.save_to_disk
 Out: `Task`s, in the order of the rows. Invariant: each row is one task, or the whole is refused with an error that names source, row and
 remedy; a task's input is a JSON value.
 
-A row with `task_id` and `input` has both, and may demand a sandbox with `least_sandbox`. A row with neither is itself the input, and its
-task is named by source and row, `train:17`.
+A row with `task_id` and `input` has both, and may have a `data_source` and demand a sandbox with `least_sandbox`. A row with neither is
+itself the input, and its task is named by source and row, `train:17`.
 Libraries for Parquet and Hugging Face's datasets are loaded when such a source is read.
 """
 
@@ -170,7 +170,11 @@ def _task(row: object, where: str, name: str) -> Task:
         raise AgentError(f"{where} has task_id {task_id!r:.100}: give a text that is not empty, or a whole number.")
     if storable(str(task_id)) != str(task_id):
         raise AgentError(f"{where} has task_id {task_id!r:.100}: leave out null characters and halves of surrogate pairs.")
-    return Task(str(task_id), _json(fields["input"], fields, where), least_sandbox=_least_sandbox(fields.get("least_sandbox"), where))
+    source = fields.get("data_source", "")
+    if not isinstance(source, str) or storable(source) != source:
+        raise AgentError(f"{where} has data_source {source!r:.100}: give a text without null characters, or leave it out.")
+    least = _least_sandbox(fields.get("least_sandbox"), where)
+    return Task(str(task_id), _json(fields["input"], fields, where), least_sandbox=least, data_source=source)
 
 
 def _least_sandbox(value: object, where: str) -> SandboxRung | None:

@@ -66,7 +66,7 @@ class TaskStore:
         stored = self._queue.ask("GET", path, missing={"digest": ""})
         if stored["digest"] != digest:
             for first, part in _parts(tasks):
-                rows = [{"task_id": task.task_id, "input": task.input, "least_sandbox": task.least_sandbox} for task in part]
+                rows = [_row(task) for task in part]
                 self._queue.ask("POST", "/v1/tasks", {"digest": digest, "first": first, "tasks": rows})
             self._queue.ask("PUT", path, {"digest": digest, "tasks": len(tasks)})
         return StoredTasks(name, digest, len(tasks))
@@ -97,13 +97,19 @@ def digest_of(tasks: Sequence[Task]) -> str:
     digest = hashlib.sha256()
     for task in tasks:
         demanded = [] if task.least_sandbox is None else [task.least_sandbox]
-        digest.update(json.dumps([task.task_id, task.input, *demanded], sort_keys=True).encode() + b"\n")
+        source = [{"data_source": task.data_source}] if task.data_source else []
+        digest.update(json.dumps([task.task_id, task.input, *demanded, *source], sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
 def _task(row: Mapping[str, Any]) -> Task:
     least = row.get("least_sandbox")
-    return Task(row["task_id"], row["input"], least_sandbox=least and SandboxRung(least))
+    return Task(row["task_id"], row["input"], least_sandbox=least and SandboxRung(least), data_source=row.get("data_source", ""))
+
+
+def _row(task: Task) -> dict[str, object]:
+    names = {"task_id": task.task_id, "input": task.input}
+    return {**names, "least_sandbox": task.least_sandbox, "data_source": task.data_source}
 
 
 def _parts(tasks: Sequence[Task]) -> list[tuple[int, list[Task]]]:

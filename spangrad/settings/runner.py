@@ -47,6 +47,8 @@ class ContainerSettings(Section):
     """Network that containers of agents are attached to. Any other than `host` needs services that listen beyond loopback."""
     arguments: list[str] = Field(default=[])
     """Further arguments of `docker run`: mounts, limits, GPUs."""
+    images: list[str] = Field(default=[])
+    """Patterns of images that a request may name in place of the agent's own, such as registry.local/swe/*. Empty: none."""
     address: str | None = None
     """Address at which containers reach the services that this machine reaches on loopback. None: the same on Linux with the network
     `host`, else the container engine's own name for this machine (host.docker.internal)."""
@@ -106,6 +108,54 @@ class EpisodeSettings(Section):
     runner.timeout_seconds. None: no limit."""
 
 
+class HandlerSettings(Section):
+    """Handler of the rollouts of one data source: agent, environment and evaluator. What is null is as in the runner's own settings."""
+
+    agent: str | None = None
+    """Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION. None: `command`, `image` or `environment` names the agent."""
+    command: list[str] = Field(default=[])
+    """Program of the agent and its arguments; with `image`, the arguments of the container."""
+    image: str | None = None
+    """Container image of the agent. None: it is no image."""
+    instrument: bool = False
+    """True if the command is started under opentelemetry-instrument."""
+    environment: str | None = None
+    """Environment, as `--environment` of `spangrad worker` names it. None: there is none."""
+    evaluator: str | None = None
+    """Evaluator, as `--evaluator` of `spangrad worker` names it. None: the agent's own value is the reward."""
+    on_failure: str | None = None
+    """Function that is called with (input, error) when stage `run` or `evaluate` raises, as MODULE:FUNCTION or FILE.py:FUNCTION; it may
+    have parameters `stage`, `environment` and `endpoint`. Its value takes the place of the stage's result; if it is None, the failure
+    counts. None: there is no hook."""
+    directory: Path = Path()
+    """Directory where the modules are looked up first, or in which the command runs."""
+    workers: int | None = Field(default=None, ge=1)
+    """Number of agent processes of the handler. None: runner.workers."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """Rollouts of the handler that run at once in each process. None: runner.concurrency."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Largest number of calls of an attempt. None: runner.max_calls."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """Largest number of tokens that the policy generates in an attempt. None: runner.max_output_tokens."""
+    init_timeout_seconds: float | None = Field(default=None, gt=0)
+    """Time limit of an attempt's environment, in seconds. None: runner.init_timeout_seconds."""
+    evaluation_timeout_seconds: float | None = Field(default=None, gt=0)
+    """Time limit of one evaluation, in seconds. None: runner.evaluation_timeout_seconds."""
+    empty_reward: FailureReward = None
+    """Reward of an empty result, whose evaluator is not called. None: runner.empty_reward."""
+    sandbox: SandboxSettings | None = None
+    """Sandboxes of the command. None: those of runner.sandbox."""
+    container: ContainerSettings | None = None
+    """Engine of the containers, its arguments and images. None: those of runner.container."""
+
+
+_OF_HANDLER = (
+    "workers", "concurrency", "max_calls", "max_output_tokens", "init_timeout_seconds", "evaluation_timeout_seconds", "empty_reward",
+    "sandbox", "container",
+)  # fmt: skip
+"""Settings of the runner that a handler may have values of its own for."""
+
+
 class RunnerSettings(Section):
     """Settings of the runner of agents."""
 
@@ -140,6 +190,12 @@ class RunnerSettings(Section):
     """Largest number of attempts of a rollout; a failure that the policy caused, and that has a reward, is not retried."""
     failure_rewards: FailureRewards = FailureRewards()
     """Rewards of failures that the policy caused, by reason."""
+    empty_reward: FailureReward = None
+    """Reward of an attempt whose agent returns nothing (null, or an empty text, list or object); its evaluator is not called. None: the
+    evaluator judges it as any other result."""
+    handlers: dict[str, HandlerSettings] = Field(default={})
+    """Handlers by the data source of the rollouts; a worker that is given no agent has all of them. Rollouts that name no source need the
+    only one."""
     init_timeout_seconds: float = Field(default=300, gt=0)
     """Time limit of an attempt's environment, in seconds; the wait in the queue of an environment service included."""
     timeout_seconds: float = Field(default=300, gt=0)
@@ -160,3 +216,8 @@ class RunnerSettings(Section):
     """Sandboxes of programs as agents (`spangrad run -- PROGRAM`)."""
     container: ContainerSettings = ContainerSettings()
     """Container images as agents (`spangrad run --image`)."""
+
+    def of_handler(self, name: str) -> RunnerSettings:
+        """Return the settings of a handler's attempts: the runner's own, and those of the handler where it has any."""
+        handler = self.handlers[name]
+        return self.model_copy(update={field: value for field in _OF_HANDLER if (value := getattr(handler, field)) is not None})

@@ -25,6 +25,8 @@ class QueueSettings(Section):
     """Database of the queue: sqlite:///FILE, or postgresql://USER:PASSWORD@HOST/NAME. One server at a time uses it."""
     lease_seconds: float = Field(default=30.0, gt=0)
     """Time without a heartbeat after which a rollout is given to another worker, in seconds, where its worker requested no other time."""
+    callback_hosts: list[str] = Field(default=[])
+    """Hosts that POST /v1/process may post trajectories to, as HOST or HOST:PORT; HOST alone allows each of its ports."""
     keep_days: float | None = Field(default=30.0, gt=0)
     """Time for which the queue's server keeps ended rollouts and their attempts, in days. None (written `null`): until `spangrad queue
     purge`."""

@@ -25,6 +25,7 @@ from spangrad.agent.container import Container, reachable, reached_at, run_comma
 from spangrad.errors import AgentError
 from spangrad.leases import this_process
 from spangrad.processes import MARK, wait_until
+from spangrad.settings.runner import ContainerSettings
 from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.runners import RunnerServices, is_state, kill, runner_services, until
 
@@ -187,13 +188,21 @@ async def test_container_agent_runs_attempts_and_removes_their_containers(tmp_pa
     left = docker.leave("left", spangrad_worker=_dead_worker())
     alive = docker.leave("alive", spangrad_worker=ours)
     try:
-        with runner_services(tmp_path, concurrency=4, timeout_seconds=120, max_attempts=1) as here:
+        images = ContainerSettings(images=["org/*"])
+        with runner_services(tmp_path, concurrency=4, timeout_seconds=120, max_attempts=1, container=images) as here:
             tasks = [Task(what, what) for what in ("well", "exit", "look")]
             image = replace(agent(here), evaluator="judge:judge")
             async with Runner(here.settings, image) as runner:
-                await runner.queue.enqueue("run", [new_rollout("hang", "hang", "g", rollout_id="hung", timeout_seconds=3, max_attempts=1)])
+                hang = new_rollout("hang", "hang", "g", rollout_id="hung", timeout_seconds=3, max_attempts=1, image="org/hung:2")
+                other = new_rollout("other", "other", "g", rollout_id="other", max_attempts=3, image="evil/agent:1")
+                await runner.queue.enqueue("run", [hang, other])
                 outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
                 await until(lambda: is_state(runner.queue, "hung", RolloutState.FAILED), 60)
+                (refused,) = (await runner.queue.rollout("other")).attempts
+                assert (refused.reason, refused.detail) == (
+                    AttemptFailure.NO_HANDLER,
+                    "the handler of the rollout may not run image 'evil/agent:1': runner.container.images does not allow it.",
+                )
             assert [(o.task_id, o.reward, o.failure, o.detail) for o in outcomes] == [
                 ("well", {"reward": 0.5}, None, ""),
                 ("exit", {"reward": 0.0}, AttemptFailure.EXIT_CODE, "exit code 3"),
@@ -201,11 +210,11 @@ async def test_container_agent_runs_attempts_and_removes_their_containers(tmp_pa
             ]
             roots = here.roots()
             assert {root[semconv.TASK_ID]: root.get(semconv.ROLLOUT_FAILURE) for root in roots.values()} == {
-                "well": None, "exit": "exit_code", "hang": "timeout", "look": None,
+                "well": None, "exit": "exit_code", "hang": "timeout", "look": None, "other": "no_handler",
             }  # fmt: skip
             (call,) = [call for call in docker.calls("run") if "spangrad.rollout.id=hung" in call]
             assert {f"spangrad.worker={ours}", "spangrad.run.id=run", "spangrad.rollout.attempt=0"} <= set(call)
-            assert call[-5:] == ["--memory", "1g", "org/agent:1", "sh", "contained.sh"]
+            assert call[-5:] == ["--memory", "1g", "org/hung:2", "sh", "contained.sh"], "the image that the rollout names"
             name = call[call.index("--name") + 1]
             assert name in [one for call in docker.calls("rm") for one in call[3:]]
         assert docker.containers().keys() == {"alive"}

@@ -10,17 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import jsonschema
 import pytest
+import sqlalchemy as sa
+from pydantic import SecretStr
 
-from runner.process import processing
+from runner.process import callbacks, processing
+from runner.process.callbacks import signed_headers
 from runner.process.routes import description
 from runner.queue.client import QueueClient
+from runner.queue.service import Service
+from runner.queue.tables import CALLBACKS
 from runner.queue.wire import Failure, RolloutSelector
 from spangrad.processes import Child, own_command
 from spangrad.settings import Settings, StoreSettings
+from spangrad.settings.runner import HandlerSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import AttemptFailure
-from tests.support.runners import queue_settings, serving, until
+from tests.support.otlp import HttpServer
+from tests.support.runners import is_true, queue_settings, serving, until
 from transition_builder.loop import build_once
 
 AGENTS = Path(__file__).resolve().parent.parent / "agents"
@@ -37,8 +45,33 @@ async def has_runs(client: QueueClient) -> bool:
 
 
 async def process(settings: Settings, request: dict[str, Any]) -> tuple[int, Any]:
+    """Status and body of a response, which is as the route's description says."""
     async with aiohttp.ClientSession(settings.queue.url) as session, session.post("/v1/process", json=request) as answer:
-        return answer.status, await answer.json()
+        body = await answer.json()
+        responses = description()["paths"]["/v1/process"]["post"]["responses"]
+        validate(body, responses[str(answer.status)]["content"]["application/json"]["schema"])
+        return answer.status, body
+
+
+def validate(value: object, schema: dict[str, Any]) -> None:
+    """Check a value against a schema of the description."""
+    jsonschema.validate(value, {**schema, "components": description()["components"]}, jsonschema.Draft202012Validator)
+
+
+class Receiver(HttpServer):
+    """A URL that is called back: refuses the first requests, and keeps those that it takes."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+        self.taken: list[tuple[dict[str, str], bytes]] = []
+        super().__init__()
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        if self.refusals:
+            self.refusals -= 1
+            return 500, {}, b""
+        self.taken.append(({name.lower(): value for name, value in headers.items()}, body))
+        return 204, {}, b""
 
 
 async def lines(settings: Settings, request: dict[str, Any]) -> list[tuple[float, Any]]:
@@ -58,7 +91,7 @@ def settings(store: StoreSettings, tmp_path: Path) -> Settings:
 
 @pytest.mark.vllm
 async def test_process_answers_with_turns_as_the_engine_sampled_them(gateway: Settings, tmp_path: Path) -> None:
-    request = of_run(wait_seconds=60)
+    request = of_run(wait_seconds=60, sampling={"temperature": 0.5, "max_tokens": 3}, limits={"max_calls": 4})
     queue = queue_settings(f"sqlite:///{tmp_path}/q.db")
     settings = gateway.model_copy(update={"queue": queue.queue})
     values = {
@@ -103,6 +136,7 @@ async def test_process_answers_with_turns_as_the_engine_sampled_them(gateway: Se
     client.close()
     turns = [turn for each in answer["trajectories"] for turn in each["turns"]]
     assert len(turns) == 3
+    assert {(turn["temperature"], len(turn["response_ids"]) <= 3) for turn in turns} == {(0.5, True)}
     assert {turn["call_id"]: [turn[name] for name in ("prompt_ids", "response_ids", "logprobs")] for turn in turns} == {
         call: [list(array) for array in arrays] for call, *arrays in recorded
     }
@@ -178,7 +212,11 @@ async def test_process_store_away_keeps_the_rollouts(settings: Settings, monkeyp
         ({"tasks": [{"task_id": "t", "input": 1, "rollouts": 600}] * 2}, "the tasks ask for more than 1000 rollouts"),
         ({"wait_seconds": 601}, "<= 600"),
         ({"key": ""}, "length >= 1"),
-        ({"image": "x"}, "unknown field `image`"),
+        ({"nonsense": "x"}, "unknown field `nonsense`"),
+        ({"callback": "ftp://127.0.0.1/x"}, "matching regex"),
+        ({"callback": "http://127.0.0.1:9/x"}, "queue.callback_hosts of the server does not list 127.0.0.1:9."),
+        ({"sampling": {"temperature": 3}}, "<= 2.0"),
+        ({"limits": {"max_calls": 3}}, "runner.gateway is false. Leave them out."),
     ],
 )
 async def test_process_refuses_requests_that_have_no_meaning(settings: Settings, change: dict[str, Any], words: str) -> None:
@@ -189,11 +227,71 @@ async def test_process_refuses_requests_that_have_no_meaning(settings: Settings,
     assert words in refused["error"]
 
 
+async def test_process_refuses_data_sources_without_a_handler(settings: Settings) -> None:
+    runner = settings.runner.model_copy(update={"handlers": {"math": HandlerSettings(agent="a:b"), "code": HandlerSettings(agent="a:b")}})
+    settings = settings.model_copy(update={"runner": runner})
+    async with serving(settings) as (client, _):
+        status, refused = await process(settings, of_run(tasks=[{**TASKS[0], "data_source": "chess"}]))
+        assert (status, refused["error"]) == (400, "POST /v1/process: no handler for data source 'chess'; runner.handlers has code, math.")
+        status, refused = await process(settings, of_run())
+        assert (status, "no handler for data source ''" in refused["error"], await client.runs()) == (400, True, [])
+        request = of_run(tasks=[{**TASKS[0], "data_source": "code", "image": "org/a:1"}])
+        assert (await process(settings, request))[0] == 200
+        leases = await client.lease(request["run_id"], "worker", 9)
+        assert {(lease.data_source, lease.image) for lease in leases} == {("code", "org/a:1")}
+
+
 async def test_process_refuses_ids_of_another_run(settings: Settings) -> None:
     async with serving(settings):
         await process(settings, of_run(run_id="a", key="b/c"))
         status, refused = await process(settings, of_run(run_id="a/b", key="c"))
     assert (status, refused["error"].split(".")[0]) == (400, "POST /v1/process: rollout a/b/c/0/0 belongs to run a already")
+
+
+async def test_process_callback_is_posted_signed_until_it_is_taken(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "_PAUSES", (0.05, 0.1))
+    with Receiver(refusals=2) as receiver:
+        queue = settings.queue.model_copy(update={"callback_hosts": [f"127.0.0.1:{receiver.port}"], "token": SecretStr("secret")})
+        settings = settings.model_copy(update={"queue": queue})
+        request = of_run(callback=f"{receiver.url}/done")
+        async with serving(settings) as (client, _):
+            async with aiohttp.ClientSession(settings.queue.url, headers={"Authorization": "Bearer secret"}) as session:
+                for _ in range(2):
+                    async with session.post("/v1/process", json=request) as answer:
+                        assert answer.status == 200
+            await client.cancel(RolloutSelector(run_id=request["run_id"], group_id="first/1"))
+            await until(lambda: is_true(len(receiver.taken) == 1))
+        async with serving(settings) as (client, _):  # the server is started again: the other two are still to be posted
+            await client.cancel(RolloutSelector(run_id=request["run_id"]))
+            await until(lambda: is_true(len(receiver.taken) == 3))
+    trajectories = [json.loads(body) for _, body in receiver.taken]
+    for (headers, body), trajectory in zip(receiver.taken, trajectories, strict=True):
+        validate(trajectory, {"$ref": "#/components/schemas/Trajectory"})
+        expected = signed_headers(trajectory["rollout_id"], int(headers["webhook-timestamp"]), body, "secret")
+        assert {name.lower(): value for name, value in expected.items()}.items() <= headers.items()
+    assert [(each["task_id"], each["state"]) for each in trajectories] == [(name, "cancelled") for name in ("rome", "lima", "lima")]
+
+
+async def test_process_callback_that_is_given_up_is_tried_again_on_request(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "GIVE_UP_SECONDS", 0.0)
+    with Receiver(refusals=1) as receiver:
+        settings = settings.model_copy(update={"queue": settings.queue.model_copy(update={"callback_hosts": ["127.0.0.1"]})})
+        request = of_run(tasks=TASKS[1:], callback=receiver.url)
+        async with serving(settings) as (client, service):
+            (rollout,) = (await process(settings, request))[1]["pending"]
+            await client.cancel(RolloutSelector(run_id=request["run_id"]))
+            kept = sa.select(CALLBACKS.c.state, CALLBACKS.c.reason)
+            await until(lambda: is_given_up(service, kept))
+            ((state, reason),) = await service.read(lambda connection: connection.execute(kept).all())
+            assert (state, reason, receiver.taken) == ("given_up", "HTTP 500", [])
+            await process(settings, request)
+            await until(lambda: is_true(receiver.taken))
+    assert json.loads(receiver.taken[0][1])["rollout_id"] == rollout
+    assert "webhook-signature" not in receiver.taken[0][0], "there is no token to sign with"
+
+
+async def is_given_up(service: Service, kept: sa.Select[Any]) -> bool:
+    return (await service.read(lambda connection: connection.execute(kept).all()))[0].state == "given_up"
 
 
 async def test_process_description_is_served(settings: Settings) -> None:

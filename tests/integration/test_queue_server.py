@@ -30,7 +30,7 @@ async def test_rollout_lifecycle_over_queue_http(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, service):
         assert await client.enqueue("run", some(2, priority=3)) == ["r0", "r1"]
         (lease,) = await client.lease("run", "worker one")
-        assert msgspec.structs.asdict(lease) | {"input": lease.task_input()} == snapshot(
+        assert msgspec.json.decode(msgspec.json.encode(lease)) == snapshot(
             {
                 "run_id": "run",
                 "rollout_id": "r0",
@@ -44,7 +44,6 @@ async def test_rollout_lifecycle_over_queue_http(queue_db: str) -> None:
                 "priority": 3,
                 "timeout_seconds": 300.0,
                 "lease_seconds": 30.0,
-                "prompt": None,
             }
         )
         assert await client.beat([lease]) == []

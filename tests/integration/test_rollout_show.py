@@ -6,6 +6,7 @@ import subprocess
 import urllib.request
 from pathlib import Path
 
+from spangrad import semconv
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support.policies import skip
@@ -72,6 +73,7 @@ def test_rollout_show_runner_rollout_has_verdict(store: StoreSettings) -> None:
     failed = spans.root("shown-1", attempt=0, calls=1, final=False, failure="crash")
     spans.call(failed, rollout="shown-1", attempt=0)
     root = spans.root("shown-1", attempt=1, calls=2)
+    spans.spans[-1]["Attributes"] |= {semconv.ROLLOUT_LOG: "thinking\n[b]done[/b]\n", semconv.ROLLOUT_PARTIAL: "KeyError: 'x'"}
     spans.evaluation(root, 0.5)
     for logprobs in ([-0.5, -0.25], [-0.5]):
         spans.call(spans.client(root, rollout="shown-1", attempt=1), rollout="shown-1", attempt=1, Logprobs=logprobs)
@@ -85,7 +87,11 @@ def test_rollout_show_runner_rollout_has_verdict(store: StoreSettings) -> None:
     assert who == "agents agent (2 calls), runner (1 call)"
     drops = "1 dropped as no_logprobs (1 logprobs for 2 tokens), 1 dropped as superseded_attempt (attempt 1 counts)"
     assert built == f"built: 1 transition, {drops}"
-    one = show(store, "shown-1", "--attempt", "1", "--width", "200").stdout
+    assert "\nattempt 0: crash\n" in show(store, "shown-1", "--attempt", "0").stdout
+    one, said, last = show(store, "shown-1", "--attempt", "1", "--width", "200").stdout.partition("attempt 1: succeeded")
+    assert said + last == (
+        "attempt 1: succeeded, with a partial result after KeyError: 'x'\n  the end of its log:\n  | thinking\n  | [b]done[/b]\n"
+    )
     assert outline(one) == [
         "0 rollout · attempt 1 · final · ok · reward = 0.5 (event)",
         "1 ChatCompletion · llm · ok",

@@ -16,7 +16,6 @@ import pytest
 from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
-from runner.workers.attempt_files import AttemptFiles
 from spangrad import semconv
 from spangrad.errors import QueueError
 from spangrad.processes import own_command, wait_until
@@ -44,9 +43,15 @@ async def test_worker_rollouts_with_failing_agents_end_with_a_reason_each(tmp_pa
         expected = {(o.key.rollout_id, n): n == o.key.attempt for o in outcomes for n in range(o.key.attempt + 1)}
         assert {key: root[semconv.ROLLOUT_FINAL] for key, root in here.roots().items()} == expected
         assert Counter(o.key.attempt for o in outcomes) == Counter(int(mood == "garbage") for mood in moods)
-        kept = AttemptFiles(here.settings.runner.directory, count)
         by_mood: dict[str, Outcome] = {o.task_id.split()[1]: o for o in outcomes}
-        shown = {mood: [(one.end["reason"], _text(one.log)) for one in kept.kept(o.key.rollout_id)] for mood, o in by_mood.items()}
+        roots = here.roots()
+        shown = {
+            mood: [
+                (root.get(semconv.ROLLOUT_FAILURE), root.get(semconv.ROLLOUT_LOG, ""))
+                for root in (roots[o.key.rollout_id, n] for n in range(o.key.attempt + 1))
+            ]
+            for mood, o in by_mood.items()
+        }
         assert shown == {
             "crash": [("exit_code", "")],
             "hang": [("timeout", "")],
@@ -54,10 +59,6 @@ async def test_worker_rollouts_with_failing_agents_end_with_a_reason_each(tmp_pa
             "well": [(None, "thinking\n1\n")],
         }
         assert here.processes() == []
-
-
-def _text(log: Path | None) -> str:
-    return log.read_text() if log else ""
 
 
 async def test_worker_sigterm_releases_unfinished_rollouts(tmp_path: Path) -> None:

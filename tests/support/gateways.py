@@ -53,7 +53,7 @@ class Stage:
         await asyncio.to_thread(self.store.wait_for, lambda: len(self.store.spans) >= count)
         return self.store.spans
 
-    async def announce(self, path: str, **announced: str | float) -> int:
+    async def announce(self, path: str, **announced: str | dict[str, float]) -> int:
         """Announce the attempt of a path such as `/rollout/r/attempt/0`; return the status."""
         body = {"attempts": [_attempt(path) | {"run_id": "run", "mode": "train"} | announced]}
         async with self.client.post("/attempts", json=body) as answer:

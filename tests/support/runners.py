@@ -173,7 +173,7 @@ class AttemptGateway(HttpServer):
     """What the runner needs of a gateway, and chat completions: remembers announcements, counts calls, answers with `reply`."""
 
     def __init__(self, port: int = 0, reply: Callable[[list[dict[str, str]]], str] = lambda messages: "weather paris") -> None:
-        self.announced: dict[tuple[str, int], dict[str, str]] = {}
+        self.announced: dict[tuple[str, int], dict[str, Any]] = {}
         self.calls: dict[tuple[str, int], int] = {}
         self.closed: dict[tuple[str, int], str] = {}
         """Reasons for which attempts were closed."""

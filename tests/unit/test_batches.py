@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from runner.workers.batches import Batches
+from spangrad.http.batches import Batches
 
 
 class Service:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from commands.training.agents import agent_spec
+from commands.training.agents import agent_spec, agents_of
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, ContainerAgent
 from spangrad.cli import app
 from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings
-from spangrad.settings.runner import ContainerSettings
+from spangrad.settings.runner import ContainerSettings, HandlerSettings
 
 
 def spec(*command: str, runner: RunnerSettings | None = None, **words: Any) -> AgentSpec:
@@ -61,6 +61,26 @@ def test_agent_spec_with_invalid_arguments_raises(command: tuple[str, ...], word
     with pytest.raises(AgentError) as raised:
         spec(*command, **words)
     assert str(raised.value).startswith(said)
+
+
+def test_agents_of_without_an_agent_are_those_of_the_handlers(here: Path) -> None:
+    handlers = {
+        "math": HandlerSettings(agent="solver.py:solve", evaluator="judge.py:score", on_failure="judge.py:rescue", directory=Path("parts")),
+        "code": HandlerSettings(image="org/agent:1", command=["--fast"], container=ContainerSettings(engine="podman")),
+    }
+    runner = RunnerSettings(handlers=handlers, concurrency=3)
+    judge = here / "parts" / "judge.py"
+    assert agents_of(runner, (), None, None, Path(), instrument=False) == {
+        "math": CallableAgent(f"{here / 'solver.py'}:solve", f"{judge}:score", Path("parts"), on_failure=f"{judge}:rescue"),
+        "code": ContainerAgent("org/agent:1", ("--fast",), engine="podman"),
+    }
+    assert runner.of_handler("code").container.engine == "podman"
+    assert runner.of_handler("math") == runner
+    assert agents_of(runner, (), "solver:solve", None, Path(), instrument=False) == CallableAgent("solver:solve")
+    with pytest.raises(AgentError, match="--evaluator and --instrument belong to an agent"):
+        agents_of(runner, (), None, "judge.py:score", Path(), instrument=False)
+    with pytest.raises(AgentError, match=r"runner\.handlers\.none: name one agent"):
+        agents_of(RunnerSettings(handlers={"none": HandlerSettings()}), (), None, None, Path(), instrument=False)
 
 
 def test_run_arguments_accept_file_before_options() -> None:

@@ -22,10 +22,22 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.followers.controller import Followers, FollowerState
-from gateway.pool.admin_pool import BackendRequest, BackendState, OrderRequest, PolicySleepRequest, PolicyState, PoolAdmin, SleepRequest
-from gateway.proxy.admin import Admin, AnnouncementRequest, ClosingRequest, CountedAttempts, CountRequest
+from gateway.pool.admin_pool import (
+    BackendRequest,
+    BackendState,
+    ClearedBackends,
+    ClearRequest,
+    OrderRequest,
+    PolicySleepRequest,
+    PolicyState,
+    PoolAdmin,
+    ServerRequest,
+    SleepRequest,
+)
+from gateway.proxy.admin import Admin, ClosingRequest, CountedAttempts, CountRequest
 from gateway.proxy.auth import STATE_PATH
 from gateway.weights.release import Publication, PublicationRequest
+from spangrad.http.announcements import AnnouncementRequest
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import ASKED, staged
 from tests.support.processes import fetch
@@ -67,8 +79,11 @@ class _Status(msgspec.Struct):
 
 BODIES = (
     BackendRequest, SleepRequest, PolicySleepRequest, PublicationRequest, OrderRequest, AnnouncementRequest, CountRequest, ClosingRequest,
+    ServerRequest, ClearRequest,
 )  # fmt: skip
-ANSWERS = (_Failure, _Followers, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts)
+ANSWERS = (
+    _Failure, _Followers, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts, ClearedBackends,
+)  # fmt: skip
 BACKEND = {"backend": {"type": "string", "minLength": 1}}
 POLICY = {"policy": {"type": "string", "enum": ["policy", "other"]}}
 OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] = [
@@ -77,6 +92,8 @@ OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] 
     ("delete", "/admin/backends/{backend}", BACKEND, None, _Removed, [200, 404]),
     ("post", "/admin/backends/{backend}/sleep", BACKEND, SleepRequest, BackendState, [200, 400, 404, 409, 502]),
     ("post", "/admin/backends/{backend}/wake_up", BACKEND, None, BackendState, [200, 404, 409, 502]),
+    ("post", "/add_llm_server", {}, ServerRequest, BackendState, [201, 400, 409]),
+    ("post", "/clear_llm_server", {}, ClearRequest, ClearedBackends, [200, 400, 404]),
     ("get", "/admin/policies", {}, None, _Policies, [200]),
     ("get", "/admin/policies/{policy}", POLICY, None, PolicyState, [200, 404]),
     ("post", "/admin/policies/{policy}/versions", POLICY, PublicationRequest, Publication, [200, 400, 404, 409, 502]),
@@ -101,6 +118,9 @@ def description() -> dict[str, Any]:
     schemas = dict(zip(types, references, strict=True))
     # Whoever is registered is asked how he is: nobody is there.
     components["BackendRequest"]["properties"]["url"] = {"type": "string", "enum": [f"http://127.0.0.1:{port}" for port in range(1, 9)]}
+    components["ServerRequest"]["properties"]["address"] = components["BackendRequest"]["properties"]["url"]
+    components["ClearRequest"]["properties"]["policy"] = {"type": "string", "enum": ["other"]}  # the policy itself is needed below
+    components["ClearRequest"]["required"] = ["policy"]
     components["PublicationRequest"]["properties"]["path"] = {"type": "string", "pattern": "^/nowhere/[a-z]{1,8}$"}
     paths: dict[str, Any] = {}
     for method, path, parameters, body, answer, statuses in OPERATIONS:

@@ -6,12 +6,17 @@ import asyncio
 
 import pytest
 
-from runner.workers.gateway_client import AttemptLimits, CallCount, GatewayClient
+from runner.workers.gateway_client import CallCount, GatewayClient
+from spangrad.http.announcements import AnnouncedAttempt
 from spangrad.types import Mode, RolloutKey
 from tests.support.gateways import ASKED, staged
 
 TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 65 input tokens."
 TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+
+
+def announced(key: RolloutKey) -> AnnouncedAttempt:
+    return AnnouncedAttempt(rollout_id=key.rollout_id, attempt=key.attempt, run_id=key.run_id, mode=Mode.TRAIN, traceparent=TRACEPARENT)
 
 
 @pytest.mark.parametrize("name", ["r", "nightly/12", "what?", "n#1", "50%25", "a b", "é"])
@@ -20,7 +25,7 @@ async def test_gateway_client_rollout_of_any_name_has_own_endpoint_and_count(nam
         client = GatewayClient(str(stage.client._base_url), None)
         key = RolloutKey("run", name, 0)
         try:
-            await client.announce(key, Mode.TRAIN, TRACEPARENT, AttemptLimits())
+            await client.announce(announced(key))
             assert await client.calls(key) == CallCount(0, overflowed=False, closed="")
             async with stage.client.post(f"{client.endpoint(key)}/chat/completions", json=ASKED) as answer:
                 assert answer.status == 200
@@ -43,7 +48,7 @@ async def test_gateway_client_calls_reports_overflowed_last_call() -> None:
             return await client.calls(key)
 
         try:
-            await client.announce(key, Mode.TRAIN, TRACEPARENT, AttemptLimits())
+            await client.announce(announced(key))
             assert await call(400, "temperature must be non-negative") == CallCount(1, overflowed=False, closed="")
             assert await call(400, TOO_LONG) == CallCount(2, overflowed=True, closed="")
             assert await call(200, "") == CallCount(3, overflowed=False, closed=""), "the agent made its prompt shorter"
@@ -57,7 +62,7 @@ async def test_gateway_client_calls_in_flight_delays_no_other_attempt() -> None:
         client = GatewayClient(str(stage.client._base_url), None)
         busy, idle = RolloutKey("run", "busy", 0), RolloutKey("run", "idle", 0)
         try:
-            await asyncio.gather(*(client.announce(key, Mode.TRAIN, TRACEPARENT, AttemptLimits()) for key in (busy, idle)))
+            await asyncio.gather(*(client.announce(announced(key)) for key in (busy, idle)))
             stage.engine.go_on.clear()
             call = asyncio.create_task(stage.chat("/rollout/busy/attempt/0"))
             await stage.engine.arrived.wait()

@@ -104,7 +104,7 @@ async def test_limit_closed_attempt_keeps_its_first_reason() -> None:
 
 
 async def test_token_budget_limits_each_call_to_the_rest_and_closes_attempt(stage: Stage) -> None:
-    await stage.announce(FIRST, max_output_tokens=4)
+    await stage.announce(FIRST, limits={"max_output_tokens": 4})
     assert [(await stage.chat(FIRST, **asked))[0] for asked in ({"max_tokens": 3}, {"max_tokens": 9}, {})] == [200, 200, 410]
     assert [request["max_tokens"] for request in stage.engine.requests] == [3, 1], "an answer has three tokens"
     (_, second) = await stage.spans(2)
@@ -114,13 +114,13 @@ async def test_token_budget_limits_each_call_to_the_rest_and_closes_attempt(stag
 
 
 async def test_token_budget_sets_a_limit_where_a_request_has_none(stage: Stage) -> None:
-    await stage.announce(FIRST, max_output_tokens=8)
+    await stage.announce(FIRST, limits={"max_output_tokens": 8})
     await stage.chat(FIRST, n=2)
     assert stage.engine.requests[0]["max_completion_tokens"] == 4
 
 
 async def test_call_budget_refuses_the_next_call(stage: Stage) -> None:
-    await stage.announce(FIRST, max_calls=2)
+    await stage.announce(FIRST, limits={"max_calls": 2})
     answers = [await stage.chat(FIRST) for _ in range(3)]
     assert [status for status, _ in answers] == [200, 200, 410]
     assert error(answers[2][1]) == ("attempt 0 of rollout r has ended (call_budget). No more of its calls are answered.", "attempt_closed")
@@ -128,7 +128,7 @@ async def test_call_budget_refuses_the_next_call(stage: Stage) -> None:
 
 
 async def test_attempt_seconds_limit_a_later_call_to_the_rest(stage: Stage) -> None:
-    await stage.announce(FIRST, seconds=0.5)
+    await stage.announce(FIRST, limits={"seconds": 0.5})
     assert (await stage.chat(FIRST))[0] == 200
     stage.engine.go_on.clear()
     status, body = await asyncio.wait_for(stage.chat(FIRST), 5)

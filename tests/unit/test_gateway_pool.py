@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -170,6 +171,24 @@ async def test_backends_are_added_and_removed_at_run_time() -> None:
         assert (status, "policy 'policy' has no backend" in json.loads(body)["error"]["message"]) == (503, True)
         async with stage.client.get("/readyz") as answer:
             assert answer.status == 503
+
+
+async def test_llm_servers_are_added_and_cleared_by_their_aliases() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    async with staged(engines[0]) as stage, engines[1].running():
+        await all_serve(stage, 1)
+        address = {"address": f"http://127.0.0.1:{engines[1].port}/"}
+        for _ in range(2):
+            status, state = await ask(stage, "POST", "/add_llm_server", address)
+            assert (status, state["name"], state["policy"], state["kind"]) == (201, "policy-1", "policy", "engine")
+        await all_serve(stage, 2)
+        assert await ask(stage, "POST", "/clear_llm_server", {"policy": "nobody"}) == (404, {"error": mock.ANY})
+        assert await ask(stage, "POST", "/clear_llm_server", {}) == (200, {"removed": ["policy-0", "policy-1"]})
+        assert (await backends(stage), (await stage.chat())[0]) == ([], 503)
+        await ask(stage, "POST", "/add_llm_server", address)
+        await all_serve(stage, 1)
+        assert (await stage.chat())[0] == 200
+    assert (len(engines[0].requests), len(engines[1].requests)) == (0, 1)
 
 
 async def test_backend_removed_while_publishing_gets_no_call(tmp_path: Path) -> None:

@@ -52,5 +52,6 @@ def test_job_message_has_every_field() -> None:
         "endpoint": None,
         "log": "log",
         "environment": {"url": "u"},
+        "image": None,
     }
     assert message["input"] is job.input

@@ -1,0 +1,231 @@
+"""Callbacks of POST /v1/process: each trajectory is posted to the request's URL as soon as it is ready, until that has taken it.
+
+In: rollouts with URLs, kept in the queue's database. Out: POST requests in the form of Standard Webhooks. Invariant: a trajectory whose
+request was answered is posted at least once, also after a restart of the server, unless its URL refuses it for `GIVE_UP_SECONDS`; only
+hosts that the settings allow are connected to, and redirections are not followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+import msgspec
+import sqlalchemy as sa
+
+from runner.process.wire import ROLLOUTS_MOST, Trajectory
+from runner.queue.rows import chunks
+from runner.queue.service import Service
+from runner.queue.tables import CALLBACKS
+from spangrad.errors import SpangradError
+from spangrad.http.service import in_url
+from spangrad.settings import QueueSettings
+
+logger = logging.getLogger(__name__)
+
+GIVE_UP_SECONDS = 3600.0
+"""Time for which a URL may refuse trajectories before they are given up, in seconds."""
+_PAUSES = (1.0, 60.0)
+"""First and longest pause between two tries, in seconds; each is twice the one before."""
+_POST_SECONDS = 30.0
+"""Time limit of one try, in seconds."""
+_REASON_CHARACTERS = 500
+_LOOK_SECONDS = 600.0
+"""Longest time between two looks at which callbacks of a request are open, in seconds: purged rollouts have none."""
+
+
+class CallbackState(StrEnum):
+    """State of the callback of a rollout."""
+
+    OPEN = "open"
+    """Its trajectory is to be posted."""
+    DELIVERED = "delivered"
+    """The URL has taken it."""
+    GIVEN_UP = "given_up"
+    """The URL has refused it for too long; the same request sent again tries it anew."""
+
+
+class CallbackRefusedError(ValueError):
+    """A URL may not be called back."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackHosts:
+    """Hosts that may be called back."""
+
+    allowed: Sequence[str]
+    """Values of queue.callback_hosts."""
+
+    def check(self, url: str) -> None:
+        """Check a URL.
+
+        Raises:
+            CallbackRefusedError: it is malformed, or its host is not allowed.
+        """
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            host, port = "", 0
+        if not host:
+            raise CallbackRefusedError(f"callback {url!r} is no URL of a host. Give http://HOST:PORT/PATH.")
+        named = in_url(host)
+        if not {named, f"{named}:{port}"} & set(self.allowed):
+            raise CallbackRefusedError(f"callback {url!r} is refused: queue.callback_hosts of the server does not list {named}:{port}.")
+
+
+class Callbacks:
+    """Posts trajectories; starts with those that an earlier process has left."""
+
+    def __init__(
+        self, service: Service, settings: QueueSettings, trajectories: Callable[[str, Sequence[str], float], AsyncGenerator[Trajectory]]
+    ) -> None:
+        """Store the arguments; `resume` begins.
+
+        Args:
+            service: the queue.
+            settings: allowed hosts, and the token that signs.
+            trajectories: yields the trajectories of rollouts of a run as they are ready, for so many seconds at most.
+        """
+        self._service = service
+        self._hosts = CallbackHosts(settings.callback_hosts)
+        self._token = settings.token.get_secret_value() if settings.token else None
+        self._trajectories = trajectories
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._session: aiohttp.ClientSession | None = None
+
+    def check(self, url: str) -> None:
+        """Check a URL before anything is enqueued.
+
+        Raises:
+            CallbackRefusedError: it may not be called back.
+        """
+        self._hosts.check(url)
+
+    async def add(self, run_id: str, rollouts: Sequence[str], url: str) -> None:
+        """Keep the callbacks of a request, durably; those that were delivered stay so."""
+        rows: list[dict[str, object]] = [
+            {"rollout_id": rollout, "run_id": run_id, "url": url, "state": CallbackState.OPEN.value} for rollout in rollouts
+        ]
+
+        def write(transaction: sa.Connection) -> list[str]:
+            known = {row.rollout_id: row.state for part in chunks(rollouts) for row in transaction.execute(_KNOWN, {"ids": part})}
+            again = [rollout for rollout, state in known.items() if state == CallbackState.GIVEN_UP]
+            for part in chunks(again):
+                values = {"url": url, "state": CallbackState.OPEN.value, "reason": None}
+                transaction.execute(CALLBACKS.update().where(CALLBACKS.c.rollout_id.in_(part)).values(values))
+            self._service.database.insert_new(transaction, CALLBACKS, rows)
+            return [*again, *(rollout for rollout in rollouts if rollout not in known)]
+
+        if begun := await self._service.writer.do(write):
+            self._begin(run_id, begun, url)
+
+    async def resume(self) -> None:
+        """Go on with the callbacks that are open in the database."""
+        by_url: dict[tuple[str, str], list[str]] = {}
+        for row in await self._service.read(lambda connection: connection.execute(_OPEN).all()):
+            by_url.setdefault((row.run_id, row.url), []).append(row.rollout_id)
+        for (run_id, url), rollouts in by_url.items():
+            for start in range(0, len(rollouts), ROLLOUTS_MOST):
+                self._begin(run_id, rollouts[start : start + ROLLOUTS_MOST], url)
+
+    async def close(self) -> None:
+        """End all tasks; what is not delivered stays open in the database."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def _begin(self, run_id: str, rollouts: Sequence[str], url: str) -> None:
+        task = asyncio.create_task(self._deliver(run_id, rollouts, url))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _deliver(self, run_id: str, rollouts: Sequence[str], url: str) -> None:
+        """Post the trajectories of rollouts as they are ready, one after the other."""
+        refused_since: float | None = None
+        while not self._service.stopping:
+            try:
+                pending = await self._service.read(lambda connection: _open_among(connection, rollouts))
+                if not pending:
+                    return
+                async with aclosing(self._trajectories(run_id, pending, _LOOK_SECONDS)) as trajectories:
+                    async for trajectory in trajectories:
+                        refused_since, reason = await self._post_until_taken(url, trajectory, refused_since)
+                        await self._end(trajectory.rollout_id, reason)
+            except SpangradError as error:  # the store or the database is away
+                logger.warning("callbacks to %s wait: %s", url, error)
+                await asyncio.sleep(_PAUSES[0])
+
+    async def _post_until_taken(self, url: str, trajectory: Trajectory, refused_since: float | None) -> tuple[float | None, str | None]:
+        """Post a trajectory until the URL takes it, or has refused for too long.
+
+        Returns:
+            The time since when the URL refuses (None: it takes), and the reason for which the trajectory is given up (None: it was taken).
+        """
+        body, pause = msgspec.json.encode(trajectory), _PAUSES[0]
+        while True:
+            reason = await self._post(url, trajectory.rollout_id, body)
+            if reason is None:
+                return None, None
+            now = time.monotonic()
+            refused_since = now if refused_since is None else refused_since
+            if now - refused_since >= GIVE_UP_SECONDS:
+                logger.warning("callback %s of rollout %s is given up: %s", url, trajectory.rollout_id, reason)
+                return refused_since, reason
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+
+    async def _post(self, url: str, rollout_id: str, body: bytes) -> str | None:
+        """Post a trajectory once; return why it was not taken. None: it was."""
+        try:
+            self._hosts.check(url)  # the settings may have changed since the request
+            if self._session is None:
+                self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_POST_SECONDS))
+            headers = signed_headers(rollout_id, int(time.time()), body, self._token)
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+                return None if response.status // 100 == 2 else f"HTTP {response.status}"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return (str(error) or type(error).__name__)[:_REASON_CHARACTERS]
+
+    async def _end(self, rollout_id: str, reason: str | None) -> None:
+        state = CallbackState.DELIVERED if reason is None else CallbackState.GIVEN_UP
+        change = CALLBACKS.update().where(CALLBACKS.c.rollout_id == rollout_id).values(state=state.value, reason=reason)
+        await self._service.writer.do(lambda transaction: transaction.execute(change).rowcount)
+
+
+def signed_headers(name: str, timestamp: int, body: bytes, token: str | None) -> dict[str, str]:
+    """Return the headers of a callback, in the form of Standard Webhooks (standardwebhooks.com): HMAC-SHA256 of `name.timestamp.body`.
+
+    Args:
+        name: id of the message, the same for each try; characters that a header cannot hold are percent-encoded.
+        timestamp: time of the try, in seconds since 1970.
+        body: what is posted.
+        token: key of the signature. None: it is not signed.
+    """
+    name = quote(name, safe="/:@")
+    headers = {"Content-Type": "application/json", "webhook-id": name, "webhook-timestamp": str(timestamp)}
+    if token is not None:
+        digest = hmac.new(token.encode(), f"{name}.{timestamp}.".encode() + body, hashlib.sha256).digest()
+        headers["webhook-signature"] = f"v1,{base64.b64encode(digest).decode()}"
+    return headers
+
+
+def _open_among(connection: sa.Connection, rollouts: Sequence[str]) -> list[str]:
+    states = {row.rollout_id: row.state for part in chunks(rollouts) for row in connection.execute(_KNOWN, {"ids": part})}
+    return [rollout for rollout in rollouts if states.get(rollout) == CallbackState.OPEN]
+
+
+_KNOWN = sa.select(CALLBACKS.c.rollout_id, CALLBACKS.c.state).where(CALLBACKS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
+_OPEN = sa.select(CALLBACKS.c.rollout_id, CALLBACKS.c.run_id, CALLBACKS.c.url).where(CALLBACKS.c.state == CallbackState.OPEN.value)

@@ -1,0 +1,80 @@
+"""Handlers of several data sources in one worker: each rollout by its own, with hooks, empty results and logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runner.runner import Outcome, Runner
+from runner.workers.agents import CallableAgent, CommandAgent
+from spangrad import semconv
+from spangrad.settings.runner import HandlerSettings
+from spangrad.types import Mode, Task
+from tests.support.runners import runner_services
+
+AGENTS = """
+import json
+import sys
+
+
+def solve(given):
+    print("solving", given, file=sys.stderr)
+    if given == "raise":
+        raise LookupError("lost")
+    if given == "give up":
+        raise RuntimeError("no idea")
+    return {"empty": "", "garbled": "not json"}.get(given, given)
+
+
+def judge(given, output):
+    if output == "not json":
+        raise ValueError("unreadable")
+    return {"reward": 1.0, "judged": float(len(output))}
+
+
+def rescue(given, error, stage):
+    if isinstance(error, RuntimeError):
+        return None
+    return 0.25 if stage == "evaluate" else "half"
+"""
+
+
+async def test_handlers_run_each_rollout_by_its_data_source(tmp_path: Path) -> None:
+    (tmp_path / "solver.py").write_text(AGENTS)
+    math = CallableAgent("solver:solve", "solver:judge", directory=tmp_path, on_failure="solver:rescue")
+    code = CommandAgent(("sh", "-c", "read given; echo compiling >&2; echo 0.5"), directory=tmp_path)
+    handlers = {"math": HandlerSettings(empty_reward=-1.0, concurrency=2, max_calls=7), "code": HandlerSettings()}
+    with runner_services(tmp_path, concurrency=4, max_attempts=2, handlers=handlers) as here:
+        tasks = [Task(name, name, data_source="math") for name in ("raise", "give up", "empty", "garbled", "four")]
+        tasks += [Task("sh", "sh", data_source="code"), Task("else", 1, data_source="chess"), Task("unnamed", 1)]
+        async with Runner(here.settings, {"math": math, "code": code}) as runner:
+            outcomes = {each.task_id: each for each in await runner.run(tasks, mode=Mode.TRAIN, group_size=1)}
+        roots = {root[semconv.TASK_ID]: root for root in here.roots().values()}
+    assert {name: each.reward for name, each in outcomes.items()} == {
+        "raise": {"reward": 1.0, "judged": 4.0},
+        "give up": {"reward": 0.0},
+        "empty": {"reward": -1.0},
+        "garbled": {"reward": 0.25},
+        "four": {"reward": 1.0, "judged": 4.0},
+        "sh": {"reward": 0.5},
+        "else": None,
+        "unnamed": None,
+    }
+    assert (outcomes["give up"].failure, outcomes["give up"].detail) == ("exception", "RuntimeError: no idea"), "the hook gave nothing"
+    partial = {name: root[semconv.ROLLOUT_PARTIAL] for name, root in roots.items() if semconv.ROLLOUT_PARTIAL in root}
+    assert partial == {"raise": "LookupError: lost", "garbled": "ValueError: unreadable"}
+    assert no_handler(outcomes["else"]) == "the worker has no handler for data source 'chess', only for code, math."
+    assert no_handler(outcomes["unnamed"]) == "the worker has no handler for rollouts without a data source, only for code, math."
+    sources = {name: root.get(semconv.ROLLOUT_DATA_SOURCE) for name, root in roots.items()}
+    assert sources == {**dict.fromkeys(roots, "math"), "sh": "code", "else": "chess", "unnamed": None}
+    assert roots["sh"][semconv.ROLLOUT_LOG] == "compiling\n0.5\n"
+    assert str(roots["raise"][semconv.ROLLOUT_LOG]).startswith("solving raise\n")
+    assert "LookupError: lost" in str(roots["raise"][semconv.ROLLOUT_LOG])
+    ran = {name: each.key.rollout_id for name, each in outcomes.items() if each.failure != "no_handler"}
+    announced = {name: here.gateway.announced[rollout, 0]["limits"] for name, rollout in ran.items()}
+    assert {name: limits.get("max_calls") for name, limits in announced.items()} == {**dict.fromkeys(announced, 7), "sh": None}
+
+
+def no_handler(outcome: Outcome) -> str:
+    """Detail of a rollout that no handler took, which is not tried again."""
+    assert (outcome.failure, outcome.key.attempt) == ("no_handler", 0)
+    return outcome.detail
