@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,16 @@ def gloo_threads() -> int:
     return sum(name.read_text().strip() == "gloo_tcp_loop" for name in Path("/proc/self/task").glob("*/comm"))
 
 
-def test_freed_optimizer_leaves_no_thread(tiny_model: Path):
-    VerlOptimizer(tiny_model, TrainerSettings())  # an error within an import of the first one's refers to its frames for good
+def test_freed_optimizer_leaves_neither_models_nor_threads(tiny_model: Path):
     gc.collect()
     before = gloo_threads()
     optimizer = VerlOptimizer(tiny_model, TrainerSettings())
+    rank = weakref.ref(optimizer._workers._rank)  # type: ignore[union-attr]
+    assert rank() is not None
     assert gloo_threads() == before + 1
     del optimizer
     gc.collect()
+    assert rank() is None
     assert gloo_threads() == before
 
 

@@ -6,12 +6,15 @@ Invariant: no Ray cluster and no port is needed for one worker; verl's prints go
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import logging
 import os
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Literal
 
 from spangrad.errors import SettingsError
@@ -54,6 +57,16 @@ def prepare_process() -> str:
         # A group of one needs no rendezvous over a port.
         torch.distributed.init_process_group(_BACKENDS[device], store=torch.distributed.HashStore(), rank=0, world_size=1)
     return device
+
+
+def import_worker() -> ModuleType:
+    """Import verl, and return the module that makes its workers.
+
+    In a thread: modules of verl keep the errors of imports that they can do without, with all frames below them for the life of the
+    process. Among the caller's frames those of the first optimizer would be, and its models would never be freed.
+    """
+    with ThreadPoolExecutor(1, "import") as pool:
+        return pool.submit(importlib.import_module, "trainer.optim.verl_worker").result()
 
 
 def check_device(settings: TrainerSettings, device: str) -> None:

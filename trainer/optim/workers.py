@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import TensorSums
 from trainer.data.batch import Batch
-from trainer.optim.process import prepare_process, quiet
+from trainer.optim.process import import_worker, prepare_process, quiet
 from trainer.optim.rows import by_response, scalars, tensordict
 from trainer.sft.objective import Objective
 
@@ -59,9 +59,7 @@ class LocalWorkers:
         """
         with quiet():
             self.device = prepare_process()
-            from trainer.optim.verl_worker import local_rank
-
-            self._rank = local_rank(model, settings, self.device, objective)
+            self._rank = import_worker().local_rank(model, settings, self.device, objective)
 
     @property
     def size(self) -> int:
