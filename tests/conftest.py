@@ -6,6 +6,7 @@ started once. Invariant: all tests with a real vLLM run in one worker, so that a
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -48,6 +49,12 @@ def _of_vllm(root: Path) -> set[str]:
     return {file.relative_to(root).as_posix() for file in files if re.search(r"^pytestmark = .*vllm", file.read_text(), re.M)}
 
 
+@functools.cache
+def holds_laws(file: Path) -> bool:
+    """Return whether a test file has tests by Hypothesis: each runs its body many times."""
+    return "from hypothesis import" in file.read_text()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--part K/N`, the K-th of N parts of the selected tests, by file, `--write-docs`, and the options of `make gpu-check`."""
     parser.addoption("--write-docs", action="store_true", help="write the tables of docs that tests compute, instead of comparing them")
@@ -72,7 +79,8 @@ def files_of_part(files: Iterable[Path], part: str) -> set[Path]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests, and leave out those of other parts, once those of other marks are left out.
 
-    First the tests of vLLM, the longest row of tests that only one worker can take; the unit tests, the shortest, come last.
+    First the tests of vLLM, the longest row of tests that only one worker can take; the unit tests, the shortest, come last, those with
+    laws before the others, so that no worker ends with a long file alone.
     """
     if part := config.getoption("--part"):
         own = files_of_part({item.path for item in items}, part)
@@ -82,7 +90,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def place(item: pytest.Item) -> int:
         path = item.path.relative_to(config.rootpath).as_posix()
-        return 0 if path in of_vllm else 2 if path.startswith("tests/unit/") else 1
+        if not path.startswith("tests/unit/"):
+            return 0 if path in of_vllm else 1
+        return 2 if holds_laws(item.path) else 3
 
     items.sort(key=place)
 

@@ -162,9 +162,9 @@ def test_store_receivers_fuzzed_10000_times_answer_and_store_sound_bodies(
 
 
 @pytest.mark.parametrize("kind", ["OTLP/HTTP", "OTLP/gRPC", "ClickHouse"])
-def test_store_receivers_fuzzed_300_times_answer_and_store_sound_bodies(tmp_path: Path, tell: Callable[[str], None], kind: str) -> None:
+def test_store_receivers_fuzzed_120_times_answer_and_store_sound_bodies(tmp_path: Path, tell: Callable[[str], None], kind: str) -> None:
     # The same ones each time: what chance finds is for the slow tests.
-    fuzz(tmp_path, Random(0), tell, kind, 300)
+    fuzz(tmp_path, Random(0), tell, kind, 120)
 
 
 def fuzz(directory: Path, chance: Random, tell: Callable[[str], None], kind: str, bodies: int) -> None:

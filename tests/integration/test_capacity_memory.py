@@ -82,6 +82,7 @@ def assert_within_tolerance(jobs: list[dict[str, Any]], directory: Path, ranks: 
     assert [abs(ratio - 1) < TOLERANCE for ratio in ratios] == [True] * len(jobs) * ranks, ratios
 
 
+@pytest.mark.slow
 def test_planned_memory_of_small_model_is_within_15_percent_of_measured_peak(tmp_path: Path) -> None:
     assert_within_tolerance([job("5M", gradient_checkpointing=True)], tmp_path)
 

@@ -178,7 +178,9 @@ def test_collector_span_larger_than_batch_is_stored(store: StoreSettings, tmp_pa
     assert length == (20 * 2**20,)
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_collector_stopped_or_store_away_stores_every_accepted_span(tmp_path: Path, end: signal.Signals) -> None:
     store, values = store_settings(tmp_path / "data"), collector_values(tmp_path)
     batches = [spans(50) for _ in range(6)]

@@ -68,7 +68,7 @@ class Builds:
         monkeypatch.setattr(builders, "build", build)
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_builder_training_group_beside_backlog_of_production_is_built_first(
     tmp_path: Path, everything: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

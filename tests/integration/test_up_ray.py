@@ -50,6 +50,9 @@ print(urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"
 """
 
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
 @dataclass
 class Nodes:
     """Nodes of a cluster, which are processes of this machine."""
@@ -157,7 +160,6 @@ def settings(engine_port: int) -> dict[str, str]:
     return {f"SPANGRAD_{name}": str(value) for name, value in values.items()}
 
 
-@pytest.mark.timeout(240)
 async def test_up_on_ray_places_services_and_restarts_those_that_end(nodes: Nodes, tmp_path: Path) -> None:
     engine = FakeEngine()
     variables = settings(engine.port)
@@ -231,7 +233,6 @@ with RunDirectory(Path("up")) as run, RayCluster(sys.argv[1]) as cluster:
 """
 
 
-@pytest.mark.timeout(240)
 async def test_services_of_a_dead_node_move_and_end_with_a_killed_supervisor(nodes: Nodes, tmp_path: Path) -> None:
     run = start(tmp_path, SLEEPERS, nodes.address)
     try:
