@@ -51,12 +51,10 @@ _MODULES = {
         "commands.inspection.inspect": "Build files of spans, and report on each call.",
         "commands.inspection.config": "Print the settings and where each value came from.",
     },
-    "Data": {
+    "Data and prompts": {
         "commands.data.export": "Write transitions and their texts as files for other tools.",
         "commands.data.rewards": "Show rewards, and define new ones over stored spans.",
         "commands.data.schema": "Migrate and show the store's tables, expire old rows.",
-    },
-    "Prompts": {
         "commands.prompts.prompt": "Keep versions of agents' prompts, search better ones.",
     },
 }

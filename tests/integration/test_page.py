@@ -90,7 +90,7 @@ def links(page: Page) -> list[str]:
 def violations(page: Page, rules: list[str] | None = None) -> list[str]:
     """Findings of axe-core that are serious or worse, of these rules or of all."""
     page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
-    run = "async (rules) => (await axe.run(rules ? { runOnly: rules } : {})).violations"
+    run = "async (rules) => (await axe.run({ resultTypes: ['violations'], ...(rules && { runOnly: rules }) })).violations"
     violations = page.evaluate(f"{run}.map(v => [v.impact, v.id, v.nodes.map(n => n.html.slice(0, 200))])", rules)
     return [f"{impact} {rule}: {nodes}" for impact, rule, nodes in violations if impact in {"serious", "critical"}]
 
@@ -338,7 +338,7 @@ def test_page_broken_utf8_is_shown_as_text(tab: Visitor, rollouts: PageRollouts)
 
 
 def test_page_views_have_no_serious_accessibility_findings(browser: Browser, url: str, rollouts: PageRollouts) -> None:
-    paths = ["/rollouts", "/rollout?id=seen-2", "/rollout?id=seen-1#conversation", call_address(rollouts, "seen-1", rollouts.calls[1])]
+    paths = ["/rollouts?run=page", "/rollout?id=seen-2", "/rollout?id=seen-1#conversation", call_address(rollouts, "seen-1", rollouts.calls[1])]
     paths += ["/", "/training", "/version?policy=policy&branch=main&version=5", "/beside?run=page&group=weather"]
     paths += ["/compare?policy=policy&left=1&right=2", "/queue", "/actions"]
     for scheme, width, rules, chosen in (("light", 1280, None, paths), ("dark", 390, ["color-contrast"], paths[:5])):
