@@ -27,7 +27,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Retries(Protocol):
+class TransactionRetries(Protocol):
     """Function that does work, and may repeat it while a database is away."""
 
     def __call__(self, work: Callable[[], T], /) -> T:
@@ -67,7 +67,7 @@ class Database:
         self.engine = sa.create_engine(url, pool_pre_ping=True)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._owner = owner
-        self.retries: Retries = _once
+        self.retries: TransactionRetries = _once
         """Beginnings of transactions go through this, and methods that are `repeated`."""
         if self.is_sqlite:
             event.listen(self.engine, "connect", _configure_sqlite)

@@ -117,7 +117,7 @@ def test_trainer_while_ledger_database_is_away_waits_for_it(tmp_path: Path, capl
         trainer.ledger.close()
 
 
-def test_metrics_whose_transaction_the_database_leaves_are_added_all_the_same(tmp_path: Path) -> None:
+def test_metrics_whose_transaction_the_database_breaks_off_are_added(tmp_path: Path) -> None:
     with running_postgres() as server, later(server.start) as come_back:
         url = SecretStr(server.schema("ledger"))
         chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, ledger_url=url)
