@@ -22,6 +22,7 @@ VARIANTS = {
     "calculator": ("calculator",),
     "from_scratch": ("from_scratch",),
     "gomoku": ("gomoku",),
+    "maze": ("maze",),
     "two_gomoku": ("two_gomoku",),
     "retrieval_qa": ("retrieval_qa",),
     "text_to_sql": ("text_to_sql",),

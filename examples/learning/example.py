@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,11 @@ class Example:
     evaluator: str | None = None
     """`module:function`, whose value is the final reward of a rollout. None: the environment gives the rewards."""
     environment: str | None = None
-    """`module:class` with reset and step. None: the agent needs none."""
+    """`module:class` with reset and step. None: the agent needs none, or `serve` names it."""
+    serve: Callable[[Path], AbstractContextManager[str]] | None = None
+    """Serves the environment while the example runs: (directory of its log) -> URL, in place of `environment`."""
     role: str | None = None
-    """Role whose rewards count, in an environment that gives them. None: the evaluator's rewards count."""
+    """Role whose rewards count, in an environment that gives them; empty: those of no role. None: the evaluator's rewards count."""
     groups: int = GROUPS
     """Questions a step."""
     settings: Mapping[str, object] = field(default_factory=dict[str, object])

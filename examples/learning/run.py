@@ -15,7 +15,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from examples.learning.success import success_rate
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
 from spangrad.client.task_files import read_tasks
+from spangrad.episode.adapters.references import by_openenv
 from spangrad.errors import SpangradError
 from spangrad.processes import free_ports
 from spangrad.settings import Settings
@@ -108,7 +110,10 @@ def _run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, 
     write_settings(directory / SETTINGS, explain_settings(values))
     say("making the tiny model")
     make_model([sys.executable, "-m", example.model, str(directory / "model"), "--seed", str(seed)], directory)
-    with TrainingSupervisor(directory, settings, say, further_engines=engines) as services:
+    with ExitStack() as stack:
+        if example.serve is not None:
+            example = replace(example, environment=by_openenv(stack.enter_context(example.serve(directory / "logs"))))
+        services = stack.enter_context(TrainingSupervisor(directory, settings, say, further_engines=engines))
         services.start(settings.engine.start_timeout_seconds)
         before, history, after = asyncio.run(_learn(example, settings, services, directory, steps, say))
         parts = seconds_by_part(settings)

@@ -1,0 +1,1 @@
+"""A maze of OpenEnv's examples, unmodified, behind OpenEnv's own server, in which a policy learns the way."""
