@@ -146,6 +146,11 @@ VIEWS: dict[str, Paths] = {
     "version": lambda order, calls, workload: (
         lambda: f"/api/version?policy={POLICY}&branch={BRANCH}&version={1 + order.randrange(max(1, workload.versions // 4))}"
     ),
+    "rollouts_searched": lambda order, calls, workload: lambda: "/api/rollouts?run=run-0&contents=no+span+has+this",
+    "lanes": lambda order, calls, workload: (
+        lambda: f"/api/lanes?policy={POLICY}&branch={BRANCH}&newest={1 + order.randrange(workload.versions)}&steps=8"
+    ),
+    "actions": lambda order, calls, workload: lambda: "/api/actions",
     "overview": lambda order, calls, workload: _overview,
 }
 

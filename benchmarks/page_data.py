@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from benchmarks.lookup_data import CALLS_A_ROLLOUT, GROUP_SIZE, RUNS, STEP, Workload
 
 POLICY, BRANCH, SPEC = "policy", "main", "0123456789abcdef"
+SPANS_A_STEP = 6
+"""Spans of a training step: its own, and one each stage."""
 _ROLLOUTS_AN_INSERT = 2500
 _PARTS = 32
 """Statements over which transitions are spread: the store bounds the memory of each."""
@@ -45,7 +47,7 @@ class PageWorkload:
                 yield self.spans.traces_sql(first, count)
                 yield self.spans.logs_sql(first, count)
         transitions = (_TRANSITIONS.replace("{{part}}", str(part)) for part in range(_PARTS))
-        for statement in (_BUILDS, _BATCHES, _VERSIONS, *transitions, _TRAINED, _TOOLS, _REWARDS, _DATASET, *_LONG):
+        for statement in (_BUILDS, _BATCHES, _VERSIONS, _STEPS, *transitions, _TRAINED, _TOOLS, _REWARDS, _DATASET, *_LONG):
             yield statement.format(**self._terms())
 
     def _terms(self) -> dict[str, object]:
@@ -140,6 +142,19 @@ FROM (SELECT number AS rollout, {_OF_ROLLOUT} FROM numbers({{rollouts}}))
 _DATASET = f"""
 INSERT INTO spangrad_internal.datasets (Name, Revision, BuildSpec, Settings, Reason)
 VALUES ('default', 1, '{SPEC}', '{{{{}}}}', 'the first')
+"""
+_STEPS = f"""
+INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, ParentSpanId, SpanName, SpanKind, ServiceName, ScopeName, SpanAttributes,
+    Duration, StatusCode)
+WITH intDiv(number, {SPANS_A_STEP}) + 1 AS version, number % {SPANS_A_STEP} AS place, {STEP} * {{pace}} / {SPANS_A_STEP} AS seconds
+SELECT fromUnixTimestamp64Nano(
+        toInt64({{begin}} + (version - 1) * {STEP} * {{pace}} + if(place = 0, 0, (place - 1) * seconds)) * 1000000000),
+    lower(hex(MD5(concat('step/', toString(version))))), lower(leftPad(hex(number + 4294967296), 16, '0')),
+    if(place = 0, '', lower(leftPad(hex(number - place + 4294967296), 16, '0'))),
+    ['train step', 'idle', 'load', 'credit', 'train', 'checkpoint'][place + 1], 'Internal', 'spangrad-trainer', 'spangrad.trainer',
+    if(place = 0, map('spangrad.policy.name', '{POLICY}', 'spangrad.trainer.branch', '{BRANCH}', 'spangrad.trainer.version',
+        toString(version)), map()), toUInt64(seconds * if(place = 0, {SPANS_A_STEP - 1}, 1) * 1000000000), 'Ok'
+FROM numbers({{versions}} * {SPANS_A_STEP})
 """
 _LONG_ATTRIBUTES = f"""map('spangrad.run.id', 'run-0', 'spangrad.rollout.mode', 'train', 'spangrad.rollout.id', '{LONG_ROLLOUT}',
         'spangrad.rollout.attempt', '0', 'spangrad.process.id', 'process-long', 'spangrad.seq', toString(number))"""

@@ -17,4 +17,4 @@ def test_benchmark_page_finds_all_rollouts_and_rows_of_the_public_table() -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result["checked"].values()) == {0}
-    assert (result["rollouts"], result["spans"]) == (1024, 512 * 20 + 600)
+    assert (result["rollouts"], result["spans"]) == (1024, 512 * 20 + 600 + 4 * 6)

@@ -338,7 +338,12 @@ def test_page_broken_utf8_is_shown_as_text(tab: Visitor, rollouts: PageRollouts)
 
 
 def test_page_views_have_no_serious_accessibility_findings(browser: Browser, url: str, rollouts: PageRollouts) -> None:
-    paths = ["/rollouts?run=page", "/rollout?id=seen-2", "/rollout?id=seen-1#conversation", call_address(rollouts, "seen-1", rollouts.calls[1])]
+    paths = [
+        "/rollouts?run=page",
+        "/rollout?id=seen-2",
+        "/rollout?id=seen-1#conversation",
+        call_address(rollouts, "seen-1", rollouts.calls[1]),
+    ]
     paths += ["/", "/training", "/version?policy=policy&branch=main&version=5", "/beside?run=page&group=weather"]
     paths += ["/compare?policy=policy&left=1&right=2", "/queue", "/actions"]
     for scheme, width, rules, chosen in (("light", 1280, None, paths), ("dark", 390, ["color-contrast"], paths[:5])):
