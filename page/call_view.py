@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from page.reading import PageStore
 from page.token_texts import TokenTexts
 from spangrad.store.datasets import rows_sql
@@ -41,6 +43,12 @@ ORDER BY Policy, Branch, Version
 _TEXTS = """
 SELECT Input, Output FROM spangrad.call_texts WHERE TraceId = {trace:String} AND SpanId = {span:String}
 """
+_ALTERNATIVES = """
+SELECT JSONExtractRaw(Output, 'choices', {number:UInt16}, 'logprobs', 'content') AS Content
+FROM spangrad.call_texts WHERE TraceId = {trace:String} AND SpanId = {span:String}
+"""
+ALTERNATIVES_MOST = 20
+"""Largest number of alternatives of a token that are shown."""
 TEXT_CHARACTERS = 1_000_000
 """Characters of a request or a response that are shown; a download has all."""
 
@@ -58,6 +66,17 @@ class CallPlace:
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of statements."""
         return {"rollout": self.rollout, "trace": self.trace, "span": self.span, "choice": self.choice}
+
+
+class _TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _TokenLogprobs(msgspec.Struct):
+    """Token of a response in the form of OpenAI's chat, with its alternatives."""
+
+    top_logprobs: list[_TokenLogprob] = []
 
 
 def call_view(store: PageStore, texts: TokenTexts, place: CallPlace, *, whole: bool) -> dict[str, Any] | None:
@@ -104,6 +123,17 @@ def call_texts(store: PageStore, place: CallPlace) -> dict[str, str] | None:
     """Return the request and the response of a call as they were recorded. None: the store holds no such span."""
     rows = store.rows(_TEXTS, place.parameters)
     return {"request": rows[0]["Input"], "response": rows[0]["Output"]} if rows else None
+
+
+def alternatives(store: PageStore, place: CallPlace) -> list[list[dict[str, Any]]]:
+    """Return the likeliest tokens in the place of each response token, where the recorded response holds them; empty: it holds none."""
+    rows = store.rows(_ALTERNATIVES, {**place.parameters, "number": place.choice + 1})
+    try:
+        tokens = msgspec.json.decode(rows[0]["Content"], type=list[_TokenLogprobs]) if rows and rows[0]["Content"] else []
+    except msgspec.DecodeError:  # a response of another form, or one that was cut
+        return []
+    lists = [[{"token": other.token, "logprob": other.logprob} for other in token.top_logprobs[:ALTERNATIVES_MOST]] for token in tokens]
+    return lists if any(lists) else []
 
 
 def _repeated(store: PageStore, place: CallPlace, transition: dict[str, Any], prompt: list[int]) -> int:

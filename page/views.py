@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from multidict import MultiMapping
 
 from page.actions.records import actions_view
-from page.call_view import TEXT_CHARACTERS, CallPlace, call_texts, call_view
+from page.call_view import TEXT_CHARACTERS, CallPlace, alternatives, call_texts, call_view
 from page.lanes import STEPS_MOST, lanes_view
 from page.overview import OverviewReader
 from page.queue_view import STATES, queue_view, queued_rollout
@@ -100,6 +100,7 @@ class PageViews:
             "/api/span": lambda query: span_view(self.store, _required(query, "trace"), _required(query, "span")),
             "/api/call": self._call,
             "/api/call/texts": self._call_texts,
+            "/api/call/alternatives": lambda query: alternatives(self.store, _place(query)),
         }
 
     def downloads(self) -> dict[str, Callable[[Query], tuple[str, Iterable[bytes] | None]]]:

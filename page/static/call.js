@@ -10,6 +10,7 @@ const CHUNK = 4000; // tokens drawn at a time
 const VERSION_COLOURS = 6;
 title(`Call of ${place.rollout}`);
 let call = await ask(address("/api/call", place));
+let alternatives = []; // of each response token, where the recorded response holds them
 
 const advantage = call.trained.length ? call.trained.at(-1).Advantage : null;
 const conclusion = { transition: `transition, turn ${call.conclusion.turn}`, drop: `dropped: ${call.conclusion.reason} ${call.conclusion.detail ?? ""}`,
@@ -81,6 +82,8 @@ function describe(part, sequence, index) {
     const value = logprobs[index];
     if (value !== undefined && value !== null) words.push(`logprob ${number(value, 4)}`, `probability ${number(Math.exp(value), 3)}`);
     if (versionAt(index) !== null) words.push(`version ${versionAt(index)}`);
+    const others = alternatives.length === call.response.ids.length ? alternatives[index] : [];
+    if (others.length) words.push(`likeliest: ${others.map((other) => `${JSON.stringify(other.token)} ${number(Math.exp(other.logprob), 3)}`).join(", ")}`);
     if (advantage !== null) words.push(`advantage ${number(advantage)} (mean of the call)`);
   }
   put("token", words.join(" · "));
@@ -161,3 +164,4 @@ for (const control of [overlay, form]) {
 }
 await draw();
 ready();
+alternatives = await ask(address("/api/call/alternatives", place));

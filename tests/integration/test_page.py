@@ -215,6 +215,8 @@ def test_call_page_shows_tokens_with_logprobs_versions_and_mask(tab: Visitor, ro
     expect(page.locator("#token")).to_contain_text(
         'token 2 of the response · id 12 · text " rome" · logprob -1.1 · probability 0.333 · version 4'
     )
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#token")).to_contain_text(f'likeliest: " paris" 0.607, "{MARKUP}" 0.368')
     page.get_by_label("Colour by").select_option("version")
     assert [token.get_attribute("class") for token in tokens.all()] == ["token version-0", "token version-1", "token version-1"]
     page.get_by_label("Colour by").select_option("advantage")

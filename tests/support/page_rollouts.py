@@ -80,7 +80,10 @@ class PageRollouts:
         facts: dict[str, Any] = {"PromptIds": prompt, "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
         facts |= {"TokenizerHash": self.hash, "Versions.Start": [0, 1], "Versions.Version": [3, 4]}
         span = spans.call(spans.client(root, rollout=rollout), rollout=rollout, **facts)
-        request, answer = {"model": "policy", "messages": messages}, {"choices": [{"index": 0, "message": reply, "finish_reason": "stop"}]}
+        others = [{"token": word, "logprob": -0.5 * rank} for rank, word in enumerate((" paris", MARKUP), 1)]
+        tokens = {"content": [{"token": "x", "logprob": logprob, "top_logprobs": others} for logprob in logprobs]}
+        choice = {"index": 0, "message": reply, "finish_reason": "stop", "logprobs": tokens}
+        request, answer = {"model": "policy", "messages": messages}, {"choices": [choice]}
         spans.spans[-1]["Attributes"] = {"spangrad.request.json": json.dumps(request), "spangrad.response.json": json.dumps(answer)}
         spans.spans[-1]["Duration"] = 2 * 10**9
         return span
