@@ -39,7 +39,8 @@ class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     version: int
     path: str
-    checksum: str
+    checksum: str = ""
+    """Checksum of all words of its weights. Empty: engines must hold what the files hold, whatever that is."""
     order: Order = Order.ALL_AT_ONCE
     in_flight: InFlight = InFlight.KEEP
     drain_seconds: float | None = None

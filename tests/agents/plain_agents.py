@@ -28,6 +28,12 @@ async def ask(given: dict[str, Any]) -> float:
     return float((answer.choices[0].message.content or "").startswith("clock"))
 
 
+async def ask_row(row: dict[str, Any]) -> float:
+    """One call with the messages of a row of verl's data set; the reward is 1 for an answer that begins with the row's truth."""
+    answer = await client().chat.completions.create(model="policy", messages=row["messages"])
+    return float((answer.choices[0].message.content or "").startswith(row["reward_model"]["ground_truth"]))
+
+
 async def stumble(given: dict[str, Any]) -> float:
     """One call that the engine answers, then one that it refuses."""
     reward = await ask(given)

@@ -64,6 +64,16 @@ async def test_publish_older_version_is_refused_unless_rollback(weights: list[Pa
         assert await versions(stage) == [2, 2]
 
 
+async def test_publish_without_a_checksum_compares_engines_with_the_files(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        status, said = await ask(stage, "POST", f"{POLICY}/versions", {"version": 1, "path": str(weights[1])})
+        assert (status, said["checksum"], await versions(stage)) == (200, "", [1, 1])
+        assert [one["checksum"] for one in await backends(stage)] == [checksum_directory(weights[1])] * 2
+        status, said = await ask(stage, "POST", f"{POLICY}/versions", {"version": 2, "path": "/nowhere"})
+        assert (status, said["error"]["message"]) == (409, "there is no directory '/nowhere' on the gateway's machine.")
+
+
 async def test_publish_all_at_once_reloads_every_engine_and_calls_wait_for_first(weights: list[Path]) -> None:
     engines = started(weights, 3)
     async with several(*engines) as stage:
