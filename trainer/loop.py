@@ -199,10 +199,10 @@ class Trainer:
         """Measure versions on the held-out rollouts that were built since the last poll."""
         measured = self.evaluation.measure(self.ledger) if self.evaluation else []
         for version in measured:
-            self.mirror.write(version)
             self.watchers.evaluated(version, newest_version(self.ledger).version)
-        best_version = best(self.ledger.versions(), self.settings.trainer) if measured else None
-        if best_version:
+        for version in (*measured, *(self.evaluation.rate(self.ledger) if self.evaluation else ())):
+            self.mirror.write(version)
+        if measured and (best_version := best(self.ledger.versions(), self.settings.trainer)):
             logger.info("%s", describe_best(best_version, self.settings.trainer))
 
     def take(self) -> Loaded | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -72,6 +72,9 @@ class SamplingSettings(Section):
     """Number of groups of rollouts in the batch of a step."""
     max_staleness: int = 0
     """Largest staleness of a call, in versions behind the newest; groups with older calls are skipped, with a reason."""
+    agent_staleness: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict[str, int])
+    """Largest staleness of the calls of single agents, such as the roles of a game, in versions, by name: bounds tighter than
+    trainer.sampling.max_staleness. Older calls are not trained, and their rewards count."""
     skip_equal_groups: bool = False
     """True to skip groups in which no value differs from those that it is compared with (DAPO)."""
     truncated: Literal["train", "mask", "reject"] = "train"
@@ -103,6 +106,9 @@ class CreditSettings(Section):
     """Factor of each reward, by name. A name that is not listed: 1."""
     reward_roles: tuple[str, ...] = ()
     """Roles whose rewards count, beside rewards of every role. Empty: every reward counts."""
+    by_role: bool = False
+    """True to give each call the rewards of its own agent's role alone, and to compare it with calls of that role: for a policy that plays
+    several roles, as in self-play."""
     overlong_tokens: int = Field(default=0, ge=0)
     """Soft overlong punishment (DAPO): L_max, the largest number of tokens that a call's response should have. 0: no punishment."""
     overlong_buffer: int = Field(default=0, ge=0)

@@ -93,6 +93,9 @@ class EvaluationSettings(Section):
     """Program and arguments that run the held-out tasks, such as `spangrad run --mode validate ...`; the trainer waits for its end."""
     success_reward: float = 1.0
     """Smallest final reward with which a rollout counts as a success."""
+    past_policy: str = ""
+    """Name under which older versions of the policy are served as opponents, with their numbers: their held-out games count in the ratings
+    by role. Empty: none are."""
 
 
 class AlarmSettings(Section):

@@ -294,6 +294,26 @@ def test_success_of_rollout_with_reward_0_ignores_other_rewards(settings: Settin
     assert batch_metrics(batch, settings.trainer, [0])["success"] == 0.25
 
 
+def test_evaluation_rates_versions_by_role_from_held_out_games(settings: Settings, world: BuiltRollouts, run: str):
+    """Four games that `first` wins, against an older version of the same number; then what was read is rated once."""
+    won = {"Name": "reward", "Value": 1.0, "Source": "evaluation_event", "CallId": "", "Role": "first", "Turn": 0}
+    paid = {f"Rewards.{name}": [value] for name, value in won.items()}
+    world.group(
+        "v", [0.0] * 4, Mode="validate", Version=0, calls=({**paid, "AgentName": "first"}, {"AgentName": "second", "Policy": "past"})
+    )
+    chosen = settings.model_copy(update={"trainer": changed(settings.trainer, {"past_policy": "past"})})
+    ledger = open_ledger(chosen)
+    prepare(ledger, chosen)
+    evaluation = Evaluation(world.client, chosen, SPEC)
+    assert evaluation.rate(ledger) == []
+    evaluation.measure(ledger)
+    (rated,) = evaluation.rate(ledger)
+    assert evaluation.rate(ledger) == []
+    ledger.close()
+    assert rated.metrics["validate_rating_first"] == -rated.metrics["validate_rating_second"] > 100
+    assert rated.metrics["validate_return"] == 1.0
+
+
 def test_train_once_from_store_to_committed_version(
     settings: Settings, world: BuiltRollouts, tiny_model: Path, run: str, caplog: pytest.LogCaptureFixture
 ):

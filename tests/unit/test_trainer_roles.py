@@ -14,8 +14,9 @@ from tests.support.policies import trainer_settings, transition_row
 from tests.support.spans import SpanFactory
 from trainer.credit.assignment import CreditRule, advantages, returns
 from trainer.credit.estimators import estimator, group_relative
-from trainer.credit.roles import cancelling_roles, count_roles, missing_roles, role_metrics
+from trainer.credit.roles import cancelling_roles, count_own_roles, count_roles, missing_roles, role_metrics
 from trainer.data.assemble import assemble
+from trainer.data.masks import masks
 from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.monitor.batch_metrics import batch_metrics
 from transition_builder.build import build
@@ -33,6 +34,7 @@ def frame(rollouts: list[list[Entries]]) -> pl.DataFrame:
         for turn, entries in enumerate(calls):
             names, roles, values = ([*column] for column in zip(*entries, strict=True)) if entries else ([], [], [])
             lists = {"Rewards.Name": names, "Rewards.Role": roles, "Rewards.Value": values, "Rewards.CallId": [""] * len(entries)}
+            lists["Rewards.Turn"] = [turn] * len(entries)
             rows.append(transition_row(f"r{number}", turn, **lists))
     return pl.DataFrame(rows, schema_overrides=LISTS)
 
@@ -107,8 +109,8 @@ def test_missing_roles_names_roles_without_rewards() -> None:
     ] * 3
 
 
-def test_reward_roles_give_each_policy_own_return_and_advantage() -> None:
-    """Four games between two policies, as spans of two agents: white wins the first three, and what one wins the other loses."""
+def games(**policies: str) -> tuple[pl.DataFrame, list[BatchRollout]]:
+    """Four games between two agents, as spans: white wins the first three, and what one wins the other loses."""
     spans = SpanFactory()
     for number, white in enumerate((1.0, 1.0, 1.0, -1.0)):
         rollout = f"game-{number}"
@@ -118,16 +120,22 @@ def test_reward_roles_give_each_policy_own_return_and_advantage() -> None:
         for _ in range(2):
             for role in ("white", "black"):
                 agent = spans.span(role, root, rollout=rollout, kind="AGENT")
-                spans.call(spans.span("POST", agent, rollout=rollout), rollout=rollout, Policy=role)
+                spans.call(spans.span("POST", agent, rollout=rollout), rollout=rollout, Policy=policies[role])
     built = build(spans.frames(), BuilderSettings())
     assert (built.transitions.height, built.drops.height) == (16, 0)
     transitions = built.transitions.drop("Rewards.Source").with_columns(pl.col(pl.Categorical).cast(pl.String))
     group = Group("run", "train", str(transitions["BuildSpec"][0]), "g")
-    batch_rollouts = [BatchRollout(group, f"game-{number}", 0, 0) for number in range(4)]
-    assert role_metrics(transitions, {}) == {"roles_cancel": 1.0}
+    return transitions, [BatchRollout(group, f"game-{number}", 0, 0) for number in range(4)]
 
-    win, loss = 0.5, -1.5  # (1 - mean) and (-1 - mean) over the sample standard deviation, mean 0.5 and deviation 1
-    for policy, expected in {"white": [win, win, win, loss], "black": [-win, -win, -win, -loss]}.items():
+
+WIN, LOSS = 0.5, -1.5
+"""(1 - mean) and (-1 - mean) over the sample standard deviation, mean 0.5 and deviation 1."""
+
+
+def test_reward_roles_give_each_policy_own_return_and_advantage() -> None:
+    transitions, batch_rollouts = games(white="white", black="black")
+    assert role_metrics(transitions, {}) == {"roles_cancel": 1.0}
+    for policy, expected in {"white": [WIN, WIN, WIN, LOSS], "black": [-WIN, -WIN, -WIN, -LOSS]}.items():
         settings = trainer_settings(policy=policy, reward_roles=(policy,), max_staleness=9)
         counted = count_roles(transitions, settings.credit.reward_roles)
         loaded = Loaded(batch_rollouts, counted)
@@ -139,3 +147,46 @@ def test_reward_roles_give_each_policy_own_return_and_advantage() -> None:
         assert batch_metrics(loaded, settings, [3])["success"] == (0.25 if policy == "black" else 0.75)
     both = Loaded(batch_rollouts, transitions)
     assert set(advantages(transitions, both.own("white", TrainerSettings().selection), normalise=group_relative)) == {0.0}
+
+
+@pytest.mark.parametrize("black", ["white", "past"])
+@pytest.mark.parametrize("scheme", ["identical", "reward_to_go"])
+def test_by_role_credits_one_policy_in_each_role_it_plays(black: str, scheme: str) -> None:
+    transitions, batch_rollouts = games(white="white", black=black)
+    baseline = "rollout" if scheme == "identical" else "turn"
+    settings = trainer_settings(policy="white", by_role=True, scheme=scheme, baseline=baseline, max_staleness=9)
+    counted = count_own_roles(transitions, "white")
+    loaded = Loaded(batch_rollouts, counted)
+    own = loaded.own("white", settings.selection)
+    values = advantages(counted, own, CreditRule.of(settings), normalise=group_relative)
+    by_agent = {agent: part for (agent,), part in counted.filter(own).with_columns(values).group_by("AgentName", maintain_order=True)}
+    expected = {"white": [WIN, WIN, WIN, LOSS], "black": [-WIN, -WIN, -WIN, -LOSS]}
+    assert {agent: part["Advantage"].to_list() for agent, part in by_agent.items()} == {
+        agent: pytest.approx([value for value in expected[agent] for _ in range(2)], rel=1e-5) for agent in by_agent
+    }
+    assert set(by_agent) == ({"white", "black"} if black == "white" else {"white"})
+    _, metrics, _ = assemble(loaded, settings, estimator(settings), lineage=[3], divisor=1)
+    assert metrics["mean_return"] == (0.0 if black == "white" else 0.5)
+
+
+def test_agent_staleness_masks_older_calls_of_that_agent_alone() -> None:
+    cases = [("white", 3), ("white", 1), ("white", 0), ("black", 3), ("black", 2)]
+    rows = [transition_row(f"r{number}", AgentName=agent, Version=version) for number, (agent, version) in enumerate(cases)]
+    settings = trainer_settings(max_staleness=2, agent_staleness={"black": 0})
+    assert masks(pl.DataFrame(rows), settings, lineage=[0, 1, 2, 3]).to_list() == [None, None, "stale", None, "stale"]
+
+
+@given(st.lists(st.lists(st.tuples(st.sampled_from(["white", "black"]), ENTRIES), min_size=1, max_size=5), min_size=1, max_size=3))
+def test_count_own_roles_keeps_each_present_roles_sum(rollouts: list[list[tuple[str, Entries]]]) -> None:
+    transitions = frame([[entries for _, entries in calls] for calls in rollouts]).with_columns(
+        AgentName=pl.Series([agent for calls in rollouts for agent, _ in calls])
+    )
+    counted = count_own_roles(transitions, "policy")
+    for number, calls in enumerate(rollouts):
+        rows = counted.filter(pl.col("RolloutId") == f"r{number}")
+        given_entries = [entry for _, entries in calls for entry in entries]
+        for agent in {agent for agent, _ in calls}:
+            own = rows.filter(pl.col("AgentName") == agent).select("Rewards.Role", "Rewards.Value").explode(pl.all()).drop_nulls()
+            assert set(own["Rewards.Role"]) <= {"", agent}
+            assert own["Rewards.Value"].sum() == sum(value for _, role, value in given_entries if role in {"", agent})
+    assert counted.drop(*LISTS).equals(transitions.drop(*LISTS))

@@ -73,6 +73,8 @@ class CreditRule:
     """Part of the batch that the estimator must see to compare values."""
     by_name: bool = False
     """True if the estimator needs the rewards of each name separately (GDPO)."""
+    by_role: bool = False
+    """True to count and to compare the calls of each agent of a rollout as if they were a rollout of its own."""
 
     @classmethod
     def of(cls, settings: TrainerSettings) -> CreditRule:
@@ -85,6 +87,7 @@ class CreditRule:
             settings.credit.reward_weights,
             ESTIMATORS[settings.credit.estimator].scope,
             settings.credit.estimator == "gdpo",
+            settings.credit.by_role,
         )
 
     def check(self) -> None:
@@ -115,6 +118,8 @@ def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | Non
     """
     rule = rule or CreditRule()
     rule.check()
+    if rule.by_role:
+        transitions = transitions.with_columns(pl.concat_str("GroupId", "AgentName", separator="\0").alias("GroupId"))
     columns = [*KEY, "Turn", "CallId", *(["PromptIds"] if rule.credit == "gigpo" else [])]
     columns += ["Greedy"] if rule.scope == "greedy" else []
     calls = transitions.select(*columns, Length=pl.col("ResponseIds").list.len().cast(pl.Int64)).with_columns(

@@ -185,6 +185,12 @@ def _check_estimator(settings: TrainerSettings) -> None:
             f"trainer.credit.estimator = {settings.credit.estimator!r} gives credit to each token by itself, and trainer.credit.scheme = "
             f"{settings.credit.scheme!r} with trainer.credit.baseline = {settings.credit.baseline!r} has no part in it. Leave both out."
         )
+    if settings.credit.by_role and (facts.by_token or facts.needs is Need.GREEDY_ROLLOUT or settings.loss.name == "geo_mean"):
+        raise SettingsError(
+            "trainer.credit.by_role = true gives the calls of a rollout's roles values of their own, and trainer.credit.estimator = "
+            f"{settings.credit.estimator!r} with trainer.loss.name = {settings.loss.name!r} needs a value of the whole rollout. Set "
+            "trainer.credit.estimator = 'grpo' and another loss, or trainer.credit.by_role = false."
+        )
     whole = {"gdpo": "the rewards of each name over whole rollouts", "remax": "returns with that of a whole greedy rollout"}
     if settings.credit.estimator in whole and (
         settings.credit.baseline != "rollout" or settings.credit.scheme not in {"identical", "final_only"}

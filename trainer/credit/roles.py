@@ -39,6 +39,36 @@ def count_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> pl.DataFrame
     return transitions.with_columns(lists[name].fill_null([]) for name in names)
 
 
+def count_own_roles(transitions: pl.DataFrame, policy: str) -> pl.DataFrame:
+    """Return the transitions with each agent's own rewards, of its role or of none, on its calls; other policies' calls have none.
+
+    A reward of a role that stands on another agent's call, as a rollout's own reward may, moves to the last call of the role's agent; one
+    of no role is each agent's, and of the agents that did not earn it, the whole rollout's. Those of roles without an agent are left out.
+
+    Args:
+        transitions: of whole rollouts, with lists whose names begin with `Rewards.`, of one length a row.
+        policy: name of the policy that is trained.
+    """
+    names = [name for name in transitions.columns if name.startswith(_LISTS)]
+    rows = transitions.select(*KEY, "AgentName", "Turn", "Policy", Row=pl.int_range(pl.len()))
+    last = rows.sort("Turn", "Row").group_by(*KEY, "AgentName", maintain_order=True).agg(pl.col("Row", "Turn").last())
+    entries = transitions.select(*KEY, *names, At=rows["Row"]).explode(names, empty_as_null=False, keep_nulls=False)
+    of_agents = entries.join(last, on=list(KEY), maintain_order="left_right").join(
+        rows.select(At="Row", By="AgentName"), on="At", maintain_order="left"
+    )
+    role, own, unearned = pl.col("Rewards.Role"), pl.col("AgentName") == pl.col("By"), pl.col("Rewards.CallId") == ""
+    shared = (role == "") & ~own
+    counted = of_agents.filter((role == "") | (role == pl.col("AgentName"))).with_columns(
+        pl.when(own).then("At").otherwise("Row").alias("Row"),
+        pl.when(own | (~unearned & ~shared)).then("Rewards.Turn").otherwise("Turn").alias("Rewards.Turn"),
+        pl.when(shared).then(pl.lit("")).otherwise("Rewards.CallId").alias("Rewards.CallId"),
+    )
+    trained = rows.filter(pl.col("Policy") == policy).select("Row")
+    lists = trained.join(counted.group_by("Row", maintain_order=True).agg(names), on="Row", how="left")
+    held = rows.select("Row").join(lists, on="Row", how="left", maintain_order="left")
+    return transitions.with_columns(held[name].fill_null([]) for name in names)
+
+
 def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dict[str, float]:
     """Return `roles_cancel`: 1 where the returns of every group agree though what its roles earned differs, else 0.
 

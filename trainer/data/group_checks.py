@@ -136,8 +136,9 @@ def _of_calls(facts: dict[str, int], settings: TrainerSettings, lineage: Sequenc
     if sum(masked.values()) < facts["calls"]:
         return None
     most = max(masked, key=lambda reason: masked[reason])  # of several the first, in the order of reasons
+    by_agent = f", agent_staleness = {settings.sampling.agent_staleness}" if settings.sampling.agent_staleness else ""
     bounds = {
-        SkipReason.STALE: f" (trainer.sampling.max_staleness = {settings.sampling.max_staleness})",
+        SkipReason.STALE: f" (trainer.sampling.max_staleness = {settings.sampling.max_staleness}{by_agent})",
         SkipReason.TOO_LONG: f" (trainer.max_tokens_per_device = {settings.max_tokens_per_device})",
     }
     counts = ", ".join(f"{count} {reason.value}" for reason, count in masked.items())

@@ -27,26 +27,26 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
 
     Args:
         transitions: of whole groups.
-        settings: max_staleness, max_tokens_per_device and truncated.
+        settings: max_staleness, agent_staleness, max_tokens_per_device and truncated.
         lineage: the committed versions that led to the one about to be trained, which is last.
         tokenizer_hash: the policy's; empty: any will do.
 
     Returns:
         Strings, a value of `SkipReason` each; null where the call is not masked.
     """
-    fresh = lineage[-1 - settings.sampling.max_staleness :]
     tokenizer = pl.col("TokenizerHash")
     versions = (
         transitions.select(
             pl.int_range(pl.len()).alias("Row"),
             versions_of_calls().alias("Version"),
+            "AgentName",
         )
         .explode("Version")
         .with_columns(pl.col("Version").cast(pl.Int64))
         .group_by("Row", maintain_order=True)
         .agg(
             Known=pl.col("Version").is_in(pl.Series(lineage, dtype=pl.Int64).implode()).all(),
-            Fresh=pl.col("Version").is_in(pl.Series(fresh, dtype=pl.Int64).implode()).all(),
+            Fresh=_is_fresh(settings, lineage).all(),
         )
     )
     other = (tokenizer != "") & (tokenizer != tokenizer_hash) if tokenizer_hash else pl.lit(value=False)
@@ -68,6 +68,18 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
         .then(pl.lit(SkipReason.TRUNCATED.value))
         .alias("Masked")
     ).to_series()
+
+
+def _is_fresh(settings: TrainerSettings, lineage: Sequence[int]) -> pl.Expr:
+    """Return an expression: True where a version is within the staleness bound of its call's agent."""
+
+    def within(bound: int) -> pl.Expr:
+        return pl.col("Version").is_in(pl.Series(lineage[-1 - bound :], dtype=pl.Int64).implode())
+
+    fresh = within(settings.sampling.max_staleness)
+    for agent, bound in settings.sampling.agent_staleness.items():
+        fresh &= (pl.col("AgentName") != agent) | within(bound)
+    return fresh
 
 
 def is_truncated() -> pl.Expr:

@@ -22,7 +22,7 @@ from spangrad.store.datasets import ROWS_OF, builds_sql, resolve
 from spangrad.types import AttemptFailure, Mode
 from trainer.credit.learning import ESTIMATORS, Need
 from trainer.credit.overlong import with_overlong
-from trainer.credit.roles import cancelling_roles, count_roles, missing_roles
+from trainer.credit.roles import cancelling_roles, count_own_roles, count_roles, missing_roles
 from trainer.data.built_groups import THIS_RUN, VISIBLE_SECONDS, BuiltGroups
 
 if TYPE_CHECKING:
@@ -306,8 +306,10 @@ class GroupReader:
         return Loaded(trained, newest.filter(~greedy), newest.filter(greedy), cancelled, incomplete)
 
     def _with_counted_rewards(self, transitions: pl.DataFrame) -> pl.DataFrame:
-        """Return the transitions with the rewards of `trainer.credit.reward_roles`; log a warning at the first odd choice of roles."""
+        """Return the transitions with the rewards that trainer.credit counts by role; log a warning at the first odd choice of roles."""
         counted = count_roles(transitions, self._roles)
+        if self._trainer.credit.by_role:
+            return count_own_roles(counted, self._trainer.policy)
         warning = missing_roles(transitions, self._roles) or cancelling_roles(counted, self._weights)
         if warning and not self._warned_of_roles:
             logger.warning("%s", warning)

@@ -86,7 +86,7 @@ class _Dependence:
     """Keys below `trainer` of the settings that the reason depends on."""
 
 
-_OF_CALLS = ("policy", "selection", "sampling.max_staleness", "max_tokens_per_device", "sampling.truncated")
+_OF_CALLS = ("policy", "selection", "sampling.max_staleness", "sampling.agent_staleness", "max_tokens_per_device", "sampling.truncated")
 _OF_VALUES = (
     "credit.overlong_tokens",
     "credit.overlong_buffer",
@@ -96,6 +96,7 @@ _OF_VALUES = (
     "credit.estimator",
     "credit.reward_weights",
     "credit.reward_roles",
+    "credit.by_role",
 )
 _MASKED = _Dependence(versions=True, settings=_OF_CALLS)
 DEPENDENCES: Mapping[SkipReason, _Dependence] = {

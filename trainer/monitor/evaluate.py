@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spangrad.processes import die_with_parent
 from spangrad.settings import Settings, TrainerSettings
@@ -25,6 +25,7 @@ from trainer.credit.roles import counts
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.batch_metrics import succeeded, sums, weighted_return
+from trainer.monitor.ratings import Competitor, Score, ratings, scores_of
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -40,6 +41,7 @@ _OVERLAP = 120_000_000
 """Overlap of two reads, in microseconds: longer than any insert takes to become visible after its rows were dated."""
 _ROLLOUTS = """
 SELECT groupUniqArrayArrayIf(if(empty(`Versions.Version`), [Version], `Versions.Version`), Policy = %(policy)s) AS Versions,
+    groupUniqArrayIf(AgentName, Policy = %(policy)s),
     groupArrayArray(`Rewards.Name`), groupArrayArray(`Rewards.Value`), groupArrayArray(`Rewards.Role`)
 FROM {rows} AS t
 WHERE Mode = '{mode}'
@@ -47,6 +49,14 @@ GROUP BY RolloutId, Attempt
 HAVING length(Versions) = 1
 """
 """Query of every reward of a rollout, not their sums: ClickHouse's sumMap drops a name whose sum is 0, and so a rollout that failed."""
+_GAMES = """
+SELECT groupUniqArray((AgentName, Policy, if(empty(`Versions.Version`), [Version], `Versions.Version`))),
+    groupArrayArray(`Rewards.Role`), groupArrayArray(`Rewards.Value`)
+FROM {rows} AS t
+WHERE Mode = '{mode}'
+GROUP BY RolloutId, Attempt
+HAVING notEmpty(arrayFilter(role -> role != '', groupArrayArray(`Rewards.Role`)))
+"""
 
 
 class Evaluation:
@@ -62,15 +72,20 @@ class Evaluation:
         """Number of rows since `_since` at the last read, and the time of the newest, in microseconds since 1970."""
         self._since = 0
         """Time from which rows are counted, in microseconds since 1970."""
+        self._games: Sequence[Sequence[Any]] = ()
+        """Held-out rollouts with rewards by role that were read and not rated yet: their players, and roles and values of the rewards."""
 
     def measure(self, ledger: Ledger) -> list[LedgerVersion]:
         """Write new metrics of versions into the ledger; return the versions that changed, oldest first."""
-        by_version = self._metrics()
+        return self._changed(ledger, self._metrics())
+
+    def _changed(self, ledger: Ledger, by_version: Mapping[int, Mapping[str, float]]) -> list[LedgerVersion]:
+        """Write metrics by version into the ledger; return the versions that changed, oldest first."""
         changed: list[LedgerVersion] = []
         for version in ledger.versions() if by_version else ():
             metrics = by_version.get(version.version, {})
             if version.status is VersionStatus.COMMITTED and metrics.items() - version.metrics.items():
-                ledger.add_metrics(version.version, metrics)
+                ledger.add_metrics(version.version, dict(metrics))
                 changed.append(replace(version, metrics={**version.metrics, **metrics}))
         return changed
 
@@ -84,15 +99,45 @@ class Evaluation:
             since = max(newest - _OVERLAP, 0)
             # Before the rollouts: what comes between the two is read again.
             (arrived,) = self._client.query(_ARRIVED, parameters={**names, "since": since}).result_rows
-            query = _ROLLOUTS.format(rows=rows_sql("transitions", self._settings.as_of, _THIS_RUN), mode=Mode.VALIDATE.value)
-            rows = self._client.query(query, parameters=names).result_rows
+            source = {"rows": rows_sql("transitions", self._settings.as_of, _THIS_RUN), "mode": Mode.VALIDATE.value}
+            rows = self._client.query(_ROLLOUTS.format(**source), parameters=names).result_rows
+            self._games = self._client.query(_GAMES.format(**source), parameters=names).result_rows
         self._since, self._arrived = since, tuple(arrived)
         by_version: dict[int, list[dict[str, float]]] = {}
         roles = self._settings.credit.reward_roles
-        for (version,), *rewards in rows:
-            counted = [(name, value) for name, value, role in zip(*rewards, strict=True) if counts(role, roles)]
+        for (version,), agents, *rewards in rows:
+            own = agents if self._settings.credit.by_role else roles
+            counted = [(name, value) for name, value, role in zip(*rewards, strict=True) if counts(role, own)]
             by_version.setdefault(int(version), []).append(sums(counted))
         return {version: validation(rollouts, self._settings) for version, rollouts in by_version.items()}
+
+    def rate(self, ledger: Ledger) -> list[LedgerVersion]:
+        """Write ratings by role into the ledger, from the held-out games that were last read; return the versions that changed.
+
+        Ratings are whole points: a game more moves those of all versions a little.
+        """
+        games, self._games = self._games, ()
+        rated = self._ratings(games) if games else {}
+        return self._changed(ledger, rated)
+
+    def _ratings(self, games: Iterable[Sequence[Any]]) -> dict[int, dict[str, float]]:
+        """Return the rating by role of each version of the policy (validate_rating_ROLE), from games in which each role has one version."""
+        own = {self._settings.policy, self._settings.evaluation.past_policy} - {""}
+        scores: list[Score] = []
+        for players, roles, values in games:
+            if len({role for role, *_ in players}) == len(players) and all(len(versions) == 1 for *_, versions in players):
+                returns: dict[str, float] = {}
+                for role, value in zip(roles, values, strict=True):
+                    returns[role] = returns.get(role, 0.0) + value
+                competitors = [
+                    Competitor(role, self._settings.policy if policy in own else policy, version) for role, policy, (version,) in players
+                ]
+                scores += scores_of(competitors, returns)
+        by_version: dict[int, dict[str, float]] = {}
+        for competitor, rating in ratings(scores).items():
+            if competitor.policy == self._settings.policy:
+                by_version.setdefault(competitor.version, {})[f"validate_rating_{competitor.role}"] = float(round(rating))
+        return by_version
 
     def is_due(self, step: int) -> bool:
         """Return whether trainer.evaluation.command runs after a step of the branch."""
