@@ -24,6 +24,7 @@ VARIANTS = {
     "gomoku": ("gomoku",),
     "maze": ("maze",),
     "two_gomoku": ("two_gomoku",),
+    "code_repair": ("code_repair",),
     "retrieval_qa": ("retrieval_qa",),
     "text_to_sql": ("text_to_sql",),
     "text_to_sql_oracle": ("text_to_sql", "--checker", "oracle"),

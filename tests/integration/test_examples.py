@@ -13,6 +13,7 @@ import pytest
 from commands.demo.settings import SETTINGS
 from commands.stopped_store import answering_store
 from examples.calculator.__main__ import EXAMPLE as CALCULATOR
+from examples.code_repair.__main__ import EXAMPLE as CODE_REPAIR
 from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH
 from examples.gomoku.__main__ import EXAMPLE as GOMOKU
 from examples.learning.example import CHECKOUT, GROUP_SIZE, Example, Questions
@@ -52,11 +53,11 @@ def ask(directory: Path, query: str) -> Sequence[Sequence[Any]]:
         return connect(store).query(query).result_rows
 
 
-@pytest.mark.parametrize("example", [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, GOMOKU, MAZE], ids=lambda one: one.name)
+@pytest.mark.parametrize("example", [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, GOMOKU, MAZE, CODE_REPAIR], ids=lambda one: one.name)
 def test_examples_two_steps_train_with_small_logprob_gap(example: Example, tmp_path: Path) -> None:
     said = ran(example, tmp_path)
     assert said["steps"] == STEPS
-    assert 0.1 < said["before"] < 0.6
+    assert (0 if example is CODE_REPAIR else 0.1) < said["before"] < 0.6
     assert 0 < said["max_logprob_gap"] < 1e-3
     assert (tmp_path / "run" / "curve.png").stat().st_size > 10_000
     calls = {mode: count for _, mode, count in ask(tmp_path, CALLS)}

@@ -1,0 +1,1 @@
+"""Small repositories with one bug, repaired by an agent with a shell and an editor in a sandbox."""

@@ -1,0 +1,64 @@
+"""Repositories to repair: one bug each that its tests find, nothing held out is shown, hidden tests know the same operations."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from examples.code_repair.hidden import check
+from examples.code_repair.model import SimulatedRepository, transcript
+from examples.code_repair.repository import HIGHEST, OPERATIONS, Repository, agrees
+from examples.code_repair.task import WORDS, is_held_out, prompt, questions, repository
+
+
+def drawn(count: int, *, held_out: bool) -> list[Repository]:
+    rng = random.Random(1)
+    return [repository(rng, held_out=held_out) for _ in range(count)]
+
+
+def test_repository_has_one_bug_that_its_tests_find() -> None:
+    for one in drawn(300, held_out=False):
+        broken = one.broken
+        assert [function.name for function in one.functions if not function.passes] == [broken.name]
+        assert broken.module.splitlines()[broken.line - 1] == f"    return {broken.written.code}"
+        assert all(agrees(replace(function, written=function.right), (1, 2, 3)) for function in one.functions)
+    kinds = {(one.broken.written.operation == one.broken.right.operation) for one in drawn(50, held_out=False)}
+    assert kinds == {True, False}
+
+
+def test_questions_depend_on_seed_and_hold_comments_out() -> None:
+    asked, again, other = questions(1, 200), questions(1, 200), questions(2, 200)
+    assert asked == again
+    assert asked.train != other.train
+    assert asked.held_out == other.held_out
+    for part, held_out in ((asked.train, False), (asked.held_out, True)):
+        comments = [line.strip(" #") for one in part for text in one["files"].values() for line in text.splitlines() if "    #" in line]
+        assert len(comments) == 3 * len(part)
+        assert {is_held_out(comment) for comment in comments} == {held_out}
+
+
+def test_transcripts_have_known_words_and_nothing_held_out() -> None:
+    rng = random.Random(1)
+    shown = [message["content"] for _ in range(300) for message in transcript(rng)]
+    assert {word for text in shown for word in text.split()} <= {*WORDS}
+    assert any("passed" in text for text in shown)
+    listings = [text for text in shown if " # " in text]
+    assert not [text for text in listings if is_held_out(text.partition(" # ")[2].rpartition(" return ")[0].rsplit(" ", 1)[0])]
+
+
+def test_simulated_repository_passes_after_the_repair() -> None:
+    for one in drawn(50, held_out=True):
+        simulated = SimulatedRepository(one.functions)
+        assert simulated.check() == f"fail {one.broken.name}.py [exit code 1]"
+        simulated.edit(one.broken.name, one.broken.right)
+        assert simulated.check() == "passed"
+        assert prompt(one).split()[1:] == [f"{function.name}.py" for function in one.functions]
+
+
+def test_hidden_operations_are_those_of_repositories() -> None:
+    assert check.OPERATIONS.keys() == OPERATIONS.keys()
+    for name, operation in OPERATIONS.items():
+        for first in range(1, HIGHEST + 1):
+            for second in range(1, HIGHEST + 1):
+                written = eval(operation.code.format(first, second))
+                assert written == check.OPERATIONS[name](first, second) == operation.compute(first, second)
