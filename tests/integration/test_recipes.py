@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["math", "spider", "musique"])
+@pytest.mark.parametrize("name", ["math", "spider", "musique", "swe"])
 def test_recipe_tiny_serves_trained_version(name: str, vllm_cache: Path, tmp_path: Path) -> None:
     (tmp_path / ".vllm-cache").symlink_to(vllm_cache)
     command = [sys.executable, "-m", f"recipes.{name}", "--tiny", "--directory", str(tmp_path / name)]

@@ -25,6 +25,7 @@ from recipes.spider.agent import accepts, query_of
 from recipes.spider.data import RECIPE as SPIDER
 from recipes.spider.data import evaluate as of_spider
 from recipes.spider.database import rows, shown
+from recipes.swe.data import RECIPE as SWE
 from spangrad.errors import AgentError, SettingsError
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
@@ -32,7 +33,7 @@ from trainer.capacity.architecture import read_architecture
 from trainer.capacity.hardware import cluster_of
 from trainer.capacity.search import CapacityPlan, best_of, candidates
 
-RECIPES = {recipe.name: recipe for recipe in (MATH, SPIDER, MUSIQUE)}
+RECIPES = {recipe.name: recipe for recipe in (MATH, SPIDER, MUSIQUE, SWE)}
 MODELS = Path(__file__).parents[1] / "fixtures/models"
 NODES = {("32b", "full"): 2}
 """Machines of 8 x 80 GB; one for the others."""

@@ -1,0 +1,1 @@
+"""Issues of real repositories, repaired with a shell in a sandbox."""
