@@ -53,6 +53,8 @@ ROLLOUT_LOG: Final = "spangrad.rollout.log"
 """End of what the attempt printed, 8 KiB at most; absent: it printed nothing, or runner.attempts_kept is 0."""
 ROLLOUT_SANDBOX: Final = "spangrad.rollout.sandbox"
 """Rung of the sandbox in which the attempt's program ran, of `SandboxRung` in `spangrad/types.py`; absent: it ran in none."""
+SANDBOX_IMAGE: Final = "spangrad.sandbox.image"
+"""Digest of the image in whose file system a tool acted; absent: it saw the machine's programs and libraries."""
 
 # Log records of the web page.
 ACTION_EVENT: Final = "spangrad.action"

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.sandboxes import launcher
+from runner.sandboxes.images import binds
 from runner.sandboxes.policy import SYSTEM, SandboxLimits, SandboxPolicy
 from spangrad.agent.command import STARTED_VARIABLE
 
@@ -64,20 +65,27 @@ def _bubblewrap(policy: SandboxPolicy, shown: Sequence[Path], *, root: bool) -> 
     words += [] if policy.host_network else ["--unshare-net"]
     words += ["--cap-drop", "ALL"]
     words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if root else ["--unshare-user", "--disable-userns"]
-    for system in SYSTEM:
-        path = Path(system)
-        if path.is_symlink():
-            words += ["--symlink", str(path.readlink()), system]
-        elif path.is_dir():
-            words += ["--ro-bind", system, system]
+    words += binds(policy.image.root, shown) if policy.image is not None else _system()
     words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", *size, "/dev/shm", "--remount-ro", "/dev"]
-    words += ["--perms", "1777", *size, PRIVATE_DIRECTORY, "--dir", "/var", "--symlink", PRIVATE_DIRECTORY, "/var/tmp"]
+    words += ["--perms", "1777", *size, PRIVATE_DIRECTORY]
     # Directories above what is shown would be closed to all but root.
     for parent in sorted({parent for path in shown for parent in path.parents} - {Path("/"), Path(PRIVATE_DIRECTORY)}):
         words += ["--perms", "0755", "--dir", str(parent)]
     for path in shown:
         words += ["--ro-bind", str(path), str(path)]
     return [*words, "--remount-ro", "/", "--chdir", str(policy.directory), "--seccomp", str(_FILTER_DESCRIPTOR)]
+
+
+def _system() -> list[str]:
+    """Return the words that show this machine's programs and libraries."""
+    words = ["--dir", "/var", "--symlink", PRIVATE_DIRECTORY, "/var/tmp"]
+    for system in SYSTEM:
+        path = Path(system)
+        if path.is_symlink():
+            words += ["--symlink", str(path.readlink()), system]
+        elif path.is_dir():
+            words += ["--ro-bind", system, system]
+    return words
 
 
 def _limits(limits: SandboxLimits) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from runner.sandboxes import bubblewrap, landlock
+from runner.sandboxes.images import UnpackedImage
 from runner.sandboxes.policy import SandboxPolicy, require_narrow
 from runner.sandboxes.seccomp import write_filter
 from spangrad.errors import SandboxError
@@ -31,6 +32,8 @@ class SandboxEngine:
     """Beginning of a command line that runs the rest of it in a new sandbox."""
     reason: str
     """Explanation for people: why it was chosen."""
+    image: UnpackedImage | None = None
+    """File system that programs see. None: this machine's programs and libraries."""
 
 
 def scratch_directory() -> Path:
@@ -71,7 +74,7 @@ def choose(
         prefix, why_not = _prepared(rung, policy, scratch, control)
         why_not = why_not or _refusal(prefix, control)
         if why_not is None:
-            return SandboxEngine(rung, tuple(prefix), "; ".join(["it works on this machine", *reasons]))
+            return SandboxEngine(rung, tuple(prefix), "; ".join(["it works on this machine", *reasons]), policy.image)
         reasons.append(f"{rung} does not: {why_not}")
     raise SandboxError(
         f"no sandbox can be started here. {'; '.join(reasons)}. Name another one in runner.sandbox.engine (and runner.sandbox.least), or "

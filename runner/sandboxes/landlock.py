@@ -28,6 +28,8 @@ def shortcoming(policy: SandboxPolicy) -> str | None:
     """Return the reason for which this machine cannot confine by Landlock. None: it may."""
     if sys.platform != "linux" or (version := confinement.abi()) < _LEAST_ABI:
         return f"Landlock's version is {version if sys.platform == 'linux' else 0}, and {_LEAST_ABI} is needed (Linux 6.12)"
+    if policy.image is not None:
+        return "an image needs mounts of its own, and it has none"
     if os.geteuid() == 0:
         closed = [path for path in policy.visible() if not is_open_to_others(path)]
         if closed:

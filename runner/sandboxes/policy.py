@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import span_processors
 import spangrad
+from runner.sandboxes.images import UnpackedImage
 from spangrad.errors import SandboxError
 from spangrad.processes import LOOPBACK
 
@@ -61,12 +62,14 @@ class SandboxPolicy:
     host_network: bool
     """True if the program may use this machine's network; it then reaches the services there."""
     limits: SandboxLimits
+    image: UnpackedImage | None = None
+    """File system that programs see in place of this machine's programs and libraries. None: they see those."""
 
     def visible(self) -> list[Path]:
         """Return the files and directories that exist and are visible beside `SYSTEM`, none below another."""
-        fixed = [*CONFIGURATION, *([NAME_SERVERS] if self.host_network else [])]
+        fixed = [*(CONFIGURATION if self.image is None else ()), *([NAME_SERVERS] if self.host_network else [])]
         paths = {Path(os.path.normpath(path)) for path in (*map(Path, fixed), self.directory, *self.readable) if path.exists()}
-        covered = {*paths, *map(Path, SYSTEM)}
+        covered = {*paths, *(map(Path, SYSTEM) if self.image is None else ())}
         return sorted(path for path in paths if not covered & set(path.parents))
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from runner.sandboxes import supervisor
 from runner.sandboxes.engines import SandboxEngine, choose
+from runner.sandboxes.images import UnpackedImage
 from runner.sandboxes.policy import SandboxPolicy, interpreter_paths, is_open_to_others
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, feed, read_all
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, pass_bytes
@@ -69,9 +70,10 @@ class SandboxProcess:
 class Sandbox:
     """A running sandbox; `open_sandbox` starts it."""
 
-    def __init__(self, rung: SandboxRung, process: asyncio.subprocess.Process, control: socket.socket) -> None:
-        """`process` runs the supervisor at the other end of `control`."""
-        self.rung = rung
+    def __init__(self, engine: SandboxEngine, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        """`process` runs the supervisor, which `engine` confines, at the other end of `control`."""
+        self.rung = engine.rung
+        self.image = engine.image
         self.home = ""
         """Private, writable directory inside; empty until `ready` is done."""
         self.process = process
@@ -338,13 +340,13 @@ async def _started(engine: SandboxEngine) -> Sandbox:
     inner.close()
     try:
         process = await asyncio.create_subprocess_exec(
-            *engine.prefix, str(supervisor_interpreter()), "-I", "-S", supervisor.__file__, str(descriptor),
+            *engine.prefix, str(inner_interpreter(engine.image)), "-I", "-S", supervisor.__file__, str(descriptor),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-            env=_environment(), pass_fds=[descriptor], start_new_session=True, preexec_fn=die_with_parent,
+            env=_environment(engine.image), pass_fds=[descriptor], start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
     finally:
         os.close(descriptor)
-    sandbox = Sandbox(engine.rung, process, outer)
+    sandbox = Sandbox(engine, process, outer)
     try:
         await asyncio.wait_for(asyncio.shield(sandbox.ready), _START_SECONDS)
     except BaseException:
@@ -354,18 +356,32 @@ async def _started(engine: SandboxEngine) -> Sandbox:
 
 
 def with_supervisor(policy: SandboxPolicy) -> SandboxPolicy:
-    """Return a policy by which the supervisor can run as well."""
-    return replace(policy, readable=(*policy.readable, *interpreter_paths(supervisor_interpreter()), Path(supervisor.__file__)))
+    """Return a policy by which the supervisor can run as well.
+
+    Raises:
+        SandboxError: the image has no interpreter.
+    """
+    interpreter = inner_interpreter(policy.image)
+    paths = interpreter_paths(interpreter) if policy.image is None else ()
+    return replace(policy, readable=(*policy.readable, *paths, Path(supervisor.__file__)))
 
 
-def supervisor_interpreter() -> Path:
-    """Return an interpreter that programs in sandboxes can run: this one, or the system's where root alone can read this one."""
+def inner_interpreter(image: UnpackedImage | None) -> Path:
+    """Return an interpreter that programs in sandboxes can run: the image's; else this one, or the system's where others cannot read this.
+
+    Raises:
+        SandboxError: the image has none.
+    """
+    if image is not None:
+        if image.interpreter is None:
+            raise SandboxError(f"image {image.digest} has no python3 in its PATH, which a sandbox needs (3.9 or newer). Add it.")
+        return image.interpreter
     own = Path(sys.executable)
     readable = os.geteuid() != 0 or is_open_to_others(own)
     return own if readable or not _SYSTEM_INTERPRETER.exists() else _SYSTEM_INTERPRETER
 
 
-def _environment() -> dict[str, str]:
+def _environment(image: UnpackedImage | None) -> dict[str, str]:
     names = ("PATH", "LANG", "LC_ALL", "TZ")
-    kept = {name: os.environ[name] for name in names if name in os.environ}
+    kept = {name: os.environ[name] for name in names if name in os.environ} if image is None else dict(image.variables)
     return kept | {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LOGNAME": "agent"}

@@ -22,13 +22,15 @@ from spangrad.errors import SandboxRequestError
 
 _SHELL = """
 trap : INT
+_marker=$1
+shift
 while IFS= read -r -d '' -u 3 action; do
     eval "$action" </dev/null 3<&- 4>&-
     printf '%d %s\\0' $? "$PWD" >&4
-    printf %s "$0"
+    printf %s "$_marker"
 done
 """
-"""Program of the shell; its name is the marker that follows each action's output."""
+"""Program of the shell; its argument is the marker that follows each action's output."""
 _ENVIRONMENT = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "PS1": "$ ", "NO_COLOR": "1"}
 _INTERRUPT = b"\x03"
 _GRACE_SECONDS = 1.0
@@ -71,7 +73,7 @@ class ToolSession:
     def shell(cls, sandbox: Sandbox, most_bytes: int) -> Self:
         """Return a session of bash."""
         marker = f"\x1e{uuid.uuid4().hex}\x1f"
-        return cls(sandbox, ["bash", "--norc", "--noprofile", "-c", _SHELL, marker], marker, most_bytes)
+        return cls(sandbox, ["bash", "--norc", "--noprofile", "-c", _SHELL, "bash", marker], marker, most_bytes)
 
     @classmethod
     def interpreter(cls, sandbox: Sandbox, program: Sequence[str], most_bytes: int) -> Self:

@@ -19,7 +19,7 @@ from opentelemetry.trace import Status, StatusCode
 
 from runner.sandboxes.engines import SandboxEngine
 from runner.sandboxes.policy import SandboxPolicy
-from runner.sandboxes.sandbox import Sandbox, open_sandbox, prepare, supervisor_interpreter
+from runner.sandboxes.sandbox import Sandbox, inner_interpreter, open_sandbox, prepare
 from runner.tools import interpreter
 from runner.tools.session import ActionResult, ToolFailedError, ToolSession
 from span_processors.context import rollout_attributes
@@ -145,6 +145,7 @@ class Toolbox:
             semconv.GEN_AI_TOOL_NAME: name,
             semconv.GEN_AI_TOOL_ARGUMENTS: text,
             **({semconv.GEN_AI_TOOL_CALL_ID: call_id} if call_id else {}),
+            **({semconv.SANDBOX_IMAGE: self.sandbox.image.digest} if self.sandbox.image else {}),
             **rollout_attributes(context.get_current(), {}),
         }
         failed = False
@@ -192,7 +193,8 @@ class Toolbox:
         """
         async with self._starting:
             if self._python is None:
-                program = [str(supervisor_interpreter()), "-P", interpreter.__file__]
+                image = self.sandbox.image
+                program = [str(inner_interpreter(image)), "-P" if image is None else "-I", interpreter.__file__]
                 self._python = await self._sessions.enter_async_context(ToolSession.interpreter(self.sandbox, program, OUTPUT_BYTES))
         return _shown("the interpreter", await self._python.act(code, timeout_seconds), timeout_seconds)
 

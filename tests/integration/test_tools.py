@@ -61,6 +61,9 @@ async def test_shell_keeps_directory_variables_and_functions(tools: Toolbox) -> 
     )
     with pytest.raises(ToolFailedError, match=r"^out\n\[exit code 3\]$"):
         await tools.shell("echo out; (exit 3)")
+    with pytest.raises(ToolFailedError, match=r"bash: line \d+: nowhere: command not found\n\[exit code 127\]$"):
+        await tools.shell("nowhere")
+    assert await tools.shell("echo $0 $#") == "bash 0\n"
     quoted = 'it\'s "quoted" $HOME \\ `x`\n' * 500
     assert await tools.shell(f"cat <<'EOF'\n{quoted}EOF") == quoted
 
