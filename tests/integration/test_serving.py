@@ -55,10 +55,10 @@ async def test_worker_without_queue_warns_and_ends_on_signal(tmp_path: Path, mon
         sentences.append(text % given)
         said.set()
 
-    async def open_attempts(settings: Settings, agent: Any, stack: Any, queue: Callable[[], Any]) -> Any:
+    async def open_handlers(settings: Settings, agent: Any, stack: Any, queue: Callable[[], Any]) -> Any:
         return await queue()
 
-    monkeypatch.setattr(runner_serving, "open_attempts", open_attempts)
+    monkeypatch.setattr(runner_serving, "open_handlers", open_handlers)
     monkeypatch.setattr(service.logger, "warning", warning)
     monkeypatch.setattr(service.random, "uniform", lambda least, most: most)  # by chance, all pauses may be short
     settings = Settings(queue=QueueSettings(url="http://127.0.0.1:9"), runner=RunnerSettings(directory=tmp_path))
@@ -92,15 +92,14 @@ async def test_close_lost_attempts_waits_for_gateway_and_closes_each_once(monkey
                 await asyncio.Event().wait()
             return SimpleNamespace(rollouts=[f"new {after - 4}"], cursor=after + 1)
 
-    async def close_lost_attempts(name: str) -> None:
+    async def close(name: str) -> None:
         if name in failing:
             failing.discard(name)
             raise GatewayError("the gateway is away.")
         mourned.append(name)
 
-    closing = asyncio.create_task(
-        runner_serving._close_lost_attempts(SimpleNamespace(queue=Queue(), close_lost_attempts=close_lost_attempts), "run")
-    )  # type: ignore[arg-type]
+    services: Any = SimpleNamespace(queue=Queue(), lost=SimpleNamespace(close=close))
+    closing = asyncio.create_task(runner_serving._close_lost_attempts(services, "run"))
     await asyncio.wait([closing, waiting := asyncio.create_task(all_done.wait())], timeout=20, return_when=asyncio.FIRST_COMPLETED)
     assert (waiting.done(), closing.done(), mourned) == (True, False, ["old", "new 0", "new 1"])
     closing.cancel()
