@@ -80,18 +80,20 @@ class ActionRunner:
         self._records.write(id_, request, address, "asked", "")
         try:
             sentence = self._done(request)
-        except SpangradError as error:
-            self._records.write(id_, request, address, "failed", str(error))
+        except Exception as error:
+            known = isinstance(error, SpangradError | ValueError)
+            self._conclude(id_, request, address, "failed", str(error) if known else "an error of the page itself, which its log has")
             raise
-        except Exception:
-            self._records.write(id_, request, address, "failed", "an error of the page itself, which its log has")
-            raise
+        return f"{sentence}{self._conclude(id_, request, address, 'done', sentence)}"
+
+    def _conclude(self, id_: str, request: Request, address: str, outcome: str, sentence: str) -> str:
+        """Write down what came of an action; return what the person is told beside it where the store does not take that."""
         try:
-            self._records.write(id_, request, address, "done", sentence)
-        except StoreError as error:  # done it is: the person learns both
-            log.warning("action %s is done and its outcome not written down: %s", id_, error)
-            return f"{sentence} Its outcome could not be written down: {error}"
-        return sentence
+            self._records.write(id_, request, address, outcome, sentence)
+        except StoreError as error:  # the action itself is over: its own outcome matters more
+            log.warning("action %s is %s, and that could not be written down: %s", id_, outcome, error)
+            return f" Its outcome could not be written down: {error}"
+        return ""
 
     def _done(self, request: Request) -> str:
         match request:
