@@ -22,6 +22,7 @@ VARIANTS = {
     "calculator": ("calculator",),
     "from_scratch": ("from_scratch",),
     "gomoku": ("gomoku",),
+    "league": ("league",),
     "maze": ("maze",),
     "two_gomoku": ("two_gomoku",),
     "code_repair": ("code_repair",),

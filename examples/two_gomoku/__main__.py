@@ -17,6 +17,7 @@ from commands.demo.settings import SETTINGS, write_settings
 from examples.gomoku.__main__ import EXAMPLE
 from examples.gomoku.game import Gomoku
 from examples.learning.example import CHECKOUT, GROUP_SIZE, write_questions
+from examples.learning.players import with_players
 from examples.learning.report import seconds_by_part
 from examples.learning.run import example_settings, keep_to_cores
 from examples.learning.success import role_success
@@ -180,10 +181,7 @@ async def _learn(
 
 def _against_script(settings: Settings, role: str) -> Settings:
     """Return the settings in which a role's policy plays against the script."""
-    players = {other: {"model": role} if other == role else SCRIPT for other in ROLES}
-    episode = settings.runner.episode.model_validate({**settings.runner.episode.model_dump(), "players": players})
-    runner = settings.runner.model_copy(update={"episode": episode, "directory": settings.runner.directory / role})
-    return settings.model_copy(update={"runner": runner})
+    return with_players(settings, role, {other: {"model": role} if other == role else SCRIPT for other in ROLES})
 
 
 def _in_words(shares: Shares) -> str:

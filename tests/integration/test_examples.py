@@ -16,6 +16,9 @@ from examples.calculator.__main__ import EXAMPLE as CALCULATOR
 from examples.code_repair.__main__ import EXAMPLE as CODE_REPAIR
 from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH
 from examples.gomoku.__main__ import EXAMPLE as GOMOKU
+from examples.league.__main__ import ROLES as LEAGUE_ROLES
+from examples.league.__main__ import TRAINED
+from examples.league.__main__ import run as run_league
 from examples.learning.example import CHECKOUT, GROUP_SIZE, Example, Questions
 from examples.learning.run import run
 from examples.maze.__main__ import EXAMPLE as MAZE
@@ -109,3 +112,24 @@ def test_two_gomoku_policies_play_and_learn_in_phases(tmp_path: Path) -> None:
     assert ask(tmp_path, SUMS)[0][0] == pytest.approx(0, abs=1e-9), "what one wins the other loses"
     phases = ask(tmp_path, "SELECT Policy, groupArray(Metrics['phase']) FROM spangrad.policy_versions WHERE BatchId != '' GROUP BY Policy")
     assert {policy: sorted(numbers) for policy, numbers in phases} == {role: [0, 1] for role in ROLES}
+
+
+TRAINED_AS = """
+SELECT AgentName, count() FROM spangrad.trained_calls GROUP BY AgentName ORDER BY AgentName
+"""
+OPPONENTS = "SELECT DISTINCT Mode, AgentName FROM spangrad.transitions WHERE Policy = 'past' ORDER BY Mode, AgentName"
+
+
+def test_league_trains_one_policy_in_both_roles_and_rates_its_versions(tmp_path: Path) -> None:
+    report = run_league(tmp_path / "run", 0, STEPS, 8)
+    assert {role: [version for version, _ in points] for role, points in report["held_out"].items()} == {
+        role: [0, STEPS] for role in LEAGUE_ROLES
+    }
+    rated = {(role, version) for role, version, _ in report["ratings"]}
+    assert rated >= {(role, version) for role in LEAGUE_ROLES for version in (0, STEPS)}
+    calls = dict(map(tuple, ask(tmp_path, TRAINED_AS)))
+    assert calls.keys() == set(LEAGUE_ROLES), "both roles of the one policy are trained"
+    assert [*map(tuple, ask(tmp_path, OPPONENTS))] == [(mode, role) for mode in ("train", "validate") for role in LEAGUE_ROLES]
+    assert ask(tmp_path, SUMS)[0][0] == pytest.approx(0, abs=1e-9), "what one wins the other loses"
+    assert len(TRAINED) == 3
+    assert (tmp_path / "run" / "ratings.png").stat().st_size > 5_000

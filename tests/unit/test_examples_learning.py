@@ -12,7 +12,9 @@ from examples.calculator.__main__ import EXAMPLE as CALCULATOR
 from examples.calculator.task import WORDS
 from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH
 from examples.gomoku.__main__ import EXAMPLE as GOMOKU
+from examples.league.__main__ import AGAINST_SCRIPT, GROUPS_OF_EACH, TRAINED, league_settings
 from examples.learning.example import CHECKOUT, Example
+from examples.learning.players import with_players
 from examples.learning.report import draw
 from examples.learning.run import example_settings
 from examples.learning.success import final_success
@@ -70,6 +72,17 @@ def test_text_to_sql_example_selects_named_agents(tmp_path: Path) -> None:
     assert selected["writer"].agents == "writer_agent"
     assert selected["both"].agents == "(re)?writer_agent"
     assert {one.policies for one in selected.values()} == {"policy"}
+
+
+def test_league_settings_load_with_players_of_each_pairing(tmp_path: Path) -> None:
+    settings = load_settings(league_settings(tmp_path, 3, 9))
+    assert (settings.trainer.credit.by_role, settings.trainer.credit.reward_roles) == (True, ())
+    assert settings.trainer.sampling.groups_per_batch == GROUPS_OF_EACH * len(TRAINED)
+    for name, players in {**TRAINED, **AGAINST_SCRIPT}.items():
+        own = with_players(settings, name, players).runner
+        assert set(own.episode.players) == set(ROLES)
+        assert own.directory == settings.runner.directory / name
+    assert settings.runner.episode.players == {}
 
 
 def test_policy_settings_of_two_policies_share_all_but_their_own(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""A self-play league: one policy in both roles of gomoku, against itself, its older versions and a script."""
