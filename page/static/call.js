@@ -11,6 +11,7 @@ const VERSION_COLOURS = 6;
 title(`Call of ${place.rollout}`);
 let call = await ask(address("/api/call", place));
 let alternatives = []; // of each response token, where the recorded response holds them
+let described = null; // the token that is described: part, sequence, index
 
 const advantage = call.trained.length ? call.trained.at(-1).Advantage : null;
 const conclusion = { transition: `transition, turn ${call.conclusion.turn}`, drop: `dropped: ${call.conclusion.reason} ${call.conclusion.detail ?? ""}`,
@@ -76,6 +77,7 @@ function token(part, sequence, index) {
 }
 
 function describe(part, sequence, index) {
+  described = [part, sequence, index];
   const words = [`token ${index + 1} of the ${part}`, `id ${sequence.ids[index]}`];
   if (sequence.pieces) words.push(`text ${JSON.stringify(sequence.pieces[index])}`);
   if (part === "response") {
@@ -165,3 +167,4 @@ for (const control of [overlay, form]) {
 await draw();
 ready();
 alternatives = await ask(address("/api/call/alternatives", place));
+if (described) describe(...described);
