@@ -181,7 +181,8 @@ def test_rollout_page_label_is_asked_first_and_written_down(tab: Visitor) -> Non
     page.get_by_label("Your name").fill(MARKUP)
     page.keyboard.press("Enter")
     expect(dialog.get_by_role("status")).to_contain_text("label = 0.5 is in the store")
-    page.keyboard.press("Enter")  # closes: the button to leave has the focus
+    with page.expect_event("load"):  # the page loads again, with the label
+        page.keyboard.press("Enter")  # closes: the button to leave has the focus
     expect(dialog).to_have_count(0)
     page = tab.open("/actions")
     cells = page.locator("#list tbody tr").first.locator("td").all_inner_texts()
