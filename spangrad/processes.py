@@ -89,6 +89,19 @@ def own_command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "spangrad", *arguments]
 
 
+def end_by_interrupt() -> None:
+    """Have SIGTERM do what Ctrl-C does, also in a process that a script has begun in the background, where Ctrl-C is ignored.
+
+    asyncio cancels its main task then; an exception in the midst of its loop could leave tasks that never end.
+    """
+
+    def interrupt(_signum: int, _frame: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def stop_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
     """Send SIGTERM to the leader, so that it may end its own children in order; then SIGKILL to the rest of the group."""
     if process.poll() is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Literal
 
 from commands.options import ConfigFile, Overrides, flag_values
 from spangrad.errors import SpangradError
+from spangrad.processes import end_by_interrupt
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "two_tools"
 
@@ -40,10 +40,7 @@ def demo(
     if not (example / "agent.py").is_file():
         raise SpangradError(f"{example} holds no agent.py. Run the demo from a checkout, or name an example with --example.")
 
-    def stop(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
+    end_by_interrupt()
     from commands.demo.learning import DemoPlan, learn
 
     plan = DemoPlan(

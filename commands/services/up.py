@@ -65,14 +65,12 @@ def _supervise(settings: Settings, config: Path | None, overrides: list[str], ag
     from commands.services.places import on_ray, on_this_machine
     from commands.services.progress import ProgressReader
     from commands.services.status_screen import StatusScreen
+    from spangrad.processes import end_by_interrupt
     from spangrad.supervisor.run_directory import RunDirectory
     from spangrad.supervisor.service import RestartPolicy
     from spangrad.supervisor.supervisor import Supervisor
 
-    def stop(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
+    end_by_interrupt()
     directory = settings.up.directory
     place = on_ray(ray, config, overrides, agent) if ray else on_this_machine(settings, options_of(config, overrides), agent)
     with RunDirectory(directory) as run, StatusScreen(directory) as screen, place(screen.event) as placed:

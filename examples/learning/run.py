@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from runner.workers.agents import CallableAgent
 from spangrad.client.task_files import read_tasks
 from spangrad.episode.adapters.references import by_openenv
 from spangrad.errors import SpangradError
-from spangrad.processes import free_ports
+from spangrad.processes import end_by_interrupt, free_ports
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.supervisor.run_directory import fresh_directory
@@ -75,15 +74,14 @@ def main(example: Example, options: Sequence[str] | None = None, parents: Sequen
     )
     arguments = parser.parse_args(options)
 
-    def stop(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
+    end_by_interrupt()
     try:
         print(json.dumps(run(example, arguments.directory, arguments.seed, arguments.steps)), flush=True)
     except SpangradError as error:
         print(f"{example.name}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, object]:

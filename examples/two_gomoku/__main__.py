@@ -25,7 +25,7 @@ from runner.runner import Runner
 from runner.workers.agents import CallableAgent
 from spangrad.client.task_files import read_tasks
 from spangrad.errors import SpangradError
-from spangrad.processes import free_ports
+from spangrad.processes import end_by_interrupt, free_ports
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.supervisor.run_directory import fresh_directory
@@ -54,11 +54,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps of each policy (default {STEPS})")
     parser.add_argument("--directory", type=Path, default=Path("runs") / NAME, help="where the run's files go; emptied at the start")
     arguments = parser.parse_args()
+    end_by_interrupt()
     try:
         print(json.dumps(run(arguments.directory, arguments.seed, arguments.steps)), flush=True)
     except SpangradError as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def run(directory: Path, seed: int, steps: int, held_out: int = HELD_OUT) -> dict[str, object]:

@@ -96,7 +96,9 @@ def test_demo_short_run_accounts_for_every_call(tmp_path: Path, gateway: str) ->
         pytest.param("step   1", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_demo_stopped_at_any_moment_leaves_nothing_behind(tmp_path: Path, moment: str, stop: signal.Signals) -> None:
     run, log = tmp_path / "demo", tmp_path / "log"
     with log.open("wb") as out:
@@ -116,7 +118,7 @@ def test_demo_stopped_at_any_moment_leaves_nothing_behind(tmp_path: Path, moment
         code = demo.wait(60)
     finally:
         demo.kill()
-    assert code == (130 if stop is signal.SIGINT else -stop), log.read_text()
+    assert code == (-stop if stop is signal.SIGKILL else 130), log.read_text()
     assert "Traceback" not in log.read_text()
     require_nothing_left(run)
 
