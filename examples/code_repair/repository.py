@@ -62,7 +62,7 @@ sys.exit(bool(failed))
 
 @dataclass(frozen=True)
 class Expression:
-    """What a function returns."""
+    """Expression that a function returns."""
 
     operation: str
     operands: tuple[str, str]
@@ -89,7 +89,7 @@ class Function:
     """Description of the value that it should return."""
     right: Expression
     written: Expression
-    """What the module has."""
+    """Expression that the module has."""
     cases: tuple[tuple[int, ...], ...]
     """Arguments of its tests."""
 
@@ -113,7 +113,7 @@ class Function:
 
     @property
     def passes(self) -> bool:
-        """Whether its tests pass."""
+        """Return whether its tests pass."""
         return all(agrees(self, case) for case in self.cases)
 
 

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from commands.demo.services import TrainingSupervisor, make_model
 from commands.demo.settings import SETTINGS, demo_settings, write_settings
+from examples.learning.command import run_command
 from examples.learning.example import CHECKOUT, GROUP_SIZE, Example, write_questions
 from examples.learning.report import draw, seconds_by_part
 from examples.learning.success import success_rate
@@ -29,7 +31,7 @@ from runner.workers.agents import CallableAgent
 from spangrad.client.task_files import read_tasks
 from spangrad.episode.adapters.references import by_openenv
 from spangrad.errors import SpangradError
-from spangrad.processes import end_by_interrupt, free_ports
+from spangrad.processes import free_ports
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.supervisor.run_directory import fresh_directory
@@ -59,29 +61,14 @@ class Step:
 
 
 def main(example: Example, options: Sequence[str] | None = None, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
-    """The command line of an example.
+    """Run an example by its command line.
 
     Args:
         example: what to run.
         options: the command line without what `parents` have read. None: the process's own.
         parents: the example's own options, for --help.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m examples.{example.name}", parents=list(parents))
-    parser.add_argument("--seed", type=int, default=0, help="of questions, model and sampling")
-    parser.add_argument("--steps", type=int, default=example.steps, help=f"training steps (default {example.steps})")
-    parser.add_argument(
-        "--directory", type=Path, default=Path("runs") / example.name, help="where the run's files go; emptied at the start"
-    )
-    arguments = parser.parse_args(options)
-
-    end_by_interrupt()
-    try:
-        print(json.dumps(run(example, arguments.directory, arguments.seed, arguments.steps)), flush=True)
-    except SpangradError as error:
-        print(f"{example.name}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(example.name, example.steps, partial(run, example), options, parents)
 
 
 def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
@@ -16,6 +15,7 @@ from commands.demo.services import TrainingSupervisor, make_model
 from commands.demo.settings import SETTINGS, write_settings
 from examples.gomoku.__main__ import EXAMPLE
 from examples.gomoku.game import Gomoku
+from examples.learning.command import run_command
 from examples.learning.example import CHECKOUT, GROUP_SIZE, write_questions
 from examples.learning.players import with_players
 from examples.learning.report import seconds_by_part
@@ -24,8 +24,7 @@ from examples.learning.success import role_success
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent
 from spangrad.client.task_files import read_tasks
-from spangrad.errors import SpangradError
-from spangrad.processes import end_by_interrupt, free_ports
+from spangrad.processes import free_ports
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.supervisor.run_directory import fresh_directory
@@ -49,19 +48,7 @@ Shares = Mapping[str, float]
 
 def main() -> None:
     """Read the command line, and run."""
-    parser = argparse.ArgumentParser(prog=f"python -m examples.{NAME}", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of openings, model and sampling")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps of each policy (default {STEPS})")
-    parser.add_argument("--directory", type=Path, default=Path("runs") / NAME, help="where the run's files go; emptied at the start")
-    arguments = parser.parse_args()
-    end_by_interrupt()
-    try:
-        print(json.dumps(run(arguments.directory, arguments.seed, arguments.steps)), flush=True)
-    except SpangradError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(NAME, STEPS, run, description=__doc__)
 
 
 def run(directory: Path, seed: int, steps: int, held_out: int = HELD_OUT) -> dict[str, object]:

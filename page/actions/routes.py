@@ -45,8 +45,8 @@ class ActionRoutes:
         problem = self._access.action_problem(request)
         if problem:
             return _answer(403, {"error": problem})
-        runner, asked = self._runner, read_request(await body(request))
-        return _answer(200, {"done": await self._in_thread(lambda: runner.run(asked, request.remote or ""))})
+        runner, action = self._runner, read_request(await body(request))
+        return _answer(200, {"done": await self._in_thread(lambda: runner.run(action, request.remote or ""))})
 
 
 def _answer(status: int, value: dict[str, str]) -> web.Response:

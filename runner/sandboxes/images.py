@@ -259,7 +259,7 @@ def binds(root: Path, shown: Sequence[Path], inner: str = "/") -> Iterator[str]:
             continue
         if entry.is_symlink():
             yield from ("--symlink", str(Path(entry.path).readlink()), str(path))
-        elif entry.is_dir() and any(path in one.parents for one in shown):
+        elif entry.is_dir() and any(path in inner.parents for inner in shown):
             yield from ("--perms", "0755", "--dir", str(path))
             yield from binds(Path(entry.path), shown, str(path))
         else:

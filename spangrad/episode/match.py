@@ -162,13 +162,13 @@ class Match:
         self.states |= dict.fromkeys(roles, PlayerState.RUNNING)
         try:
             async with asyncio.TaskGroup() as together:
-                asked = {role: together.create_task(self._reply(role)) for role in roles}
+                replies = {role: together.create_task(self._reply(role)) for role in roles}
         except ExceptionGroup as failures:
             failure = failures.exceptions[0]
             raise failure from failure.__cause__  # the attempt fails by what happened first, as with a single player
         finally:
             self.states |= dict.fromkeys(roles, PlayerState.PENDING)
-        return {role: task.result() for role, task in asked.items()}
+        return {role: task.result() for role, task in replies.items()}
 
     async def _reply(self, role: str) -> ModelReply | EpisodeEnd:
         """Return a role's reply, or the reason for which it gave none."""
