@@ -1,28 +1,37 @@
-"""`spangrad tools`: shell, Python and file tools in a sandbox, as an MCP server."""
+"""`spangrad tools`: shell, Python and file tools in a sandbox, as an MCP server or by SWE-ReX's routes."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 
 
-def tools(*, directory: Path = Path(), config: ConfigFile = None, set_: Overrides = None) -> None:
+def tools(*, directory: Path = Path(), swe_rex: bool = False, config: ConfigFile = None, set_: Overrides = None) -> None:
     """Serve the tools shell, python, read_file, write_file and replace_in_file by MCP on the standard input and output.
 
     They always act in a sandbox: that of runner.sandbox, and the strongest of this machine where its engine is none.
 
     Args:
         directory: working directory of the tools, which they can read.
+        swe_rex: serve the sandbox at tools.host and tools.port by SWE-ReX's routes instead, for clients such as SWE-agent.
     """
     settings = resolve(config, set_)
     log_to_stderr()
     from runner.sandboxes.agent_sandbox import policy_from
-    from runner.tools.mcp_server import serve
     from spangrad.http.service import bearer
     from spangrad.types import SandboxRung
 
     sandbox, token = settings.runner.sandbox, settings.store.token
     engine = "auto" if sandbox.engine is SandboxRung.NONE else sandbox.engine
+    policy = policy_from(sandbox, directory.resolve())
+    if swe_rex:
+        from runner.swe_rex.server import serve as serve_by_routes
+
+        serve_by_routes(settings, policy, engine, os.environ)
+        return
+    from runner.tools.mcp_server import serve
+
     headers = bearer(token.get_secret_value() if token is not None else None)
-    serve(policy_from(sandbox, directory.resolve()), engine, sandbox.least, settings.store.otlp_endpoint, headers)
+    serve(policy, engine, sandbox.least, settings.store.otlp_endpoint, headers)

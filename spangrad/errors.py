@@ -53,6 +53,11 @@ class SandboxError(SpangradError):
 class SandboxRequestError(SandboxError):
     """A running sandbox refuses a request or has ended, which programs in it can cause."""
 
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        """Keep the message, and the system's number of the error inside; None: it has none."""
+        super().__init__(message)
+        self.errno = errno
+
 
 class EnvironmentsError(SpangradError):
     """An environment service could not be started or reached at all (an attempt without an environment is data, not an error)."""

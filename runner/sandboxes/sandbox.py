@@ -141,7 +141,8 @@ class Sandbox:
             raise SandboxRequestError(f"the sandbox takes no request ({error.strerror}): it has ended. Start another one.") from None
         message, opened = await answer
         if "error" in message:
-            raise SandboxRequestError(f"{do} in the sandbox: {message['error']} ({values.get('path') or values.get('port') or 'program'}).")
+            place = values.get("path") or values.get("port") or "program"
+            raise SandboxRequestError(f"{do} in the sandbox: {message['error']} ({place}).", message.get("errno"))
         return message, opened
 
     async def open_process(

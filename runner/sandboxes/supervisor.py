@@ -1,9 +1,9 @@
 """Program that stays in a sandbox and acts there for the process outside: starts and ends programs, opens files, connects to ports.
 
 In: requests on an inherited socket, a JSON object a message, `{"id", "do", ...}` with the descriptors that it needs. Out: an answer for
-each, `{"id"}` with `error` or with the descriptor that was opened, and `{"ended": process, "code"}` when a program has ended. It imports
-the standard library alone and runs isolated. Invariant: paths of requests are looked up inside, so a link leads nowhere else; contents go
-through descriptors, never through messages.
+each, `{"id"}` with `error` and `errno` or with the descriptor that was opened, and `{"ended": process, "code"}` when a program has ended.
+It imports the standard library alone and runs isolated. Invariant: paths of requests are looked up inside, so a link leads nowhere else;
+contents go through descriptors, never through messages.
 """
 
 import fcntl
@@ -48,7 +48,7 @@ class SandboxSupervisor:
         try:
             answer = getattr(self, "do_" + request["do"])(request, descriptors, opened)
         except OSError as error:
-            answer = {"error": error.strerror or str(error)}
+            answer = {"error": error.strerror or str(error), "errno": error.errno}
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -88,8 +88,13 @@ class ToolSession:
     async def __aexit__(self, *_: object) -> None:
         await self._end()
 
-    async def act(self, action: str, timeout_seconds: float) -> ActionResult:
-        """Run an action to its end, or to its time limit.
+    def interrupt(self) -> None:
+        """Interrupt the action that runs, as by Ctrl-C; nothing happens where none does."""
+        if self._turn.locked():
+            os.write(self._terminal, _INTERRUPT)
+
+    async def act(self, action: str, timeout_seconds: float | None) -> ActionResult:
+        """Run an action to its end, or to its time limit, in seconds; None: there is none.
 
         Raises:
             ToolFailedError: the action holds a NUL.
@@ -104,7 +109,7 @@ class ToolSession:
                 await self._restart()
                 raise
 
-    async def _acted(self, action: str, timeout_seconds: float) -> ActionResult:
+    async def _acted(self, action: str, timeout_seconds: float | None) -> ActionResult:
         output = _Output(self._most_bytes, self._marker)
         sending = asyncio.create_task(self._send(action.encode() + b"\0"))
         timed_out = False
@@ -123,7 +128,7 @@ class ToolSession:
         code, _, directory = (await self._status()).partition(" ")
         return ActionResult(output.text(), int(code), directory, timed_out)
 
-    async def _until_ended(self, output: _Output, seconds: float) -> bool | None:
+    async def _until_ended(self, output: _Output, seconds: float | None) -> bool | None:
         """Read the terminal up to the marker; return False if the program ended, None if its time is over."""
         try:
             async with asyncio.timeout(seconds):

@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from opentelemetry import context, trace
-from opentelemetry.trace import Status, StatusCode
+from opentelemetry import trace
 
 from runner.sandboxes.engines import SandboxEngine
 from runner.sandboxes.policy import SandboxPolicy
 from runner.sandboxes.sandbox import Sandbox, inner_interpreter, open_sandbox, prepare
 from runner.tools import interpreter
+from runner.tools.action_spans import ActionSpans
 from runner.tools.session import ActionResult, ToolFailedError, ToolSession
-from span_processors.context import rollout_attributes
-from spangrad import semconv
 from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.types import SandboxRung
 
@@ -31,7 +29,6 @@ OUTPUT_BYTES = 32_000
 """Largest output of an action that a model gets, in bytes; of a longer one it gets the beginning and the end."""
 TIMEOUT_SECONDS = 60.0
 """Time limit of an action unless its call sets one, in seconds."""
-_SCOPE = "spangrad.tools"
 _TIMEOUT = {"type": "number", "description": f"Time limit in seconds, {TIMEOUT_SECONDS:g} unless it is given."}
 _PATH = {"type": "string", "description": "Absolute path of the file."}
 _TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
@@ -100,7 +97,7 @@ class Toolbox:
         self._sessions = sessions
         self._starting = asyncio.Lock()
         self._python: ToolSession | None = None
-        self._tracer = trace.get_tracer(_SCOPE, tracer_provider=provider)
+        self._spans = ActionSpans(sandbox.image, provider)
         self._actions: dict[str, Callable[..., Awaitable[str]]] = {
             "shell": self.shell,
             "python": self.python,
@@ -140,22 +137,13 @@ class Toolbox:
             SandboxRequestError: the sandbox has ended.
         """
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        attributes = {
-            semconv.GEN_AI_OPERATION: "execute_tool",
-            semconv.GEN_AI_TOOL_NAME: name,
-            semconv.GEN_AI_TOOL_ARGUMENTS: text,
-            **({semconv.GEN_AI_TOOL_CALL_ID: call_id} if call_id else {}),
-            **({semconv.SANDBOX_IMAGE: self.sandbox.image.digest} if self.sandbox.image else {}),
-            **rollout_attributes(context.get_current(), {}),
-        }
         failed = False
-        with self._tracer.start_as_current_span(f"execute_tool {name}", attributes=attributes) as span:
+        with self._spans.action(name, text, call_id) as end:
             try:
                 result = await self._dispatch(name, text)
             except ToolFailedError as error:
                 result, failed = str(error), True
-                span.set_status(Status(StatusCode.ERROR, result.rpartition("\n")[2] or result))
-            span.set_attribute(semconv.GEN_AI_TOOL_RESULT, result)
+            end(result, failed)
         return ToolOutcome(result, failed)
 
     async def _dispatch(self, name: str, text: str) -> str:

@@ -13,7 +13,7 @@ from spangrad.settings.finetune import FinetuneSettings
 from spangrad.settings.gateway import BackendSettings, ClientSettings, EngineSettings, GatewaySettings
 from spangrad.settings.prompts import PromptSettings
 from spangrad.settings.runner import RunnerSettings
-from spangrad.settings.services import EnvironmentServiceSettings, PageSettings, QueueSettings, RewardServiceSettings
+from spangrad.settings.services import EnvironmentServiceSettings, PageSettings, QueueSettings, RewardServiceSettings, ToolServiceSettings
 from spangrad.settings.store import CollectorSettings, StoreSettings
 from spangrad.settings.supervisor import UpSettings
 from spangrad.settings.trainer import TrainerSettings
@@ -39,6 +39,7 @@ __all__ = [
     "Selection",
     "Settings",
     "StoreSettings",
+    "ToolServiceSettings",
     "TrainerSettings",
     "UpSettings",
 ]
@@ -63,6 +64,7 @@ class Settings(BaseSettings):
     queue: QueueSettings = QueueSettings()
     environments: EnvironmentServiceSettings = EnvironmentServiceSettings()
     rewards: RewardServiceSettings = RewardServiceSettings()
+    tools: ToolServiceSettings = ToolServiceSettings()
     prompts: PromptSettings = PromptSettings()
     page: PageSettings = PageSettings()
     up: UpSettings = UpSettings()

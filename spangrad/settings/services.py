@@ -62,6 +62,17 @@ class RewardServiceSettings(Section):
     """Token that the reward service requires, and that runners send it. None: no token is required."""
 
 
+class ToolServiceSettings(Section):
+    """Settings of the server of tools in a sandbox (`spangrad tools --swe-rex`)."""
+
+    host: str = "127.0.0.1"
+    """Address that `spangrad tools --swe-rex` binds. Anything but loopback needs `tools.token`."""
+    port: int = 8196
+    """TCP port of `spangrad tools --swe-rex`."""
+    token: SecretStr | None = Field(default=None, min_length=1)
+    """API key that the server of tools requires. None: no key is required."""
+
+
 class PageSettings(Section):
     """Settings of the web page (`spangrad page`)."""
 

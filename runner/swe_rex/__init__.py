@@ -1,0 +1,1 @@
+"""SWE-ReX: its protocol of remote shells and files, over our sandboxes."""

@@ -1,0 +1,200 @@
+"""`spangrad tools --swe-rex`: a sandbox by SWE-ReX's routes, for SWE-agent and whatever else uses its `RemoteRuntime`.
+
+In: requests of SWE-ReX 1.4 over HTTP. Out: its responses. Invariant: beyond loopback each request needs the key; a request that comes
+again with the id of the last ones is answered as before, and does nothing again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+from opentelemetry.context import Context
+
+from runner.sandboxes.policy import SandboxPolicy
+from runner.swe_rex.runtime import RexRuntime
+from runner.swe_rex.wire import (
+    ERROR_STATUS,
+    KEY_HEADER,
+    REQUEST_HEADER,
+    RexAction,
+    RexClosedSession,
+    RexCommand,
+    RexError,
+    RexInterrupt,
+    RexRead,
+    RexSession,
+    RexWrite,
+)
+from runner.tools.action_spans import ActionSpans
+from runner.tools.toolbox import prepare_tools
+from span_processors.context import environment_context
+from span_processors.export import tracer_provider
+from spangrad.agent.propagation import context_from
+from spangrad.errors import SandboxError
+from spangrad.http import server as http_server
+from spangrad.http.client_timeouts import BODY_SECONDS, TooSlowError
+from spangrad.http.server import BODY_BYTES, Address, Handler, HttpServer, body, json_response
+from spangrad.http.service import bearer
+from spangrad.http.tokens import is_token
+from spangrad.settings import Settings
+from spangrad.types import SandboxRung
+
+SERVICE = "spangrad-tools"
+_KEPT_RESPONSES = 64
+"""Number of responses that are kept for requests that come again."""
+_HEADERS = ("traceparent", "tracestate", "baggage")
+log = logging.getLogger(__name__)
+
+
+def address_of(settings: Settings) -> Address:
+    """Return the address at which the server listens."""
+    return Address("tools", "docs/guides/sandboxes.md", settings.tools.host, settings.tools.port, settings.tools.token)
+
+
+def serve(settings: Settings, policy: SandboxPolicy, engine: SandboxRung | Literal["auto"], environment: Mapping[str, str]) -> None:
+    """Serve a sandbox until SIGTERM or SIGINT.
+
+    Args:
+        settings: address, key, least rung and store.
+        policy: rules of the sandbox.
+        engine: as of `open_sandbox`.
+        environment: environment variables, which may name the trace of the actions.
+
+    Raises:
+        SpangradError: the address may not be bound, or is in use.
+        SandboxError: no sandbox can be started.
+    """
+    address_of(settings).require_usable()
+    http_server.serve(
+        lambda: running(settings, policy, engine, environment_context(environment)),
+        lambda url: log.info("tools ready: %s, by SWE-ReX's routes", url),
+    )
+
+
+@asynccontextmanager
+async def running(settings: Settings, policy: SandboxPolicy, engine: SandboxRung | Literal["auto"], parent: Context) -> AsyncGenerator[str]:
+    """Serve for as long as the block; yield the URL. Arguments and errors as of `serve`; `parent` is the trace of the actions."""
+    token = settings.store.token
+    headers = bearer(token.get_secret_value() if token is not None else None)
+    prepared = await asyncio.to_thread(prepare_tools, policy, engine, settings.runner.sandbox.least)
+    log.info("tools act in sandboxes of %s: %s", prepared.rung, prepared.reason)
+    provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, headers)
+    runtime = RexRuntime(prepared, ActionSpans(prepared.image, provider))
+    key = settings.tools.token.get_secret_value() if settings.tools.token is not None else None
+    try:
+        async with rex_server(runtime, settings.tools.host, settings.tools.port, key, parent) as server:
+            yield server.url
+    finally:
+        await runtime.close()
+        await asyncio.to_thread(provider.shutdown)
+
+
+def rex_server(runtime: RexRuntime, host: str, port: int, key: str | None, parent: Context) -> HttpServer:
+    """Return a server of a runtime.
+
+    Args:
+        runtime: sandbox and its shells.
+        host: address to bind.
+        port: port to bind. 0: a free one.
+        key: API key that each request needs. None: none is needed.
+        parent: context of actions whose requests name none.
+    """
+    application = web.Application(middlewares=[_guard(key), _repeated()], client_max_size=BODY_BYTES)
+    application.add_routes(_routes(runtime, parent))
+    return HttpServer(application, host, port)
+
+
+def _routes(runtime: RexRuntime, parent: Context) -> list[web.RouteDef]:
+    def context_of(request: web.Request) -> Context:
+        return context_from({name: request.headers[name] for name in _HEADERS if name in request.headers}, parent)
+
+    def post(path: str, kind: Any, method: Callable[[Any, Context], Awaitable[dict[str, Any]]]) -> web.RouteDef:
+        async def answer(request: web.Request) -> web.Response:
+            return json_response(await method(msgspec.json.decode(await body(request), type=kind), context_of(request)))
+
+        return web.post(path, answer)
+
+    async def alive(request: web.Request) -> web.Response:
+        del request
+        return json_response({"is_alive": True, "message": ""})
+
+    async def upload(request: web.Request) -> web.Response:
+        async with asyncio.timeout(BODY_SECONDS):
+            form = await request.post()
+        file, path = form.get("file"), form.get("target_path")
+        if not isinstance(file, web.FileField) or not isinstance(path, str):
+            raise ValueError("an upload is a form with the fields `file` and `target_path`")
+        content = await asyncio.to_thread(file.file.read)
+        return json_response(await runtime.upload(path, content, form.get("unzip") in ("true", "True", "1"), context_of(request)))
+
+    async def close(request: web.Request) -> web.Response:
+        del request
+        return json_response(await runtime.close())
+
+    return [
+        web.get("/is_alive", alive),
+        post("/create_session", RexSession, runtime.create_session),
+        post("/run_in_session", RexAction | RexInterrupt, runtime.run_in_session),
+        post("/close_session", RexClosedSession, runtime.close_session),
+        post("/execute", RexCommand, runtime.execute),
+        post("/read_file", RexRead, runtime.read_file),
+        post("/write_file", RexWrite, runtime.write_file),
+        web.post("/upload", upload),
+        web.post("/close", close),
+    ]
+
+
+def _guard(key: str | None) -> Any:
+    """Build the middleware that checks the key, and turns errors into the protocol's."""
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if key is not None and not is_token(request.headers.get(KEY_HEADER), key):
+            return _refusal(401, f"this server asks for its key: send `{KEY_HEADER}` with tools.token.")
+        try:
+            return await handler(request)
+        except (RexError, SandboxError) as failure:
+            error = failure if isinstance(failure, RexError) else RexError("SwerexException", str(failure))
+            transfer = {"message": str(error), "class_path": error.class_path, "traceback": "", "extra_info": error.extra}
+            return json_response({"swerexception": transfer}, ERROR_STATUS)
+        except (TooSlowError, TimeoutError):
+            return _refusal(408, "the request did not arrive in time. Send it faster.")
+        except web.HTTPRequestEntityTooLarge:
+            return _refusal(413, f"a body may have {BODY_BYTES} bytes. Send less.")
+        except web.HTTPException as error:
+            return _refusal(error.status, f"{request.method} {request.path} is not answered here: these are SWE-ReX's routes.")
+        except (msgspec.DecodeError, ValueError) as error:
+            return _refusal(422, f"{request.method} {request.path}: {error}")
+
+    return guarded
+
+
+def _repeated() -> Any:
+    """Build the middleware that answers a repeated request as before."""
+    responses: OrderedDict[str, tuple[int, bytes]] = OrderedDict()
+
+    @web.middleware
+    async def repeated(request: web.Request, handler: Handler) -> web.StreamResponse:
+        number = request.headers.get(REQUEST_HEADER)
+        if number is not None and number in responses:
+            status, content = responses[number]
+            return web.Response(status=status, body=content, content_type="application/json")
+        response = await handler(request)
+        if number is not None and isinstance(response, web.Response) and isinstance(response.body, bytes):
+            responses[number] = (response.status, response.body)
+            while len(responses) > _KEPT_RESPONSES:
+                responses.popitem(last=False)
+        return response
+
+    return repeated
+
+
+def _refusal(status: int, sentence: str) -> web.Response:
+    return json_response({"detail": sentence}, status)
