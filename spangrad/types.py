@@ -192,6 +192,8 @@ class SandboxRung(StrEnum):
 
     NONE = "none"
     """No sandbox."""
+    REMOTE = "remote"
+    """A server elsewhere that speaks SWE-ReX, and confines as it was set up to, which cannot be known here."""
     LANDLOCK = "landlock"
     """The machine's own network and processes, confined by Landlock, a filter of system calls and limits."""
     BUBBLEWRAP = "bubblewrap"

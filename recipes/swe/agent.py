@@ -16,7 +16,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from recipes.swe.workspace import COPY_SECONDS, copy_command, policy_of
-from runner.sandboxes.sandbox import Sandbox
+from runner.sandboxes.sandbox import OpenSandbox
 from runner.tools.session import ToolFailedError
 from runner.tools.toolbox import Toolbox, open_toolbox
 from spangrad.errors import SandboxError
@@ -85,7 +85,7 @@ async def _run(toolbox: Toolbox, call: Any) -> str:
     return shortened(await toolbox.call("shell", arguments, call.id))
 
 
-async def changes(sandbox: Sandbox, root: str) -> str:
+async def changes(sandbox: OpenSandbox, root: str) -> str:
     """Return all changes to the repository as a patch; empty where there are none, or no repository is left."""
     await sandbox.run(["git", "-C", root, "add", "-A"], timeout_seconds=COPY_SECONDS)
     result = await sandbox.run(["git", "-C", root, "diff", "--cached", "--binary", "HEAD"], timeout_seconds=COPY_SECONDS)

@@ -18,7 +18,7 @@ from typing import Any
 
 from recipes.recipe import Prepared, Recipe, Row, rows_of, write_rows
 from recipes.swe.workspace import COPY_SECONDS, copy_command, policy_of
-from runner.sandboxes.sandbox import Sandbox, open_sandbox
+from runner.sandboxes.sandbox import OpenSandbox, open_sandbox
 from spangrad.errors import AgentError, SandboxError
 
 TEST_SECONDS = 600.0
@@ -112,7 +112,7 @@ async def evaluate(given: Mapping[str, Any], output: Mapping[str, str]) -> float
         return float((await sandbox.run(command, directory=root, timeout_seconds=TEST_SECONDS)).exit_code == 0)
 
 
-async def _applied(sandbox: Sandbox, root: str, patch: str, stdin: bytes) -> bool:
+async def _applied(sandbox: OpenSandbox, root: str, patch: str, stdin: bytes) -> bool:
     result = await sandbox.run(["git", "-C", root, "apply", "--whitespace=nowarn", patch], stdin=stdin, timeout_seconds=COPY_SECONDS)
     return result.exit_code == 0
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from runner.sandboxes.bubblewrap import PRIVATE_DIRECTORY
 from runner.sandboxes.engines import choose
-from runner.sandboxes.policy import SandboxLimits, SandboxPolicy, interpreter_paths, own_packages, services_of
+from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy, interpreter_paths, own_packages, services_of
 from runner.sandboxes.relay import ServiceRelay
 from runner.workers.agents import AgentSpec, CommandAgent, is_service
 from spangrad.agent.command import SandboxLaunch
@@ -47,6 +47,11 @@ async def open_agent_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGener
     if sandbox.engine is SandboxRung.NONE:
         yield None
         return
+    if sandbox.engine is SandboxRung.REMOTE:
+        raise SandboxError(
+            "runner.sandbox.engine = remote is for tools and for sandboxes that stay: SWE-ReX cannot run an agent that reaches gateway and "
+            "store. Confine the program by auto, bubblewrap or landlock."
+        )
     if not isinstance(agent, CommandAgent):
         raise SandboxError(
             f"runner.sandbox.engine = {sandbox.engine} confines programs, and {agent.name} is none. "
@@ -95,4 +100,5 @@ def policy_from(
         services=services,
         host_network=sandbox.network == "host",
         limits=SandboxLimits(sandbox.processes, sandbox.memory_bytes, sandbox.disk_bytes),
+        remote=RemoteServer(sandbox.url, sandbox.token.get_secret_value() if sandbox.token else None) if sandbox.url else None,
     )

@@ -15,7 +15,7 @@ from typing import Literal
 
 from runner.sandboxes import bubblewrap, landlock
 from runner.sandboxes.images import UnpackedImage
-from runner.sandboxes.policy import SandboxPolicy, require_narrow
+from runner.sandboxes.policy import RemoteServer, SandboxPolicy, require_narrow
 from runner.sandboxes.seccomp import write_filter
 from spangrad.errors import SandboxError
 from spangrad.types import SandboxRung
@@ -34,6 +34,10 @@ class SandboxEngine:
     """Explanation for people: why it was chosen."""
     image: UnpackedImage | None = None
     """File system that programs see. None: this machine's programs and libraries."""
+    directory: Path = Path()
+    """Working directory of the policy, which a remote sandbox uploads."""
+    remote: RemoteServer | None = None
+    """Server that is the sandbox. None: it is on this machine."""
 
 
 def scratch_directory() -> Path:
@@ -57,7 +61,7 @@ def choose(
 
     Args:
         policy: rules of the sandboxes.
-        engine: not `none`.
+        engine: neither `none` nor `remote`.
         least: weakest rung that `auto` may choose.
         control: descriptor of the relay's socket. None: no service is reached.
 
@@ -65,7 +69,7 @@ def choose(
         SandboxError: the machine can do none of them, or the policy shows too much.
     """
     require_narrow(policy)
-    strongest_first = [rung for rung in reversed(SandboxRung) if rung is not SandboxRung.NONE]
+    strongest_first = [rung for rung in reversed(SandboxRung) if rung.reaches(SandboxRung.LANDLOCK)]
     rungs = [rung for rung in strongest_first if rung.reaches(least)] if engine == "auto" else [engine]
     scratch = scratch_directory()
     landlock.remove_left_behind(scratch)

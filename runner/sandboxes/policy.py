@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -50,6 +50,15 @@ class SandboxLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteServer:
+    """Server that is a sandbox, by SWE-ReX's protocol."""
+
+    url: str
+    key: str | None = field(default=None, repr=False)
+    """API key that it requires. None: it requires none."""
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxPolicy:
     """Rules of a sandbox."""
 
@@ -64,6 +73,8 @@ class SandboxPolicy:
     limits: SandboxLimits
     image: UnpackedImage | None = None
     """File system that programs see in place of this machine's programs and libraries. None: they see those."""
+    remote: RemoteServer | None = None
+    """Server of the rung `remote`. None: there is none."""
 
     def visible(self) -> list[Path]:
         """Return the files and directories that exist and are visible beside `SYSTEM`, none below another."""

@@ -26,6 +26,7 @@ from runner.sandboxes.images import UnpackedImage
 from runner.sandboxes.policy import SandboxPolicy, interpreter_paths, is_open_to_others
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, feed, read_all
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, pass_bytes
+from runner.sandboxes.remote import RemoteSandbox, require_expressible
 from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.processes import die_with_parent, kill_group
 from spangrad.types import SandboxRung
@@ -293,16 +294,24 @@ class Sandbox:
             await self.process.wait()
 
 
+OpenSandbox = Sandbox | RemoteSandbox
+"""Sandbox of any rung."""
+
+
 @asynccontextmanager
 async def open_sandbox(
     policy: SandboxPolicy | SandboxEngine, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
-) -> AsyncGenerator[Sandbox]:
+) -> AsyncGenerator[OpenSandbox]:
     """Start a sandbox by the engine that fits, or by one that `prepare` returned, for as long as the block.
 
     Raises:
         SandboxError: none works here, or it did not start.
     """
     prepared = policy if isinstance(policy, SandboxEngine) else await asyncio.to_thread(prepare, policy, engine, least)
+    if prepared.remote is not None:
+        async with RemoteSandbox(prepared.remote, prepared.directory) as remote:
+            yield remote
+        return
     sandbox = await start(prepared)
     try:
         yield sandbox
@@ -316,13 +325,16 @@ def prepare(
     """Return the engine that fits, after a program has run in it: many sandboxes of a policy are then started without another look.
 
     Raises:
-        SandboxError: none works here.
+        SandboxError: none works here, or a remote one cannot keep the policy.
     """
+    if engine is SandboxRung.REMOTE:
+        server = require_expressible(policy)
+        return SandboxEngine(engine, (), f"{server.url} is its server", directory=policy.directory, remote=server)
     return choose(with_supervisor(policy), engine, least)
 
 
 async def start(engine: SandboxEngine) -> Sandbox:
-    """Start a sandbox by an engine that `prepare` returned; the caller stops it.
+    """Start a sandbox of this machine by an engine that `prepare` returned; the caller stops it.
 
     Raises:
         SandboxError: it did not start.

@@ -72,6 +72,8 @@ def serve(settings: Settings, policy: SandboxPolicy, engine: SandboxRung | Liter
         SandboxError: no sandbox can be started.
     """
     address_of(settings).require_usable()
+    if engine is SandboxRung.REMOTE:
+        raise SandboxError("a server of a sandbox starts it on this machine. Set runner.sandbox.engine to auto, bubblewrap or landlock.")
     http_server.serve(
         lambda: running(settings, policy, engine, environment_context(environment)),
         lambda url: log.info("tools ready: %s, by SWE-ReX's routes", url),

@@ -18,7 +18,9 @@ from opentelemetry import trace
 
 from runner.sandboxes.engines import SandboxEngine
 from runner.sandboxes.policy import SandboxPolicy
-from runner.sandboxes.sandbox import Sandbox, inner_interpreter, open_sandbox, prepare
+from runner.sandboxes.remote import RemoteSandbox
+from runner.sandboxes.sandbox import OpenSandbox, inner_interpreter, open_sandbox, prepare
+from runner.swe_rex.remote_shell import RemoteShell
 from runner.tools import interpreter
 from runner.tools.action_spans import ActionSpans
 from runner.tools.session import ActionResult, ToolFailedError, ToolSession
@@ -82,7 +84,7 @@ class Toolbox:
     """Tools in one sandbox; `open_toolbox` makes it."""
 
     def __init__(
-        self, sandbox: Sandbox, shell: ToolSession, sessions: AsyncExitStack, provider: trace.TracerProvider | None = None
+        self, sandbox: OpenSandbox, shell: ToolSession | RemoteShell, sessions: AsyncExitStack, provider: trace.TracerProvider | None = None
     ) -> None:
         """Store the arguments.
 
@@ -177,8 +179,10 @@ class Toolbox:
         """Run Python code, and return what it printed.
 
         Raises:
-            ToolFailedError: it raised, or was interrupted.
+            ToolFailedError: it raised, or was interrupted; or the sandbox is a remote one.
         """
+        if isinstance(self.sandbox, RemoteSandbox):
+            raise ToolFailedError("a remote sandbox has no interpreter that stays: run python3 by the tool shell")
         async with self._starting:
             if self._python is None:
                 image = self.sandbox.image
@@ -249,7 +253,9 @@ async def open_toolbox(
     async with AsyncExitStack() as stack:
         sandbox = await stack.enter_async_context(open_sandbox(prepared))
         try:
-            shell = await stack.enter_async_context(ToolSession.shell(sandbox, OUTPUT_BYTES))
+            remote = isinstance(sandbox, RemoteSandbox)
+            session = RemoteShell(sandbox, OUTPUT_BYTES) if remote else ToolSession.shell(sandbox, OUTPUT_BYTES)
+            shell = await stack.enter_async_context(session)
         except SandboxRequestError as error:
             raise SandboxError(f"no shell can be started in a sandbox: {error} It needs bash.") from None
         yield Toolbox(sandbox, shell, stack, provider)
@@ -261,8 +267,10 @@ def prepare_tools(
     """Return the engine for many toolboxes of a policy, as of `prepare`.
 
     Raises:
-        SandboxError: none works here.
+        SandboxError: none works here, or a remote one cannot keep the policy.
     """
+    if engine is SandboxRung.REMOTE:
+        return prepare(policy, engine)
     return prepare(replace(policy, readable=(*policy.readable, Path(interpreter.__file__))), engine, least)
 
 

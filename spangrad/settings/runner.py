@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from spangrad.settings.section import Section
 from spangrad.types import POLICY_FAILURES, AttemptFailure, SandboxRung
@@ -58,9 +58,14 @@ class SandboxSettings(Section):
     """Sandboxes of programs as agents (`spangrad run -- PROGRAM`)."""
 
     engine: SandboxRung | Literal["auto"] = SandboxRung.NONE
-    """Kind of sandbox that each attempt's program runs in: bubblewrap, landlock, none; or auto, the strongest that this machine can do."""
+    """Kind of sandbox that each attempt's program runs in: bubblewrap, landlock, none; or auto, the strongest that this machine can do.
+    remote, a server that speaks SWE-ReX, is for `spangrad tools` alone."""
     least: SandboxRung = SandboxRung.LANDLOCK
     """Weakest kind that `auto` may choose; the worker ends where the machine can do none."""
+    url: str | None = Field(default=None, pattern=r"^https?://\S+$")
+    """URL of the server of engine `remote`. None: there is none."""
+    token: SecretStr | None = Field(default=None, min_length=1)
+    """API key that this server requires. None: it requires none."""
     network: Literal["services", "host"] = "services"
     """Network of the programs: gateway, queue and store alone, at their usual addresses; or all that this machine reaches."""
     readable: list[Path] = Field(default=[])

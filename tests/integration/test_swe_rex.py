@@ -1,24 +1,34 @@
-"""Sandboxes by SWE-ReX's routes: its own package, unmodified, acts in one of ours."""
+"""SWE-ReX both ways: its own package, unmodified, acts in a sandbox of ours, and our tools act on its server and on ours."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import tempfile
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.context import Context
 from pydantic import SecretStr
 
 from benchmarks.peers.environment import peer_environment
-from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
+from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy
+from runner.sandboxes.remote import RemoteSandbox
 from runner.swe_rex.server import running
+from runner.tools.session import ToolFailedError
+from runner.tools.toolbox import Toolbox, open_toolbox
 from spangrad.agent.propagation import context_from
-from spangrad.errors import SandboxError
+from spangrad.errors import SandboxError, SandboxRequestError
+from spangrad.http.json_http import status_of
+from spangrad.processes import free_ports
 from spangrad.settings import Settings, StoreSettings, ToolServiceSettings
+from spangrad.types import SandboxRung
 from tests.support.otlp import OtlpSink
+from tests.support.runners import until
 
 LIMITS = SandboxLimits(processes=64, memory_bytes=2**30, disk_bytes=2**24)
 CLIENT = Path(__file__).resolve().parent.parent / "programs" / "swe_rex_client.py"
@@ -28,6 +38,8 @@ CLIENT = Path(__file__).resolve().parent.parent / "programs" / "swe_rex_client.p
 def policy() -> Generator[SandboxPolicy]:
     with tempfile.TemporaryDirectory() as base:
         Path(base).chmod(0o755)
+        Path(base, "below").mkdir()
+        Path(base, "below", "file.txt").write_text("uploaded")
         yield SandboxPolicy(Path(base), (), {}, False, LIMITS)
 
 
@@ -42,7 +54,7 @@ async def client(url: str, key: str) -> tuple[int | None, str, str]:
     return process.returncode, stdout.decode(), stderr.decode()
 
 
-async def test_remote_runtime_acts_in_a_sandbox_of_ours(policy: SandboxPolicy) -> None:
+async def test_remote_runtime_of_the_package_acts_in_a_sandbox(policy: SandboxPolicy) -> None:
     parent = context_from({"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "baggage": "spangrad.rollout.id=ro"}, Context())
     with OtlpSink() as sink:
         settings = Settings(tools=ToolServiceSettings(port=0, token=SecretStr("key")), store=StoreSettings(otlp_endpoint=sink.url))
@@ -77,3 +89,69 @@ async def test_remote_runtime_acts_in_a_sandbox_of_ours(policy: SandboxPolicy) -
         spans = [span for span in sink.spans if span.name.startswith("execute_tool ")]
         assert {(span.trace_id, span.attributes["spangrad.rollout.id"]) for span in spans} == {("ab" * 16, "ro")}
         assert {span.name.split()[1] for span in spans} == {"shell", "execute", "read_file", "write_file", "upload"}
+
+
+@asynccontextmanager
+async def server_of_ours(policy: SandboxPolicy, key: str) -> AsyncGenerator[str]:
+    async with running(Settings(tools=ToolServiceSettings(port=0, token=SecretStr(key))), policy, "auto", Context()) as url:
+        yield url
+
+
+@asynccontextmanager
+async def server_of_the_package(policy: SandboxPolicy, key: str) -> AsyncGenerator[str]:
+    del policy
+    programs = await asyncio.to_thread(peer_environment, "swe_rex")
+    (port,) = free_ports(1)
+    process = await asyncio.create_subprocess_exec(
+        programs / "python", "-P", "-m", "swerex.server", "--host", "127.0.0.1", "--port", str(port), "--auth-token", key,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        await until(lambda: asyncio.to_thread(lambda: status_of(f"http://127.0.0.1:{port}/is_alive") is not None), seconds=60)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@pytest.mark.parametrize("serve", [server_of_ours, server_of_the_package])
+async def test_toolbox_on_a_remote_server_acts_there(serve: Any, policy: SandboxPolicy) -> None:
+    try:
+        async with serve(policy, "key") as url:
+            with pytest.raises(SandboxError, match=r"did not start: .*See runner\.sandbox\.token"):
+                async with open_toolbox(replace(policy, remote=RemoteServer(url, "wrong")), SandboxRung.REMOTE):
+                    pass
+            async with open_toolbox(replace(policy, remote=RemoteServer(url, "key")), SandboxRung.REMOTE) as tools:
+                await act_everywhere(tools)
+    except SandboxError as error:
+        if "no sandbox can be started here" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+async def act_everywhere(tools: Toolbox) -> None:
+    sandbox = tools.sandbox
+    assert isinstance(sandbox, RemoteSandbox)
+    assert await tools.shell("cat below/file.txt; cd below; X=1") == "uploaded"
+    assert (await tools.shell("echo $X; basename $PWD")).splitlines() == ["1", "below"]
+    with pytest.raises(ToolFailedError, match=r"\[exit code 3\]$"):
+        await tools.shell("(exit 3)")
+    with pytest.raises(ToolFailedError, match=r"syntax error[\s\S]*\[exit code 2\]$"):
+        await tools.shell("if then")
+    with pytest.raises(ToolFailedError, match=r"^\[interrupted after 0.5 s\]$"):
+        await tools.shell("sleep 600", timeout_seconds=0.5)
+    assert (await tools.shell("echo $X")).strip() == "1"
+    with pytest.raises(ToolFailedError, match="no interpreter that stays"):
+        await tools.python("1")
+    content = bytes(range(256)) + b"\r\n"
+    await sandbox.write(f"{sandbox.home}/new/binary", content)
+    assert await sandbox.read(f"{sandbox.home}/new/binary") == content
+    with pytest.raises(SandboxRequestError, match="no regular file"):
+        await sandbox.read(sandbox.home)
+    result = await sandbox.run(["sh", "-c", "cat; echo $Y >&2; cat below/file.txt; exit 4"], stdin=b"in ", environment={"Y": "2"})
+    assert (result.exit_code, result.stdout, result.stderr, result.timed_out) == (4, b"in uploaded", b"2\n", False)
+    assert (await sandbox.run(["sleep", "600"], timeout_seconds=0.5)).timed_out
+    with pytest.raises(SandboxRequestError, match="has no pipes, so cat cannot be started"):
+        await sandbox.open_process(["cat"])
+    with pytest.raises(SandboxRequestError, match="port 80 cannot be exposed"):
+        await sandbox.expose(80)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from runner.sandboxes.agent_sandbox import policy_of
-from runner.sandboxes.policy import SandboxLimits, SandboxPolicy, interpreter_paths, require_narrow, services_of
+from runner.sandboxes.agent_sandbox import open_agent_sandbox, policy_of
+from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy, interpreter_paths, require_narrow, services_of
+from runner.sandboxes.sandbox import prepare
 from runner.workers.agents import CommandAgent
 from spangrad.agent.command import SandboxLaunch
 from spangrad.errors import SandboxError
-from spangrad.settings import QueueSettings, Settings
+from spangrad.settings import QueueSettings, RunnerSettings, Settings
+from spangrad.settings.runner import SandboxSettings
 from spangrad.types import SandboxRung
 
 LIMITS = SandboxLimits(1, 1, 1)
@@ -76,3 +79,24 @@ def test_launch_environment_holds_allowed_variables_alone() -> None:
 def test_rung_reaches_weaker_rungs_alone() -> None:
     assert SandboxRung.BUBBLEWRAP.reaches(SandboxRung.LANDLOCK)
     assert not SandboxRung.NONE.reaches(SandboxRung.LANDLOCK)
+    assert not SandboxRung.REMOTE.reaches(SandboxRung.LANDLOCK)
+
+
+def test_prepare_remote_sandbox_refuses_what_the_protocol_cannot_do(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match=r"Set runner\.sandbox\.url"):
+        prepare(policy(tmp_path), SandboxRung.REMOTE)
+    remote = replace(policy(tmp_path), remote=RemoteServer("http://sandboxes:8000"))
+    assert prepare(remote, SandboxRung.REMOTE).remote == remote.remote
+    for demanding, name in (
+        (replace(remote, readable=(tmp_path,)), "files"),
+        (replace(remote, services={80: ("127.0.0.1", 80)}), "services"),
+    ):
+        with pytest.raises(SandboxError, match=f"cannot hand on the .*{name} of a policy"):
+            prepare(demanding, SandboxRung.REMOTE)
+
+
+async def test_open_agent_sandbox_remote_engine_is_refused(tmp_path: Path) -> None:
+    settings = Settings(runner=RunnerSettings(sandbox=SandboxSettings(engine=SandboxRung.REMOTE, url="http://sandboxes:8000")))
+    with pytest.raises(SandboxError, match="cannot run an agent that reaches gateway and store"):
+        async with open_agent_sandbox(settings, CommandAgent(("true",), directory=tmp_path)):
+            pass

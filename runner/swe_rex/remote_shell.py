@@ -1,0 +1,87 @@
+"""A shell that stays on a server that speaks SWE-ReX, in the shape of `ToolSession`."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import uuid
+from typing import Any, Self
+
+from runner.sandboxes.remote import RemoteError, RemoteSandbox
+from runner.tools.session import ActionResult, ToolFailedError
+from spangrad.errors import SandboxRequestError
+
+_STARTUP_SECONDS = 10.0
+_INTERRUPTED = 130
+"""Exit code of a command that was interrupted."""
+_SYNTAX_ERROR = 2
+
+
+class RemoteShell:
+    """A session of a remote sandbox; an async context manager. Its actions run one after another."""
+
+    def __init__(self, sandbox: RemoteSandbox, most_bytes: int) -> None:
+        """`most_bytes` of an output are kept: its beginning and its end."""
+        self._sandbox = sandbox
+        self._half = most_bytes // 2
+        self._turn = asyncio.Lock()
+        self._session = ""
+
+    async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._end()
+
+    async def act(self, action: str, timeout_seconds: float | None) -> ActionResult:
+        """Run an action to its end, or to its time limit, in seconds; None: there is none.
+
+        Raises:
+            ToolFailedError: the action holds a NUL.
+            SandboxRequestError: the server does not answer.
+        """
+        if "\0" in action:
+            raise ToolFailedError("the action holds a NUL character, which ends actions: escape it")
+        async with self._turn:
+            try:
+                ended = await self._asked(action, timeout_seconds)
+            except RemoteError as error:
+                return await self._failed(error)
+        code = ended.get("exit_code")
+        return ActionResult(self._kept(ended.get("output", "")), code, None, False)
+
+    async def _asked(self, action: str, timeout_seconds: float | None) -> dict[str, Any]:
+        request = {"action_type": "bash", "command": action, "timeout": timeout_seconds, "session": self._session, "check": "silent"}
+        return await self._sandbox.ask("run_in_session", request)
+
+    async def _failed(self, error: RemoteError) -> ActionResult:
+        """Return the end of an action for which the server raised; the shell is started again where it cannot be used any more."""
+        if error.kind == "BashIncorrectSyntaxError":
+            return ActionResult(self._kept(str(error.extra.get("bash_stderr") or error)), _SYNTAX_ERROR, None, False)
+        timed_out = error.kind == "CommandTimeoutError"
+        if timed_out:
+            try:
+                await self._sandbox.ask("run_in_session", {"action_type": "bash_interrupt", "session": self._session})
+            except RemoteError:
+                pass
+            else:
+                return ActionResult("", _INTERRUPTED, None, True)
+        await self._end()
+        await self._start()
+        return ActionResult("" if timed_out else self._kept(str(error)), None, None, timed_out)
+
+    async def _start(self) -> None:
+        self._session = f"spangrad-{uuid.uuid4().hex}"
+        await self._sandbox.ask("create_session", {"session": self._session, "session_type": "bash", "startup_timeout": _STARTUP_SECONDS})
+        await self._asked(f"cd {shlex.quote(self._sandbox.directory)}", _STARTUP_SECONDS)
+
+    async def _end(self) -> None:
+        try:
+            await self._sandbox.ask("close_session", {"session": self._session, "session_type": "bash"})
+        except SandboxRequestError:
+            pass  # the session or the server has ended
+
+    def _kept(self, output: str) -> str:
+        left_out = len(output) - 2 * self._half
+        return output if left_out <= 0 else f"{output[: self._half]}\n[{left_out} characters left out]\n{output[-self._half :]}"
