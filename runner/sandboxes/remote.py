@@ -81,7 +81,10 @@ class RemoteSandbox:
             SandboxError: the server does not answer, or refuses.
         """
         headers = {"X-API-Key": self._server.key} if self._server.key else {}
-        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None, sock_connect=10))
+        # SWE-ReX's server does nothing else while a command runs, and closes connections that it left waiting in the meantime.
+        connector = aiohttp.TCPConnector(force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        self._session = aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
         try:
             created = await self._execute(["mktemp", "-d"])
             if created["exit_code"]:

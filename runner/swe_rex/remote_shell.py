@@ -83,5 +83,6 @@ class RemoteShell:
             pass  # the session or the server has ended
 
     def _kept(self, output: str) -> str:
+        output = output.replace("\r\n", "\n")  # a terminal's, which SWE-ReX's own server leaves
         left_out = len(output) - 2 * self._half
         return output if left_out <= 0 else f"{output[: self._half]}\n[{left_out} characters left out]\n{output[-self._half :]}"

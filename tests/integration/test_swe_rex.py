@@ -132,8 +132,8 @@ async def test_toolbox_on_a_remote_server_acts_there(serve: Any, policy: Sandbox
 async def act_everywhere(tools: Toolbox) -> None:
     sandbox = tools.sandbox
     assert isinstance(sandbox, RemoteSandbox)
-    assert await tools.shell("cat below/file.txt; cd below; X=1") == "uploaded"
-    assert (await tools.shell("echo $X; basename $PWD")).splitlines() == ["1", "below"]
+    assert (await tools.shell("cat below/file.txt; cd below; X=1")).strip() == "uploaded"
+    assert (await tools.shell("echo $X; basename $PWD")).split() == ["1", "below"]
     with pytest.raises(ToolFailedError, match=r"\[exit code 3\]$"):
         await tools.shell("(exit 3)")
     with pytest.raises(ToolFailedError, match=r"syntax error[\s\S]*\[exit code 2\]$"):
