@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from runner.process.callbacks import Callbacks
+from runner.process.task_demands import TaskDemands
 from runner.process.trajectories import BuiltTrajectory, read_trajectories
 from runner.process.wire import ProcessRequest, Trajectory
 from runner.queue import rows
@@ -23,7 +24,7 @@ from runner.queue.notifier import wait_for_event
 from runner.queue.service import Service
 from runner.queue.wire import Enqueue, QueuedRollout
 from spangrad.errors import StoreError
-from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING
+from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
 from spangrad.settings import Settings
 from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
@@ -31,6 +32,8 @@ from spangrad.store.clickhouse import connect
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
+NO_GATEWAY = "sampling and limits need a gateway, and the setting runner.gateway is false. Leave them out."
+"""Refusal of a request that sets them."""
 BUILD_SECONDS = 120.0
 """Time from a rollout's end within which its build is waited for, in seconds; then it is answered without turns."""
 _RETRY_SECONDS = 1.0
@@ -93,15 +96,19 @@ class Processing:
         self._settings = settings
         self._news = BuildNews(settings)
         self._callbacks = Callbacks(service, settings.queue, self.trajectories)
+        self.demands = TaskDemands(service)
+        """Rollouts of stored tasks, which the server enqueues by itself."""
         self._clients: list[Client] = []
         """Clients of the store that no request uses at the moment."""
 
     async def resume(self) -> None:
-        """Go on with the callbacks of earlier requests."""
+        """Go on with the callbacks and the demands of earlier requests."""
         await self._callbacks.resume()
+        self.demands.start()
 
     async def close(self) -> None:
-        """End callbacks and connections; callbacks that are not delivered go on when the server is started again."""
+        """End callbacks, demands and connections; what is not done goes on when the server is started again."""
+        await self.demands.close()
         await self._callbacks.close()
         self._news.close()
         for client in self._clients:
@@ -124,8 +131,8 @@ class Processing:
             SettingsError: their builds cannot be recognised.
         """
         _ = self.spec  # what is refused is refused before anything is enqueued
-        if not self._settings.runner.gateway and (request.sampling, request.limits) != (OWN_SAMPLING, NO_LIMITS):
-            raise ValueError("sampling and limits need a gateway, and the setting runner.gateway is false. Leave them out.")
+        if not self.may_sample(request.sampling, request.limits):
+            raise ValueError(NO_GATEWAY)
         handlers = self._settings.runner.handlers
         if handlers and (unknown := {task.data_source for task in request.tasks} - {*handlers, *([""] if len(handlers) == 1 else [])}):
             raise ValueError(f"no handler for data source {min(unknown)!r}; runner.handlers has {', '.join(sorted(handlers))}.")
@@ -135,6 +142,10 @@ class Processing:
         if request.callback is not None:
             await self._callbacks.add(request.run_id, ids, request.callback)
         return ids
+
+    def may_sample(self, sampling: SamplingParameters, limits: CallLimits) -> bool:
+        """Return whether these can be set: they need a gateway, unless they are the agents' own."""
+        return self._settings.runner.gateway or (sampling, limits) == (OWN_SAMPLING, NO_LIMITS)
 
     async def trajectories(
         self, run_id: str, rollouts: Sequence[str], seconds: float, is_gone: Callable[[], bool] = lambda: False

@@ -7,13 +7,14 @@ In: JSON. Out: JSON when all has ended or the wait is over; JSON lines, one a tr
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
-from runner.process.processing import Processing
-from runner.process.wire import ROLLOUTS_MOST, ProcessAnswer, ProcessRequest, Trajectory
+from runner.process.processing import NO_GATEWAY, Processing
+from runner.process.task_demands import rollout_ids
+from runner.process.wire import ROLLOUTS_MOST, ProcessAnswer, ProcessRequest, TaskDemand, Trajectory
 from spangrad.errors import SettingsError, StoreError
 from spangrad.http.server import body, json_response, refusal
 
@@ -36,6 +37,17 @@ class StreamEnd(msgspec.Struct, frozen=True):
     """Ids of the rollouts that have not ended: send the same request again."""
 
 
+class TrajectoriesQuery(msgspec.Struct, frozen=True):
+    """Query of GET /v1/runs/{run}/tasks/{name}/trajectories."""
+
+    first: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
+    """First group, from 0."""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=ROLLOUTS_MOST)] = ROLLOUTS_MOST
+    """Largest number of groups; 1000 rollouts in all."""
+    wait: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0
+    """Longest wait for rollouts that have not ended, in seconds."""
+
+
 class ProcessRoutes:
     """Handlers of the routes."""
 
@@ -46,7 +58,15 @@ class ProcessRoutes:
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes that aiohttp registers."""
-        return [web.post(PATH, self.process), web.get("/v1/openapi.json", self.describe)]
+        demand = "/v1/runs/{run}/tasks/{name}/demand"
+        return [
+            web.post(PATH, self.process),
+            web.get("/v1/openapi.json", self.describe),
+            web.put(demand, self.demand),
+            web.get(demand, self.demanded),
+            web.delete(demand, self.demand_no_more),
+            web.get("/v1/runs/{run}/tasks/{name}/trajectories", self.of_tasks),
+        ]
 
     async def process(self, request: web.Request) -> web.StreamResponse:
         """Enqueue rollouts, wait for their ends, and answer with their trajectories."""
@@ -57,7 +77,39 @@ class ProcessRoutes:
             ids = await self._processing.begin(order)
         except SettingsError as error:
             return refusal(_UNAVAILABLE, str(error))
-        trajectories = self._processing.trajectories(order.run_id, ids, order.wait_seconds, lambda: request.transport is None)
+        return await self._answer(request, order.run_id, ids, order.wait_seconds)
+
+    async def demand(self, request: web.Request) -> web.Response:
+        """Record a demand for stored tasks, which the server enqueues."""
+        demand = msgspec.json.decode(await body(request), type=TaskDemand)
+        if not self._processing.may_sample(demand.sampling, demand.limits):
+            return refusal(400, NO_GATEWAY)
+        state = await self._processing.demands.want(*_named(request), demand)
+        return json_response(state) if state else _no_tasks(request)
+
+    async def demanded(self, request: web.Request) -> web.Response:
+        """Return the demand for stored tasks."""
+        state = await self._processing.demands.state(*_named(request))
+        return json_response(state) if state else _no_tasks(request)
+
+    async def demand_no_more(self, request: web.Request) -> web.Response:
+        """End a demand for stored tasks; what is enqueued goes on."""
+        state = await self._processing.demands.end(*_named(request))
+        return json_response(state) if state else _no_tasks(request)
+
+    async def of_tasks(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the trajectories of demanded groups of stored tasks."""
+        run, name = _named(request)
+        if (state := await self._processing.demands.state(run, name)) is None:
+            return _no_tasks(request)
+        most = max(1, ROLLOUTS_MOST // state.rollouts)
+        query = msgspec.convert(dict(request.query), TrajectoriesQuery, strict=False)
+        ids = rollout_ids(run, name, state, query.first, min(query.limit, most))
+        return await self._answer(request, run, ids, query.wait)
+
+    async def _answer(self, request: web.Request, run_id: str, ids: Sequence[str], wait_seconds: float) -> web.StreamResponse:
+        """Wait for rollouts, and answer with their trajectories."""
+        trajectories = self._processing.trajectories(run_id, ids, wait_seconds, lambda: request.transport is None)
         try:
             if LINES in request.headers.get("Accept", ""):
                 return await _stream(request, ids, trajectories)
@@ -72,6 +124,15 @@ class ProcessRoutes:
     async def describe(self, request: web.Request) -> web.Response:
         """Answer with the description of the route."""
         return json_response(description())
+
+
+def _named(request: web.Request) -> tuple[str, str]:
+    return request.match_info["run"], request.match_info["name"]
+
+
+def _no_tasks(request: web.Request) -> web.Response:
+    run, name = _named(request)
+    return refusal(404, f"run {run} has no demand for tasks of the name {name}. Upload the tasks, name them, and PUT a demand.")
 
 
 async def _stream(request: web.Request, ids: Sequence[str], trajectories: AsyncIterator[Trajectory]) -> web.StreamResponse:

@@ -84,6 +84,39 @@ class ProcessRequest(Struct, frozen=True, kw_only=True):
         ]
 
 
+class TaskDemand(Struct, frozen=True, kw_only=True):
+    """Body of PUT /v1/runs/{run}/tasks/{name}/demand: rollouts of stored tasks, which the server enqueues by itself."""
+
+    groups: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    """Number of groups in all, each of the next task, after the last one of the first again. It may rise later. None: each task once."""
+    rollouts: Annotated[int, Meta(ge=1, le=ROLLOUTS_MOST)] = 1
+    """Rollouts of a group."""
+    mode: Mode = Mode.TRAIN
+    priority: Priority = 0
+    timeout_seconds: Seconds | None = None
+    """Time limit of one agent run, in seconds. None: runner.timeout_seconds of the server."""
+    max_attempts: Count | None = None
+    """Largest number of attempts of a rollout. None: runner.max_attempts of the server."""
+    sampling: SamplingParameters = OWN_SAMPLING
+    """Sampling parameters that the gateway sets in the policy calls, whatever the agents ask for."""
+    limits: CallLimits = NO_LIMITS
+    """Limits of each attempt's calls. None of one: the setting of the same name of the worker's runner."""
+
+
+class TaskDemandState(Struct, frozen=True, kw_only=True):
+    """Response to PUT and GET /v1/runs/{run}/tasks/{name}/demand."""
+
+    digest: str
+    """Digest of the tasks."""
+    tasks: int
+    groups: int
+    """Groups that are demanded in all."""
+    enqueued: int
+    """Groups that are enqueued by now."""
+    rollouts: int
+    """Rollouts of a group."""
+
+
 class TrajectoryReward(Struct, frozen=True, kw_only=True):
     """A reward of a rollout."""
 

@@ -104,7 +104,7 @@ class TaskData:
         columns = (TASKS.c.task_id, TASKS.c.input, TASKS.c.least_sandbox, TASKS.c.data_source)
         ask = sa.select(*columns).where(of).order_by(TASKS.c.place).limit(limit)
         rows = await self._read(lambda connection: connection.execute(ask).all())
-        return Page(tasks=[_task(row) for row in rows])
+        return Page(tasks=[task_of(row) for row in rows])
 
     async def name(self, run: str, name: str, kept: NamedTasks) -> int:
         """Give tasks a name in a run, in place of the previous ones, if all of them are stored.
@@ -129,7 +129,8 @@ class TaskData:
         return NamedTasks(digest=row.digest, tasks=row.tasks) if row else None
 
 
-def _task(row: Any) -> TaskRow:
+def task_of(row: Any) -> TaskRow:
+    """Return a task from its row."""
     least = SandboxRung(row.least_sandbox) if row.least_sandbox else None
     return TaskRow(task_id=row.task_id, input=Raw(row.input.encode()), least_sandbox=least, data_source=row.data_source or "")
 

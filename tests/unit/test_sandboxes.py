@@ -82,7 +82,7 @@ def test_rung_reaches_weaker_rungs_alone() -> None:
     assert not SandboxRung.REMOTE.reaches(SandboxRung.LANDLOCK)
 
 
-def test_prepare_remote_sandbox_refuses_what_the_protocol_cannot_do(tmp_path: Path) -> None:
+def test_prepare_remote_sandbox_refuses_policies_beyond_the_protocol(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match=r"Set runner\.sandbox\.url"):
         prepare(policy(tmp_path), SandboxRung.REMOTE)
     remote = replace(policy(tmp_path), remote=RemoteServer("http://sandboxes:8000"))
