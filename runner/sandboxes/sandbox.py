@@ -23,7 +23,7 @@ from typing import Any, Literal
 from runner.sandboxes import supervisor
 from runner.sandboxes.engines import SandboxEngine, choose
 from runner.sandboxes.images import UnpackedImage
-from runner.sandboxes.policy import SandboxPolicy, interpreter_paths, is_open_to_others
+from runner.sandboxes.policy import SandboxPolicy, interpreter_paths, is_open_to_others, require_narrow
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, feed, read_all
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, pass_bytes
 from runner.sandboxes.remote import RemoteSandbox, require_expressible
@@ -328,6 +328,7 @@ def prepare(
         SandboxError: none works here, or a remote one cannot keep the policy.
     """
     if engine is SandboxRung.REMOTE:
+        require_narrow(policy)  # the directory is uploaded
         server = require_expressible(policy)
         return SandboxEngine(engine, (), f"{server.url} is its server", directory=policy.directory, remote=server)
     return choose(with_supervisor(policy), engine, least)

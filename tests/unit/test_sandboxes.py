@@ -87,6 +87,8 @@ def test_prepare_remote_sandbox_refuses_policies_beyond_the_protocol(tmp_path: P
         prepare(policy(tmp_path), SandboxRung.REMOTE)
     remote = replace(policy(tmp_path), remote=RemoteServer("http://sandboxes:8000"))
     assert prepare(remote, SandboxRung.REMOTE).remote == remote.remote
+    with pytest.raises(SandboxError, match="the home directory of this user included"):
+        prepare(replace(remote, directory=Path("/")), SandboxRung.REMOTE)
     for demanding, name in (
         (replace(remote, readable=(tmp_path,)), "files"),
         (replace(remote, services={80: ("127.0.0.1", 80)}), "services"),
