@@ -33,6 +33,7 @@ ROUNDS, EVERY = 20, 5
 ROLLOUTS = 32
 
 
+@pytest.mark.slow  # test_trainer_skips and test_trainer_kills hold what is skipped
 def test_trainer_run_with_invalid_groups_learns_and_skips_exactly_those(
     store: StoreSettings, tiny_model: Path, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:

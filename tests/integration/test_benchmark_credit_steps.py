@@ -35,6 +35,7 @@ def test_credit_benchmark_two_steps_account_for_every_call(task: str, name: str,
     assert set(told["checked"].values()) == {0}
 
 
+@pytest.mark.slow  # test_logprob_faults holds what the trainer refuses
 def test_credit_benchmark_with_retokenized_ids_is_refused(tmp_path: Path) -> None:
     result = run(arm("flow", "retokenized"), 0, 2, tmp_path)
     assert "differ from the trainer's" in result.refused

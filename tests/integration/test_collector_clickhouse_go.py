@@ -22,6 +22,8 @@ from spangrad.store.names import DATABASES, stored
 from tests.support.servers import binary, running_store, store_settings
 
 COMPRESSIONS = ["none", "lz4", "zstd", "gzip", "deflate"]
+MOSTLY_SLOW = [pytest.param(name, marks=[] if name in {"none", "lz4"} else [pytest.mark.slow]) for name in COMPRESSIONS]
+"""Of tests whose every case takes long: without compression, and the one that the client uses by default."""
 _BUILD = "'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 5 AS Content"
 MATCHING = [
     (
@@ -74,14 +76,14 @@ def test_clickhouse_go_passes_parameters_and_settings(chgo: str, store: StoreSet
     assert read.stdout.splitlines()[1:] == ['["it\'s",77,[1,2],{"k":"v"}]']
 
 
-@pytest.mark.parametrize("compress", COMPRESSIONS)
+@pytest.mark.parametrize("compress", MOSTLY_SLOW)
 def test_clickhouse_go_reads_answers_that_stream(chgo: str, store: StoreSettings, compress: str) -> None:
     read = run_chgo(chgo, store, "SELECT number FROM numbers(400000)", "-compress", compress)
 
     assert read.stdout.splitlines()[1:] == [f"[{number}]" for number in range(400_000)]
 
 
-@pytest.mark.parametrize("compress", COMPRESSIONS)
+@pytest.mark.parametrize("compress", MOSTLY_SLOW)
 @pytest.mark.parametrize(
     ("sql", "code"),
     [
@@ -164,7 +166,7 @@ def _exact(value: Any, kind: str) -> Any:
     return value
 
 
-@pytest.mark.parametrize("compress", COMPRESSIONS)
+@pytest.mark.parametrize("compress", MOSTLY_SLOW)
 def test_clickhouse_go_reads_every_schema_column_as_clickhouse_connect(chgo: str, filled: StoreSettings, compress: str) -> None:
     client = connect(filled)
     # A Null table passes its rows on and keeps none.

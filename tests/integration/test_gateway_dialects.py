@@ -80,8 +80,14 @@ def rows(gateway: Settings) -> Callable[[str, int], list[dict[str, Any]]]:
 
     def of_rollout(rollout: str, expected: int) -> list[dict[str, Any]]:
         query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, ChoiceIndex"
-        wait_until(lambda: client.query(query).row_count >= expected, 10, "the calls' rows")
-        return list(client.query(query).named_results())
+        found: list[dict[str, Any]] = []
+
+        def arrived() -> bool:
+            found[:] = client.query(query).named_results()
+            return len(found) >= expected
+
+        wait_until(arrived, 10, "the calls' rows", poll_seconds=0.2)
+        return found
 
     return of_rollout
 

@@ -40,6 +40,7 @@ def test_inspect_every_fixture_builds_with_nothing_unaccounted(tmp_path: Path) -
         assert int(calls) > 0, name
 
 
+@pytest.mark.slow  # test_transition_builder_laws holds the law for arbitrary forests
 def test_inspect_spans_twice_in_random_order_gives_same_counts(tmp_path: Path) -> None:
     """Every span of every fixture twice, in shuffled requests, through a real store: the rows of the page."""
     random = Random(7)

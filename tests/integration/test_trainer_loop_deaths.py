@@ -21,7 +21,7 @@ COMMITS = {"begun", "take", "hand_on", "_take", "submit", "settle", "settled", "
 """Functions of `trainer.commits` at whose every line a process may die, in the main thread or in that of the follow-ups."""
 
 
-@pytest.mark.parametrize(("max_staleness", "states"), [(9, 12), (0, 6)])
+@pytest.mark.parametrize(("max_staleness", "states"), [pytest.param(9, 12, marks=pytest.mark.slow), (0, 6)])
 def test_training_loop_killed_at_any_boundary_recovers(tmp_path: Path, max_staleness: int, states: int):
     """Law 4 over ledger, checkpoint and gateway together.
 
@@ -35,6 +35,7 @@ def test_training_loop_killed_at_any_boundary_recovers(tmp_path: Path, max_stale
     assert len(boundaries) >= states, "deaths fell before, within and after each step"
 
 
+@pytest.mark.slow
 def test_trainers_in_phases_killed_at_any_boundary_resume_the_phase(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.integration.test_trainer_loop_deaths", tmp_path, "phases"]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)

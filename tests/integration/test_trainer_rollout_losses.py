@@ -27,6 +27,8 @@ from trainer.optim.process import prepare_process
 
 prepare_process()  # verl reads its platform when it is first imported
 
+CLIP_RATIO = 0.02
+"""Of the losses by name: much is clipped."""
 SEQUENCES: dict[str, dict[str, Any]] = {"weights": {"weights": "sequence"}, "rejects": {"reject": {"seq_sum_k2": "0.3"}}}
 AGGREGATIONS: dict[str, dict[str, Any]] = {
     "`token-mean`": {},
@@ -59,9 +61,11 @@ AGGREGATIONS: dict[str, dict[str, Any]] = {
     },
 }
 """Aggregations and corrections of whole sequences, each with the settings that make it."""
-WHOLE: list[dict[str, Any]] = [{"loss__name": name} for name in ("gspo", "geo_mean", "sapo")] + [
-    one for one in AGGREGATIONS.values() if "seq" in str(one)
+WHOLE: list[TrainerSettings] = [
+    *(loss_settings(name, clip_ratio=CLIP_RATIO) for name in ("gspo", "geo_mean", "sapo")),
+    *(trainer_settings(**facts) for facts in AGGREGATIONS.values() if "seq" in str(facts)),
 ]
+"""Settings whose loss looks at a rollout as a whole; the page has their losses."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -127,11 +131,19 @@ def trajectory_loss_by_verl(model: Path, settings: TrainerSettings) -> float:
     return float(loss)
 
 
+@functools.cache
+def _first_step(model: Path, settings: str) -> dict[str, float]:
+    return step(model, TrainerSettings.model_validate_json(settings), *trajectories(model))
+
+
+def first_step(model: Path, settings: TrainerSettings, *, merge: bool) -> dict[str, float]:
+    """Metrics of a step on the fixed rollouts with a row a call or merged rows; tests and tables share it."""
+    return _first_step(model, settings.model_copy(update={"merge": merge}).model_dump_json())
+
+
 def losses(model: Path, settings: TrainerSettings) -> tuple[float, float, float]:
     """The loss of the fixed rollouts with a row a call, with merged rows, and by verl with a row a rollout."""
-    merged = settings.model_copy(update={"merge": True})
-    rows, worth = trajectories(model)
-    apart, together = (step(model, one, rows, worth)["loss"] for one in (settings, merged))
+    apart, together = (first_step(model, settings, merge=merge)["loss"] for merge in (False, True))
     return apart, together, trajectory_loss_by_verl(model, settings)
 
 
@@ -142,7 +154,7 @@ def loss_table(model: Path) -> list[str]:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, facts in learning.LOSSES.items():
-        settings = loss_settings(name, clip_ratio=0.02)
+        settings = loss_settings(name, clip_ratio=CLIP_RATIO)
         options = ", ".join(f"`{one}`" for one in facts.options)
         numbers = " | ".join(f"{value:+.4f}" for value in losses(model, settings))
         lines.append(f"| `{name}` | {options} | {'rollouts' if facts.by_rollout else 'tokens'} | {numbers} |")
@@ -159,16 +171,15 @@ def aggregation_table(model: Path) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("facts", WHOLE, ids=str)
-def test_loss_of_rollouts_does_not_depend_on_merging_or_micro_batches(facts: dict[str, Any], tiny_model: Path):
-    settings = trainer_settings(**{"clip_ratio": 0.02, **facts})
+@pytest.mark.parametrize("settings", WHOLE, ids=lambda settings: f"{settings.loss.name}-{settings.loss.aggregation}")
+def test_loss_of_rollouts_does_not_depend_on_merging_or_micro_batches(settings: TrainerSettings, tiny_model: Path):
+    rows, worth = trajectories(tiny_model)
     apart, merged, by_verl = losses(tiny_model, settings)
-    split, _, _ = losses(tiny_model, settings.model_copy(update={"max_tokens_per_device": 45}))
+    split = step(tiny_model, settings.model_copy(update={"max_tokens_per_device": 45}), rows, worth)["loss"]
     assert apart == pytest.approx(by_verl, abs=2e-6)
     assert merged == pytest.approx(by_verl, abs=2e-6)
     assert split == pytest.approx(by_verl, abs=2e-6)
-    if facts.get("loss__aggregation") != "seq-mean-token-sum-norm" and facts.get("loss__aggregation") != "seq-mean-token-sum":
-        rows, worth = trajectories(tiny_model)
+    if settings.loss.aggregation not in {"seq-mean-token-sum-norm", "seq-mean-token-sum"}:
         own = step(tiny_model, settings, rows.with_columns(RolloutId="CallId"), worth)["loss"]
         assert own != pytest.approx(by_verl, abs=1e-3), "a call for a sequence is another loss"
 
@@ -189,9 +200,7 @@ def test_gradient_of_rollouts_equals_verl_loss_on_row_per_rollout(name: Any, tin
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if merges(trainer_settings(loss__name=name))])
 def test_gradient_of_each_loss_merged_by_default_equals_that_of_separate_calls(name: Any, tiny_model: Path):
-    rows, worth = trajectories(tiny_model)
-    settings = loss_settings(name, clip_ratio=0.1)
-    apart, merged = (step(tiny_model, settings.model_copy(update={"merge": how}), rows, worth) for how in (False, True))
+    apart, merged = (first_step(tiny_model, loss_settings(name, clip_ratio=CLIP_RATIO), merge=merge) for merge in (False, True))
     assert (merged["loss"], merged["grad_norm"]) == pytest.approx((apart["loss"], apart["grad_norm"]), rel=1e-4)
     assert merged["grad_norm"] > 0
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 from cryptography import x509
@@ -97,6 +96,8 @@ async def test_gateway_call_needs_token_of_its_scope(headers: dict[str, str], pa
 
 
 async def test_gateway_openai_and_anthropic_clients_authenticate_and_see_refusals() -> None:
+    import anthropic  # 3,000 modules, which each worker of pytest-xdist would import
+
     asked = {"model": "policy", "messages": ASKED["messages"]}
     async with staged(token="root", clients=CLIENTS) as stage:
         url = str(stage.client._base_url).rstrip("/")

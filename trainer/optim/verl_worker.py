@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,9 @@ from trainer.sft.losses import loss_of
 from trainer.sft.objective import Objective
 
 _SEED = 0
+
+# verl collects garbage at each load of a model: not among the million objects that were imported by now, which stay.
+gc.freeze()
 
 
 class ActorWorker(Rank, ActorRolloutRefWorker):
