@@ -103,6 +103,8 @@ class AgentHost:
         command = [*host_command(spec), *(["--sandbox", sandbox.write()] if sandbox else [])]
         if settings.empty_reward is not None:
             command += ["--empty-reward", str(settings.empty_reward)]
+        if settings.close_after_run:
+            command += ["--close-after-run"]
         log = _Log(log_file)
         mark = uuid.uuid4().hex
         jobs_out, jobs_in = os.pipe()

@@ -271,11 +271,13 @@ class Attempts:
                 state.entry.free()
             ends: Ends = [state.stop.requested] if instance is None else [state.stop.requested, instance.lost]
             async with Hosted(host, self._job(state, instance)) as hosted:
-                return await self._staged(state, hosted, host, slot, ends)
+                return await self._staged(state, hosted, host, slot, ends, instance)
         finally:
             self._pool.give(host, freed=slot.freed)
 
-    async def _staged(self, state: _AttemptState, hosted: Hosted, host: AgentHost, slot: Slot, ends: Ends) -> AttemptOutcome:
+    async def _staged(
+        self, state: _AttemptState, hosted: Hosted, host: AgentHost, slot: Slot, ends: Ends, instance: LeasedInstance | None
+    ) -> AttemptOutcome:
         stop, clock, settings = state.stop, state.clock, self._settings
         running = slot
         if self._pool.initialises:
@@ -289,6 +291,8 @@ class Attempts:
         with running, clock.counting(Stage.RUN):
             more = await hosted.go(Stage.RUN, state.lease.timeout_seconds, ends)
         state.entry.free()
+        if settings.close_after_run and instance is not None and self._services.environments is not None:
+            self._services.environments.release(instance)
         if more:
             with await stop.first(host.stage_slots.evaluating.take()), clock.counting(Stage.EVALUATE):
                 await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)

@@ -56,6 +56,8 @@ class Stages:
     """Function of (input, error) whose value takes the place of the result of a stage that raised. None: there is no hook."""
     empty_reward: float | None = None
     """Reward of an empty output, which is not evaluated. None: it is evaluated as any other."""
+    close_after_run: bool = False
+    """True if the environment is closed before the output is evaluated."""
 
     @property
     def environments(self) -> bool:

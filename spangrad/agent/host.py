@@ -176,6 +176,8 @@ class Host:
             if failed.failure not in POLICY_FAILURES or (output := await self._partial(Stage.RUN, given, error, offered)) is None:
                 return failed
             partial_after = failed.detail
+        if stages.close_after_run:
+            await environment.close()
         if stages.empty_reward is not None and (stages.outputs or stages.evaluator is not None) and is_empty(output):
             return AttemptReply(name, stages.empty_reward, detail=partial_after)
         if stages.outputs:
@@ -352,6 +354,7 @@ def main() -> None:
     parser.add_argument("--leased", action="store_true", help="each job brings its environment, instead of --environment")
     parser.add_argument("--on-failure", help="function that may give a partial result after an exception, as module:function")
     parser.add_argument("--empty-reward", type=float, help="reward of an empty output, which is not evaluated")
+    parser.add_argument("--close-after-run", action="store_true", help="close the environment before the output is evaluated")
     parser.add_argument("--path", type=Path, default=Path(), help="directory in which modules are looked for first, and the command runs")
     args = parser.parse_args()
     jobs, answers = _private_pipes()
@@ -369,6 +372,7 @@ def main() -> None:
             args.outputs,
             load(args.on_failure) if args.on_failure else None,
             args.empty_reward,
+            args.close_after_run,
         )
         host = Host(stages)
     except (AgentError, EnvironmentsError) as error:

@@ -41,6 +41,7 @@ class LocalEnvironment:
         self._initialiser = initialiser
         self._threads = threads
         self._close: Callable[[], Any] | None = None
+        self._closed_in_time = True
         self.value: Any = None
 
     async def open(self, call: Call, given: object) -> None:
@@ -65,17 +66,19 @@ class LocalEnvironment:
         self._close = getattr(value, "aclose", None) or getattr(value, "close", None)
 
     async def close(self) -> bool:
-        """Close it, in the task that opened it; False when that exceeds its time limit, so that its thread may still run."""
+        """Close it, in the task that opened it; False when that exceeds its time limit, so that its thread may still run. Idempotent."""
         close, self._close = self._close, None
         if close is None:
-            return True
+            return self._closed_in_time
+        self._closed_in_time = False  # a cancellation may leave it half closed
         timeout = asyncio.timeout(_CLOSE_SECONDS)
         try:
             async with timeout:
                 await self._call(close)
         except (Exception, SystemExit):  # whatever it raises, the attempt's result is known
             traceback.print_exc()
-        return not timeout.expired()
+        self._closed_in_time = not timeout.expired()
+        return self._closed_in_time
 
     async def _call(self, close: Callable[[], Any]) -> None:
         loop = asyncio.get_running_loop()

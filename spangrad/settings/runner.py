@@ -148,6 +148,8 @@ class HandlerSettings(Section):
     """Time limit of one evaluation, in seconds. None: runner.evaluation_timeout_seconds."""
     empty_reward: FailureReward = None
     """Reward of an empty result, whose evaluator is not called. None: runner.empty_reward."""
+    close_after_run: bool | None = None
+    """True if the environment is closed before the result is evaluated. None: runner.close_after_run."""
     sandbox: SandboxSettings | None = None
     """Sandboxes of the command. None: those of runner.sandbox."""
     container: ContainerSettings | None = None
@@ -156,7 +158,7 @@ class HandlerSettings(Section):
 
 _OF_HANDLER = (
     "workers", "concurrency", "max_calls", "max_output_tokens", "init_timeout_seconds", "evaluation_timeout_seconds", "empty_reward",
-    "sandbox", "container",
+    "close_after_run", "sandbox", "container",
 )  # fmt: skip
 """Settings of the runner that a handler may have values of its own for."""
 
@@ -198,6 +200,9 @@ class RunnerSettings(Section):
     empty_reward: FailureReward = None
     """Reward of an attempt whose agent returns nothing (null, or an empty text, list or object); its evaluator is not called. None: the
     evaluator judges it as any other result."""
+    close_after_run: bool = False
+    """True if an attempt's environment is closed, or its instance released, as soon as the agent has run; the evaluator, which still gets
+    its value, works without it."""
     handlers: dict[str, HandlerSettings] = Field(default={})
     """Handlers by the data source of the rollouts; a worker that is given no agent has all of them. Rollouts that name no source need the
     only one."""

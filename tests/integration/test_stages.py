@@ -183,6 +183,36 @@ async def test_stages_hold_no_slot_of_another_stage(tmp_path: Path) -> None:
         assert here.sink.spans.index(children[0]) < min(here.sink.spans.index(root) for root in roots.values()), "before the root"
 
 
+CLOSED = """
+
+async def ran_alone(given):
+    event(f"{given} ran").set()
+    return given
+
+async def judge_closed(given, output, environment):
+    return float(environment.given in closed)
+
+async def judge_together(given, output):
+    await asyncio.gather(event("a ran").wait(), event("b ran").wait())
+    return 1.0
+"""
+
+
+async def test_close_after_run_closes_environments_before_evaluation(tmp_path: Path) -> None:
+    settings = environment_service_settings()
+    local = CallableAgent("mine:ran", "mine:judge_closed", tmp_path, environment="mine:Made")
+    leased = CallableAgent("mine:ran_alone", "mine:judge_together", tmp_path, environment=server.address_of(settings).url)
+    limits: dict[str, Any] = {"workers": 1, "concurrency": 2, "evaluations": 2, "max_attempts": 1, "close_after_run": True}
+    with runner_services(tmp_path, **limits) as here:
+        (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT) + CLOSED)
+        async with Runner(here.settings, local) as made:
+            assert [one.reward for one in await outcomes(made, ["a"])] == [{"reward": 1.0}]
+        assert told(tmp_path) == ["closed a"], "once"
+        # Each is evaluated once both have run, and there is one instance.
+        async with server.running(settings, Env, 1), Runner(here.settings, leased) as made:
+            assert [(one.reward, one.detail) for one in await outcomes(made, ["a", "b"])] == [({"reward": 1.0}, "")] * 2
+
+
 async def test_initialised_ahead_bounds_environments(tmp_path: Path) -> None:
     agent = CallableAgent("mine:one_of_many", directory=tmp_path, environment="mine:counted")
     async with runner(tmp_path, agent, concurrency=1, initialisations=8, initialised_ahead=2, max_attempts=1) as (made, _):
