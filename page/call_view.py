@@ -40,6 +40,11 @@ SELECT Policy, Branch, Version, Staleness, Return, Advantage FROM spangrad.train
 WHERE {_OF_ROLLOUT} AND TraceId = {{trace:String}} AND SpanId = {{span:String}} AND CallId = {{call:String}}
 ORDER BY Policy, Branch, Version
 """
+_TRAINED_TOKENS = """
+SELECT Policy, Branch, Version, TrainerLogprobs, Entropies FROM spangrad.trained_tokens
+WHERE Policy IN {policies:Array(String)} AND Branch IN {branches:Array(String)} AND Version IN {versions:Array(UInt64)}
+    AND RolloutId = {rollout:String} AND CallId = {call:String}
+"""
 _TEXTS = """
 SELECT Input, Output FROM spangrad.call_texts WHERE TraceId = {trace:String} AND SpanId = {span:String}
 """
@@ -115,7 +120,7 @@ def call_view(store: PageStore, texts: TokenTexts, place: CallPlace, *, whole: b
         "versions": list(zip(call["Starts"], call["Versions"], strict=False)),
         "conclusion": _conclusion(transition, drops),
         "rewards": _rewards(transition),
-        "trained": store.rows(_TRAINED, {**place.parameters, "call": call["CallId"]}),
+        "trained": _trainings(store, place, call["CallId"]),
     }
 
 
@@ -134,6 +139,23 @@ def alternatives(store: PageStore, place: CallPlace) -> list[list[dict[str, Any]
         return []
     lists = [[{"token": other.token, "logprob": other.logprob} for other in token.top_logprobs[:ALTERNATIVES_MOST]] for token in tokens]
     return lists if any(lists) else []
+
+
+def _trainings(store: PageStore, place: CallPlace, call: str) -> list[dict[str, Any]]:
+    """Return the steps that trained a call, each with the trainer's logprobs and entropies of its tokens; of steps without, empty lists."""
+    steps = store.rows(_TRAINED, {**place.parameters, "call": call})
+    if not steps:
+        return []
+    # The table is sorted by version: these names lead to the rows.
+    names = {"policies": "Policy", "branches": "Branch", "versions": "Version"}
+    places = {key: [step[name] for step in steps] for key, name in names.items()}
+    tokens = store.rows(_TRAINED_TOKENS, {"rollout": place.rollout, "call": call, **places})
+    known = {(row["Policy"], row["Branch"], row["Version"]): (row["TrainerLogprobs"], row["Entropies"]) for row in tokens}
+    of_steps = [known.get((step["Policy"], step["Branch"], step["Version"]), ((), ())) for step in steps]
+    return [
+        {**step, "logprobs": list(logprobs), "entropies": list(entropies)}
+        for step, (logprobs, entropies) in zip(steps, of_steps, strict=True)
+    ]
 
 
 def _repeated(store: PageStore, place: CallPlace, transition: dict[str, Any], prompt: list[int]) -> int:

@@ -28,7 +28,7 @@ from spangrad.types import Mode
 from trainer.colocation import DeviceTurns
 from trainer.commits import Commits, HeadMovedError, StepLease, UncommittedVersion
 from trainer.credit.assignment import Normalise
-from trainer.data.assemble import assemble, batch_groups, with_advantages
+from trainer.data.assemble import assemble, batch_groups, with_token_values
 from trainer.data.batch import Batch
 from trainer.data.batch_queue import BatchQueue
 from trainer.data.source import GroupReader, Loaded
@@ -390,8 +390,7 @@ class Trainer:
                 metrics = optimizer.step(batch, step.take)
             with self.clock.stage("collect"):
                 optimizer.collect(state=self.state_schedule.step())
-            used = optimizer.token_advantages if batch.chains else batch.advantages
-            calls = with_advantages(calls, batch.response_mask, used)
+            calls = with_token_values(calls, batch.response_mask, optimizer.token_values)
             metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}
             metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
             lease, beats = step.hand_on()

@@ -39,6 +39,7 @@ SHARD_BY = {
     "claims": _ROLLOUT,
     "batches": _ROLLOUT,
     "trained_calls": _ROLLOUT,
+    "trained_tokens": _ROLLOUT,
     "datasets": "cityHash64(Name)",
     "batch_files": "cityHash64(Policy, Branch)",
     "policy_versions": "cityHash64(Policy, Branch)",

@@ -6,14 +6,19 @@ const query = new URLSearchParams(location.search);
 const place = Object.fromEntries(["rollout", "trace", "span", "choice"].map((name) => [name, query.get(name)]));
 const overlay = document.getElementById("overlay");
 const form = document.getElementById("form");
+const step = document.getElementById("step");
 const CHUNK = 4000; // tokens drawn at a time
 const VERSION_COLOURS = 6;
+const RATIO_STEP = 0.1; // difference of logprobs from one colour to the next
 title(`Call of ${place.rollout}`);
 let call = await ask(address("/api/call", place));
 let alternatives = []; // of each response token, where the recorded response holds them
 let described = null; // the token that is described: part, sequence, index
 
-const advantage = call.trained.length ? call.trained.at(-1).Advantage : null;
+// Steps of several branches may have trained a call: the newest is shown, or the one that is chosen.
+step.append(...call.trained.map((training) => h("option", { value: nameOf(training) }, `${training.Policy}@${training.Version} of ${training.Branch}`)));
+step.selectedIndex = call.trained.length - 1;
+document.getElementById("steps").hidden = call.trained.length < 2;
 const conclusion = { transition: `transition, turn ${call.conclusion.turn}`, drop: `dropped: ${call.conclusion.reason} ${call.conclusion.detail ?? ""}`,
   unbuilt: "not built" }[call.conclusion.kind];
 const logprobs = call.response.logprobs;
@@ -29,9 +34,9 @@ facts("facts", [
   fact("Finished by", call.FinishReason || call.ErrorType || "–"),
   call.Duration ? fact("Time", duration(call.Duration / 1e6)) : null,
   fact("Rewards", call.rewards.map((reward) => `${reward.title} = ${number(reward.value)} (${reward.source}${reward.own ? ", its own" : ""})`).join(", ") || "–"),
-  fact("Trained", call.trained.length ? call.trained.map((step) => [
-    h("a", { href: address("/version", { policy: step.Policy, branch: step.Branch, version: step.Version }) }, `${step.Policy}@${step.Version}`),
-    ` with advantage ${number(step.Advantage)}, return ${number(step.Return)} `]) : "no version"),
+  fact("Trained", call.trained.length ? call.trained.map((training) => [
+    h("a", { href: address("/version", { policy: training.Policy, branch: training.Branch, version: training.Version }) }, `${training.Policy}@${training.Version}`),
+    ` with advantage ${number(training.Advantage)}, return ${number(training.Return)} `]) : "no version"),
 ]);
 
 put("actions", labelButton("Label this call", place));
@@ -40,6 +45,19 @@ function versionAt(index) {
   let known = null;
   for (const [start, version] of call.versions) if (start <= index) known = version;
   return known;
+}
+
+function nameOf(training) {
+  return JSON.stringify([training.Policy, training.Branch, training.Version]);
+}
+
+// What the chosen step has of a token of the response; null: no step trained it, or that step recorded none.
+const chosen = () => call.trained[step.selectedIndex] ?? null;
+const advantage = () => chosen()?.Advantage ?? null;
+const entropy = (index) => chosen()?.entropies[index] ?? null;
+function ratio(index) {
+  const trainers = chosen()?.logprobs[index];
+  return trainers === undefined || logprobs[index] === undefined ? null : Math.exp(trainers - logprobs[index]);
 }
 
 const distinct = [...new Set(call.versions.map(([, version]) => version))];
@@ -53,18 +71,23 @@ function colour(part, index) {
     return value === undefined || value === null ? "" : `surprise-${Math.min(6, Math.floor(-value * 1.5))}`;
   }
   if (overlay.value === "version") return `version-${distinct.indexOf(versionAt(index)) % VERSION_COLOURS}`;
-  return advantage === null ? "" : advantage > 0 ? "better" : advantage < 0 ? "worse" : "";
+  if (overlay.value === "ratio") return ratio(index) === null ? "" : `ratio-${Math.max(-3, Math.min(3, Math.round(Math.log(ratio(index)) / RATIO_STEP)))}`;
+  if (overlay.value === "entropy") return entropy(index) === null ? "" : `surprise-${Math.min(6, Math.floor(entropy(index) * 3))}`;
+  return advantage() > 0 ? "better" : advantage() < 0 ? "worse" : "";
 }
 
 const LEGENDS = {
   logprob: ["surprise-0", "likely", "surprise-3", "unlikely", "surprise-6", "logprob below -4"],
+  ratio: ["ratio--3", "0.78 and less", "ratio--1", "0.9", "ratio-0", "1", "ratio-1", "1.1", "ratio-3", "1.28 and more"],
+  entropy: ["surprise-0", "below 0.33 nats", "surprise-3", "1", "surprise-6", "2 and more"],
   advantage: ["better", "above the baseline", "worse", "below it"],
   mask: ["trained", "has a loss", "masked", "has none"],
 };
 
 function drawLegend() {
   const entries = overlay.value === "version" ? distinct.flatMap((version, at) => [`version-${at % VERSION_COLOURS}`, `version ${version}`]) : LEGENDS[overlay.value];
-  const missing = overlay.value === "advantage" && advantage === null ? " No step has trained this call." : "";
+  const values = { advantage: [advantage()], ratio: chosen()?.logprobs, entropy: chosen()?.entropies }[overlay.value];
+  const missing = !values ? "" : chosen() === null ? " No step has trained this call." : values.length ? "" : " The step recorded none.";
   const pairs = [];
   for (let at = 0; at < entries.length; at += 2) pairs.push(h("span", { class: `token ${entries[at]}` }, entries[at + 1]), " ");
   put("legend", pairs, missing);
@@ -86,7 +109,9 @@ function describe(part, sequence, index) {
     if (versionAt(index) !== null) words.push(`version ${versionAt(index)}`);
     const others = alternatives.length === call.response.ids.length ? alternatives[index] : [];
     if (others.length) words.push(`likeliest: ${others.map((other) => `${JSON.stringify(other.token)} ${number(Math.exp(other.logprob), 3)}`).join(", ")}`);
-    if (advantage !== null) words.push(`advantage ${number(advantage)} (mean of the call)`);
+    if (ratio(index) !== null) words.push(`importance ratio ${number(ratio(index), 4)}`);
+    if (entropy(index) !== null) words.push(`entropy ${number(entropy(index))} nats`);
+    if (advantage() !== null) words.push(`advantage ${number(advantage())} (mean of the call)`);
   }
   put("token", words.join(" · "));
 }
@@ -155,13 +180,14 @@ function pretty(text) {
   }
 }
 
-for (const control of [overlay, form]) {
+for (const control of [overlay, form, step]) {
   control.value = query.get(control.id) ?? control.value;
   if (!control.value) control.selectedIndex = 0;
   control.addEventListener("change", () => {
     query.set(control.id, control.value);
     history.replaceState(null, "", `${location.pathname}?${query}`);
     draw();
+    if (described) describe(...described);
   });
 }
 await draw();

@@ -317,7 +317,7 @@ def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tup
 def test_expire_covers_every_table_that_grows_with_spans() -> None:
     made = [one for migration in read_migrations(SCHEMA) for one in migration.script(Layout())]
     tables = {one.split("(")[0].split(".")[1].strip() for one in made if one.startswith("CREATE TABLE")}
-    kept = {"batches", "batch_files", "trained_calls", "datasets", "policy_versions"}
+    kept = {"batches", "batch_files", "trained_calls", "trained_tokens", "datasets", "policy_versions"}
     assert tables - set(OLD) == kept
 
 

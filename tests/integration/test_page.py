@@ -228,6 +228,24 @@ def test_call_page_shows_tokens_with_logprobs_versions_and_mask(tab: Visitor, ro
     assert page.url.endswith("&overlay=advantage&form=ids")
 
 
+def test_call_page_shows_importance_ratio_and_entropy_of_chosen_step(tab: Visitor, rollouts: PageRollouts) -> None:
+    page = tab.open(call_address(rollouts, "seen-1", rollouts.calls[1], overlay="ratio", step='["policy","main",5]'))
+    tokens = page.locator("#response .token")
+    assert [token.get_attribute("class") for token in tokens.all()] == ["token ratio-0", "token ratio-1", "token ratio--3"]
+    assert set(page.locator("#prompt .token").evaluate_all("all => all.map(token => token.className)")) == {"token "}
+    expect(page.locator("#legend")).to_contain_text("1.28 and more")
+    tokens.nth(2).hover()
+    expect(page.locator("#token")).to_contain_text("importance ratio 0.6065 · entropy 2.5 nats · advantage 0.75")
+    page.get_by_label("Colour by").select_option("entropy")
+    assert [token.get_attribute("class") for token in tokens.all()] == ["token surprise-0", "token surprise-2", "token surprise-6"]
+    page.get_by_label("Trained by").select_option("policy@5 of fork")
+    expect(page.locator("#legend")).to_contain_text("The step recorded none.")
+    expect(page.locator("#token")).to_contain_text("importance ratio 1 · advantage -0.5")
+    page = tab.open(call_address(rollouts, "seen-2", rollouts.untrained_calls[0], overlay="ratio"))
+    expect(page.locator("#legend")).to_contain_text("No step has trained this call.")
+    expect(page.get_by_label("Trained by")).to_be_hidden()
+
+
 def test_call_page_shows_request_and_response_as_json(tab: Visitor, rollouts: PageRollouts) -> None:
     page = tab.open(call_address(rollouts, "seen-1", rollouts.calls[0], form="json"))
     assert json.loads(page.locator("#prompt pre").inner_text())["messages"][1]["content"] == TEXTS[0]

@@ -66,7 +66,7 @@ def test_optimal_token_baseline_uses_forward_pass(name: Any, tiny_model: Path):
     found = engine.step(batch)
     assert found["updated"] == 1
     assert found["logprob_gap_max"] < 1e-4
-    assert np.array_equal(engine.token_advantages, seen.advantages), "what the loss used is kept"
+    assert np.array_equal(engine.token_values.advantages, seen.advantages), "what the loss used is kept"
 
 
 def test_critic_learns_returns_and_resume_repeats_it(tiny_model: Path, tmp_path: Path):

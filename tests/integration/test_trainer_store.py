@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spangrad.errors import StoreError
@@ -349,6 +350,14 @@ def test_train_once_from_store_to_committed_version(
     of_b = "spangrad.trained_calls WHERE Branch = %(run)s AND GroupId = 'b'"
     credit = f"SELECT Version, RolloutId, Turn, Advantage > 0 FROM {of_b} ORDER BY RolloutId"
     assert world.rows(credit) == [(1, "b-0", 0, 1), (1, "b-1", 0, 0)]
+    tokens = """SELECT k.TrainerLogprobs, t.Logprobs, k.Entropies FROM spangrad.trained_tokens AS k
+        INNER JOIN spangrad.transitions AS t ON t.CallId = k.CallId AND t.RunId = %(run)s WHERE k.Branch = %(run)s"""
+    of_calls = world.rows(tokens)
+    assert len(of_calls) == 4
+    for trainer, sampled, entropies in of_calls:
+        assert np.exp(np.subtract(trainer, sampled)) == pytest.approx(np.ones(len(sampled)), abs=1e-3), "an importance ratio is 1 on policy"
+        assert len(entropies) == len(sampled)
+        assert min(entropies) > 0
     assert "1 groups are skipped (one_rollout): alone" in caplog.text
 
     train(settings, follow=False)
@@ -362,12 +371,13 @@ def test_mirror_catches_up_with_ledger(settings: Settings, world: BuiltRollouts,
     train(settings, follow=False)
     world.client.command(f"DELETE FROM spangrad_internal.policy_versions WHERE Branch = '{run}'")
     world.client.command(f"DELETE FROM spangrad_internal.batches WHERE Branch = '{run}' AND RolloutId = 'a-0'")
-    world.client.command(f"DELETE FROM spangrad_internal.trained_calls WHERE Branch = '{run}'")
+    for table in ("trained_calls", "trained_tokens"):
+        world.client.command(f"DELETE FROM spangrad_internal.{table} WHERE Branch = '{run}'")
     ledger = Ledger(settings.trainer.directory, "policy", run)
     mirror = Mirror(world.client, settings.store.url, ledger)
     assert (mirror.catch_up(), mirror.catch_up()) == (2, 0)
     ledger.close()
-    for table in ("lineage", "trained_calls"):
+    for table in ("lineage", "trained_calls", "trained_tokens"):
         assert world.rows(f"SELECT count() FROM spangrad.{table} WHERE Branch = %(run)s") == [(4,)]
 
 

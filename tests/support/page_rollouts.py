@@ -45,7 +45,7 @@ class PageRollouts:
         self.spans = SpanFactory(run=RUN)
         self.settings: Settings = settings_of(store, RUN)
         self.calls = self._conversation("seen-1", 1.0, failed=False)
-        self._conversation("seen-2", 0.0, failed=True)
+        self.untrained_calls = self._conversation("seen-2", 0.0, failed=True)
         self._hostile()
         post(store, self.spans.otlp())
         build_once(self.settings)
@@ -109,6 +109,15 @@ class PageRollouts:
             self._insert("trained_calls", {**same, "BatchId": "b5", "Version": 5, "GroupId": "weather", "TaskId": "rome",
                 "RolloutId": "seen-1", "Turn": turn, "CallId": call_id(trace, span, 0), "TraceId": trace, "SpanId": span,
                 "SampledVersions": [3, 4], "Staleness": 1, "Return": 1.25, "Advantage": 0.75, "BuildSpec": spec})  # fmt: skip
+        call = call_id(trace, self.calls[1], 0)
+        tokens = {"Policy": "policy", "BatchId": "b5", "Version": 5, "RolloutId": "seen-1", "CallId": call}
+        self._insert("trained_tokens", {**tokens, "Branch": "main", "TrainerLogprobs": [-0.1, -0.98, -2.6],
+            "Entropies": [0.125, 0.7, 2.5]})  # fmt: skip
+        # Another branch trained the second call as well, by a step that found no entropies.
+        self._insert("trained_calls", {**same, "Branch": "fork", "BatchId": "b5", "Version": 5, "GroupId": "weather", "TaskId": "rome",
+            "RolloutId": "seen-1", "Turn": 1, "CallId": call, "TraceId": trace, "SpanId": self.calls[1], "SampledVersions": [3, 4],
+            "Return": 1.25, "Advantage": -0.5, "BuildSpec": spec})  # fmt: skip
+        self._insert("trained_tokens", {**tokens, "Branch": "fork", "TrainerLogprobs": [-0.1, -1.1, -2.1]})
         for version in range(6):
             metrics = {"mean_return": version / 10, "success": version / 5, "grad_norm": 0.5, "seconds_train": 2.0} if version else {}
             self._insert("policy_versions", {**same, "BatchId": f"b{version}" if version else "", "Version": version,

@@ -24,7 +24,7 @@ from spangrad.weights.checksums import sums_of_arrays
 from spangrad.weights.shards import TensorSums
 from tests.support.policies import trainer_settings, transition_row
 from trainer.credit.assignment import Units
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, TokenValues
 from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
@@ -107,6 +107,7 @@ class FakeOptimizer:
 
     def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         self.batches.append(batch)
+        self.token_values = TokenValues(batch.advantages, batch.logprobs)
         if self.fails:
             raise self.fails
         if self.interrupted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 from hypothesis import given
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.policies import trainer_settings, transition_row
 from trainer.credit.assignment import returns
-from trainer.data.assemble import assemble, with_advantages
+from trainer.data.assemble import assemble, with_token_values
+from trainer.data.batch import TokenValues
 from trainer.data.chains import chains
 from trainer.data.source import BatchRollout, Group, Loaded
 
@@ -80,21 +83,26 @@ def test_assemble_for_token_estimator_leaves_advantages_to_optimizer():
     assert (batch.real_rows, facts["transitions"], facts["masked_too_long"]) == (3, 3, 1)
     # The engine gives each token its own; the mean over a call's tokens is kept.
     of_tokens = np.array([[1, 3], [2, 2], [-1, 0], [9, 9]], np.float32)
-    kept = with_advantages(calls, batch.response_mask, of_tokens)
+    kept = with_token_values(calls, batch.response_mask, TokenValues(of_tokens, batch.logprobs))
     assert kept.select("CallId", "Return", "Advantage").rows() == [("call-a-0", 6, 2), ("call-a-1", 6, 2), ("call-b-0", 1, -0.5)]
     assert kept.select("Staleness", "SampledVersions", "InputTokens", "OutputTokens", "Reward").row(1) == (0, [0], 3, 2, 2)
 
 
-def test_with_advantages_of_merged_calls_divides_a_row_among_its_calls():
+def test_with_token_values_of_merged_calls_divides_a_row_by_call():
     rows = pl.DataFrame(
         [
             transition_row("a", 0, PromptIds=[1], ResponseIds=[2, 3]),
-            transition_row("a", 1, rewards=(1.0,), PromptIds=[1, 2, 3], ResponseIds=[4], Logprobs=[-1.0]),
+            transition_row("a", 1, rewards=(1.0,), PromptIds=[1, 2, 3, 9], ResponseIds=[4], Logprobs=[-1.0]),
         ],
         schema_overrides=SCHEMA,
     )
     loaded = Loaded([BatchRollout(Group("run", "train", "spec", "group"), "a", 0, 0)], rows)
     settings = trainer_settings(merge=True)
     batch, _, calls = assemble(loaded, settings, lambda units: units.values, lineage=[0], divisor=1)  # type: ignore[arg-type]
-    kept = with_advantages(calls, batch.response_mask, np.array([[1, 2, 6]], np.float32))
-    assert kept.select("CallId", "Advantage").rows() == [("call-a-0", 1.5), ("call-a-1", 6)]
+    assert batch.response_mask.tolist() == [[1, 1, 0, 1]]
+    values = TokenValues(np.array([[1, 2, 99, 6]], np.float32), np.array([[-1, -2, 99, -3]], np.float32))
+    kept = with_token_values(calls, batch.response_mask, values)
+    names = ("CallId", "Advantage", "TrainerLogprobs", "Entropies")
+    assert kept.select(names).rows() == [("call-a-0", 1.5, [-1, -2], []), ("call-a-1", 6, [-3], [])], "an observation has no value"
+    measured = with_token_values(calls, batch.response_mask, replace(values, entropies=np.array([[0.5, 1, 99, 2]], np.float32)))
+    assert measured["Entropies"].to_list() == [[0.5, 1], [2]]

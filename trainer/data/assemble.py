@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spangrad.settings import TrainerSettings
 from trainer.credit.assignment import GROUP, KEY, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
 from trainer.credit.learning import by_token, merges
-from trainer.data.batch import Batch, layout
+from trainer.data.batch import Batch, TokenValues, layout
 from trainer.data.chains import Chains, chains
 from trainer.data.masks import masks
 from trainer.data.merge import Sequences, merge, separate
@@ -52,7 +52,7 @@ def assemble(
         The batch; transitions (trained calls), masked_REASON (calls) for each reason of `trainer.ledger.skips.MASKS`, sequences, tokens
         (processed), trained_tokens, merge_ratio, rollouts, groups, mean_return and return_std (weighted, over rollouts), mean_reward_NAME
         (raw) for each reward's name, and greedy_return (weighted, over groups) where the estimator compares with it. The calls, a row each
-        in the order of their tokens in the batch, with the columns of `trained_calls` but Advantage.
+        in the order of their tokens in the batch, with the columns of `trained_calls` but Advantage (`with_token_values`).
 
     Raises:
         SettingsError: credit or selection has no meaning.
@@ -118,17 +118,31 @@ def _describe(calls: pl.DataFrame, sequences: Sequences, lineage: Sequence[int])
     return pl.DataFrame({"CallId": sequences.calls.explode()}).join(described, on="CallId", how="left", maintain_order="left")
 
 
-def with_advantages(calls: pl.DataFrame, response_mask: NDArray[np.int64], advantages: NDArray[np.float32]) -> pl.DataFrame:
-    """Add Advantage to the calls of a batch: the mean over the call's tokens.
+def with_token_values(calls: pl.DataFrame, response_mask: NDArray[np.int64], values: TokenValues) -> pl.DataFrame:
+    """Add what a step computed of their tokens to the calls of a batch.
 
     Args:
         calls: as `assemble` returns them.
         response_mask: of the batch.
-        advantages: of the batch's sampled tokens, shaped as `response_mask`.
+        values: of the batch's sampled tokens.
+
+    Returns:
+        The calls with Advantage, the mean over the call's tokens, and TrainerLogprobs and Entropies, a value each token of the response in
+        order; Entropies is empty where the step has none.
     """
-    lengths = calls["OutputTokens"].to_numpy().astype(np.int64)
-    sums = np.add.reduceat(advantages[response_mask.astype(bool)].astype(np.float64), np.cumsum(lengths) - lengths) if len(calls) else []
-    return calls.with_columns(Advantage=pl.Series(sums, dtype=pl.Float64) / calls["OutputTokens"])
+    mask, ends = response_mask.astype(bool), np.cumsum(calls["OutputTokens"].to_numpy().astype(np.int64))
+    starts = ends - calls["OutputTokens"].to_numpy()
+    sums = np.add.reduceat(values.advantages[mask].astype(np.float64), starts) if len(calls) else []
+
+    def by_call(whole: NDArray[np.float32] | None) -> pl.Series:
+        tokens = np.zeros(0, np.float32) if whole is None else whole[mask]  # all slices of none are empty
+        return pl.Series([tokens[start:end] for start, end in zip(starts, ends, strict=True)], dtype=pl.List(pl.Float32))
+
+    return calls.with_columns(
+        Advantage=pl.Series(sums, dtype=pl.Float64) / calls["OutputTokens"],
+        TrainerLogprobs=by_call(values.logprobs),
+        Entropies=by_call(values.entropies),
+    )
 
 
 def batch_groups(loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str = "") -> list[Group]:

@@ -100,6 +100,18 @@ class Batch:
         return len(np.unique(self.rollout[: self.real_rows]))
 
 
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Values that a step computed of a batch's sampled tokens; arrays of the batch's shape [rows, response]."""
+
+    advantages: NDArray[np.float32]
+    """Advantages that the loss used."""
+    logprobs: NDArray[np.float32]
+    """Logprobs (nats) under the weights at the step's start, at the temperature of the row."""
+    entropies: NDArray[np.float32] | None = None
+    """Entropies (nats) of the distributions that the tokens are from, under the same weights. None: no pass of the step computed them."""
+
+
 def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) -> Batch:
     """Lay sequences out for a training step.
 

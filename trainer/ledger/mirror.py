@@ -1,12 +1,13 @@
 """Copy of the ledger's versions and batches in the span store, where users query which rollouts trained which version.
 
-In: the ledger, and the calls that lie beside a version's weights. Out: rows of `policy_versions`, `batches`, `trained_calls` and
-`batch_files`. Invariant: the ledger is the authority and the store a copy that may lag behind it, never the reverse; writing a row again
-replaces it, so catching up after a crash is writing the rows that the store lacks.
+In: the ledger, and the calls that lie beside a version's weights. Out: rows of `policy_versions`, `batches`, `trained_calls`,
+`trained_tokens` and `batch_files`. Invariant: the ledger is the authority and the store a copy that may lag behind it, never the reverse;
+writing a row again replaces it, so catching up after a crash is writing the rows that the store lacks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,9 @@ _CALL_COLUMNS = (
     "SpanId", "AgentName", "Tools", "SampledVersions", "Staleness", "InputTokens", "OutputTokens", "FinishReason", "Reward", "Return",
     "Advantage",
 )  # fmt: skip
+_TOKEN_COLUMNS = ("RolloutId", "CallId", "TrainerLogprobs", "Entropies")
+_CALLS_AT_A_TIME = 256
+"""Number of calls whose tokens are Python values at the same time."""
 _STORED_VERSIONS = """
 SELECT Version, Status, Checksum, Metrics FROM spangrad_internal.policy_versions FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s
 """
@@ -81,8 +85,10 @@ class Mirror:
             batch_id = version.policy_version.batch_id
             if rows := self._batch_rows(version, batch_id):  # a batch of files may name no rollout
                 self._insert("spangrad_internal.batches", _BATCH_COLUMNS, rows)
-            if calls := _call_rows(version, batch_id):
-                self._insert("spangrad_internal.trained_calls", ("Policy", "Branch", "BatchId", "Version", *_CALL_COLUMNS), calls)
+            for calls in _trained_calls(version, _CALL_COLUMNS):
+                self._insert_of_batch("trained_calls", _CALL_COLUMNS, version, calls)
+            for tokens in _trained_calls(version, _TOKEN_COLUMNS):
+                self._insert_of_batch("trained_tokens", _TOKEN_COLUMNS, version, tokens)
             if file_batch := file_batch_of(self._ledger.database, batch_id):
                 self._insert("spangrad_internal.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, file_batch))
         self._insert("spangrad_internal.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
@@ -100,18 +106,24 @@ class Mirror:
             for group, rollout in zip(groups, rollouts, strict=True)
         ]
 
+    def _insert_of_batch(self, table: str, columns: tuple[str, ...], version: LedgerVersion, calls: pl.DataFrame) -> None:
+        names = [version.policy_version.policy, version.branch, version.policy_version.batch_id or "", version.version]
+        rows: list[list[object]] = [[*names, *row] for row in calls.iter_rows()]
+        self._insert(f"spangrad_internal.{table}", ("Policy", "Branch", "BatchId", "Version", *columns), rows)
+
     def _insert(self, table: str, columns: tuple[str, ...], rows: list[list[object]]) -> None:
         with store_errors(self._url):
             self._client.insert(table, rows, column_names=columns)
 
 
-def _call_rows(version: LedgerVersion, batch_id: str) -> list[list[object]]:
-    """Return a row each call that made the version; none where its directory is gone, or it was made of files."""
+def _trained_calls(version: LedgerVersion, columns: tuple[str, ...]) -> Iterator[pl.DataFrame]:
+    """Yield columns of the calls that made a version, some calls at a time.
+
+    Nothing: its directory is gone, it was made of files, or by a release that recorded no such columns.
+    """
     file = Path(version.policy_version.path) / TRAINED_CALLS
-    if not file.is_file():
-        return []
-    names = [version.policy_version.policy, version.branch, batch_id, version.version]
-    return [[*names, *row] for row in pl.read_parquet(file, columns=list(_CALL_COLUMNS)).select(_CALL_COLUMNS).iter_rows()]
+    if file.is_file() and set(columns) <= set(pl.read_parquet_schema(file)):
+        yield from pl.read_parquet(file, columns=list(columns)).select(columns).iter_slices(_CALLS_AT_A_TIME)
 
 
 def _file_rows(version: LedgerVersion, batch_id: str, file_batch: FileBatch) -> list[list[object]]:

@@ -20,7 +20,7 @@ from spangrad.errors import BadRowsError, LedgerError
 from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import TensorSums
 from trainer.credit.learning import check
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, TokenValues
 from trainer.monitor import logprob_check
 from trainer.monitor.row_check import RowCheck
 from trainer.optim.phases import StepPhases
@@ -49,7 +49,8 @@ class VerlOptimizer:
         held = settings.alarms.logprob.held_versions
         self._versions_to_hold = settings.sampling.max_staleness if held is None else held
         self._held_versions = 0
-        self.token_advantages = np.zeros((0, 0), np.float32)
+        self.token_values = TokenValues(*[np.zeros((0, 0), np.float32)] * 2)
+        """Values of the sampled tokens in the last step."""
         self.pass_seconds: dict[str, float] = {}
         """Metrics of the last step: seconds_forward and seconds_backward of the first rank."""
 
@@ -107,8 +108,7 @@ class VerlOptimizer:
             self._workers.everywhere("undo_step")
             self._order.set_state(order)
             raise
-        if batch.chains:
-            self.token_advantages = phases.batch.advantages
+        self.token_values = phases.token_values()
         self.pass_seconds = self._workers.everywhere("pass_times")
         self._workers.everywhere("end_step")
         self._held_versions = min(self._held_versions + 1, self._versions_to_hold)

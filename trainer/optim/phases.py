@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
 from trainer.credit.estimators import over_tokens
-from trainer.data.batch import Batch, split, take
+from trainer.data.batch import Batch, TokenValues, split, take
 from trainer.monitor.row_check import RowCheck, blame_gradient
 from trainer.optim.losses.corrected import correct, correction_metrics
 from trainer.optim.losses.reshaped import corrected as reshaped_corrected
@@ -44,6 +44,8 @@ _METRIC_NAMES = {
     "mfu": "mfu",
 }
 """Names of verl's metrics of a step that are kept, with their names here. Not every loss has all of them."""
+_ENTROPY = "measured_entropy"
+"""Output of a pass with a loss: entropy (nats) of the distribution that each sampled token is from."""
 
 
 class StepPhases:
@@ -81,6 +83,10 @@ class StepPhases:
         self._first = self.several or settings.loss.recompute_logprobs
         self._logprobs: NDArray[np.float32] | None = None
         """Logprobs (nats) under the weights at the step's start. None: they were not computed before the first optimizer step."""
+        self._checked: NDArray[np.float32] | None = None
+        """Logprobs (nats) that were checked: those of the first pass. None: there was none."""
+        self._entropies: NDArray[np.float32] | None = None
+        """Entropies (nats) of the pass that found gradients at the step's start. None: no pass did."""
         self._of_check: dict[str, float] = {}
         self._of_batch: dict[str, float] = {}
         self._steps: list[dict[str, float]] = []
@@ -152,9 +158,15 @@ class StepPhases:
         self._begin_update()
         return metrics | self._of_critic
 
+    def token_values(self) -> TokenValues:
+        """Return what the phases computed of the sampled tokens; once the policy was updated."""
+        assert self._checked is not None
+        return TokenValues(self.batch.advantages, self._checked, self._entropies)
+
     def _of_loss(self) -> dict[str, float]:
         """Return the loss's metrics of a batch without a gradient, whose rows are checked now unless they were."""
-        passed = self._workers.pass_batch(PassKind.INFER, self.batch, "policy", "log_probs", entropy=self._has_entropy_term)
+        passed = self._workers.pass_batch(PassKind.INFER, self.batch, "policy", "log_probs", _ENTROPY, entropy=self._has_entropy_term)
+        self._entropies = passed.outputs[_ENTROPY]
         checked = {} if self._first else self._compared(self.batch, passed.outputs["log_probs"])
         return _kept(passed.metrics) | checked
 
@@ -224,8 +236,10 @@ class StepPhases:
 
     def _train(self, part: Batch) -> dict[str, float]:
         """Take one optimizer step on some rows of the batch, once their logprobs are checked; return its metrics."""
-        passed = self._workers.pass_batch(PassKind.ACCUMULATE, part, "policy", "log_probs", entropy=self._has_entropy_term)
+        names = ("log_probs",) if self.several else ("log_probs", _ENTROPY)
+        passed = self._workers.pass_batch(PassKind.ACCUMULATE, part, "policy", *names, entropy=self._has_entropy_term)
         metrics, logprobs = _kept(passed.metrics), passed.outputs["log_probs"]
+        self._entropies = passed.outputs.get(_ENTROPY)
         if not self._first:
             metrics |= self._compared(part, logprobs)
         self._begin_update()
@@ -240,6 +254,7 @@ class StepPhases:
             raise BadRowsError(str(error), {int(part.index[row]): reason for row, reason in error.rows.items()})
 
     def _compared(self, batch: Batch, logprobs: NDArray[np.float32]) -> dict[str, float]:
+        self._checked = logprobs
         return self._check.compare(batch, logprobs, functools.partial(self._earlier, batch))
 
     def _earlier(self, batch: Batch, chosen: NDArray[np.bool_], behind: int) -> NDArray[np.float32] | None:

@@ -21,7 +21,8 @@ def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data:
     Args:
         config: of `losses.actor_config`; verl's ppo_loss writes the batch's sizes into it.
         settings: loss, clipping, entropy and KL.
-        model_output: log_probs, and entropy or measured_entropy (`trainer.optim.losses.trained_logits`); jagged.
+        model_output: log_probs, and entropy or measured_entropy (`trainer.optim.losses.trained_logits`); jagged. Of the two the second is
+            left, without a gradient.
         data: the rows, with the batch's sizes (batch_num_tokens, global_batch_size, dp_size).
         dp_group: of the workers.
     """
@@ -55,6 +56,7 @@ def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data:
         metrics["kl_loss"] = Metric(AggregationType.SUM, divergence.detach())
     if measured is not None:
         metrics["entropy"] = mean(no_padding_2_padding(measured, data))
+        model_output["measured_entropy"] = measured.detach()
     if settings.loss.name in _CLIPPED and settings.loss.correction.objective != "reinforce":
         low, high = _clipped(config, settings, logprobs.detach().float() - data["old_log_probs"], data["advantages"], mask)
         metrics |= {"clip_low": mean(low), "clip_high": mean(high)}
