@@ -6,7 +6,7 @@ engine's order, and of n choices to p prompts, choice i answers prompt i // (n /
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -19,6 +19,10 @@ Logprob = Annotated[float, msgspec.Meta(ge=-3.4028234e38, le=3.4028234e38)]
 """A float of four bytes, finite."""
 Index = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
 """A choice's index; the store numbers choices in two bytes."""
+
+
+ALTERNATIVES_MOST = 50_000
+"""Largest number of alternatives that are kept of an answer, some 2 MB: 20 each of 2,500 tokens."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -49,6 +53,19 @@ class EngineFacts(msgspec.Struct, frozen=True):
     """`continuation.Rendered` of the prompt. None: no later call continues this one, or the answer was not finished."""
 
 
+class Alternative(msgspec.Struct, gc=False):
+    """Token that might have been sampled, with its logprob (nats)."""
+
+    token: str
+    logprob: Logprob
+
+
+class TokenAlternatives(Alternative, gc=False):
+    """Sampled token with the likeliest tokens in its place, in OpenAI's form of a chat."""
+
+    top_logprobs: list[Alternative] = []
+
+
 @dataclass(slots=True)
 class Choice:
     """One of the answer's choices."""
@@ -59,6 +76,13 @@ class Choice:
     """None: the answer was cut before the engine was done."""
     message: dict[str, Any] = field(default_factory=dict[str, Any])
     """The message assembled from a stream's parts; empty for whole answers, whose JSON is kept."""
+    alternatives: list[TokenAlternatives] = field(default_factory=list[TokenAlternatives])
+    """Alternatives of the first tokens, where the client asked for them (`EngineAnswer.add_alternatives`)."""
+
+    @property
+    def recorded_logprobs(self) -> dict[str, list[TokenAlternatives]] | None:
+        """Return the `logprobs` of the choice as they are recorded. None: there are no alternatives."""
+        return {"content": self.alternatives} if self.alternatives else None
 
 
 @dataclass(slots=True)
@@ -77,9 +101,18 @@ class EngineAnswer:
     failed: bool = False
     """True if a stream held an error of the engine, or something that is no part of an answer."""
     json: bytes | None = None
-    """A whole answer without its arrays. None: see `response_json`."""
+    """A whole answer without its arrays, but for alternatives. None: see `response_json`."""
     whole: Callable[[], dict[str, Any] | None] | None = None
     """Assembles a stream's parts into the whole answer. None: it was no stream."""
+    alternatives: int = 0
+    """Number of alternatives that arrived."""
+
+    def add_alternatives(self, choice: Choice, tokens: Iterable[TokenAlternatives]) -> None:
+        """Keep the alternatives of the next tokens of a choice, up to `ALTERNATIVES_MOST` in all choices."""
+        for token in tokens:
+            self.alternatives += len(token.top_logprobs)
+            if self.alternatives <= ALTERNATIVES_MOST:
+                choice.alternatives.append(token)
 
     @property
     def tokens_out(self) -> int:
@@ -91,7 +124,7 @@ class EngineAnswer:
         return [self.choices.get(index) or Choice() for index in range(max(self.choices, default=-1) + 1)]
 
     def response_json(self) -> bytes | None:
-        """Return the answer without its arrays, a stream's assembled into a whole answer. None: nothing arrived."""
+        """Return the answer without its arrays, but for alternatives, a stream's assembled into a whole answer. None: nothing arrived."""
         if self.json is not None or self.whole is None:
             return self.json
         whole = self.whole()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.answer import Choice, EngineAnswer, Logprob
+from gateway.dialects.answer import Choice, EngineAnswer, Logprob, TokenAlternatives
 from gateway.dialects.base import ClientRequest
 from gateway.dialects.choices import ChoicesDialect, KnownAnswer, ReadAnswer, ReadChoice
 from gateway.vllm_plugin.request_fields import CHAT_PATH
@@ -27,10 +27,21 @@ class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Logprob] | None = None
 
 
+class _LogprobsWithAlternatives(msgspec.Struct, gc=False):
+    content: list[TokenAlternatives] | None = None
+
+
 class _Choice(ReadChoice, gc=False):
     """A choice; of a chunk, with a delta."""
 
     logprobs: _Logprobs | UnsetType | None = UNSET
+    delta: dict[str, Any] | UnsetType = UNSET
+
+
+class _ChoiceWithAlternatives(ReadChoice, gc=False):
+    """A choice of an answer to a client that asked for alternatives."""
+
+    logprobs: _LogprobsWithAlternatives | UnsetType | None = UNSET
     delta: dict[str, Any] | UnsetType = UNSET
 
 
@@ -54,7 +65,7 @@ class _ToolCall(msgspec.Struct):
     function: _Function | None = None
 
 
-class ChatDialect(ChoicesDialect[_Choice]):
+class ChatDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
     """OpenAI's chat completions."""
 
     path = CHAT_PATH
@@ -63,16 +74,17 @@ class ChatDialect(ChoicesDialect[_Choice]):
     conversation = frozenset({"messages"})
 
     read_answer = msgspec.json.Decoder(ReadAnswer[_Choice])
+    read_alternatives = msgspec.json.Decoder(ReadAnswer[_ChoiceWithAlternatives])
     known_answer = msgspec.json.Decoder(KnownAnswer[_KnownChoice])
     choice_in_order = ("index", "message", "delta", "logprobs", "finish_reason", "stop_reason", "token_ids", "routed_experts")
 
-    def read_top(self, answer: EngineAnswer, top: ReadAnswer[_Choice]) -> None:
+    def read_top(self, answer: EngineAnswer, top: ReadAnswer[_Choice | _ChoiceWithAlternatives]) -> None:
         """See `ChoicesDialect`."""
         super().read_top(answer, top)
         if top.prompt_token_ids and not answer.prompts:
             answer.prompts = [top.prompt_token_ids]
 
-    def read_choice(self, answer: EngineAnswer, choice: _Choice, request: ClientRequest) -> bool:
+    def read_choice(self, answer: EngineAnswer, choice: _Choice | _ChoiceWithAlternatives, request: ClientRequest) -> bool:
         """See `ChoicesDialect`."""
         kept = answer.choices.get(choice.index) or Choice()
         delta = choice.delta or {}
@@ -80,6 +92,8 @@ class ChatDialect(ChoicesDialect[_Choice]):
         answer.choices[choice.index] = kept
         kept.token_ids += choice.token_ids or []
         kept.logprobs += [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]
+        if isinstance(choice, _ChoiceWithAlternatives):
+            answer.add_alternatives(kept, (choice.logprobs and choice.logprobs.content) or [])
         kept.finish_reason = choice.finish_reason or kept.finish_reason
         # A chunk that has no ids came from an upstream that was not asked for any: nothing of it is ours to leave out.
         return bool(delta) or choice.finish_reason not in (None, UNSET) or choice.token_ids is UNSET
@@ -87,7 +101,7 @@ class ChatDialect(ChoicesDialect[_Choice]):
     def whole(self, answer: EngineAnswer) -> dict[str, Any]:
         """See `ChoicesDialect`."""
         choices = [
-            {"index": index, "message": choice.message, "finish_reason": choice.finish_reason}
+            {"index": index, "message": choice.message, "logprobs": choice.recorded_logprobs, "finish_reason": choice.finish_reason}
             for index, choice in sorted(answer.choices.items())
         ]
         return {"id": answer.id, "object": "chat.completion", "model": answer.model, "choices": choices, "usage": answer.usage}

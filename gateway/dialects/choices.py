@@ -85,6 +85,8 @@ class ChoicesDialect(ABC, Generic[_C]):
     """Decoder of a `KnownAnswer`."""
     choice_in_order: tuple[str, ...]
     """All fields of a choice in a `KnownAnswer`, in the order of vLLM's answers."""
+    read_alternatives: msgspec.json.Decoder[Any] | None = None
+    """Decoder of answers with alternatives. None: the dialect's alternatives are not recorded."""
 
     def parse(self, raw: bytes) -> ClientRequest:
         """See `Dialect`."""
@@ -92,8 +94,9 @@ class ChoicesDialect(ABC, Generic[_C]):
 
     def read(self, body: bytes, request: ClientRequest) -> tuple[EngineAnswer, bytes]:
         """See `Dialect`."""
-        known = self.known(body)
-        top = self.read_answer.decode(body) if known is None else known
+        alternatives = self.wants_alternatives(request)
+        known = None if alternatives else self.known(body)
+        top = self.decode(body, request) if known is None else known
         if top.choices is UNSET:
             raise ValueError("the answer has no `choices`")
         answer = EngineAnswer()
@@ -106,9 +109,28 @@ class ChoicesDialect(ABC, Generic[_C]):
             if not ids and not logprobs:
                 return answer, answer.json
         fields, choices = _fields_of(body)
-        if known is None:
+        if alternatives:
+            answer.json = encode(fields, _recorded(answer, top.choices, choices), ids=False, logprobs=True)
+        elif known is None:
             answer.json = encode(fields, choices, ids=False, logprobs=False)
         return answer, encode(fields, choices, ids=ids, logprobs=logprobs)
+
+    def wants_alternatives(self, request: ClientRequest) -> bool:
+        """Return whether the client asked for alternatives that are recorded."""
+        return self.read_alternatives is not None and bool(request.fields.get("top_logprobs"))
+
+    def decode(self, data: bytes, request: ClientRequest) -> ReadAnswer[_C]:
+        """Read an answer or chunk.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if self.read_alternatives and self.wants_alternatives(request):
+            try:
+                return self.read_alternatives.decode(data)
+            except msgspec.ValidationError:
+                pass  # alternatives in another form than OpenAI's are not recorded, which is no reason to call the answer failed
+        return self.read_answer.decode(data)
 
     def known(self, body: bytes) -> KnownAnswer[_C] | None:
         """Read an answer of known fields. None: it has others, or is none."""
@@ -182,7 +204,7 @@ class ChoicesStream(StreamReader):
 
     def _chunk(self, data: bytes) -> bytes:
         """Return what the client gets of a chunk; empty: nothing."""
-        top = self._dialect.read_answer.decode(data)
+        top = self._dialect.decode(data, self._request)
         if top.error is not UNSET:
             self.answer.failed = True
         self._dialect.read_top(self.answer, top)
@@ -191,6 +213,15 @@ class ChoicesStream(StreamReader):
         if choices and not any(has_content) and not self._ids and not self._logprobs:
             return b""
         return encode(*_fields_of(data), ids=self._ids, logprobs=self._logprobs)
+
+
+def _recorded(answer: EngineAnswer, read: Iterable[ReadChoice], choices: _Choices) -> _Choices:
+    """Return the fields of choices with the alternatives that are kept in the place of all their logprobs."""
+    logprobs = [answer.choices[choice.index].recorded_logprobs for choice in read]
+    return [
+        {name: Raw(msgspec.json.encode(kept)) if name == "logprobs" else value for name, value in choice.items()}
+        for choice, kept in zip(choices, logprobs, strict=True)
+    ]
 
 
 def _present(struct: msgspec.Struct, names: Iterable[str]) -> dict[str, Any]:

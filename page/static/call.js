@@ -86,8 +86,8 @@ const LEGENDS = {
 
 function drawLegend() {
   const entries = overlay.value === "version" ? distinct.flatMap((version, at) => [`version-${at % VERSION_COLOURS}`, `version ${version}`]) : LEGENDS[overlay.value];
-  const values = { advantage: [advantage()], ratio: chosen()?.logprobs, entropy: chosen()?.entropies }[overlay.value];
-  const missing = !values ? "" : chosen() === null ? " No step has trained this call." : values.length ? "" : " The step recorded none.";
+  const values = { advantage: () => [chosen().Advantage], ratio: () => chosen().logprobs, entropy: () => chosen().entropies }[overlay.value];
+  const missing = !values ? "" : chosen() === null ? " No step has trained this call." : values().length ? "" : " The step recorded none.";
   const pairs = [];
   for (let at = 0; at < entries.length; at += 2) pairs.push(h("span", { class: `token ${entries[at]}` }, entries[at + 1]), " ");
   put("legend", pairs, missing);
@@ -107,7 +107,7 @@ function describe(part, sequence, index) {
     const value = logprobs[index];
     if (value !== undefined && value !== null) words.push(`logprob ${number(value, 4)}`, `probability ${number(Math.exp(value), 3)}`);
     if (versionAt(index) !== null) words.push(`version ${versionAt(index)}`);
-    const others = alternatives.length === call.response.ids.length ? alternatives[index] : [];
+    const others = alternatives.length <= call.response.ids.length ? alternatives[index] ?? [] : [];
     if (others.length) words.push(`likeliest: ${others.map((other) => `${JSON.stringify(other.token)} ${number(Math.exp(other.logprob), 3)}`).join(", ")}`);
     if (ratio(index) !== null) words.push(`importance ratio ${number(ratio(index), 4)}`);
     if (entropy(index) !== null) words.push(`entropy ${number(entropy(index))} nats`);

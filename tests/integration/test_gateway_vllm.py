@@ -18,6 +18,8 @@ import msgspec
 import pytest
 from clickhouse_connect.driver.client import Client
 
+from page.call_view import CallPlace, alternatives
+from page.reading import PageStore
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
@@ -187,6 +189,21 @@ def test_gateway_calls_are_stored_with_tokens_of_engine(gateway: Settings, engin
         (1, direct["prompt_token_ids"], 5),
     ]
     assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) > 0 for row in (first, second))
+
+
+def test_page_shows_alternatives_that_the_agent_asked_the_gateway_for(gateway: Settings, rows: Callable[[str], list[Any]]) -> None:
+    prefix = f"{gateway.gateway.url}/rollout/alternatives/attempt/0"
+    asked = {**GREEDY, "logprobs": True, "top_logprobs": 3}
+    answer = fetch(prefix + CHAT, asked)
+    post(prefix + CHAT, {**asked, "stream": True})
+    fetch(prefix + CHAT, {**GREEDY, "logprobs": True})
+    content = answer["choices"][0]["logprobs"]["content"]
+    expected = [[(other["token"], pytest.approx(other["logprob"], abs=1e-5)) for other in token["top_logprobs"]] for token in content]
+    assert {len(others) for others in expected} == {3}
+    store = PageStore(gateway.store)
+    shown = [alternatives(store, CallPlace("alternatives", row["TraceId"], row["SpanId"])) for row in rows("alternatives", 3)]
+    store.close()
+    assert [[[(other["token"], other["logprob"]) for other in others] for others in call] for call in shown] == [expected, expected, []]
 
 
 def test_gateway_stream_cut_by_client_records_tokens_so_far(gateway: Settings, rows: Callable[[str], list[Any]]) -> None:
