@@ -101,7 +101,12 @@ class ChatDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
     def whole(self, answer: EngineAnswer) -> dict[str, Any]:
         """See `ChoicesDialect`."""
         choices = [
-            {"index": index, "message": choice.message, "logprobs": choice.recorded_logprobs, "finish_reason": choice.finish_reason}
+            {
+                "index": index,
+                "message": choice.message,
+                **({"logprobs": choice.recorded_logprobs} if choice.alternatives else {}),
+                "finish_reason": choice.finish_reason,
+            }
             for index, choice in sorted(answer.choices.items())
         ]
         return {"id": answer.id, "object": "chat.completion", "model": answer.model, "choices": choices, "usage": answer.usage}
