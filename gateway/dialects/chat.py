@@ -73,7 +73,7 @@ class ChatDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
     length_fields: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
     conversation = frozenset({"messages"})
 
-    read_answer = msgspec.json.Decoder(ReadAnswer[_Choice])
+    read_answer: msgspec.json.Decoder[Any] = msgspec.json.Decoder(ReadAnswer[_Choice])
     read_alternatives = msgspec.json.Decoder(ReadAnswer[_ChoiceWithAlternatives])
     known_answer = msgspec.json.Decoder(KnownAnswer[_KnownChoice])
     choice_in_order = ("index", "message", "delta", "logprobs", "finish_reason", "stop_reason", "token_ids", "routed_experts")
@@ -91,9 +91,9 @@ class ChatDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
         _merge(kept.message, delta)
         answer.choices[choice.index] = kept
         kept.token_ids += choice.token_ids or []
-        kept.logprobs += [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]
-        if isinstance(choice, _ChoiceWithAlternatives):
+        if isinstance(choice, _ChoiceWithAlternatives) and len(kept.alternatives) == len(kept.logprobs):  # none was left out before
             answer.add_alternatives(kept, (choice.logprobs and choice.logprobs.content) or [])
+        kept.logprobs += [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]
         kept.finish_reason = choice.finish_reason or kept.finish_reason
         # A chunk that has no ids came from an upstream that was not asked for any: nothing of it is ours to leave out.
         return bool(delta) or choice.finish_reason not in (None, UNSET) or choice.token_ids is UNSET

@@ -83,3 +83,18 @@ def test_alternatives_of_another_form_are_no_failure_of_the_answer(name: str) ->
     assert recorded(answer) == [None, None]
     assert not answer.failed
     assert all(len(choice.token_ids) == len(choice.logprobs) > 0 for choice in answer.ordered())
+
+
+def test_alternatives_after_a_chunk_without_are_left_out() -> None:
+    """What is kept stands at the places of the first tokens."""
+    given = golden("chat-two-stream")
+    events = given["plugged"]["body"].encode().split(b"\n\n")
+    fourth = [at for at, event in enumerate(events) if b'"top_logprobs":[{' in event][3]
+    events[fourth] = events[fourth].replace(b'"top_logprobs":[', b'"top_logprobs":[null,')
+    answer = read(given, b"\n\n".join(events))
+    counts = [(len(choice.alternatives), len(choice.logprobs)) for choice in answer.ordered()]
+    assert sorted(kept < tokens for kept, tokens in counts) == [False, True]
+    whole = expected(golden("chat-two"))
+    assert [logprobs["content"] for logprobs in recorded(answer)] == [
+        choice["content"][: len(kept.alternatives)] for choice, kept in zip(whole, answer.ordered(), strict=True)
+    ]
