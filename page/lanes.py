@@ -1,7 +1,7 @@
-"""Lanes over time: what trainer, engines and rollouts did beside each other during some steps of a branch.
+"""Lanes over time: what trainer, backends and rollouts did beside each other during some steps of a branch.
 
 In: a branch, a number of steps. Out: plain values for JSON; times in milliseconds after the first step's begin. Invariant: the trainer's
-stages are its own spans; calls and rollouts under way are counted over equal parts of the time, each as long as it lasted.
+stages are its own spans; calls of each backend and rollouts under way are counted over equal parts of the time, each as long as it lasted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from page.reading import PageStore
 from spangrad import semconv
+from spangrad.store.backend_calls import backend_calls_sql
 
 STEPS_MOST = 50
 """Largest number of steps that are shown beside each other."""
@@ -28,26 +29,27 @@ SELECT ParentSpanId, SpanName, toUnixTimestamp64Nano(Timestamp) AS Began, Durati
 WHERE ServiceName = 'spangrad-trainer' AND TraceId IN {traces:Array(String)} AND ParentSpanId IN {spans:Array(String)}
 ORDER BY Began LIMIT 1 BY ParentSpanId, SpanName, Began
 """
+_WINDOW = """Timestamp > fromUnixTimestamp64Nano({begin:Int64}) - INTERVAL 1 DAY
+        AND Timestamp < fromUnixTimestamp64Nano({end:Int64}) AND Duration > 0
+        AND toUnixTimestamp64Nano(Timestamp) + toInt64(Duration) > {begin:Int64}"""
 _UNDER_WAY = """
-SELECT part, sum(least(ended, {{begin:Int64}} + (part + 1) * {{width:Int64}}) - greatest(began, {{begin:Int64}} + part * {{width:Int64}}))
+SELECT lane, part, sum(least(ended, {{begin:Int64}} + (part + 1) * {{width:Int64}}) - greatest(began, {{begin:Int64}} + part * {{width:Int64}}))
         / {{width:Int64}} AS UnderWay
 FROM (
-    SELECT toUnixTimestamp64Nano(Timestamp) AS began, began + toInt64(Duration) AS ended,
+    SELECT {lane} AS lane, toUnixTimestamp64Nano(Timestamp) AS began, began + toInt64(Duration) AS ended,
         arrayJoin(range(toUInt32(greatest(intDiv(began - {{begin:Int64}}, {{width:Int64}}), 0)),
             toUInt32(least(intDiv(ended - {{begin:Int64}}, {{width:Int64}}), {{parts:UInt32}} - 1) + 1))) AS part
-    FROM {table}
-    WHERE {condition} AND Timestamp > fromUnixTimestamp64Nano({{begin:Int64}}) - INTERVAL 1 DAY
-        AND Timestamp < fromUnixTimestamp64Nano({{end:Int64}}) AND Duration > 0
-        AND toUnixTimestamp64Nano(Timestamp) + toInt64(Duration) > {{begin:Int64}}
+    FROM {table} AS t
+    WHERE {condition}
 )
-GROUP BY part
+GROUP BY lane, part
 """
-_CALLS = _UNDER_WAY.format(table="spangrad.calls", condition="Policy = {policy:String} AND ChoiceIndex = 0")
-_ATTEMPTS = _UNDER_WAY.format(table="spangrad.attempts", condition="true")
+_CALLS = _UNDER_WAY.format(lane="Backend", table=backend_calls_sql(_WINDOW), condition="Policy = {policy:String}")
+_ATTEMPTS = _UNDER_WAY.format(lane="''", table="spangrad.attempts", condition=_WINDOW)
 
 
 def lanes_view(store: PageStore, policy: str, branch: str, newest: int, most: int) -> dict[str, Any]:
-    """Return the stages of steps, and calls and rollouts under way meanwhile.
+    """Return the stages of steps, and calls by backend and rollouts under way meanwhile.
 
     Args:
         store: store of the spans.
@@ -58,7 +60,7 @@ def lanes_view(store: PageStore, policy: str, branch: str, newest: int, most: in
     """
     steps = store.rows(_STEPS, {"policy": policy, "branch": branch, "newest": newest, "most": min(most, STEPS_MOST)})[::-1]
     if not steps:
-        return {"steps": [], "stages": [], "calls": [], "rollouts": [], "seconds": 0}
+        return {"steps": [], "stages": [], "backends": [], "rollouts": [], "seconds": 0}
     begin, end = steps[0]["Began"], max(step["Began"] + step["Duration"] for step in steps)
     places = {"traces": sorted({step["TraceId"] for step in steps}), "spans": [step["SpanId"] for step in steps]}
     versions = {step["SpanId"]: step["Version"] for step in steps}
@@ -70,8 +72,8 @@ def lanes_view(store: PageStore, policy: str, branch: str, newest: int, most: in
             _bar(stage, begin) | {"stage": stage["SpanName"], "version": versions[stage["ParentSpanId"]]}
             for stage in store.rows(_STAGES, places)
         ],
-        "calls": _counts(store.rows(_CALLS, of_time)),
-        "rollouts": _counts(store.rows(_ATTEMPTS, of_time)),
+        "backends": [{"backend": name, "calls": counts} for name, counts in sorted(_lanes(store.rows(_CALLS, of_time)).items())],
+        "rollouts": _lanes(store.rows(_ATTEMPTS, of_time)).get("", [0.0] * PARTS),
         "seconds": (end - begin) / 1e9,
     }
 
@@ -80,6 +82,9 @@ def _bar(span: dict[str, Any], begin: int) -> dict[str, float]:
     return {"start": (span["Began"] - begin) / 1e6, "duration": span["Duration"] / 1e6}
 
 
-def _counts(rows: list[dict[str, Any]]) -> list[float]:
-    counts = {row["part"]: row["UnderWay"] for row in rows}
-    return [counts.get(part, 0.0) for part in range(PARTS)]
+def _lanes(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return how many were under way in each part of the time, by lane."""
+    lanes: dict[str, list[float]] = {}
+    for row in rows:
+        lanes.setdefault(row["lane"], [0.0] * PARTS)[row["part"]] = row["UnderWay"]
+    return lanes

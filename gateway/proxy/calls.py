@@ -226,7 +226,7 @@ class Calls:
 
     async def _forward(self, exchange: _Exchange, lease: BackendLease) -> web.StreamResponse:
         request, facts, backend = exchange.request, exchange.facts, lease.backend
-        facts.provider = backend.provider
+        facts.provider, facts.backend = backend.provider, backend.name
         if backend.is_engine:
             facts.request = facts.request.sampled(self._counts.announced(facts.context.attempt).sampling)
         if backend.is_engine and facts.context.mode == Mode.GREEDY:

@@ -27,6 +27,7 @@ _NOT_TEXT = frozenset(
     {
         # Our own, or the rollout's id, without which the call belongs to no rollout.
         semconv.RUN_ID,
+        semconv.BACKEND_NAME,
         semconv.ROLLOUT_ID,
         semconv.ROLLOUT_MODE,
         semconv.PROCESS_ID,

@@ -57,6 +57,8 @@ class CallFacts:
     started_ns: int
     provider: str = PROVIDER
     """SpanKind of the upstream that answers (`gen_ai.provider.name`)."""
+    backend: str | None = None
+    """Name of the backend that the call was forwarded to last. None: to none."""
     answer: EngineAnswer = field(default_factory=EngineAnswer)
     http_status: int | None = None
     """HTTP status of the response to the client. None: the client disconnected before one."""
@@ -101,6 +103,7 @@ def _identity(facts: CallFacts, process_id: str) -> dict[str, Value]:
         semconv.GEN_AI_OPERATION: facts.request.dialect.operation,
         semconv.HTTP_ROUTE: facts.request.dialect.path,
         semconv.GEN_AI_PROVIDER: facts.provider,
+        semconv.BACKEND_NAME: facts.backend,
         semconv.RUN_ID: context.run_id,
         semconv.ROLLOUT_ID: context.attempt.rollout_id if context.attempt else None,
         semconv.ROLLOUT_ATTEMPT: context.attempt.number if context.attempt else None,

@@ -1,4 +1,4 @@
-// Lanes over time: steps and their stages above calls and rollouts under way.
+// Lanes over time: steps and their stages above calls of each backend and rollouts under way.
 import { address, duration, h, number } from "/static/dom.js";
 
 const COLOURS = 8;
@@ -10,6 +10,10 @@ export function lanesPicture(found, place) {
   const share = (stage) => found.stages.filter((bar) => bar.stage === stage).reduce((sum, bar) => sum + bar.duration, 0) / total;
   const lane = (name, kind, children, described) => [h("span", { class: "small" }, name),
     h("div", { class: `lane ${kind}`, role: "img", "aria-label": described }, children)];
+  const busiest = Math.max(...found.backends.flatMap(({ calls }) => calls), 1e-9);
+  // A node is in one place: each lane has bands of its own.
+  const publications = () => found.stages.filter((bar) => bar.stage === "publish").map((bar) => h("div", { class: "publication", style: at(bar),
+    title: `publication of version ${bar.version}: ${duration(bar.duration)}` }));
   const described = stages.map((stage) => `${stage} ${Math.round(100 * share(stage))} %`).join(", ");
   return [
     h("p", { class: "legend small" }, `${duration(total)} of ${found.steps.length} steps.`,
@@ -20,12 +24,15 @@ export function lanesPicture(found, place) {
         title: `version ${bar.version}, ${duration(bar.duration)}` }, `v${bar.version}`))),
       lane("Trainer", "", found.stages.map((bar) => h("div", { class: `stage stage-${stages.indexOf(bar.stage) % COLOURS}`, style: at(bar),
         title: `${bar.stage} of version ${bar.version}: ${duration(bar.duration)}` })), `Stages of the trainer: ${described}`),
-      counts("Engine calls", found.calls, lane), counts("Rollouts", found.rollouts, lane)))];
+      found.backends.map(({ backend, calls }) => counts(backend ? `Calls of ${backend}` : "Engine calls", calls, lane, busiest, publications())),
+      counts("Rollouts", found.rollouts, lane)))];
 }
 
-function counts(name, values, lane) {
-  const most = Math.max(...values, 1e-9);
+// Bars of counts; lanes that are compared have one scale.
+function counts(name, values, lane, most = Math.max(...values, 1e-9), bands = []) {
   const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
-  return lane(`${name}, at most ${number(most)}`, "counts", values.map((value) => h("div", { class: "bar", style: { height: `${(100 * value) / most}%` } })),
-    `${name} under way: ${number(mean)} on average, ${number(most)} at most`);
+  const largest = Math.max(...values);
+  const bars = values.map((value) => h("div", { class: "bar", style: { height: `${(100 * value) / most}%` } }));
+  return lane(`${name}, at most ${number(largest)}`, "counts", [...bars, ...bands],
+    `${name} under way: ${number(mean)} on average, ${number(largest)} at most`);
 }

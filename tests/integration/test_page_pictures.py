@@ -65,14 +65,20 @@ def test_page_leads_from_overview_to_failure_and_version_in_five_clicks(browser:
     visitor.close()
 
 
-def test_training_page_shows_lanes_of_trainer_engines_and_rollouts(browser: Browser, url: str) -> None:
+def test_training_page_shows_lanes_of_trainer_backends_and_rollouts(browser: Browser, url: str) -> None:
     visitor = Visitor(browser, url, viewport=SIZE)
     page = visitor.open("/training")
     assert page.locator(".lane .step").all_inner_texts() == [f"v{version}" for version in range(VERSIONS - STEPS + 1, VERSIONS + 1)]
     shares = {stage: round(100 * STEPS * seconds / (STEPS * (sum(STAGES.values()) + 1) - 1)) for stage, seconds in STAGES.items()}
     described = ", ".join(f"{stage} {share} %" for stage, share in shares.items())
     expect(page.get_by_role("img", name=f"Stages of the trainer: {described}")).to_be_visible()
-    expect(page.get_by_role("img", name="Engine calls under way")).to_be_visible()
+    lanes = [page.get_by_role("img", name=f"Calls of engine-{number} under way") for number in range(2)]
+    for lane in lanes:
+        expect(lane).to_be_visible()
+        expect(lane.locator(".publication")).to_have_count(STEPS)
+    heights = [lane.locator(".bar").evaluate_all("bars => bars.map(bar => parseFloat(bar.style.height))") for lane in lanes]
+    assert max(max(lane) for lane in heights) == 100, "the busiest part of all backends"
+    assert all(any(lane) for lane in heights)
     expect(page.get_by_role("img", name="Rollouts under way")).to_be_visible()
     page.locator(".lane .step").last.click()
     expect(page.locator("h1")).to_have_text(f"policy@{VERSIONS}")

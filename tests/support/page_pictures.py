@@ -41,7 +41,7 @@ CITIES = ("rome", "oslo", "paris", "lima", "cairo", "quito")
 GROUP_SIZE = 4
 STEPS = 8
 """Number of newest steps that the trainer sent spans of."""
-STAGES = {"idle": 3.0, "load": 1.0, "credit": 0.5, "train": 12.0, "checkpoint": 2.0}
+STAGES = {"idle": 3.0, "load": 1.0, "credit": 0.5, "train": 12.0, "checkpoint": 2.0, "publish": 0.5}
 """Stage of a step -> its seconds."""
 FAILED = "rome-1"
 """A rollout that failed, and that version 24 was trained on."""
@@ -113,6 +113,7 @@ class TrainingPictures:
         self.spans.spans[-1]["Attributes"] = {
             "spangrad.request.json": json.dumps({"model": POLICY, "messages": messages}),
             "spangrad.response.json": json.dumps(answer),
+            "spangrad.backend.name": f"engine-{len(response) % 2}",
         }
         self.spans.spans[-1]["Duration"] = 1_500_000_000
         return span

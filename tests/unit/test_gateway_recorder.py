@@ -92,6 +92,7 @@ async def test_recorder_failure_leaves_minimal_span_and_client_answer(monkeypatc
             "gen_ai.operation.name": "chat",
             "http.route": "/v1/chat/completions",
             "gen_ai.provider.name": "vllm",
+            "spangrad.backend.name": "policy-0",
             "spangrad.run.id": "run",
             "spangrad.rollout.id": "r1",
             "spangrad.rollout.attempt": 2,

@@ -71,6 +71,7 @@ async def test_gateway_call_span_has_attributes_for_training(stage: Stage) -> No
         "gen_ai.operation.name": "chat",
         "http.route": "/v1/chat/completions",
         "gen_ai.provider.name": "vllm",
+        "spangrad.backend.name": "policy-0",
         "gen_ai.request.model": "policy",
         "gen_ai.response.model": "policy",
         "gen_ai.response.id": "chatcmpl-1",
