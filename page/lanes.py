@@ -33,7 +33,8 @@ _WINDOW = """Timestamp > fromUnixTimestamp64Nano({begin:Int64}) - INTERVAL 1 DAY
         AND Timestamp < fromUnixTimestamp64Nano({end:Int64}) AND Duration > 0
         AND toUnixTimestamp64Nano(Timestamp) + toInt64(Duration) > {begin:Int64}"""
 _UNDER_WAY = """
-SELECT lane, part, sum(least(ended, {{begin:Int64}} + (part + 1) * {{width:Int64}}) - greatest(began, {{begin:Int64}} + part * {{width:Int64}}))
+SELECT lane, part,
+    sum(least(ended, {{begin:Int64}} + (part + 1) * {{width:Int64}}) - greatest(began, {{begin:Int64}} + part * {{width:Int64}}))
         / {{width:Int64}} AS UnderWay
 FROM (
     SELECT {lane} AS lane, toUnixTimestamp64Nano(Timestamp) AS began, began + toInt64(Duration) AS ended,
