@@ -97,13 +97,11 @@ def test_loss_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlO
     steps = {count: step(optimizer, chosen, batch_of(rows, worth, optimizer)) for count, optimizer in optimizers.items()}
     require_alike(steps)
     assert steps[0]["grad_norm"] > 0
-    alone = optimizers[0].token_values
+    alone, ranks = optimizers[0].token_values, optimizers[2].token_values
     assert alone.entropies is not None
-    for ranks in (1, 2):
-        values = optimizers[ranks].token_values
-        assert values.entropies is not None
-        assert values.logprobs[:ROWS] == pytest.approx(alone.logprobs[:ROWS], abs=1e-4)
-        assert values.entropies[:ROWS] == pytest.approx(alone.entropies[:ROWS], abs=1e-4)
+    assert ranks.entropies is not None
+    assert ranks.logprobs[:ROWS] == pytest.approx(alone.logprobs[:ROWS], abs=1e-4)
+    assert ranks.entropies[:ROWS] == pytest.approx(alone.entropies[:ROWS], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", mostly_slow([name for name, facts in learning.ESTIMATORS.items() if not facts.by_token]))
