@@ -16,6 +16,7 @@ EXAMPLE = Example(
     measure="repositories repaired",
     settings={
         "engine.max_model_len": 512,
+        "trainer.loss.entropy_coef": 0.0,
         "runner.concurrency": 12,  # sandboxes of a worker at once: a command has a time limit
     },
 )

@@ -1,7 +1,7 @@
 """The repairing model: it knows the form of commands and edits, and to copy names, and seldom which code a comment means.
 
 In: a directory and a seed. Out: there, the model after supervised steps on made-up transcripts of a simulated sandbox. In those each step
-is the sensible one with probability 0.9, and the operation of an edit the right one with 0.2, else drawn blindly. Held-out comments are
+is the sensible one with probability 0.9, and the operation of an edit the right one with 0.35, else drawn blindly. Held-out comments are
 never shown.
 """
 
@@ -17,7 +17,7 @@ from examples.code_repair.task import WORDS, prompt, repository
 from examples.learning.tiny import Transcript, make_model, model_command
 
 SENSIBLE = 0.9
-RIGHT_OPERATION = 0.2
+RIGHT_OPERATION = 0.35
 STEPS = 500
 ROWS = 32
 DONE = "done"

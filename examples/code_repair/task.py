@@ -9,13 +9,24 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from examples.code_repair.repository import HEADERS, MODULES, NAMES, OPERATIONS, SIZE, Expression, Repository, comment_of, repository_of
+from examples.code_repair.repository import (
+    HEADERS,
+    MODULES,
+    NAMES,
+    OPERATIONS,
+    SIZE,
+    Expression,
+    Repository,
+    cases_of,
+    comment_of,
+    repository_of,
+)
 from examples.learning.example import Question, Questions
 from runner.sandboxes.engines import SandboxEngine
 from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
@@ -26,6 +37,10 @@ ASKED = 128
 HELD_OUT_SEED = 99
 HELD_OUT_SHARE = 0.2
 HIDDEN = Path(__file__).resolve().parent / "hidden"
+HIDDEN_CASES = 24
+"""Random hidden tests of a function."""
+SAME = (1, 7)
+"""Arguments that are all the same in a further hidden test each: there comparisons differ."""
 LIMITS = SandboxLimits(processes=32, memory_bytes=2**29, disk_bytes=2**20)
 _SECONDS = 10.0
 
@@ -70,14 +85,23 @@ def engine() -> SandboxEngine:
     return prepare(SandboxPolicy(HIDDEN, (), {}, False, LIMITS))
 
 
+def hidden_tests(rng: random.Random, parameters: Sequence[str], operation: str, operands: Sequence[str]) -> list[list[Any]]:
+    """Draw the hidden tests of a function: lists of arguments, and what it should return for each."""
+    first, second = operands
+    right = Expression(operation, (first, second))
+    cases = [*cases_of(rng, HIDDEN_CASES), *((number,) * len(parameters) for number in SAME)]
+    return [list(map(list, cases)), [right.value(dict(zip(parameters, case, strict=True))) for case in cases]]
+
+
 async def evaluate(given: Mapping[str, Any], output: Mapping[str, str]) -> float:
     """Return 1 where all hidden tests pass with the files that the agent left."""
-    hidden = json.dumps({"right": given["right"], "seed": given["seed"]})
+    rng = random.Random(given["seed"])
+    hidden = json.dumps({name: hidden_tests(rng, *right) for name, right in given["right"].items()})
     async with open_sandbox(await asyncio.to_thread(engine)) as sandbox:
         root = f"{sandbox.home}/repository"
         for name in given["right"]:
             await sandbox.write(f"{root}/{name}.py", output.get(f"{name}.py", "").encode(errors="replace"))
-        command = ["python3", "-B", "-I", str(HIDDEN / "check.py"), root]
+        command = ["python3", "-BIS", str(HIDDEN / "check.py"), root]
         result = await sandbox.run(command, stdin=hidden.encode(), timeout_seconds=_SECONDS)
     return float(result.exit_code == 0)
 

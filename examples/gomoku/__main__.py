@@ -23,6 +23,7 @@ EXAMPLE = Example(
         "trainer.credit.gamma": 0.5,
         "trainer.loss.entropy_coef": 0.0,
         "trainer.optim.mini_batches": 2,
+        "trainer.optim.schedule": "cosine",
     },
 )
 

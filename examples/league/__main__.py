@@ -89,7 +89,7 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     write_questions(directory / "train.jsonl", "train", drawn.train)
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out[:held_out])
     (port,) = free_ports(1)
-    values = league_settings(directory, seed, port)
+    values = league_settings(directory, seed, steps, port)
     settings = load_settings(values)
     write_settings(directory / SETTINGS, explain_settings(values))
     older = {**values, "gateway.policy": PAST, "engine.port": port, "engine.model": str(directory / f"model-{PAST}")}
@@ -120,16 +120,17 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     return report
 
 
-def league_settings(directory: Path, seed: int, port: int) -> dict[str, object]:
+def league_settings(directory: Path, seed: int, steps: int, port: int) -> dict[str, object]:
     """Return the settings of the run, by dotted key.
 
     Args:
         directory: of the run.
         seed: of sampling.
+        steps: training steps.
         port: of the engine that serves an older version.
     """
     return {
-        **example_settings(EXAMPLE, directory, seed),
+        **example_settings(EXAMPLE, directory, seed, steps),
         "gateway.policy": NAME,
         "gateway.backends": [{"url": f"http://127.0.0.1:{port}", "policy": PAST}],
         "builder.selection": {"policies": f"{NAME}|{PAST}"},

@@ -88,7 +88,7 @@ def _run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, 
     drawn = example.questions(seed, example.groups * (1 + steps + steps // STAND_IN))
     write_questions(directory / "train.jsonl", "train", drawn.train)
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out)
-    values = example_settings(example, directory, seed)
+    values = example_settings(example, directory, seed, steps)
     engines = _judge(example, directory, values)
     values["gateway.backends"] = [{"url": url, "policy": example.judge} for url in engines.values()]
     settings = load_settings(values)
@@ -128,7 +128,7 @@ def keep_to_cores() -> None:
         os.environ.setdefault(name, value)
 
 
-def example_settings(example: Example, directory: Path, seed: int) -> dict[str, object]:
+def example_settings(example: Example, directory: Path, seed: int, steps: int) -> dict[str, object]:
     """The settings of a run, by dotted key: those of the demo, the rates of the three tasks, the example's own."""
     parser = CHECKOUT / "examples" / "learning" / "word_calls.py"
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "words", "--tool-parser-plugin", str(parser)]
@@ -139,6 +139,7 @@ def example_settings(example: Example, directory: Path, seed: int) -> dict[str, 
         "builder.rules": [],
         "builder.poll_seconds": POLL_SECONDS,
         "trainer.run_id": example.name,
+        "trainer.max_steps": steps + 1,  # the trainer stays after the last step, to measure what is served
         "trainer.poll_seconds": POLL_SECONDS,
         "trainer.sampling.groups_per_batch": example.groups,
         "trainer.optim.mini_batches": 1,

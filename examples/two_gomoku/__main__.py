@@ -70,7 +70,7 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out[:held_out])
     (port,) = free_ports(1)
     first, second = ROLES
-    files = policy_settings(directory, seed, port)
+    files = policy_settings(directory, seed, steps, port)
     for policy, values in files.items():
         write_settings(directory / (SETTINGS if policy == first else f"{policy}.toml"), explain_settings(values))
     settings = load_settings(files[first])
@@ -99,17 +99,18 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     return report
 
 
-def policy_settings(directory: Path, seed: int, port: int) -> dict[str, dict[str, object]]:
+def policy_settings(directory: Path, seed: int, steps: int, port: int) -> dict[str, dict[str, object]]:
     """Return the settings of each policy's engine and trainer, by dotted key: they share store, gateway, builder and ledger.
 
     Args:
         directory: of the run.
         seed: of sampling.
+        steps: training steps.
         port: of the second policy's engine.
     """
     first, second = ROLES
     shared = {
-        **example_settings(EXAMPLE, directory, seed),
+        **example_settings(EXAMPLE, directory, seed, steps),
         "gateway.policy": first,
         "gateway.backends": [{"url": f"http://127.0.0.1:{port}", "policy": second}],
         "builder.selection": {"policies": "|".join(ROLES)},

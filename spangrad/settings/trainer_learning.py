@@ -155,6 +155,9 @@ class OptimSettings(Section):
     """GAE: learning rate of the value model, which begins as the policy with a new head."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises from 0 to trainer.optim.learning_rate. The critic's has no warm-up."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Schedule of the learning rate after its warm-up: it stays (constant), or falls along half a cosine to 0 at trainer.max_steps
+    (cosine). The critic's stays."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and the second moment."""
     weight_decay: float = 0.0

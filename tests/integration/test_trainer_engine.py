@@ -169,6 +169,16 @@ def test_warmup_steps_raise_learning_rate_from_0(tiny_model: Path, rows: pl.Data
     assert warmed == [0, pytest.approx(0.5e-3, rel=0.1)]
 
 
+def test_cosine_schedule_falls_to_0_at_max_steps_and_stays_there(tiny_model: Path, rows: pl.DataFrame):
+    engine = VerlOptimizer(tiny_model, changed(SETTINGS, {"schedule": "cosine", "max_steps": 2}))
+    moved = list[float]()
+    for version in range(4):
+        before = weights(engine)
+        engine.step(batch(rows, version=version))
+        moved.append(differences(before, weights(engine)))
+    assert moved == [pytest.approx(1e-3, rel=0.1), pytest.approx(0.5e-3, rel=0.2), 0, 0]
+
+
 def test_step_for_the_entropy_alone_counts_in_the_warm_up(tiny_model: Path, rows: pl.DataFrame):
     """Steps without an advantage, for entropy or a reference, raise the rate like any other."""
     engine = VerlOptimizer(tiny_model, changed(SETTINGS, {"warmup_steps": 2, "entropy_coef": 0.1, "alarms__logprob": NO_ALARM}))

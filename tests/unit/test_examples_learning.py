@@ -53,7 +53,7 @@ def test_encoded_transcript_has_tokens_of_chat_template() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.name)
 def test_example_settings_and_files_load(example: Example, tmp_path: Path) -> None:
-    settings = load_settings(example_settings(example, tmp_path, 3))
+    settings = load_settings(example_settings(example, tmp_path, 3, 9))
     assert settings.trainer.run_id == settings.runner.run_id == example.name
     assert (settings.trainer.sampling.groups_per_batch, settings.runner.group_size) == (16, 8)
     assert settings.engine.extra_args[:2] == ("--seed", "3")
@@ -67,7 +67,7 @@ def test_example_settings_and_files_load(example: Example, tmp_path: Path) -> No
 
 def test_text_to_sql_example_selects_named_agents(tmp_path: Path) -> None:
     selected = {
-        who: load_settings(example_settings(text_to_sql(who, "model"), tmp_path, 0)).builder.selection for who in ("both", "writer")
+        who: load_settings(example_settings(text_to_sql(who, "model"), tmp_path, 0, 9)).builder.selection for who in ("both", "writer")
     }
     assert selected["writer"].agents == "writer_agent"
     assert selected["both"].agents == "(re)?writer_agent"
@@ -75,7 +75,7 @@ def test_text_to_sql_example_selects_named_agents(tmp_path: Path) -> None:
 
 
 def test_league_settings_load_with_players_of_each_pairing(tmp_path: Path) -> None:
-    settings = load_settings(league_settings(tmp_path, 3, 9))
+    settings = load_settings(league_settings(tmp_path, 3, 9, 9))
     assert (settings.trainer.credit.by_role, settings.trainer.credit.reward_roles) == (True, ())
     assert settings.trainer.sampling.groups_per_batch == GROUPS_OF_EACH * len(TRAINED)
     for name, players in {**TRAINED, **AGAINST_SCRIPT}.items():
@@ -86,7 +86,7 @@ def test_league_settings_load_with_players_of_each_pairing(tmp_path: Path) -> No
 
 
 def test_policy_settings_of_two_policies_share_all_but_their_own(tmp_path: Path) -> None:
-    first, second = (load_settings(values) for values in policy_settings(tmp_path, 3, 9).values())
+    first, second = (load_settings(values) for values in policy_settings(tmp_path, 3, 9, 9).values())
     assert first.builder.spec == second.builder.spec
     assert (first.store, first.gateway.url, first.trainer.directory) == (second.store, second.gateway.url, second.trainer.directory)
     assert [(one.trainer.policy, one.trainer.phase_policies, one.trainer.selection.agents) for one in (first, second)] == [

@@ -132,6 +132,11 @@ def check(settings: TrainerSettings) -> None:
         )
     _check_merge(settings)
     _check_overlong(settings)
+    if settings.optim.schedule == "cosine" and not settings.max_steps:
+        raise SettingsError(
+            "trainer.optim.schedule = cosine falls to 0 at trainer.max_steps, and trainer.max_steps = 0 has no end. Set the number of "
+            "steps, or trainer.optim.schedule = constant."
+        )
 
 
 def _check_overlong(settings: TrainerSettings) -> None:

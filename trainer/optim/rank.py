@@ -78,6 +78,8 @@ class Rank:
         self._sender: RankSender | None = None
         """Sender of the weights. None: none were asked for."""
         self._times = PassTimes(device)
+        policy = self._engine(ModelRole.POLICY)
+        _hold_after(policy.lr_scheduler, policy.optimizer_config.total_training_steps)
         for role in models:
             self._times.watch(self._engine(role))
 
@@ -326,6 +328,11 @@ class Rank:
 
     def _engine(self, role: ModelRole) -> Any:
         return self._models[role].engine
+
+
+def _hold_after(schedule: Any, steps: int) -> None:
+    """Hold a schedule's rates from so many optimizer steps on: the half of a cosine that follows would raise them again."""
+    schedule.lr_lambdas = [lambda step, factor=factor: factor(min(step, steps)) for factor in schedule.lr_lambdas]
 
 
 def _resume_schedule(schedule: Any, steps: int) -> None:

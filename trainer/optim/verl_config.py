@@ -23,7 +23,7 @@ from trainer.sft.objective import Objective
 MODE = "spangrad"
 """Name of this project's trainer among verl's (trainer.v1.trainer_mode)."""
 _NO_END = 1 << 62
-"""Total steps of the learning rate's schedule, which is constant."""
+"""Total steps of a learning rate's schedule that is constant."""
 _ACTOR, _MODEL, _REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.ref"
 _OWNED = {
     "trainer": "the run, its machines and its checkpoints are set by trainer.* of this project",
@@ -118,6 +118,11 @@ def settings_of(config: Any) -> tuple[TrainerSettings, Objective | None, str]:
     )
 
 
+def _optimizer_steps(settings: TrainerSettings) -> int:
+    """Return the optimizer steps of a branch of `trainer.max_steps` steps, or a number that is never reached where it has no end."""
+    return settings.max_steps * settings.optim.epochs * settings.optim.mini_batches or _NO_END
+
+
 @functools.cache
 def _files() -> Any:
     """Return verl's own configuration: its files."""
@@ -205,7 +210,7 @@ def _derived(model: Path, settings: TrainerSettings, device: str, objective: Obj
         }
     for section in (_ACTOR, "critic"):
         rate = trained.critic_learning_rate if section == "critic" else trained.learning_rate
-        warmup = 0 if section == "critic" else trained.warmup_steps
+        warmup, schedule = (0, "constant") if section == "critic" else (trained.warmup_steps, trained.schedule)
         keys |= {
             f"{section}.strategy": Derived(_STRATEGY),
             f"{section}.use_dynamic_bsz": Derived(True),
@@ -215,8 +220,10 @@ def _derived(model: Path, settings: TrainerSettings, device: str, objective: Obj
             f"{section}.optim.weight_decay": Derived(trained.weight_decay, "trainer.optim.weight_decay"),
             f"{section}.optim.clip_grad": Derived(trained.clip_grad, "trainer.optim.clip_grad"),
             f"{section}.optim.lr_warmup_steps": Derived(objective.warmup_steps if objective else warmup, "trainer.optim.warmup_steps"),
-            f"{section}.optim.lr_scheduler_type": Derived(objective.schedule if objective else "constant", "finetune.schedule"),
-            f"{section}.optim.total_training_steps": Derived(objective.steps if objective else _NO_END, "trainer.max_steps"),
+            f"{section}.optim.lr_scheduler_type": Derived(objective.schedule if objective else schedule, "trainer.optim.schedule"),
+            f"{section}.optim.total_training_steps": Derived(
+                objective.steps if objective else _optimizer_steps(settings), "trainer.max_steps"
+            ),
         }
     # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks, and rounds weights.
     return keys | {f"{_REFERENCE}.fsdp_config.forward_only": Derived(False)}
