@@ -40,6 +40,17 @@ class SessionOpening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Played:
+    """Result of a reset or a step, and how it is shown."""
+
+    result: StepResult
+    content: Content
+    """Content that shows the observation, for the span; empty where there is none."""
+    metadata: Mapping[str, Any]
+    """Metadata of the response."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Response to a request, and what the server counts."""
 
@@ -112,13 +123,12 @@ class SessionInstance:
         span = self._span("reset", request, {semconv.EPISODE_ID: episode})
         began = time.perf_counter()
         try:
-            result = StepResult(await self._call(lambda: self._environment.reset(task)))
-            content, metadata = await self._shown(result.observation, traced=span is not None)
-            payload = observation_message(result, {EPISODE_ID: episode, **metadata})
+            played = await self._played_reset(task, traced=span is not None)
+            payload = observation_message(played.result, {EPISODE_ID: episode, **played.metadata})
         except USER_ERRORS as error:
             raise _failure(error, span) from error
         if span is not None:
-            span.end(None, content)
+            span.end(None, played.content)
         self._episode = episode
         return Answer(payload, FrameEvents.RESET, time.perf_counter() - began)
 
@@ -158,18 +168,26 @@ class SessionInstance:
         span = self._span("step", request, {semconv.EPISODE_ID: self._episode, semconv.EPISODE_STEP: self._count})
         began = time.perf_counter()
         try:
-            result = checked_result(self._name, await self._call(lambda: self._environment.step(action)))
-            content, metadata = await self._shown(result.observation, traced=span is not None)
-            payload = observation_message(result, {**result.info, **metadata})
+            played = await self._played_step(action, traced=span is not None)
+            result = played.result
+            payload = observation_message(result, {**result.info, **played.metadata})
         except USER_ERRORS as error:
             raise _failure(error, span) from error
         if span is not None:
-            span.end(result, content)
+            span.end(result, played.content)
         events = FrameEvents.STEP | (FrameEvents.DONE if result.done else FrameEvents.NONE)
         seconds = time.perf_counter() - began
         if result.reward is None:
             return Answer(payload, events, seconds)
         return Answer(payload, events | FrameEvents.REWARD, seconds, float(result.reward))
+
+    async def _played_reset(self, task: Any, *, traced: bool) -> Played:
+        result = StepResult(await self._call(lambda: self._environment.reset(task)))
+        return Played(result, *await self._shown(result.observation, traced=traced))
+
+    async def _played_step(self, action: Any, *, traced: bool) -> Played:
+        result = checked_result(f"{self._name}.step", await self._call(lambda: self._environment.step(action)))
+        return Played(result, *await self._shown(result.observation, traced=traced))
 
     async def _shown(self, observation: Any, *, traced: bool) -> tuple[Content, dict[str, Any]]:
         """Return the content that shows an observation, and the metadata that say it where the environment renders its own."""

@@ -17,12 +17,14 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from runner.environments.server import address_of
 from runner.sessions.frames import FrameEvents
+from runner.sessions.games import Games, PlayerSpans
 from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError
+from runner.sessions.messages import ErrorCode, SessionError, SessionRequest
 from runner.sessions.metrics import SessionMetrics, SessionsNow
 from runner.sessions.sessions import SessionTable
 from runner.sessions.shards import ShardCommand, Shards
-from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER
+from runner.sessions.step_spans import PlayedSpans
+from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER, ROLES
 from spangrad.http import server as http_server
 from spangrad.http.metrics import metrics_route
 from spangrad.http.server import BODY_BYTES, body, json_response, json_server
@@ -72,7 +74,8 @@ async def running(settings: EnvironmentServiceSettings, command: ShardCommand, s
     """
     processes = Shards(command, shards, settings.operation_seconds)
     table = SessionTable(processes, capacity, settings)
-    answers = SessionRoutes(table, processes, settings)
+    spans = PlayedSpans(command.variables)
+    answers = SessionRoutes(table, Games(table, settings, spans), processes, settings)
 
     def now() -> SessionsNow:
         return SessionsNow(len(table), capacity, processes.serving, processes.restarts, table.ends)
@@ -90,6 +93,7 @@ async def running(settings: EnvironmentServiceSettings, command: ShardCommand, s
         metrics_route(SessionMetrics(table.counts, now)),
     ]
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, spans.close)
         stack.push_async_callback(processes.stop)
         await processes.start()
         watching = asyncio.create_task(table.watch())
@@ -102,9 +106,10 @@ async def running(settings: EnvironmentServiceSettings, command: ShardCommand, s
 class SessionRoutes:
     """HTTP and WebSocket handlers of the server."""
 
-    def __init__(self, table: SessionTable, shards: Shards, settings: EnvironmentServiceSettings) -> None:
+    def __init__(self, table: SessionTable, games: Games, shards: Shards, settings: EnvironmentServiceSettings) -> None:
         """Answer requests from the sessions of a table."""
         self._table = table
+        self._games = games
         self._shards = shards
         self._heartbeat = settings.lease_seconds / _PINGS_IN_LEASE
         self._connections: set[web.WebSocketResponse] = set()
@@ -123,7 +128,11 @@ class SessionRoutes:
         await connection.prepare(request)
         self._connections.add(connection)
         try:
-            await self._converse(connection, request.query.get("session_id"), _opening(request.headers))
+            name, role = request.query.get("session_id"), request.query.get("role")
+            if role is None:
+                await self._converse(connection, name, _opening(request.headers))
+            else:
+                await self._converse_player(connection, name, role, _opening(request.headers))
         except SessionError as error:
             await _refuse(connection, error)
         except ConnectionError:
@@ -155,6 +164,30 @@ class SessionRoutes:
         finally:
             session.detach(over)
 
+    async def _converse_player(self, connection: web.WebSocketResponse, name: str | None, role: str, opening: SessionOpening) -> None:
+        """Answer a player's requests, one after the other, until its connection ends.
+
+        Raises:
+            SessionError: it names no game, or no role of it, or no session can be opened.
+        """
+        if not name:
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"name the game that {role} plays: ?session_id=GAME&role={role}")
+        game = await self._games.join(name, self._shards.description.roles, role)
+        spans, returns = PlayerSpans(self._games.spans, opening, role), True
+        try:
+            while (message := await connection.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
+                if _is_goodbye(message.data):
+                    returns = False
+                    await connection.close()
+                    return
+                span = spans.begin(message.data)
+                payload = await game.answer(role, message.data)
+                if span is not None:
+                    spans.end(span, payload)
+                await connection.send_frame(payload, WSMsgType.TEXT)
+        finally:
+            self._games.leave(name, game, role, returns=returns)
+
     async def reset(self, request: web.Request) -> web.Response:
         """Begin an episode, in the session that has its name."""
         data = _object(await body(request))
@@ -184,6 +217,8 @@ class SessionRoutes:
         """Return the description of the environment; `system_prompt` and `tools` are ours."""
         about = self._shards.description
         ours = {"system_prompt": about.system_prompt, "tools": about.tools}
+        if about.roles:
+            ours |= {ROLES: about.roles, "system_prompts": about.system_prompts, "forfeits": about.forfeits}
         return json_response({"name": about.name, "description": about.description, **ours})
 
     async def load(self, request: web.Request) -> web.Response:
@@ -207,6 +242,14 @@ class SessionRoutes:
         except SessionError as error:
             return _http_response(error.encode())
         return _http_response(frame.payload)
+
+
+def _is_goodbye(payload: bytes) -> bool:
+    """Return whether a player ends its connection."""
+    try:
+        return msgspec.json.decode(payload, type=SessionRequest).type == "close"
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
 
 
 async def _refuse(connection: web.WebSocketResponse, error: SessionError) -> None:

@@ -47,6 +47,8 @@ class EnvironmentSession:
         self.over = False
         self.on_end: Callable[[SessionError], None] | None = None
         """Called when it ends by itself while no request is under way."""
+        self.is_held: Callable[[], bool] = lambda: False
+        """Returns whether its user waits, though no request is under way."""
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._table = table
         self._waiting: deque[asyncio.Future[Frame]] = deque()
@@ -245,7 +247,7 @@ class SessionTable:
         """End the sessions whose time is over, other than those that are at work."""
         for number in self._clock.expired():
             session = self._sessions[number]
-            if session.busy:
+            if session.busy or session.is_held():
                 self.renew(session)
                 continue
             sentence = "the session was not used in time, and has ended (environments.idle_seconds). Open a new one"

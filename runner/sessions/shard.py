@@ -30,10 +30,12 @@ import uvloop
 from runner.sessions.frames import Frame, FrameKind, FrameReader
 from runner.sessions.instance import USER_ERRORS, Call, SessionInstance, SessionOpening
 from runner.sessions.messages import ErrorCode, SessionError
+from runner.sessions.players import PlayersInstance
 from runner.sessions.step_spans import PlayedSpans
 from spangrad.callables import load
 from spangrad.episode.adapters.references import factory_of
-from spangrad.episode.environment import Environment, is_environment, member
+from spangrad.episode.environment import Environment, is_environment, member, prompt_of
+from spangrad.episode.openenv_fields import ACTIONS, FORFEIT, ROLES
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.processes import kill_group
 
@@ -50,6 +52,12 @@ class EnvironmentDescription(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str
     system_prompt: str | None = None
+    roles: list[str] = []
+    """Roles of several players; empty: there is one."""
+    system_prompts: dict[str, str | None] = {}
+    """Text of the system message of each role."""
+    forfeits: bool = False
+    """True if a player may forfeit."""
     tools: list[dict[str, Any]] = []
     action: dict[str, Any]
     """JSON schema of an action's fields."""
@@ -179,7 +187,8 @@ class SessionShard(asyncio.Protocol):
                 refused = SessionError(ErrorCode.FACTORY_ERROR, f"no environment can be created: {sentence}", factory_name=name)
                 send(Frame(FrameKind.OPEN, number, refused.encode()))
                 return
-            instance = SessionInstance(environment, msgspec.json.decode(opening.payload, type=SessionOpening), self._spans, call)
+            kind = PlayersInstance if member(environment, ROLES) else SessionInstance
+            instance = kind(environment, msgspec.json.decode(opening.payload, type=SessionOpening), self._spans, call)
             send(Frame(FrameKind.OPEN, number))
             try:
                 while (payload := await next_request()) is not None:
@@ -247,6 +256,7 @@ def created(factory: Factory) -> Environment:
 
 async def description_of(environment: Environment) -> EnvironmentDescription:
     """Return the description of an environment; its own `schemas` comes before ours."""
+    roles: list[str] = list(member(environment, ROLES) or ())
     tools: list[dict[str, Any]] = list(await call_here(lambda: member(environment, "tools")) or ())
     text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
     call = {
@@ -255,11 +265,16 @@ async def description_of(environment: Environment) -> EnvironmentDescription:
         "required": ["type", "tool_name", "arguments"],
     }
     state = {"type": "object", "properties": {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}}}
-    schemas = {"action": call if tools else text, "observation": {"type": "object"}, "state": state}
+    own = call if tools else text
+    by_role = {"type": "object", "properties": {ACTIONS: {"type": "object", "additionalProperties": own}, FORFEIT: {"enum": roles}}}
+    schemas = {"action": by_role if roles else own, "observation": {"type": "object"}, "state": state}
     return EnvironmentDescription(
         name=type(environment).__name__,
         description=inspect.getdoc(type(environment)) or "",
-        system_prompt=await call_here(lambda: member(environment, "system_prompt")),
+        system_prompt=None if roles else await call_here(lambda: member(environment, "system_prompt")),
+        roles=roles,
+        system_prompts={role: await call_here(partial(prompt_of, environment, role)) for role in roles},
+        forfeits=hasattr(environment, FORFEIT),
         tools=tools,
         **{**schemas, **(member(environment, "schemas") or {})},
     )

@@ -150,9 +150,7 @@ class EnvironmentCalls:
 
     def system_prompt_of(self, role: str) -> str | None:
         """Return the text of a role's system message. None: there is none."""
-        prompt: Any = getattr(self._environment, "system_prompt", None)
-        text: Any = prompt(role) if callable(prompt) else prompt
-        return text
+        return prompt_of(self._environment, role)
 
     async def acting(self) -> Sequence[str]:
         """Return the roles whose turn it is.
@@ -160,11 +158,7 @@ class EnvironmentCalls:
         Raises:
             EnvironmentsError: they are no roles of the environment.
         """
-        acting = await self._call(_method(self._environment, "acting"))
-        roles = (acting,) if isinstance(acting, str) else tuple(acting)
-        if not roles or not set(roles) <= set(self.roles):
-            raise EnvironmentsError(f"{self._name}.acting returned {acting!r}. Return one or several of {', '.join(self.roles)}.")
-        return roles
+        return checked_turn(self._name, await self._call(acting_of(self._environment)), self.roles)
 
     async def step_together(self, actions: Mapping[str, object]) -> Mapping[str, StepResult]:
         """Apply the actions of several roles at once; return the results by role.
@@ -172,7 +166,7 @@ class EnvironmentCalls:
         Raises:
             EnvironmentsError: the environment returned anything else, or a reward that is not finite.
         """
-        return self._by_role("step", await self._call(self._environment.step, actions))
+        return checked_by_role(f"{self._name}.step", await self._call(self._environment.step, actions), self.roles)
 
     async def forfeit(self, role: str) -> Mapping[str, StepResult] | None:
         """Have a role forfeit; return the results by role. None: the environment has no rule for that.
@@ -181,14 +175,7 @@ class EnvironmentCalls:
             EnvironmentsError: as for `step_together`.
         """
         forfeit = getattr(self._environment, "forfeit", None)
-        return None if forfeit is None else self._by_role("forfeit", await self._call(forfeit, role))
-
-    def _by_role(self, method: str, results: object) -> Mapping[str, StepResult]:
-        if not isinstance(results, Mapping) or not set(cast("Mapping[str, object]", results)) <= set(self.roles):
-            raise EnvironmentsError(
-                f"{self._name}.{method} returned {type(results).__name__}. Return a StepResult by role, of {', '.join(self.roles)}."
-            )
-        return {role: checked_result(self._name, result) for role, result in cast("Mapping[str, object]", results).items()}
+        return None if forfeit is None else checked_by_role(f"{self._name}.forfeit", await self._call(forfeit, role), self.roles)
 
     async def reset(self, task: object) -> Any:
         """Begin an episode; return the first observation."""
@@ -200,7 +187,7 @@ class EnvironmentCalls:
         Raises:
             EnvironmentsError: the environment returned no `StepResult`, or a reward that is not finite.
         """
-        return checked_result(self._name, await self._call(self._environment.step, action))
+        return checked_result(f"{self._name}.step", await self._call(self._environment.step, action))
 
     async def parse(self, text: str) -> Any:
         """Return the action that a reply means."""
@@ -229,23 +216,46 @@ class EnvironmentCalls:
         return await result if inspect.isawaitable(result) else result
 
 
-def checked_result(name: str, result: object) -> StepResult:
+def checked_result(method: str, result: object) -> StepResult:
     """Return what a step returned.
 
     Args:
-        name: name of the environment's class.
-        result: what its step returned.
+        method: name of the method, after that of its class.
+        result: what it returned.
 
     Raises:
         EnvironmentsError: it is no `StepResult`, or its reward is not finite.
     """
     if not isinstance(result, StepResult):
-        raise EnvironmentsError(
-            f"{name}.step returned {type(result).__name__}, not a StepResult. Return StepResult(observation, reward, done)."
-        )
+        kind = type(result).__name__
+        raise EnvironmentsError(f"{method} returned {kind}, not a StepResult. Return StepResult(observation, reward, done).")
     if result.reward is not None and not math.isfinite(result.reward):
-        raise EnvironmentsError(f"{name}.step returned the reward {result.reward!r}. Return a finite number, or None.")
+        raise EnvironmentsError(f"{method} returned the reward {result.reward!r}. Return a finite number, or None.")
     return result
+
+
+def checked_by_role(method: str, results: object, roles: Sequence[str]) -> Mapping[str, StepResult]:
+    """Return what a step of several players returned, by role; arguments and errors as of `checked_result`."""
+    if not isinstance(results, Mapping) or not set(cast("Mapping[str, object]", results)) <= set(roles):
+        raise EnvironmentsError(f"{method} returned {type(results).__name__}. Return a StepResult by role, of {', '.join(roles)}.")
+    return {role: checked_result(method, result) for role, result in cast("Mapping[str, object]", results).items()}
+
+
+def checked_turn(name: str, acting: Any, roles: Sequence[str]) -> Sequence[str]:
+    """Return the roles whose turn it is.
+
+    Args:
+        name: name of the environment's class.
+        acting: what its method `acting` returned: a role, or several.
+        roles: roles of the environment.
+
+    Raises:
+        EnvironmentsError: they are no roles of it.
+    """
+    turn = (acting,) if isinstance(acting, str) else tuple(acting)
+    if not turn or not set(turn) <= set(roles):
+        raise EnvironmentsError(f"{name}.acting returned {acting!r}. Return one or several of {', '.join(roles)}.")
+    return turn
 
 
 def member(environment: Environment, name: str) -> Any:
@@ -254,11 +264,22 @@ def member(environment: Environment, name: str) -> Any:
     return value() if callable(value) else value
 
 
-def _method(environment: Environment, name: str) -> Callable[..., Any]:
-    method = getattr(environment, name, None)
-    if not callable(method):
-        raise EnvironmentsError(f"{type(environment).__name__} has roles, but no method {name}. Write {name}().")
-    return method
+def acting_of(environment: Environment) -> Callable[[], Any]:
+    """Return the method of an environment with roles that names whose turn it is.
+
+    Raises:
+        EnvironmentsError: it has none.
+    """
+    acting = getattr(environment, "acting", None)
+    if not callable(acting):
+        raise EnvironmentsError(f"{type(environment).__name__} has roles, but no method acting. Write acting().")
+    return acting
+
+
+def prompt_of(environment: Environment, role: str) -> Any:
+    """Return the text of a role's system message. None: there is none."""
+    prompt: Any = getattr(environment, "system_prompt", None)
+    return prompt(role) if callable(prompt) else prompt
 
 
 def rendered(observation: object) -> Content:

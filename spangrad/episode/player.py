@@ -136,7 +136,7 @@ class Player:
         """Append what was observed since the last reply."""
         if self._unread:
             unread, self._unread = self._unread, []
-            self.messages.append({"role": "user", "content": _joined(unread)})
+            self.messages.append({"role": "user", "content": joined(unread)})
 
     @property
     def limit_reached(self) -> EpisodeEnd | None:
@@ -192,7 +192,7 @@ class Player:
         return min((limit for limit in (left, self._limits.turn_tokens) if limit is not None), default=None)
 
 
-def _joined(contents: list[Content]) -> Content:
+def joined(contents: list[Content]) -> Content:
     """Return several contents as one: texts as lines, else content parts."""
     if len(contents) == 1:
         return contents[0]

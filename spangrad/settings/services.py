@@ -45,7 +45,10 @@ class EnvironmentServiceSettings(Section):
     """Time without a heartbeat of its lease after which an environment instance is reclaimed, in seconds; for sessions: without an answer
     of its connection."""
     idle_seconds: float = Field(default=900.0, gt=0)
-    """Time without a request after which a session of `spangrad env serve` ends, in seconds."""
+    """Time without a request after which a session of `spangrad env serve` ends, in seconds; also that for which a player waits for
+    the others."""
+    turn_seconds: float = Field(default=120.0, gt=0)
+    """Time in which a player of a served game acts, in seconds; one that does not forfeits."""
     operation_seconds: float = Field(default=60.0, gt=0)
     """Time limit of each operation of an environment instance (make, begin, reset, step, observe, close), in seconds; an instance that
     exceeds it is replaced."""

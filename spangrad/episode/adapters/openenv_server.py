@@ -63,7 +63,9 @@ class OpenEnvServer:
         self._ours = False
         self._connection: WebSocket
         self._url = self._open(time.monotonic() + wait_seconds)
-        about = self._get("/metadata")
+        about: Mapping[str, Any] = self._get("/metadata")
+        self.about = about
+        """Description of the environment, as the server has it."""
         self.tools: Sequence[Mapping[str, Any]] = about.get("tools") or ()
         self._schema: Mapping[str, Any] = {} if self._ours else self._get("/schema")["action"]
         self.system_prompt: str | None = (

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from spangrad.episode.adapters import gymnasium_class, openenv_class
 from spangrad.episode.environment import Environment, is_environment_class
+from spangrad.episode.openenv_fields import ROLES
 from spangrad.errors import EnvironmentsError
 
 TOKEN_VARIABLE = "SPANGRAD_ENVIRONMENTS_TOKEN"
@@ -98,9 +99,11 @@ def _of_servers(reference: str) -> EnvironmentFactory:
 
 def _create(prefix: str, urls: Sequence[str], token: str | None) -> Environment:
     if prefix == OPENENV:
+        from spangrad.episode.adapters.openenv_players import PlayersOfServer
         from spangrad.episode.adapters.openenv_server import OpenEnvServer
 
-        return OpenEnvServer(urls, token)
+        server = OpenEnvServer(urls, token)
+        return PlayersOfServer(server) if server.about.get(ROLES) else server
     if prefix == "ors+":
         from spangrad.episode.adapters.ors_server import OrsServer
 

@@ -1,0 +1,370 @@
+"""A served game: a connection for each player, each of which meets an environment of its own with reset and step.
+
+In: requests of players. Out: a response to each. Invariant: a player is pending, its response withheld, until its turn has come or the
+episode has ended for it; the environment gets the actions of exactly the roles that it named, each once; a player that does not act in
+time, or has left, forfeits; whatever players do, none waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from runner.sessions.messages import ErrorCode, SessionError, SessionRequest, encode
+from spangrad.episode.environment import Content, rendered
+from spangrad.episode.match import PlayerState
+from spangrad.episode.openenv_fields import ACTING, ACTIONS, CONTENT, EPISODE_ID, FORFEIT, PLAYERS, observation_fields, observation_of
+from spangrad.episode.player import joined
+
+Ask = Callable[[bytes], Awaitable[bytes]]
+"""Applies a request to the environment of all players; returns the response."""
+_Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GameLimits:
+    """Times of a game, in seconds."""
+
+    join_seconds: float
+    """Time for which a player waits for the others to reset."""
+    turn_seconds: float
+    """Time in which a player acts."""
+    return_seconds: float
+    """Time in which a player whose connection ended comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """Observation of a player."""
+
+    fields: _Fields
+    content: Content | None
+    """Content that shows it, where the environment renders its own."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """Player of a role."""
+
+    state: PlayerState = PlayerState.DONE
+    steps: int = 0
+    """Steps of the episode."""
+    response: asyncio.Future[bytes] | None = None
+    """Response to its last request, done once it is sent. None: it has sent none in this episode."""
+    observed: list[_Observed] = field(default_factory=list["_Observed"])
+    """What it observed since its last response."""
+    reward: float | None = None
+    """Sum of its rewards since its last response. None: it had none."""
+    connections: int = 0
+    is_late: bool = False
+    """True if it did not act in time: its next step gets what has happened since, and is not played."""
+    has_left: bool = False
+    """True if it did not come back: it forfeits at its next turn."""
+    leaving: asyncio.TimerHandle | None = None
+
+
+class Game:
+    """Players of one environment."""
+
+    def __init__(self, ask: Ask, roles: Sequence[str], limits: GameLimits) -> None:
+        """Wait for the players.
+
+        Args:
+            ask: applies requests of `runner.sessions.players`.
+            roles: roles of the environment.
+            limits: times.
+        """
+        self.seats = {role: Seat() for role in roles}
+        self._ask = ask
+        self._limits = limits
+        self._episode = ""
+        """Id of the episode; empty: none has begun."""
+        self._joined: dict[str, dict[str, Any]] = {}
+        """Data of the resets of those who wait for the others."""
+        self._joining: asyncio.TimerHandle | None = None
+        self._acting: frozenset[str] = frozenset()
+        """Roles whose turn it is; empty while the environment plays."""
+        self._actions: dict[str, _Fields] = {}
+        self._forfeiting: str | None = None
+        self._turn: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether a player waits for its response."""
+        return any(seat.response is not None and not seat.response.done() for seat in self.seats.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no player is connected, or may come back."""
+        return all(not seat.connections and seat.leaving is None for seat in self.seats.values())
+
+    def attach(self, role: str) -> None:
+        """Note a connection of a player.
+
+        Raises:
+            SessionError: there is no such role.
+        """
+        if role not in self.seats:
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"there is no role {role!r}. Name one of {', '.join(self.seats)}")
+        seat = self.seats[role]
+        seat.connections += 1
+        seat.has_left = False
+        if seat.leaving is not None:
+            seat.leaving.cancel()
+            seat.leaving = None
+
+    def detach(self, role: str, on_left: Callable[[], None], *, returns: bool = True) -> None:
+        """Note the end of a player's connection.
+
+        Args:
+            role: role of the player.
+            on_left: called once it counts as left.
+            returns: False if it has said that it does not come back.
+        """
+        seat = self.seats[role]
+        seat.connections -= 1
+        if not seat.connections:
+
+            def leave() -> None:
+                seat.leaving = None
+                self._leave(role)
+                on_left()
+
+            seat.leaving = asyncio.get_running_loop().call_later(self._limits.return_seconds if returns else 0.0, leave)
+
+    def close(self, error: SessionError) -> None:
+        """End all that waits, with an error."""
+        self._finish(error)
+        for timer in (self._turn, self._joining, *(seat.leaving for seat in self.seats.values())):
+            if timer is not None:
+                timer.cancel()
+
+    async def answer(self, role: str, payload: bytes) -> bytes:
+        """Return the response to a player's request, once it may be sent."""
+        try:
+            request = msgspec.json.decode(payload, type=SessionRequest)
+            match request.type:
+                case "reset":
+                    return await asyncio.shield(self._join(role, request.data or {}))
+                case "step":
+                    return await asyncio.shield(self._act(role, request))
+                case "state":
+                    seat = self.seats[role]
+                    return encode("state", {EPISODE_ID: self._episode or None, "step_count": seat.steps, "player": seat.state})
+                case _:
+                    raise SessionError(ErrorCode.UNKNOWN_TYPE, f"Unknown message type: {request.type}")
+        except msgspec.ValidationError as error:
+            return SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {error}").encode()
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return SessionError(ErrorCode.INVALID_JSON, f"Invalid JSON: {error}").encode()
+        except SessionError as error:
+            return error.encode()
+
+    def _join(self, role: str, data: dict[str, Any]) -> asyncio.Future[bytes]:
+        """Have a player wait for the others; the last one begins the episode.
+
+        Raises:
+            SessionError: its episode is under way.
+        """
+        seat = self.seats[role]
+        if role in self._joined and seat.response is not None:
+            return seat.response  # it asks again, on another connection
+        if seat.state is not PlayerState.DONE:
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"the episode of {role} is under way. Send step")
+        self._joined[role] = data
+        loop = asyncio.get_running_loop()
+        seat.steps, seat.is_late, seat.reward, seat.response = 0, False, None, loop.create_future()
+        seat.observed = []
+        if set(self._joined) == set(self.seats) and self._is_over:
+            self._begin()
+        elif self._joining is None:
+            self._joining = loop.call_later(self._limits.join_seconds, self._give_up_joining)
+        return seat.response
+
+    @property
+    def _is_over(self) -> bool:
+        return all(seat.state is PlayerState.DONE for seat in self.seats.values())
+
+    def _begin(self) -> None:
+        if self._joining is not None:
+            self._joining.cancel()
+            self._joining = None
+        (first, *_), self._episode = self._joined.values(), uuid.uuid4().hex
+        for seat in self.seats.values():
+            seat.state = PlayerState.PENDING
+        self._joined = {}
+        self._play({"type": "reset", "data": {EPISODE_ID: self._episode, **first}})
+
+    def _give_up_joining(self) -> None:
+        self._joining = None
+        lacking = ", ".join(role for role in self.seats if role not in self._joined)
+        error = SessionError(ErrorCode.SESSION_ERROR, f"{lacking} did not reset within {self._limits.join_seconds:g} s. Reset again")
+        for role in self._joined:
+            self._respond(self.seats[role], error.encode())
+        self._joined = {}
+
+    def _act(self, role: str, request: SessionRequest) -> asyncio.Future[bytes]:
+        """Take a player's action; the last of a turn plays it.
+
+        Raises:
+            SessionError: it is not its turn, or its action has another number.
+        """
+        seat = self.seats[role]
+        if request.data is None:
+            raise SessionError(ErrorCode.VALIDATION_ERROR, "Invalid message: a step needs data, the action")
+        if request.step is not None and request.step == seat.steps and seat.response is not None and seat.steps:
+            return seat.response
+        if request.step is not None and request.step != seat.steps + 1:
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"step {request.step} does not follow step {seat.steps} of {role}")
+        if seat.is_late:
+            seat.steps, seat.is_late = seat.steps + 1, False
+            seat.response = asyncio.get_running_loop().create_future()
+            self._deliver(role)
+            return seat.response
+        if seat.state is PlayerState.DONE:
+            raise SessionError(ErrorCode.SESSION_ERROR, f"the episode has ended for {role}, or has not begun. Send reset")
+        if role not in self._acting or role in self._actions:
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"it is not the turn of {role}")
+        seat.steps += 1
+        seat.response = asyncio.get_running_loop().create_future()
+        self._actions[role] = request.data
+        self._play_if_whole()
+        return seat.response
+
+    def _leave(self, role: str) -> None:
+        """Note that a player does not come back."""
+        seat = self.seats[role]
+        seat.has_left = True
+        if self._joined.pop(role, None) is not None:
+            self._respond(seat, SessionError(ErrorCode.SESSION_ERROR, f"{role} has left").encode())
+        elif role in self._acting and role not in self._actions:
+            self._forfeit(role)
+
+    def _exceed(self) -> None:
+        """End the turn: those that have not acted forfeit, of whom the environment hears of the first."""
+        self._turn = None
+        if late := [role for role in self.seats if role in self._acting and role not in self._actions]:
+            self._forfeit(late[0])
+
+    def _forfeit(self, role: str) -> None:
+        self._forfeiting = role
+        self._play_if_whole()
+
+    def _play_if_whole(self) -> None:
+        """Play the turn once every acting role has acted, or one forfeits."""
+        if self._forfeiting is not None:
+            data: dict[str, Any] = {FORFEIT: self._forfeiting}
+        elif self._acting and self._actions.keys() == self._acting:
+            data = {ACTIONS: dict(self._actions)}
+        else:
+            return
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        for role in self._acting:
+            self.seats[role].state = PlayerState.PENDING
+        self._play({"type": "step", "data": data})
+
+    def _play(self, message: _Fields) -> None:
+        """Have the environment play, and give each player its share of what happens."""
+        turn, self._acting = self._acting, frozenset[str]()
+
+        async def play() -> None:
+            try:
+                response = msgspec.json.decode(await self._ask(msgspec.json.encode(message)))
+            except SessionError as error:
+                self._finish(error)
+                return
+            if response["type"] == "error":
+                self._refuse(turn, response["data"])
+            else:
+                self._deal(response["data"]["observation"])
+
+        self._tasks.add(task := asyncio.create_task(play()))
+        task.add_done_callback(self._tasks.discard)
+
+    def _refuse(self, turn: frozenset[str], data: dict[str, Any]) -> None:
+        """Return an action that the environment cannot read to its player, who acts again; any other error ends the episode."""
+        error = SessionError(ErrorCode(data.pop("code")), data.pop("message"), **data)
+        role = data.get("role")
+        if error.code is not ErrorCode.VALIDATION_ERROR or role not in turn:
+            self._finish(error)
+            return
+        seat = self.seats[role]
+        seat.steps -= 1
+        del self._actions[role]
+        self._respond(seat, error.encode())
+        self._await_turn(turn)
+
+    def _deal(self, observation: _Fields) -> None:
+        """Give each role what happened to it; those whose turn it is, and those that are done, get their responses."""
+        self._actions, self._forfeiting = {}, None
+        for role, player in observation[PLAYERS].items():
+            seat = self.seats[role]
+            if player["observation"] is not None:
+                seat.observed.append(_Observed(player["observation"], player.get(CONTENT)))
+            if player["reward"] is not None:
+                seat.reward = (seat.reward or 0.0) + player["reward"]
+            if player["done"] and seat.state is not PlayerState.DONE:
+                seat.state = PlayerState.DONE
+                self._deliver(role)
+        for role in observation[ACTING]:
+            self._deliver(role)
+        self._await_turn(frozenset(observation[ACTING]))
+
+    def _await_turn(self, acting: frozenset[str]) -> None:
+        """Let players act, until the turn is played; where there is none, begin the next episode once all have reset."""
+        self._acting = acting
+        for role in acting - self._actions.keys():
+            self.seats[role].state = PlayerState.RUNNING
+        if left := [role for role in self.seats if role in acting and self.seats[role].has_left and role not in self._actions]:
+            self._forfeit(left[0])
+        elif acting:
+            self._turn = asyncio.get_running_loop().call_later(self._limits.turn_seconds, self._exceed)
+        elif self._is_over and set(self._joined) == set(self.seats):
+            self._begin()
+
+    def _deliver(self, role: str) -> None:
+        """Respond to a player with all that happened since its last response; one that has sent nothing meanwhile is late."""
+        seat = self.seats[role]
+        if seat.response is None or seat.response.done():
+            seat.is_late = True
+            return
+        observation, content = _together(seat.observed)
+        metadata = {EPISODE_ID: self._episode, "role": role, **({} if content is None else {CONTENT: content})}
+        done = seat.state is PlayerState.DONE
+        data = {"observation": observation_fields(observation), "reward": seat.reward, "done": done, "metadata": metadata}
+        seat.observed, seat.reward = [], None
+        seat.response.set_result(encode("observation", data))
+
+    def _finish(self, error: SessionError) -> None:
+        """End the episode for all, with an error."""
+        self._acting, self._actions, self._forfeiting = frozenset(), {}, None
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        self._joined = {}
+        for seat in self.seats.values():
+            seat.state = PlayerState.DONE
+            self._respond(seat, error.encode())
+
+    @staticmethod
+    def _respond(seat: Seat, payload: bytes) -> None:
+        if seat.response is not None and not seat.response.done():
+            seat.response.set_result(payload)
+
+
+def _together(observed: Sequence[_Observed]) -> tuple[Any, Content | None]:
+    """Return several observations as one, texts as lines; and as content, where the environment renders its own."""
+    values = [observation_of(each.fields) for each in observed]
+    shown = [rendered(value) if each.content is None else each.content for each, value in zip(observed, values, strict=True)]
+    content = joined(shown) if any(each.content is not None for each in observed) else None
+    if len(values) == 1:
+        return values[0], content
+    return "\n".join(values) if all(isinstance(value, str) for value in values) else values, content

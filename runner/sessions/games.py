@@ -1,0 +1,121 @@
+"""Games of a server: one session each, shared by a connection for each player.
+
+In: connections that name a game and a role. Out: games, and spans of what each player did, in the trace of its own. Invariant: a game's
+session lasts while a player is connected, or may come back, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from runner.sessions.game import Game, GameLimits
+from runner.sessions.instance import SessionOpening
+from runner.sessions.messages import SessionError
+from runner.sessions.sessions import EnvironmentSession, SessionTable
+from runner.sessions.step_spans import PlayedSpan, PlayedSpans
+from spangrad import semconv
+from spangrad.episode.environment import StepResult, rendered
+from spangrad.episode.openenv_fields import CONTENT, EPISODE_ID, observation_of
+from spangrad.settings import EnvironmentServiceSettings
+
+
+class _Sent(msgspec.Struct):
+    """Parts of a player's request that its span needs."""
+
+    type: str = ""
+    traceparent: str | None = None
+
+
+class Games:
+    """Games by name."""
+
+    def __init__(self, table: SessionTable, settings: EnvironmentServiceSettings, spans: PlayedSpans) -> None:
+        """Begin without a game.
+
+        Args:
+            table: sessions of the server.
+            settings: times.
+            spans: source of the players' spans.
+        """
+        self._table = table
+        self._limits = GameLimits(settings.idle_seconds, settings.turn_seconds, settings.lease_seconds)
+        self._games: dict[str, tuple[Game, EnvironmentSession]] = {}
+        self.spans = spans
+
+    async def join(self, name: str, roles: Sequence[str], role: str) -> Game:
+        """Return the game of a name, or a new one, with a connection of a player more; `leave` ends it.
+
+        Raises:
+            SessionError: there is no such role, or no further session fits.
+        """
+        session = await self._table.open(name, SessionOpening())
+        if name not in self._games or self._games[name][1] is not session:
+            self._games[name] = self._create(name, session, roles), session
+        game = self._games[name][0]
+        game.attach(role)
+        return game
+
+    def leave(self, name: str, game: Game, role: str, *, returns: bool) -> None:
+        """Note the end of a player's connection; `returns` is False if it has said that it does not come back."""
+
+        def left() -> None:
+            if game.is_empty and name in self._games and self._games[name][0] is game:
+                _, session = self._games.pop(name)
+                self._table.end(session, "closed")
+
+        game.detach(role, left, returns=returns)
+
+    def _create(self, name: str, session: EnvironmentSession, roles: Sequence[str]) -> Game:
+        async def ask(payload: bytes) -> bytes:
+            return (await session.ask(payload)).payload
+
+        game = Game(ask, roles, self._limits)
+
+        def over(error: SessionError) -> None:
+            self._games.pop(name, None)
+            game.close(error)
+
+        session.attach(over)
+        session.is_held = lambda: game.is_waiting
+        return game
+
+
+class PlayerSpans:
+    """Spans of one player's resets and steps."""
+
+    def __init__(self, spans: PlayedSpans, opening: SessionOpening, role: str) -> None:
+        """Store the arguments.
+
+        Args:
+            spans: source of spans.
+            opening: what the player has sent with its first request.
+            role: its role.
+        """
+        self._spans, self._opening, self._role = spans, opening, role
+
+    def begin(self, payload: bytes) -> PlayedSpan | None:
+        """Begin the span of a request. None: it belongs to no trace."""
+        try:
+            sent = msgspec.json.decode(payload, type=_Sent)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        if sent.type not in ("reset", "step"):
+            return None
+        carrier = self._opening.carrier | ({"traceparent": sent.traceparent} if sent.traceparent else {})
+        return self._spans.begin(sent.type, carrier, {semconv.REWARD_ROLE: self._role}, rewards=not self._opening.client_rewards)
+
+    @staticmethod
+    def end(span: PlayedSpan, payload: bytes) -> None:
+        """End a span by the response."""
+        response: Mapping[str, Any] = msgspec.json.decode(payload)
+        data = response["data"]
+        if response["type"] == "error":
+            span.end(None, "", data["message"])
+            return
+        metadata = data["metadata"]
+        span.span.set_attribute(semconv.EPISODE_ID, metadata[EPISODE_ID])
+        observation = observation_of(data["observation"])
+        span.end(StepResult(observation, data["reward"], data["done"]), metadata.get(CONTENT) or rendered(observation))
