@@ -225,7 +225,8 @@ class Game:
         if seat.is_late:
             seat.steps, seat.is_late = seat.steps + 1, False
             seat.response = asyncio.get_running_loop().create_future()
-            self._deliver(role)
+            if role in self._acting or seat.state is PlayerState.DONE:
+                self._deliver(role)
             return seat.response
         if seat.state is PlayerState.DONE:
             raise SessionError(ErrorCode.SESSION_ERROR, f"the episode has ended for {role}, or has not begun. Send reset")
@@ -268,7 +269,8 @@ class Game:
             self._turn.cancel()
             self._turn = None
         for role in self._acting:
-            self.seats[role].state = PlayerState.PENDING
+            seat = self.seats[role]
+            seat.state, seat.is_late = PlayerState.PENDING, role not in self._actions
         self._play({"type": "step", "data": data})
 
     def _play(self, message: _Fields) -> None:

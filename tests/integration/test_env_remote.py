@@ -24,6 +24,7 @@ from spangrad.episode.adapters.openenv_server import OpenEnvServer, RemoteStepEr
 from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction
 from spangrad.episode.episode import Episode, EpisodeOutcome
+from spangrad.episode.match import Match, MatchOutcome
 from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyRequest
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import Child, answers, free_ports, wait_until
@@ -67,6 +68,25 @@ async def test_env_remote_transcript_equals_the_local_one(monkeypatch: pytest.Mo
     assert remote.messages == local.messages
     assert [step.result for step in remote.steps] == [step.result for step in local.steps]
     assert (remote.end, remote.episode_return) == ("done", 1.5)
+
+
+async def matched(reference: str) -> MatchOutcome:
+    """An episode of two players, each with a script's replies."""
+    calls = await EnvironmentCalls.create(factory_of(reference, load))
+    try:
+        models = {role: Script([role, role]) for role in calls.roles}
+        return await Match(calls, models, EpisodeLimits(turns=2)).run({"city": "oslo"})
+    finally:
+        await calls.aclose()
+
+
+async def test_env_remote_players_meet_what_they_meet_locally(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(AGENTS))
+    async with served("duel:Duel") as url:
+        remote = await matched(f"openenv+{url}")
+    local = await matched("duel:Duel")
+    assert (remote.messages, remote.steps) == (local.messages, local.steps)
+    assert (remote.end, remote.returns) == ("done", {"white": 1.0, "black": -1.0})
 
 
 async def test_env_remote_step_after_a_cut_connection_is_played_once(tmp_path: Path) -> None:

@@ -200,6 +200,36 @@ async def test_env_serve_asks_for_its_token() -> None:
             assert (await ask(connection, "reset"))["done"] is False
 
 
+async def test_env_serve_players_of_a_game_have_a_connection_and_a_trace_each() -> None:
+    with OtlpSink() as sink:
+        async with (
+            served("duel:Duel", variables={"OTEL_EXPORTER_OTLP_ENDPOINT": sink.url}) as (client, _),
+            client.ws_connect("/ws?session_id=duel&role=white", headers={"traceparent": TRACEPARENT}) as white,
+            client.ws_connect("/ws?session_id=duel&role=black") as black,
+        ):
+            async with client.get("/metadata") as response:
+                assert (await response.json())["roles"] == ["white", "black"]
+            begun = asyncio.create_task(ask(black, "reset", {"task": {"city": "rome"}}))
+            await until(lambda: _is(opened(client), 1))
+            assert (await ask(white, "reset", {"task": {"city": "oslo"}}))["observation"] == {"text": "say rome"}
+            assert not begun.done()
+            ended = asyncio.create_task(ask(white, "step", {"text": "oslo"}))
+            assert (await begun)["observation"] == {"text": "say rome\nwhite spoke"}
+            answer = await ask(black, "step", {"text": "oslo"})
+            assert (answer["observation"], answer["reward"], answer["done"]) == ({"text": "black spoke"}, -1.0, True)
+            answer = await ended
+            assert (answer["observation"], answer["reward"], answer["done"]) == ({"text": "white spoke\nblack spoke"}, 1.0, True)
+            assert answer["metadata"]["role"] == "white"
+            async with client.ws_connect("/ws?session_id=duel&role=red") as red:
+                assert "there is no role 'red'" in (await red.receive_json(timeout=20))["data"]["message"]
+            for connection in (white, black):
+                await connection.send_json({"type": "close"})
+            await until(lambda: _is(opened(client), 0))
+        await until(lambda: asyncio.sleep(0, len(sink.spans) >= 2))
+    assert {span.trace_id for span in sink.spans} == {TRACEPARENT.split("-")[1]}
+    assert {span.name: len(span.events) for span in sink.spans} == {"execute_tool step": 1, "reset": 0}
+
+
 def test_env_serve_beyond_loopback_needs_a_token() -> None:
     done = run_spangrad("env", "serve", "guess_game:Guess", "--directory", str(AGENTS), "--set", "environments.host=0.0.0.0")
     assert done.returncode != 0
