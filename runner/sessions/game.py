@@ -57,7 +57,7 @@ class Seat:
     response: asyncio.Future[bytes] | None = None
     """Response to its last request, done once it is sent. None: it has sent none in this episode."""
     observed: list[_Observed] = field(default_factory=list["_Observed"])
-    """What it observed since its last response."""
+    """Observations since its last response."""
     reward: float | None = None
     """Sum of its rewards since its last response. None: it had none."""
     connections: int = 0

@@ -88,6 +88,6 @@ class PlayersInstance(SessionInstance):
             players[role] = player
         is_over = self._over >= set(self._roles)
         self._acting = () if is_over else checked_turn(self._name, await self._call(acting_of(self._environment)), self._roles)
-        if gone := [role for role in self._acting if role in self._over]:
-            raise EnvironmentsError(f"{self._name}.acting named {gone[0]}, for whom the episode has ended. Leave it out.")
+        if ended := [role for role in self._acting if role in self._over]:
+            raise EnvironmentsError(f"{self._name}.acting named {ended[0]}, for whom the episode has ended. Leave it out.")
         return Played(StepResult({ACTING: list(self._acting), PLAYERS: players}, None, is_over), as_text(rendered(shown)), {})

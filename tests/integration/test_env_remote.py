@@ -80,7 +80,7 @@ async def matched(reference: str) -> MatchOutcome:
         await calls.aclose()
 
 
-async def test_env_remote_players_meet_what_they_meet_locally(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_env_remote_match_equals_the_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(AGENTS))
     async with served("duel:Duel") as url:
         remote = await matched(f"openenv+{url}")

@@ -54,7 +54,7 @@ def test_simulated_repository_passes_after_the_repair() -> None:
         assert prompt(one).split()[1:] == [f"{function.name}.py" for function in one.functions]
 
 
-def test_hidden_tests_are_what_the_code_of_each_operation_returns() -> None:
+def test_hidden_tests_equal_the_values_of_each_operations_code() -> None:
     for name, operation in OPERATIONS.items():
         cases, values = hidden_tests(random.Random(1), ["a", "b", "c"], name, ["c", "a"])
         assert [1, 1, 1] in cases

@@ -145,7 +145,7 @@ plans = st.fixed_dictionaries({role: st.lists(st.sampled_from(Habit), max_size=4
 
 @given(st.lists(st.sampled_from(SUBSETS), min_size=1, max_size=6), plans, st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_served_game_ends_for_all_whatever_players_do(
+def test_served_game_with_random_habits_ends_for_every_player(
     turns: list[frozenset[str]], habits: dict[str, list[Habit]], forfeit_ends: bool
 ) -> None:
     table = Table(turns, forfeit_ends=forfeit_ends)
