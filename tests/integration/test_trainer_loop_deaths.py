@@ -35,7 +35,6 @@ def test_training_loop_killed_at_any_boundary_recovers(tmp_path: Path, max_stale
     assert len(boundaries) >= states, "deaths fell before, within and after each step"
 
 
-@pytest.mark.slow
 def test_trainers_in_phases_killed_at_any_boundary_resume_the_phase(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.integration.test_trainer_loop_deaths", tmp_path, "phases"]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
