@@ -1,51 +1,22 @@
-"""HTTP routes of rollouts as a service: POST /v1/process, and its description in OpenAPI's form.
+"""HTTP routes of rollouts as a service: requests for rollouts, demands for stored tasks, and trajectories.
 
 In: JSON. Out: JSON when all has ended or the wait is over; JSON lines, one a trajectory as it is ready, where the client accepts
-`application/x-ndjson`. Invariant: the description is made from the types that the handlers read and write.
+`application/x-ndjson`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
+from runner.process.openapi import DEMAND, LINES, PROCESS, TRAJECTORIES, UNAVAILABLE, description
 from runner.process.processing import NO_GATEWAY, Processing
 from runner.process.task_demands import rollout_ids
-from runner.process.wire import ROLLOUTS_MOST, ProcessAnswer, ProcessRequest, TaskDemand, Trajectory
+from runner.process.wire import ROLLOUTS_MOST, ProcessAnswer, ProcessRequest, Refusal, StreamEnd, TaskDemand, TrajectoriesQuery, Trajectory
 from spangrad.errors import SettingsError, StoreError
 from spangrad.http.server import body, json_response, refusal
-
-LINES = "application/x-ndjson"
-PATH = "/v1/process"
-_UNAVAILABLE = 503
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """Response to a request that is refused, and the last line of a stream that ends early."""
-
-    error: str
-    """Sentence that says what is wrong."""
-
-
-class StreamEnd(msgspec.Struct, frozen=True):
-    """Last line of a stream."""
-
-    pending: list[str]
-    """Ids of the rollouts that have not ended: send the same request again."""
-
-
-class TrajectoriesQuery(msgspec.Struct, frozen=True):
-    """Query of GET /v1/runs/{run}/tasks/{name}/trajectories."""
-
-    first: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
-    """First group, from 0."""
-    limit: Annotated[int, msgspec.Meta(ge=1, le=ROLLOUTS_MOST)] = ROLLOUTS_MOST
-    """Largest number of groups; 1000 rollouts in all."""
-    wait: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0
-    """Longest wait for rollouts that have not ended, in seconds."""
 
 
 class ProcessRoutes:
@@ -58,14 +29,13 @@ class ProcessRoutes:
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes that aiohttp registers."""
-        demand = "/v1/runs/{run}/tasks/{name}/demand"
         return [
-            web.post(PATH, self.process),
+            web.post(PROCESS, self.process),
             web.get("/v1/openapi.json", self.describe),
-            web.put(demand, self.demand),
-            web.get(demand, self.demanded),
-            web.delete(demand, self.demand_no_more),
-            web.get("/v1/runs/{run}/tasks/{name}/trajectories", self.of_tasks),
+            web.put(DEMAND, self.demand),
+            web.get(DEMAND, self.demanded),
+            web.delete(DEMAND, self.demand_no_more),
+            web.get(TRAJECTORIES, self.of_tasks),
         ]
 
     async def process(self, request: web.Request) -> web.StreamResponse:
@@ -76,7 +46,7 @@ class ProcessRoutes:
         try:
             ids = await self._processing.begin(order)
         except SettingsError as error:
-            return refusal(_UNAVAILABLE, str(error))
+            return refusal(UNAVAILABLE, str(error))
         return await self._answer(request, order.run_id, ids, order.wait_seconds)
 
     async def demand(self, request: web.Request) -> web.Response:
@@ -115,7 +85,7 @@ class ProcessRoutes:
                 return await _stream(request, ids, trajectories)
             ended = {trajectory.rollout_id: trajectory async for trajectory in trajectories}
         except StoreError as error:
-            response = refusal(_UNAVAILABLE, f"the rollouts are enqueued, but their trajectories cannot be read: {error}")
+            response = refusal(UNAVAILABLE, f"the rollouts are enqueued, but their trajectories cannot be read: {error}")
             response.headers["Retry-After"] = "1"
             return response
         answer = ProcessAnswer(trajectories=[ended[id_] for id_ in ids if id_ in ended], pending=[id_ for id_ in ids if id_ not in ended])
@@ -149,45 +119,3 @@ async def _stream(request: web.Request, ids: Sequence[str], trajectories: AsyncI
         last = Refusal(f"the rollouts are enqueued, but their trajectories cannot be read: {error}")
     await response.write(msgspec.json.encode(last) + b"\n")
     return response
-
-
-def description() -> dict[str, Any]:
-    """Return the route's description in OpenAPI's form."""
-    types = (ProcessRequest, ProcessAnswer, Trajectory, Refusal)
-    references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    request, answer, line, refused = references
-    failures = {400: "it cannot be read", 401: "no token", 413: "it is too large", _UNAVAILABLE: "database or store is away"}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Rollouts as a service", "version": "1"},
-        "paths": {
-            PATH: {
-                "post": {
-                    "summary": "Enqueue rollouts, wait for their ends, and return their trajectories.",
-                    "requestBody": {"required": True, "content": {"application/json": {"schema": request}}},
-                    "responses": {
-                        "200": {
-                            "description": "Trajectories; as JSON lines where these are accepted, each as soon as it is ready.",
-                            "content": {"application/json": {"schema": answer}, LINES: {"schema": line}},
-                        },
-                        **{
-                            str(status): {"description": text, "content": {"application/json": {"schema": refused}}}
-                            for status, text in failures.items()
-                        },
-                    },
-                    "callbacks": {
-                        "trajectory": {
-                            "{$request.body#/callback}": {
-                                "post": {
-                                    "summary": "Take a trajectory that is ready; signed in the form of Standard Webhooks.",
-                                    "requestBody": {"required": True, "content": {"application/json": {"schema": line}}},
-                                    "responses": {"2XX": {"description": "It is taken, and not posted again."}},
-                                }
-                            }
-                        }
-                    },
-                }
-            }
-        },
-        "components": {"schemas": components},
-    }

@@ -198,3 +198,28 @@ class ProcessAnswer(Struct, frozen=True, kw_only=True):
     """Trajectories of the rollouts that have ended, in the order of the tasks."""
     pending: list[str]
     """Ids of those that have not: send the same request again."""
+
+
+class Refusal(Struct, frozen=True):
+    """Response to a request that is refused, and the last line of a stream that ends early."""
+
+    error: str
+    """Sentence that says what is wrong."""
+
+
+class StreamEnd(Struct, frozen=True):
+    """Last line of a stream."""
+
+    pending: list[str]
+    """Ids of the rollouts that have not ended: send the same request again."""
+
+
+class TrajectoriesQuery(Struct, frozen=True):
+    """Query of GET /v1/runs/{run}/tasks/{name}/trajectories."""
+
+    first: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+    """First group, from 0."""
+    limit: Annotated[int, Meta(ge=1, le=ROLLOUTS_MOST)] = ROLLOUTS_MOST
+    """Largest number of groups; 1000 rollouts in all."""
+    wait: Annotated[float, Meta(ge=0, le=600)] = 0
+    """Longest wait for rollouts that have not ended, in seconds."""

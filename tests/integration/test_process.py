@@ -17,7 +17,8 @@ from pydantic import SecretStr
 
 from runner.process import callbacks, processing
 from runner.process.callbacks import signed_headers
-from runner.process.routes import description
+from runner.process.openapi import description
+from runner.process.routes import ProcessRoutes
 from runner.queue.client import QueueClient
 from runner.queue.service import Service
 from runner.queue.tables import CALLBACKS
@@ -297,3 +298,9 @@ async def is_given_up(service: Service, kept: sa.Select[Any]) -> bool:
 async def test_process_description_is_served(settings: Settings) -> None:
     async with serving(settings), aiohttp.ClientSession(settings.queue.url) as session, session.get("/v1/openapi.json") as answer:
         assert (answer.status, await answer.json()) == (200, description())
+
+
+def test_process_description_has_every_route() -> None:
+    routes = {(route.method.lower(), route.path) for route in ProcessRoutes(None).routes()}  # pyright: ignore[reportArgumentType]
+    described = {(method, path) for path, item in description()["paths"].items() for method in item if method != "parameters"}
+    assert routes == described | {("get", "/v1/openapi.json")}
