@@ -298,6 +298,7 @@ async def test_openai_upstream_is_asked_with_own_key_and_recorded_without_ids(ca
             assert json.loads(str(given.pop(semconv.RESPONSE_JSON))) == WHOLE
             assert json.loads(str(given.pop(semconv.REQUEST_JSON))) == {**ASKED, "model": "judge"}
             assert {name: value for name, value in given.items() if name.startswith("spangrad.")}.keys() == {
+                semconv.BACKEND_NAME,
                 semconv.PROCESS_ID,
                 semconv.SEQ,
             }

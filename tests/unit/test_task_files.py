@@ -84,7 +84,7 @@ def test_read_tasks_rows_without_task_fields_are_inputs(tmp_path: Path) -> None:
         (
             "t.jsonl",
             '{"task_id": 1, "input": 1, "least_sandbox": "jail"}\n',
-            ", line 1 has least_sandbox 'jail': give one of none, landlock, bubblewrap, or leave it out.",
+            ", line 1 has least_sandbox 'jail': give one of none, remote, landlock, bubblewrap, or leave it out.",
         ),
         ("t.jsonl", "\n\n", " holds no task. Give JSON lines"),
         ("t.parquet", "PAR", " cannot be read as Parquet"),
