@@ -28,6 +28,7 @@ PAGES = {
     "/version": ("version", "Version"),
     "/compare": ("compare", "Compare"),
     "/actions": ("actions", "Actions"),
+    "/play": ("play", "Play"),
 }
 """Path of a page -> its template and title."""
 NAVIGATION = tuple((path, PAGES[path][1]) for path in ("/", "/rollouts", "/queue", "/training", "/compare", "/actions"))

@@ -25,6 +25,8 @@ from page.actions.routes import ActionRoutes
 from page.files import PageFiles
 from page.json_text import encode
 from page.overview import FRESH_SECONDS
+from page.play.routes import PlayRoutes
+from page.play.sessions import PlaySessions, playable
 from page.views import PageReaders, PageViews
 from spangrad.errors import SpangradError, StoreError
 from spangrad.http import server as http_server
@@ -72,7 +74,7 @@ async def running(settings: Settings, readers: PageReaders, commands: ActionComm
             try:
                 yield server
             finally:
-                page.stop()
+                await page.stop()
         views.close()
 
 
@@ -81,8 +83,10 @@ class _Page:
 
     def __init__(self, settings: Settings, views: PageViews, commands: ActionCommands, threads: ThreadPoolExecutor) -> None:
         self._access = PageAccess(settings.page.token)
-        runner = ActionRunner(settings, views.store, commands) if settings.page.actions else None
+        self._plays = PlaySessions(settings, commands.start_play) if settings.page.actions else None
+        runner = ActionRunner(settings, views.store, commands, self._plays) if self._plays else None
         self._actions = ActionRoutes(self._access, runner, self._in_thread)
+        self._play_routes = PlayRoutes(self._access, self._plays, playable(settings))
         self._action_token = self._access.action_token if runner else ""
         self._files = PageFiles(settings.page)
         self._views = views
@@ -97,6 +101,7 @@ class _Page:
             web.get("/static/{name:.+}", self._file),
             web.get("/login", self._login_page),
             *self._actions.routes(),
+            *self._play_routes.routes(),
             web.post("/login", self._login),
             web.get("/healthz", self._healthy),
             web.get("/events/overview", self._events),
@@ -204,9 +209,11 @@ class _Page:
             pass  # the browser has left
         return response
 
-    def stop(self) -> None:
-        """End the streams of events."""
+    async def stop(self) -> None:
+        """End the streams of events, and the episodes that people play."""
         self._stopping.set()
+        if self._plays is not None:
+            await self._plays.close()
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)

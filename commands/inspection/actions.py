@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 def action_commands() -> ActionCommands:
     """Return the functions by which the page carries out actions."""
+    from commands.playing.process import start_play
     from page.actions.perform import ActionCommands
 
-    return ActionCommands(_publish, _roll_back, _pin, _restore, _collect)
+    return ActionCommands(_publish, _roll_back, _pin, _restore, _collect, start_play)
 
 
 def _publish(settings: Settings, request: PublishRequest) -> str:

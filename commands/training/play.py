@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +13,7 @@ from cyclopts import Parameter
 from commands.options import ConfigFile, Overrides, resolve
 
 if TYPE_CHECKING:
-    from spangrad.episode.environment import Environment
-    from spangrad.episode.episode import EpisodeOutcome
-    from spangrad.episode.match import MatchOutcome
-    from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyModel, ReplyRequest
+    from spangrad.episode.player import ModelReply, ReplyRequest
 
 Reference = Annotated[str, Parameter(name="ENVIRONMENT")]
 
@@ -49,9 +44,7 @@ def play(
     settings = resolve(config, set_)
     from json import dumps, loads
 
-    from commands.training.agents import located
-    from spangrad.callables import load
-    from spangrad.episode.adapters.references import TOKEN_VARIABLE, by_openenv, factory_of, is_factory, names_environment
+    from commands.playing.episode import Cast, factory_named, in_words, play_episode, total
     from spangrad.episode.agent import limits_of
     from spangrad.errors import AgentError
 
@@ -59,100 +52,23 @@ def play(
         given = loads(task)
     except ValueError as error:
         raise AgentError(f"--task {task!r} is no JSON ({error}). Give the task's input as JSON: text in double quotes.") from None
-    sys.path.insert(0, str(directory.resolve()))
-    environment = by_openenv(environment)
-    if settings.environments.token is not None:
-        os.environ[TOKEN_VARIABLE] = settings.environments.token.get_secret_value()
-    factory = factory_of(environment if names_environment(environment) else located(environment, directory), load)
-    if not is_factory(factory):
-        raise AgentError(f"{environment} is no class with reset(task) and step(action). Name one, as MODULE:CLASS.")
+    factory = factory_named(environment, directory, settings.environments.token)
     episode, token = settings.runner.episode.model_dump(), settings.gateway.token
     if greedy:
         episode["temperature"] = 0.0
     url, key = settings.gateway.url.rstrip("/") + "/v1", token.get_secret_value() if token else "none"
-    outcome = asyncio.run(_play(factory, given, limits_of(episode), _Cast(episode, url, key, person, role, not json)))
-    total, turns = _total(outcome)
+    cast = Cast(episode, url, key, Person() if person else None, role, None if json else _print)
+    outcome = asyncio.run(play_episode(factory, given, limits_of(episode), cast))
     if json:
-        print(dumps({"messages": outcome.messages, "rewards": outcome.rewards, "return": total, "end": outcome.end}))
+        print(dumps({"messages": outcome.messages, "rewards": outcome.rewards, "return": total(outcome)[0], "end": outcome.end}))
     else:
-        print(f"\n{turns} turns, {_in_words(total)}, ended by: {outcome.end}")
+        print(f"\n{in_words(outcome)}")
 
 
-@dataclass(frozen=True)
-class _Cast:
-    """Players of an episode."""
-
-    episode: Mapping[str, Any]
-    """Settings `runner.episode`."""
-    url: str
-    key: str
-    person: bool
-    role: str | None
-    """Role of the person, where there are several."""
-    is_shown: bool
-
-    def single(self) -> ReplyModel:
-        """Return the model of the only player."""
-        from spangrad.episode.agent import policy_of
-
-        return self._shown(Person() if self.person else policy_of(self.episode, self.url, self.key), "")
-
-    def of(self, roles: Sequence[str]) -> dict[str, ReplyModel]:
-        """Return the model of each role's player.
-
-        Raises:
-            AgentError: the person has none of the roles.
-        """
-        from spangrad.episode.agent import models_of
-        from spangrad.errors import AgentError
-
-        models = models_of(roles, self.episode, self.url, self.key)
-        if self.person:
-            if self.role is None or self.role not in roles:
-                raise AgentError(f"the environment has the roles {', '.join(roles)}. Name yours with --role.")
-            models[self.role] = Person()
-        return {role: self._shown(model, role) for role, model in models.items()}
-
-    def _shown(self, model: ReplyModel, role: str) -> ReplyModel:
-        return Shown(model, role) if self.is_shown else model
-
-
-async def _play(factory: Callable[[], Environment], task: object, limits: EpisodeLimits, cast: _Cast) -> EpisodeOutcome | MatchOutcome:
-    from spangrad.episode.environment import EnvironmentCalls
-    from spangrad.episode.episode import Episode
-    from spangrad.episode.match import Match
-
-    environment = await EnvironmentCalls.create(factory)
-    try:
-        if environment.roles:
-            models = cast.of(environment.roles)
-            outcome = await Match(environment, models, limits).run(task)
-            ends = [(models[role], messages) for role, messages in outcome.messages.items()]
-        else:
-            model = cast.single()
-            outcome = await Episode(environment, model, limits).run(task)
-            ends = [(model, outcome.messages)]
-    finally:
-        await environment.aclose()
-    for shown, messages in ends:
-        if isinstance(shown, Shown):
-            shown.show(messages)
-    return outcome
-
-
-def _total(outcome: EpisodeOutcome | MatchOutcome) -> tuple[float | dict[str, float] | None, int]:
-    """Return the return, by role where there are several, and the number of turns."""
-    from spangrad.episode.match import MatchOutcome
-
-    if isinstance(outcome, MatchOutcome):
-        return outcome.returns, len(outcome.steps)
-    return outcome.episode_return, len(outcome.replies)
-
-
-def _in_words(total: float | dict[str, float] | None) -> str:
-    if isinstance(total, dict):
-        return ", ".join(f"return of {role} {value:+g}" for role, value in total.items()) or "no reward"
-    return "no reward" if total is None else f"return {total:+g}"
+def _print(role: str, message: Mapping[str, Any]) -> None:
+    """Print a message; its player's role, where there are several, begins the line."""
+    begin = f"[{role}] " if role else ""
+    print(f"{begin}{message['role']}: {message.get('content') or message.get('tool_calls')}", flush=True)
 
 
 class Person:
@@ -172,24 +88,3 @@ class Person:
         if not line:
             raise AgentError("standard input ended before the episode. Write a line for each reply.")
         return ModelReply({"role": "assistant", "content": line.rstrip("\n")}, "stop")
-
-
-class Shown:
-    """Model whose context and replies are printed as they come."""
-
-    def __init__(self, model: ReplyModel, role: str) -> None:
-        """Print nothing yet; `role` begins each line. Empty: there is one player."""
-        self._model = model
-        self._begin = f"[{role}] " if role else ""
-        self._printed = 0
-
-    async def reply(self, request: ReplyRequest) -> ModelReply:
-        """Print the messages that are new, and pass the request on."""
-        self.show(request.messages)
-        return await self._model.reply(request)
-
-    def show(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Print those of an episode's messages that were not printed yet."""
-        for message in messages[self._printed :]:
-            print(f"{self._begin}{message['role']}: {message.get('content') or message.get('tool_calls')}", flush=True)
-        self._printed = len(messages)

@@ -18,6 +18,7 @@ from page.actions.requests import (
     CollectRequest,
     LabelRequest,
     PinRequest,
+    PlayRequest,
     PublishRequest,
     Request,
     RestoreRequest,
@@ -25,6 +26,7 @@ from page.actions.requests import (
     RollbackRequest,
     UnpinRequest,
 )
+from page.play.sessions import PlaySessions, StartPlay
 from page.reading import PageStore
 from spangrad import semconv
 from spangrad.errors import QueueError, SpangradError, StoreError
@@ -53,16 +55,18 @@ class ActionCommands:
     pin: Callable[[Settings, PinRequest | UnpinRequest], str]
     restore: Callable[[Settings, RestoreRequest], str]
     collect: Callable[[Settings, CollectRequest], str]
+    start_play: StartPlay
 
 
 class ActionRunner:
     """Carries out actions, one at a time each, and writes them down."""
 
-    def __init__(self, settings: Settings, store: PageStore, commands: ActionCommands) -> None:
+    def __init__(self, settings: Settings, store: PageStore, commands: ActionCommands, plays: PlaySessions) -> None:
         """Store the arguments; nothing is sent."""
         self._settings = settings
         self._store = store
         self._commands = commands
+        self._plays = plays
         self._sender = LogSender(settings.store)
         self._records = ActionRecords(self._sender)
 
@@ -107,6 +111,8 @@ class ActionRunner:
                 return self._commands.restore(self._settings, request)
             case CollectRequest():
                 return self._commands.collect(self._settings, request)
+            case PlayRequest():
+                return self._plays.begin_from_thread(request)
             case CancelRequest():
                 counts = self._queue("/v1/cancel", {"rollout_ids": request.rollout_ids})
                 return f"cancelled: {counts['queued']} that were queued, {counts['running']} that were running."

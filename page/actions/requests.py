@@ -109,6 +109,26 @@ class CollectRequest(ActionRequest, frozen=True, kw_only=True, tag="collect"):
         return (self.rollout,)
 
 
+class PlayRequest(ActionRequest, frozen=True, kw_only=True, tag="play"):
+    """Begin an episode that a person plays or watches."""
+
+    rollout: Annotated[str, Meta(pattern=r"^play-[0-9a-f]{32}$")]
+    """Id of the rollout, chosen by who asks: the same is not begun again."""
+    environment: Name
+    """Name of the handler whose environment it is."""
+    task: Annotated[str, Meta(min_length=1, max_length=6000)]
+    """Input of the task, as JSON."""
+    person: bool
+    """True if the person has a part; False if the policy plays alone."""
+    role: Annotated[str, Meta(max_length=100)] = ""
+    """Role of the person, in environments of several players."""
+
+    @property
+    def rollouts(self) -> tuple[str, ...]:
+        """Return the rollouts that the action is about."""
+        return (self.rollout,)
+
+
 Request = (
     PublishRequest
     | RollbackRequest
@@ -119,6 +139,7 @@ Request = (
     | RetryRequest
     | LabelRequest
     | CollectRequest
+    | PlayRequest
 )
 
 

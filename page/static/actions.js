@@ -31,7 +31,7 @@ function open(label, question, fields, request, done) {
     confirm.disabled = true;
     outcome.className = "";
     outcome.textContent = "Asking…";
-    const { sentence, ok } = await send({ ...request(values), author: values.author });
+    const { sentence, ok } = await post("/api/actions", { ...request(values), author: values.author });
     outcome.className = ok ? "good" : "failed";
     outcome.textContent = visible(sentence);
     changed ||= ok;
@@ -60,9 +60,10 @@ export function queueButtons(rollout, done) {
     ? actionButton("Retry", { done, question: `Queue rollout ${rollout.rollout_id} again, with as many attempts as a new one?`, request: request("retry") }) : null;
 }
 
-async function send(action) {
+// Sends what changes something, with the token of this document.
+export async function post(path, content) {
   try {
-    const answer = await fetch("/api/actions", { method: "POST", body: JSON.stringify(action),
+    const answer = await fetch(path, { method: "POST", body: JSON.stringify(content),
       headers: { "Content-Type": "application/json", "X-Spangrad-Action": TOKEN } });
     const value = JSON.parse(await answer.text());
     return { ok: answer.ok, sentence: value.done ?? value.error };

@@ -1,0 +1,97 @@
+"""Processes of the page's episodes, as the page uses them.
+
+In: a request for an episode, lines for it. Out: its lines. Invariant: no secret is in a command line or a variable; `end` leaves no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from pydantic import SecretStr
+
+from spangrad.errors import AgentError
+from spangrad.settings import Settings
+
+if TYPE_CHECKING:
+    from page.actions.requests import PlayRequest
+
+_LINE_BYTES = 2**20
+
+
+async def start_play(settings: Settings, request: PlayRequest) -> PlayProcess:
+    """Start the process of an episode with the environment of a handler.
+
+    Raises:
+        AgentError: the process cannot be started.
+    """
+    from commands.playing.host import PlayJob
+
+    handler, runner = settings.runner.handlers[request.environment], settings.runner.of_handler(request.environment)
+    job = PlayJob(
+        rollout=request.rollout,
+        environment=handler.environment or "",
+        directory=str(handler.directory),
+        task=json.loads(request.task),
+        is_person=request.person,
+        role=request.role,
+        episode=runner.episode.model_dump(),
+        url=settings.gateway.url.rstrip("/") + "/v1",
+        key=_secret(settings.gateway.token) or "none",
+        environments_token=_secret(settings.environments.token),
+        otlp_endpoint=settings.store.otlp_endpoint,
+        otlp_token=_secret(settings.store.token),
+    )
+    # -P keeps modules of the working directory from hiding ours.
+    command = [sys.executable, "-P", "-m", "commands.playing.host"]
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=_LINE_BYTES, start_new_session=True)
+    except OSError as error:
+        raise AgentError(f"the process of the episode cannot be started ({error}). End other programs of this machine.") from error
+    started = PlayProcess(process)
+    await started.send(msgspec.json.encode(job))
+    return started
+
+
+class PlayProcess:
+    """Process of one episode."""
+
+    def __init__(self, process: Process) -> None:
+        """Store the process, whose standard input and output are pipes."""
+        self._process = process
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Yield the process's lines until it ends."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            yield line
+
+    async def send(self, line: bytes) -> None:
+        """Send a line; one that has ended reads nothing."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(line + b"\n")
+            await self._process.stdin.drain()
+
+    async def end(self) -> None:
+        """End the process: its input is closed, so that it sends its spans; after five seconds it is killed."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(5):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+
+def _secret(value: SecretStr | None) -> str | None:
+    return None if value is None else value.get_secret_value()

@@ -1,0 +1,90 @@
+"""HTTP routes of play: environments, events of a session, replies.
+
+In: requests of browsers. Out: JSON, and server-sent events. Invariant: what changes a session needs the page's token for actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+
+from page.access import HEADERS, PageAccess
+from page.json_text import encode
+from page.play.sessions import PlaySessions
+from spangrad.http.server import body
+
+
+class PlayAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Reply of a person, or their leaving."""
+
+    rollout: str
+    turn: int = 0
+    text: str | None = None
+    """None: the person leaves."""
+
+
+class PlayRoutes:
+    """Handlers of requests of play."""
+
+    def __init__(self, access: PageAccess, sessions: PlaySessions | None, environments: list[str]) -> None:
+        """Store the arguments.
+
+        Args:
+            access: decides which requests may act.
+            sessions: sessions of the page. None: it offers no actions.
+            environments: names of the environments that can be played.
+        """
+        self._access = access
+        self._sessions = sessions
+        self._environments = environments
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes that aiohttp registers."""
+        return [
+            web.get("/api/play/environments", self.environments),
+            web.get("/events/play", self.events),
+            web.post("/api/play", self.answer),
+        ]
+
+    async def environments(self, request: web.Request) -> web.Response:
+        """Return the names of the environments."""
+        return _answer(200, {"environments": self._environments})
+
+    async def answer(self, request: web.Request) -> web.Response:
+        """Take a person's reply, or let the person leave."""
+        problem = self._access.action_problem(request)
+        if self._sessions is None or problem:
+            return _answer(403, {"error": problem or "this page offers no actions. Set page.actions to true."})
+        try:
+            answer = msgspec.json.decode(await body(request), type=PlayAnswer)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"the body is no reply of a player: {error}") from None
+        session = self._sessions.get(answer.rollout)
+        if answer.text is None:
+            await session.leave("It was left.")
+        else:
+            await session.reply(answer.turn, answer.text)
+        return _answer(200, {"done": ""})
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Send the events of a session, from the one after `Last-Event-ID` on, until it ends or the browser leaves."""
+        if self._sessions is None:
+            return _answer(403, {"error": "this page offers no actions. Set page.actions to true."})
+        session = self._sessions.get(request.query.get("id", ""))
+        last = request.headers.get("Last-Event-ID", "")
+        response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store"})
+        response.content_type = "text/event-stream"
+        await response.prepare(request)
+        with session.looked_at():
+            try:
+                async for number, event in session.events(int(last) + 1 if last.isdecimal() else 0):
+                    await response.write(b"id: %d\ndata: %s\n\n" % (number, encode(event)))
+            except ConnectionResetError:
+                pass  # the browser has left
+        return response
+
+
+def _answer(status: int, value: Mapping[str, object]) -> web.Response:
+    return web.Response(status=status, body=encode(value), content_type="application/json", headers={"Cache-Control": "no-store"})

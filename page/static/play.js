@@ -1,0 +1,96 @@
+// Play: the choice of an episode, or one that is under way: its messages as they come, and the person's replies.
+import { actionButton, post } from "/static/actions.js";
+import { address, ask, clearProblem, fact, facts, h, put, ready, visible } from "/static/dom.js";
+
+const rollout = new URLSearchParams(location.search).get("id");
+const reply = document.getElementById("reply");
+const log = document.getElementById("log");
+const state = document.getElementById("state");
+let turn = null;
+
+if (rollout) follow();
+else await choose();
+ready();
+
+async function choose() {
+  const form = document.getElementById("choice");
+  const { environments } = await ask("/api/play/environments");
+  const id = `play-${[...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+  form.elements.environment.append(...environments.map((name) => h("option", { value: name }, name)));
+  form.addEventListener("submit", (event) => event.preventDefault());
+  const button = actionButton("Begin", {
+    question: "Begin the episode? It runs on the page's machine, with the policy of the gateway, and is recorded as a rollout of mode production.",
+    request: () => ({ action: "play", rollout: id, environment: form.elements.environment.value, task: form.elements.task.value,
+      person: form.elements.person.value === "yes", role: form.elements.role.value }),
+    done: () => location.assign(address("/play", { id })),
+  });
+  if (!environments.length) state.textContent = "No handler of runner.handlers has an environment to play.";
+  else if (!button) state.textContent = "This page offers no actions.";
+  else {
+    put("begin", button);
+    form.hidden = false;
+  }
+}
+
+function follow() {
+  const source = new EventSource(address("/events/play", { id: rollout }));
+  source.addEventListener("error", () => {
+    if (source.readyState === EventSource.CLOSED) state.textContent = "This episode is not played here any more.";
+    after();
+  });
+  source.addEventListener("message", (event) => show(JSON.parse(event.data), source));
+  put("after", h("button", { type: "button", onclick: () => tell({ rollout }) }, "Leave it"));
+  reply.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const answer = { rollout, turn, text: reply.elements.text.value };
+    wait("Waiting…");
+    if (await tell(answer)) reply.elements.text.value = "";
+    else myTurn(answer.turn);
+  });
+}
+
+function show(event, source) {
+  if (event.kind === "begin") {
+    facts("facts", [fact("Environment", event.environment), fact("Player", event.person ? `you${event.role ? `, as ${event.role}` : ""}` : "the policy"),
+      fact("Rollout", event.rollout)]);
+    wait("It begins…");
+  } else if (event.kind === "message") {
+    const own = event.by === "assistant";
+    log.append(h("div", { class: own ? "message reply" : "message" }, h("h3", {}, event.role ? `${event.role}: ${event.by}` : event.by),
+      h("div", { class: "text" }, event.text)));
+    log.lastChild.scrollIntoView({ block: "nearest" });
+  } else if (event.kind === "turn") {
+    myTurn(event.turn);
+  } else {
+    source.close();
+    wait(`${event.outcome === "done" ? "It has ended" : event.outcome === "left" ? "It was ended" : "It failed"}: ${event.text}`);
+    after();
+  }
+}
+
+function myTurn(number) {
+  turn = number;
+  state.textContent = `It is your turn, number ${number}.`;
+  reply.hidden = false;
+  reply.elements.text.focus();
+}
+
+function wait(sentence) {
+  turn = null;
+  reply.hidden = true;
+  state.textContent = visible(sentence);
+}
+
+function after() {
+  put("after", h("a", { href: address("/rollout", { id: rollout }) }, "The rollout, as the store has it"), " ", h("a", { href: "/play" }, "Play again"));
+}
+
+async function tell(answer) {
+  clearProblem();
+  const { ok, sentence } = await post("/api/play", answer);
+  if (!ok) {
+    document.getElementById("problem").textContent = visible(sentence);
+    document.getElementById("problem").hidden = false;
+  }
+  return ok;
+}
