@@ -1,6 +1,6 @@
 """One episode for people: its environment by a reference, its players, and the messages as they come.
 
-In: a reference, a task, who plays what. Out: messages, and the outcome. Invariant: the contexts are those of training, whoever looks on.
+In: a reference, a task, who plays what. Out: messages, and the outcome. Invariant: the contexts are those of training, shown or not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Cast:
     role: str | None
     """Role of the person, where there are several."""
     show: Show | None
-    """Function that is given each message. None: nobody looks on."""
+    """Function that is given each message. None: messages are not shown."""
     remedy: str = "Name yours with --role."
     """Sentence for a person without a role of the environment."""
 

@@ -48,7 +48,7 @@ class PlayJob(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     task: Any
     is_person: bool
-    """Whether a person has a part."""
+    """True if a person has a part; False if the policy plays alone."""
     role: str
     """Role of the person; empty where there is one player."""
     episode: dict[str, Any]

@@ -1,6 +1,6 @@
 """Processes of the page's episodes, as the page uses them.
 
-In: a request for an episode, lines for it. Out: its lines. Invariant: no secret is in a command line or a variable; `end` leaves no process.
+In: a request for an episode, lines for it. Out: its lines. Invariant: no secret is in a command line; `end` leaves no process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec

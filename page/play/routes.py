@@ -77,7 +77,7 @@ class PlayRoutes:
         response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store"})
         response.content_type = "text/event-stream"
         await response.prepare(request)
-        with session.looked_at():
+        with session.listened():
             try:
                 async for number, event in session.events(int(last) + 1 if last.isdecimal() else 0):
                     await response.write(b"id: %d\ndata: %s\n\n" % (number, encode(event)))

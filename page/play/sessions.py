@@ -1,7 +1,7 @@
 """Sessions of play: one episode each, in which a person has a part, or which a person watches.
 
 In: requests, replies, lines of the episode. Out: events, as the browser shows them. Invariant: sessions are bounded in number, time and
-events; one that nobody looks at ends; a reply counts for the turn that it names, once.
+events; one without a listener ends; a reply counts for the turn that it names, once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PlayTransport(Protocol):
         ...
 
     async def end(self) -> None:
-        """End the episode, whatever its state."""
+        """End the episode, whatever its state; once it has ended, do nothing."""
         ...
 
 
@@ -55,7 +55,7 @@ class PlayBounds:
     seconds: float = 3600.0
     """Largest time of a session, in seconds."""
     left_seconds: float = 30.0
-    """Time for which nobody may look at a session that is under way, in seconds."""
+    """Time for which a session that is under way may have no listener, in seconds."""
     events: int = 5000
     """Largest number of events of a session."""
 
@@ -86,7 +86,7 @@ class PlaySession:
     """One episode, and the events that it had."""
 
     def __init__(self, request: PlayRequest, bounds: PlayBounds) -> None:
-        """Begin with nobody looking."""
+        """Begin without a listener."""
         self.is_over = False
         self._bounds = bounds
         first = {"kind": "begin", "environment": request.environment, "person": request.person, "role": request.role}
@@ -122,10 +122,12 @@ class PlaySession:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        if self._transport is not None:
+            await self._transport.end()  # a task that is cancelled before it runs has not
 
     @contextmanager
-    def looked_at(self) -> Generator[None]:
-        """Count somebody who looks, for as long as the block."""
+    def listened(self) -> Generator[None]:
+        """Count a listener, for as long as the block."""
         self._listeners += 1
         if self._leaving is not None:
             self._leaving.cancel()
@@ -239,8 +241,8 @@ class PlaySessions:
             del self._sessions[request.rollout]
             raise
         self._forget()
-        who = f"{request.author} plays{f' {request.role}' if request.role else ''}" if request.person else "the policy plays"
-        return f"{who} in {request.environment}: rollout {request.rollout} has begun."
+        player = f"{request.author} plays{f' {request.role}' if request.role else ''}" if request.person else "the policy plays"
+        return f"{player} in {request.environment}: rollout {request.rollout} has begun."
 
     def get(self, rollout: str) -> PlaySession:
         """Return a session.

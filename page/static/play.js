@@ -35,7 +35,8 @@ async function choose() {
 function follow() {
   const source = new EventSource(address("/events/play", { id: rollout }));
   source.addEventListener("error", () => {
-    if (source.readyState === EventSource.CLOSED) state.textContent = "This episode is not played here any more.";
+    if (source.readyState !== EventSource.CLOSED) return; // it connects again by itself
+    wait("This episode is not played here any more.");
     after();
   });
   source.addEventListener("message", (event) => show(JSON.parse(event.data), source));
