@@ -38,7 +38,8 @@ T = TypeVar("T")
 Answer = Callable[[Any], Any]
 THREADS = 6
 """Largest number of requests that read the store at the same time."""
-_FORM_BYTES = 8192
+_FORM_BYTES = 32_768
+"""Largest body of a request, in bytes: 6,000 characters of a task or a reply, whichever they are, and what belongs to them."""
 log = logging.getLogger(__name__)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -80,7 +82,7 @@ class PlayProcess:
             await self._process.stdin.drain()
 
     async def end(self) -> None:
-        """End the process: its input is closed, so that it sends its spans; after five seconds it is killed."""
+        """End the process: its input is closed, so that it sends its spans; after five seconds it and its own are killed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -88,7 +90,7 @@ class PlayProcess:
                 await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
 
 

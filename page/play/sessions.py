@@ -154,7 +154,7 @@ class PlaySession:
             self._leaving = asyncio.get_running_loop().call_later(self._bounds.left_seconds, self._unseen)
 
     def _unseen(self) -> None:
-        self._conclude("left", "Nobody looked at it any more.")
+        self._conclude("left", "No browser showed it any more.")
         if self._task is not None:
             self._task.cancel()
 

@@ -89,6 +89,6 @@ class PageSettings(Section):
     """URL of a trace in another tool, such as Jaeger, Langfuse or Grafana, with `{trace}` in the place of its id. None: no link is
     shown."""
     actions: bool = True
-    """True to offer actions: publish, roll back, pin, restore, cancel, retry, label, collect. False: the page changes nothing."""
+    """True to offer actions: publish, roll back, pin, restore, cancel, retry, label, collect, play. False: the page changes nothing."""
     examples: Path = Path("data/examples")
     """Directory of the sets of examples to which people add rollouts, a file NAME.jsonl each."""

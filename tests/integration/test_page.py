@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
-from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -19,7 +18,7 @@ from pydantic import SecretStr
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import EngineSettings, PageSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.store.clickhouse import connect
-from tests.support.browser import Visitor, browsers, running_page
+from tests.support.browser import Visitor, browsers, running_page, violations
 from tests.support.page_rollouts import BIDI, LONG, MANY, MARKUP, TEXTS, PageRollouts
 from trainer.data.source import Group
 from trainer.ledger.recovery import open_ledger
@@ -85,14 +84,6 @@ def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, dict[str,
 
 def links(page: Page) -> list[str]:
     return page.locator(LINKS).all_inner_texts()
-
-
-def violations(page: Page, rules: list[str] | None = None) -> list[str]:
-    """Findings of axe-core that are serious or worse, of these rules or of all."""
-    page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
-    run = "async (rules) => (await axe.run({ resultTypes: ['violations'], ...(rules && { runOnly: rules }) })).violations"
-    violations = page.evaluate(f"{run}.map(v => [v.impact, v.id, v.nodes.map(n => n.html.slice(0, 200))])", rules)
-    return [f"{impact} {rule}: {nodes}" for impact, rule, nodes in violations if impact in {"serious", "critical"}]
 
 
 def test_rollouts_page_lists_sorts_and_filters_by_address(tab: Visitor) -> None:

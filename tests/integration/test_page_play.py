@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from spangrad.settings import Settings, StoreSettings
-from tests.integration.test_page import violations
-from tests.support.browser import Visitor, browsers, running_page
+from spangrad.settings import PageSettings, Settings, StoreSettings
+from tests.support.browser import Visitor, browsers, running_page, violations
 from tests.support.built_rollouts import rows
 from tests.support.page_rollouts import MARKUP
 from tests.support.word_policy import WordPolicy
@@ -112,3 +113,12 @@ def test_person_leaves_or_has_no_role_and_the_episode_ends(browser: Browser, url
     begin(page, {"sticks": 2}, "third")
     expect(page.locator("#state")).to_have_text("It failed: the environment has the roles first, second. Choose one.", timeout=PATIENCE)
     visitor.close()
+
+
+@pytest.mark.parametrize("settings", [PageSettings(), PageSettings(actions=False)])
+def test_reply_without_the_token_for_actions_is_refused(store: StoreSettings, settings: PageSettings) -> None:
+    with running_page(Settings(store=store, page=settings)) as url:
+        body = json.dumps({"rollout": f"play-{0:032x}", "turn": 1, "text": "3"}).encode()
+        request = urllib.request.Request(f"{url}/api/play", body, {"Content-Type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request, timeout=30)

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from importlib.resources import files
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -72,6 +73,14 @@ def browsers() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
+
+
+def violations(page: Page, rules: list[str] | None = None) -> list[str]:
+    """Findings of axe-core that are serious or worse, of these rules or of all."""
+    page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
+    run = "async (rules) => (await axe.run({ resultTypes: ['violations'], ...(rules && { runOnly: rules }) })).violations"
+    violations = page.evaluate(f"{run}.map(v => [v.impact, v.id, v.nodes.map(n => n.html.slice(0, 200))])", rules)
+    return [f"{impact} {rule}: {nodes}" for impact, rule, nodes in violations if impact in {"serious", "critical"}]
 
 
 class Visitor:

@@ -138,7 +138,7 @@ async def test_session_shows_hostile_text_unchanged_as_text() -> None:
 
 async def test_session_without_a_listener_ends() -> None:
     session, script, _ = await begun(PlayBounds(left_seconds=0.05))
-    assert (await whole(session))[-1]["text"] == "Nobody looked at it any more."
+    assert (await whole(session))[-1]["text"] == "No browser showed it any more."
     await session.leave("")
     assert script.has_ended
 
