@@ -31,8 +31,8 @@ def description() -> dict[str, Any]:
     refusals = _refusals(refused, _FAILURES)
     of_tasks = {**refusals, **_refusals(refused, _NO_TASKS)}
     named = [_parameter(name, "path", {"type": "string"}) for name in ("run", "name")]
-    asked = msgspec.json.schema(TrajectoriesQuery)["$defs"][TrajectoriesQuery.__name__]["properties"]
-    query = [_parameter(name, "query", schema) for name, schema in asked.items()]
+    properties = msgspec.json.schema(TrajectoriesQuery)["$defs"][TrajectoriesQuery.__name__]["properties"]
+    query = [_parameter(name, "query", schema) for name, schema in properties.items()]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Rollouts as a service", "version": "1"},

@@ -45,8 +45,9 @@ class PlayersInstance(SessionInstance):
                 return {role: await self._action_of(role, actions[role]) for role in self._acting}
             case _:
                 pass
-        turn = ", ".join(self._acting) or "nobody"
-        sentence = f"the turn is that of {turn}. Send {{{ACTIONS!r}: ...}} with an action of each, or {{{FORFEIT!r}: ...}} with such a role"
+        acting = ", ".join(self._acting) or "nobody"
+        sentence = f"the turn is that of {acting}. "
+        sentence += f"Send {{{ACTIONS!r}: ...}} with an action of each, or {{{FORFEIT!r}: ...}} with such a role"
         raise SessionError(ErrorCode.VALIDATION_ERROR, sentence)
 
     async def _action_of(self, role: str, fields: Any) -> Any:

@@ -23,7 +23,7 @@ from tests.support.servers import binary, running_store, store_settings
 
 COMPRESSIONS = ["none", "lz4", "zstd", "gzip", "deflate"]
 MOSTLY_SLOW = [pytest.param(name, marks=[] if name in {"none", "lz4"} else [pytest.mark.slow]) for name in COMPRESSIONS]
-"""Of tests whose every case takes long: without compression, and the one that the client uses by default."""
+"""Compressions of tests whose every case takes long: without compression, and the one that the client uses by default."""
 _BUILD = "'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 5 AS Content"
 MATCHING = [
     (

@@ -28,7 +28,7 @@ from trainer.optim.process import prepare_process
 prepare_process()  # verl reads its platform when it is first imported
 
 CLIP_RATIO = 0.02
-"""Of the losses by name: much is clipped."""
+"""Clip ratio of the losses by name: much is clipped."""
 SEQUENCES: dict[str, dict[str, Any]] = {"weights": {"weights": "sequence"}, "rejects": {"reject": {"seq_sum_k2": "0.3"}}}
 AGGREGATIONS: dict[str, dict[str, Any]] = {
     "`token-mean`": {},
