@@ -168,8 +168,10 @@ def test_served_game_responds_at_a_players_turn_with_all_that_happened() -> None
         game = game_of(table)
         for role in ROLES:
             game.attach(role)
-        resets = {role: asyncio.create_task(send(game, role, "reset", {"task": 7})) for role in ROLES}
+        tasks = dict(zip(ROLES, (7, 8, 9), strict=True))
+        resets = {role: asyncio.create_task(send(game, role, "reset", {"task": task})) for role, task in tasks.items()}
         await asyncio.sleep(1)
+        assert table.task == 7, "the task is that of the first reset"
         assert [role for role, reset in resets.items() if reset.done()] == ["a"]
         assert (await resets["a"])["data"]["observation"] == {"text": "begin a"}
         assert (await send(game, "b", "state"))["data"]["player"] == "pending"
@@ -188,7 +190,6 @@ def test_served_game_responds_at_a_players_turn_with_all_that_happened() -> None
         assert (late["observation"], late["reward"], late["done"]) == ({"text": "turn 3"}, 1.0, True)
         assert (await resets["c"])["data"]["observation"] == {"text": "begin c\nturn 1\nturn 2\nturn 3"}
         assert (await send(game, "a", "step", {"text": "a 3"}))["data"]["code"] == "SESSION_ERROR"
-        assert table.task == 7
 
     run_in_virtual_time(scenario())
 
