@@ -55,17 +55,26 @@ class Rules:
 
     def longest(self, stones: Stones, role: str) -> int:
         """Return the most stones of a role on a line, of the lines without any other; 0: there is no such line."""
-        return max((count_own(stones, line, role) for line in self._whole), default=0)
+        return max(self.counts(stones, role).values(), default=0)
+
+    def counts(self, stones: Stones, role: str) -> dict[tuple[str, ...], int]:
+        """Return the number of a role's stones on each line; 0 where the line has another's."""
+        return {line: _count_own(stones, line, role) for line in self._whole}
 
     def completing(self, stones: Stones, role: str) -> list[str]:
         """Return the free cells on which a stone of a role would complete a line, row by row."""
         return [cell for cell in self.free(stones) if self.has_won({**stones, cell: role}, cell)]
 
 
-def count_own(stones: Stones, line: tuple[str, ...], role: str) -> int:
-    """Return the number of a role's stones on a line; 0 where the line has another's."""
-    owners = [stones[cell] for cell in line if cell in stones]
-    return len(owners) if all(owner == role for owner in owners) else 0
+def _count_own(stones: Stones, line: tuple[str, ...], role: str) -> int:
+    count = 0
+    for cell in line:
+        owner = stones.get(cell)
+        if owner == role:
+            count += 1
+        elif owner is not None:
+            return 0
+    return count
 
 
 def _name(row: int, column: int) -> str:

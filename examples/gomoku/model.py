@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
-from examples.gomoku.board import SMALL, Rules, count_own
+from examples.gomoku.board import SMALL, Rules
 from examples.gomoku.game import PASS, Gomoku
 from examples.gomoku.task import trained_opening
 from examples.learning.tiny import Transcript, make_model, model_command
@@ -25,9 +25,10 @@ MOVES = 5
 
 def sensible(rules: Rules, stones: Mapping[str, str], role: str) -> list[str]:
     """Return the free cells on a line with the most stones of a role, of the lines without any of the other."""
-    free = rules.free(stones)
-    counts = {cell: max(count_own(stones, line, role) for line in rules.lines[cell]) for cell in free}
-    return [cell for cell in free if counts[cell] == max(counts.values())]
+    free, counts = rules.free(stones), rules.counts(stones, role)
+    longest = {cell: max(counts[line] for line in rules.lines[cell]) for cell in free}
+    most = max(longest.values())
+    return [cell for cell in free if longest[cell] == most]
 
 
 def transcript(rng: random.Random) -> Transcript:

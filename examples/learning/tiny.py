@@ -71,10 +71,11 @@ def encoded(tokenizer: PreTrainedTokenizerFast, transcript: Transcript) -> tuple
     ids: list[int] = []
     taught: dict[int, Mapping[int, float]] = {}
     vocabulary = tokenizer.get_vocab()
+    unknown = vocabulary[SPECIAL[0]]
     for message in transcript:
-        ids += tokenizer.encode(f"<|im_start|> {message['role']}")
+        ids += (vocabulary["<|im_start|>"], vocabulary[message["role"]])
         begin = len(ids)
-        ids += tokenizer.encode(f"{message['content']} <|im_end|>")
+        ids += (vocabulary.get(word, unknown) for word in f"{message['content']} <|im_end|>".split())
         if message["role"] == "assistant":
             taught |= {place: {ids[place]: 1.0} for place in range(begin, len(ids))}
             if odds := message.get("odds"):
