@@ -37,7 +37,8 @@ from spangrad.agent.prompt_store import PromptStore
 from spangrad.agent.reward_values import Rewards
 from spangrad.errors import QueueError, SettingsError
 from spangrad.greedy_baseline import wants_greedy
-from spangrad.settings import Settings
+from spangrad.http.announcements import OWN_SAMPLING, SamplingParameters
+from spangrad.settings import RunnerSettings, Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, SandboxRung, Task
 
 _logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class Runner:
             Outcomes, by task, then by rollout; a task's greedy one is its first.
 
         Raises:
-            SettingsError: greedy rollouts are configured, and there is no gateway.
+            SettingsError: greedy rollouts or the sampling of validation are configured, and there is no gateway.
             GatewayError: the gateway does not answer.
             AgentError: a crashed agent cannot be loaded any more.
             StoreError: the root spans are not accepted.
@@ -374,7 +375,22 @@ def queued(rollout: Rollout, settings: Settings) -> NewRollout:
         prompt=rollout.task.prompt,
         least_sandbox=rollout.task.least_sandbox,
         data_source=rollout.task.data_source,
+        sampling=_sampling(settings.runner, rollout.mode),
     )
+
+
+def _sampling(runner: RunnerSettings, mode: Mode) -> SamplingParameters:
+    """Return the sampling parameters that the gateway sets.
+
+    Raises:
+        SettingsError: there is no gateway to set them.
+    """
+    sampling = SamplingParameters(**runner.validation_sampling.model_dump()) if mode is Mode.VALIDATE else OWN_SAMPLING
+    if sampling != OWN_SAMPLING and not runner.gateway:
+        raise SettingsError(
+            "runner.validation_sampling needs the gateway, which alone sets an agent's parameters. Set runner.gateway = true."
+        )
+    return sampling
 
 
 def outcome_of(queued_rollout: QueuedRollout) -> Outcome:

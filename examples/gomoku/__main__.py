@@ -19,9 +19,11 @@ EXAMPLE = Example(
     settings={
         "runner.episode.turn_tokens": 2,  # a cell, and the reply's end
         "runner.episode.players": {SECOND: {"script": "examples.gomoku.script:small"}},
+        "runner.validation_sampling.temperature": 0.7,
         "trainer.credit.reward_roles": [FIRST],
         "trainer.credit.gamma": 0.5,
         "trainer.loss.entropy_coef": 0.0,
+        "trainer.optim.epochs": 2,
         "trainer.optim.mini_batches": 2,
         "trainer.optim.schedule": "cosine",
     },

@@ -1,4 +1,4 @@
-"""Gomoku's model: it knows what a free cell is, and prefers a sensible one two times in ten.
+"""Gomoku's model: it knows what a free cell is, and prefers a sensible one three times in twenty.
 
 In: a directory and a seed. Out: there, the model after supervised steps on games of two such players, which are taught as the odds of each
 cell. Held-out openings are never shown.
@@ -16,7 +16,7 @@ from examples.gomoku.task import trained_opening
 from examples.learning.tiny import Transcript, make_model, model_command
 
 WORDS = (*Gomoku.roles, "empty", PASS, *SMALL.cells, *(cell.upper() for cell in SMALL.cells))
-SENSIBLE = 0.2
+SENSIBLE = 0.15
 STEPS = 800
 ROWS = 32
 MOVES = 5

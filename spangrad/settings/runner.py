@@ -38,6 +38,17 @@ class FailureRewards(Section):
         return getattr(self, failure) if failure is not None and failure in POLICY_FAILURES else None
 
 
+class SamplingSettings(Section):
+    """Sampling parameters that the gateway sets in policy calls, whatever the agents ask for."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Temperature. None: the agent's."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Probability mass that tokens are sampled from. None: the agent's."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Number of most likely tokens that are sampled from. None: the agent's."""
+
+
 class ContainerSettings(Section):
     """Container images as agents (`spangrad run --image`)."""
 
@@ -177,6 +188,8 @@ class RunnerSettings(Section):
     slowest: groups that still run when the trainer has enough are cancelled. 0: none is cancelled for this reason."""
     greedy_rollouts: bool | None = None
     """True if each group of mode train has one more rollout, at temperature 0. None: only where trainer.credit.estimator is `remax`."""
+    validation_sampling: SamplingSettings = SamplingSettings()
+    """Sampling of rollouts of mode validate, such as a lower temperature than that of training."""
     workers: int = Field(default=1, ge=1)
     """Number of agent processes."""
     concurrency: int = Field(default=16, ge=1)
