@@ -171,24 +171,8 @@ def rollout_ids(run_id: str, name: str, state: TaskDemandState, first: int, limi
 
 
 def _rollouts(row: Any, demand: TaskDemand, group: int, task: TaskRow) -> list[NewRollout]:
-    return [
-        NewRollout(
-            task_id=task.task_id,
-            input=task.input,
-            group_id=f"{row.name}/{row.digest[:16]}/{group}",
-            group_size=demand.rollouts,
-            mode=demand.mode,
-            rollout_id=_rollout_id(row.run_id, row.name, row.digest, group, number),
-            priority=demand.priority,
-            timeout_seconds=demand.timeout_seconds,
-            max_attempts=demand.max_attempts,
-            sampling=demand.sampling,
-            limits=demand.limits,
-            data_source=task.data_source,
-            least_sandbox=task.least_sandbox,
-        )
-        for number in range(demand.rollouts)
-    ]
+    ids = [_rollout_id(row.run_id, row.name, row.digest, group, number) for number in range(demand.rollouts)]
+    return demand.group(task, f"{row.name}/{row.digest[:16]}/{group}", ids)
 
 
 def _rollout_id(run_id: str, name: str, digest: str, group: int, number: int) -> str:

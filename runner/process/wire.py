@@ -5,13 +5,15 @@ In, out: frozen structs. Invariant: an unknown field is refused; arrays of a tur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
-from msgspec import Meta, Raw
+from msgspec import Meta
 
+from runner.queue.task_data import TaskRow
 from runner.queue.wire import Count, Name, NewRollout, OptionalName, Priority, RolloutState, Seconds, Struct
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
-from spangrad.types import Mode, PromptVersion, SandboxRung
+from spangrad.types import Mode, PromptVersion
 
 Key = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
 CallbackUrl = Annotated[str, Meta(max_length=2000, pattern=r"^https?://[^\x00\s]+$")]
@@ -19,41 +21,64 @@ ROLLOUTS_MOST = 1000
 """Largest number of rollouts of one request."""
 
 
-class ProcessedTask(Struct, frozen=True, kw_only=True):
-    """A task, and how often it is to be rolled out."""
+class ProcessedTask(TaskRow, frozen=True, kw_only=True):
+    """A task, and how often it is to be rolled out; its data source selects its handler, and without one it is the workers' only one."""
 
-    task_id: Name
-    input: Raw
-    """Input of the agent: any JSON value."""
     rollouts: Annotated[int, Meta(ge=1, le=ROLLOUTS_MOST)] = 1
     """Rollouts of the task; together they are a group."""
-    data_source: OptionalName = ""
-    """Source of the task, which selects its handler (runner.handlers). Empty: the workers' only one."""
     image: OptionalName = ""
     """Container image of the agent, which runner.container.images of the workers must allow. Empty: the handler's own."""
-    least_sandbox: SandboxRung | None = None
-    """Weakest kind of sandbox that its attempts may run in. None: any, and none as well."""
 
 
-class ProcessRequest(Struct, frozen=True, kw_only=True):
-    """Body of POST /v1/process."""
+class RolloutManner(Struct, frozen=True, kw_only=True):
+    """What all rollouts of a request or a demand have in common."""
 
-    run_id: Name
-    key: Key
-    """Name of the request: the same one sent again continues to wait for the same rollouts."""
-    tasks: Annotated[list[ProcessedTask], Meta(min_length=1, max_length=ROLLOUTS_MOST)]
     mode: Mode = Mode.TRAIN
     priority: Priority = 0
     timeout_seconds: Seconds | None = None
     """Time limit of one agent run, in seconds. None: runner.timeout_seconds of the server."""
     max_attempts: Count | None = None
     """Largest number of attempts of a rollout. None: runner.max_attempts of the server."""
-    prompt: PromptVersion | None = None
-    """Prompt version that the attempts fetch. None: the published one."""
     sampling: SamplingParameters = OWN_SAMPLING
     """Sampling parameters that the gateway sets in the policy calls, whatever the agents ask for."""
     limits: CallLimits = NO_LIMITS
     """Limits of each attempt's calls. None of one: the setting of the same name of the worker's runner."""
+
+    def group(
+        self, task: TaskRow, group_id: str, ids: Sequence[str], *, image: str = "", prompt: PromptVersion | None = None
+    ) -> list[NewRollout]:
+        """Return the rollouts of a group, by their ids."""
+        return [
+            NewRollout(
+                task_id=task.task_id,
+                input=task.input,
+                group_id=group_id,
+                group_size=len(ids),
+                mode=self.mode,
+                rollout_id=rollout_id,
+                priority=self.priority,
+                timeout_seconds=self.timeout_seconds,
+                max_attempts=self.max_attempts,
+                prompt=prompt,
+                sampling=self.sampling,
+                limits=self.limits,
+                data_source=task.data_source,
+                image=image,
+                least_sandbox=task.least_sandbox,
+            )
+            for rollout_id in ids
+        ]
+
+
+class ProcessRequest(RolloutManner, frozen=True, kw_only=True):
+    """Body of POST /v1/process."""
+
+    run_id: Name
+    key: Key
+    """Name of the request: the same one sent again continues to wait for the same rollouts."""
+    tasks: Annotated[list[ProcessedTask], Meta(min_length=1, max_length=ROLLOUTS_MOST)]
+    prompt: PromptVersion | None = None
+    """Prompt version that the attempts fetch. None: the published one."""
     callback: CallbackUrl | None = None
     """URL that each trajectory is posted to as soon as it is ready, whether or not a client waits. None: there is none."""
     wait_seconds: Annotated[float, Meta(ge=0, le=600)] = 60.0
@@ -61,46 +86,26 @@ class ProcessRequest(Struct, frozen=True, kw_only=True):
 
     def rollouts(self) -> list[NewRollout]:
         """Return the rollouts to enqueue; their ids follow from run, key and place, so that a request sent again enqueues nothing."""
-        return [
-            NewRollout(
-                task_id=task.task_id,
-                input=task.input,
-                group_id=f"{self.key}/{place}",
-                group_size=task.rollouts,
-                mode=self.mode,
-                rollout_id=f"{self.run_id}/{self.key}/{place}/{number}",
-                priority=self.priority,
-                timeout_seconds=self.timeout_seconds,
-                max_attempts=self.max_attempts,
-                prompt=self.prompt,
-                sampling=self.sampling,
-                limits=self.limits,
-                data_source=task.data_source,
+        groups = (
+            self.group(
+                task,
+                f"{self.key}/{place}",
+                [f"{self.run_id}/{self.key}/{place}/{number}" for number in range(task.rollouts)],
                 image=task.image,
-                least_sandbox=task.least_sandbox,
+                prompt=self.prompt,
             )
             for place, task in enumerate(self.tasks)
-            for number in range(task.rollouts)
-        ]
+        )
+        return [rollout for group in groups for rollout in group]
 
 
-class TaskDemand(Struct, frozen=True, kw_only=True):
+class TaskDemand(RolloutManner, frozen=True, kw_only=True):
     """Body of PUT /v1/runs/{run}/tasks/{name}/demand: rollouts of stored tasks, which the server enqueues by itself."""
 
     groups: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     """Number of groups in all, each of the next task, after the last one of the first again. It may rise later. None: each task once."""
     rollouts: Annotated[int, Meta(ge=1, le=ROLLOUTS_MOST)] = 1
     """Rollouts of a group."""
-    mode: Mode = Mode.TRAIN
-    priority: Priority = 0
-    timeout_seconds: Seconds | None = None
-    """Time limit of one agent run, in seconds. None: runner.timeout_seconds of the server."""
-    max_attempts: Count | None = None
-    """Largest number of attempts of a rollout. None: runner.max_attempts of the server."""
-    sampling: SamplingParameters = OWN_SAMPLING
-    """Sampling parameters that the gateway sets in the policy calls, whatever the agents ask for."""
-    limits: CallLimits = NO_LIMITS
-    """Limits of each attempt's calls. None of one: the setting of the same name of the worker's runner."""
 
 
 class TaskDemandState(Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ CONFIGURATION = tuple(
     )
 )  # fmt: skip
 """Files of /etc that programs need and that hold no secret."""
+_SYSTEM_INTERPRETER = Path("/usr/bin/python3")
 _HOME = re.compile(r"^home\s*=\s*(.+?)\s*$", re.MULTILINE)
 NAME_SERVERS = "/etc/resolv.conf"
 """Visible where the program may use this machine's network."""
@@ -97,6 +99,21 @@ def require_narrow(policy: SandboxPolicy) -> None:
                 f"a sandbox would show its program all of {path}, the home directory of this user included. "
                 "Start the agent from a directory of its own (--directory), or name narrower ones in runner.sandbox.readable."
             )
+
+
+def inner_interpreter(image: UnpackedImage | None) -> Path:
+    """Return an interpreter that programs in sandboxes can run: the image's; else this one, or the system's where others cannot read this.
+
+    Raises:
+        SandboxError: the image has none.
+    """
+    if image is not None:
+        if image.interpreter is None:
+            raise SandboxError(f"image {image.digest} has no python3 in its PATH, which a sandbox needs (3.9 or newer). Add it.")
+        return image.interpreter
+    own = Path(sys.executable)
+    readable = os.geteuid() != 0 or is_open_to_others(own)
+    return own if readable or not _SYSTEM_INTERPRETER.exists() else _SYSTEM_INTERPRETER
 
 
 def interpreter_paths(program: Path) -> Iterator[Path]:

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from typing import Any, Literal
 from runner.sandboxes import supervisor
 from runner.sandboxes.engines import SandboxEngine, choose
 from runner.sandboxes.images import UnpackedImage
-from runner.sandboxes.policy import SandboxPolicy, interpreter_paths, is_open_to_others, require_narrow
+from runner.sandboxes.policy import SandboxPolicy, inner_interpreter, interpreter_paths, require_narrow
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, feed, read_all
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, pass_bytes
 from runner.sandboxes.remote import RemoteSandbox, require_expressible
@@ -36,7 +35,6 @@ _GRACE_SECONDS = 5.0
 _DRAIN_SECONDS = 0.2
 """Time for which outputs are read after a program has ended, in seconds: processes that it left behind may hold them open."""
 _MESSAGE_BYTES = 2**18
-_SYSTEM_INTERPRETER = Path("/usr/bin/python3")
 
 
 class SandboxProcess:
@@ -378,21 +376,6 @@ def with_supervisor(policy: SandboxPolicy) -> SandboxPolicy:
     interpreter = inner_interpreter(policy.image)
     paths = interpreter_paths(interpreter) if policy.image is None else ()
     return replace(policy, readable=(*policy.readable, *paths, Path(supervisor.__file__)))
-
-
-def inner_interpreter(image: UnpackedImage | None) -> Path:
-    """Return an interpreter that programs in sandboxes can run: the image's; else this one, or the system's where others cannot read this.
-
-    Raises:
-        SandboxError: the image has none.
-    """
-    if image is not None:
-        if image.interpreter is None:
-            raise SandboxError(f"image {image.digest} has no python3 in its PATH, which a sandbox needs (3.9 or newer). Add it.")
-        return image.interpreter
-    own = Path(sys.executable)
-    readable = os.geteuid() != 0 or is_open_to_others(own)
-    return own if readable or not _SYSTEM_INTERPRETER.exists() else _SYSTEM_INTERPRETER
 
 
 def _environment(image: UnpackedImage | None) -> dict[str, str]:

@@ -18,7 +18,8 @@ import msgspec
 from opentelemetry.context import Context
 
 from runner.sandboxes.engines import SandboxEngine
-from runner.sandboxes.sandbox import Sandbox, inner_interpreter, start
+from runner.sandboxes.policy import inner_interpreter
+from runner.sandboxes.sandbox import Sandbox, start
 from runner.swe_rex.wire import RexAction, RexClosedSession, RexCommand, RexError, RexInterrupt, RexRead, RexSession, RexWrite
 from runner.tools.action_spans import ActionSpans
 from runner.tools.session import ToolFailedError, ToolSession
