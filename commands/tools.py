@@ -25,7 +25,7 @@ def tools(*, directory: Path = Path(), swe_rex: bool = False, config: ConfigFile
 
     sandbox, token = settings.runner.sandbox, settings.store.token
     engine = "auto" if sandbox.engine is SandboxRung.NONE else sandbox.engine
-    policy = policy_from(sandbox, directory.resolve())
+    policy = policy_from(settings.runner, directory.resolve())
     if swe_rex:
         from runner.swe_rex.server import serve as serve_by_routes
 

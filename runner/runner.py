@@ -31,7 +31,7 @@ from runner.workers.containers import remove_of_dead
 from runner.workers.gateway_client import GatewayClient
 from runner.workers.handlers import ANY_SOURCE, Handlers
 from runner.workers.lost_attempts import LostAttempts
-from runner.workers.root_spans import RootSpans, require_store
+from runner.workers.root_spans import UNCONFINED, RootSpans, require_store
 from runner.workers.worker import Worker
 from spangrad.agent.prompt_store import PromptStore
 from spangrad.agent.reward_values import Rewards
@@ -39,7 +39,7 @@ from spangrad.errors import QueueError, SettingsError
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.http.announcements import OWN_SAMPLING, SamplingParameters
 from spangrad.settings import RunnerSettings, Settings
-from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, SandboxRung, Task
+from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
 
 _logger = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ async def open_handlers(
         pool = HostPool(spec, runner, agent_environment(os.environ, settings, spec), sandbox and sandbox.launch, name=source)
         stack.push_async_callback(pool.close)
         await asyncio.to_thread(remove_of_dead, spec)
-        attempts[source] = Attempts(pool, services, runner, own, sandbox.rung if sandbox else SandboxRung.NONE)
+        attempts[source] = Attempts(pool, services, runner, own, sandbox.facts if sandbox else UNCONFINED)
         pools.append(pool)
     await asyncio.gather(*(pool.start() for pool in pools))
     return Handlers(attempts, services)

@@ -54,7 +54,7 @@ ROLLOUT_LOG: Final = "spangrad.rollout.log"
 ROLLOUT_SANDBOX: Final = "spangrad.rollout.sandbox"
 """Rung of the sandbox in which the attempt's program ran, of `SandboxRung` in `spangrad/types.py`; absent: it ran in none."""
 SANDBOX_IMAGE: Final = "spangrad.sandbox.image"
-"""Digest of the image in whose file system a tool acted; absent: it saw the machine's programs and libraries."""
+"""Digest of the image in whose file system a tool acted, or an attempt's program ran; absent: it was this machine's."""
 
 # Log records of the web page.
 ACTION_EVENT: Final = "spangrad.action"

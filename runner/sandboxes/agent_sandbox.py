@@ -16,13 +16,15 @@ from types import MappingProxyType
 
 from runner.sandboxes.bubblewrap import PRIVATE_DIRECTORY
 from runner.sandboxes.engines import choose
+from runner.sandboxes.images import unpack
 from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy, interpreter_paths, own_packages, services_of
 from runner.sandboxes.relay import ServiceRelay
 from runner.workers.agents import AgentSpec, CommandAgent, is_service
+from runner.workers.root_spans import SandboxFacts
 from spangrad.agent.command import SandboxLaunch
 from spangrad.errors import SandboxError
 from spangrad.settings import Settings
-from spangrad.settings.runner import SandboxSettings
+from spangrad.settings.runner import RunnerSettings
 from spangrad.types import SandboxRung
 
 _logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ _logger = logging.getLogger(__name__)
 class AgentSandbox:
     """Sandboxes of a worker's attempts."""
 
-    rung: SandboxRung
+    facts: SandboxFacts
     launch: SandboxLaunch
 
 
@@ -57,48 +59,57 @@ async def open_agent_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGener
             f"runner.sandbox.engine = {sandbox.engine} confines programs, and {agent.name} is none. "
             "Give the agent as a command after `--`, or set runner.sandbox.engine = none."
         )
-    policy = policy_of(settings, agent)
+    policy = await asyncio.to_thread(policy_of, settings, agent)
     async with ServiceRelay(policy.services) as relay:
         engine = await asyncio.to_thread(choose, policy, sandbox.engine, sandbox.least, relay.descriptor)
         _logger.info("agents run in sandboxes of %s: %s", engine.rung, engine.reason)
+        image = policy.image
         private = {"HOME": PRIVATE_DIRECTORY, "TMPDIR": PRIVATE_DIRECTORY, "USER": "agent", "LOGNAME": "agent"}
-        yield AgentSandbox(engine.rung, SandboxLaunch(engine.prefix, tuple(sandbox.variables), private, (relay.descriptor,)))
+        assigned = private if image is None else {**image.variables, **private}
+        launch = SandboxLaunch(engine.prefix, tuple(sandbox.variables), assigned, (relay.descriptor,), has_image=image is not None)
+        yield AgentSandbox(SandboxFacts(engine.rung, image.digest if image else ""), launch)
 
 
 def policy_of(settings: Settings, agent: CommandAgent) -> SandboxPolicy:
     """Return the rules of an agent's sandboxes.
 
     Raises:
-        SandboxError: a service is on another machine.
+        SandboxError: a service is on another machine, or the image cannot be unpacked.
     """
-    sandbox, directory = settings.runner.sandbox, agent.directory.resolve()
+    runner, directory = settings.runner, agent.directory.resolve()
     program = shutil.which(agent.command[0]) or shutil.which(agent.command[0], path=str(directory))
     urls = [settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url, settings.store.otlp_endpoint]
     urls += [settings.queue.url] if settings.queue.url is not None else []
     urls += [agent.environment] if agent.environment and is_service(agent.environment) else []
-    services = {} if sandbox.network == "host" else services_of(urls)
-    return policy_from(sandbox, directory, [*own_packages(), *(interpreter_paths(Path(program)) if program else ())], services)
+    services = {} if runner.sandbox.network == "host" else services_of(urls)
+    own = [*own_packages(), *(interpreter_paths(Path(program)) if program else ())] if runner.sandbox.image is None else []
+    return policy_from(runner, directory, own, services)
 
 
 def policy_from(
-    sandbox: SandboxSettings,
+    runner: RunnerSettings,
     directory: Path,
     readable: Sequence[Path] = (),
     services: Mapping[int, tuple[str, int]] = MappingProxyType({}),
 ) -> SandboxPolicy:
-    """Return the rules that settings name.
+    """Return the rules that settings name, once their image is unpacked.
 
     Args:
-        sandbox: the settings.
+        runner: the settings.
         directory: working directory.
         readable: files and directories that programs can read, beside those of the settings.
         services: services that they reach, as of `SandboxPolicy`.
+
+    Raises:
+        SandboxError: the image cannot be unpacked.
     """
+    sandbox = runner.sandbox
     return SandboxPolicy(
         directory=directory,
         readable=(*readable, *(path.resolve() for path in sandbox.readable)),
         services=services,
         host_network=sandbox.network == "host",
         limits=SandboxLimits(sandbox.processes, sandbox.memory_bytes, sandbox.disk_bytes),
+        image=unpack(sandbox.image, runner.directory / "images") if sandbox.image is not None else None,
         remote=RemoteServer(sandbox.url, sandbox.token.get_secret_value() if sandbox.token else None) if sandbox.url else None,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from runner.sandboxes import launcher
 from runner.sandboxes.images import binds
-from runner.sandboxes.policy import SYSTEM, SandboxLimits, SandboxPolicy
+from runner.sandboxes.policy import SYSTEM, SandboxLimits, SandboxPolicy, inner_interpreter
 from spangrad.agent.command import STARTED_VARIABLE
 
 FIRST_USER = 0x6F000000
@@ -47,10 +47,13 @@ def command(policy: SandboxPolicy, filter_file: Path, control: int | None) -> li
     inner = ["prlimit", *_limits(policy.limits), "--"]
     shown = policy.visible()
     if control is not None:
-        needed = map(Path, (sys.prefix, sys.base_prefix, launcher.__file__))
-        shown += [path for path in needed if not {path, *path.parents} & {*shown, *map(Path, SYSTEM)}]
+        interpreter, needed = sys.executable, [Path(sys.prefix), Path(sys.base_prefix)]
+        if policy.image is not None:
+            interpreter, needed = str(inner_interpreter(policy.image)), []
+        covered = {*shown, *(map(Path, SYSTEM) if policy.image is None else ())}
+        shown += [path for path in (*needed, Path(launcher.__file__)) if not {path, *path.parents} & covered]
         ports = "" if policy.host_network else ",".join(map(str, policy.services))
-        inner += [sys.executable, "-I", "-S", launcher.__file__, STARTED_VARIABLE, str(control), ports]
+        inner += [interpreter, "-I", "-S", launcher.__file__, STARTED_VARIABLE, str(control), ports]
     switch = 'setpriv --reuid="$user" --regid="$user" --clear-groups --inh-caps=-all -- ' if root else ""
     script = (
         f"{f'user=$(({FIRST_USER} + $$)); ' if root else ''}exec {_FILTER_DESCRIPTOR}<{shlex.quote(str(filter_file.resolve()))}; "

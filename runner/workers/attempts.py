@@ -26,12 +26,12 @@ from runner.workers.gateway_client import GatewayClient
 from runner.workers.hosted import Ends, Hosted
 from runner.workers.jobs import AttemptOutcome, Job
 from runner.workers.lost_attempts import LostAttempts, rollout_of
-from runner.workers.root_spans import RootSpan, RootSpans, carrier
+from runner.workers.root_spans import RootSpan, RootSpans, SandboxFacts, carrier
 from runner.workers.slots import Slot, Slots, StageClock
 from spangrad.errors import SpangradError
 from spangrad.http.announcements import AnnouncedAttempt, AttemptLimits, CallLimits
 from spangrad.settings import RunnerSettings
-from spangrad.types import AttemptFailure, Rollout, SandboxRung, Stage
+from spangrad.types import AttemptFailure, Rollout, Stage
 
 T = TypeVar("T")
 _CLOSED_BY_GATEWAY = frozenset({AttemptFailure.TIMEOUT, AttemptFailure.TOKEN_BUDGET, AttemptFailure.CALL_BUDGET})
@@ -149,7 +149,7 @@ class Attempts:
         run: RunServices,
         settings: RunnerSettings,
         services: AttemptServices,
-        sandbox: SandboxRung,
+        sandbox: SandboxFacts,
     ) -> None:
         """Store the arguments.
 
@@ -158,7 +158,7 @@ class Attempts:
             run: services and files of the worker.
             settings: those of the agent's handler.
             services: services of this agent.
-            sandbox: kind in which the agent's programs run.
+            sandbox: sandboxes in which the agent's programs run.
         """
         self._pool = pool
         self._gateway = run.gateway
@@ -225,11 +225,11 @@ class Attempts:
     async def _run_stages(self, state: _AttemptState) -> AttemptOutcome:
         """Run all stages, with or without a leased environment, unless the task demands a stronger sandbox than this worker's."""
         least = state.rollout.task.least_sandbox
-        if least is not None and not self._sandbox.reaches(least):
+        if least is not None and not self._sandbox.rung.reaches(least):
             return AttemptOutcome(
                 None,
                 AttemptFailure.SANDBOX,
-                f"task {state.rollout.task.task_id} demands a sandbox of at least {least}, and this worker's is {self._sandbox}. "
+                f"task {state.rollout.task.task_id} demands a sandbox of at least {least}, and this worker's is {self._sandbox.rung}. "
                 f"Run a worker with runner.sandbox.least = {least} on a machine that can do it, or lower the task's least_sandbox.",
             )
         if self._services.environments is None:

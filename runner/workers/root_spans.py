@@ -40,6 +40,18 @@ _CLAIMS_KEPT = 100_000
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxFacts:
+    """Facts on the sandboxes of an agent's attempts."""
+
+    rung: SandboxRung = SandboxRung.NONE
+    image: str = ""
+    """Digest of the image whose files programs see. Empty: they see the machine's."""
+
+
+UNCONFINED = SandboxFacts()
+
+
+@dataclass(frozen=True, slots=True)
 class RootSpan:
     """A root span that has begun."""
 
@@ -49,8 +61,8 @@ class RootSpan:
     """Time in nanoseconds since 1970."""
     sequence: Mapping[str, otlp.Value] = field(default_factory=SEQUENCE.next)
     """Attributes of its place in the sequence of the process."""
-    sandbox: SandboxRung = SandboxRung.NONE
-    """Kind of sandbox that the attempt's program runs in."""
+    sandbox: SandboxFacts = UNCONFINED
+    """Sandbox that the attempt's program runs in."""
 
 
 class _EncodedSpans(LosslessQueue[bytes]):
@@ -84,7 +96,7 @@ class RootSpans:
             self._claims.popitem(last=False)
         return True
 
-    def open(self, rollout: Rollout, sandbox: SandboxRung = SandboxRung.NONE) -> RootSpan:
+    def open(self, rollout: Rollout, sandbox: SandboxFacts = UNCONFINED) -> RootSpan:
         """Begin the root span of an attempt: a trace of its own, independent of the caller's span."""
         key = "\0".join((rollout.key.run_id, rollout.key.rollout_id, str(rollout.key.attempt)))
         ids = otlp.SpanIds(hashlib.sha256(f"trace of {key}".encode()).digest()[:16], _span_id(key))
@@ -123,7 +135,8 @@ class RootSpans:
             semconv.ROLLOUT_DATA_SOURCE: rollout.task.data_source or None,
             semconv.ROLLOUT_PARTIAL: answer.detail or None if answer.failure is None else None,
             semconv.ROLLOUT_LOG: log or None,
-            semconv.ROLLOUT_SANDBOX: span.sandbox if span.sandbox is not SandboxRung.NONE else None,
+            semconv.ROLLOUT_SANDBOX: span.sandbox.rung if span.sandbox.rung is not SandboxRung.NONE else None,
+            semconv.SANDBOX_IMAGE: span.sandbox.image or None,
         }
         events = [
             otlp.SpanEvent(

@@ -77,12 +77,15 @@ class SandboxLaunch:
     """Environment variables that programs get instead of the host's."""
     descriptors: tuple[int, ...]
     """Descriptors that the prefix inherits."""
+    has_image: bool = False
+    """True if programs are those of an image, where this machine does not look for them."""
 
     @classmethod
     def read(cls, text: str) -> Self:
         """Parse what `write` returned."""
         values = json.loads(text)
-        return cls(tuple(values["prefix"]), tuple(values["variables"]), values["assigned"], tuple(values["descriptors"]))
+        prefix, variables, descriptors = (tuple(values[name]) for name in ("prefix", "variables", "descriptors"))
+        return cls(prefix, variables, values["assigned"], descriptors, values["has_image"])
 
     def write(self) -> str:
         """Return it as a JSON argument of the agent host."""
@@ -117,8 +120,7 @@ class AgentCommand:
         self._directory = directory
         self._on_group = on_group or _ignore_group
         self._sandbox = sandbox
-        program = _program(command, directory)
-        self._command = [_instrumenter(program), *command] if instrument else list(command)
+        self._command = _command_line(command, directory, instrument=instrument, in_image=sandbox is not None and sandbox.has_image)
 
     async def __call__(self, given: object, endpoint: str | None, environment: object = None) -> object:
         """Run the program once.
@@ -252,9 +254,17 @@ def _last_line(tail: bytes, *, whole: bool) -> object:
         return text or None
 
 
-def _program(command: Sequence[str], directory: Path) -> Path:
+def _command_line(command: Sequence[str], directory: Path, *, instrument: bool, in_image: bool) -> list[str]:
+    """Return the command, with the instrumenter before it if it is to be instrumented."""
     if not command:
         raise AgentError("the agent's command is empty: give the program and its arguments.")
+    if in_image:
+        return [_INSTRUMENT, *command] if instrument else [*command]
+    program = _program(command, directory)
+    return [_instrumenter(program), *command] if instrument else [*command]
+
+
+def _program(command: Sequence[str], directory: Path) -> Path:
     program = shutil.which(command[0]) or shutil.which(command[0], path=str(directory))
     if program is None:
         raise AgentError(f"the agent's program {command[0]!r} is neither in PATH nor in {directory}.")

@@ -79,8 +79,12 @@ class SandboxSettings(Section):
     """API key that this server requires. None: it requires none."""
     network: Literal["services", "host"] = "services"
     """Network of the programs: gateway, queue and store alone, at their usual addresses; or all that this machine reaches."""
+    image: Path | None = None
+    """OCI image, a layout's directory or tar archive, whose file system programs see in place of this machine's programs and libraries
+    (docs/guides/sandboxes.md#images); it is unpacked once, below runner.directory. None: they see this machine's."""
     readable: list[Path] = Field(default=[])
-    """Files and directories that programs can read, beside the system's programs, the agent's directory and its interpreter."""
+    """Files and directories that programs can read, beside the agent's directory and the system's programs and the agent's interpreter,
+    or the image's files."""
     variables: list[str] = Field(default=["PATH", "LANG", "LC_ALL", "TZ"])
     """Environment variables of the worker that programs get, beside those of the attempt itself (OTEL_*, OPENAI_*, prompts)."""
     processes: int = Field(default=256, ge=1)

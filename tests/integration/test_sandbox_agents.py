@@ -23,6 +23,7 @@ from spangrad.agent.command import STARTED_VARIABLE
 from spangrad.errors import SandboxError
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure, Mode, SandboxRung, Task
+from tests.support.images import layer, system_files, write_image
 from tests.support.otlp import OtlpSink
 from tests.support.runners import AttemptGateway, until
 
@@ -46,6 +47,17 @@ PROGRAM = """
     if "SECRET" in os.environ or os.path.exists(os.path.expanduser(given["home"])):
         reached.append("secret")
     print(json.dumps({"reached": float(len(reached)), "calls": 2.0}))
+"""
+
+PROGRAM_OF_IMAGE = """
+    import json, os, socket, urllib.parse
+    url, body = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"]), b'{"messages": []}'
+    head = f"POST {url.path}/chat/completions HTTP/1.0\\r\\nContent-Type: application/json\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n"
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        connection.sendall(head.encode() + body)
+        answered = b" 200 " in connection.recv(100)
+    rewards = {"answered": answered, "image": open("/etc/mark").read() == "image", "machine": os.path.exists("/usr/bin/env")}
+    print(json.dumps({name: float(value) for name, value in rewards.items()} | {"greeted": float(os.environ["GREETING"] == "hello")}))
 """
 
 needs_bubblewrap = pytest.mark.skipif(bubblewrap.shortcoming() is not None, reason=str(bubblewrap.shortcoming()))
@@ -98,6 +110,22 @@ async def test_agent_in_bubblewrap_reaches_its_services_alone(tmp_path: Path, mo
             inside = sink.named("in the program")
             assert {span.parent_id for span in inside} == {root.span_id for root in roots.values()}
     assert _of_directory(directory) == []
+
+
+@needs_bubblewrap
+async def test_agent_in_an_image_sees_its_files_and_names_its_digest(tmp_path: Path) -> None:
+    if not (files := system_files()):
+        pytest.skip("this machine has no /usr/bin/python3.11, of which the image is made")
+    digest = write_image(tmp_path / "image", [layer({**files, "etc/mark": b"image"})], ["PATH=/usr/bin", "GREETING=hello"])
+    (directory := tmp_path / "agent").mkdir()
+    (directory / "program.py").write_text(textwrap.dedent(PROGRAM_OF_IMAGE))
+    agent = CommandAgent(("python3", "program.py"), directory=directory)
+    async with stage(tmp_path, agent, engine="auto", image=tmp_path / "image") as (runner, sink):
+        (outcome,) = await run(runner, None)
+        (root,) = sink.named(semconv.ROOT_SPAN_NAME)
+    expected = {"answered": 1.0, "image": 1.0, "machine": 0.0, "greeted": 1.0}
+    assert (outcome.reward, outcome.failure, outcome.calls) == (expected, None, 1), outcome
+    assert (root.attributes[semconv.ROLLOUT_SANDBOX], root.attributes[semconv.SANDBOX_IMAGE]) == (SandboxRung.BUBBLEWRAP, digest)
 
 
 @needs_bubblewrap
