@@ -87,7 +87,7 @@ class _Page:
         self._plays = PlaySessions(settings, commands.start_play) if settings.page.actions else None
         runner = ActionRunner(settings, views.store, commands, self._plays) if self._plays else None
         self._actions = ActionRoutes(self._access, runner, self._in_thread)
-        self._play_routes = PlayRoutes(self._access, self._plays, playable(settings))
+        self._play_routes = PlayRoutes(self._access, self._plays, playable(settings), settings.gateway, self._in_thread)
         self._action_token = self._access.action_token if runner else ""
         self._files = PageFiles(settings.page)
         self._views = views

@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pydantic import SecretStr
@@ -43,7 +43,7 @@ async def start_play(settings: Settings, request: PlayRequest) -> PlayProcess:
         task=json.loads(request.task),
         is_person=request.person,
         role=request.role,
-        episode=runner.episode.model_dump(),
+        episode=episode_against(runner.episode.model_dump(), request.policy),
         url=settings.gateway.url.rstrip("/") + "/v1",
         key=_secret(settings.gateway.token) or "none",
         environments_token=_secret(settings.environments.token),
@@ -59,6 +59,14 @@ async def start_play(settings: Settings, request: PlayRequest) -> PlayProcess:
     started = PlayProcess(process)
     await started.send(msgspec.json.encode(job))
     return started
+
+
+def episode_against(episode: Mapping[str, Any], policy: str) -> dict[str, Any]:
+    """Return settings `runner.episode` in which a policy plays whatever no script plays. Empty: the settings as they are."""
+    if not policy:
+        return {**episode}
+    scripts = {role: player for role, player in episode["players"].items() if player["script"] is not None}
+    return {**episode, "model": policy, "players": scripts}
 
 
 class PlayProcess:

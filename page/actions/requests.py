@@ -122,6 +122,8 @@ class PlayRequest(ActionRequest, frozen=True, kw_only=True, tag="play"):
     """True if the person has a part; False if the policy plays alone."""
     role: Annotated[str, Meta(max_length=100)] = ""
     """Role of the person, in environments of several players."""
+    policy: Annotated[str, Meta(max_length=200)] = ""
+    """Policy of the gateway that plays, in place of the models of runner.episode; scripts stay. Empty: those models."""
 
     @property
     def rollouts(self) -> tuple[str, ...]:

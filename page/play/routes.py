@@ -1,11 +1,12 @@
-"""HTTP routes of play: environments, events of a session, replies.
+"""HTTP routes of play: environments and policies to choose from, events of a session, replies.
 
 In: requests of browsers. Out: JSON, and server-sent events. Invariant: what changes a session needs the page's token for actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -13,7 +14,13 @@ from aiohttp import web
 from page.access import HEADERS, PageAccess
 from page.json_text import encode
 from page.play.sessions import PlaySessions
+from spangrad.errors import GatewayError
+from spangrad.http.json_http import ask
 from spangrad.http.server import body
+from spangrad.http.service import gateway_service
+from spangrad.settings import GatewaySettings
+
+_ANSWER_SECONDS = 5.0
 
 
 class PlayAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,17 +35,28 @@ class PlayAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlayRoutes:
     """Handlers of requests of play."""
 
-    def __init__(self, access: PageAccess, sessions: PlaySessions | None, environments: list[str]) -> None:
+    def __init__(
+        self,
+        access: PageAccess,
+        sessions: PlaySessions | None,
+        environments: list[str],
+        gateway: GatewaySettings,
+        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
+    ) -> None:
         """Store the arguments.
 
         Args:
             access: decides which requests may act.
             sessions: sessions of the page. None: it offers no actions.
             environments: names of the environments that can be played.
+            gateway: settings of the gateway, whose policies play.
+            in_thread: returns the result of a function that waits.
         """
         self._access = access
         self._sessions = sessions
         self._environments = environments
+        self._gateway = gateway
+        self._in_thread = in_thread
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes that aiohttp registers."""
@@ -49,8 +67,15 @@ class PlayRoutes:
         ]
 
     async def environments(self, request: web.Request) -> web.Response:
-        """Return the names of the environments."""
-        return _answer(200, {"environments": self._environments})
+        """Return the names of the environments, and the policies with the versions that they serve; none where no gateway answers."""
+        return _answer(200, {"environments": self._environments, "policies": await self._in_thread(self._policies)})
+
+    def _policies(self) -> list[dict[str, object]]:
+        try:
+            answer = ask(gateway_service(self._gateway.url, self._gateway.token), "GET", "/admin/policies", seconds=_ANSWER_SECONDS)
+        except GatewayError:  # an episode with scripts alone needs no gateway
+            return []
+        return [{"name": policy["policy"], "version": policy["version"]} for policy in answer["policies"]]
 
     async def answer(self, request: web.Request) -> web.Response:
         """Take a person's reply, or let the person leave."""

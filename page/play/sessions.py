@@ -89,7 +89,7 @@ class PlaySession:
         """Begin without a listener."""
         self.is_over = False
         self._bounds = bounds
-        first = {"kind": "begin", "environment": request.environment, "person": request.person, "role": request.role}
+        first = {name: getattr(request, name) for name in ("environment", "person", "role", "policy")} | {"kind": "begin"}
         self._events: list[dict[str, Any]] = [{**first, "rollout": request.rollout}]
         self._turn: int | None = None
         self._transport: PlayTransport | None = None
@@ -241,7 +241,9 @@ class PlaySessions:
             del self._sessions[request.rollout]
             raise
         self._forget()
-        player = f"{request.author} plays{f' {request.role}' if request.role else ''}" if request.person else "the policy plays"
+        policy = f"policy {request.policy}" if request.policy else "the policy"
+        person = f"{request.author} plays{f' {request.role}' if request.role else ''}{f' against {policy}' if request.policy else ''}"
+        player = person if request.person else f"{policy} plays"
         return f"{player} in {request.environment}: rollout {request.rollout} has begun."
 
     def get(self, rollout: str) -> PlaySession:

@@ -14,14 +14,16 @@ ready();
 
 async function choose() {
   const form = document.getElementById("choice");
-  const { environments } = await ask("/api/play/environments");
+  const { environments, policies } = await ask("/api/play/environments");
   const id = `play-${[...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
   form.elements.environment.append(...environments.map((name) => h("option", { value: name }, name)));
+  form.elements.policy.append(...policies.map(({ name, version }) => h("option", { value: name }, version === null ? name : `${name}, version ${version}`)));
+  document.getElementById("policies").hidden = !policies.length;
   form.addEventListener("submit", (event) => event.preventDefault());
   const button = actionButton("Begin", {
     question: "Begin the episode? It runs on the page's machine, with the policy of the gateway, and is recorded as a rollout of mode production.",
     request: () => ({ action: "play", rollout: id, environment: form.elements.environment.value, task: form.elements.task.value,
-      person: form.elements.person.value === "yes", role: form.elements.role.value }),
+      person: form.elements.person.value === "yes", role: form.elements.role.value, policy: form.elements.policy.value }),
     done: () => location.assign(address("/play", { id })),
   });
   if (!environments.length) state.textContent = "No handler of runner.handlers has an environment to play.";
@@ -53,6 +55,7 @@ function follow() {
 function show(event, source) {
   if (event.kind === "begin") {
     facts("facts", [fact("Environment", event.environment), fact("Player", event.person ? `you${event.role ? `, as ${event.role}` : ""}` : "the policy"),
+      ...(event.policy ? [fact("Policy", event.policy)] : []),
       fact("Rollout", event.rollout)]);
     wait("It begins…");
   } else if (event.kind === "message") {

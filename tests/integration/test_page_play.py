@@ -18,6 +18,8 @@ from tests.support.built_rollouts import rows
 from tests.support.page_rollouts import MARKUP
 from tests.support.word_policy import WordPolicy
 
+POLICIES = {"policies": [{"policy": "policy", "version": 12}, {"policy": "past", "version": 3}]}
+
 AGENTS = Path(__file__).resolve().parent.parent / "agents"
 PATIENCE = 60_000
 """Time limit of an episode's process to begin, in milliseconds."""
@@ -28,9 +30,18 @@ def browser() -> Iterator[Browser]:
     yield from browsers()
 
 
+class Gateway(WordPolicy):
+    """A gateway of two policies, which say the same."""
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        if path == "/admin/policies":
+            return 200, {"content-type": "application/json"}, json.dumps(POLICIES).encode()
+        return super().answer(method, path, headers, body)
+
+
 @pytest.fixture(scope="module")
 def policy() -> Iterator[WordPolicy]:
-    with WordPolicy(lambda messages: "1") as server:
+    with Gateway(lambda messages: "1") as server:
         yield server
 
 
@@ -42,8 +53,9 @@ def url(store: StoreSettings, policy: WordPolicy) -> Iterator[str]:
         yield address
 
 
-def begin(page: Page, task: object, role: str, *, watch: bool = False) -> None:
+def begin(page: Page, task: object, role: str, *, watch: bool = False, policy: str = "as runner.episode names it") -> None:
     """Choose an episode, and confirm it."""
+    page.get_by_label("Policy").select_option(label=policy)
     page.get_by_label("Environment").select_option("nim")
     page.get_by_label("Task, as JSON").fill(json.dumps(task))
     page.get_by_label("My role").fill(role)
@@ -91,15 +103,17 @@ def test_person_plays_an_environment_to_the_end(browser: Browser, url: str, stor
     assert rows(store, f"{written} WHERE {where} ORDER BY Timestamp") == [("asked", "Ada"), ("done", "Ada")]
 
 
-def test_person_watches_the_policy_and_reads_markup_as_text(browser: Browser, url: str) -> None:
+def test_person_watches_the_chosen_policy_and_reads_markup_as_text(browser: Browser, url: str, policy: WordPolicy) -> None:
     visitor = Visitor(browser, url)
     page = visitor.open("/play")
-    begin(page, {"sticks": 2, "more": MARKUP}, "", watch=True)
+    begin(page, {"sticks": 2, "more": MARKUP}, "", watch=True, policy="past, version 3")
     expect(page.locator("#state")).to_contain_text("return of first -1, return of second +1", timeout=PATIENCE)
     assert f"2 sticks{MARKUP}" in page.locator("#log .text").all_inner_texts()
     assert page.locator("#log h3").all_inner_texts().count("second: assistant") == 1
     assert not page.locator("#reply").is_visible()
+    expect(page.locator("#facts")).to_contain_text("past")
     visitor.close()
+    assert {chat["model"] for chat in policy.chats[-2:]} == {"past"}
 
 
 def test_person_leaves_or_has_no_role_and_the_episode_ends(browser: Browser, url: str) -> None:
