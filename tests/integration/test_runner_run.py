@@ -184,8 +184,8 @@ async def test_runner_validation_sampling_is_announced_of_held_out_rollouts_alon
     async with stage(tmp_path, agent, validation_sampling=SamplingSettings(temperature=0.5)) as on:
         tasks = [Task("a", {"moods": [1.0], "calls": 1})]
         outcomes = [(await on.runner.run(tasks, mode=mode, group_size=1))[0] for mode in (Mode.TRAIN, Mode.VALIDATE)]
-        sampling = [on.gateway.announced[outcome.key.rollout_id, 0]["sampling"]["temperature"] for outcome in outcomes]
-    assert sampling == [None, 0.5]
+        sampling = [on.gateway.announced[outcome.key.rollout_id, 0].get("sampling") for outcome in outcomes]
+    assert sampling == [None, {"temperature": 0.5}]
     direct = Settings(runner=RunnerSettings(gateway=False, validation_sampling=SamplingSettings(top_k=1)))
     with pytest.raises(SettingsError, match="validation_sampling needs the gateway"):
         queued(Rollout(outcomes[0].key, tasks[0], Mode.VALIDATE, "g", 1), direct)
