@@ -1,4 +1,4 @@
-"""Gomoku's model: it knows what a free cell is, and prefers a sensible one three times in twenty.
+"""Gomoku's model: it knows what a free cell is, and looks for a sensible one at one move in ten.
 
 In: a directory and a seed. Out: there, the model after supervised steps on games of two such players, which are taught as the odds of each
 cell. Held-out openings are never shown.
@@ -16,8 +16,8 @@ from examples.gomoku.task import trained_opening
 from examples.learning.tiny import Transcript, make_model, model_command
 
 WORDS = (*Gomoku.roles, "empty", PASS, *SMALL.cells, *(cell.upper() for cell in SMALL.cells))
-SENSIBLE = 0.15
-STEPS = 800
+SENSIBLE = 0.1
+STEPS = 1000
 ROWS = 32
 MOVES = 5
 """Most moves of a transcript: later ones are rare in training, and cost as much as others here."""
