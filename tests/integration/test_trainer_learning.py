@@ -221,6 +221,18 @@ def test_kl_reference_without_advantages_pulls_policy_back(tiny_model: Path, tmp
     assert found[-1]["reference_kl"] < 0.9 * found[0]["reference_kl"]
 
 
+def test_entropies_of_tokens_are_those_at_the_steps_start(tiny_model: Path):
+    batch, found = fresh(tiny_model), []
+    changes: list[dict[str, Any]] = [{}, {"epochs": 2, "mini_batches": 2}, {"recompute_logprobs": True}, {"entropy_coef": 0.1}]
+    for change in changes:
+        engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, **change))
+        engine.step(batch)
+        found.append(engine.token_values.entropies)
+    for entropies in found:
+        np.testing.assert_allclose(entropies, found[0], rtol=1e-4, atol=1e-6)
+    assert np.max(found[0]) > 0.1
+
+
 def test_entropy_coef_raises_entropy(tiny_model: Path):
     batch = fresh(tiny_model)
     stale = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))

@@ -107,7 +107,7 @@ class FakeOptimizer:
 
     def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         self.batches.append(batch)
-        self.token_values = TokenValues(batch.advantages, batch.logprobs)
+        self.token_values = TokenValues(batch.advantages, batch.logprobs, -batch.logprobs)
         if self.fails:
             raise self.fails
         if self.interrupted:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import polars as pl
 from hypothesis import given
@@ -83,7 +81,7 @@ def test_assemble_for_token_estimator_leaves_advantages_to_optimizer():
     assert (batch.real_rows, facts["transitions"], facts["masked_too_long"]) == (3, 3, 1)
     # The engine gives each token its own; the mean over a call's tokens is kept.
     of_tokens = np.array([[1, 3], [2, 2], [-1, 0], [9, 9]], np.float32)
-    kept = with_token_values(calls, batch.response_mask, TokenValues(of_tokens, batch.logprobs))
+    kept = with_token_values(calls, batch.response_mask, TokenValues(of_tokens, batch.logprobs, batch.logprobs))
     assert kept.select("CallId", "Return", "Advantage").rows() == [("call-a-0", 6, 2), ("call-a-1", 6, 2), ("call-b-0", 1, -0.5)]
     assert kept.select("Staleness", "SampledVersions", "InputTokens", "OutputTokens", "Reward").row(1) == (0, [0], 3, 2, 2)
 
@@ -100,9 +98,7 @@ def test_with_token_values_of_merged_calls_divides_a_row_by_call():
     settings = trainer_settings(merge=True)
     batch, _, calls = assemble(loaded, settings, lambda units: units.values, lineage=[0], divisor=1)  # type: ignore[arg-type]
     assert batch.response_mask.tolist() == [[1, 1, 0, 1]]
-    values = TokenValues(np.array([[1, 2, 99, 6]], np.float32), np.array([[-1, -2, 99, -3]], np.float32))
+    values = TokenValues(*(np.array([row], np.float32) for row in ([1, 2, 99, 6], [-1, -2, 99, -3], [0.5, 1, 99, 2])))
     kept = with_token_values(calls, batch.response_mask, values)
     names = ("CallId", "Advantage", "TrainerLogprobs", "Entropies")
-    assert kept.select(names).rows() == [("call-a-0", 1.5, [-1, -2], []), ("call-a-1", 6, [-3], [])], "an observation has no value"
-    measured = with_token_values(calls, batch.response_mask, replace(values, entropies=np.array([[0.5, 1, 99, 2]], np.float32)))
-    assert measured["Entropies"].to_list() == [[0.5, 1], [2]]
+    assert kept.select(names).rows() == [("call-a-0", 1.5, [-1, -2], [0.5, 1]), ("call-a-1", 6, [-3], [2])], "an observation has no value"

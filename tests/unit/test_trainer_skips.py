@@ -121,7 +121,9 @@ def test_find_skips_of_one_odd_call_among_many_skips_nothing(odd: dict[str, obje
     batch, facts, calls = assemble(loaded(rows), chosen, lambda units: units.values - units.values.mean(), divisor=1, **own)  # type: ignore[arg-type]
     assert (batch.real_rows, facts["mean_return"]) == (63, 0.5)
     assert calls.height == 63
-    kept = with_token_values(calls, batch.response_mask, TokenValues(batch.advantages, batch.logprobs)).filter(pl.col("RolloutId") == "r3")
+    kept = with_token_values(calls, batch.response_mask, TokenValues(batch.advantages, batch.logprobs, batch.logprobs)).filter(
+        pl.col("RolloutId") == "r3"
+    )
     assert kept["Advantage"].unique().to_list() == [0.5], "what the step used is what is kept"
     masked = {name: value for name, value in facts.items() if name.startswith("masked_") and value}
     (reason,) = set(masks(loaded(rows).transitions, chosen, **own).drop_nulls())  # type: ignore[arg-type]

@@ -128,14 +128,14 @@ def with_token_values(calls: pl.DataFrame, response_mask: NDArray[np.int64], val
 
     Returns:
         The calls with Advantage, the mean over the call's tokens, and TrainerLogprobs and Entropies, a value each token of the response in
-        order; Entropies is empty where the step has none.
+        order.
     """
     mask, ends = response_mask.astype(bool), np.cumsum(calls["OutputTokens"].to_numpy().astype(np.int64))
     starts = ends - calls["OutputTokens"].to_numpy()
     sums = np.add.reduceat(values.advantages[mask].astype(np.float64), starts) if len(calls) else []
 
-    def by_call(whole: NDArray[np.float32] | None) -> pl.Series:
-        tokens = np.zeros(0, np.float32) if whole is None else whole[mask]  # all slices of none are empty
+    def by_call(whole: NDArray[np.float32]) -> pl.Series:
+        tokens = whole[mask]
         return pl.Series([tokens[start:end] for start, end in zip(starts, ends, strict=True)], dtype=pl.List(pl.Float32))
 
     return calls.with_columns(

@@ -108,8 +108,8 @@ class TokenValues:
     """Advantages that the loss used."""
     logprobs: NDArray[np.float32]
     """Logprobs (nats) under the weights at the step's start, at the temperature of the row."""
-    entropies: NDArray[np.float32] | None = None
-    """Entropies (nats) of the distributions that the tokens are from, under the same weights. None: no pass of the step computed them."""
+    entropies: NDArray[np.float32]
+    """Entropies (nats) of the distributions that the tokens are from, under the same weights."""
 
 
 def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) -> Batch:

@@ -49,7 +49,7 @@ class VerlOptimizer:
         held = settings.alarms.logprob.held_versions
         self._versions_to_hold = settings.sampling.max_staleness if held is None else held
         self._held_versions = 0
-        self.token_values = TokenValues(*[np.zeros((0, 0), np.float32)] * 2)
+        self.token_values = TokenValues(*[np.zeros((0, 0), np.float32)] * 3)
         """Values of the sampled tokens in the last step."""
         self.pass_seconds: dict[str, float] = {}
         """Metrics of the last step: seconds_forward and seconds_backward of the first rank."""

@@ -45,7 +45,7 @@ _METRIC_NAMES = {
 }
 """Names of verl's metrics of a step that are kept, with their names here. Not every loss has all of them."""
 _ENTROPY = "measured_entropy"
-"""Output of a pass with a loss: entropy (nats) of the distribution that each sampled token is from."""
+"""Output of a pass: entropy (nats) of the distribution that each sampled token is from."""
 
 
 class StepPhases:
@@ -86,7 +86,7 @@ class StepPhases:
         self._checked: NDArray[np.float32] | None = None
         """Logprobs (nats) that were checked: those of the first pass. None: there was none."""
         self._entropies: NDArray[np.float32] | None = None
-        """Entropies (nats) of the pass that found gradients at the step's start. None: no pass did."""
+        """Entropies (nats) of the pass whose logprobs were checked. None: there was none."""
         self._of_check: dict[str, float] = {}
         self._of_batch: dict[str, float] = {}
         self._steps: list[dict[str, float]] = []
@@ -95,7 +95,8 @@ class StepPhases:
     def compute_old_logprobs(self) -> None:
         """Pass the rows forward through the policy, where the step needs that before its first update, and check them."""
         if self._first:
-            self._logprobs = self.logprobs_under("policy", self.batch)
+            outputs = self._forward("policy", self.batch, "log_probs", _ENTROPY, measure_entropy=True)
+            self._logprobs, self._entropies = outputs["log_probs"], outputs[_ENTROPY]
             self._of_check = self._compared(self.batch, self._logprobs)
 
     def compute_reference_logprobs(self) -> None:
@@ -161,14 +162,16 @@ class StepPhases:
     def token_values(self) -> TokenValues:
         """Return what the phases computed of the sampled tokens; once the policy was updated."""
         assert self._checked is not None
+        assert self._entropies is not None
         return TokenValues(self.batch.advantages, self._checked, self._entropies)
 
     def _of_loss(self) -> dict[str, float]:
         """Return the loss's metrics of a batch without a gradient, whose rows are checked now unless they were."""
         passed = self._workers.pass_batch(PassKind.INFER, self.batch, "policy", "log_probs", _ENTROPY, entropy=self._has_entropy_term)
+        if self._first:
+            return _kept(passed.metrics)
         self._entropies = passed.outputs[_ENTROPY]
-        checked = {} if self._first else self._compared(self.batch, passed.outputs["log_probs"])
-        return _kept(passed.metrics) | checked
+        return _kept(passed.metrics) | self._compared(self.batch, passed.outputs["log_probs"])
 
     @property
     def _has_entropy_term(self) -> bool:
@@ -236,11 +239,11 @@ class StepPhases:
 
     def _train(self, part: Batch) -> dict[str, float]:
         """Take one optimizer step on some rows of the batch, once their logprobs are checked; return its metrics."""
-        names = ("log_probs",) if self.several else ("log_probs", _ENTROPY)
+        names = ("log_probs",) if self._first else ("log_probs", _ENTROPY)
         passed = self._workers.pass_batch(PassKind.ACCUMULATE, part, "policy", *names, entropy=self._has_entropy_term)
         metrics, logprobs = _kept(passed.metrics), passed.outputs["log_probs"]
-        self._entropies = passed.outputs.get(_ENTROPY)
         if not self._first:
+            self._entropies = passed.outputs[_ENTROPY]
             metrics |= self._compared(part, logprobs)
         self._begin_update()
         norm = self._workers.everywhere("apply", "policy")
