@@ -23,6 +23,7 @@ VARIANTS = {
     "from_scratch": ("from_scratch",),
     "gomoku": ("gomoku",),
     "league": ("league",),
+    "math_lora": ("math_lora",),
     "maze": ("maze",),
     "two_gomoku": ("two_gomoku",),
     "code_repair": ("code_repair",),

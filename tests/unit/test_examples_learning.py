@@ -19,6 +19,7 @@ from examples.learning.report import draw
 from examples.learning.run import example_settings
 from examples.learning.success import final_success
 from examples.learning.tiny import CHAT_TEMPLATE, SPECIAL, encoded
+from examples.math_lora.__main__ import EXAMPLE as MATH_LORA
 from examples.retrieval_qa.__main__ import EXAMPLE as RETRIEVAL_QA
 from examples.text_to_sql.__main__ import example as text_to_sql
 from examples.two_gomoku.__main__ import ROLES, policy_settings
@@ -28,7 +29,7 @@ from spangrad.callables import load
 from spangrad.settings.sources import load_settings
 from spangrad.types import AttemptFailure, Mode, RolloutKey
 
-EXAMPLES = [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, GOMOKU, text_to_sql("both", "model"), text_to_sql("writer", "oracle")]
+EXAMPLES = [CALCULATOR, FROM_SCRATCH, MATH_LORA, RETRIEVAL_QA, GOMOKU, text_to_sql("both", "model"), text_to_sql("writer", "oracle")]
 
 
 def test_encoded_transcript_has_tokens_of_chat_template() -> None:

@@ -15,6 +15,8 @@ from examples.calculator import arithmetic
 from examples.calculator import model as calculator_model
 from examples.calculator import task as calculator
 from examples.learning.example import Question, Questions, write_questions
+from examples.math_lora import model as math_model
+from examples.math_lora.problem import MALFORMED, WordProblem
 from examples.retrieval_qa import facts
 from examples.retrieval_qa import model as retrieval_model
 from examples.retrieval_qa import task as retrieval
@@ -58,6 +60,7 @@ def test_questions_held_out_patterns_and_chains_are_not_trained() -> None:
     ("draw", "words", "held_out"),
     [
         (calculator_model.transcript, calculator.WORDS, calculator.held_out_questions()),
+        (math_model.transcript, calculator.WORDS, calculator.held_out_questions()),
         (sql_model.policy_transcript, grammar.WORDS, sql.questions(0, 0, oracle=False).held_out),
         (sql_model.checker_transcript, grammar.WORDS, sql.questions(0, 0, oracle=False).held_out),
         (retrieval_model.transcript, retrieval.WORDS, ()),  # its names are changed, so that texts say nothing
@@ -90,6 +93,17 @@ def test_calculator_questions_have_right_answers() -> None:
             value = arithmetic.calculate(value, operator, operand)
         assert value == question["answer"]
     assert {len(question["steps"]) for question in calculator.held_out_questions()} == {1, 2}
+
+
+def test_word_problem_rewards_an_expression_with_the_right_value() -> None:
+    problem = WordProblem()
+    for question in calculator.held_out_questions():
+        assert problem.reset(question) == question["text"]
+        right = " ".join([str(question["start"]), *(f"{operator} {operand}" for operator, operand in question["steps"])])
+        assert (problem.step(right).reward, problem.step(right).done) == (1.0, True)
+    problem.reset({"text": "", "answer": 38})
+    replies = ("12 + 7 * 2", "38", "12 + 7", "12 +", "calc 12", "", "90 + 9 + 1", "7 / 2")
+    assert [problem.step(reply).reward for reply in replies] == [1.0, 1.0, 0.0, *[MALFORMED] * 5]
 
 
 @pytest.mark.parametrize(("a", "operator", "b"), [(7, "/", 2), (7, "/", 0), (98, "+", 2), (1, "-", 2), (1, "^", 2)])

@@ -1,0 +1,1 @@
+"""Word problems of one turn, learnt by an adapter of low rank."""
