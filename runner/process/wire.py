@@ -31,7 +31,7 @@ class ProcessedTask(TaskRow, frozen=True, kw_only=True):
 
 
 class RolloutManner(Struct, frozen=True, kw_only=True):
-    """What all rollouts of a request or a demand have in common."""
+    """Parts that all rollouts of a request or a demand have in common."""
 
     mode: Mode = Mode.TRAIN
     priority: Priority = 0

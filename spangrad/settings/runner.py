@@ -38,7 +38,7 @@ class FailureRewards(Section):
         return getattr(self, failure) if failure is not None and failure in POLICY_FAILURES else None
 
 
-class SamplingSettings(Section):
+class ValidationSampling(Section):
     """Sampling parameters that the gateway sets in policy calls, whatever the agents ask for."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -192,7 +192,7 @@ class RunnerSettings(Section):
     slowest: groups that still run when the trainer has enough are cancelled. 0: none is cancelled for this reason."""
     greedy_rollouts: bool | None = None
     """True if each group of mode train has one more rollout, at temperature 0. None: only where trainer.credit.estimator is `remax`."""
-    validation_sampling: SamplingSettings = SamplingSettings()
+    validation_sampling: ValidationSampling = ValidationSampling()
     """Sampling of rollouts of mode validate, such as a lower temperature than that of training."""
     workers: int = Field(default=1, ge=1)
     """Number of agent processes."""

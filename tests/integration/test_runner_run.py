@@ -24,7 +24,7 @@ from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.processes import free_ports
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings
-from spangrad.settings.runner import EpisodeSettings, FailureRewards, SamplingSettings
+from spangrad.settings.runner import EpisodeSettings, FailureRewards, ValidationSampling
 from spangrad.types import AttemptFailure, Mode, Rollout, Task
 from tests.support.otlp import OtlpSink, SunkSpan
 from tests.support.policies import trainer_settings
@@ -181,12 +181,12 @@ async def test_runner_greedy_rollouts_adds_one_per_group(tmp_path: Path) -> None
 
 async def test_runner_validation_sampling_is_announced_of_held_out_rollouts_alone(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
-    async with stage(tmp_path, agent, validation_sampling=SamplingSettings(temperature=0.5)) as on:
+    async with stage(tmp_path, agent, validation_sampling=ValidationSampling(temperature=0.5)) as on:
         tasks = [Task("a", {"moods": [1.0], "calls": 1})]
         outcomes = [(await on.runner.run(tasks, mode=mode, group_size=1))[0] for mode in (Mode.TRAIN, Mode.VALIDATE)]
         sampling = [on.gateway.announced[outcome.key.rollout_id, 0].get("sampling") for outcome in outcomes]
     assert sampling == [None, {"temperature": 0.5}]
-    direct = Settings(runner=RunnerSettings(gateway=False, validation_sampling=SamplingSettings(top_k=1)))
+    direct = Settings(runner=RunnerSettings(gateway=False, validation_sampling=ValidationSampling(top_k=1)))
     with pytest.raises(SettingsError, match="validation_sampling needs the gateway"):
         queued(Rollout(outcomes[0].key, tasks[0], Mode.VALIDATE, "g", 1), direct)
 
