@@ -55,11 +55,7 @@ class Rules:
 
     def longest(self, stones: Stones, role: str) -> int:
         """Return the most stones of a role on a line, of the lines without any other; 0: there is no such line."""
-        return max(self.counts(stones, role).values(), default=0)
-
-    def counts(self, stones: Stones, role: str) -> dict[tuple[str, ...], int]:
-        """Return the number of a role's stones on each line; 0 where the line has another's."""
-        return {line: _count_own(stones, line, role) for line in self._whole}
+        return max((_count_own(stones, line, role) for line in self._whole), default=0)
 
     def completing(self, stones: Stones, role: str) -> list[str]:
         """Return the free cells on which a stone of a role would complete a line, row by row."""

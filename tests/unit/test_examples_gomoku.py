@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from examples.gomoku.board import LARGE, SMALL, Rules
 from examples.gomoku.game import FIRST, PASS, PASS_REWARD, SECOND, Gomoku, LargeGomoku
-from examples.gomoku.model import MOVES, WORDS, sensible, transcript
+from examples.gomoku.model import MOVES, WORDS, transcript
 from examples.gomoku.script import OTHER, OWN, Script, stones_of
 from examples.gomoku.task import HELD_OUT, openings, trained_opening
 from spangrad.episode.environment import EnvironmentCalls
@@ -102,12 +102,6 @@ def test_script_of_nine_cells_plays_the_large_board() -> None:
     assert {role: len({reply.text for reply in replies}) for role, replies in outcome.replies.items()} == {
         role: len(replies) for role, replies in outcome.replies.items()
     }
-
-
-def test_sensible_cells_are_on_the_longest_open_line() -> None:
-    stones = {"a1": FIRST, "b1": FIRST, "e5": FIRST, "d4": SECOND}
-    assert sensible(SMALL, stones, FIRST) == ["c1", "d1"]
-    assert sensible(SMALL, {**stones, "c1": SECOND}, SECOND) != ["d1"]
 
 
 def test_transcript_has_the_contexts_of_an_episode() -> None:
