@@ -47,6 +47,8 @@ async def open_agent_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGener
     """
     sandbox = settings.runner.sandbox
     if sandbox.engine is SandboxRung.NONE:
+        if sandbox.image is not None:
+            raise SandboxError(f"runner.sandbox.image = {sandbox.image} needs a sandbox. Set runner.sandbox.engine = auto.")
         yield None
         return
     if sandbox.engine is SandboxRung.REMOTE:

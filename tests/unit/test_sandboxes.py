@@ -14,7 +14,6 @@ from runner.workers.agents import CommandAgent
 from spangrad.agent.command import SandboxLaunch
 from spangrad.errors import SandboxError
 from spangrad.settings import QueueSettings, RunnerSettings, Settings
-from spangrad.settings.runner import SandboxSettings
 from spangrad.types import SandboxRung
 
 LIMITS = SandboxLimits(1, 1, 1)
@@ -97,8 +96,15 @@ def test_prepare_remote_sandbox_refuses_policies_beyond_the_protocol(tmp_path: P
             prepare(demanding, SandboxRung.REMOTE)
 
 
-async def test_open_agent_sandbox_remote_engine_is_refused(tmp_path: Path) -> None:
-    settings = Settings(runner=RunnerSettings(sandbox=SandboxSettings(engine=SandboxRung.REMOTE, url="http://sandboxes:8000")))
-    with pytest.raises(SandboxError, match="cannot run an agent that reaches gateway and store"):
+@pytest.mark.parametrize(
+    ("sandbox", "sentence"),
+    [
+        ({"engine": "remote", "url": "http://sandboxes:8000"}, "cannot run an agent that reaches gateway and store"),
+        ({"image": "images/agent.tar"}, r"image = images/agent\.tar needs a sandbox\. Set runner\.sandbox\.engine = auto"),
+    ],
+)
+async def test_open_agent_sandbox_that_cannot_keep_settings_is_refused(sandbox: object, sentence: str, tmp_path: Path) -> None:
+    settings = Settings(runner=RunnerSettings.model_validate({"sandbox": sandbox}))
+    with pytest.raises(SandboxError, match=sentence):
         async with open_agent_sandbox(settings, CommandAgent(("true",), directory=tmp_path)):
             pass
