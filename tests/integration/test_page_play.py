@@ -55,7 +55,7 @@ def url(store: StoreSettings, policy: WordPolicy) -> Iterator[str]:
 
 def begin(page: Page, task: object, role: str, *, watch: bool = False, policy: str = "as runner.episode names it") -> None:
     """Choose an episode, and confirm it."""
-    page.get_by_label("Policy").select_option(label=policy)
+    page.locator("select[name='policy']").select_option(label=policy)
     page.get_by_label("Environment").select_option("nim")
     page.get_by_label("Task, as JSON").fill(json.dumps(task))
     page.get_by_label("My role").fill(role)
