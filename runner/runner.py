@@ -18,8 +18,8 @@ from typing import Any, Self
 from runner.demand_source import DemandSource
 from runner.embedded import EmbeddedQueue
 from runner.environments.client import EnvironmentClient
-from runner.groups import rollouts_of
-from runner.queue.client import QueueClient, new_rollout
+from runner.groups import queued, rollouts_of
+from runner.queue.client import QueueClient
 from runner.queue.wire import NewRollout, QueuedRollout, RolloutSelector, RolloutState
 from runner.rewards.client import RewardClient
 from runner.sandboxes.agent_sandbox import AgentSandbox, open_agent_sandbox
@@ -37,8 +37,7 @@ from spangrad.agent.prompt_store import PromptStore
 from spangrad.agent.reward_values import Rewards
 from spangrad.errors import QueueError, SettingsError
 from spangrad.greedy_baseline import wants_greedy
-from spangrad.http.announcements import OWN_SAMPLING, SamplingParameters
-from spangrad.settings import RunnerSettings, Settings
+from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
 
 _logger = logging.getLogger(__name__)
@@ -359,38 +358,6 @@ async def _open_services(settings: Settings, agent: AgentSpec, stack: AsyncExitS
         rewards = RewardClient(agent.evaluator, token.get_secret_value() if token else None, most)
         await stack.enter_async_context(rewards)
     return AttemptServices(environments, rewards)
-
-
-def queued(rollout: Rollout, settings: Settings) -> NewRollout:
-    """Convert a rollout to the queue's form."""
-    return new_rollout(
-        rollout.task.task_id,
-        rollout.task.input,
-        rollout.group_id,
-        group_size=rollout.group_size,
-        mode=rollout.mode,
-        rollout_id=rollout.key.rollout_id,
-        timeout_seconds=settings.runner.timeout_seconds,
-        max_attempts=settings.runner.max_attempts,
-        prompt=rollout.task.prompt,
-        least_sandbox=rollout.task.least_sandbox,
-        data_source=rollout.task.data_source,
-        sampling=_sampling(settings.runner, rollout.mode),
-    )
-
-
-def _sampling(runner: RunnerSettings, mode: Mode) -> SamplingParameters:
-    """Return the sampling parameters that the gateway sets.
-
-    Raises:
-        SettingsError: there is no gateway to set them.
-    """
-    sampling = SamplingParameters(**runner.validation_sampling.model_dump()) if mode is Mode.VALIDATE else OWN_SAMPLING
-    if sampling != OWN_SAMPLING and not runner.gateway:
-        raise SettingsError(
-            "runner.validation_sampling needs the gateway, which alone sets an agent's parameters. Set runner.gateway = true."
-        )
-    return sampling
 
 
 def outcome_of(queued_rollout: QueuedRollout) -> Outcome:

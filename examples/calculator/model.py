@@ -7,11 +7,10 @@ probability 0.9, the moment to stop with 0.95, the operator with 0.4; else they 
 from __future__ import annotations
 
 import random
-from functools import cache
 from pathlib import Path
 
 from examples.calculator.arithmetic import CALLS, OPERATORS, calculate
-from examples.calculator.task import WORDS, held_out_questions, question
+from examples.calculator.task import WORDS, trained_question
 from examples.learning.tiny import Transcript, make_model, model_command
 
 RIGHT_NUMBER = 0.9
@@ -21,15 +20,9 @@ STEPS = 700
 ROWS = 48
 
 
-@cache
-def _held_out() -> frozenset[str]:
-    return frozenset(one["text"] for one in held_out_questions())
-
-
 def transcript(rng: random.Random) -> Transcript:
     """Draw a conversation that ends with an answer, right or wrong."""
-    while (asked := question(rng))["text"] in _held_out():
-        pass
+    asked = trained_question(rng)
     messages = [{"role": "user", "content": asked["text"]}]
     numbers = [word for word in asked["text"].split() if word.isdigit()]
     current, steps = str(asked["start"]), asked["steps"]

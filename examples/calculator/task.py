@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from examples.calculator.arithmetic import HIGHEST, OPERATORS, calculate
@@ -58,16 +59,22 @@ def held_out_questions() -> list[Question]:
     return list(drawn.values())
 
 
+@cache
+def _held_out_texts() -> frozenset[str]:
+    return frozenset(one["text"] for one in held_out_questions())
+
+
+def trained_question(rng: random.Random) -> Question:
+    """Draw a problem that is not held out."""
+    while (drawn := question(rng))["text"] in _held_out_texts():
+        pass
+    return drawn
+
+
 def questions(seed: int, count: int) -> Questions:
     """The questions of a run; `count` of them to train on."""
-    held_out, rng = held_out_questions(), random.Random(seed + 5)
-    known = {one["text"] for one in held_out}
-    train: list[Question] = []
-    while len(train) < count:
-        one = question(rng)
-        if one["text"] not in known:
-            train.append(one)
-    return Questions(train, held_out)
+    rng = random.Random(seed + 5)
+    return Questions([trained_question(rng) for _ in range(count)], held_out_questions())
 
 
 def evaluate(given: Mapping[str, Any], output: str) -> float:

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from runner.runner import Outcome, Runner, queued
+from runner.groups import queued
+from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, agent_environment
 from span_processors.export import parse_headers
 from spangrad import semconv

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runner.demand_source import DemandSource, task_at
+from runner.groups import queued
 from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.wire import RolloutState
-from runner.runner import queued
 from spangrad import semconv
 from spangrad.processes import wait_until
 from spangrad.settings import QueueSettings

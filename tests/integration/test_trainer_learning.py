@@ -222,15 +222,15 @@ def test_kl_reference_without_advantages_pulls_policy_back(tiny_model: Path, tmp
 
 
 def test_entropies_of_tokens_are_those_at_the_steps_start(tiny_model: Path):
-    batch, found = fresh(tiny_model), []
+    batch, entropies_of_steps = fresh(tiny_model), []
     changes: list[dict[str, Any]] = [{}, {"epochs": 2, "mini_batches": 2}, {"recompute_logprobs": True}, {"entropy_coef": 0.1}]
     for change in changes:
         engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, **change))
         engine.step(batch)
-        found.append(engine.token_values.entropies)
-    for entropies in found:
-        np.testing.assert_allclose(entropies, found[0], rtol=1e-4, atol=1e-6)
-    assert np.max(found[0]) > 0.1
+        entropies_of_steps.append(engine.token_values.entropies)
+    for entropies in entropies_of_steps:
+        np.testing.assert_allclose(entropies, entropies_of_steps[0], rtol=1e-4, atol=1e-6)
+    assert np.max(entropies_of_steps[0]) > 0.1
 
 
 def test_entropy_coef_raises_entropy(tiny_model: Path):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.demand_source import DemandSource, DemandUpdate, Difference, difference, task_at
+from runner.groups import queued
 from runner.queue.wire import DemandRequest, DemandState, RolloutSelector, RolloutState
-from runner.runner import queued
 from spangrad.types import Mode, Task
 from tests.support.runners import queue_settings, serving
 
