@@ -12,7 +12,7 @@ from typing import Any
 
 from examples.gomoku.board import LARGE, SMALL, Rules
 
-SEES = 0.1
+SEES = 1 / 6
 OWN, OTHER = "own", "other"
 
 
