@@ -12,7 +12,7 @@ EXAMPLE = Example(
     environment="examples.gomoku.game:Gomoku",
     model="examples.gomoku.model",
     questions=openings,
-    steps=60,
+    steps=48,
     target=0.85,
     role=FIRST,
     measure="games won",
@@ -23,9 +23,11 @@ EXAMPLE = Example(
         "trainer.credit.reward_roles": [FIRST],
         "trainer.credit.gamma": 0.5,
         "trainer.loss.entropy_coef": 0.0,
+        "trainer.optim.betas": [0.9, 0.999],
         "trainer.optim.epochs": 2,
         "trainer.optim.mini_batches": 2,
         "trainer.optim.schedule": "cosine",
+        "trainer.optim.warmup_steps": 40,
     },
 )
 

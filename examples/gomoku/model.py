@@ -17,9 +17,10 @@ from examples.learning.tiny import Transcript, make_model, model_command
 
 WORDS = (*Gomoku.roles, "empty", PASS, *SMALL.cells, *(cell.upper() for cell in SMALL.cells))
 STEPS = 1000
-ROWS = 32
-MOVES = 5
-"""Most moves of a transcript: later ones are rare in training, and cost as much as others here."""
+ROWS = 16
+MOVES = 10
+"""Most moves of a transcript. A model that has seen no later move names cells there that are not free, and training, whose games are short,
+does not teach it better."""
 
 
 def transcript(rng: random.Random) -> Transcript:

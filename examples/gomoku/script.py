@@ -12,7 +12,7 @@ from typing import Any
 
 from examples.gomoku.board import LARGE, SMALL, Rules
 
-SEES = 1 / 6
+SEES = 0.1
 OWN, OTHER = "own", "other"
 
 

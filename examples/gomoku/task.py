@@ -12,7 +12,7 @@ from functools import cache
 from examples.gomoku.game import Opening, opening
 from examples.learning.example import Question, Questions
 
-HELD_OUT = 512
+HELD_OUT = 256
 HELD_OUT_SEED = 99
 
 
