@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 from collections.abc import AsyncGenerator, Iterator
@@ -87,6 +88,30 @@ async def test_env_remote_match_equals_the_local_one(monkeypatch: pytest.MonkeyP
     local = await matched("duel:Duel")
     assert (remote.messages, remote.steps) == (local.messages, local.steps)
     assert (remote.end, remote.returns) == ("done", {"white": 1.0, "black": -1.0})
+
+
+async def test_env_remote_players_with_a_seat_each_read_what_they_read_in_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(AGENTS))
+    async with served("duel:Duel") as url:
+        seats = {role: f"openenv+{url}?session_id=duel&role={role}" for role in ("white", "black")}
+        players = await asyncio.gather(*(played(seat, {"city": "oslo"}, role) for role, seat in seats.items()))
+    alone = await matched("duel:Duel")
+    assert dict(zip(seats, (player.messages for player in players), strict=True)) == alone.messages
+    assert dict(zip(seats, (player.episode_return for player in players), strict=True)) == alone.returns
+
+
+@pytest.mark.parametrize(
+    ("query", "sentence"),
+    [
+        ("?session_id=duel&role=red", "there is no role 'red'. Name one of white, black"),
+        ("?role=white", "names no seat in a game. Give one URL with the game and the role"),
+        ("?session_id=duel&role=white,openenv+http://127.0.0.1:9", "names no seat in a game"),
+    ],
+)
+async def test_env_remote_seat_that_is_named_wrongly_raises(query: str, sentence: str) -> None:
+    async with served("duel:Duel") as url:
+        with pytest.raises(EnvironmentsError, match=re.escape(sentence)):
+            await EnvironmentCalls.create(factory_of(f"openenv+{url}{query}", load))
 
 
 async def test_env_remote_step_after_a_cut_connection_is_played_once(tmp_path: Path) -> None:

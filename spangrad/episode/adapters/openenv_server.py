@@ -3,7 +3,8 @@
 In: URLs, a task, actions. Out: observations and results. Invariant: an episode is one session of one server; with ours a step whose answer
 was lost is asked for again by its number, and never played again; any other loss ends the episode as a failure of the environment.
 
-A server of another's making knows no system prompt: its description and the schema of its actions are the prompt.
+A server of another's making knows no system prompt: its description and the schema of its actions are the prompt. A URL may name a game and
+a role, `?session_id=GAME&role=ROLE`: the environment is then that player's, and the others are clients of their own.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from spangrad.agent.propagation import carrier_of
 from spangrad.episode.adapters.schema_actions import UnusableReply, described, fields_of_text
@@ -42,6 +44,14 @@ class RemoteStepError(Exception):
     """The environment raised an exception, on its server."""
 
 
+@dataclass(frozen=True)
+class GameSeat:
+    """Seat of one player in a game that a server of `spangrad env serve` holds for several."""
+
+    game: str
+    role: str
+
+
 class OpenEnvServer:
     """A session of one of several servers."""
 
@@ -49,14 +59,16 @@ class OpenEnvServer:
         """Open a session at the least loaded server.
 
         Args:
-            urls: addresses of servers of the same environment.
+            urls: addresses of servers of the same environment; or one, with the game and the role to play.
             token: bearer token. None: they ask for none.
             wait_seconds: time for which full servers are asked again.
 
         Raises:
-            EnvironmentsError: no server gives a session.
+            EnvironmentsError: no server gives a session, or a game is named wrongly.
         """
-        self._urls = [url.rstrip("/") for url in urls]
+        self.seat = _seat_of(urls)
+        """Seat in a game. None: the session is this client's alone."""
+        self._urls = [url.partition("?")[0].rstrip("/") for url in urls]
         self._token = token
         self._session = uuid.uuid4().hex
         self._step = 0
@@ -68,9 +80,7 @@ class OpenEnvServer:
         """Description of the environment, as the server has it."""
         self.tools: Sequence[Mapping[str, Any]] = about.get("tools") or ()
         self._schema: Mapping[str, Any] = {} if self._ours else self._get("/schema")["action"]
-        self.system_prompt: str | None = (
-            about.get("system_prompt") if self._ours else described(about.get("description") or "", self._schema)
-        )
+        self.system_prompt = self._system_prompt()
 
     def reset(self, task: Any) -> Any:
         """Begin an episode; a server of another's making gets the task's fields."""
@@ -103,6 +113,13 @@ class OpenEnvServer:
             pass  # the server has left
         self._connection.close()
         note_open(self._url, -1)
+
+    def _system_prompt(self) -> str | None:
+        if not self._ours:
+            return described(self.about.get("description") or "", self._schema)
+        if self.seat is not None:
+            return self.about["system_prompts"].get(self.seat.role)
+        return self.about.get("system_prompt")
 
     def _result(self, data: Mapping[str, Any]) -> StepResult:
         fields, metadata = data["observation"], dict(data.get("metadata") or {})
@@ -170,6 +187,8 @@ class OpenEnvServer:
             url = choose(loads)
             try:
                 self._ours = loads[url] is not None
+                if self.seat is not None and not self._ours:
+                    raise EnvironmentsError(f"{url} is no server of `spangrad env serve`, and holds no games. Drop session_id and role.")
                 self._connection = self._connect(url)
                 self._connection.send('{"type": "state"}')  # what is full says so unasked
                 response = self._received()
@@ -177,7 +196,8 @@ class OpenEnvServer:
                 refused = EnvironmentsError(f"the environment at {url} gives no session: {response['data'].get('message')}.")
             except OSError as error:
                 code, refused = _BUSY, EnvironmentsError(f"the environment at {url} does not answer ({error}). Start it, or fix the URL.")
-            if code not in (_BUSY, *_FATAL):
+            # A server of another's making may refuse a state before the first reset, which is no refusal of the session.
+            if code not in (_BUSY, *_FATAL) and not (code and self.seat):
                 note_open(url, 1)
                 return url
             if code != _BUSY or time.monotonic() > end:
@@ -187,7 +207,8 @@ class OpenEnvServer:
     def _connect(self, url: str) -> WebSocket:
         headers = {**bearer(self._token), **carrier_of(), REWARDS_HEADER: "client"}
         # Of all servers, those of `spangrad env serve` alone open a session under a name that the client gives.
-        connection = WebSocket(f"{url}/ws?session_id={self._session}" if self._ours else f"{url}/ws", headers, _CONNECT_SECONDS)
+        named = {"session_id": self._session} if self.seat is None else {"session_id": self.seat.game, "role": self.seat.role}
+        connection = WebSocket(f"{url}/ws?{urlencode(named)}" if self._ours else f"{url}/ws", headers, _CONNECT_SECONDS)
         connection.wait_at_most(_STEP_SECONDS)
         return connection
 
@@ -206,3 +227,20 @@ class OpenEnvServer:
 
     def _service(self, url: str) -> RemoteService:
         return RemoteService("the environment", url, self._token, EnvironmentsError, "Start it, or fix the URL.", _RETURN_SECONDS)
+
+
+def _seat_of(urls: Sequence[str]) -> GameSeat | None:
+    """Return the seat that a URL names.
+
+    Raises:
+        EnvironmentsError: a URL has other parameters, or several servers are given for one game.
+    """
+    queries = [urlsplit(url).query for url in urls]
+    if not any(queries):
+        return None
+    named = dict(parse_qsl(queries[0]))
+    if len(urls) > 1 or set(named) != {"session_id", "role"}:
+        raise EnvironmentsError(
+            f"{','.join(urls)} names no seat in a game. Give one URL with the game and the role: http://HOST:PORT?session_id=GAME&role=ROLE."
+        )
+    return GameSeat(named["session_id"], named["role"])
