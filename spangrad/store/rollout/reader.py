@@ -2,27 +2,34 @@
 
 In: a client of the store, the rollout's id. Out: a `Record`. Invariant: only this rollout's rows are read, by their keys; of each build
 specification only the newest revision is read.
+
+A statement takes longer to be planned than to read a rollout's rows: those that need nothing of each other run at once, and those that
+know their traces or builds are given them as values.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spangrad import semconv
 from spangrad.store.clickhouse import moment
-from spangrad.store.datasets import builds_sql, built_sql, roles_sql, rows_sql
+from spangrad.store.datasets import builds_sql, built_sql, roles_sql
 from spangrad.store.rollout.record import Build, Call, Conclusion, Record, Reward, Span, TrainedBatch
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 _NEAREST = 5
+_AT_ONCE = 4
+"""Statements that run at once."""
+_TRACES = "SELECT groupArray(TraceId), toUnixTimestamp64Micro(now64(6)) FROM spangrad.rollout_traces WHERE RolloutId = {id:String}"
 _ROWS = """
 SELECT *, RolloutKeySource = 'rollout' AS Named, toUnixTimestamp64Nano(Timestamp) AS Started, toUnixTimestamp64Micro(IngestedAt) AS Arrived
 FROM spangrad.rollout_spans
-WHERE RolloutId = {id:String} AND TraceId IN (SELECT TraceId FROM spangrad.rollout_traces WHERE RolloutId = {id:String})
+WHERE RolloutId = {id:String} AND TraceId IN {traces:Array(String)}
 """
 _OF_SPAN = (
     "RunId", "Mode", "Attempt", "Named", "Started", "TraceId", "SpanId", "ParentSpanId", "ProcessId", "Seq", "SpanName", "ServiceName",
@@ -36,21 +43,23 @@ FROM spangrad.calls
 WHERE RolloutKey IN {keys:Array(String)}
 """
 _OF_ROLLOUT = "RolloutId = {id:String}"
+_OF_BUILD = ("Mode", "GroupId", "GroupSize", "Revision", "Attempt", "Calls", "BuildId")
 _BUILDS = f"""
-SELECT RunId, BuildSpec, Mode, GroupId, GroupSize, Revision, Attempt, Calls, toUnixTimestamp64Micro(IngestedAt)
-FROM {builds_sql(where=_OF_ROLLOUT)} AS b
+SELECT RunId, BuildSpec, {", ".join(_OF_BUILD)}, toUnixTimestamp64Micro(IngestedAt)
+FROM {builds_sql(where=_OF_ROLLOUT, facts=_OF_BUILD)} AS b
 ORDER BY BuildSpec, RunId
 """
+_OF_BUILDS = "FINAL WHERE RolloutId = {id:String} AND BuildId IN {builds:Array(UInt64)}"
 _TRANSITIONS = f"""
 SELECT RunId, BuildSpec, Attempt, TraceId, SpanId, ChoiceIndex, AgentName, Policy, Version, Turn,
     `Rewards.Name`, `Rewards.Value`, `Rewards.Source`, `Rewards.Role`
-FROM {rows_sql("transitions", where=_OF_ROLLOUT)} AS t
+FROM spangrad_internal.transitions {_OF_BUILDS}
 ORDER BY Attempt, Turn, ChoiceIndex, CallId
 """
 _DROPS = f"""
 SELECT RunId, BuildSpec, Attempt, TraceId, if(CallId = '', '', SpanId), ChoiceIndex, AgentName, if(Policy = '', Model, Policy),
     Reason, Detail, Convention
-FROM {rows_sql("drops", where=_OF_ROLLOUT)} AS d
+FROM spangrad_internal.drops {_OF_BUILDS}
 ORDER BY Attempt, Timestamp, ChoiceIndex, CallId
 """
 _OF_GROUP = "RunId = {run:String} AND Mode = {mode:String} AND BuildSpec = {spec:String} AND GroupId = {group:String}"
@@ -59,8 +68,7 @@ _GROUP = f"SELECT uniqExact(RolloutId) FROM {builds_sql(where=_ONCE_OF_GROUP)} A
 """The newest builds of rollouts of which a build, if an older one, is of the group: read by key, where spangrad.builds reads all."""
 _GIVEN = f"""
 SELECT DISTINCT TraceId, SpanId, Name, toString(Value), Source, Role
-FROM {rows_sql("rewards", where=_OF_ROLLOUT)} AS r
-WHERE Source IN ('sql', 'air')
+FROM spangrad_internal.rewards {_OF_BUILDS} AND Source IN ('sql', 'air')
 ORDER BY Name, Role, Source, TraceId, SpanId, Value
 """
 """Rewards of SQL rules and of AIR, as the builder gave them; one that several build specifications give is returned once."""
@@ -84,6 +92,21 @@ SkipLookup = Callable[[str, str, str, str], Sequence[tuple[str, str, str, str]]]
 """Function from run, mode, build specification and id of a group to policy, branch, reason and detail of each trainer that skipped it."""
 
 
+class _BuildRow(NamedTuple):
+    """Row of _BUILDS."""
+
+    run: str
+    spec: str
+    mode: str
+    group: str
+    size: int
+    revision: int
+    attempt: int
+    calls: int
+    id: int
+    at: int
+
+
 def read(client: Client, id_: str, describe: Describe, attempt: int | None = None, skipped: SkipLookup | None = None) -> Record:
     """Read a rollout, or one of its attempts. The record has no spans if the store knows no such rollout.
 
@@ -98,7 +121,16 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
     def rows(sql: str, **parameters: Any) -> list[Any]:
         return list(client.query(sql, parameters={"id": id_, **parameters}).result_rows)
 
-    all_rows = list(client.query(_ROWS, parameters={"id": id_}).named_results())
+    ((traces, now),) = rows(_TRACES)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        reading = pool.submit(lambda: list(client.query(_ROWS, parameters={"id": id_, "traces": traces}).named_results()))
+        built, called = pool.submit(rows, _BUILDS), pool.submit(rows, _CALLS, keys=[id_, *traces])
+        trained, newest, datasets = (pool.submit(rows, sql) for sql in (_TRAINED, _NEWEST, _DATASETS))
+        builds = [_BuildRow(*row) for row in built.result()]
+        concluded = [pool.submit(rows, sql, builds=[build.id for build in builds]) for sql in (_TRANSITIONS, _DROPS, _GIVEN)]
+        groups = [pool.submit(rows, _GROUP, run=build.run, spec=build.spec, group=build.group, mode=build.mode) for build in builds]
+        all_rows = reading.result()
+        roles = pool.submit(rows, _ROLES, runs=sorted({row["RunId"] for row in all_rows} - {""}))
     span_rows = [row for row in all_rows if attempt in {None, row["Attempt"]}]
     sent = [row for row in span_rows if row["RowKind"] == "span"]
     fields: Iterable[list[Any]] = ([*(row[name] for name in _OF_SPAN), *known] for row, known in zip(sent, describe(sent), strict=True))
@@ -106,21 +138,22 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
     if not spans:
         return Record(id_, [], [], [], [])
     kept = {span.key for span in spans}
+    transitions, drops, given = (read.result() for read in concluded)
     rewards = [_evaluation(row) for row in span_rows if row["RowKind"] != "span" and semconv.EVALUATION_SCORE in row["Attributes"]]
-    rewards += [reward for reward in (Reward(*row) for row in rows(_GIVEN)) if attempt is None or (reward.trace, reward.span) in kept]
-    calls = [Call(*row) for row in rows(_CALLS, keys=[id_, *sorted({span.trace for span in spans})])]
-    ((now,),) = rows("SELECT toUnixTimestamp64Micro(now64(6))")
+    rewards += [reward for reward in (Reward(*row) for row in given) if attempt is None or (reward.trace, reward.span) in kept]
+    conclusions = _conclusions(transitions, drops, attempt)
+    sizes = [size for future in groups for ((size,),) in [future.result()]]
     return Record(
         id_,
         spans,
-        [call for call in calls if (call.trace, call.span) in kept],
+        [call for call in (Call(*row) for row in called.result()) if (call.trace, call.span) in kept],
         rewards,
-        _builds(rows, attempt, skipped),
-        [TrainedBatch(*row) for row in rows(_TRAINED)],
-        {(policy, branch): version for policy, branch, version in rows(_NEWEST)},
+        _builds(builds, sizes, conclusions, datasets.result(), skipped),
+        [TrainedBatch(*row) for row in trained.result()],
+        {(policy, branch): version for policy, branch, version in newest.result()},
         moment(max(row["Arrived"] for row in all_rows)),
         moment(now),
-        roles_by_run=dict(rows(_ROLES, runs=sorted({span.run for span in spans} - {""}))),
+        roles_by_run=dict(roles.result()),
     )
 
 
@@ -148,21 +181,45 @@ def _evaluation(row: Mapping[str, Any]) -> Reward:
     return Reward(row["TraceId"], row["SpanId"], name, attributes[semconv.EVALUATION_SCORE], source, role)
 
 
-def _builds(rows: Any, attempt: int | None, skipped: SkipLookup | None) -> list[Build]:
-    datasets = defaultdict[str, list[str]](list)
-    for spec, name in rows(_DATASETS):
-        datasets[spec].append(name)
+def _conclusions(
+    transitions: Iterable[Sequence[Any]], drops: Iterable[Sequence[Any]], attempt: int | None
+) -> Mapping[tuple[str, str], list[Conclusion]]:
+    """Return what became of each call, by run and build specification."""
     conclusions = defaultdict[tuple[str, str], list[Conclusion]](list)
-    for run, spec, number, trace, span, choice, agent, policy, version, turn, *rewards in rows(_TRANSITIONS):
+    for run, spec, number, trace, span, choice, agent, policy, version, turn, *rewards in transitions:
         given = tuple(zip(*rewards, strict=True))
         conclusions[run, spec].append(Conclusion(number, trace, span, choice, agent, policy, version, turn, given))
-    for run, spec, *call, reason, detail, convention in rows(_DROPS):
+    for run, spec, *call, reason, detail, convention in drops:
         conclusions[run, spec].append(Conclusion(*call, reason=reason, detail=detail, convention=convention))
+    return {key: [row for row in rows if attempt is None or row.attempt == attempt] for key, rows in conclusions.items()}
+
+
+def _builds(
+    rows: Sequence[_BuildRow],
+    built: Sequence[int],
+    conclusions: Mapping[tuple[str, str], list[Conclusion]],
+    datasets: Iterable[tuple[str, str]],
+    skipped: SkipLookup | None,
+) -> list[Build]:
+    names = defaultdict[str, list[str]](list)
+    for spec, name in datasets:
+        names[spec].append(name)
     builds = list[Build]()
-    for run, spec, mode, group, size, revision, final, calls, at in rows(_BUILDS):
-        of_attempt = [conclusion for conclusion in conclusions[run, spec] if attempt is None or conclusion.attempt == attempt]
-        ((built,),) = rows(_GROUP, run=run, spec=spec, group=group, mode=mode)
-        by = skipped(run, mode, spec, group) if skipped else ()
-        names = ", ".join(datasets[spec])
-        builds.append(Build(spec, of_attempt, names, run, revision, final, calls, moment(at), group, size, built, by))
+    for row, of_group in zip(rows, built, strict=True):
+        builds.append(
+            Build(
+                row.spec,
+                conclusions.get((row.run, row.spec), []),
+                dataset=", ".join(names[row.spec]),
+                run=row.run,
+                revision=row.revision,
+                attempt=row.attempt,
+                calls=row.calls,
+                built_at=moment(row.at),
+                group=row.group,
+                group_size=row.size,
+                group_built=of_group,
+                skipped=skipped(row.run, row.mode, row.spec, row.group) if skipped else (),
+            )
+        )
     return builds

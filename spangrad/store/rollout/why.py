@@ -103,7 +103,7 @@ def _roles(record: Record, settings: Settings) -> Iterable[str]:
 def _awaited(record: Record, spans: Sequence[Span], roots: Sequence[Span], settings: Settings) -> str:
     """Return a sentence on what a rollout that is not built yet waits for."""
     spec = settings.builder
-    silence = f"{(record.now - record.last_arrival).total_seconds():.0f} s" if record.now and record.last_arrival else "some time"
+    silence = f"{max(0.0, (record.now - record.last_arrival).total_seconds()):.0f} s" if record.now and record.last_arrival else "some time"
     waiting_time = f"builder.incomplete_after_seconds ({spec.incomplete_after_seconds:g} s)"
     is_named = any(span.run and span.mode and span.names_rollout for span in spans)
     final = next((root for root in reversed(roots) if root.is_final), None)
