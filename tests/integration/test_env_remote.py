@@ -90,7 +90,7 @@ async def test_env_remote_match_equals_the_local_one(monkeypatch: pytest.MonkeyP
     assert (remote.end, remote.returns) == ("done", {"white": 1.0, "black": -1.0})
 
 
-async def test_env_remote_players_with_a_seat_each_read_what_they_read_in_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_env_remote_seats_of_a_game_equal_the_roles_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(AGENTS))
     async with served("duel:Duel") as url:
         seats = {role: f"openenv+{url}?session_id=duel&role={role}" for role in ("white", "black")}
@@ -108,7 +108,7 @@ async def test_env_remote_players_with_a_seat_each_read_what_they_read_in_one_se
         ("?session_id=duel&role=white,openenv+http://127.0.0.1:9", "names no seat in a game"),
     ],
 )
-async def test_env_remote_seat_that_is_named_wrongly_raises(query: str, sentence: str) -> None:
+async def test_env_remote_seat_in_an_invalid_url_raises(query: str, sentence: str) -> None:
     async with served("duel:Duel") as url:
         with pytest.raises(EnvironmentsError, match=re.escape(sentence)):
             await EnvironmentCalls.create(factory_of(f"openenv+{url}{query}", load))

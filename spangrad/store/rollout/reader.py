@@ -121,9 +121,14 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
     def rows(sql: str, **parameters: Any) -> list[Any]:
         return list(client.query(sql, parameters={"id": id_, **parameters}).result_rows)
 
+    def spans_of(traces: Sequence[str]) -> list[dict[str, Any]]:
+        return list(client.query(_ROWS, parameters={"id": id_, "traces": traces}).named_results())
+
     ((traces, now),) = rows(_TRACES)
+    if not traces:
+        return Record(id_, [], [], [], [])
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        reading = pool.submit(lambda: list(client.query(_ROWS, parameters={"id": id_, "traces": traces}).named_results()))
+        reading = pool.submit(spans_of, traces)
         built, called = pool.submit(rows, _BUILDS), pool.submit(rows, _CALLS, keys=[id_, *traces])
         trained, newest, datasets = (pool.submit(rows, sql) for sql in (_TRAINED, _NEWEST, _DATASETS))
         builds = [_BuildRow(*row) for row in built.result()]
