@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from spangrad.agent.propagation import carrier_of
 from spangrad.episode.adapters.schema_actions import UnusableReply, described, fields_of_text
-from spangrad.episode.adapters.server_choice import choose, note_open
+from spangrad.episode.adapters.server_choice import choose, environment_service, note_open
 from spangrad.episode.environment import StepResult
 from spangrad.episode.openenv_fields import CONTENT, REWARDS_HEADER, action_fields, observation_of
 from spangrad.errors import EnvironmentsError
@@ -226,7 +226,7 @@ class OpenEnvServer:
         return ask(self._service(self._url), "GET", path, seconds=_CONNECT_SECONDS)
 
     def _service(self, url: str) -> RemoteService:
-        return RemoteService("the environment", url, self._token, EnvironmentsError, "Start it, or fix the URL.", _RETURN_SECONDS)
+        return environment_service(url, self._token, _RETURN_SECONDS)
 
 
 def _seat_of(urls: Sequence[str]) -> GameSeat | None:

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from spangrad.episode.adapters.server_choice import choose, note_open
+from spangrad.episode.adapters.server_choice import choose, environment_service, note_open
 from spangrad.episode.environment import StepResult
 from spangrad.errors import EnvironmentsError
 from spangrad.http.json_http import ask
-from spangrad.http.service import RemoteService
 
 _JOB = "spangrad"
 _SECONDS = 600.0
@@ -29,8 +28,7 @@ class OpenTinkerServer:
     def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
         """Choose a server."""
         self._url = choose(dict.fromkeys(urls))
-        remedy = "Start it, or fix the URL."
-        self._service = RemoteService("the environment", self._url, token, EnvironmentsError, remedy, _RETRY_SECONDS)
+        self._service = environment_service(self._url, token, _RETRY_SECONDS)
         self._instance = ""
         self.system_prompt: str | None = None
         """Known after the first reset."""

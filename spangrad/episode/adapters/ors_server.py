@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from spangrad.episode.adapters.server_choice import choose, note_open
+from spangrad.episode.adapters.server_choice import choose, environment_service, note_open
 from spangrad.episode.environment import StepResult, ToolAction
 from spangrad.errors import EnvironmentsError
 from spangrad.http.json_http import ask
@@ -108,7 +108,7 @@ class OrsServer:
     @property
     def _service(self) -> RemoteService:
         headers = {**({"X-Session-ID": self._session} if self._session else {}), **({"X-API-Key": self._token} if self._token else {})}
-        return RemoteService("the environment", self._base, None, EnvironmentsError, "Start it, or fix the URL.", _RETRY_SECONDS, headers)
+        return environment_service(self._base, None, _RETRY_SECONDS, headers)
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Any:
         return ask(self._service, method, path, body, seconds=_SECONDS)

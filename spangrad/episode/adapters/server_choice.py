@@ -1,7 +1,7 @@
-"""Choice of a server among several that have the same environment.
+"""Servers of environments as their clients see them, and the choice among several that have the same environment.
 
-In: URLs. Out: the least loaded. Invariant: a server that reports its load is judged by it, another by what this process has open there; one
-that does not answer is chosen only if none does.
+In: URLs. Out: the least loaded, and the service that it is to its clients. Invariant: a server that reports its load is judged by it,
+another by what this process has open there; one that does not answer is chosen only if none does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Mapping
+
+from spangrad.errors import EnvironmentsError
+from spangrad.http.service import RemoteService
 
 _lock = threading.Lock()
 _open: Counter[str] = Counter()
@@ -31,3 +34,15 @@ def note_open(url: str, change: int) -> None:
     """Count a session that was opened (1) or closed (-1)."""
     with _lock:
         _open[url] += change
+
+
+def environment_service(url: str, token: str | None, retry_seconds: float, headers: Mapping[str, str] | None = None) -> RemoteService:
+    """Return a server of an environment as a service.
+
+    Args:
+        url: address of the server.
+        token: bearer token. None: it asks for none.
+        retry_seconds: time for which a request is tried again, in seconds.
+        headers: further headers of each request.
+    """
+    return RemoteService("the environment", url, token, EnvironmentsError, "Start it, or fix the URL.", retry_seconds, headers or {})
