@@ -33,9 +33,9 @@ from spangrad.types import Mode
 NAME = "two_gomoku"
 ROLES = tuple(Gomoku.roles)
 """Roles, which are the names of the policies."""
-STEPS = 60
+STEPS = 48
 GROUPS = 12
-MEASURED_EVERY = 10
+MEASURED_EVERY = 12
 """Steps between two measurements."""
 HELD_OUT = 128
 """Held-out openings of a measurement."""
