@@ -207,6 +207,16 @@ def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
     return f"(SELECT * FROM spangrad_internal.{table} FINAL WHERE {condition}({columns}) IN ({newest}))"
 
 
+def rows_of_builds_sql(table: str, where: str) -> str:
+    """Return a subquery with the rows of known builds, each once: those of the statement's parameter `builds`, BuildId of `builds_sql`.
+
+    Args:
+        table: name of the table: transitions, drops or rewards.
+        where: a condition over KEY, to read less.
+    """
+    return f"(SELECT * FROM spangrad_internal.{table} FINAL WHERE ({where}) AND BuildId IN {{builds:Array(UInt64)}})"
+
+
 def built_sql(condition: str) -> str:
     """Return a subquery with the ids of the rollouts of which a build, be it the newest or not, meets a condition: read by key."""
     return f"(SELECT RolloutId FROM spangrad_internal.builds WHERE {condition})"

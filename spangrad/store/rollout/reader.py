@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spangrad import semconv
 from spangrad.store.clickhouse import moment
-from spangrad.store.datasets import builds_sql, built_sql, roles_sql
+from spangrad.store.datasets import builds_sql, built_sql, roles_sql, rows_of_builds_sql
 from spangrad.store.rollout.record import Build, Call, Conclusion, Record, Reward, Span, TrainedBatch
 
 if TYPE_CHECKING:
@@ -49,17 +49,16 @@ SELECT RunId, BuildSpec, {", ".join(_OF_BUILD)}, toUnixTimestamp64Micro(Ingested
 FROM {builds_sql(where=_OF_ROLLOUT, facts=_OF_BUILD)} AS b
 ORDER BY BuildSpec, RunId
 """
-_OF_BUILDS = "FINAL WHERE RolloutId = {id:String} AND BuildId IN {builds:Array(UInt64)}"
 _TRANSITIONS = f"""
 SELECT RunId, BuildSpec, Attempt, TraceId, SpanId, ChoiceIndex, AgentName, Policy, Version, Turn,
     `Rewards.Name`, `Rewards.Value`, `Rewards.Source`, `Rewards.Role`
-FROM spangrad_internal.transitions {_OF_BUILDS}
+FROM {rows_of_builds_sql("transitions", _OF_ROLLOUT)} AS t
 ORDER BY Attempt, Turn, ChoiceIndex, CallId
 """
 _DROPS = f"""
 SELECT RunId, BuildSpec, Attempt, TraceId, if(CallId = '', '', SpanId), ChoiceIndex, AgentName, if(Policy = '', Model, Policy),
     Reason, Detail, Convention
-FROM spangrad_internal.drops {_OF_BUILDS}
+FROM {rows_of_builds_sql("drops", _OF_ROLLOUT)} AS d
 ORDER BY Attempt, Timestamp, ChoiceIndex, CallId
 """
 _OF_GROUP = "RunId = {run:String} AND Mode = {mode:String} AND BuildSpec = {spec:String} AND GroupId = {group:String}"
@@ -68,7 +67,8 @@ _GROUP = f"SELECT uniqExact(RolloutId) FROM {builds_sql(where=_ONCE_OF_GROUP)} A
 """The newest builds of rollouts of which a build, if an older one, is of the group: read by key, where spangrad.builds reads all."""
 _GIVEN = f"""
 SELECT DISTINCT TraceId, SpanId, Name, toString(Value), Source, Role
-FROM spangrad_internal.rewards {_OF_BUILDS} AND Source IN ('sql', 'air')
+FROM {rows_of_builds_sql("rewards", _OF_ROLLOUT)} AS r
+WHERE Source IN ('sql', 'air')
 ORDER BY Name, Role, Source, TraceId, SpanId, Value
 """
 """Rewards of SQL rules and of AIR, as the builder gave them; one that several build specifications give is returned once."""
