@@ -22,10 +22,10 @@ ROWS = 48
 
 def transcript(rng: random.Random) -> Transcript:
     """Draw a conversation that ends with an answer, right or wrong."""
-    asked = trained_question(rng)
-    messages = [{"role": "user", "content": asked["text"]}]
-    numbers = [word for word in asked["text"].split() if word.isdigit()]
-    current, steps = str(asked["start"]), asked["steps"]
+    problem = trained_question(rng)
+    messages = [{"role": "user", "content": problem["text"]}]
+    numbers = [word for word in problem["text"].split() if word.isdigit()]
+    current, steps = str(problem["start"]), problem["steps"]
     for turn in range(CALLS + 1):
         stop = turn >= len(steps) if rng.random() < RIGHT_STOP else turn > 0 and rng.random() < 0.5
         if stop or turn == CALLS:

@@ -61,7 +61,7 @@ def held_out_questions() -> list[Question]:
 
 @cache
 def _held_out_texts() -> frozenset[str]:
-    return frozenset(one["text"] for one in held_out_questions())
+    return frozenset(problem["text"] for problem in held_out_questions())
 
 
 def trained_question(rng: random.Random) -> Question:

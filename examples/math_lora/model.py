@@ -21,16 +21,16 @@ ROWS = 48
 
 def transcript(rng: random.Random) -> Transcript:
     """Draw a problem and a reply, right or wrong."""
-    asked = trained_question(rng)
-    numbers = [word for word in asked["text"].split() if word.isdigit()]
+    problem = trained_question(rng)
+    numbers = [word for word in problem["text"].split() if word.isdigit()]
 
     def number(right: int) -> str:
         return str(right) if rng.random() < RIGHT_NUMBER else rng.choice(numbers)
 
-    words = [number(asked["start"])]
-    for operator, operand in asked["steps"]:
+    words = [number(problem["start"])]
+    for operator, operand in problem["steps"]:
         words += [operator if rng.random() < RIGHT_OPERATOR else rng.choice(OPERATORS), number(operand)]
-    return [{"role": "user", "content": asked["text"]}, {"role": "assistant", "content": " ".join(words)}]
+    return [{"role": "user", "content": problem["text"]}, {"role": "assistant", "content": " ".join(words)}]
 
 
 def make(directory: Path, seed: int) -> None:

@@ -70,7 +70,9 @@ class OpenEnvServer:
         """Seat in a game. None: the session is this client's alone."""
         self._urls = [url.partition("?")[0].rstrip("/") for url in urls]
         self._token = token
-        self._session = uuid.uuid4().hex
+        named = {"session_id": uuid.uuid4().hex} if self.seat is None else {"session_id": self.seat.game, "role": self.seat.role}
+        self._query = urlencode(named)
+        """Name of the session, or of the seat: the same for each connection to it."""
         self._step = 0
         self._ours = False
         self._connection: WebSocket
@@ -207,8 +209,7 @@ class OpenEnvServer:
     def _connect(self, url: str) -> WebSocket:
         headers = {**bearer(self._token), **carrier_of(), REWARDS_HEADER: "client"}
         # Of all servers, those of `spangrad env serve` alone open a session under a name that the client gives.
-        named = {"session_id": self._session} if self.seat is None else {"session_id": self.seat.game, "role": self.seat.role}
-        connection = WebSocket(f"{url}/ws?{urlencode(named)}" if self._ours else f"{url}/ws", headers, _CONNECT_SECONDS)
+        connection = WebSocket(f"{url}/ws?{self._query}" if self._ours else f"{url}/ws", headers, _CONNECT_SECONDS)
         connection.wait_at_most(_STEP_SECONDS)
         return connection
 

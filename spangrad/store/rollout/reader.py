@@ -147,13 +147,13 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
     rewards = [_evaluation(row) for row in span_rows if row["RowKind"] != "span" and semconv.EVALUATION_SCORE in row["Attributes"]]
     rewards += [reward for reward in (Reward(*row) for row in given) if attempt is None or (reward.trace, reward.span) in kept]
     conclusions = _conclusions(transitions, drops, attempt)
-    sizes = [size for future in groups for ((size,),) in [future.result()]]
+    of_groups = [future.result()[0][0] for future in groups]
     return Record(
         id_,
         spans,
         [call for call in (Call(*row) for row in called.result()) if (call.trace, call.span) in kept],
         rewards,
-        _builds(builds, sizes, conclusions, datasets.result(), skipped),
+        _builds(builds, of_groups, conclusions, datasets.result(), skipped),
         [TrainedBatch(*row) for row in trained.result()],
         {(policy, branch): version for policy, branch, version in newest.result()},
         moment(max(row["Arrived"] for row in all_rows)),
@@ -209,22 +209,20 @@ def _builds(
     names = defaultdict[str, list[str]](list)
     for spec, name in datasets:
         names[spec].append(name)
-    builds = list[Build]()
-    for row, of_group in zip(rows, built, strict=True):
-        builds.append(
-            Build(
-                row.spec,
-                conclusions.get((row.run, row.spec), []),
-                dataset=", ".join(names[row.spec]),
-                run=row.run,
-                revision=row.revision,
-                attempt=row.attempt,
-                calls=row.calls,
-                built_at=moment(row.at),
-                group=row.group,
-                group_size=row.size,
-                group_built=of_group,
-                skipped=skipped(row.run, row.mode, row.spec, row.group) if skipped else (),
-            )
+    return [
+        Build(
+            row.spec,
+            conclusions.get((row.run, row.spec), []),
+            dataset=", ".join(names[row.spec]),
+            run=row.run,
+            revision=row.revision,
+            attempt=row.attempt,
+            calls=row.calls,
+            built_at=moment(row.at),
+            group=row.group,
+            group_size=row.size,
+            group_built=of_group,
+            skipped=skipped(row.run, row.mode, row.spec, row.group) if skipped else (),
         )
-    return builds
+        for row, of_group in zip(rows, built, strict=True)
+    ]
