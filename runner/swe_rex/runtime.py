@@ -22,7 +22,7 @@ from runner.sandboxes.policy import inner_interpreter
 from runner.sandboxes.sandbox import Sandbox, start
 from runner.swe_rex.wire import RexAction, RexClosedSession, RexCommand, RexError, RexInterrupt, RexRead, RexSession, RexWrite
 from runner.tools.action_spans import ActionSpans
-from runner.tools.session import ToolFailedError, ToolSession
+from runner.tools.session import ActionResult, ToolFailedError, ToolSession
 from runner.tools.toolbox import OUTPUT_BYTES
 from spangrad.errors import SandboxError, SandboxRequestError
 
@@ -63,24 +63,30 @@ class RexRuntime:
         """Run a command in a shell, or interrupt the one that runs."""
         if (shell := self._sessions.get(request.session)) is None:
             raise RexError("SessionDoesNotExistError", f"session {request.session!r} does not exist")
-        observation = {"failure_reason": "", "expect_string": "", **_BASH}
         if isinstance(request, RexInterrupt):
-            shell.interrupt()
-            return {"output": "", "exit_code": 0, **observation}
-        if request.is_interactive_command or request.is_interactive_quit or request.expect:
-            raise RexError("SwerexException", "a shell here reads no input: give it by a file, and no `expect`")
-        await self._require_syntax(request.command)
+            async with self._recorded("shell", {"interrupt": True}, parent) as end:
+                interrupted = await shell.interrupt(request.timeout, tries=request.n_retry, patterns=request.expect)
+                end(interrupted.output if interrupted else "", False)
+            return _observation(0, interrupted)
+        reads = request.is_interactive_command or request.is_interactive_quit
+        if not shell.is_open:
+            await self._require_syntax(request.command)
         async with self._recorded("shell", {"command": request.command}, parent) as end:
-            result = await shell.act(request.command, request.timeout)
-            end(result.output, result.timed_out or result.exit_code != 0)
+            if reads and shell.is_open:
+                result = await shell.write_line(request.command, request.timeout, patterns=request.expect)
+            else:
+                result = await shell.act(request.command, request.timeout, reads=reads, patterns=request.expect)
+            end(result.output, result.timed_out or (result.matched is None and result.exit_code != 0))
         if result.timed_out:
             raise RexError("CommandTimeoutError", f"timeout after {request.timeout} seconds while running command {request.command!r}")
+        if reads or result.matched is not None:
+            return _observation(0, result)
         if request.check == "raise" and result.exit_code is None:
             raise RexError("NoExitCodeError", f"the shell ended with command {request.command!r}, and was started again")
         if request.check == "raise" and result.exit_code != 0:
             facts = f"Command {request.command!r} failed with exit code {result.exit_code}. Here is the output:\n{result.output!r}"
             raise _failed(request.error_msg, facts)
-        return {"output": result.output, "exit_code": None if request.check == "ignore" else result.exit_code, **observation}
+        return _observation(None if request.check == "ignore" else result.exit_code, result)
 
     async def _require_syntax(self, command: str) -> None:
         """Refuse what is no command of bash, of which a part would run otherwise."""
@@ -188,6 +194,12 @@ class RexRuntime:
                 end(str(error), True)
                 missing = isinstance(error, SandboxRequestError) and error.errno == errno.ENOENT
                 raise RexError("builtins.FileNotFoundError" if missing else "SwerexException", str(error)) from None
+
+
+def _observation(exit_code: int | None, result: ActionResult | None) -> dict[str, Any]:
+    """Return the answer to an action, with the pattern that its output matched. None: it was interrupted, and answers its own request."""
+    output, matched = (result.output, result.matched or "") if result else ("", "")
+    return {"output": output, "exit_code": exit_code, "expect_string": matched, "failure_reason": "", **_BASH}
 
 
 def _failed(message: str, facts: str) -> RexError:

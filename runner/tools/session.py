@@ -2,7 +2,8 @@
 
 In: actions, as text. Out: for each what it printed, its status and the working directory after it. The program reads actions from a pipe
 and writes to a terminal, as programs expect it; the status has a pipe of its own, so that nothing that is printed can be taken for it.
-Invariant: an action ends within its time, and a moment; what it prints beyond a limit is read and dropped.
+An action that reads the terminal, such as a debugger, may stay open: lines are written to it until it ends.
+Invariant: an action that does not read ends within its time, and a moment; what is printed beyond a limit is read and dropped.
 """
 
 from __future__ import annotations
@@ -10,22 +11,28 @@ from __future__ import annotations
 import asyncio
 import os
 import pty
+import re
 import signal
 import termios
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from runner.sandboxes.sandbox import Sandbox
+from runner.tools.output import ActionOutput, Patterns
 from spangrad.errors import SandboxRequestError
 
 _SHELL = """
 trap : INT
 _marker=$1
 shift
-while IFS= read -r -d '' -u 3 action; do
-    eval "$action" </dev/null 3<&- 4>&-
+while IFS= read -r -d '' -u 3 input && IFS= read -r -d '' -u 3 action; do
+    if [ "$input" ]; then
+        eval "$action" 3<&- 4>&-
+    else
+        eval "$action" </dev/null 3<&- 4>&-
+    fi
     printf '%d %s\\0' $? "$PWD" >&4
     printf %s "$_marker"
 done
@@ -33,6 +40,8 @@ done
 """Program of the shell; its argument is the marker that follows each action's output."""
 _ENVIRONMENT = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "PS1": "$ ", "NO_COLOR": "1"}
 _INTERRUPT = b"\x03"
+_LINE_BYTES = 4095
+"""Longest line that a terminal hands to a program, in bytes; it drops the rest."""
 _GRACE_SECONDS = 1.0
 """Time that an interrupted action has to end, in seconds; then its program is killed and started again."""
 _CHUNK_BYTES = 2**16
@@ -49,11 +58,13 @@ class ActionResult:
     output: str
     """Text that it printed, both outputs in order; of a long one the beginning and the end."""
     exit_code: int | None
-    """Exit code, or 1 where Python code raised. None: the program ended with the action, and was started again."""
+    """Exit code, or 1 where Python code raised. None: the program ended with the action, and was started again; or the action is open."""
     directory: str | None
     """Working directory after it. None: as `exit_code`."""
     timed_out: bool
-    """True if it exceeded its time and was interrupted."""
+    """True if it exceeded its time: it was interrupted, or is still open if it reads."""
+    matched: str | None = None
+    """Pattern that its output matched; the match is not in `output`, and the action is open. None: no pattern."""
 
 
 class ToolSession:
@@ -65,15 +76,22 @@ class ToolSession:
         self._command = command
         self._marker = marker.encode()
         self._most_bytes = most_bytes
+        self._is_shell = False
         self._turn = asyncio.Lock()
         self._terminal = self._actions = self._statuses = -1
+        self._attributes: list[Any] = []
+        """Attributes of the terminal, which an action that reads may change."""
         self._pid = 0
+        self._unread: bytes | None = None
+        """Bytes that an open action printed after the last result. None: no action is open."""
 
     @classmethod
     def shell(cls, sandbox: Sandbox, most_bytes: int) -> Self:
         """Return a session of bash."""
         marker = f"\x1e{uuid.uuid4().hex}\x1f"
-        return cls(sandbox, ["bash", "--norc", "--noprofile", "-c", _SHELL, "bash", marker], marker, most_bytes)
+        session = cls(sandbox, ["bash", "--norc", "--noprofile", "-c", _SHELL, "bash", marker], marker, most_bytes)
+        session._is_shell = True
+        return session
 
     @classmethod
     def interpreter(cls, sandbox: Sandbox, program: Sequence[str], most_bytes: int) -> Self:
@@ -88,48 +106,115 @@ class ToolSession:
     async def __aexit__(self, *_: object) -> None:
         await self._end()
 
-    def interrupt(self) -> None:
-        """Interrupt the action that runs, as by Ctrl-C; nothing happens where none does."""
+    @property
+    def is_open(self) -> bool:
+        """True if an action waits for lines of input."""
+        return self._unread is not None
+
+    async def interrupt(self, timeout_seconds: float, *, tries: int = 1, patterns: Sequence[str] = ()) -> ActionResult | None:
+        """Interrupt the action that runs or is open, as by Ctrl-C; return the end of one that is open, and None otherwise.
+
+        Args:
+            timeout_seconds: time that an open action has after each try; after the last its program is killed and started again.
+            tries: how often an open action is interrupted.
+            patterns: as of `act`.
+        """
+        compiled = _compiled(patterns)
         if self._turn.locked():
             os.write(self._terminal, _INTERRUPT)
+        elif self.is_open:
+            async with self._turn:
+                result = await self._waited(timeout_seconds, compiled, True, self._send(_INTERRUPT, self._terminal))
+                for _ in range(tries - 1):
+                    if not result.timed_out:
+                        break
+                    result = await self._waited(timeout_seconds, compiled, True, self._send(_INTERRUPT, self._terminal))
+                if not result.timed_out:
+                    return result
+                await self._restart()
+                return replace(result, timed_out=False)
+        return None
 
-    async def act(self, action: str, timeout_seconds: float | None) -> ActionResult:
-        """Run an action to its end, or to its time limit, in seconds; None: there is none.
+    async def act(self, action: str, timeout_seconds: float | None, *, reads: bool = False, patterns: Sequence[str] = ()) -> ActionResult:
+        """Run an action to its end, to its time limit, or until its output matches a pattern.
+
+        Args:
+            action: text of the action.
+            timeout_seconds: time limit; None: there is none.
+            reads: whether the shell's action reads the terminal, to which `write_line` writes. Otherwise it reads nothing.
+            patterns: regular expressions; an action whose output matches is left open.
 
         Raises:
-            ToolFailedError: the action holds a NUL.
+            ToolFailedError: the action holds a NUL, a pattern is none, or another action is open.
             SandboxRequestError: the sandbox has ended.
         """
         if "\0" in action:
             raise ToolFailedError("the action holds a NUL character, which ends actions: escape it")
+        compiled = _compiled(patterns)
         async with self._turn:
-            try:
-                return await self._acted(action, timeout_seconds)
-            except BaseException:  # it is not known where the output of the next action would begin
-                await self._restart()
-                raise
+            if self.is_open:
+                raise ToolFailedError("an action is open: write lines to it until it ends, or interrupt it")
+            input = (b"terminal\0" if reads else b"\0") if self._is_shell else b""
+            sending = self._send(input + action.encode() + b"\0", self._actions)
+            return await self._waited(timeout_seconds, compiled, reads, sending)
 
-    async def _acted(self, action: str, timeout_seconds: float | None) -> ActionResult:
-        output = _Output(self._most_bytes, self._marker)
-        sending = asyncio.create_task(self._send(action.encode() + b"\0"))
+    async def write_line(self, line: str, timeout_seconds: float | None, *, patterns: Sequence[str] = ()) -> ActionResult:
+        """Write a line to the action that is open, and wait as `act` does.
+
+        Raises:
+            ToolFailedError: no action is open, or the line is longer than a terminal takes.
+            SandboxRequestError: the sandbox has ended.
+        """
+        compiled, data = _compiled(patterns), line.encode() + b"\n"
+        if max(map(len, data.split(b"\n"))) > _LINE_BYTES:
+            raise ToolFailedError(f"a line has more than {_LINE_BYTES} bytes, which a terminal does not take: give it by a file")
+        async with self._turn:
+            if not self.is_open:
+                raise ToolFailedError("no action is open to read a line")
+            return await self._waited(timeout_seconds, compiled, True, self._send(data, self._terminal))
+
+    async def _waited(
+        self, timeout_seconds: float | None, patterns: Patterns, reads: bool, sending: Coroutine[Any, Any, None]
+    ) -> ActionResult:
+        """Send, and return how the action ended, or what it printed until it was left open."""
+        sent = asyncio.create_task(sending)
+        try:
+            return await self._result(timeout_seconds, patterns, reads, sent)
+        except BaseException:  # it is not known where the output of the next action would begin
+            await self._restart()
+            raise
+
+    async def _result(self, timeout_seconds: float | None, patterns: Patterns, reads: bool, sent: asyncio.Task[None]) -> ActionResult:
+        output = ActionOutput(self._most_bytes, self._marker, patterns)
+        unread, self._unread = self._unread or b"", None
         timed_out = False
         try:
-            ended = await self._until_ended(output, timeout_seconds)
+            ended = await self._until_ended(output, timeout_seconds, unread)
             if ended is None:
                 timed_out = True
-                os.write(self._terminal, _INTERRUPT)
-                ended = await self._until_ended(output, _GRACE_SECONDS)
+                if not reads:
+                    os.write(self._terminal, _INTERRUPT)
+                    ended = await self._until_ended(output, _GRACE_SECONDS)
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            sent.cancel()
+            await asyncio.gather(sent, return_exceptions=True)
+        if output.matched is not None or (ended is None and reads):
+            if ended is None:
+                output.pause()
+            self._unread = output.unread
+            return ActionResult(output.text(), None, None, timed_out, output.matched)
         if not ended:
             await self._restart()
             return ActionResult(output.text(), None, None, timed_out)
+        if reads:
+            termios.tcsetattr(self._terminal, termios.TCSANOW, self._attributes)
         code, _, directory = (await self._status()).partition(" ")
         return ActionResult(output.text(), int(code), directory, timed_out)
 
-    async def _until_ended(self, output: _Output, seconds: float | None) -> bool | None:
-        """Read the terminal up to the marker; return False if the program ended, None if its time is over."""
+    async def _until_ended(self, output: ActionOutput, seconds: float | None, unread: bytes = b"") -> bool | None:
+        """Read the terminal up to the output's end; return False if the program ended, None if its time is over."""
+        if output.add(unread):
+            return True
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -157,18 +242,18 @@ class ToolSession:
                 await self._readable(self._statuses)
         return data[:-1].decode(errors="replace")
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, data: bytes, descriptor: int) -> None:
         loop = asyncio.get_running_loop()
         while data:
             try:
-                data = data[os.write(self._actions, data) :]
+                data = data[os.write(descriptor, data) :]
             except BlockingIOError:
                 ready = asyncio.Event()
-                loop.add_writer(self._actions, ready.set)
+                loop.add_writer(descriptor, ready.set)
                 try:
                     await ready.wait()
                 finally:
-                    loop.remove_writer(self._actions)
+                    loop.remove_writer(descriptor)
 
     async def _readable(self, descriptor: int) -> None:
         ready = asyncio.Event()
@@ -180,10 +265,10 @@ class ToolSession:
 
     async def _start(self) -> None:
         self._terminal, terminal = pty.openpty()
-        attributes = termios.tcgetattr(terminal)
-        attributes[1] &= ~termios.OPOST  # lines end as the program wrote them
-        attributes[3] &= ~termios.ECHO
-        termios.tcsetattr(terminal, termios.TCSANOW, attributes)
+        self._attributes = termios.tcgetattr(terminal)
+        self._attributes[1] &= ~termios.OPOST  # lines end as the program wrote them
+        self._attributes[3] &= ~termios.ECHO
+        termios.tcsetattr(terminal, termios.TCSANOW, self._attributes)
         actions, self._actions = os.pipe()
         self._statuses, statuses = os.pipe()
         inner = [terminal, terminal, terminal, actions, statuses]
@@ -211,6 +296,7 @@ class ToolSession:
         self._sandbox.forget_end(self._pid)
 
     async def _restart(self) -> None:
+        self._unread = None
         await self._end()
         await self._start()
 
@@ -219,38 +305,13 @@ class ToolSession:
             os.close(descriptor)
 
 
-class _Output:
-    """Output of an action: its beginning, its end, and the number of bytes that are left out between."""
+def _compiled(patterns: Sequence[str]) -> Patterns:
+    """Return patterns for the bytes that a terminal prints.
 
-    def __init__(self, most_bytes: int, marker: bytes) -> None:
-        self._half = most_bytes // 2
-        self._marker = marker
-        self._pending = b""
-        """Last bytes, which may be the beginning of the marker."""
-        self._head = bytearray()
-        self._tail = bytearray()
-        self._dropped = 0
-
-    def add(self, data: bytes) -> bool:
-        """Add what was read, up to the marker; return True if it is there. What follows it is of no action."""
-        data = self._pending + data
-        before, marker, _ = data.partition(self._marker)
-        kept = 0 if marker else min(len(before), len(self._marker) - 1)
-        self._pending = before[len(before) - kept :]
-        self._keep(before[: len(before) - kept])
-        return bool(marker)
-
-    def _keep(self, data: bytes) -> None:
-        room = self._half - len(self._head)
-        self._head += data[:room]
-        self._tail += data[room:]
-        if (more := len(self._tail) - self._half) > 0:
-            self._dropped += more
-            del self._tail[:more]
-
-    def text(self) -> str:
-        """Return the output, with a line that counts what is left out."""
-        self._keep(self._pending)
-        self._pending = b""
-        left_out = f"\n[{self._dropped} bytes left out]\n".encode() if self._dropped else b""
-        return (self._head + left_out + self._tail).decode(errors="replace")
+    Raises:
+        ToolFailedError: one is no regular expression.
+    """
+    try:
+        return [re.compile(pattern.encode(), re.DOTALL) for pattern in patterns]
+    except re.error as error:
+        raise ToolFailedError(f"{error.pattern!r} is no regular expression: {error}") from None

@@ -64,6 +64,23 @@ async def main(host, port, key):
     await asyncio.sleep(0.5)
     await runtime.run_in_session(BashInterruptAction())
     seen["interrupted"] = (await running).exit_code
+    asks = r"while read -r -p '? ' line; do [ $line = quit ] && break; echo got $line; done"
+    opened = await act(asks, timeout=10, is_interactive_command=True, expect=[r"\? $"])
+    told = await act("hello", timeout=10, is_interactive_command=True, expect=["never", r"\? $"])
+    seen["open"] = [opened.output, opened.expect_string, told.output, told.expect_string]
+    seen["busy"] = (await raised(act("true", timeout=10)))[1]
+    seen["unmatched"] = (await raised(act("x", timeout=0.5, is_interactive_command=True)))[0]
+    left = await act("quit", timeout=10, is_interactive_quit=True)
+    seen["left"] = [left.output, left.exit_code, (await act("echo $line", timeout=10)).output]
+    await act("cat", timeout=10, is_interactive_command=True, expect=[""])
+    await runtime.run_in_session(BashInterruptAction())
+    seen["after"] = (await act("echo after", timeout=10)).output
+    await act("trap '' INT; echo $$; cat", timeout=10, is_interactive_command=True, expect=["[0-9]+"])
+    await runtime.run_in_session(BashInterruptAction())
+    seen["killed"] = (await act("echo killed", timeout=10)).output
+    waits = await act("echo ready; sleep 60", timeout=10, expect=["ready"])
+    await runtime.run_in_session(BashInterruptAction())
+    seen["expected"] = [waits.output, waits.expect_string]
     seen["other_session"] = (await raised(act("true", session="other")))[0]
     ran = await runtime.execute(Command(command=["sh", "-c", "pwd; echo $X; echo bad >&2; exit 4"], env={"X": "1"}, cwd="/tmp"))
     seen["execute"] = [ran.stdout, ran.stderr, ran.exit_code]
