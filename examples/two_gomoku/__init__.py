@@ -1,1 +1,1 @@
-"""Two policies that play gomoku against each other, and are trained at once."""
+"""Two policies that play gomoku against each other and a script, and are trained at once."""

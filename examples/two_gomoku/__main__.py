@@ -1,4 +1,4 @@
-"""`python -m examples.two_gomoku`: two policies play each other, learn at once in phases, and are measured against a script."""
+"""`python -m examples.two_gomoku`: two policies play each other and a script, and learn at once in phases."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from itertools import islice
 from pathlib import Path
 
 from commands.demo.services import TrainingSupervisor, make_model
@@ -33,14 +34,21 @@ from spangrad.types import Mode
 NAME = "two_gomoku"
 ROLES = tuple(Gomoku.roles)
 """Roles, which are the names of the policies."""
-STEPS = 48
-GROUPS = 12
-MEASURED_EVERY = 12
+STEPS = 60
+GROUPS_OF_EACH = 6
+"""Groups of a step in each pairing. A policy trains on those of two pairings."""
+MEASURED_EVERY = 20
 """Steps between two measurements."""
-HELD_OUT = 128
+HELD_OUT = 256
 """Held-out openings of a measurement."""
 TARGET = 0.75
 SCRIPT = {"script": "examples.gomoku.script:small"}
+TOGETHER = "together"
+PAIRINGS: Mapping[str, Mapping[str, object]] = {
+    TOGETHER: {role: {"model": role} for role in ROLES},
+    **{role: {other: {"model": role} if other == role else SCRIPT for other in ROLES} for role in ROLES},
+}
+"""Players by role of each pairing: both policies, and, by its role's name, each policy against the script."""
 
 Shares = Mapping[str, float]
 """Share of games won, by role."""
@@ -65,7 +73,7 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
-    drawn = EXAMPLE.questions(seed, GROUPS * steps)
+    drawn = EXAMPLE.questions(seed, GROUPS_OF_EACH * len(PAIRINGS) * steps)
     write_questions(directory / "train.jsonl", "train", drawn.train)
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out[:held_out])
     (port,) = free_ports(1)
@@ -115,9 +123,10 @@ def policy_settings(directory: Path, seed: int, steps: int, port: int) -> dict[s
         "gateway.backends": [{"url": f"http://127.0.0.1:{port}", "policy": second}],
         "builder.selection": {"policies": "|".join(ROLES)},
         "trainer.run_id": NAME,
-        "trainer.sampling.groups_per_batch": GROUPS,
+        "trainer.sampling.groups_per_batch": 2 * GROUPS_OF_EACH,
         "runner.run_id": NAME,
-        "runner.episode.players": {role: {"model": role} for role in ROLES},
+        "runner.workers": 1,
+        "runner.episode.players": {},
     }
 
     def of(role: str) -> dict[str, object]:
@@ -140,17 +149,18 @@ async def _learn(
 ) -> tuple[list[dict[str, object]], list[tuple[int, Shares]]]:
     """Return what each step's games were, and the shares of games that each policy won against the script, by step."""
     agent = CallableAgent(EXAMPLE.agent, environment=EXAMPLE.environment, directory=CHECKOUT)
-    openings, held_out = read_tasks(directory / "train.jsonl"), read_tasks(directory / "held_out.jsonl")
+    openings, held_out = iter(read_tasks(directory / "train.jsonl")), read_tasks(directory / "held_out.jsonl")
     games: list[dict[str, object]] = []
     measured: list[tuple[int, Shares]] = []
     async with AsyncExitStack() as stack:
-        players = await stack.enter_async_context(Runner(settings, agent))
-        against_script = {role: await stack.enter_async_context(Runner(_against_script(settings, role), agent)) for role in ROLES}
+        runners: dict[str, Runner] = {}
+        for name, players in PAIRINGS.items():
+            runners[name] = await stack.enter_async_context(Runner(with_players(settings, name, players), agent))
 
         async def measure(step: int) -> None:
             shares: dict[str, float] = {}
-            for role, runner in against_script.items():
-                outcomes = await runner.run(held_out, mode=Mode.VALIDATE, group_size=1)
+            for role in ROLES:
+                outcomes = await runners[role].run(held_out, mode=Mode.VALIDATE, group_size=1)
                 shares[role] = await asyncio.to_thread(role_success, settings, outcomes, role, EXAMPLE.success)
             measured.append((step, shares))
             say(f"step {step:3d}  against the script, held out: {_in_words(shares)}")
@@ -158,8 +168,10 @@ async def _learn(
         await measure(0)
         for number in range(steps):
             versions = {role: services.served(role) for role in ROLES}
-            tasks = openings[number * GROUPS : (number + 1) * GROUPS]
-            outcomes = await players.run(tasks, mode=Mode.TRAIN, group_size=GROUP_SIZE)
+            played = [
+                runner.run([*islice(openings, GROUPS_OF_EACH)], mode=Mode.TRAIN, group_size=GROUP_SIZE) for runner in runners.values()
+            ]
+            outcomes = dict(zip(runners, await asyncio.gather(*played), strict=True))[TOGETHER]
             for role, version in versions.items():
                 await services.wait_for_version(version + 1, role)
             shares = {role: await asyncio.to_thread(role_success, settings, outcomes, role, EXAMPLE.success) for role in ROLES}
@@ -168,11 +180,6 @@ async def _learn(
             if (number + 1) % MEASURED_EVERY == 0 or number + 1 == steps:
                 await measure(number + 1)
     return games, measured
-
-
-def _against_script(settings: Settings, role: str) -> Settings:
-    """Return the settings in which a role's policy plays against the script."""
-    return with_players(settings, role, {other: {"model": role} if other == role else SCRIPT for other in ROLES})
 
 
 def _in_words(shares: Shares) -> str:
