@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.answer import Choice, EngineAnswer, Logprob, TokenId
+from gateway.dialects.answer import Alternative, Choice, EngineAnswer, Logprob, TokenAlternatives, TokenId
 from gateway.dialects.base import ClientRequest
 from gateway.dialects.choices import ChoicesDialect, KnownAnswer, ReadAnswer, ReadChoice
 from gateway.vllm_plugin.request_fields import COMPLETIONS_PATH
@@ -25,8 +25,22 @@ class _Logprobs(msgspec.Struct, gc=False):
     token_logprobs: list[Logprob | None] | None = None
 
 
+class _LogprobsWithAlternatives(msgspec.Struct, gc=False):
+    tokens: list[str]
+    token_logprobs: list[Logprob]
+    top_logprobs: list[dict[str, Logprob]]
+
+
 class _Choice(ReadChoice, gc=False):
     logprobs: _Logprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[TokenId] | UnsetType | None = UNSET
+    text: str | UnsetType | None = UNSET
+
+
+class _ChoiceWithAlternatives(ReadChoice, gc=False):
+    """A choice of an answer to a client that asked for alternatives."""
+
+    logprobs: _LogprobsWithAlternatives | UnsetType | None = UNSET
     prompt_token_ids: list[TokenId] | UnsetType | None = UNSET
     text: str | UnsetType | None = UNSET
 
@@ -37,19 +51,24 @@ class _KnownChoice(_Choice, forbid_unknown_fields=True, gc=False):
     routed_experts: Raw | UnsetType = UNSET
 
 
-class CompletionsDialect(ChoicesDialect[_Choice]):
+class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
     """OpenAI's completions."""
 
     path = COMPLETIONS_PATH
     operation = "text_completion"
     length_fields: tuple[str, ...] = ("max_tokens",)
     conversation = frozenset({"prompt"})
-    read_answer = msgspec.json.Decoder(ReadAnswer[_Choice])
+    read_answer: msgspec.json.Decoder[Any] = msgspec.json.Decoder(ReadAnswer[_Choice])
+    read_alternatives = msgspec.json.Decoder(ReadAnswer[_ChoiceWithAlternatives])
     known_answer = msgspec.json.Decoder(KnownAnswer[_KnownChoice])
     choice_in_order = (
         *("index", "text", "logprobs", "finish_reason", "stop_reason", "token_ids"),
         *("prompt_logprobs", "prompt_token_ids", "routed_experts"),
     )
+
+    def wants_alternatives(self, request: ClientRequest) -> bool:
+        """See `ChoicesDialect`. Of a completion 0 asks for the sampled token's logprob alone; an echo's would be the prompt's too."""
+        return bool(request.fields.get("logprobs")) and not request.fields.get("echo")
 
     def begin(self, request: ClientRequest) -> EngineAnswer:
         """See `ChoicesDialect`. No choice of a cut stream may be missing, or others would be taken for its prompt's."""
@@ -59,13 +78,15 @@ class CompletionsDialect(ChoicesDialect[_Choice]):
             return EngineAnswer(prompts=[[] for _ in range(prompts)], choices={index: Choice() for index in range(choices)})
         return EngineAnswer()
 
-    def read_choice(self, answer: EngineAnswer, choice: _Choice, request: ClientRequest) -> bool:
+    def read_choice(self, answer: EngineAnswer, choice: _Choice | _ChoiceWithAlternatives, request: ClientRequest) -> bool:
         """See `ChoicesDialect`."""
         kept = answer.choices.setdefault(choice.index, Choice())
         kept.message["text"] = kept.message.get("text", "") + (choice.text or "")
         kept.finish_reason = choice.finish_reason or kept.finish_reason
         if not request.fields.get("echo"):
             kept.token_ids += choice.token_ids or []
+            if isinstance(choice, _ChoiceWithAlternatives) and choice.logprobs and len(kept.alternatives) == len(kept.logprobs):
+                answer.add_alternatives(kept, _alternatives(choice.logprobs))
             token_logprobs = (choice.logprobs and choice.logprobs.token_logprobs) or []
             kept.logprobs += [logprob for logprob in token_logprobs if logprob is not None]
             if choice.prompt_token_ids:
@@ -77,10 +98,23 @@ class CompletionsDialect(ChoicesDialect[_Choice]):
     def whole(self, answer: EngineAnswer) -> dict[str, Any]:
         """See `ChoicesDialect`."""
         choices = [
-            {"index": index, "text": choice.message.get("text", ""), "finish_reason": choice.finish_reason}
+            {
+                "index": index,
+                "text": choice.message.get("text", ""),
+                **({"logprobs": choice.recorded_logprobs} if choice.alternatives else {}),
+                "finish_reason": choice.finish_reason,
+            }
             for index, choice in sorted(answer.choices.items())
         ]
         return {"id": answer.id, "object": "text_completion", "model": answer.model, "choices": choices, "usage": answer.usage}
+
+
+def _alternatives(logprobs: _LogprobsWithAlternatives) -> list[TokenAlternatives]:
+    """Return the tokens of a choice with their alternatives, in the form of a chat's; of lists of different lengths, the shortest's."""
+    return [
+        TokenAlternatives(token, logprob, [Alternative(*other) for other in top.items()])
+        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=False)
+    ]
 
 
 def _choices_each(request: ClientRequest) -> int:

@@ -66,6 +66,32 @@ def test_chat_answer_to_request_of_logprobs_alone_is_recorded_without() -> None:
     assert recorded(read(given, given["plugged"]["body"].encode())) == [None, None]
 
 
+@pytest.mark.parametrize("name", ["completions-tokens", "completions-tokens-stream"])
+def test_completion_to_request_of_logprobs_is_recorded_with_alternatives(name: str) -> None:
+    """The form is that of a chat. The stream's logprobs are of another run of the engine: equal but for rounding."""
+    given = golden(name)
+    kept = [token for logprobs in recorded(read(given, given["plugged"]["body"].encode())) for token in logprobs["content"]]
+    choices = [choice["logprobs"] for choice in json.loads(golden("completions-tokens")["plugged"]["body"])["choices"]]
+    assert [token["token"] for token in kept] == [token for logprobs in choices for token in logprobs["tokens"]]
+    sampled = [logprob for logprobs in choices for logprob in logprobs["token_logprobs"]]
+    assert [token["logprob"] for token in kept] == pytest.approx(sampled, abs=1e-4)
+    likeliest = [top for logprobs in choices for top in logprobs["top_logprobs"]]
+    for token, top in zip(kept, likeliest, strict=True):
+        assert {other["token"]: other["logprob"] for other in token["top_logprobs"]} == pytest.approx(top, abs=1e-4)
+
+
+@pytest.mark.parametrize("logprobs", [0, None])
+def test_completion_to_request_of_sampled_logprobs_is_recorded_without(logprobs: int | None) -> None:
+    given = golden("completions-tokens")
+    given["request"]["logprobs"] = logprobs
+    assert recorded(read(given, given["plugged"]["body"].encode())) == [None, None]
+
+
+def test_completion_that_echoes_its_prompt_is_recorded_without_alternatives() -> None:
+    given = golden("completions-echo")
+    assert recorded(read(given, given["plugged"]["body"].encode())) == [None]
+
+
 @pytest.mark.parametrize("name", ["chat-two", "chat-two-stream"])
 def test_alternatives_beyond_the_bound_are_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "ALTERNATIVES_MOST", 7)
@@ -76,7 +102,7 @@ def test_alternatives_beyond_the_bound_are_left_out(name: str, monkeypatch: pyte
     assert all(len(choice.token_ids) == len(choice.logprobs) > 3 for choice in answer.ordered())
 
 
-@pytest.mark.parametrize("name", ["chat-two", "chat-two-stream"])
+@pytest.mark.parametrize("name", ["chat-two", "chat-two-stream", "completions-tokens", "completions-tokens-stream"])
 def test_alternatives_of_another_form_are_no_failure_of_the_answer(name: str) -> None:
     given = golden(name)
     answer = read(given, given["plugged"]["body"].replace('"top_logprobs":[', '"top_logprobs":[null,').encode())
