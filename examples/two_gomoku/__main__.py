@@ -158,10 +158,11 @@ async def _learn(
             runners[name] = await stack.enter_async_context(Runner(with_players(settings, name, players), agent))
 
         async def measure(step: int) -> None:
-            shares: dict[str, float] = {}
-            for role in ROLES:
-                outcomes = await runners[role].run(held_out, mode=Mode.VALIDATE, group_size=1)
-                shares[role] = await asyncio.to_thread(role_success, settings, outcomes, role, EXAMPLE.success)
+            played = await asyncio.gather(*(runners[role].run(held_out, mode=Mode.VALIDATE, group_size=1) for role in ROLES))
+            shares = {
+                role: await asyncio.to_thread(role_success, settings, outcomes, role, EXAMPLE.success)
+                for role, outcomes in zip(ROLES, played, strict=True)
+            }
             measured.append((step, shares))
             say(f"step {step:3d}  against the script, held out: {_in_words(shares)}")
 
