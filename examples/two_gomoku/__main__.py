@@ -127,6 +127,7 @@ def policy_settings(directory: Path, seed: int, steps: int, port: int) -> dict[s
         "runner.run_id": NAME,
         "runner.workers": 1,
         "runner.episode.players": {},
+        "runner.validation_sampling.temperature": 0.0,
     }
 
     def of(role: str) -> dict[str, object]:
