@@ -141,7 +141,7 @@ class ToolSession:
         Args:
             action: text of the action.
             timeout_seconds: time limit; None: there is none.
-            reads: whether the shell's action reads the terminal, to which `write_line` writes. Otherwise it reads nothing.
+            reads: True if the shell's action reads the terminal, to which `write_line` writes. Otherwise it reads nothing.
             patterns: regular expressions; an action whose output matches is left open.
 
         Raises:
@@ -190,6 +190,8 @@ class ToolSession:
         timed_out = False
         try:
             ended = await self._until_ended(output, timeout_seconds, unread)
+            if output.matched is not None:  # perhaps what was unread before: the program is still to read what is sent
+                await asyncio.wait({sent}, timeout=_GRACE_SECONDS)
             if ended is None:
                 timed_out = True
                 if not reads:

@@ -78,6 +78,7 @@ async def test_remote_runtime_of_the_package_acts_in_a_sandbox(policy: SandboxPo
             "busy": "an action is open: write lines to it until it ends, or interrupt it",
             "unmatched": "CommandTimeoutError",
             "left": ["", 0, "quit\n"],
+            "unread": [["a", r"\? "], ["b", r"\? "], ["", "got hi"]],
             "after": "after\n",
             "killed": "killed\n",
             "expected": ["", "ready"],
