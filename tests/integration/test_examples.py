@@ -16,6 +16,7 @@ from examples.calculator.__main__ import EXAMPLE as CALCULATOR
 from examples.code_repair.__main__ import EXAMPLE as CODE_REPAIR
 from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH
 from examples.gomoku.__main__ import EXAMPLE as GOMOKU
+from examples.league.__main__ import GROUPS_OF_EACH as PAIRING_GROUPS
 from examples.league.__main__ import ROLES as LEAGUE_ROLES
 from examples.league.__main__ import TRAINED
 from examples.league.__main__ import run as run_league
@@ -98,9 +99,11 @@ FROM (
 GROUP BY t.Mode, t.Policy, t.AgentName ORDER BY t.Mode, t.Policy
 """
 SUMS = """
-SELECT max(abs(Total)) FROM (
-    SELECT RolloutId, sum(Value) AS Total FROM spangrad.rewards WHERE Mode = 'train' GROUP BY RolloutId)
+SELECT count(), max(abs(Total)) FROM (
+    SELECT RolloutId, sum(Value) AS Total FROM spangrad.rewards WHERE Mode = 'train' AND RolloutId IN (
+        SELECT RolloutId FROM spangrad.transitions GROUP BY RolloutId HAVING uniqExact(AgentName) = 2) GROUP BY RolloutId)
 """
+"""Games of two policies, and the most that the rewards of one add to; a script is not rewarded."""
 
 
 def test_two_gomoku_policies_play_and_learn_in_phases(tmp_path: Path) -> None:
@@ -112,7 +115,7 @@ def test_two_gomoku_policies_play_and_learn_in_phases(tmp_path: Path) -> None:
         (mode, role, role, role, role) for mode in ("train", "validate") for role in ROLES
     ], "each policy answers its role, and has its role's rewards"
     assert [rollouts for mode, _, _, rollouts, *_ in rows if mode == "train"] == [STEPS * 2 * MATCHES * 8] * 2
-    assert ask(tmp_path, SUMS)[0][0] == pytest.approx(0, abs=1e-9), "what one wins the other loses"
+    assert [*ask(tmp_path, SUMS)[0]] == [STEPS * MATCHES * 8, pytest.approx(0, abs=1e-9)], "what one wins the other loses"
     phases = ask(tmp_path, "SELECT Policy, groupArray(Metrics['phase']) FROM spangrad.policy_versions WHERE BatchId != '' GROUP BY Policy")
     assert {policy: sorted(numbers) for policy, numbers in phases} == {role: [0, 1] for role in ROLES}
 
@@ -133,6 +136,9 @@ def test_league_trains_one_policy_in_both_roles_and_rates_its_versions(tmp_path:
     calls = dict(map(tuple, ask(tmp_path, TRAINED_AS)))
     assert calls.keys() == set(LEAGUE_ROLES), "both roles of the one policy are trained"
     assert [*map(tuple, ask(tmp_path, OPPONENTS))] == [(mode, role) for mode in ("train", "validate") for role in LEAGUE_ROLES]
-    assert ask(tmp_path, SUMS)[0][0] == pytest.approx(0, abs=1e-9), "what one wins the other loses"
+    assert [*ask(tmp_path, SUMS)[0]] == [
+        STEPS * len(TRAINED) * PAIRING_GROUPS * 8,
+        pytest.approx(0, abs=1e-9),
+    ], "what one wins the other loses"
     assert len(TRAINED) == 3
     assert (tmp_path / "run" / "ratings.png").stat().st_size > 5_000
