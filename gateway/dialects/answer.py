@@ -108,7 +108,12 @@ class EngineAnswer:
     """Number of alternatives that arrived."""
 
     def add_alternatives(self, choice: Choice, tokens: Iterable[TokenAlternatives]) -> None:
-        """Keep the alternatives of the next tokens of a choice, up to `ALTERNATIVES_MOST` in all choices."""
+        """Keep the alternatives of the next tokens of a choice, up to `ALTERNATIVES_MOST` in all choices.
+
+        None are kept after a token without: what is kept stands at the places of the first tokens. The tokens' logprobs are added after.
+        """
+        if len(choice.alternatives) < len(choice.logprobs):
+            return
         for token in tokens:
             self.alternatives += len(token.top_logprobs)
             if self.alternatives <= ALTERNATIVES_MOST:

@@ -91,7 +91,7 @@ class ChatDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
         _merge(kept.message, delta)
         answer.choices[choice.index] = kept
         kept.token_ids += choice.token_ids or []
-        if isinstance(choice, _ChoiceWithAlternatives) and len(kept.alternatives) == len(kept.logprobs):  # none was left out before
+        if isinstance(choice, _ChoiceWithAlternatives):
             answer.add_alternatives(kept, (choice.logprobs and choice.logprobs.content) or [])
         kept.logprobs += [token.logprob for token in (choice.logprobs and choice.logprobs.content) or []]
         kept.finish_reason = choice.finish_reason or kept.finish_reason

@@ -31,18 +31,19 @@ class _LogprobsWithAlternatives(msgspec.Struct, gc=False):
     top_logprobs: list[dict[str, Logprob]]
 
 
-class _Choice(ReadChoice, gc=False):
-    logprobs: _Logprobs | UnsetType | None = UNSET
+class _TextChoice(ReadChoice, gc=False):
     prompt_token_ids: list[TokenId] | UnsetType | None = UNSET
     text: str | UnsetType | None = UNSET
 
 
-class _ChoiceWithAlternatives(ReadChoice, gc=False):
+class _Choice(_TextChoice, gc=False):
+    logprobs: _Logprobs | UnsetType | None = UNSET
+
+
+class _ChoiceWithAlternatives(_TextChoice, gc=False):
     """A choice of an answer to a client that asked for alternatives."""
 
     logprobs: _LogprobsWithAlternatives | UnsetType | None = UNSET
-    prompt_token_ids: list[TokenId] | UnsetType | None = UNSET
-    text: str | UnsetType | None = UNSET
 
 
 class _KnownChoice(_Choice, forbid_unknown_fields=True, gc=False):
@@ -85,7 +86,7 @@ class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
         kept.finish_reason = choice.finish_reason or kept.finish_reason
         if not request.fields.get("echo"):
             kept.token_ids += choice.token_ids or []
-            if isinstance(choice, _ChoiceWithAlternatives) and choice.logprobs and len(kept.alternatives) == len(kept.logprobs):
+            if isinstance(choice, _ChoiceWithAlternatives) and choice.logprobs:
                 answer.add_alternatives(kept, _alternatives(choice.logprobs))
             token_logprobs = (choice.logprobs and choice.logprobs.token_logprobs) or []
             kept.logprobs += [logprob for logprob in token_logprobs if logprob is not None]

@@ -70,13 +70,13 @@ class ActionResult:
 class ToolSession:
     """A program that stays; an async context manager. Its actions run one after another."""
 
-    def __init__(self, sandbox: Sandbox, command: Sequence[str], marker: str, most_bytes: int) -> None:
-        """`command` writes `marker` after the output of each action; `most_bytes` of an output are kept."""
+    def __init__(self, sandbox: Sandbox, command: Sequence[str], marker: str, most_bytes: int, *, is_shell: bool) -> None:
+        """`command` writes `marker` after the output of each action, of which `most_bytes` are kept; a shell is told if it reads."""
         self._sandbox = sandbox
         self._command = command
         self._marker = marker.encode()
         self._most_bytes = most_bytes
-        self._is_shell = False
+        self._is_shell = is_shell
         self._turn = asyncio.Lock()
         self._terminal = self._actions = self._statuses = -1
         self._attributes: list[Any] = []
@@ -89,15 +89,14 @@ class ToolSession:
     def shell(cls, sandbox: Sandbox, most_bytes: int) -> Self:
         """Return a session of bash."""
         marker = f"\x1e{uuid.uuid4().hex}\x1f"
-        session = cls(sandbox, ["bash", "--norc", "--noprofile", "-c", _SHELL, "bash", marker], marker, most_bytes)
-        session._is_shell = True
-        return session
+        command = ["bash", "--norc", "--noprofile", "-c", _SHELL, "bash", marker]
+        return cls(sandbox, command, marker, most_bytes, is_shell=True)
 
     @classmethod
     def interpreter(cls, sandbox: Sandbox, program: Sequence[str], most_bytes: int) -> Self:
         """Return a session of Python code; `program` runs `interpreter.py` inside."""
         marker = f"\x1e{uuid.uuid4().hex}\x1f"
-        return cls(sandbox, [*program, marker], marker, most_bytes)
+        return cls(sandbox, [*program, marker], marker, most_bytes, is_shell=False)
 
     async def __aenter__(self) -> Self:
         await self._start()
@@ -124,15 +123,14 @@ class ToolSession:
             os.write(self._terminal, _INTERRUPT)
         elif self.is_open:
             async with self._turn:
-                result = await self._waited(timeout_seconds, compiled, True, self._send(_INTERRUPT, self._terminal))
-                for _ in range(tries - 1):
-                    if not result.timed_out:
-                        break
+                while True:
                     result = await self._waited(timeout_seconds, compiled, True, self._send(_INTERRUPT, self._terminal))
-                if not result.timed_out:
-                    return result
-                await self._restart()
-                return replace(result, timed_out=False)
+                    if not result.timed_out:
+                        return result
+                    tries -= 1
+                    if tries < 1:
+                        await self._restart()
+                        return replace(result, timed_out=False)
         return None
 
     async def act(self, action: str, timeout_seconds: float | None, *, reads: bool = False, patterns: Sequence[str] = ()) -> ActionResult:
@@ -154,8 +152,8 @@ class ToolSession:
         async with self._turn:
             if self.is_open:
                 raise ToolFailedError("an action is open: write lines to it until it ends, or interrupt it")
-            input = (b"terminal\0" if reads else b"\0") if self._is_shell else b""
-            sending = self._send(input + action.encode() + b"\0", self._actions)
+            source = (b"terminal\0" if reads else b"\0") if self._is_shell else b""
+            sending = self._send(source + action.encode() + b"\0", self._actions)
             return await self._waited(timeout_seconds, compiled, reads, sending)
 
     async def write_line(self, line: str, timeout_seconds: float | None, *, patterns: Sequence[str] = ()) -> ActionResult:

@@ -66,8 +66,8 @@ async def main(host, port, key):
     seen["interrupted"] = (await running).exit_code
     asks = r"while read -r -p '? ' line; do [ $line = quit ] && break; echo got $line; done"
     opened = await act(asks, timeout=10, is_interactive_command=True, expect=[r"\? $"])
-    told = await act("hello", timeout=10, is_interactive_command=True, expect=["never", r"\? $"])
-    seen["open"] = [opened.output, opened.expect_string, told.output, told.expect_string]
+    greeted = await act("hello", timeout=10, is_interactive_command=True, expect=["never", r"\? $"])
+    seen["open"] = [opened.output, opened.expect_string, greeted.output, greeted.expect_string]
     seen["busy"] = (await raised(act("true", timeout=10)))[1]
     seen["unmatched"] = (await raised(act("x", timeout=0.5, is_interactive_command=True)))[0]
     left = await act("quit", timeout=10, is_interactive_quit=True)
