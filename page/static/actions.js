@@ -1,5 +1,5 @@
 // Actions: a button asks first, sends the request, and says what was done. The dialog is the browser's own: Enter confirms, Escape leaves.
-import { h, visible } from "/static/dom.js";
+import { address, h, visible } from "/static/dom.js";
 
 const TOKEN = document.body.dataset.actionToken;
 export const OPEN = ["queued", "running"]; // states of rollouts that have not ended
@@ -48,6 +48,11 @@ function open(label, question, fields, request, done) {
   document.body.append(dialog);
   dialog.showModal();
   (inputs.find(([, input]) => !input.value)?.[1] ?? confirm).focus();
+}
+
+// A link to play with a policy, by the version that it serves; null where the page offers no actions.
+export function playLink(policy) {
+  return TOKEN ? h("a", { href: address("/play", { policy }) }, "Play with its served version") : null;
 }
 
 // Cancel or Retry for a rollout as the queue has it; null where neither is possible.

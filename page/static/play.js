@@ -2,7 +2,8 @@
 import { actionButton, post } from "/static/actions.js";
 import { address, ask, clearProblem, fact, facts, h, put, ready, visible } from "/static/dom.js";
 
-const rollout = new URLSearchParams(location.search).get("id");
+const query = new URLSearchParams(location.search);
+const rollout = query.get("id");
 const reply = document.getElementById("reply");
 const log = document.getElementById("log");
 const state = document.getElementById("state");
@@ -18,6 +19,7 @@ async function choose() {
   const id = `play-${[...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
   form.elements.environment.append(...environments.map((name) => h("option", { value: name }, name)));
   form.elements.policy.append(...policies.map(({ name, version }) => h("option", { value: name }, version === null ? name : `${name}, version ${version}`)));
+  if (policies.some(({ name }) => name === query.get("policy"))) form.elements.policy.value = query.get("policy");
   document.getElementById("policies").hidden = !policies.length;
   form.addEventListener("submit", (event) => event.preventDefault());
   const button = actionButton("Begin", {

@@ -1,5 +1,5 @@
 // A version: its lineage both ways, its batch by groups, the time of its step, all of its metrics.
-import { actionButton } from "/static/actions.js";
+import { actionButton, playLink } from "/static/actions.js";
 import { lineagePicture } from "/static/lineage.js";
 import { address, ask, counted, fact, facts, h, number, put, ready, time, title } from "/static/dom.js";
 
@@ -32,7 +32,8 @@ put("actions", version.Status === "committed" ? [
   actionButton("Publish", { request: act("publish"), question: `Have the gateway serve ${name}? What is trained next stays; a trainer that publishes serves its newest version again.` }), " ",
   actionButton("Roll back to it", { request: act("roll_back"), question: `Return branch ${version.Branch} to ${name}? The next step trains it, a step under way is cancelled, and the gateway serves it where the trainer publishes.` }), " ",
   actionButton("Pin", { request: act("pin"), question: `Keep the checkpoint of ${name} whatever trainer.checkpoint.keep says?` }), " ",
-  actionButton("Unpin", { request: act("unpin"), question: `Keep the checkpoint of ${name} no longer than trainer.checkpoint.keep says?` }),
+  actionButton("Unpin", { request: act("unpin"), question: `Keep the checkpoint of ${name} no longer than trainer.checkpoint.keep says?` }), " ",
+  playLink(version.Policy),
 ] : null);
 
 // The picture reads from left to right: who sampled, what was trained, what it made, what came of it.

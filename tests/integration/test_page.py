@@ -286,6 +286,7 @@ def test_version_page_shows_its_lineage_both_ways(tab: Visitor) -> None:
     assert steps[3:] == ["Children policy@5", "Trained on its rollouts policy@5 2 calls"]
     page.get_by_role("link", name="policy@5").first.click()
     expect(page.locator("h1")).to_have_text("policy@5")
+    expect(page.get_by_role("link", name="Play with its served version")).to_have_attribute("href", "/play?policy=policy")
     steps = [" ".join(text.split()) for text in page.locator(".lineage li").all_inner_texts()]
     assert steps[:2] == ["Sampled by policy@4 2 calls policy@3 2 calls", "Batch 1 group, 1 rollout"]
     page.get_by_text("rome: mean return 1.25, 1 rollout").click()

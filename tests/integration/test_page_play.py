@@ -53,9 +53,8 @@ def url(store: StoreSettings, policy: WordPolicy) -> Iterator[str]:
         yield address
 
 
-def begin(page: Page, task: object, role: str, *, watch: bool = False, policy: str = "as runner.episode names it") -> None:
+def begin(page: Page, task: object, role: str, *, watch: bool = False) -> None:
     """Choose an episode, and confirm it."""
-    page.locator("select[name='policy']").select_option(label=policy)
     page.get_by_label("Environment").select_option("nim")
     page.get_by_label("Task, as JSON").fill(json.dumps(task))
     page.get_by_label("My role").fill(role)
@@ -105,8 +104,9 @@ def test_person_plays_an_environment_to_the_end(browser: Browser, url: str, stor
 
 def test_person_watches_the_chosen_policy_and_reads_markup_as_text(browser: Browser, url: str, policy: WordPolicy) -> None:
     visitor = Visitor(browser, url)
-    page = visitor.open("/play")
-    begin(page, {"sticks": 2, "more": MARKUP}, "", watch=True, policy="past, version 3")
+    page = visitor.open("/play?policy=past")
+    expect(page.locator("select[name='policy'] option:checked")).to_have_text("past, version 3")
+    begin(page, {"sticks": 2, "more": MARKUP}, "", watch=True)
     expect(page.locator("#state")).to_contain_text("return of first -1, return of second +1", timeout=PATIENCE)
     assert f"2 sticks{MARKUP}" in page.locator("#log .text").all_inner_texts()
     assert page.locator("#log h3").all_inner_texts().count("second: assistant") == 1
