@@ -34,10 +34,10 @@ from spangrad.types import Mode
 NAME = "two_gomoku"
 ROLES = tuple(Gomoku.roles)
 """Roles, which are the names of the policies."""
-STEPS = 60
-GROUPS_OF_EACH = 6
+STEPS = 48
+GROUPS_OF_EACH = 8
 """Groups of a step in each pairing. A policy trains on those of two pairings."""
-MEASURED_EVERY = 20
+MEASURED_EVERY = 24
 """Steps between two measurements."""
 HELD_OUT = 256
 """Held-out openings of a measurement."""
