@@ -15,7 +15,7 @@ from pathlib import Path
 from commands.demo.services import TrainingSupervisor, make_model
 from commands.demo.settings import SETTINGS, write_settings
 from examples.gomoku.__main__ import EXAMPLE
-from examples.gomoku.game import Gomoku
+from examples.gomoku.game import FIRST, SECOND, Gomoku
 from examples.learning.command import run_command
 from examples.learning.example import CHECKOUT, GROUP_SIZE, write_questions
 from examples.learning.players import with_players
@@ -35,8 +35,6 @@ NAME = "two_gomoku"
 ROLES = tuple(Gomoku.roles)
 """Roles, which are the names of the policies."""
 STEPS = 48
-GROUPS_OF_EACH = 8
-"""Groups of a step in each pairing. A policy trains on those of two pairings."""
 MEASURED_EVERY = 24
 """Steps between two measurements."""
 HELD_OUT = 256
@@ -49,6 +47,8 @@ PAIRINGS: Mapping[str, Mapping[str, object]] = {
     **{role: {other: {"model": role} if other == role else SCRIPT for other in ROLES} for role in ROLES},
 }
 """Players by role of each pairing: both policies, and, by its role's name, each policy against the script."""
+GROUPS = {TOGETHER: 6, FIRST: 4, SECOND: 14}
+"""Groups of a step by pairing. A policy trains on those of two pairings; the one that moves later learns more slowly, and has more."""
 
 Shares = Mapping[str, float]
 """Share of games won, by role."""
@@ -73,7 +73,7 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
-    drawn = EXAMPLE.questions(seed, GROUPS_OF_EACH * len(PAIRINGS) * steps)
+    drawn = EXAMPLE.questions(seed, sum(GROUPS.values()) * steps)
     write_questions(directory / "train.jsonl", "train", drawn.train)
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out[:held_out])
     (port,) = free_ports(1)
@@ -123,7 +123,6 @@ def policy_settings(directory: Path, seed: int, steps: int, port: int) -> dict[s
         "gateway.backends": [{"url": f"http://127.0.0.1:{port}", "policy": second}],
         "builder.selection": {"policies": "|".join(ROLES)},
         "trainer.run_id": NAME,
-        "trainer.sampling.groups_per_batch": 2 * GROUPS_OF_EACH,
         "runner.run_id": NAME,
         "runner.workers": 1,
         "runner.episode.players": {},
@@ -137,6 +136,7 @@ def policy_settings(directory: Path, seed: int, steps: int, port: int) -> dict[s
             "engine.model": model,
             "trainer.model": model,
             "trainer.policy": role,
+            "trainer.sampling.groups_per_batch": GROUPS[TOGETHER] + GROUPS[role],
             "trainer.selection": {"agents": role},
             "trainer.phase_policies": [other for other in ROLES if other != role],
             "trainer.credit.reward_roles": [role],
@@ -171,7 +171,7 @@ async def _learn(
         for number in range(steps):
             versions = {role: services.served(role) for role in ROLES}
             played = [
-                runner.run([*islice(openings, GROUPS_OF_EACH)], mode=Mode.TRAIN, group_size=GROUP_SIZE) for runner in runners.values()
+                runner.run([*islice(openings, GROUPS[name])], mode=Mode.TRAIN, group_size=GROUP_SIZE) for name, runner in runners.items()
             ]
             outcomes = dict(zip(runners, await asyncio.gather(*played), strict=True))[TOGETHER]
             for role, version in versions.items():

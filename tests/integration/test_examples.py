@@ -26,8 +26,7 @@ from examples.math_lora.__main__ import EXAMPLE as MATH_LORA
 from examples.maze.__main__ import EXAMPLE as MAZE
 from examples.retrieval_qa.__main__ import EXAMPLE as RETRIEVAL_QA
 from examples.text_to_sql.__main__ import example as text_to_sql
-from examples.two_gomoku.__main__ import GROUPS_OF_EACH as MATCHES
-from examples.two_gomoku.__main__ import ROLES
+from examples.two_gomoku.__main__ import GROUPS, ROLES, TOGETHER
 from examples.two_gomoku.__main__ import run as run_two_gomoku
 from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
@@ -114,8 +113,10 @@ def test_two_gomoku_policies_play_and_learn_in_phases(tmp_path: Path) -> None:
     assert [(mode, policy, agent, least, most) for mode, policy, agent, _, _, least, most in rows] == [
         (mode, role, role, role, role) for mode in ("train", "validate") for role in ROLES
     ], "each policy answers its role, and has its role's rewards"
-    assert [rollouts for mode, _, _, rollouts, *_ in rows if mode == "train"] == [STEPS * 2 * MATCHES * 8] * 2
-    assert [*ask(tmp_path, SUMS)[0]] == [STEPS * MATCHES * 8, pytest.approx(0, abs=1e-9)], "what one wins the other loses"
+    assert [rollouts for mode, _, _, rollouts, *_ in rows if mode == "train"] == [
+        STEPS * (GROUPS[TOGETHER] + GROUPS[role]) * 8 for role in ROLES
+    ]
+    assert [*ask(tmp_path, SUMS)[0]] == [STEPS * GROUPS[TOGETHER] * 8, pytest.approx(0, abs=1e-9)], "what one wins the other loses"
     phases = ask(tmp_path, "SELECT Policy, groupArray(Metrics['phase']) FROM spangrad.policy_versions WHERE BatchId != '' GROUP BY Policy")
     assert {policy: sorted(numbers) for policy, numbers in phases} == {role: [0, 1] for role in ROLES}
 
