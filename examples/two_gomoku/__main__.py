@@ -77,16 +77,15 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     write_questions(directory / "train.jsonl", "train", drawn.train)
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out[:held_out])
     (port,) = free_ports(1)
-    first, second = ROLES
     files = policy_settings(directory, seed, steps, port)
     for policy, values in files.items():
-        write_settings(directory / (SETTINGS if policy == first else f"{policy}.toml"), explain_settings(values))
-    settings = load_settings(files[first])
+        write_settings(directory / (SETTINGS if policy == FIRST else f"{policy}.toml"), explain_settings(values))
+    settings = load_settings(files[FIRST])
     say("making the tiny model, with which both policies begin")
     models = [directory / f"model-{policy}" for policy in ROLES]
     make_model([sys.executable, "-m", EXAMPLE.model, str(models[0]), "--seed", str(seed)], directory)
     shutil.copytree(models[0], models[1])
-    file = f"{second}.toml"
+    file = f"{SECOND}.toml"
     engines = {file: f"http://127.0.0.1:{port}"}
     with TrainingSupervisor(directory, settings, say, further_engines=engines, further_trainers=[file]) as services:
         services.start(settings.engine.start_timeout_seconds)
@@ -116,11 +115,10 @@ def policy_settings(directory: Path, seed: int, steps: int, port: int) -> dict[s
         steps: training steps.
         port: of the second policy's engine.
     """
-    first, second = ROLES
     shared = {
         **example_settings(EXAMPLE, directory, seed, steps),
-        "gateway.policy": first,
-        "gateway.backends": [{"url": f"http://127.0.0.1:{port}", "policy": second}],
+        "gateway.policy": FIRST,
+        "gateway.backends": [{"url": f"http://127.0.0.1:{port}", "policy": SECOND}],
         "builder.selection": {"policies": "|".join(ROLES)},
         "trainer.run_id": NAME,
         "runner.run_id": NAME,
@@ -142,7 +140,7 @@ def policy_settings(directory: Path, seed: int, steps: int, port: int) -> dict[s
             "trainer.credit.reward_roles": [role],
         }
 
-    return {first: of(first), second: {**of(second), "gateway.policy": second, "engine.port": port}}
+    return {FIRST: of(FIRST), SECOND: {**of(SECOND), "gateway.policy": SECOND, "engine.port": port}}
 
 
 async def _learn(

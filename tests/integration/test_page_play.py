@@ -53,8 +53,9 @@ def url(store: StoreSettings, policy: WordPolicy) -> Iterator[str]:
         yield address
 
 
-def begin(page: Page, task: object, role: str, *, watch: bool = False) -> None:
+def begin(page: Page, task: object, role: str, *, watch: bool = False, policy: str = "as runner.episode names it") -> None:
     """Choose an episode, and confirm it."""
+    page.locator("select[name='policy']").select_option(label=policy)
     page.get_by_label("Environment").select_option("nim")
     page.get_by_label("Task, as JSON").fill(json.dumps(task))
     page.get_by_label("My role").fill(role)
@@ -106,7 +107,7 @@ def test_person_watches_the_chosen_policy_and_reads_markup_as_text(browser: Brow
     visitor = Visitor(browser, url)
     page = visitor.open("/play?policy=past")
     expect(page.locator("select[name='policy'] option:checked")).to_have_text("past, version 3")
-    begin(page, {"sticks": 2, "more": MARKUP}, "", watch=True)
+    begin(page, {"sticks": 2, "more": MARKUP}, "", watch=True, policy="past, version 3")
     expect(page.locator("#state")).to_contain_text("return of first -1, return of second +1", timeout=PATIENCE)
     assert f"2 sticks{MARKUP}" in page.locator("#log .text").all_inner_texts()
     assert page.locator("#log h3").all_inner_texts().count("second: assistant") == 1
