@@ -226,12 +226,13 @@ def _table() -> Panel:
     sql = f"""
         SELECT a.RolloutId AS rollout, a.Timestamp AS began, a.RunId AS run, a.Mode AS mode, a.TaskId AS task, a.GroupId AS group,
             a.Attempt AS attempt, if(a.Failure = '', a.StatusCode, a.Failure) AS outcome, a.Duration AS duration, r.Return AS return,
+            if(empty(r.ReturnsByRole), '', toString(r.ReturnsByRole)) AS roles,
             r.Calls AS calls, r.Drops AS dropped, r.InputTokens AS prompts, r.OutputTokens AS responses, r.ToolCalls AS tools,
             r.FailedToolCalls AS errors
         FROM (SELECT * FROM {ATTEMPTS} ORDER BY Timestamp DESC, RolloutId, Attempt LIMIT 200) AS a
         LEFT JOIN (
-            SELECT RunId, RolloutId, Attempt, if(Transitions = 0, NULL, Return) AS Return, Calls, Drops, InputTokens, OutputTokens,
-                ToolCalls, FailedToolCalls
+            SELECT RunId, RolloutId, Attempt, if(Transitions = 0, NULL, Return) AS Return, ReturnsByRole, Calls, Drops, InputTokens,
+                OutputTokens, ToolCalls, FailedToolCalls
             FROM spangrad.rollouts
             WHERE {CHOSEN}
         ) AS r ON r.RunId = a.RunId AND r.RolloutId = a.RolloutId AND r.Attempt = a.Attempt
@@ -239,7 +240,8 @@ def _table() -> Panel:
     return rows(
         "Newest rollouts",
         sql,
-        "The newest 200 attempts. return: sum of the raw rewards; none: not built for the chosen dataset, or not the attempt that counts."
+        "The newest 200 attempts. return: sum of the raw rewards, and roles those of each role where rewards name some; none: not built for"
+        " the chosen dataset, not the attempt that counts, or of several roles."
         " A rollout leads to the spans it is made of and the versions it trained.",
         units={
             "began": "dateTimeAsIso", "attempt": "none", "duration": "ns", "return": "short", "calls": "short", "dropped": "short",

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from page.reading import PageStore
+from page.services import services_of
 from page.training import branches_of, steps_of
-from spangrad.http.json_http import status_of
 from spangrad.settings import Settings
 from spangrad.store.built_rollouts import arrived_drops_sql, revisions_sql
 from spangrad.store.datasets import built_sql
@@ -22,10 +20,9 @@ FRESH_SECONDS = 3.0
 """Time for which an overview is shown to others, in seconds, and the pause between two of a stream."""
 STEPS = 200
 """Number of newest steps whose curves are shown."""
-_ANSWER_SECONDS = 1.0
 _ROLLOUTS = f"""
-SELECT count() AS Built, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return) AS Mean, sum(Drops) AS Drops,
-    toUnixTimestamp64Milli(max(IngestedAt)) AS LastMs, toUnixTimestamp64Milli(now64(6)) AS NowMs
+SELECT count() AS Built, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return) AS Mean, avgMap(ReturnsByRole) AS MeanByRole,
+    sum(Drops) AS Drops, toUnixTimestamp64Milli(max(IngestedAt)) AS LastMs, toUnixTimestamp64Milli(now64(6)) AS NowMs
 FROM {revisions_sql()} WHERE IngestedAt > now64(6) - INTERVAL 1 HOUR
 """
 _WAITING = f"""
@@ -64,29 +61,15 @@ class OverviewReader:
             return self._value
 
     def _fresh(self) -> dict[str, Any]:
-        services = self._services()
         (rollouts,), (waiting,) = self._store.rows(_ROLLOUTS), self._store.rows(_WAITING)
         known = branches_of(self._store)
         newest = max(known, key=lambda branch: branch["NewestMs"], default=None)
         steps = steps_of(self._store, newest["Policy"], newest["Branch"], STEPS) if newest else []
         return {
-            "services": services,
+            "services": services_of(self._settings),
             "rollouts": {**rollouts, **waiting},
             "drops": self._store.rows(_DROPS),
             "branches": known,
             "newest": newest,
             "steps": steps,
         }
-
-    def _services(self) -> list[dict[str, Any]]:
-        """Return the services that the settings name, and whether each answers."""
-        settings = self._settings
-        addresses = {
-            "store": f"{settings.store.url}/ping",
-            "gateway": f"{settings.gateway.url}/readyz",
-            **({"queue": f"{settings.queue.url}/healthz"} if settings.queue.url else {}),
-        }
-        with ThreadPoolExecutor(len(addresses)) as threads:
-            statuses = list(threads.map(partial(status_of, seconds=_ANSWER_SECONDS), addresses.values()))
-        # A store whose /ping asks for its token answers as well.
-        return [{"name": name, "answers": status is not None and status < 500} for name, status in zip(addresses, statuses, strict=True)]

@@ -77,14 +77,21 @@ WHERE Mode = 'validate' AND notEmpty(PolicyVersions) AND RunId IN {{runs:Array(S
 """
 """Newest builds of held-out rollouts."""
 _HELD_OUT = f"""
-SELECT TaskId, Sampled, arraySort(groupArray(20)((RolloutId, Return, Outcome))) AS Rollouts, avg(Return) AS Mean
-FROM (SELECT TaskId, RolloutId, arrayMax(PolicyVersions) AS Sampled, Return, Outcome FROM {_NEWEST_HELD_OUT})
+SELECT TaskId, Role, Sampled, arraySort(groupArray(20)((RolloutId, Value, Outcome))) AS Rollouts, avg(Value) AS Mean
+FROM (
+    SELECT TaskId, RolloutId, arrayMax(PolicyVersions) AS Sampled, Outcome, returned.1 AS Role, returned.2 AS Value
+    FROM (
+        SELECT *, if(isNull(Return), arrayZip(mapKeys(ReturnsByRole), mapValues(ReturnsByRole)), [('', assumeNotNull(Return))]) AS Returned
+        FROM {_NEWEST_HELD_OUT}
+    )
+    ARRAY JOIN Returned AS returned
+)
 WHERE Sampled IN ({{left:UInt64}}, {{right:UInt64}})
-GROUP BY TaskId, Sampled
+GROUP BY TaskId, Role, Sampled
 """
 _HELD_OUT_RETURNS = f"""
-SELECT arrayMax(PolicyVersions) AS Version, avg(Return) AS Return, count() AS Rollouts
-FROM (SELECT PolicyVersions, Return FROM {_NEWEST_HELD_OUT})
+SELECT arrayMax(PolicyVersions) AS Version, avg(Held) AS Return, avgMapIf(Roles, length(Roles) > 1) AS ReturnsByRole, count() AS Rollouts
+FROM (SELECT PolicyVersions, Return AS Held, ReturnsByRole AS Roles FROM {_NEWEST_HELD_OUT})
 GROUP BY Version ORDER BY Version
 """
 
@@ -164,17 +171,17 @@ def version_view(store: PageStore, policy: str, branch: str, version: int) -> di
 
 
 def comparison(store: PageStore, policy: str, left: int, right: int) -> dict[str, Any]:
-    """Return the held-out tasks that two versions of a policy played: the rollouts of each, and the difference of their mean returns."""
+    """Return the held-out tasks that two versions of a policy played, with their rollouts; a row a role where rewards name several."""
     runs = sorted({run for item in branches_of(store) if item["Policy"] == policy for run in item["Runs"]})
-    tasks: dict[str, dict[int, dict[str, Any]]] = {}
+    tasks: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for row in store.rows(_HELD_OUT, {"runs": runs, "left": left, "right": right}):
-        tasks.setdefault(row["TaskId"], {})[row["Sampled"]] = {"mean": row["Mean"], "rollouts": row["Rollouts"]}
+        tasks.setdefault((row["TaskId"], row["Role"]), {})[row["Sampled"]] = {"mean": row["Mean"], "rollouts": row["Rollouts"]}
     both = [(task, sides[left], sides[right]) for task, sides in tasks.items() if left in sides and right in sides]
     both.sort(key=lambda item: (-abs(item[2]["mean"] - item[1]["mean"]), item[0]))
     return {
         "left": left,
         "right": right,
-        "tasks": [{"task": task, "left": earlier, "right": later} for task, earlier, later in both[:TASKS_MOST]],
+        "tasks": [{"task": task, "role": role, "left": earlier, "right": later} for (task, role), earlier, later in both[:TASKS_MOST]],
         "leftOnly": sum(right not in sides for sides in tasks.values()),
         "rightOnly": sum(left not in sides for sides in tasks.values()),
         "better": sum(item[2]["mean"] > item[1]["mean"] for item in both),

@@ -354,6 +354,7 @@ BUILDS: Schema = {
     "Models": pl.List(pl.String()),
     "PolicyVersions": pl.List(pl.UInt64()),
     "RewardTotals.Name": pl.List(pl.String()),
+    "RewardTotals.Role": pl.List(pl.String()),
     "RewardTotals.Value": pl.List(pl.Float64()),
     **{name: dtype for name, dtype in TIMES.items() if name not in ROLLOUT},
     "Failure": _TEXT,

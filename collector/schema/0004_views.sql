@@ -153,15 +153,16 @@ CREATE VIEW IF NOT EXISTS spangrad.rollouts AS
 SELECT
     b.RunId AS RunId, b.Mode AS Mode, b.TaskId AS TaskId, b.GroupId AS GroupId, b.GroupSize AS GroupSize, b.RolloutId AS RolloutId,
     b.BuildSpec AS BuildSpec, b.Revision AS Revision, b.Attempt AS Attempt, b.Attempts AS Attempts,
-    if(b.Failure = '', 'succeeded', b.Failure) AS Outcome, arraySum(b.`RewardTotals.Value`) AS Return,
-    mapFromArrays(b.`RewardTotals.Name`, b.`RewardTotals.Value`) AS Rewards,
+    if(b.Failure = '', 'succeeded', b.Failure) AS Outcome, b.Return AS Return, b.ReturnsByRole AS ReturnsByRole,
+    mapFromArrays(arrayMap((name, role) -> if(role = '', name, concat(name, ' of ', role)), b.`RewardTotals.Name`, b.`RewardTotals.Role`),
+        b.`RewardTotals.Value`) AS Rewards,
     b.Calls AS Calls, b.Transitions AS Transitions, b.Drops AS Drops, b.InputTokens AS InputTokens, b.OutputTokens AS OutputTokens,
     b.ToolCalls AS ToolCalls, b.FailedToolCalls AS FailedToolCalls, b.AgentNames AS AgentNames, b.Models AS Models,
     b.PolicyVersions AS PolicyVersions, b.StartedAt AS StartedAt, b.Seconds AS Seconds,
     mapFromArrays(b.`StageSeconds.Name`, b.`StageSeconds.Value`) AS StageSeconds,
     t.Trained AS Trained, b.IngestedAt AS BuiltAt
 FROM (
-    SELECT * FROM spangrad_internal.builds FINAL
+    SELECT *, Return, ReturnsByRole FROM spangrad_internal.builds FINAL
     WHERE BuildId IN (SELECT BuildId FROM spangrad_internal.newest_builds)
 ) AS b
 LEFT JOIN (

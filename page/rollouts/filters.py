@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-_FINITE = "if(isFinite(Return), Return, -1e300)"
+HAS_RETURN = "ifNull(isFinite(Return), 0)"
+"""Condition: a rollout has one return. It has none where its rewards name several roles, or are no numbers."""
+_FINITE = f"if({HAS_RETURN}, assumeNotNull(Return), -1e300)"
 SORTS = {
     "built": "toInt64(toUnixTimestamp64Micro(IngestedAt))",
     "started": "toInt64(toUnixTimestamp64Nano(StartedAt))",

@@ -14,20 +14,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from page.reading import PageStore
-from page.rollouts.filters import KEY, RolloutFilter, RolloutOrder, cursor_of
+from page.rollouts.filters import HAS_RETURN, KEY, RolloutFilter, RolloutOrder, cursor_of
 from page.rollouts.text_search import rollouts_with
 from spangrad.store.built_rollouts import newest_revisions_sql, revisions_sql, trained_versions_sql
 
 PAGE_ROWS = 200
 EXPORT_ROWS = 100_000
 """Largest number of rows of an export."""
-SEARCH_SECONDS = 1.0
+SEARCH_SECONDS = 0.1
 """Time after which a search returns what it has, in seconds."""
 _EXPORT_PAGE = 5000
 BINS = 24
 _LIST = f"""
-SELECT RunId, Mode, TaskId, GroupId, RolloutId, BuildSpec, Attempt, Attempts, Outcome, Return, Calls, Transitions, Drops, InputTokens,
-    OutputTokens, ToolCalls, FailedToolCalls, AgentNames, PolicyVersions, toUnixTimestamp64Milli(StartedAt) AS StartedMs, Seconds, BuildId,
+SELECT RunId, Mode, TaskId, GroupId, RolloutId, BuildSpec, Attempt, Attempts, Outcome, Return, ReturnsByRole, Calls, Transitions, Drops,
+    InputTokens, OutputTokens, ToolCalls, FailedToolCalls, AgentNames, PolicyVersions,
+    toUnixTimestamp64Milli(StartedAt) AS StartedMs, Seconds, BuildId,
     toUnixTimestamp64Micro(IngestedAt) AS BuiltUs, {{value}} AS SortValue
 FROM {revisions_sql()}
 WHERE {{condition}} AND {{after}}
@@ -38,15 +39,16 @@ _OF_IDS = "RolloutId IN {ids:Array(String)}"
 _NEWEST = f"SELECT BuildId, toUnixTimestamp64Micro(BuiltAt) AS BuiltUs FROM {newest_revisions_sql(_OF_IDS)}"
 _TRAINED = f"SELECT * FROM {trained_versions_sql(_OF_IDS)}"
 _BOUNDS = f"""
-SELECT minIf(Return, isFinite(Return)) AS Least, maxIf(Return, isFinite(Return)) AS Largest
+SELECT minIf(assumeNotNull(Return), {HAS_RETURN}) AS Least, maxIf(assumeNotNull(Return), {HAS_RETURN}) AS Largest
 FROM {revisions_sql()} WHERE {{condition}}
 """
 _NUMBERS = f"""
-SELECT count() AS Count, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return) AS Mean, sum(Drops) AS Drops,
-    sumMap([Outcome], [toUInt64(1)]) AS Outcomes, sumMapIf([Bin], [toUInt64(1)], isFinite(Return)) AS Bins
+SELECT count() AS Count, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return) AS Mean, avgMap(ReturnsByRole) AS MeanByRole,
+    sum(Drops) AS Drops, sumMap([Outcome], [toUInt64(1)]) AS Outcomes, sumMapIf([Bin], [toUInt64(1)], {HAS_RETURN}) AS Bins
 FROM (
-    SELECT Outcome, Return, Drops,
-        toUInt32(least(greatest(floor((Return - {{{{least:Float64}}}}) / {{{{width:Float64}}}}), 0), {{{{last:UInt32}}}})) AS Bin
+    SELECT Outcome, Return, ReturnsByRole, Drops,
+        floor((assumeNotNull(Return) - {{{{least:Float64}}}}) / {{{{width:Float64}}}}) AS Place,
+        toUInt32(least(greatest(Place, 0), {{{{last:UInt32}}}})) AS Bin
     FROM {revisions_sql(once=True)}
     WHERE {{condition}} AND BuildId IN (SELECT BuildId FROM {newest_revisions_sql()})
 )

@@ -1,6 +1,6 @@
 // Rollouts side by side: those of a group, or any that the address names; each with its conversation.
 import { Conversation } from "/static/conversation.js";
-import { address, ask, clearProblem, fact, h, number, put, ready, title, visible } from "/static/dom.js";
+import { address, ask, clearProblem, fact, h, number, put, ready, returned, title, visible } from "/static/dom.js";
 
 const MOST = 8;
 const parameters = new URLSearchParams(location.search);
@@ -9,7 +9,7 @@ const rows = group === null ? [] : (await ask(address("/api/rollouts", { run: pa
 // One that was built by several specifications is one rollout.
 const known = new Map(rows.toReversed().map((row) => [row.RolloutId, row]));
 const ids = [...new Set([...parameters.getAll("rollout"), ...rows.map((row) => row.RolloutId)])].slice(0, MOST);
-const returns = [...known.values()].map((row) => row.Return);
+const returns = [...known.values()].map((row) => row.Return).filter((value) => value !== null);
 const baseline = returns.length ? returns.reduce((sum, value) => sum + value, 0) / returns.length : null;
 title(group === null ? "Rollouts side by side" : `Group ${group}`);
 put("facts", h("dl", {}, fact("Rollouts", known.size > MOST ? `${MOST} of ${known.size}, by return` : String(ids.length)),
@@ -17,8 +17,8 @@ put("facts", h("dl", {}, fact("Rollouts", known.size > MOST ? `${MOST} of ${know
 
 const columns = ids.map((id) => {
   const row = known.get(id);
-  const head = h("dl", {}, fact("Return", row ? number(row.Return) : "–"),
-    row && baseline !== null ? fact("Return less the mean", number(row.Return - baseline)) : null);
+  const head = h("dl", {}, fact("Return", row ? returned(row.Return, row.ReturnsByRole) : "–"),
+    row && row.Return !== null && baseline !== null ? fact("Return less the mean", number(row.Return - baseline)) : null);
   const conversation = h("div", {}, h("p", {}, "Reading…"));
   return { id, conversation, element: h("section", { class: "column", "aria-label": `Rollout ${visible(id)}`, tabindex: 0 },
     h("h2", {}, h("a", { href: address("/rollout", { id }) }, id)), head, conversation) };

@@ -28,7 +28,7 @@ if (query.policy && query.left && query.right) {
     h("thead", {}, h("tr", {}, ["Task", "Difference", `Version ${found.left}`, `Version ${found.right}`, "Rollouts"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, found.tasks.map((task) => {
       const difference = task.right.mean - task.left.mean;
-      return h("tr", {}, h("td", {}, task.task), h("td", { class: difference > 0 ? "good" : difference < 0 ? "failed" : null }, `${difference > 0 ? "+" : ""}${number(difference)}`),
+      return h("tr", {}, h("td", {}, task.role ? `${task.task}, ${task.role}` : task.task), h("td", { class: difference > 0 ? "good" : difference < 0 ? "failed" : null }, `${difference > 0 ? "+" : ""}${number(difference)}`),
         side(task, "left"), side(task, "right"), h("td", {}, h("a", { href: beside(task) }, "Side by side")));
     }))) : h("p", {}, "No task in mode validate was played by both."));
 }

@@ -104,6 +104,12 @@ export function number(value, digits = 3) {
   return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toString();
 }
 
+// A return; of a rollout whose rewards name several roles those of each, never their sum.
+export function returned(value, byRole) {
+  const roles = Object.entries(byRole ?? {});
+  return value === null && roles.length ? roles.map(([role, of]) => `${role} ${number(of)}`).join(", ") : number(value);
+}
+
 export function counted(count, noun) {
   return `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 }

@@ -1,5 +1,5 @@
 // The overview, live: services, rollouts of the last hour, and curves of the newest steps.
-import { address, clearProblem, duration, fact, h, number, put, ready, visible } from "/static/dom.js";
+import { address, clearProblem, duration, fact, h, number, put, ready, returned, visible } from "/static/dom.js";
 import { chart, curves, IDLE } from "/static/charts.js";
 
 const CHARTS = {
@@ -19,15 +19,16 @@ function show(found) {
   }
   clearProblem();
   put("services", h("ul", { class: "plain" }, found.services.map((service) =>
-    h("li", {}, h("span", { class: service.answers ? "good" : "failed" }, service.answers ? "● answers" : "○ no answer"), ` ${service.name}`))));
+    h("li", {}, h("span", { class: service.answers ? "good" : "failed" }, service.answers ? "● answers" : "○ no answer"), ` ${service.name}`,
+      service.detail ? h("span", { class: "small" }, ` ${service.detail}`) : null))));
   const { rollouts, newest } = found;
   const age = (milliseconds) => (milliseconds > 0 ? `${duration(rollouts.NowMs - milliseconds)} ago` : "–");
   put("rollouts", h("dl", {},
     fact("Built in the last hour", h("a", { href: "/rollouts" }, number(rollouts.Built))),
     fact("Succeeded", rollouts.Built ? `${Math.round((100 * rollouts.Succeeded) / rollouts.Built)} %` : "–"),
-    fact("Mean return", rollouts.Built ? number(rollouts.Mean) : "–"),
+    fact("Mean return", rollouts.Built ? returned(rollouts.Mean, rollouts.MeanByRole) : "–"),
     fact("Last build", age(rollouts.LastMs)),
-    fact("Ended, not built yet", number(rollouts.Waiting)),
+    fact("Ended, not built yet", number(rollouts.Waiting), rollouts.Waiting ? `, the oldest for ${duration(rollouts.NowMs - rollouts.OldestMs)}` : ""),
     newest ? fact("Newest version", h("a", { href: address("/version", { policy: newest.Policy, branch: newest.Branch, version: newest.Newest }) },
       `${newest.Policy}@${newest.Newest}`), ` ${age(newest.NewestMs)}`) : fact("Newest version", "none")));
   put("drops", found.drops.length ? h("ul", { class: "plain" }, found.drops.map((drop) => h("li", {}, `${drop.Reason} ${number(drop.Count)}`))) : "none");

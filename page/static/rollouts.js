@@ -1,5 +1,5 @@
 // The list of rollouts: filters, a table of any length, numbers and a histogram beside it. The address holds all of it.
-import { address, ask, clearProblem, counted, duration, h, number, put, ready, time } from "/static/dom.js";
+import { address, ask, clearProblem, counted, duration, h, number, put, ready, returned, time } from "/static/dom.js";
 import { VirtualTable } from "/static/virtual_table.js";
 
 const filters = document.getElementById("filters");
@@ -15,7 +15,7 @@ const columns = [
   { title: "Mode", cell: (row) => row.Mode },
   { title: "Task", cell: (row) => row.TaskId },
   { title: "Outcome", cell: (row) => h("span", { class: row.Outcome === "succeeded" ? "good" : "failed" }, row.Outcome) },
-  { title: "Return", sort: "return", number: true, cell: (row) => number(row.Return) },
+  { title: "Return", sort: "return", number: true, cell: (row) => returned(row.Return, row.ReturnsByRole) },
   { title: "Calls", sort: "calls", number: true, cell: (row) => number(row.Calls) },
   { title: "Drops", sort: "drops", number: true, cell: (row) => number(row.Drops) },
   { title: "Tools", sort: "failed_tools", number: true, cell: (row) => `${row.ToolCalls}${row.FailedToolCalls ? `, ${row.FailedToolCalls} failed` : ""}` },
@@ -61,7 +61,7 @@ function show() {
 async function numbers(chosen) {
   const { sort, order, contents, ...condition } = chosen;
   const found = await ask(address("/api/rollouts/numbers", condition));
-  const succeeded = found.Count ? ` ${Math.round((100 * found.Succeeded) / found.Count)} % succeeded, mean return ${number(found.Mean)}.` : "";
+  const succeeded = found.Count ? ` ${Math.round((100 * found.Succeeded) / found.Count)} % succeeded, mean return ${returned(found.Mean, found.MeanByRole)}.` : "";
   put("count", `${found.Count.toLocaleString("en")} rollouts.${succeeded}`);
   const largest = Math.max(1, ...found.Histogram.map((bin) => bin.count));
   put("histogram", found.Histogram.length ? h("ol", {}, found.Histogram.map((bin) => {

@@ -35,6 +35,13 @@ const place = { policy: found.chosen?.Policy, branch: found.chosen?.Branch };
 const versions = found.steps.map((step) => step.Version);
 const open = (version) => location.assign(address("/version", { ...place, version }));
 
+// Returns of held-out rollouts by version; of each role where their rewards name several.
+function heldOutReturns(rows) {
+  const series = [{ label: "return", values: rows.map((row) => row.Return) },
+    ...[...new Set(rows.flatMap((row) => Object.keys(row.ReturnsByRole)))].sort().map((role) => ({ label: role, values: rows.map((row) => row.ReturnsByRole[role] ?? null) }))];
+  return series.filter(({ values }) => values.some((value) => value !== null));
+}
+
 // Metrics whose names hold a text, each as a curve of its own; without a text those that matter first.
 function draw() {
   const charts = put("charts");
@@ -51,7 +58,7 @@ function draw() {
     if (series.length) chart(charts, label, versions, series, open);
     if (label === "Success" && found.heldOut.length) {
       chart(charts, "Held-out return, by the version that sampled", found.heldOut.map((row) => row.Version),
-        [{ label: "return", values: found.heldOut.map((row) => row.Return) }, ], open);
+        heldOutReturns(found.heldOut), open);
     }
   }
 }

@@ -32,12 +32,12 @@ def row_cells(row: Mapping[str, Any]) -> list[str]:
     counts = (row["Calls"], row["Drops"], f"{row['FailedToolCalls']} of {row['ToolCalls']}")
     names = (row["RolloutId"], row["RunId"], row["TaskId"], row["Outcome"])
     versions = ", ".join(map(str, row["PolicyVersions"]))
-    return [_cut(str(value)) for value in (*names, _number(row["Return"]), *counts, versions, trained, built)]
+    return [_cut(str(value)) for value in (*names, _returned(row), *counts, versions, trained, built)]
 
 
 def service_lines(overview: Mapping[str, Any]) -> str:
     """Return the services, each with whether it answers."""
-    return "\n".join(f"{'●' if service['answers'] else '○'} {visible(service['name'])}" for service in overview["services"])
+    return "\n".join(visible(f"{'●' if row['answers'] else '○'} {row['name']} {row['detail']}".rstrip()) for row in overview["services"])
 
 
 def rollout_lines(overview: Mapping[str, Any]) -> str:
@@ -74,6 +74,11 @@ def returns(overview: Mapping[str, Any]) -> list[float]:
 def _cut(text: str) -> str:
     shown = visible(text)
     return shown if len(shown) <= WIDEST else f"{shown[: WIDEST - 1]}…"
+
+
+def _returned(row: Mapping[str, Any]) -> str:
+    roles = row["ReturnsByRole"] if row["Return"] is None else {}
+    return ", ".join(f"{role} {_number(value)}" for role, value in roles.items()) or _number(row["Return"])
 
 
 def _number(value: float | None) -> str:

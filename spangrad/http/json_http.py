@@ -58,6 +58,15 @@ def status_of(url: str, seconds: float = 2.0) -> int | None:
         return 0 if isinstance(getattr(error, "reason", None), SSLError) else None
 
 
+def text_of(url: str, seconds: float = 2.0) -> str | None:
+    """Return the text of a GET. None: there is no whole response, or it is none of success."""
+    try:
+        with urllib.request.urlopen(url, timeout=seconds) as response:
+            return response.read().decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+
+
 def _send(request: urllib.request.Request, seconds: float) -> Any:
     """Send a request once.
 

@@ -12,13 +12,13 @@ _OF_ROLLOUT = ", ".join(KEY)
 
 
 def revisions_sql(*, once: bool = False) -> str:
-    """Return a subquery with every revision of every rollout: the columns of the builder's row, BuildId, Outcome and Return.
+    """Return a subquery with every revision of every rollout: the columns of the builder's row, BuildId, Outcome, Return, ReturnsByRole.
 
     Args:
         once: whether a revision that was written twice is one row, which costs more.
     """
-    outcome = "if(Failure = '', 'succeeded', Failure) AS Outcome, arraySum(`RewardTotals.Value`) AS Return"
-    return f"(SELECT *, BuildId, {outcome} FROM spangrad_internal.builds{' FINAL' if once else ''})"
+    outcome = "if(Failure = '', 'succeeded', Failure) AS Outcome"
+    return f"(SELECT *, BuildId, Return, ReturnsByRole, {outcome} FROM spangrad_internal.builds{' FINAL' if once else ''})"
 
 
 def newest_revisions_sql(where: str = "true") -> str:

@@ -16,13 +16,15 @@ from playwright.sync_api import Browser, Page, expect
 from pydantic import SecretStr
 
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
-from spangrad.settings import EngineSettings, PageSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.settings import BuilderSettings, EngineSettings, PageSettings, Settings, StoreSettings, TrainerSettings, UpSettings
 from spangrad.store.clickhouse import connect
+from spangrad.supervisor.run_directory import RunDirectory
 from tests.support.browser import Visitor, browsers, running_page, violations
 from tests.support.page_rollouts import BIDI, LONG, MANY, MARKUP, TEXTS, PageRollouts
 from trainer.data.source import Group
 from trainer.ledger.recovery import open_ledger
 from trainer.ledger.skips import Skip, SkipReason
+from transition_builder.metrics import serve_metrics
 
 HOSTILE = f"{MARKUP} & {BIDI}"
 LINKS = "#list tbody a[href^='/rollout?']"
@@ -56,8 +58,13 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> TrainerSettings:
 @pytest.fixture(scope="module")
 def url(rollouts: PageRollouts, model: Path, ledger: TrainerSettings) -> Iterator[str]:
     page = PageSettings(trace_url="https://traces.example/t/{trace}")
-    settings = Settings(store=rollouts.store, engine=EngineSettings(model=model), page=page, trainer=ledger)
-    with running_page(settings) as address:
+    builder = BuilderSettings(metrics_address=f"127.0.0.1:{free_ports(1)[0]}")
+    serve_metrics(str(builder.metrics_address), lambda: {"train": (5.2, 3), "validate": (0.0, 0)})
+    up = UpSettings(directory=model / "up")
+    settings = Settings(store=rollouts.store, engine=EngineSettings(model=model), page=page, trainer=ledger, builder=builder, up=up)
+    with RunDirectory(up.directory) as supervised, running_page(settings) as address:
+        failed = {"name": "train", "state": "restarting", "restarts": 2, "cause": f"exit code 1: {MARKUP}"}
+        supervised.publish({"services": [{"name": "store", "state": "ready"}, {"name": "build", "state": "ready"}, failed]})
         yield address
 
 
@@ -107,7 +114,7 @@ def test_rollouts_page_finds_rollouts_by_text_in_messages(tab: Visitor) -> None:
     page = tab.open("/rollouts")
     page.get_by_label("Text in messages").fill("IS THE WEATHER in rome")
     page.get_by_role("button", name="Filter").click()
-    expect(page.locator("#searched")).to_contain_text(f"2 rollouts with the text in {MANY + 3} searched.")
+    expect(page.locator("#searched")).to_contain_text(f"2 rollouts with the text in {MANY + 5} searched.")
     expect(page.locator(LINKS)).to_have_text(["seen-2", "seen-1"])
     arguments = urlencode({"contents": '{"city": "rome"}', "text": "seen-1"})
     page = tab.open(f"/rollouts?{arguments}")
@@ -247,7 +254,12 @@ def test_call_page_shows_request_and_response_as_json(tab: Visitor, rollouts: Pa
 
 def test_overview_page_shows_services_and_is_live(tab: Visitor, rollouts: PageRollouts) -> None:
     page = tab.open("/")
-    assert page.locator("#services li").all_inner_texts() == ["● answers store", "○ no answer gateway"]
+    assert page.locator("#services li").all_inner_texts() == [
+        "● answers store",
+        "○ no answer gateway",
+        "● answers builder train: 3 wait, the oldest for 5.2 s",
+        f"○ no answer trainer restarting, restarted 2 times, exit code 1: {MARKUP}",
+    ]
     facts = page.locator("#rollouts dd")
     expect(facts.nth(0)).to_have_text("3")
     expect(facts.nth(5)).to_contain_text("policy@5")
@@ -314,6 +326,16 @@ def test_compare_page_pairs_versions_on_held_out_tasks(tab: Visitor) -> None:
     assert page.url.endswith("/compare?policy=policy&left=1&right=2")
     assert page.locator("#tasks tbody tr").count() == len(tasks)
     assert page.locator("#tasks tbody td").nth(1).inner_text() == "+0.0025"
+
+
+def test_page_shows_the_returns_of_several_roles_and_never_their_sum(tab: Visitor) -> None:
+    page = tab.open("/rollouts?run=page&group=duel&sort=return")
+    cells = page.locator("#list tbody tr:not(.space)").first.locator("td").all_inner_texts()
+    assert (cells[0], cells[5]) == ("duel-4", "black -1, white 1")
+    expect(page.locator("#count")).to_contain_text("mean return black -0.5, white 0.5.")
+    page = tab.open("/compare?policy=policy&left=3&right=4")
+    rows = [row.split("\t")[:2] for row in page.locator("#tasks tbody tr").all_inner_texts()[:2]]
+    assert rows == [["opening, black", "-1"], ["opening, white", "+1"]]
 
 
 def test_page_hostile_spans_are_shown_as_text(tab: Visitor, rollouts: PageRollouts) -> None:
@@ -400,7 +422,7 @@ def test_page_wrong_address_is_refused_with_a_sentence(url: str, path: str, stat
 def test_training_answer_counts_a_rollout_by_its_newest_build(url: str) -> None:
     _, _, content = get(f"{url}/api/training")
     rollouts = {row["Version"]: row["Rollouts"] for row in json.loads(content)["heldOut"]}
-    assert rollouts == {version: sum(number % 7 == version for number in range(MANY)) for version in range(7)}
+    assert rollouts == {version: sum(number % 7 == version for number in range(MANY)) + (version in {3, 4}) for version in range(7)}
 
 
 def test_page_answers_carry_a_strict_content_security_policy(url: str) -> None:

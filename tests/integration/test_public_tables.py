@@ -120,3 +120,19 @@ def test_public_tables_have_a_comment(store: StoreSettings) -> None:
         *comments
     }
     assert [name for name, comment in comments.items() if not comment.endswith(".")] == []
+
+
+def test_rollouts_table_never_adds_up_the_rewards_of_several_roles(store: StoreSettings) -> None:
+    spans = SpanFactory(run="public_roles")
+    for rollout, rewards in (("game", [("white", 1.0), ("black", -1.0), ("", 0.5)]), ("lone", [("white", 1.0), ("", 0.5)])):
+        root = spans.root(rollout, calls=1)
+        for role, value in rewards:
+            spans.evaluation(root, value, **({"role": role} if role else {}))
+        spans.call(spans.client(root, rollout=rollout), rollout=rollout, PromptIds=[1], ResponseIds=[2])
+    post(store, spans.otlp())
+    build_once(settings_of(store, "public_roles"))
+    asked = "SELECT Return, ReturnsByRole, Rewards FROM spangrad.rollouts WHERE RunId = 'public_roles' ORDER BY RolloutId"
+    assert rows(store, asked) == [
+        (None, {"black": -0.5, "white": 1.5}, {"reward": 0.5, "reward of black": -1.0, "reward of white": 1.0}),
+        (1.5, {"white": 1.5}, {"reward": 0.5, "reward of white": 1.0}),
+    ]

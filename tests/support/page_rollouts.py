@@ -134,6 +134,11 @@ class PageRollouts:
                 "PolicyVersions": [number % 7], "FailedToolCalls": number % 5 == 0, "ToolCalls": 1, "Attempts": 1,
                 "Failure": "timeout" if number % 10 == 0 else "",
                 "IngestedAt": datetime(2026, 1, 1, 0, number // 60, number % 60, tzinfo=UTC)})  # fmt: skip
+        # Games of two roles, by two versions.
+        for version in (3, 4):
+            self._insert("builds", {"RunId": RUN, "Mode": "validate", "BuildSpec": "s", "TaskId": "opening", "RolloutId": f"duel-{version}",
+                "GroupId": "duel", "RewardTotals.Name": ["reward"] * 2, "RewardTotals.Role": ["black", "white"], "RewardTotals.Value":
+                [3 - version, version - 3], "PolicyVersions": [version], "IngestedAt": datetime(2026, 1, 1, tzinfo=UTC)})  # fmt: skip
         self._flush()
 
     def _insert(self, table: str, row: dict[str, Any]) -> None:

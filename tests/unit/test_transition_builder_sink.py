@@ -47,7 +47,7 @@ def test_revise_new_rollout_is_revision_0() -> None:
         pl.Schema(dict(schema)) for schema in (TRANSITIONS, DROPS, REWARDS, BUILDS)
     ]
     content = dict(contents(built).select("RolloutId", "Content").iter_rows())
-    of_calls = (2, 1, 1, 1, 3, 2, 0, 0, ["runner"], ["policy"], [3], ["reward"], [1.0], 1)
+    of_calls = (2, 1, 1, 1, 3, 2, 0, 0, ["runner"], ["policy"], [3], ["reward"], [""], [1.0], 1)
     begun = written.builds["StartedAt"].to_list()
     assert begun == [frames.spans.filter(RolloutKey=rollout, SpanName="rollout")["Timestamp"].item() for rollout in ("a", "b")]
     assert written.builds.rows() == [

@@ -53,7 +53,7 @@ _FACTS = "RunId, Mode, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision,
 _TIME = "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
 _COLUMNS = ", ".join(_TIME if name == "Timestamp" else f"`{name}`" for name in TRANSITIONS)
 _DROPS = f"RunId, RolloutId, Revision, Content, Attempt, CallId, TraceId, SpanId, ChoiceIndex, {_TIME}, AgentName, Policy, Model, Reason"
-_REWARD = ("CallId", "Name", "Source", "RuleHash", "TraceId", "SpanId")
+_REWARD = ("CallId", "Name", "Role", "Source", "RuleHash", "TraceId", "SpanId")
 _KEYS = {
     "transitions": (("RunId", "Mode", "GroupId", "RolloutId"), ("CallId",)),
     "drops": (("RunId", "Mode", "GroupId", "RolloutId"), ("CallId",)),
@@ -91,7 +91,8 @@ class GroupSlice:
     """Part of a dataset: some whole groups."""
 
     rollouts: pl.DataFrame
-    """Rollouts, a row each: ROLLOUT, TaskId, GroupSize, and Return, the weighted sum of its rewards (null: it has none)."""
+    """Rollouts, a row each: ROLLOUT, TaskId, GroupSize, and Return, the weighted sum of its rewards. Null: it has none, or they are
+    of several roles."""
     calls: pl.DataFrame
     """Calls, a row each, by rollout and turn: TRANSITIONS, Return and Reason. Reason is empty, or that of a drop, which has neither ids nor
     rewards."""
@@ -218,18 +219,21 @@ class ExportReader:
         )
 
     def _returns(self, transitions: pl.DataFrame, rollouts: pl.DataFrame, taken: pl.DataFrame) -> pl.DataFrame:
-        """Return the weighted sum of each rollout's rewards: of its transitions' where it has any, else of all that were given to it."""
-        names = [*_BUILD, "Rewards.Name", "Rewards.Value"]
-        each = transitions.select(names).explode("Rewards.Name", "Rewards.Value", empty_as_null=True)
+        """Return the weighted sum of each rollout's rewards: of its transitions' where it has any, else of all that were given to it.
+
+        Null where the rewards name several roles, which are never added up.
+        """
+        names = ["Rewards.Name", "Rewards.Value", "Rewards.Role"]
+        each = transitions.select(*_BUILD, *names).explode(names, empty_as_null=True)
         value = self._weighted("Rewards.Name", "Rewards.Value").fill_null(0.0)
-        returns = each.group_by(*_BUILD, maintain_order=True).agg(Return=value.sum())
+        returns = each.group_by(*_BUILD, maintain_order=True).agg(Return=_of_one_role(value, "Rewards.Role"))
         bare = rollouts.join(taken, on=list(_BUILD), how="semi").join(returns, on=list(_BUILD), how="anti")
         return pl.concat([returns, self._given_returns(bare)]) if bare.height else returns
 
     def _given_returns(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Return the returns of rollouts without a kept call to carry their rewards."""
         rewards = self._rows("rewards", ", ".join((*_BUILD, "Attempt", "Value", *_REWARD)), rollouts)
-        return rewards.group_by(*_BUILD).agg(Return=self._weighted("Name", "Value").sum())
+        return rewards.group_by(*_BUILD).agg(Return=_of_one_role(self._weighted("Name", "Value"), "Role"))
 
     def _weighted(self, name: str, value: str) -> pl.Expr:
         """Return the rewards of a column times the weights of their names."""
@@ -240,3 +244,9 @@ class ExportReader:
         return query(self.client, self.url, sql).with_columns(
             pl.col(pl.Categorical, pl.Binary).cast(pl.String), pl.col(pl.List(pl.Categorical), pl.List(pl.Binary)).cast(pl.List(pl.String))
         )
+
+
+def _of_one_role(value: pl.Expr, role: str) -> pl.Expr:
+    """Return the sum of rewards, by an expression of their values; null where their column of roles names several."""
+    roles = pl.col(role).filter(pl.col(role) != "").n_unique()
+    return pl.when(roles <= 1).then(value.sum())

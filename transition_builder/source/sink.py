@@ -119,8 +119,12 @@ def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.
     dropped = rows.drops.group_by(ROLLOUT).agg(Drops=pl.len(), named=(pl.col("CallId") != "").sum())
     ran = rows.tool_calls.group_by(ROLLOUT).agg(ToolCalls=pl.len(), FailedToolCalls=pl.col("Failed").sum())
     totals = (
-        rows.rewards.group_by(*ROLLOUT, "Name").agg(pl.col("Value").sum()).sort(*ROLLOUT, "Name").group_by(ROLLOUT, maintain_order=True)
-    ).agg(**{"RewardTotals.Name": "Name", "RewardTotals.Value": "Value"})
+        rows.rewards.group_by(*ROLLOUT, "Name", "Role")
+        .agg(pl.col("Value").sum())
+        .sort(*ROLLOUT, "Name", "Role")
+        .group_by(ROLLOUT, maintain_order=True)
+        .agg(pl.col("Name", "Role", "Value").name.prefix("RewardTotals."))
+    )
     counts = ["Transitions", "Drops", "Rewards", "named", "InputTokens", "OutputTokens", "ToolCalls", "FailedToolCalls"]
     lists = [name for name, dtype in BUILDS.items() if isinstance(dtype, pl.List)]
     for facts in (kept, dropped, ran, totals, rows.times):

@@ -1,0 +1,71 @@
+"""Services as the overview shows them: whether each answers, and by how much the builder lags.
+
+In: the settings' addresses, the status of `spangrad up`. Out: plain values for JSON. Invariant: a service that does not answer delays the
+others by no more than `_ANSWER_SECONDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from spangrad.http.json_http import status_of, text_of
+from spangrad.settings import Settings
+from spangrad.supervisor import run_directory
+
+_ANSWER_SECONDS = 1.0
+_LAG, _WAITING = "spangrad_builder_lag_seconds", "spangrad_builder_waiting_rollouts"
+_COVERED = frozenset({"store", "gateway", "queue", "page"})
+"""Services that are asked over HTTP, or are this one."""
+_NAMES = {"build": "builder", "train": "trainer"}
+"""Command of a service -> its name, where they differ."""
+_RUNNING = frozenset({"ready", "done"})
+
+
+def services_of(settings: Settings) -> list[dict[str, Any]]:
+    """Return the services that the settings name and those that `spangrad up` runs here: name, whether it answers, and a detail."""
+    requests: dict[str, Callable[[], dict[str, Any]]] = {
+        "store": lambda: _answering(f"{settings.store.url}/ping"),
+        "gateway": lambda: _answering(f"{settings.gateway.url}/readyz"),
+    }
+    if settings.queue.url:
+        requests["queue"] = lambda: _answering(f"{settings.queue.url}/healthz")
+    if settings.builder.metrics_address:
+        requests["builder"] = lambda: _builder(f"http://{settings.builder.metrics_address}/metrics")
+    with ThreadPoolExecutor(len(requests)) as threads:
+        answers = {name: threads.submit(request) for name, request in requests.items()}
+    asked = [{"name": name, **answer.result()} for name, answer in answers.items()]
+    status = run_directory.status_of(settings.up.directory) or {"services": []}
+    supervised = map(_supervised, status["services"])
+    return asked + [service for service in supervised if service["name"] not in _COVERED | requests.keys()]
+
+
+def _answering(url: str) -> dict[str, Any]:
+    # One that asks for its token answers as well.
+    status = status_of(url, _ANSWER_SECONDS)
+    return {"answers": status is not None and status < 500, "detail": ""}
+
+
+def _builder(url: str) -> dict[str, Any]:
+    text = text_of(url, _ANSWER_SECONDS)
+    return {"answers": text is not None, "detail": _lags(text or "")}
+
+
+def _lags(metrics: str) -> str:
+    """Return the builder's lag by mode, where something waits; empty where nothing does."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
+    lags, waiting = (
+        {sample.labels["mode"]: sample.value for sample in samples if sample.name == name and sample.value} for name in (_LAG, _WAITING)
+    )
+    return ", ".join(f"{mode}: {waiting.get(mode, 0):.0f} wait, the oldest for {lags[mode]:.1f} s" for mode in sorted(lags))
+
+
+def _supervised(service: Mapping[str, Any]) -> dict[str, Any]:
+    name = str(service["name"])
+    state = str(service.get("state", ""))
+    restarts = service.get("restarts", 0)
+    parts = [state if state not in _RUNNING else "", f"restarted {restarts} times" if restarts else "", service.get("cause", "")]
+    return {"name": _NAMES.get(name, name), "answers": state in _RUNNING, "detail": ", ".join(filter(None, parts))}
