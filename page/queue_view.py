@@ -20,13 +20,14 @@ STATES = ("queued", "running", "succeeded", "failed", "dead", "cancelled")
 UNNAMED = "queue.url is not set: this page reaches no queue. `spangrad run` without it has a queue of its own."
 
 
-def queue_view(settings: QueueSettings, run: str, state: str, after: int) -> dict[str, Any]:
-    """Return runs with their counts, and rollouts of a state in order of arrival.
+def queue_view(settings: QueueSettings, run: str, state: str, order: str, after: int) -> dict[str, Any]:
+    """Return runs with their counts, and rollouts of a state in an order; of later pages the rollouts alone.
 
     Args:
         settings: settings of the queue.
         run: run of the rollouts; empty: all.
         state: state of the rollouts; empty: all.
+        order: `newest` or `oldest`, which come first.
         after: cursor of the page before; 0: the list begins.
 
     Raises:
@@ -34,10 +35,11 @@ def queue_view(settings: QueueSettings, run: str, state: str, after: int) -> dic
     """
     if settings.url is None:
         return {"problem": UNNAMED, "runs": [], "rollouts": [], "after": None}
-    query = {"limit": ROWS, "after": after, **({"run": run} if run else {}), **({"state": state} if state else {})}
+    query = {"limit": ROWS, "after": after, "order": order, **({"run": run} if run else {}), **({"state": state} if state else {})}
     page = _ask(settings, f"/v1/rollouts?{urlencode(query)}")
     rollouts = page["rollouts"]
-    return {"runs": _ask(settings, "/v1/runs")["runs"], "rollouts": rollouts, "after": page["cursor"] if len(rollouts) == ROWS else None}
+    runs = [] if after else _ask(settings, "/v1/runs")["runs"]
+    return {"runs": runs, "rollouts": rollouts, "after": page["cursor"] if len(rollouts) == ROWS else None}
 
 
 def queued_rollout(settings: QueueSettings, rollout: str) -> dict[str, Any]:

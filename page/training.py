@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from page.cursors import Value, encode_cursor
 from page.reading import PageStore
 from spangrad.store.built_rollouts import newest_revisions_sql, revisions_sql
 
 STEPS_MOST = 2000
-"""Largest number of newest steps of a branch that are shown."""
+"""Largest number of newest steps of a branch that curves show."""
 SKIPPED_MOST = 1000
 """Largest number of newest skipped groups that are shown."""
+STEP_ROWS = 200
+"""Number of steps of a page of their table."""
 NEAR = 8
 """Number of versions before and after one that its picture shows."""
 TASKS_MOST = 1000
@@ -30,6 +33,24 @@ _STEPS = """
 SELECT Version, Parent, BatchId, Metrics, toUnixTimestamp64Milli(IngestedAt) AS CommittedMs
 FROM spangrad.steps WHERE Policy = {policy:String} AND Branch = {branch:String} ORDER BY Version DESC LIMIT {most:UInt32}
 """
+_STEP_ROWS = """
+SELECT Version, toUnixTimestamp64Milli(IngestedAt) AS CommittedMs,
+    mapFilter((name, value) -> has({{metrics:Array(String)}}, name), Metrics) AS Metrics,
+    if({{sort:String}} = '', toFloat64(Version), if(isFinite(Metrics[{{sort:String}}]), Metrics[{{sort:String}}], -1e300)) AS SortValue
+FROM spangrad.steps
+WHERE Policy = {{policy:String}} AND Branch = {{branch:String}} AND {after}
+ORDER BY SortValue {direction}, Version {direction} LIMIT {{limit:UInt32}}
+"""
+_OF_VERSION = "Policy = {policy:String} AND Branch = {branch:String} AND Version = {version:UInt64}"
+_REWARDS = f"""
+SELECT reward.1 AS Name, reward.2 AS Role, count() AS Rollouts, avg(reward.3) AS Mean, min(reward.3) AS Least, max(reward.3) AS Largest
+FROM {revisions_sql(once=True)}
+ARRAY JOIN arrayZip(`RewardTotals.Name`, `RewardTotals.Role`, `RewardTotals.Value`) AS reward
+WHERE RolloutId IN (SELECT RolloutId FROM spangrad.batches WHERE {_OF_VERSION}) AND (RunId, RolloutId, BuildSpec, Revision) IN (
+    SELECT RunId, RolloutId, BuildSpec, Revision FROM spangrad.batches WHERE {_OF_VERSION})
+GROUP BY Name, Role ORDER BY Name, Role
+"""
+"""Rewards of the revisions that a version's batch trained."""
 _VERSION = """
 SELECT Policy, Branch, Version, RunId, Mode, Parent, ParentBranch, BatchId, Checksum, Path, TokenizerHash, Status, Metrics,
     toUnixTimestamp64Milli(IngestedAt) AS CommittedMs
@@ -110,6 +131,8 @@ class SkippedRow:
     """Sentence about this group; empty: the reason is enough."""
     remedy: str
     """Remedy for the reason; empty: there is none to give."""
+    newest_version: int
+    """Newest version of the policy at that time: the step that skipped it began then."""
     skipped_ms: int
     """Time at which it was skipped, in milliseconds since 1970."""
 
@@ -122,6 +145,32 @@ def branches_of(store: PageStore) -> list[dict[str, Any]]:
 def steps_of(store: PageStore, policy: str, branch: str, most: int = STEPS_MOST) -> list[dict[str, Any]]:
     """Return the newest steps of a branch with their metrics, oldest first."""
     return store.rows(_STEPS, {"policy": policy, "branch": branch, "most": most})[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """Order of a branch's steps, and the step after which the list goes on."""
+
+    sort: str = ""
+    """Metric that is compared. Empty: the version's number."""
+    descending: bool = True
+    after: Sequence[Value] | None = None
+    """Value and version of the last step that is shown. None: the list begins."""
+
+
+def step_rows(store: PageStore, policy: str, branch: str, metrics: Sequence[str], order: StepOrder) -> dict[str, Any]:
+    """Return a page of a branch's steps with some of their metrics, and the cursor of what follows; None: nothing does.
+
+    A step without the metric that is compared, or with one that is no number, counts as the least.
+    """
+    direction, compared = ("DESC", "<") if order.descending else ("ASC", ">")
+    after = f"(SortValue, Version) {compared} ({{value:Float64}}, {{version:UInt64}})" if order.after else "true"
+    value, version = order.after or (0.0, 0)
+    parameters = {"policy": policy, "branch": branch, "metrics": list(metrics), "sort": order.sort, "value": value, "version": version}
+    sql = _STEP_ROWS.format(after=after, direction=direction)
+    rows = store.rows(sql, {**parameters, "limit": STEP_ROWS + 1})
+    last = rows[STEP_ROWS - 1] if len(rows) > STEP_ROWS else None
+    return {"rows": rows[:STEP_ROWS], "after": encode_cursor([last["SortValue"], last["Version"]]) if last else None}
 
 
 def training_view(store: PageStore, policy: str | None, branch: str | None) -> dict[str, Any]:
@@ -145,8 +194,15 @@ def training_view(store: PageStore, policy: str | None, branch: str | None) -> d
     }
 
 
-def skipped_view(skipped: Sequence[SkippedRow]) -> dict[str, Any]:
-    """Return the newest skipped groups of a branch, and the number of all of them by reason."""
+def skipped_view(skipped: Sequence[SkippedRow], since: int | None = None, until: int | None = None) -> dict[str, Any]:
+    """Return the newest skipped groups of a branch, and the number of all of them by reason.
+
+    Args:
+        skipped: skipped groups of the branch.
+        since: version that was the newest of the policy when the first of them was skipped. None: any.
+        until: version before which they were skipped. None: any.
+    """
+    skipped = [row for row in skipped if (since is None or row.newest_version >= since) and (until is None or row.newest_version < until)]
     newest = sorted(skipped, key=lambda row: -row.skipped_ms)[:SKIPPED_MOST]
     return {"groups": [asdict(row) for row in newest], "reasons": dict(Counter(row.reason for row in skipped).most_common())}
 
@@ -166,6 +222,7 @@ def version_view(store: PageStore, policy: str, branch: str, version: int) -> di
         "near": store.rows(_NEAR, {**place, "reach": NEAR}),
         "sampledBy": store.rows(_SAMPLED_BY, place),
         "samples": store.rows(_SAMPLES, place),
+        "rewards": store.rows(_REWARDS, place),
         "groups": [_group(*key, rollouts) for key, rollouts in groups.items()],
     }
 

@@ -16,6 +16,7 @@ from multidict import MultiMapping
 
 from page.actions.records import actions_view
 from page.call_view import TEXT_CHARACTERS, CallPlace, alternatives, call_texts, call_view
+from page.cursors import decode_cursor
 from page.lanes import STEPS_MOST, lanes_view
 from page.overview import OverviewReader
 from page.queue_view import STATES, queue_view, queued_rollout
@@ -25,7 +26,7 @@ from page.rollouts.filters import RolloutFilter, RolloutOrder
 from page.rollouts.listing import choices_of, export, numbers_of, search
 from page.rollouts.view import rollout_view, span_view
 from page.token_texts import TokenTexts
-from page.training import SkippedRow, comparison, skipped_view, training_view, version_view
+from page.training import SkippedRow, StepOrder, comparison, skipped_view, step_rows, training_view, version_view
 from spangrad.errors import LedgerError
 from spangrad.settings import Settings
 
@@ -95,6 +96,7 @@ class PageViews:
             "/api/training": lambda query: training_view(self.store, query.get("policy") or None, query.get("branch") or None),
             "/api/lanes": self._lanes,
             "/api/training/skipped": self._skipped,
+            "/api/training/steps": self._steps,
             "/api/version": self._version,
             "/api/compare": self._compare,
             "/api/span": lambda query: span_view(self.store, _required(query, "trace"), _required(query, "span")),
@@ -154,7 +156,10 @@ class PageViews:
         if state and state not in STATES:
             raise ValueError(f"state = {state[:80]!r} is none of {', '.join(STATES)}.")
         after = _number(query, "after") if query.get("after") else 0
-        return queue_view(self._settings.queue, query.get("run", ""), state, after)
+        order = query.get("order") or "newest"
+        if order not in {"newest", "oldest"}:
+            raise ValueError(f"order = {order[:80]!r}: give newest or oldest.")
+        return queue_view(self._settings.queue, query.get("run", ""), state, order, after)
 
     def _lanes(self, query: Query) -> dict[str, Any]:
         branch = _required(query, "policy"), _required(query, "branch")
@@ -162,10 +167,19 @@ class PageViews:
 
     def _skipped(self, query: Query) -> dict[str, Any]:
         policy, branch = _required(query, "policy"), _required(query, "branch")
+        since, until = (_number(query, name) if query.get(name) else None for name in ("since", "until"))
         try:
-            return skipped_view(self._readers.skipped(self._settings, policy, branch))
+            return skipped_view(self._readers.skipped(self._settings, policy, branch), since, until)
         except LedgerError as error:  # a page beside a store alone has no ledger: the rest of the view is as it should be
             return {**skipped_view(()), "problem": str(error)}
+
+    def _steps(self, query: Query) -> dict[str, Any]:
+        after, order = query.get("after"), query.get("order") or "desc"
+        if order not in {"asc", "desc"}:
+            raise ValueError(f"order = {order[:80]!r}: give asc or desc.")
+        chosen = StepOrder(query.get("sort", ""), order == "desc", decode_cursor(after, (int, float), int) if after else None)
+        metrics = query.get("metrics", "").split(",")
+        return step_rows(self.store, _required(query, "policy"), _required(query, "branch"), metrics, chosen)
 
     def _compare(self, query: Query) -> dict[str, Any]:
         return comparison(self.store, _required(query, "policy"), _number(query, "left"), _number(query, "right"))

@@ -7,6 +7,7 @@ that can be derived (returns, advantages, staleness) is a property or a pure fun
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -326,3 +327,8 @@ def transition_ids(calls: Iterable[str], build_spec: str, revision: int) -> list
     """Name the transitions of many calls."""
     after, sha256 = f":{build_spec}:{revision}".encode(), hashlib.sha256
     return [sha256(call.encode() + after).hexdigest()[:32] for call in calls]
+
+
+def canary_bucket(rollout_id: str) -> float:
+    """Return the place of a rollout in [0, 1), the same for all of its calls: below a canary's share the canary answers them."""
+    return zlib.crc32(rollout_id.encode("utf-8", "replace")) / 2**32

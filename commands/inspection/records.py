@@ -85,6 +85,7 @@ def read_skipped(settings: Settings, policy: str, branch: str) -> list[SkippedRo
         SkippedRow(
             *(row.group.run_id, row.group.mode, row.group.build_spec, row.group.group_id, row.reason.value, row.detail),
             remedy=REMEDIES.get(row.reason, ""),
+            newest_version=row.version,
             skipped_ms=int(row.skipped_at.timestamp() * 1000),
         )
         for row in skipped

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from gateway.pool.upstream import BackendDownError, BackendStatus, Upstream
 from gateway.proxy.context import AttemptKey
 from gateway.weights.publication import WeightsRelease
 from spangrad.errors import GatewayError
+from spangrad.types import canary_bucket
 
 RETRY_AFTER_SECONDS = 1
 AFFINITY_CALLS = 8
@@ -230,7 +230,7 @@ class Policy:
         others = [backend for backend in self.backends if backend is not canary and backend.name not in avoid]
         if (
             attempt is not None
-            and _canary_bucket(attempt) < self.canary.share
+            and canary_bucket(attempt.rollout_id) < self.canary.share
             and canary.name not in avoid
             and canary.status in _WAITED_FOR
         ):
@@ -244,8 +244,3 @@ class Policy:
         sharing = [backend for backend in self.backends if backend.status in {BackendStatus.SERVING, BackendStatus.PUBLISHING}]
         calls = 1 + len(self._queue) + sum(backend.in_flight for backend in sharing)
         return backend.in_flight < math.ceil(calls * backend.capacity / sum(other.capacity for other in sharing))
-
-
-def _canary_bucket(attempt: AttemptKey) -> float:
-    """Return the place of a rollout in [0, 1), the same for all of its calls; it is compared with the canary's share."""
-    return zlib.crc32(attempt.rollout_id.encode("utf-8", "replace")) / 2**32

@@ -5,7 +5,8 @@ In: requests of browsers. Out: JSON, and server-sent events. Invariant: what cha
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -19,8 +20,11 @@ from spangrad.http.json_http import ask
 from spangrad.http.server import body
 from spangrad.http.service import gateway_service
 from spangrad.settings import GatewaySettings
+from spangrad.types import canary_bucket
 
 _ANSWER_SECONDS = 5.0
+_IDS_MOST = 20_000
+"""Largest number of ids that are drawn for one of a canary's: enough for a share of a thousandth."""
 
 
 class PlayAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +71,10 @@ class PlayRoutes:
         ]
 
     async def environments(self, request: web.Request) -> web.Response:
-        """Return the names of the environments, and the policies with the versions that they serve; none where no gateway answers."""
+        """Return the names of the environments, and the served versions of policies; none where no gateway answers.
+
+        Each has the id of a rollout that it answers: where a canary is out, the gateway goes by the id.
+        """
         return _answer(200, {"environments": self._environments, "policies": await self._in_thread(self._policies)})
 
     def _policies(self) -> list[dict[str, object]]:
@@ -75,7 +82,7 @@ class PlayRoutes:
             answer = ask(gateway_service(self._gateway.url, self._gateway.token), "GET", "/admin/policies", seconds=_ANSWER_SECONDS)
         except GatewayError:  # an episode with scripts alone needs no gateway
             return []
-        return [{"name": policy["policy"], "version": policy["version"]} for policy in answer["policies"]]
+        return list(_served(answer["policies"]))
 
     async def answer(self, request: web.Request) -> web.Response:
         """Take a person's reply, or let the person leave."""
@@ -109,6 +116,26 @@ class PlayRoutes:
             except ConnectionResetError:
                 pass  # the browser has left
         return response
+
+
+def _served(policies: list[dict[str, Any]]) -> Iterator[dict[str, object]]:
+    """Yield the versions of policies that answer calls, the canary's included."""
+    for policy in policies:
+        canary = policy.get("canary")
+        share = canary["share"] if canary else 0.0
+        yield {"name": policy["policy"], "version": policy["version"], "rollout": _rollout(lambda bucket, share=share: bucket >= share)}
+        if canary:
+            rollout = _rollout(lambda bucket, share=share: bucket < share)
+            yield {"name": policy["policy"], "version": canary["version"], "rollout": rollout}
+
+
+def _rollout(is_place: Callable[[float], bool]) -> str:
+    """Return a new rollout's id whose place among a canary's rollouts meets a condition."""
+    for _ in range(_IDS_MOST):
+        rollout = f"play-{secrets.token_hex(16)}"
+        if is_place(canary_bucket(rollout)):
+            return rollout
+    return ""
 
 
 def _answer(status: int, value: Mapping[str, object]) -> web.Response:

@@ -6,11 +6,11 @@ as parameters alone, never as SQL.
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from page.cursors import Value, decode_cursor, encode_cursor
 
 HAS_RETURN = "ifNull(isFinite(Return), 0)"
 """Condition: a rollout has one return. It has none where its rewards name several roles, or are no numbers."""
@@ -100,7 +100,7 @@ class RolloutOrder:
 
     sort: str = "built"
     descending: bool = True
-    after: tuple[float, str, str, str] | None = None
+    after: Sequence[Value] | None = None
     """Value of the order's expression and KEY of the last row that is shown. None: the list begins."""
 
     @staticmethod
@@ -113,11 +113,13 @@ class RolloutOrder:
         sort, order = query.get("sort") or "built", query.get("order") or "desc"
         if sort not in SORTS or order not in {"asc", "desc"}:
             raise ValueError(f"sort = {sort!r}, order = {order!r}: sort is one of {', '.join(SORTS)}, order is asc or desc.")
-        return RolloutOrder(sort, order == "desc", _cursor(query["after"]) if query.get("after") else None)
+        return RolloutOrder(
+            sort, order == "desc", decode_cursor(query["after"], (int, float), str, str, str) if query.get("after") else None
+        )
 
     def following(self, cursor: str) -> RolloutOrder:
         """Return the same order from the row of a cursor on."""
-        return replace(self, after=_cursor(cursor))
+        return replace(self, after=decode_cursor(cursor, (int, float), str, str, str))
 
     @property
     def expression(self) -> str:
@@ -138,17 +140,7 @@ class RolloutOrder:
 
 def cursor_of(row: Mapping[str, Any]) -> str:
     """Return the cursor of a row: what follows it comes next."""
-    return base64.urlsafe_b64encode(json.dumps([row["SortValue"], *(row[name] for name in KEY)]).encode()).decode().rstrip("=")
-
-
-def _cursor(text: str) -> tuple[float, str, str, str]:
-    try:
-        value, *names = json.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
-        if isinstance(value, int | float) and len(names) == len(KEY) and all(isinstance(name, str) for name in names):
-            return (value, *names)
-    except ValueError:
-        pass
-    raise ValueError("after is no cursor of this list. Leave it out: the list then begins at its first row.")
+    return encode_cursor([row["SortValue"], *(row[name] for name in KEY)])
 
 
 def _number(name: str, text: str) -> float:

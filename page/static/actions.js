@@ -50,9 +50,9 @@ function open(label, question, fields, request, done) {
   (inputs.find(([, input]) => !input.value)?.[1] ?? confirm).focus();
 }
 
-// A link to play with a policy, by the version that it serves; null where the page offers no actions.
-export function playLink(policy) {
-  return TOKEN ? h("a", { href: address("/play", { policy }) }, "Play with its served version") : null;
+// A link to play with a version of a policy, or with the one that it serves; null where the page offers no actions.
+export function playLink(policy, version) {
+  return TOKEN ? h("a", { href: address("/play", { policy, version }) }, "Play with it") : null;
 }
 
 // Cancel or Retry for a rollout as the queue has it; null where neither is possible.

@@ -16,17 +16,24 @@ ready();
 async function choose() {
   const form = document.getElementById("choice");
   const { environments, policies } = await ask("/api/play/environments");
-  const id = `play-${[...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+  const unnamed = `play-${[...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+  const served = policies.filter(({ rollout }) => rollout);
+  const chosen = () => served[form.elements.policy.value] ?? { name: "", rollout: unnamed };
   form.elements.environment.append(...environments.map((name) => h("option", { value: name }, name)));
-  form.elements.policy.append(...policies.map(({ name, version }) => h("option", { value: name }, version === null ? name : `${name}, version ${version}`)));
-  if (policies.some(({ name }) => name === query.get("policy"))) form.elements.policy.value = query.get("policy");
-  document.getElementById("policies").hidden = !policies.length;
+  form.elements.policy.append(...served.map(({ name, version }, at) => h("option", { value: at }, version === null ? name : `${name}, version ${version}`)));
+  const asked = served.filter(({ name }) => name === query.get("policy"));
+  const first = asked.find(({ version }) => String(version) === query.get("version")) ?? asked[0];
+  if (first) form.elements.policy.value = served.indexOf(first);
+  document.getElementById("policies").hidden = !served.length;
+  if (query.get("version") && first && String(first.version) !== query.get("version")) {
+    state.textContent = visible(`Version ${query.get("version")} of ${first.name} is not served: publish it first, or play with version ${first.version}.`);
+  }
   form.addEventListener("submit", (event) => event.preventDefault());
   const button = actionButton("Begin", {
     question: "Begin the episode? It runs on the page's machine, with the policy of the gateway, and is recorded as a rollout of mode production.",
-    request: () => ({ action: "play", rollout: id, environment: form.elements.environment.value, task: form.elements.task.value,
-      person: form.elements.person.value === "yes", role: form.elements.role.value, policy: form.elements.policy.value }),
-    done: () => location.assign(address("/play", { id })),
+    request: () => ({ action: "play", rollout: chosen().rollout, environment: form.elements.environment.value, task: form.elements.task.value,
+      person: form.elements.person.value === "yes", role: form.elements.role.value, policy: chosen().name }),
+    done: () => location.assign(address("/play", { id: chosen().rollout })),
   });
   if (!environments.length) state.textContent = "No handler of runner.handlers has an environment to play.";
   else if (!button) state.textContent = "This page offers no actions.";

@@ -1,6 +1,7 @@
-// The queue: runs by state, and the rollouts of a state; those that have not ended can be cancelled, dead ones queued again.
+// The queue: runs by state, and the rollouts of a state, in order of arrival; those that have not ended can be cancelled, dead ones queued again.
 import { actionButton, OPEN, queueButtons } from "/static/actions.js";
 import { address, ask, h, number, put, ready, time } from "/static/dom.js";
+import { VirtualTable } from "/static/virtual_table.js";
 
 const STATES = ["queued", "running", "succeeded", "failed", "dead", "cancelled"];
 const query = Object.fromEntries(new URLSearchParams(location.search));
@@ -25,17 +26,37 @@ function many(label, rollouts, action, question) {
     request: () => ({ action, rollout_ids: rollouts.map((rollout) => rollout.rollout_id) }) }) : null;
 }
 
-put("many", many("Cancel", found.rollouts.filter((rollout) => OPEN.includes(rollout.state)), "cancel", "Cancel all rollouts of this list that have not ended?"), " ",
-  many("Retry", found.rollouts.filter((rollout) => rollout.state === "dead"), "retry", "Queue all dead rollouts of this list again?"));
-put("rollouts", found.rollouts.length ? h("table", {}, h("caption", { class: "hidden" }, "Rollouts, in order of arrival"),
-  h("thead", {}, h("tr", {}, ["Rollout", "Run", "Group", "Mode", "State", "Worker", "Attempts left", "Last attempt", ""].map((name) => h("th", { scope: "col" }, name)))),
-  h("tbody", {}, found.rollouts.map((rollout) => {
-    const last = rollout.attempts.at(-1);
-    return h("tr", {},
-      h("td", {}, h("a", { href: address("/rollout", { id: rollout.rollout_id }) }, rollout.rollout_id)),
-      [rollout.run_id, rollout.group_id, rollout.mode, rollout.state, rollout.worker ?? "–", String(rollout.attempts_left)].map((text) => h("td", {}, text)),
-      h("td", {}, last ? `${last.attempt}: ${last.ended_at ? `${last.reason ?? "succeeded"} ${last.detail ?? ""}` : "under way"}, began ${time(last.began_at * 1000)}` : "none"),
-      h("td", {}, queueButtons(rollout)));
-  }))) : found.problem ? null : h("p", {}, "No rollout is in this state."));
-if (found.after) put("more", h("a", { href: address("/queue", { ...query, after: found.after }) }, "The next rollouts"));
+function lastAttempt({ attempts }) {
+  const last = attempts.at(-1);
+  return last ? `${last.attempt}: ${last.ended_at ? `${last.reason ?? "succeeded"} ${last.detail ?? ""}` : "under way"}, began ${time(last.began_at * 1000)}` : "none";
+}
+
+const columns = [
+  { title: "Rollout", wide: true, sort: "arrival", cell: (rollout) => h("a", { href: address("/rollout", { id: rollout.rollout_id }) }, rollout.rollout_id) },
+  { title: "Run", cell: (rollout) => rollout.run_id },
+  { title: "Group", cell: (rollout) => rollout.group_id },
+  { title: "Mode", cell: (rollout) => rollout.mode },
+  { title: "State", cell: (rollout) => rollout.state },
+  { title: "Worker", cell: (rollout) => rollout.worker ?? "–" },
+  { title: "Attempts left", number: true, cell: (rollout) => String(rollout.attempts_left) },
+  { title: "Last attempt", wide: true, cell: lastAttempt },
+  { title: "", cell: (rollout) => queueButtons(rollout) ?? "" },
+];
+const order = query.order ?? "newest";
+let first = found;
+const table = new VirtualTable(document.getElementById("rollouts"), {
+  columns,
+  label: `Rollouts, the ${order} first`,
+  sort: { sort: "arrival", order: order === "newest" ? "desc" : "asc" },
+  more: async (after, signal) => {
+    const page = first ?? await ask(address("/api/queue", { ...query, after }), { signal });
+    first = null;
+    return { rows: page.rollouts, after: page.after };
+  },
+  onSort: () => location.assign(address("/queue", { ...query, order: order === "newest" ? "oldest" : "newest" })),
+});
+await table.fill();
+put("many", many("Cancel", found.rollouts.filter((rollout) => OPEN.includes(rollout.state)), "cancel", "Cancel the first rollouts of this list that have not ended?"), " ",
+  many("Retry", found.rollouts.filter((rollout) => rollout.state === "dead"), "retry", "Queue the first dead rollouts of this list again?"));
+put("none", found.rollouts.length || found.problem ? "" : "No rollout is in this state.");
 ready();

@@ -1,8 +1,9 @@
 // Training: curves of all steps of a branch, and the steps as a table.
-import { actionButton } from "/static/actions.js";
 import { address, ask, h, number, put, ready, time } from "/static/dom.js";
 import { chart, curves, IDLE } from "/static/charts.js";
 import { lanesPicture } from "/static/lanes.js";
+import { drawSkipped } from "/static/skipped.js";
+import { VirtualTable } from "/static/virtual_table.js";
 
 const CHARTS = {
   Return: { return: "mean_return" },
@@ -64,34 +65,30 @@ function draw() {
 }
 
 pattern.addEventListener("change", () => {
-  history.replaceState(null, "", address("/training", { ...query, metrics: pattern.value }));
+  history.replaceState(null, "", address("/training", { ...Object.fromEntries(new URLSearchParams(location.search)), metrics: pattern.value }));
   draw();
 });
 draw();
 
-put("steps", h("table", {}, h("caption", { class: "hidden" }, "Steps, newest first"),
-  h("thead", {}, h("tr", {}, ["Version", "Committed (UTC)", ...TABLE].map((name, at) => h("th", { scope: "col", class: at > 1 ? "number" : null }, name)))),
-  h("tbody", {}, found.steps.toReversed().slice(0, 300).map((step) => h("tr", {},
-    h("td", {}, h("a", { href: address("/version", { ...place, version: step.Version }) }, String(step.Version))),
-    h("td", {}, time(step.CommittedMs)),
-    TABLE.map((name) => h("td", { class: "number" }, number(step.Metrics[name] ?? null))))))));
+// The steps as a table of any length, sorted by any of its metrics.
+const columns = [
+  { title: "Version", sort: "version", cell: (step) => h("a", { href: address("/version", { ...place, version: step.Version }) }, String(step.Version)) },
+  { title: "Committed (UTC)", cell: (step) => time(step.CommittedMs) },
+  ...TABLE.map((name) => ({ title: name, sort: name, number: true, cell: (step) => number(step.Metrics[name] ?? null) })),
+];
+let steps = null;
 
-// Groups that the branch skipped, each with its reason; the ledger has them, which not every page reaches.
-async function drawSkipped() {
-  const skipped = await ask(address("/api/training/skipped", place));
-  const reasons = Object.entries(skipped.reasons).map(([reason, count]) => `${reason} ${number(count)}`).join(", ");
-  put("skipped-reasons", skipped.problem ?? (reasons || "No group was skipped."));
-  if (!skipped.groups.length) return;
-  put("skipped", h("table", {}, h("caption", { class: "hidden" }, "Skipped groups, newest first"),
-    h("thead", {}, h("tr", {}, ["Group", "Run", "Reason", "Detail", "Skipped (UTC)", ""].map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", {}, skipped.groups.map((row) => h("tr", {},
-      h("td", {}, h("a", { href: address("/beside", { run: row.run, group: row.group }) }, row.group)),
-      h("td", {}, row.run),
-      h("td", {}, h("span", { class: "tag drop", title: row.remedy }, row.reason)),
-      h("td", {}, row.detail, " ", h("span", { class: "small" }, row.remedy)),
-      h("td", {}, time(row.skipped_ms)),
-      h("td", {}, actionButton("Restore", { question: `Make group ${row.group} trainable again? The trainer checks it again, and skips it where the reason still holds.`,
-        request: () => ({ action: "restore", ...place, groups: [row.group] }) })))))));
+function drawSteps(sort) {
+  steps?.close();
+  const metric = sort.sort === "version" ? "" : sort.sort;
+  steps = new VirtualTable(document.getElementById("steps"), { columns, label: "Steps", sort,
+    more: (after, signal) => ask(address("/api/training/steps", { ...place, metrics: TABLE.join(","), sort: metric, order: sort.order, after }), { signal }),
+    onSort: (name) => {
+      const next = { sort: name, order: sort.sort === name && sort.order === "desc" ? "asc" : "desc" };
+      history.replaceState(null, "", address("/training", { ...Object.fromEntries(new URLSearchParams(location.search)), ...next }));
+      return drawSteps(next);
+    } });
+  return steps.fill();
 }
 
 // Lanes need the trainer's own spans (trainer.traces).
@@ -102,5 +99,5 @@ async function drawLanes() {
   put("lanes", lanes.steps.length ? lanesPicture(lanes, place) : h("p", { class: "small" }, "The store holds no spans of these steps: the trainer sends them with trainer.traces."));
 }
 
-if (found.chosen) await Promise.all([drawSkipped(), drawLanes()]);
+if (found.chosen) await Promise.all([drawSteps({ sort: query.sort ?? "version", order: query.order ?? "desc" }), drawSkipped(place), drawLanes()]);
 ready();

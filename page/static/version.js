@@ -1,6 +1,7 @@
 // A version: its lineage both ways, its batch by groups, the time of its step, all of its metrics.
 import { actionButton, playLink } from "/static/actions.js";
 import { lineagePicture } from "/static/lineage.js";
+import { drawSkipped } from "/static/skipped.js";
 import { address, ask, counted, fact, facts, h, number, put, ready, time, title } from "/static/dom.js";
 
 const query = Object.fromEntries(new URLSearchParams(location.search));
@@ -33,7 +34,7 @@ put("actions", version.Status === "committed" ? [
   actionButton("Roll back to it", { request: act("roll_back"), question: `Return branch ${version.Branch} to ${name}? The next step trains it, a step under way is cancelled, and the gateway serves it where the trainer publishes.` }), " ",
   actionButton("Pin", { request: act("pin"), question: `Keep the checkpoint of ${name} whatever trainer.checkpoint.keep says?` }), " ",
   actionButton("Unpin", { request: act("unpin"), question: `Keep the checkpoint of ${name} no longer than trainer.checkpoint.keep says?` }), " ",
-  playLink(version.Policy),
+  playLink(version.Policy, version.Version),
 ] : null);
 
 // The picture reads from left to right: who sampled, what was trained, what it made, what came of it.
@@ -66,5 +67,11 @@ put("groups", version.groups.length ? version.groups.map((group) => h("details",
       h("td", {}, h("a", { href: address("/rollout", { id: row.RolloutId }) }, row.RolloutId)),
       [row.Return, row.Advantage, row.Calls, row.Tokens, row.Staleness].map((value) => h("td", { class: "number" }, row.Calls ? number(value) : "–")))))))) : "No rollouts: training began with it, or it was trained on files.");
 
+put("rewards", version.rewards.length ? h("table", {}, h("caption", { class: "hidden" }, "Rewards of the batch"),
+  h("thead", {}, h("tr", {}, ["Reward", "Role", "Rollouts", "Mean", "Least", "Largest"].map((name, at) => h("th", { scope: "col", class: at > 1 ? "number" : null }, name)))),
+  h("tbody", {}, version.rewards.map((row) => h("tr", {}, h("td", {}, row.Name), h("td", {}, row.Role || "every role"),
+    [row.Rollouts, row.Mean, row.Least, row.Largest].map((value) => h("td", { class: "number" }, number(value))))))) : "No rewards.");
+
 put("metrics", h("dl", { class: "metrics" }, Object.entries(version.Metrics).sort().map(([name, value]) => fact(name, number(value, 4)))));
+if (version.Parent !== null) await drawSkipped({ policy: version.Policy, branch: version.Branch, since: version.Parent, until: version.Version });
 ready();

@@ -216,10 +216,19 @@ def rollout(connection: sa.Connection, rollout_id: str) -> QueuedRollout | None:
 
 
 def listed(
-    connection: sa.Connection, *, run_id: str | None, state: RolloutState | None, group_id: str | None, after: int, limit: int
+    connection: sa.Connection,
+    *,
+    run_id: str | None,
+    state: RolloutState | None,
+    group_id: str | None,
+    after: int,
+    limit: int,
+    newest_first: bool = False,
 ) -> tuple[list[QueuedRollout], int]:
-    """Return rollouts in order of arrival, each with its last attempt, and the cursor of the next page."""
-    query = sa.select(*_SHOWN).where(ROLLOUTS.c.seq > after).order_by(ROLLOUTS.c.seq).limit(limit)
+    """Return rollouts in order of arrival, or the newest first, each with its last attempt, and the cursor of the next page."""
+    seq = ROLLOUTS.c.seq
+    place, order = (seq < after if after else sa.true(), seq.desc()) if newest_first else (seq > after, seq)
+    query = sa.select(*_SHOWN).where(place).order_by(order).limit(limit)
     asked = {ROLLOUTS.c.run_id: run_id, ROLLOUTS.c.state: state, ROLLOUTS.c.group_id: group_id}
     rows = connection.execute(query.where(*[column == value for column, value in asked.items() if value is not None])).all()
     return _with_last(connection, rows), rows[-1].seq if rows else after

@@ -136,11 +136,19 @@ class QueueRoutes:
         self.task_data = TaskData(service)
 
     async def rollouts(self, request: web.Request) -> web.Response:
-        """List rollouts in order of arrival."""
+        """List rollouts in order of arrival; with `order=newest` the newest first."""
         query = request.query
         state = RolloutState(query["state"]) if "state" in query else None
+        order = query.get("order", "oldest")
+        if order not in {"oldest", "newest"}:
+            raise ValueError(f"order={order[:80]!r} is neither oldest nor newest.")
         page = await self._service.listed(
-            run_id=query.get("run"), state=state, group_id=query.get("group"), after=_whole(query, "after", 0), limit=_limit(request)
+            run_id=query.get("run"),
+            state=state,
+            group_id=query.get("group"),
+            after=_whole(query, "after", 0),
+            limit=_limit(request),
+            newest_first=order == "newest",
         )
         return json_response(page)
 

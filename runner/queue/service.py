@@ -264,9 +264,12 @@ class Service:
         """Return one rollout. None: the id is unknown."""
         return await self.read(lambda connection: rows.rollout(connection, rollout_id))
 
-    async def listed(self, *, run_id: str | None, state: RolloutState | None, group_id: str | None, after: int, limit: int) -> Rollouts:
-        """Return rollouts in order of arrival."""
-        ask = partial(rows.listed, run_id=run_id, state=state, group_id=group_id, after=after, limit=limit)
+    async def listed(
+        self, *, run_id: str | None, state: RolloutState | None, group_id: str | None, after: int, limit: int, newest_first: bool = False
+    ) -> Rollouts:
+        """Return rollouts in order of arrival, or the newest first."""
+        place = {"after": after, "limit": limit, "newest_first": newest_first}
+        ask = partial(rows.listed, run_id=run_id, state=state, group_id=group_id, **place)
         rollouts, cursor = await self.read(ask)
         return Rollouts(rollouts=rollouts, cursor=cursor)
 

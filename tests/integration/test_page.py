@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
@@ -278,8 +279,30 @@ def test_training_page_draws_chosen_metrics_and_leads_to_versions(tab: Visitor) 
     page.keyboard.press("Enter")
     expect(page.locator("figcaption")).to_have_text(["grad_norm"])
     assert page.url.endswith("/training?metrics=GRAD")
+    page.locator("#steps").get_by_role("button", name="mean_return").click()
+    page.get_by_role("button", name="mean_return ↓").click()
+    expect(page.locator("#steps tbody a").first).to_have_text("1")
+    assert page.url.endswith("/training?metrics=GRAD&sort=mean_return&order=asc")
     page.locator("#steps").get_by_role("link", name="5").click()
     expect(page.locator("h1")).to_have_text("policy@5")
+
+
+def test_training_page_long_table_of_steps_continues_after_its_last_row(store: StoreSettings, url: str) -> None:
+    versions = "number AS Version, if(number = 0, NULL, number - 1) AS Parent, if(number = 0, '', concat('b', toString(number))) AS BatchId"
+    metrics = "map('mean_return', toFloat64(number % 7), 'unasked', 1) AS Metrics, toDateTime64('2020-01-01', 6)"
+    with connect(store) as client:
+        client.command(
+            "INSERT INTO spangrad_internal.policy_versions (Policy, Branch, Status, Version, Parent, BatchId, Metrics, IngestedAt)"
+            f" SELECT 'long', 'main', 'committed', {versions}, {metrics} FROM numbers(451)"
+        )
+    order, rows = {"sort": "mean_return", "order": "asc"}, list[dict[str, Any]]()
+    after: str | None = ""
+    while after is not None:
+        query = urlencode({"policy": "long", "branch": "main", "metrics": "mean_return,other", "after": after, **order})
+        answer = json.loads(get(f"{url}/api/training/steps?{query}")[2])
+        rows, after = rows + answer["rows"], answer["after"]
+    assert [row["Version"] for row in rows] == sorted(range(1, 451), key=lambda version: (version % 7, version))
+    assert rows[0]["Metrics"] == {"mean_return": 0.0}
 
 
 def test_training_page_lists_skipped_groups_with_reasons(tab: Visitor) -> None:
@@ -290,6 +313,11 @@ def test_training_page_lists_skipped_groups_with_reasons(tab: Visitor) -> None:
     expect(row).to_contain_text("the reward is NaN Fix what gives rewards")
     row.get_by_role("link", name="weather").click()
     page.wait_for_url("**/beside?run=page&group=weather")
+    # The ledger has no version yet: the step from version 0 skipped them.
+    page = tab.open("/version?policy=policy&branch=main&version=1")
+    expect(page.locator("#skipped tbody tr")).to_have_count(2)
+    page = tab.open("/version?policy=policy&branch=main&version=5")
+    expect(page.locator("#skipped-reasons")).to_have_text("No group was skipped.")
 
 
 def test_version_page_shows_its_lineage_both_ways(tab: Visitor) -> None:
@@ -298,9 +326,11 @@ def test_version_page_shows_its_lineage_both_ways(tab: Visitor) -> None:
     assert steps[3:] == ["Children policy@5", "Trained on its rollouts policy@5 2 calls"]
     page.get_by_role("link", name="policy@5").first.click()
     expect(page.locator("h1")).to_have_text("policy@5")
-    expect(page.get_by_role("link", name="Play with its served version")).to_have_attribute("href", "/play?policy=policy")
+    expect(page.get_by_role("link", name="Play with it")).to_have_attribute("href", "/play?policy=policy&version=5")
     steps = [" ".join(text.split()) for text in page.locator(".lineage li").all_inner_texts()]
     assert steps[:2] == ["Sampled by policy@4 2 calls policy@3 2 calls", "Batch 1 group, 1 rollout"]
+    rewards = [row.split("\t") for row in page.locator("#rewards tbody tr").all_inner_texts()]
+    assert rewards == [["reward", "every role", "1", "1", "1", "1"], ["step", "every role", "1", "0.25", "0.25", "0.25"]]
     page.get_by_text("rome: mean return 1.25, 1 rollout").click()
     assert page.locator("#groups tbody tr").inner_text().split() == ["seen-1", "1.25", "0.75", "2", "0", "1"]
     page.get_by_role("link", name="seen-1").click()

@@ -199,7 +199,9 @@ def test_queue_actions_cancel_open_rollouts_and_retry_dead_rollouts(page: Acting
     done = page.act({"action": "cancel", "author": "Ada", "rollout_ids": ["dies", "waits"]})
     assert done == (200, "cancelled: 2 that were queued, 0 that were running.")
     view = page.get(f"/api/queue?run={RUN}&state=cancelled")
-    assert [row["rollout_id"] for row in view["rollouts"]] == ["dies", "waits"]
+    assert [row["rollout_id"] for row in view["rollouts"]] == ["waits", "dies"]
+    oldest = page.get(f"/api/queue?run={RUN}&state=cancelled&order=oldest")
+    assert [row["rollout_id"] for row in oldest["rollouts"]] == ["dies", "waits"]
     assert view["runs"][0]["states"] == {"cancelled": 2}
     assert page.get("/api/queue/rollout?id=absent") == {"state": None}
 

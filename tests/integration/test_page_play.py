@@ -13,12 +13,14 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from spangrad.settings import PageSettings, Settings, StoreSettings
+from spangrad.types import canary_bucket
 from tests.support.browser import Visitor, browsers, running_page, violations
 from tests.support.built_rollouts import rows
 from tests.support.page_rollouts import MARKUP
 from tests.support.word_policy import WordPolicy
 
-POLICIES = {"policies": [{"policy": "policy", "version": 12}, {"policy": "past", "version": 3}]}
+CANARY = {"backend": "b", "version": 13, "share": 0.1}
+POLICIES = {"policies": [{"policy": "policy", "version": 12, "canary": CANARY}, {"policy": "past", "version": 3}]}
 
 AGENTS = Path(__file__).resolve().parent.parent / "agents"
 PATIENCE = 60_000
@@ -115,6 +117,20 @@ def test_person_watches_the_chosen_policy_and_reads_markup_as_text(browser: Brow
     expect(page.locator("#facts")).to_contain_text("past")
     visitor.close()
     assert {chat["model"] for chat in policy.chats[-2:]} == {"past"}
+
+
+def test_person_chooses_the_version_of_a_canary_by_a_rollout_that_it_answers(browser: Browser, url: str) -> None:
+    visitor = Visitor(browser, url)
+    page = visitor.open("/play?policy=policy&version=7")
+    expect(page.locator("#state")).to_have_text("Version 7 of policy is not served: publish it first, or play with version 12.")
+    for version, is_canary in ((13, True), (12, False)):
+        page = visitor.open(f"/play?policy=policy&version={version}")
+        expect(page.locator("select[name='policy'] option:checked")).to_have_text(f"policy, version {version}")
+        begin(page, {"sticks": 2}, "first", policy=f"policy, version {version}")
+        assert (canary_bucket(page.url.rpartition("id=")[2]) < 0.1) == is_canary
+        page.get_by_role("button", name="Leave it").click()
+        expect(page.locator("#state")).to_have_text("It was ended: It was left.", timeout=PATIENCE)
+    visitor.close()
 
 
 def test_person_leaves_or_has_no_role_and_the_episode_ends(browser: Browser, url: str) -> None:
