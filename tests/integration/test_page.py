@@ -16,11 +16,21 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from pydantic import SecretStr
 
+from spangrad.client.queue_http import QueueHttp
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
-from spangrad.settings import BuilderSettings, EngineSettings, PageSettings, Settings, StoreSettings, TrainerSettings, UpSettings
+from spangrad.settings import (
+    BuilderSettings,
+    EngineSettings,
+    PageSettings,
+    QueueSettings,
+    Settings,
+    StoreSettings,
+    TrainerSettings,
+    UpSettings,
+)
 from spangrad.store.clickhouse import connect
 from spangrad.supervisor.run_directory import RunDirectory
-from tests.support.browser import Visitor, browsers, running_page, violations
+from tests.support.browser import Visitor, browsers, queue_beside, running_page, violations
 from tests.support.page_rollouts import BIDI, LONG, MANY, MARKUP, TEXTS, PageRollouts
 from trainer.data.source import Group
 from trainer.ledger.recovery import open_ledger
@@ -57,12 +67,19 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> TrainerSettings:
 
 
 @pytest.fixture(scope="module")
-def url(rollouts: PageRollouts, model: Path, ledger: TrainerSettings) -> Iterator[str]:
+def queue(model: Path) -> Iterator[QueueSettings]:
+    with queue_beside(model) as settings:
+        yield settings
+
+
+@pytest.fixture(scope="module")
+def url(rollouts: PageRollouts, model: Path, ledger: TrainerSettings, queue: QueueSettings) -> Iterator[str]:
     page = PageSettings(trace_url="https://traces.example/t/{trace}")
     builder = BuilderSettings(metrics_address=f"127.0.0.1:{free_ports(1)[0]}")
     serve_metrics(str(builder.metrics_address), lambda: {"train": (5.2, 3), "validate": (0.0, 0)})
     up = UpSettings(directory=model / "up")
-    settings = Settings(store=rollouts.store, engine=EngineSettings(model=model), page=page, trainer=ledger, builder=builder, up=up)
+    services = Settings(store=rollouts.store, page=page, trainer=ledger, builder=builder, up=up, queue=queue)
+    settings = services.model_copy(update={"engine": EngineSettings(model=model)})
     with RunDirectory(up.directory) as supervised, running_page(settings) as address:
         failed = {"name": "train", "state": "restarting", "restarts": 2, "cause": f"exit code 1: {MARKUP}"}
         supervised.publish({"services": [{"name": "store", "state": "ready"}, {"name": "build", "state": "ready"}, failed]})
@@ -115,7 +132,7 @@ def test_rollouts_page_finds_rollouts_by_text_in_messages(tab: Visitor) -> None:
     page = tab.open("/rollouts")
     page.get_by_label("Text in messages").fill("IS THE WEATHER in rome")
     page.get_by_role("button", name="Filter").click()
-    expect(page.locator("#searched")).to_contain_text(f"2 rollouts with the text in {MANY + 5} searched.")
+    expect(page.locator("#searched")).to_contain_text(f"2 rollouts with the text in {MANY + 7} searched.")
     expect(page.locator(LINKS)).to_have_text(["seen-2", "seen-1"])
     arguments = urlencode({"contents": '{"city": "rome"}', "text": "seen-1"})
     page = tab.open(f"/rollouts?{arguments}")
@@ -258,6 +275,7 @@ def test_overview_page_shows_services_and_is_live(tab: Visitor, rollouts: PageRo
     assert page.locator("#services li").all_inner_texts() == [
         "● answers store",
         "○ no answer gateway",
+        "● answers queue",
         "● answers builder train: 3 wait, the oldest for 5.2 s",
         f"○ no answer trainer restarting, restarted 2 times, exit code 1: {MARKUP}",
     ]
@@ -389,6 +407,36 @@ def test_page_hostile_spans_are_shown_as_text(tab: Visitor, rollouts: PageRollou
     assert page.evaluate("window.hacked") is None
 
 
+def test_page_every_view_shows_hostile_names_as_text(tab: Visitor, rollouts: PageRollouts, queue: QueueSettings) -> None:
+    client = QueueHttp(queue.url or "", None, MARKUP)
+    task = {"task_id": MARKUP, "group_id": MARKUP, "input": 1, "max_attempts": 1}
+    client.enqueue([{**task, "rollout_id": f"{MARKUP}-{number}"} for number in range(2)])
+    (lease,) = client.ask("POST", "/v1/leases", {"run_id": MARKUP, "worker": MARKUP})["leases"]
+    failure = {"rollout_id": lease["rollout_id"], "attempt": lease["attempt"], "reason": "exception", "detail": MARKUP}
+    client.ask("POST", "/v1/leases/fail", {"failures": [failure]})
+    client.ask("POST", "/v1/leases", {"run_id": MARKUP, "worker": MARKUP})
+    hostile = {"policy": MARKUP, "branch": MARKUP}
+    paths = {
+        "/": "#services",
+        f"/rollouts?{urlencode({'task': MARKUP})}": "#list",
+        f"/rollout?{urlencode({'id': HOSTILE})}": "#facts",
+        f"/beside?{urlencode({'run': 'page', 'group': MARKUP})}": "#columns",
+        f"/training?{urlencode({**hostile, 'metrics': 'script'})}": "#charts",
+        "/training": "#skipped",
+        f"/version?{urlencode({**hostile, 'version': 1})}": "#metrics",
+        "/compare?policy=policy&left=8&right=9": "#tasks",
+        "/queue": "#rollouts",
+        f"/actions?{urlencode(hostile)}": "main",
+        f"/play?{urlencode({**hostile, 'version': MARKUP})}": "main",
+    }
+    for path, region in paths.items():
+        page = tab.open(path)
+        if region != "main":
+            expect(page.locator(region)).to_contain_text(MARKUP)
+        assert page.locator("main script, main img, main iframe, main object").count() == 0, path
+        assert page.evaluate("window.hacked") is None, path
+
+
 def test_page_broken_utf8_is_shown_as_text(tab: Visitor, rollouts: PageRollouts) -> None:
     with_broken = (
         "INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, SpanName, SpanAttributes, StatusMessage) SELECT now64(9), 'broken',"
@@ -451,7 +499,7 @@ def test_page_wrong_address_is_refused_with_a_sentence(url: str, path: str, stat
 
 def test_training_answer_counts_a_rollout_by_its_newest_build(url: str) -> None:
     _, _, content = get(f"{url}/api/training")
-    rollouts = {row["Version"]: row["Rollouts"] for row in json.loads(content)["heldOut"]}
+    rollouts = {row["Version"]: row["Rollouts"] for row in json.loads(content)["heldOut"] if row["Version"] < 8}
     assert rollouts == {version: sum(number % 7 == version for number in range(MANY)) + (version in {3, 4}) for version in range(7)}
 
 

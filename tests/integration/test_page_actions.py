@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from runner.queue.server import running as running_queue
 from spangrad.client.queue_http import QueueHttp
-from spangrad.processes import free_ports
-from spangrad.settings import GatewaySettings, PageSettings, QueueSettings, Settings, StoreSettings
+from spangrad.settings import GatewaySettings, PageSettings, Settings, StoreSettings
 from tests.support.admin_gateway import AdminGateway
-from tests.support.browser import in_thread, running_page
+from tests.support.browser import queue_beside, running_page
 from tests.support.built_rollouts import post, rows, settings_of
 from tests.support.spans import SpanFactory
 from tests.support.trainers import FakeSource, group, settings, wired, write_base
@@ -94,9 +92,7 @@ def page(store: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> Iter
     post(store, spans.otlp())
     builder = settings_of(store, RUN)
     build_once(builder)
-    (port,) = free_ports(1)
-    queue = QueueSettings.model_validate({"url": f"http://127.0.0.1:{port}", "port": port, "db": f"sqlite:///{directory / 'queue.db'}"})
-    with AdminGateway.running() as gateway, in_thread(lambda: running_queue(Settings(queue=queue))):
+    with AdminGateway.running() as gateway, queue_beside(directory) as queue:
         chosen = builder.model_copy(
             update={
                 "trainer": trainer.settings.trainer,

@@ -10,8 +10,20 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from spangrad.settings import StoreSettings
-from tests.support.browser import Visitor, browsers, running_page
-from tests.support.page_pictures import FAILED, IMAGES, SIZE, STAGES, STEPS, VERSIONS, TrainingPictures, difference, shoot
+from tests.support.browser import Visitor, browsers
+from tests.support.page_pictures import (
+    FAILED,
+    GOLDEN,
+    GOLDEN_VIEWS,
+    IMAGES,
+    SIZE,
+    STAGES,
+    STEPS,
+    VERSIONS,
+    TrainingPictures,
+    difference,
+    shoot,
+)
 
 DIFFERENCE_MOST = 0.017
 """Bound of `difference` between two pictures of one view. Measured: 0.000 on one machine, 0.009 to 0.013 with serifs in place of DejaVu,
@@ -33,8 +45,8 @@ def pictures(store: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def url(pictures: TrainingPictures) -> Iterator[str]:
-    with running_page(pictures.settings) as address:
+def url(pictures: TrainingPictures, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pictures.page(tmp_path_factory.mktemp("page")) as address:
         yield address
 
 
@@ -97,6 +109,17 @@ def test_pictures_in_docs_are_those_of_the_page(browser: Browser, url: str, pict
         assert Image.open(tmp_path / f"{name}.png").size == Image.open(IMAGES / f"{name}.png").size, name
         apart = difference(tmp_path / f"{name}.png", IMAGES / f"{name}.png")
         assert apart <= DIFFERENCE_MOST, f"{name}: {apart:.3f}; `make pictures` makes it again"
+
+
+@pytest.mark.parametrize("scheme", GOLDEN_VIEWS)
+def test_views_look_as_their_golden_pictures_in_light_and_dark(
+    browser: Browser, url: str, pictures: TrainingPictures, tmp_path: Path, scheme: str
+) -> None:
+    views = GOLDEN_VIEWS[scheme](pictures)
+    shoot(browser, url, views, tmp_path, scheme)
+    apart = {name: difference(tmp_path / f"{name}.png", GOLDEN / scheme / f"{name}.png") for name in views}
+    assert {name: value for name, value in apart.items() if value > DIFFERENCE_MOST} == {}, "`make pictures` makes them again"
+    assert {file.stem for file in (GOLDEN / scheme).iterdir()} == set(views)
 
 
 def test_difference_of_fonts_is_below_that_of_a_broken_layout(

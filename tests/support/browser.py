@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -18,7 +19,9 @@ from commands.inspection.actions import action_commands
 from commands.inspection.records import read_messages, read_record, read_skipped
 from page.server import running
 from page.views import PageReaders
-from spangrad.settings import Settings
+from runner.queue.server import running as running_queue
+from spangrad.processes import free_ports
+from spangrad.settings import QueueSettings, Settings
 
 T = TypeVar("T")
 
@@ -53,6 +56,15 @@ def in_thread(service: Callable[[], AbstractAsyncContextManager[T]]) -> Generato
         loop.call_soon_threadsafe(ended.set)
         thread.join(30)
         loop.close()
+
+
+@contextmanager
+def queue_beside(directory: Path) -> Generator[QueueSettings]:
+    """Serve a queue on a free port, with its database in a directory; yield its settings."""
+    (port,) = free_ports(1)
+    queue = QueueSettings.model_validate({"url": f"http://127.0.0.1:{port}", "port": port, "db": f"sqlite:///{directory / 'queue.db'}"})
+    with in_thread(lambda: running_queue(Settings(queue=queue))):
+        yield queue
 
 
 READERS = PageReaders(read_record, read_messages, read_skipped)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from playwright.sync_api import Browser
 
+from spangrad.client.queue_http import QueueHttp
 from spangrad.settings import EngineSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import call_id
 from spangrad.weights.checksums import tokenizer_hash
-from tests.support.browser import Visitor, browsers, running_page
+from tests.support.browser import Visitor, browsers, queue_beside, running_page
 from tests.support.built_rollouts import post, settings_of
 from tests.support.page_rollouts import write_tokenizer
 from tests.support.servers import running_store, store_settings
@@ -34,6 +35,8 @@ from transition_builder.loop import build_once
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
+GOLDEN = ROOT / "tests" / "golden" / "page"
+"""Pictures that docs do not show, at half their size, in a folder a colour scheme."""
 SIZE = {"width": 1200, "height": 760}
 RUN, POLICY = "cities", "policy"
 VERSIONS = 24
@@ -41,6 +44,8 @@ CITIES = ("rome", "oslo", "paris", "lima", "cairo", "quito")
 GROUP_SIZE = 4
 STEPS = 8
 """Number of newest steps that the trainer sent spans of."""
+EARLIER = VERSIONS - STEPS
+"""Version that the comparison has on the left."""
 STAGES = {"idle": 3.0, "load": 1.0, "credit": 0.5, "train": 12.0, "checkpoint": 2.0, "publish": 0.5}
 """Stage of a step -> its seconds."""
 FAILED = "rome-1"
@@ -68,7 +73,12 @@ class TrainingPictures:
         post(store, self.spans.otlp())
         build_once(self.settings)
         with connect(store) as client:
-            for table, rows in (("policy_versions", self._versions()), ("batches", self._batch()), ("trained_calls", self._trained())):
+            for table, rows in (
+                ("policy_versions", self._versions()),
+                ("batches", self._batch()),
+                ("trained_calls", self._trained()),
+                ("builds", self._held_out()),
+            ):
                 client.insert(f"spangrad_internal.{table}", [list(row.values()) for row in rows], column_names=list(rows[0]))
 
     @property
@@ -82,6 +92,34 @@ class TrainingPictures:
             "page-call": f"/call?rollout={FAILED}&trace={trace}&span={span}&choice=0",
             "page-version": f"/version?policy={POLICY}&branch=main&version={VERSIONS}",
         }
+
+    @property
+    def other_views(self) -> dict[str, str]:
+        """Name of each picture that docs do not show -> path of its view."""
+        return {
+            "page-training": "/training",
+            "page-beside": f"/beside?run={RUN}&group={CITIES[0]}",
+            "page-compare": f"/compare?policy={POLICY}&left={EARLIER}&right={VERSIONS - 1}",
+            "page-queue": "/queue?order=oldest",
+            "page-actions": "/actions",
+            "page-play": "/play",
+        }
+
+    @contextmanager
+    def page(self, directory: Path) -> Generator[str]:
+        """Serve the page with an environment to play, beside a queue of a few rollouts; yield its URL."""
+        nim = {"environment": "nim:Nim", "directory": str(ROOT / "tests" / "agents")}
+        runner = Settings.model_validate({"runner": {"handlers": {"nim": nim}}}).runner
+        with queue_beside(directory) as queue:
+            client = QueueHttp(queue.url or "", None, RUN)
+            client.enqueue(
+                [{"task_id": city, "group_id": city, "input": city, "rollout_id": f"{city}-next", "max_attempts": 1} for city in CITIES]
+            )
+            (lease,) = client.ask("POST", "/v1/leases", {"run_id": RUN, "worker": "worker-1"})["leases"]
+            failure = {"rollout_id": lease["rollout_id"], "attempt": lease["attempt"], "reason": "exception"}
+            client.ask("POST", "/v1/leases/fail", {"failures": [failure]})
+            with running_page(self.settings.model_copy(update={"queue": queue, "runner": runner})) as url:
+                yield url
 
     def _rollout(self, city: str, number: int) -> None:
         """Add a rollout of two calls with a tool between them; of each group one or two fail."""
@@ -154,6 +192,19 @@ class TrainingPictures:
     def _batch(self) -> list[dict[str, Any]]:
         return [{**_of(VERSIONS), **self._of_rollout(city, number), "Revision": 0} for city in CITIES for number in range(GROUP_SIZE)]
 
+    def _held_out(self) -> list[dict[str, Any]]:
+        """Return builds of held-out rollouts by two versions, of which the later fails less."""
+        return [
+            {
+                "RunId": RUN, "Mode": "validate", "BuildSpec": self.settings.builder.spec, "TaskId": f"weather in {city}", "Content": 1,
+                "RolloutId": f"{city}-held-out-{version}", "PolicyVersions": [version], "Calls": 2, "Transitions": 2,
+                "RewardTotals.Name": ["reward"], "RewardTotals.Value": [float(version != EARLIER or number % 2)],
+                "IngestedAt": datetime(2026, 1, 1, tzinfo=UTC),
+            }
+            for version in (EARLIER, VERSIONS - 1)
+            for number, city in enumerate(CITIES)
+        ]  # fmt: skip
+
     def _trained(self) -> list[dict[str, Any]]:
         rows = list[dict[str, Any]]()
         for city in CITIES:
@@ -183,9 +234,16 @@ def _of(version: int) -> dict[str, Any]:
     return {"Policy": POLICY, "Branch": "main", "Version": version}
 
 
-def shoot(browser: Browser, url: str, views: dict[str, str], directory: Path) -> None:
-    """Write a picture of each view into a directory."""
-    visitor = Visitor(browser, url, viewport=SIZE, color_scheme="light", reduced_motion="reduce")
+GOLDEN_VIEWS: dict[str, Callable[[TrainingPictures], dict[str, str]]] = {
+    "light": lambda pictures: pictures.other_views,
+    "dark": lambda pictures: {**pictures.views, **pictures.other_views},
+}
+"""Colour scheme -> function that returns the views whose golden pictures have it."""
+
+
+def shoot(browser: Browser, url: str, views: dict[str, str], directory: Path, scheme: str = "light") -> None:
+    """Write a picture of each view, in light or dark, into a directory."""
+    visitor = Visitor(browser, url, viewport=SIZE, color_scheme=scheme, reduced_motion="reduce")
     for name, path in views.items():
         page = visitor.open(path)
         page.mouse.move(0, 0)
@@ -218,17 +276,29 @@ def _store() -> Generator[tuple[StoreSettings, Path]]:
 
 
 def main() -> None:
-    """Write the pictures into docs/images/."""
+    """Write the pictures into docs/images/ and tests/golden/page/."""
     with _store() as (store, directory):
         (directory / "model").mkdir()
         (directory / "pictures").mkdir()
         pictures = TrainingPictures(store, directory / "model")
-        with running_page(pictures.settings) as url:
+        with pictures.page(directory) as url:
             for browser in browsers():
                 shoot(browser, url, pictures.views, directory / "pictures")
+                for scheme, views in GOLDEN_VIEWS.items():
+                    (directory / scheme).mkdir()
+                    shoot(browser, url, views(pictures), directory / scheme, scheme)
         for file in sorted((directory / "pictures").iterdir()):
-            Image.open(file).quantize(64).save(IMAGES / file.name, optimize=True)
-            print(IMAGES.joinpath(file.name).relative_to(ROOT), f"{IMAGES.joinpath(file.name).stat().st_size:,} bytes")
+            _keep(Image.open(file).quantize(64), IMAGES / file.name)
+        for scheme in GOLDEN_VIEWS:
+            for file in sorted((directory / scheme).iterdir()):
+                image = Image.open(file).convert("RGB")
+                _keep(image.resize((image.width // 2, image.height // 2)).quantize(16), GOLDEN / scheme / file.name)
+
+
+def _keep(image: Image.Image, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, optimize=True)
+    print(path.relative_to(ROOT), f"{path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

@@ -46,11 +46,12 @@ class PageRollouts:
         self.settings: Settings = settings_of(store, RUN)
         self.calls = self._conversation("seen-1", 1.0, failed=False)
         self.untrained_calls = self._conversation("seen-2", 0.0, failed=True)
-        self._hostile()
+        hostile = self._hostile()
         post(store, self.spans.otlp())
         build_once(self.settings)
         self.client = connect(store)
         self._train()
+        self._train_hostile(hostile)
         self._many()
         self.client.close()
 
@@ -88,8 +89,8 @@ class PageRollouts:
         spans.spans[-1]["Duration"] = 2 * 10**9
         return span
 
-    def _hostile(self) -> None:
-        """Add a rollout whose every text is an attack, or longer than any screen."""
+    def _hostile(self) -> str:
+        """Add a rollout whose every text is an attack, or longer than any screen; return the span of its call."""
         spans, rollout = self.spans, f"{MARKUP} & {BIDI}"
         root = spans.root(rollout, calls=1, GroupId=MARKUP, TaskId=f"=cmd|{MARKUP}")
         spans.spans[-1]["StatusMessage"] = MARKUP
@@ -97,7 +98,26 @@ class PageRollouts:
         spans.span(MARKUP, root, rollout=rollout, status="Error", StatusMessage=MARKUP, service=MARKUP, Attributes={
             MARKUP: MARKUP, "href": "javascript:window.hacked=true", "long": "x" * LONG, "bidi": BIDI})  # fmt: skip
         text = f"{MARKUP}\n{BIDI}\n\ud800"
-        self._call(root, rollout, [{"role": MARKUP, "content": text + "y" * 100_000}], {"role": "assistant", "content": text}, [5], [6])
+        messages = [{"role": MARKUP, "content": text + "y" * 100_000}]
+        return self._call(root, rollout, messages, {"role": "assistant", "content": text}, [5], [6])
+
+    def _train_hostile(self, span: str) -> None:
+        """Record a version of a policy, a branch, a batch and metrics whose names are attacks, and held-out tasks likewise."""
+        rollout = f"{MARKUP} & {BIDI}"
+        trace = self.spans.trace(f"{RUN}.{rollout}.0")
+        place = {"Policy": MARKUP, "Branch": MARKUP, "RunId": RUN, "Mode": "train", "BatchId": MARKUP, "Version": 1}
+        of_rollout = {**place, "GroupId": MARKUP, "RolloutId": rollout, "BuildSpec": self.settings.builder.spec}
+        self._insert("batches", of_rollout)
+        self._insert("trained_calls", {**of_rollout, "TaskId": MARKUP, "CallId": call_id(trace, span, 0), "TraceId": trace, "SpanId": span,
+            "SampledVersions": [0], "Return": 0.5, "Advantage": 0.25})  # fmt: skip
+        old = datetime(2020, 1, 1, tzinfo=UTC)
+        self._insert("policy_versions", {**place, "Parent": 0, "ParentBranch": MARKUP, "Status": "committed", "Checksum": MARKUP,
+            "Path": MARKUP, "Metrics": {MARKUP: 1.0, f"seconds_{MARKUP}": 2.0}, "IngestedAt": old})  # fmt: skip
+        for version in (8, 9):
+            self._insert("builds", {"RunId": RUN, "Mode": "validate", "BuildSpec": "s", "TaskId": MARKUP, "GroupId": "attack",
+                "RolloutId": f"{MARKUP}-{version}", "RewardTotals.Name": [MARKUP] * 2, "RewardTotals.Role": [MARKUP, "white"],
+                "RewardTotals.Value": [1, -1], "PolicyVersions": [version], "Failure": MARKUP, "AgentNames": [MARKUP],
+                "IngestedAt": datetime(2026, 1, 1, tzinfo=UTC)})  # fmt: skip
 
     def _train(self) -> None:
         """Record the step that was trained on the first conversation."""
