@@ -17,26 +17,64 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 from urllib.parse import urlencode
 
-from benchmarks.lookup_data import Workload
-from benchmarks.page_data import BRANCH, LONG_CALLS, LONG_ROLLOUT, LONG_TOKENS, POLICY, PageWorkload
+from benchmarks.lookup_data import RUNS, Workload
+from benchmarks.page_data import (
+    BRANCH,
+    HELD_OUT_RUN,
+    LONG_BRANCH,
+    LONG_CALLS,
+    LONG_ROLLOUT,
+    LONG_STEPS,
+    LONG_TOKENS,
+    POLICY,
+    TASKS_AGAIN,
+    PageWorkload,
+)
 from benchmarks.scratch import exit_code, scratch
 from page.overview import FRESH_SECONDS
+from spangrad.client.queue_http import QueueHttp
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 
+QUEUED = 20_000
+"""Rollouts in the queue."""
+_ENQUEUED_AT_ONCE = 2000
+_SHOWN = ("mean_return", "success", "groups", "rollouts", "grad_norm", "ppo_kl", "staleness_mean", "logprob_gap_p99", "seconds_step")
+_SAMPLED_CALLS = """
+SELECT c.RolloutKey, b.GroupId, c.TraceId, c.SpanId, toUnixTimestamp64Nano(c.Timestamp)
+FROM spangrad_internal.calls AS c INNER JOIN spangrad_internal.builds AS b ON b.RolloutId = c.RolloutKey
+WHERE c.RunId = 'run-0' ORDER BY cityHash64(c.SpanId) LIMIT 200
+"""
 CPU_MS_MOST = 600
 """Limit of the median CPU time of a view's slowest request, page and store together, in milliseconds: 300 ms on two cores."""
 _MERGED = ("otel_traces", "rollout_spans", "calls", "builds", "transitions", "trained_calls", "batches")
 _PEER = """
 SELECT * FROM spangrad.rollouts ORDER BY BuiltAt DESC, RunId DESC, RolloutId DESC, BuildSpec DESC LIMIT 200
 """
+
+
+@dataclass(frozen=True, slots=True)
+class SampledCall:
+    """Call whose views are asked for."""
+
+    rollout: str
+    group: str
+    trace: str
+    span: str
+    nanoseconds: int
+
+    @property
+    def place(self) -> str:
+        """Return its place as the view of a conversation names it."""
+        return f"{self.trace}.{self.span}.0.{self.nanoseconds}"
 
 
 def main() -> int:
@@ -47,7 +85,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     workload = PageWorkload(Workload(arguments.rollouts, seed=arguments.seed, ordered=True))
-    with scratch("page") as directory, _services(directory) as (url, store, children):
+    with scratch("page") as directory, _services(directory) as (url, store, queue, children):
+        _enqueue(queue)
         client = connect(StoreSettings(url=store))
         for statement in workload.statements():
             client.command(statement)
@@ -64,39 +103,50 @@ def main() -> int:
 
 
 @contextmanager
-def _services(directory: Path) -> Iterator[tuple[str, str, list[Child]]]:
-    """Run a store and a page; yield the URLs of both and their processes."""
-    grpc, http, sql, page = free_ports(4)
+def _services(directory: Path) -> Iterator[tuple[str, str, str, list[Child]]]:
+    """Run a store, a queue and a page; yield the URLs of page, store and queue, and their processes."""
+    grpc, http, sql, queued, page = free_ports(5)
     (directory / "spangrad.toml").touch()
     config = ["--config", str(directory / "spangrad.toml")]
-    store = f"http://127.0.0.1:{sql}"
+    store, queue = f"http://127.0.0.1:{sql}", f"http://127.0.0.1:{queued}"
     ports = ["--otlp-grpc-port", str(grpc), "--otlp-http-port", str(http), "--clickhouse-port", str(sql)]
     commands = {
         "store": own_command("store", *config, "--path", str(directory / "store"), *ports),
-        "page": own_command("page", *config, "--port", str(page), "--set", f"store.url={store}"),
+        "queue": own_command("queue", *config, "--port", str(queued), "--db", f"sqlite:///{directory}/queue.db"),
+        "page": own_command("page", *config, "--port", str(page), "--set", f"store.url={store}", "--set", f"queue.url={queue}"),
     }
+    checks = (f"{store}/ping", f"{queue}/healthz", f"http://127.0.0.1:{page}/healthz")
     with ExitStack() as stack:
         children: list[Child] = []
-        for (name, command), ready in zip(commands.items(), (f"{store}/ping", f"http://127.0.0.1:{page}/healthz"), strict=True):
+        for (name, command), ready in zip(commands.items(), checks, strict=True):
             child = Child(f"spangrad {name}", command, directory / f"{name}.log", inherit_settings=False)
             stack.callback(child.stop)
             children.append(child)
             wait_until(lambda ready=ready: answers(ready), 60, name, [child])
-        yield f"http://127.0.0.1:{page}", store, children
+        yield f"http://127.0.0.1:{page}", store, queue, children
+
+
+def _enqueue(queue: str) -> None:
+    """Put rollouts of two runs into the queue."""
+    for first in range(0, QUEUED, _ENQUEUED_AT_ONCE):
+        client = QueueHttp(queue, None, f"queued-{first // _ENQUEUED_AT_ONCE % 2}")
+        numbers = range(first, first + _ENQUEUED_AT_ONCE)
+        client.enqueue(
+            [{"task_id": "t", "group_id": f"g{number // 8}", "input": 1, "rollout_id": f"queued-{number}"} for number in numbers]
+        )
 
 
 def look(url: str, client: Any, workload: PageWorkload, processes: Sequence[int], requests: int, seed: int) -> dict[str, Any]:
     """Ask for every view, compare what must be the same, and ask the peer."""
     order = random.Random(seed)
-    calls = client.query(
-        "SELECT RolloutKey, TraceId, SpanId FROM spangrad_internal.calls WHERE RunId = 'run-0' ORDER BY cityHash64(SpanId) LIMIT 200"
-    ).result_rows
+    calls = [SampledCall(*row) for row in client.query(_SAMPLED_CALLS).result_rows]
     figures = {name: measured(url, paths(order, calls, workload), processes, requests) for name, paths in VIEWS.items()}
     peer = timed(lambda sql: client.query(sql).result_rows, processes, [lambda: _PEER] * max(3, requests // 4))
     listed, after = 0, ""
     while after is not None:
         answer = get(f"{url}/api/rollouts?{urlencode({'after': after})}")
         listed, after = listed + len(answer["rows"]), answer["after"]
+    compared = [get(f"{url}{_compared(order, workload)}")["tasks"] for _ in range(3)]
     first = [(row["RunId"], row["RolloutId"]) for row in get(f"{url}/api/rollouts")["rows"]]
     public = [tuple(row) for row in client.query(_PEER.replace("*", "RunId, RolloutId", 1)).result_rows]
     long_rollout = get(f"{url}/api/rollout?{urlencode({'id': LONG_ROLLOUT})}")
@@ -114,16 +164,26 @@ def look(url: str, client: Any, workload: PageWorkload, processes: Sequence[int]
             "rollouts_missing_in_numbers": workload.rollouts - get(f"{url}/api/rollouts/numbers")["Count"],
             "rows_unlike_public_table": sum(row != other for row, other in zip(first, public, strict=True)),
             "tokens_missing_in_long_rollout": LONG_CALLS * LONG_TOKENS - tokens,
+            "comparisons_without_a_task": sum(not tasks for tasks in compared) if workload.versions > RUNS * TASKS_AGAIN else 0,
+            "steps_missing_in_long_branch": LONG_STEPS - _listed_steps(url),
         },
     }
 
 
-Paths = Callable[[random.Random, Sequence[tuple[str, str, str]], PageWorkload], Callable[[], str]]
+Paths = Callable[[random.Random, Sequence[SampledCall], PageWorkload], Callable[[], str]]
 """Function from chance, calls and the workload to a function that returns the path of the next request."""
 
 
-def _call(order: random.Random, calls: Sequence[tuple[str, str, str]], path: str) -> str:
-    return f"{path}?{urlencode(dict(zip(('rollout', 'trace', 'span'), order.choice(calls), strict=True)))}"
+def _call(order: random.Random, calls: Sequence[SampledCall], path: str) -> str:
+    call = order.choice(calls)
+    return f"{path}?{urlencode({'rollout': call.rollout, 'trace': call.trace, 'span': call.span})}"
+
+
+def _compared(order: random.Random, workload: PageWorkload) -> str:
+    """Return the path of a comparison of two held-out versions with most of their tasks in common."""
+    a_run = workload.versions // RUNS
+    left = HELD_OUT_RUN * a_run + order.randrange(max(1, a_run - TASKS_AGAIN))
+    return f"/api/compare?policy={POLICY}&left={left}&right={left + TASKS_AGAIN}"
 
 
 def _overview() -> str:
@@ -138,7 +198,7 @@ VIEWS: dict[str, Paths] = {
     "rollouts_filtered": lambda order, calls, workload: lambda: f"/api/rollouts?run=run-0&text=task-{order.randrange(997)}&failed_tool=yes",
     "rollouts_numbers": lambda order, calls, workload: lambda: "/api/rollouts/numbers",
     "rollouts_choices": lambda order, calls, workload: lambda: "/api/rollouts/choices",
-    "rollout": lambda order, calls, workload: lambda: f"/api/rollout?{urlencode({'id': order.choice(calls)[0]})}",
+    "rollout": lambda order, calls, workload: lambda: f"/api/rollout?{urlencode({'id': order.choice(calls).rollout})}",
     "long_rollout": lambda order, calls, workload: lambda: f"/api/rollout?{urlencode({'id': LONG_ROLLOUT})}",
     "call": lambda order, calls, workload: lambda: _call(order, calls, "/api/call"),
     "span": lambda order, calls, workload: lambda: _call(order, calls, "/api/span"),
@@ -150,9 +210,33 @@ VIEWS: dict[str, Paths] = {
     "lanes": lambda order, calls, workload: (
         lambda: f"/api/lanes?policy={POLICY}&branch={BRANCH}&newest={1 + order.randrange(workload.versions)}&steps=8"
     ),
+    "rollouts_beside": lambda order, calls, workload: lambda: f"/api/rollouts?run=run-0&group={order.choice(calls).group}&sort=return",
+    "rollout_turns": lambda order, calls, workload: lambda: f"/api/rollout/turns?{urlencode({'call': order.choice(calls).place})}",
+    "call_texts": lambda order, calls, workload: lambda: _call(order, calls, "/api/call/texts"),
+    "call_alternatives": lambda order, calls, workload: lambda: _call(order, calls, "/api/call/alternatives"),
+    "training_long": lambda order, calls, workload: lambda: f"/api/training?policy={POLICY}&branch={LONG_BRANCH}",
+    "training_steps": lambda order, calls, workload: (
+        lambda: f"/api/training/steps?policy={POLICY}&branch={LONG_BRANCH}&metrics={','.join(_SHOWN)}&sort={order.choice(_SHOWN)}"
+    ),
+    "training_skipped": lambda order, calls, workload: lambda: f"/api/training/skipped?policy={POLICY}&branch={BRANCH}",
+    "compare": lambda order, calls, workload: lambda: _compared(order, workload),
+    "queue": lambda order, calls, workload: lambda: f"/api/queue?order={order.choice(('newest', 'oldest'))}",
+    "queue_filtered": lambda order, calls, workload: lambda: "/api/queue?run=queued-1&state=queued",
+    "queue_rollout": lambda order, calls, workload: lambda: f"/api/queue/rollout?id=queued-{order.randrange(QUEUED)}",
+    "play": lambda order, calls, workload: lambda: "/api/play/environments",
     "actions": lambda order, calls, workload: lambda: "/api/actions",
     "overview": lambda order, calls, workload: _overview,
 }
+
+
+def _listed_steps(url: str) -> int:
+    """Return the number of steps that the table of the long branch has, page by page."""
+    steps, after = 0, ""
+    while after is not None:
+        query = urlencode({"policy": POLICY, "branch": LONG_BRANCH, "sort": "grad_norm", "after": after})
+        answer = get(f"{url}/api/training/steps?{query}")
+        steps, after = steps + len(answer["rows"]), answer["after"]
+    return steps
 
 
 def measured(url: str, path: Callable[[], str], processes: Sequence[int], requests: int) -> dict[str, float]:

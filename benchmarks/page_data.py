@@ -14,6 +14,13 @@ from benchmarks.lookup_data import CALLS_A_ROLLOUT, GROUP_SIZE, RUNS, STEP, Work
 POLICY, BRANCH, SPEC = "policy", "main", "0123456789abcdef"
 SPANS_A_STEP = 6
 """Spans of a training step: its own, and one each stage."""
+LONG_BRANCH, LONG_STEPS = "long", 20_000
+"""Another branch of the policy, and its steps."""
+TASKS = 997
+HELD_OUT_RUN = 2
+"""The run whose rollouts count as held-out ones; it has no spans."""
+TASKS_AGAIN = TASKS * GROUP_SIZE // STEP
+"""Versions after which most tasks of a version come again."""
 _ROLLOUTS_AN_INSERT = 2500
 _PARTS = 32
 """Statements over which transitions are spread: the store bounds the memory of each."""
@@ -47,7 +54,7 @@ class PageWorkload:
                 yield self.spans.traces_sql(first, count)
                 yield self.spans.logs_sql(first, count)
         transitions = (_TRANSITIONS.replace("{{part}}", str(part)) for part in range(_PARTS))
-        for statement in (_BUILDS, _BATCHES, _VERSIONS, _STEPS, *transitions, _TRAINED, _TOOLS, _REWARDS, _DATASET, *_LONG):
+        for statement in (_BUILDS, _BATCHES, _VERSIONS, _LONG_BRANCH, _STEPS, *transitions, _TRAINED, _TOOLS, _REWARDS, _DATASET, *_LONG):
             yield statement.format(**self._terms())
 
     def _terms(self) -> dict[str, object]:
@@ -64,7 +71,8 @@ class PageWorkload:
 
 
 _OF_ROLLOUT = f"""
-    concat('run-', toString(intDiv(rollout, {{run_size}}))) AS RunId, 'train' AS Mode, '{SPEC}' AS BuildSpec,
+    concat('run-', toString(intDiv(rollout, {{run_size}}))) AS RunId,
+    if(intDiv(rollout, {{run_size}}) = {HELD_OUT_RUN}, 'validate', 'train') AS Mode, '{SPEC}' AS BuildSpec,
     lower(hex(MD5(concat('{{seed}}/group/', toString(intDiv(rollout, {GROUP_SIZE})))))) AS GroupId,
     {{id}} AS RolloutId, 0 AS Attempt, 0 AS Revision"""
 _BUILDS = f"""
@@ -74,7 +82,7 @@ INSERT INTO spangrad_internal.builds (RunId, Mode, BuildSpec, GroupId, RolloutId
     RowsRead, Builder, IngestedAt)
 WITH number AS rollout, cityHash64('{{seed}}/build', rollout) AS chance
 SELECT {_OF_ROLLOUT},
-    {GROUP_SIZE}, concat('task-', toString(intDiv(rollout, {GROUP_SIZE}) % 997)), 1, {CALLS_A_ROLLOUT}, {CALLS_A_ROLLOUT} - chance % 2,
+    {GROUP_SIZE}, concat('task-', toString(intDiv(rollout, {GROUP_SIZE}) % {TASKS})), 1, {CALLS_A_ROLLOUT}, {CALLS_A_ROLLOUT} - chance % 2,
     chance % 2, 2, 4160, 800, 2, rollout % 16 = 0, [if(chance % 3 = 0, 'planner', 'researcher')], ['policy'],
     [intDiv(rollout, {STEP})], ['reward', 'style'], [(chance % 101) / 100, 0.5], 1,
     fromUnixTimestamp64Nano(toInt64(({{begin}} + rollout * {{pace}}) * 1000) * 1000000), 20 + chance % 40, ['init', 'run', 'evaluate'],
@@ -101,6 +109,14 @@ SELECT '{POLICY}', '{BRANCH}', number, concat('run-', toString(intDiv(number * {
         'logprob_gap_max', 0.2, 'seconds_train', 12, 'seconds_step', 20, 'seconds_idle', 4, 'seconds_publish', 1, 'engine_idle', 0.2,
         'groups', {STEP // GROUP_SIZE}))
 FROM numbers({{versions}} + 1)
+"""
+_LONG_BRANCH = f"""
+INSERT INTO spangrad_internal.policy_versions (Policy, Branch, Version, RunId, Mode, Parent, ParentBranch, BatchId, Status, Metrics,
+    IngestedAt)
+SELECT Policy, '{LONG_BRANCH}', number + 1000000, 'run-0', 'train', number + 999999, '{LONG_BRANCH}', concat('long-', toString(number)),
+    Status, Metrics, toDateTime64('2020-01-01', 6)
+FROM numbers({LONG_STEPS}) AS steps
+CROSS JOIN (SELECT * FROM spangrad_internal.policy_versions WHERE Policy = '{POLICY}' AND Version = {{versions}}) AS newest
 """
 _TRANSITIONS = f"""
 INSERT INTO spangrad_internal.transitions (RunId, Mode, BuildSpec, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision, Content, Turn,

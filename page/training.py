@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from page.cursors import Value, encode_cursor
+from page.cursors import Value, decode_cursor, encode_cursor
 from page.reading import PageStore
 from spangrad.store.built_rollouts import newest_revisions_sql, revisions_sql
 
 STEPS_MOST = 2000
 """Largest number of newest steps of a branch that curves show."""
-SKIPPED_MOST = 1000
-"""Largest number of newest skipped groups that are shown."""
+SKIPPED_ROWS = 200
+"""Number of skipped groups of a page of their table."""
 STEP_ROWS = 200
 """Number of steps of a page of their table."""
 NEAR = 8
@@ -136,6 +136,11 @@ class SkippedRow:
     skipped_ms: int
     """Time at which it was skipped, in milliseconds since 1970."""
 
+    @property
+    def place(self) -> tuple[Value, ...]:
+        """Return its place in the order of time."""
+        return (self.skipped_ms, self.run, self.mode, self.spec, self.group)
+
 
 def branches_of(store: PageStore) -> list[dict[str, Any]]:
     """Return policies and branches with their newest versions."""
@@ -194,17 +199,26 @@ def training_view(store: PageStore, policy: str | None, branch: str | None) -> d
     }
 
 
-def skipped_view(skipped: Sequence[SkippedRow], since: int | None = None, until: int | None = None) -> dict[str, Any]:
-    """Return the newest skipped groups of a branch, and the number of all of them by reason.
+def skipped_view(skipped: Sequence[SkippedRow], after: str, since: int | None = None, until: int | None = None) -> dict[str, Any]:
+    """Return a page of a branch's skipped groups, the newest first, the cursor of what follows, and the number of all by reason.
 
     Args:
         skipped: skipped groups of the branch.
+        after: cursor of the page before; empty: the list begins.
         since: version that was the newest of the policy when the first of them was skipped. None: any.
         until: version before which they were skipped. None: any.
+
+    Raises:
+        ValueError: the cursor is none of this list.
     """
-    skipped = [row for row in skipped if (since is None or row.newest_version >= since) and (until is None or row.newest_version < until)]
-    newest = sorted(skipped, key=lambda row: -row.skipped_ms)[:SKIPPED_MOST]
-    return {"groups": [asdict(row) for row in newest], "reasons": dict(Counter(row.reason for row in skipped).most_common())}
+    chosen = [row for row in skipped if (since is None or row.newest_version >= since) and (until is None or row.newest_version < until)]
+    last = tuple(decode_cursor(after, int, str, str, str, str)) if after else None
+    following = sorted((row for row in chosen if last is None or row.place < last), key=lambda row: row.place, reverse=True)
+    return {
+        "rows": [asdict(row) for row in following[:SKIPPED_ROWS]],
+        "after": encode_cursor(following[SKIPPED_ROWS - 1].place) if len(following) > SKIPPED_ROWS else None,
+        "reasons": dict(Counter(row.reason for row in chosen).most_common()),
+    }
 
 
 def version_view(store: PageStore, policy: str, branch: str, version: int) -> dict[str, Any] | None:

@@ -89,7 +89,7 @@ class PageViews:
             "/api/rollouts/choices": lambda query: choices_of(self.store),
             "/api/rollout": self._rollout,
             "/api/rollout/turns": self._turns,
-            "/api/actions": lambda query: actions_view(self.store),
+            "/api/actions": lambda query: actions_view(self.store, query.get("after", "")),
             "/api/queue": self._queue,
             "/api/queue/rollout": lambda query: queued_rollout(self._settings.queue, _required(query, "id")),
             "/api/overview": lambda query: self.overview.read(),
@@ -169,9 +169,10 @@ class PageViews:
         policy, branch = _required(query, "policy"), _required(query, "branch")
         since, until = (_number(query, name) if query.get(name) else None for name in ("since", "until"))
         try:
-            return skipped_view(self._readers.skipped(self._settings, policy, branch), since, until)
+            skipped = self._readers.skipped(self._settings, policy, branch)
         except LedgerError as error:  # a page beside a store alone has no ledger: the rest of the view is as it should be
-            return {**skipped_view(()), "problem": str(error)}
+            return {**skipped_view((), ""), "problem": str(error)}
+        return skipped_view(skipped, query.get("after", ""), since, until)
 
     def _steps(self, query: Query) -> dict[str, Any]:
         after, order = query.get("after"), query.get("order") or "desc"

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from page.actions.requests import Request
+from page.cursors import decode_cursor, encode_cursor
 from page.reading import PageStore
 from spangrad import semconv
 from spangrad.errors import StoreError
@@ -21,8 +22,8 @@ from spangrad.http.service import RemoteService
 from spangrad.settings import StoreSettings
 
 SERVICE = "spangrad-page"
-ROWS_MOST = 500
-"""Largest number of newest actions that are shown."""
+ROWS = 200
+"""Number of actions of a page of their list."""
 _ANSWER_SECONDS = 10.0
 _OUTCOME = f"LogAttributes['{semconv.ACTION_OUTCOME}']"
 _ACTIONS = f"""
@@ -32,7 +33,8 @@ SELECT LogAttributes['{semconv.ACTION_ID}'] AS Id, toUnixTimestamp64Milli(min(Ti
     argMax({_OUTCOME}, {_OUTCOME} != 'asked') AS Outcome, argMax(Body, {_OUTCOME} != 'asked') AS Sentence
 FROM otel.otel_logs
 WHERE ServiceName = {{service:String}} AND EventName = {{event:String}}
-GROUP BY Id ORDER BY AskedMs DESC LIMIT {{most:UInt32}}
+GROUP BY Id HAVING (AskedMs, Id) < ({{asked_ms:Int64}}, {{id:String}})
+ORDER BY AskedMs DESC, Id DESC LIMIT {{most:UInt32}}
 """
 Value = str | float
 
@@ -100,9 +102,21 @@ class ActionRecords:
         self._sender.send(semconv.ACTION_EVENT, facts, body=sentence)
 
 
-def actions_view(store: PageStore) -> list[dict[str, Any]]:
-    """Return the newest actions, each with its author, arguments and outcome."""
-    return store.rows(_ACTIONS, {"service": SERVICE, "event": semconv.ACTION_EVENT, "most": ROWS_MOST})
+def actions_view(store: PageStore, after: str) -> dict[str, Any]:
+    """Return a page of the actions, the newest first, each with author, arguments and outcome, and the cursor of what follows.
+
+    Args:
+        store: store of the records.
+        after: cursor of the page before; empty: the list begins.
+
+    Raises:
+        ValueError: the cursor is none of this list.
+    """
+    asked_ms, id_ = decode_cursor(after, int, str) if after else (2**62, "")
+    place = {"asked_ms": asked_ms, "id": id_, "most": ROWS + 1}
+    rows = store.rows(_ACTIONS, {"service": SERVICE, "event": semconv.ACTION_EVENT, **place})
+    last = rows[ROWS - 1] if len(rows) > ROWS else None
+    return {"rows": rows[:ROWS], "after": encode_cursor([last["AskedMs"], last["Id"]]) if last else None}
 
 
 def _attributes(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:

@@ -1,16 +1,6 @@
 // What was asked of the page, by whom, and what came of it.
-import { ask, h, put, ready, time } from "/static/dom.js";
-
-const rows = await ask("/api/actions");
-put("list", rows.length ? h("table", {}, h("caption", { class: "hidden" }, "Actions, newest first"),
-  h("thead", {}, h("tr", {}, ["When (UTC)", "Who", "From", "Action", "On", "Outcome", ""].map((name) => h("th", { scope: "col" }, name)))),
-  h("tbody", {}, rows.map((row) => h("tr", {},
-    [time(row.AskedMs), row.Author, row.Address, row.Action].map((text) => h("td", {}, text)),
-    h("td", { class: "arguments" }, described(row.Arguments)),
-    h("td", {}, h("span", { class: `tag ${row.Outcome === "done" ? "kept" : "drop"}` }, row.Outcome)),
-    h("td", { class: "arguments" }, row.Sentence)))))
-  : h("p", {}, "Nothing was asked of this page yet."));
-ready();
+import { address, ask, h, put, ready, time } from "/static/dom.js";
+import { VirtualTable } from "/static/virtual_table.js";
 
 function described(text) {
   try {
@@ -19,3 +9,18 @@ function described(text) {
     return text;
   }
 }
+
+const columns = [
+  { title: "When (UTC)", cell: (row) => time(row.AskedMs) },
+  { title: "Who", cell: (row) => row.Author },
+  { title: "From", cell: (row) => row.Address },
+  { title: "Action", cell: (row) => row.Action },
+  { title: "On", wide: true, cell: (row) => described(row.Arguments) },
+  { title: "Outcome", cell: (row) => h("span", { class: `tag ${row.Outcome === "done" ? "kept" : "drop"}` }, row.Outcome) },
+  { title: "Sentence", wide: true, cell: (row) => row.Sentence },
+];
+const table = new VirtualTable(document.getElementById("list"), { columns, label: "Actions, newest first",
+  more: (after, signal) => ask(address("/api/actions", { after }), { signal }) });
+await table.fill();
+put("none", table.rows.length ? "" : "Nothing was asked of this page yet.");
+ready();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
-from spangrad.processes import require_free_port, wait_until
+from spangrad.processes import Child, answers, free_ports, own_command, require_free_port, wait_until
+from tests.support.browser import Visitor, browsers
 from tests.support.processes import heed_interrupts
 
 pytestmark = pytest.mark.vllm
@@ -85,6 +88,34 @@ def test_demo_short_run_accounts_for_every_call(tmp_path: Path, gateway: str) ->
     assert {version for version, _ in rows} == {"2"}
     by_step = [step["calls"] for step in report["curve"]]
     assert by_step == [None, None] if gateway == "off" else len(rows) == by_step[1]
+    if gateway == "on":
+        require_five_clicks_from_failure_to_version(run, tmp_path)
+
+
+def require_five_clicks_from_failure_to_version(run: Path, directory: Path) -> None:
+    """Open the page as README says after a demo; go from its overview to a rollout without reward, and to the version that it trained."""
+    (port,) = free_ports(1)
+    page_command = own_command("page", "--config", str(run / "spangrad.toml"), "--port", str(port))
+    child = Child("spangrad page", page_command, directory / "page.log")
+    try:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/healthz"), 60, "the page", [child])
+        for browser in browsers():
+            visitor = Visitor(browser, f"http://127.0.0.1:{port}", viewport={"width": 1200, "height": 800})
+            visitor.page.set_default_timeout(60_000)
+            page = visitor.open("/")
+            page.get_by_role("link", name="Rollouts").first.click()
+            page.get_by_role("button", name="Return").click()
+            page.get_by_role("button", name="Return ↓").click()
+            page.get_by_role("button", name="Return ↑").wait_for()  # the lowest come first
+            page.locator("#list tbody tr:has(a[href^='/version?'])").first.locator("a").first.click()
+            expect(page.locator("#facts")).to_contain_text(re.compile("reward = (0|-1)"), timeout=60_000)
+            expect(page.locator("#why")).to_contain_text("It is trained: batch", timeout=60_000)
+            page.locator("#facts a[href^='/version?']").click()
+            expect(page.locator("h1")).to_contain_text("@", timeout=60_000)
+            expect(page.locator("#groups summary")).not_to_have_count(0)
+            visitor.close()
+    finally:
+        child.stop()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from pydantic import SecretStr
 
+from page.cursors import encode_cursor
 from spangrad.client.queue_http import QueueHttp
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import (
@@ -201,7 +202,7 @@ def test_rollout_page_label_is_asked_first_and_written_down(tab: Visitor) -> Non
         page.keyboard.press("Enter")  # closes: the button to leave has the focus
     expect(dialog).to_have_count(0)
     page = tab.open("/actions")
-    cells = page.locator("#list tbody tr").first.locator("td").all_inner_texts()
+    cells = page.locator("#list tbody tr:not(.space)").first.locator("td").all_inner_texts()
     assert cells[1:4] == [MARKUP, "127.0.0.1", "label"]
     assert cells[4].startswith("rollout seen-2, trace ")
 
@@ -323,17 +324,22 @@ def test_training_page_long_table_of_steps_continues_after_its_last_row(store: S
     assert rows[0]["Metrics"] == {"mean_return": 0.0}
 
 
-def test_training_page_lists_skipped_groups_with_reasons(tab: Visitor) -> None:
+def test_training_page_lists_skipped_groups_with_reasons(tab: Visitor, url: str) -> None:
     page = tab.open("/training")
     expect(page.locator("#skipped-reasons")).to_contain_text("not_finite 1")
-    expect(page.locator("#skipped tbody tr")).to_have_count(2)
-    row = page.locator("#skipped tbody tr").filter(has_text="weather")
+    expect(page.locator("#skipped tbody tr:not(.space)")).to_have_count(2)
+    row = page.locator("#skipped tbody tr:not(.space)").filter(has_text="weather")
     expect(row).to_contain_text("the reward is NaN Fix what gives rewards")
     row.get_by_role("link", name="weather").click()
     page.wait_for_url("**/beside?run=page&group=weather")
+    first = json.loads(get(f"{url}/api/training/skipped?policy=policy&branch=main")[2])
+    after = encode_cursor([first["rows"][0][name] for name in ("skipped_ms", "run", "mode", "spec", "group")])
+    rest = json.loads(get(f"{url}/api/training/skipped?{urlencode({'policy': 'policy', 'branch': 'main', 'after': after})}")[2])
+    assert (len(first["rows"]), rest["rows"], rest["after"]) == (2, first["rows"][1:], None)
+    assert get(f"{url}/api/training/skipped?policy=policy&branch=main&after=guess")[0] == 400
     # The ledger has no version yet: the step from version 0 skipped them.
     page = tab.open("/version?policy=policy&branch=main&version=1")
-    expect(page.locator("#skipped tbody tr")).to_have_count(2)
+    expect(page.locator("#skipped tbody tr:not(.space)")).to_have_count(2)
     page = tab.open("/version?policy=policy&branch=main&version=5")
     expect(page.locator("#skipped-reasons")).to_have_text("No group was skipped.")
 

@@ -158,7 +158,7 @@ def test_version_actions_change_ledger_and_gateway_and_are_written_down(page: Ac
         "branch main of policy is at version 1: the next step trains it; version 1 of policy is served (0.25 s).",
     )
     assert newest_version(page.trainer.ledger).version == 1
-    newest = page.get("/api/actions")[0]
+    newest = page.get("/api/actions")["rows"][0]
     arguments = {"policy": "policy", "branch": "main", "version": 1}
     assert (newest["Action"], newest["Author"], newest["Address"], newest["Outcome"]) == ("roll_back", "Ada", "127.0.0.1", "done")
     assert (json.loads(newest["Arguments"]), newest["Sentence"]) == (arguments, said)
@@ -167,13 +167,13 @@ def test_version_actions_change_ledger_and_gateway_and_are_written_down(page: Ac
 def test_action_that_fails_is_written_down_with_its_reason(page: ActingPage) -> None:
     status, said = page.act({**OF_VERSION, "action": "publish", "version": 77})
     assert (status, "the ledger knows no version policy@77 on branch main." in said) == (500, True)
-    newest = page.get("/api/actions")[0]
+    newest = page.get("/api/actions")["rows"][0]
     assert (newest["Action"], newest["Outcome"], newest["Sentence"]) == ("publish", "failed", said)
 
 
 def test_restore_action_makes_a_skipped_group_trainable(page: ActingPage) -> None:
     page.trainer.ledger.skips.enter({group("x"): Skip(SkipReason.EQUAL), group("y"): Skip(SkipReason.STALE)}, 1)
-    names = [row["group"] for row in page.get("/api/training/skipped?policy=policy&branch=main")["groups"]]
+    names = [row["group"] for row in page.get("/api/training/skipped?policy=policy&branch=main")["rows"]]
     assert sorted(names) == ["x", "y"]
     restore = {"action": "restore", "author": "Ada", "policy": "policy", "branch": "main"}
     assert page.act({**restore, "groups": ["x"]}) == (200, "x of run run is ready again; it was skipped as equal.")
