@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.scratch import scratch
 from spangrad.settings import TrainerSettings
 from trainer.optim.states.host_parts import host_part
-from trainer.optim.states.weight_files import WeightFiles
+from trainer.optim.states.weight_files import WeightFiles, written_parts
 from trainer.optim.weight_shards import held_parts, own_parts
 from trainer.publish import checkpoint
 from trainer.publish.rank_sender import RankAddress, RankSender
@@ -177,7 +177,7 @@ def _rank(rank: int, count: int, directory: Path, model: Path, orders: Connectio
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=count)
     own = _Rank(model)
-    sender = RankSender(own.parts, "127.0.0.1")
+    sender = RankSender(own.parts, "127.0.0.1", written=lambda directory: written_parts(directory, count, rank))
     orders.send(sender.address)
     while True:
         try:

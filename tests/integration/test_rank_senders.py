@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from trainer.publish.offers import WeightSource
 from trainer.publish.sender import WeightsSender
 
 ranks_module = pytest.importorskip("benchmarks.publish_ranks")
+random_model = pytest.importorskip("benchmarks.random_model")
 
 COUNT = 4
 
@@ -72,6 +75,58 @@ def test_ranks_send_their_shards_and_sums_of_all_weights(ranks: Any, sender: Wei
     assert set(sent) == set(named)
     for name, array in named.items():
         assert np.array_equal(sent[name], cast_words(array.reshape(-1).view(np.uint32), "float32", dtype)), name
+
+
+def test_ranks_send_files_of_version_amid_the_next_step(ranks: Any, sender: WeightsSender, tmp_path: Path) -> None:
+    """Words and differences are those of the version's files, whatever the ranks have in memory by then."""
+    bases = list[str]()
+    for version in range(2):
+        ranks.step(1e-3, seed=10 + version)
+        written = tmp_path / f"v{version}"
+        ranks.gather(written)
+        ranks.step(1e-3, seed=20 + version)
+        with sender.offering(replace(source_of(ranks), directory=written)):
+            plan = ask(sender, "/transfers", engine="e", over="http", workers=2, dtype="bfloat16", group="", whole=False)["update"]
+            sums = ask(sender, "/checksum", dtype="bfloat16", others={}, scope="full")
+            sent = words_sent(plan)
+        bases.append(plan["base"])
+        assert sums["whole"] == checksum_directory(written)
+        for name, array in load_file(written / "model.safetensors").items():
+            assert np.array_equal(sent[name], cast_words(array.reshape(-1).view(np.uint32), "float32", "bfloat16")), name
+    assert bases[1] != "", "what changed since the version before is known"
+
+
+def test_no_process_holds_the_whole_model_to_send_files_amid_a_step(sender: WeightsSender, tmp_path: Path) -> None:
+    """Of the whole in the engine's dtype, a rank holds its share, and one part in float32; the process that publishes nothing."""
+    random_model.write_model(tmp_path / "v0", hidden=512, layers=3, words=8000, seed=0)
+    with ranks_module.TrainerRanks(COUNT, tmp_path / "v0") as ranks:
+        ranks.step(1e-3, seed=1)
+        source = replace(source_of(ranks), directory=tmp_path / "v0")
+        with sender.offering(source):
+            planned_and_summed(sender, "float16")  # buffers that do not grow with a model are there from now on
+        before = ranks.memory(reset=True)
+        tracemalloc.start()
+        try:
+            with sender.offering(source):
+                plan = planned_and_summed(sender, "bfloat16")
+            published = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        after = ranks.memory()
+    whole = sum(memory.share for memory in before) // 2
+    assert whole > 30e6
+    pieces = [sum(words for _, _, words in rank["parts"]) * 2 for rank in plan["ranks"]]
+    assert sum(pieces) == whole
+    assert max(pieces) < 1.01 * whole / COUNT
+    assert published < whole / 10
+    taken = [own.peak - memory.resident for own, memory in zip(after, before, strict=True)]
+    assert max(taken) < 0.75 * whole, f"{taken} bytes of {whole}"
+
+
+def planned_and_summed(sender: WeightsSender, dtype: str) -> dict[str, Any]:
+    """Return the plan of a publication, whose words the ranks have copied and summed."""
+    ask(sender, "/checksum", dtype=dtype, others={}, scope="full")
+    return ask(sender, "/transfers", engine="e", over="http", workers=2, dtype=dtype, group="", whole=False)["update"]
 
 
 async def test_rank_killed_amid_a_transfer_fails_it_and_files_restore_the_engine(

@@ -61,10 +61,14 @@ def ray() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
-    """Of no, one and two workers under Ray; in this process with as many threads as one worker has, by which sums of floats differ."""
+    """Of no, one and two workers under Ray, all of which send weights; in this process with as many threads as one worker has.
+
+    Sums of floats differ by the number of threads.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
-    made = {workers: VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=workers)) for workers in (0, 1, 2)}
+    sending = {workers: settings(tiny_model, workers__per_node=workers, weight_sync__method="transfer") for workers in (0, 1, 2)}
+    made = {workers: VerlOptimizer(tiny_model, chosen) for workers, chosen in sending.items()}
     yield made
     torch.set_num_threads(threads)
     for engine in made.values():
@@ -141,6 +145,11 @@ def test_ray_workers_refused_batch_leaves_weights_unchanged(engines: dict[int, V
         engine.step(wrong)
     assert raised.value.rows[ROWS - 1] == "logprob_gap"
     assert differences(before, weights(engine)) == 0
+
+
+def test_ray_workers_each_send_their_share(engines: dict[int, VerlOptimizer]) -> None:
+    assert {count: len(engine.rank_senders) for count, engine in engines.items()} == {0: 1, 1: 1, 2: 2}
+    assert len({address.url for engine in engines.values() for address in engine.rank_senders}) == 4
 
 
 def test_ray_workers_state_loads_in_any_number_of_workers(

@@ -66,5 +66,5 @@ class OtherWords(PartsService):
         if sent is None:
             return super().words(body)
         other = PartsService(lambda: whole_parts(lambda: iter(sent.items())))
-        other.answer("/versions", {"version": body["version"], "dtype": body["dtype"], "key": "", "delta": False})
+        other.answer("/versions", {"version": body["version"], "dtype": body["dtype"], "key": "", "delta": False, "directory": ""})
         return other.words(body)

@@ -34,6 +34,7 @@ from trainer.loop import Trainer
 from trainer.publish import checkpoint
 from trainer.publish.lora import adapter_of
 from trainer.publish.publisher import GatewayRefusedError, Publisher
+from trainer.publish.rank_sender import RankAddress
 from trainer.restoring import restore
 from trainer.sft.examples import Example
 from trainer.sft.files import ExampleFile
@@ -103,6 +104,7 @@ class FakeOptimizer:
     batches: list[Batch] = field(default_factory=list)
     data_parallel_size: int = 1
     versions_to_hold: int = 0
+    rank_senders: Sequence[RankAddress] = ()
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
     def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:

@@ -23,6 +23,7 @@ from trainer.data.batch import Batch
 from trainer.loop import Trainer, newest_version
 from trainer.publish.offers import WeightSource
 from trainer.publish.publisher import EngineUsage, GatewayRefusedError, Publisher
+from trainer.publish.rank_sender import RankAddress
 from trainer.retries import Outage
 from trainer.shutdown import Shutdown, Stopped
 
@@ -203,19 +204,21 @@ def test_trainer_start_waits_for_starting_gateway(tmp_path: Path, base: Path) ->
     assert served(chosen) == [0, 0, 0]
 
 
-def test_publication_retry_of_transfer_reads_weights_from_files(tmp_path: Path, base: Path) -> None:
+def test_publication_retry_of_transfer_sends_files_from_ranks(tmp_path: Path, base: Path) -> None:
     """Those in memory are in the middle of the next step by then."""
     chosen = settings(base, tmp_path / "policies", weight_sync__method="transfer", groups_per_batch=1)
-    sent: list[list[float]] = []
+    sent: list[tuple[Path | None, list[RankAddress]]] = []
 
     class Sending(Away):
         def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
             super().publish(version, again=again)
             assert isinstance(weights, WeightSource)
-            sent.append([float(value) for _, array in weights.arrays() for value in array])
+            assert weights.ranks
+            sent.append((weights.directory, list(weights.ranks())))
             return 0.25
 
-    trainer = wired(chosen, FakeSource(["a"]))
+    ranks = [RankAddress("http://rank", "token")]
+    trainer = wired(chosen, FakeSource(["a"]), FakeOptimizer(rank_senders=ranks))
     gateway = Sending(tmp_path / "policies/served.json")
     with_publisher(trainer, gateway)
     batch = trainer.take()
@@ -226,7 +229,23 @@ def test_publication_retry_of_transfer_reads_weights_from_files(tmp_path: Path, 
     gateway.away = False
     assert trainer.publishing
     trainer.publishing.wait()
-    assert (sent, newest_version(trainer.ledger).version) == ([[1.0]], 1)
+    head = newest_version(trainer.ledger)
+    assert (sent, head.version) == ([(Path(head.policy_version.path), ranks)], 1)
+
+
+def test_publication_without_ranks_that_send_lets_engines_read_files(tmp_path: Path, base: Path) -> None:
+    sent: list[object] = []
+
+    class Sending(FakePublisher):
+        def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
+            sent.append(weights)
+            return super().publish(version, again=again, weights=weights)
+
+    trainer = wired(settings(base, tmp_path / "policies", weight_sync__method="transfer"), FakeSource([]))
+    with_publisher(trainer, Sending(tmp_path / "policies/served.json"))
+    assert trainer.publishing
+    trainer.publishing.publish()
+    assert sent == [None]
 
 
 def test_publication_reports_idle_share_of_engines_since_the_one_before(tmp_path: Path, base: Path) -> None:

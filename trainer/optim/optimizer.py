@@ -42,6 +42,11 @@ class VerlOptimizer:
         self.settings = settings
         self._workers = begin(model, settings)
         self.device = self._workers.device
+        sync = settings.weight_sync
+        sends = sync.publish and sync.method == "transfer"
+        # They start with the ranks: a rank takes no call amid a step, and its sender answers then.
+        self.rank_senders: Sequence[RankAddress] = self._workers.everywhere("serve_parts") if sends else ()
+        """Senders of the ranks' own parts of the parameters of `weights`. Empty: weights are not sent."""
         import torch
 
         self._order = torch.Generator()  # of mini-batches; it begins with the same state every time
@@ -121,10 +126,6 @@ class VerlOptimizer:
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield every parameter by its Hugging Face name, tied ones once, with adapters merged."""
         return self._workers.weights()
-
-    def rank_senders(self) -> Sequence[RankAddress]:
-        """Return the senders of the ranks' own parts of the parameters of `weights`; they are started at the first call."""
-        return self._workers.everywhere("serve_parts")
 
     def collect(self, *, state: bool = True) -> None:
         """Copy to main memory what `write` writes.

@@ -30,7 +30,7 @@ from trainer.optim.process import quiet
 from trainer.optim.states import moved, sharded_state, snapshots
 from trainer.optim.states.host_parts import host_part
 from trainer.optim.states.snapshots import EarlierWeights
-from trainer.optim.states.weight_files import WeightFiles
+from trainer.optim.states.weight_files import WeightFiles, written_parts
 from trainer.optim.weight_shards import WeightPart, held_parts, own_parts
 from trainer.publish import checkpoint
 from trainer.publish.lora import kept, require_adapters, weights_file
@@ -221,7 +221,7 @@ class Rank:
         if self._sender is None:
             sync = self._settings.weight_sync
             port = sync.transfer_port and sync.transfer_port + 1 + self.rank
-            self._sender = RankSender(self._sent_parts, sync.transfer_host, port)
+            self._sender = RankSender(self._sent_parts, sync.transfer_host, port, self._written_parts)
         addresses: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(addresses, self._sender.address)
         return addresses
@@ -234,6 +234,9 @@ class Rank:
 
     def _sent_parts(self) -> Iterator[FilePart]:
         return (host_part(part.name, part.shape, part.first, part.words, copy=False) for part in self._parts())
+
+    def _written_parts(self, directory: Path) -> Iterator[FilePart]:
+        return written_parts(directory, self.world_size, self.rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_weights(self, directory: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,6 +39,8 @@ class WeightSource:
     """Yields whole parameters."""
     ranks: Callable[[], Sequence[RankAddress]] | None = None
     """Returns the senders of the ranks that hold the parameters. None: this process sends whole ones."""
+    directory: Path | None = None
+    """Directory of the version's files, of which each rank reads its share. None: ranks have the parameters in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +74,15 @@ def whole_parts(weights: Weights) -> Iterator[FilePart]:
 class RanksOffer:
     """Weights of one version on the ranks that have them."""
 
-    def __init__(self, find_ranks: Callable[[], Sequence[RankClient]], *, delta: bool) -> None:
+    def __init__(self, find_ranks: Callable[[], Sequence[RankClient]], *, delta: bool, directory: Path | None = None) -> None:
         """Offer what the ranks hold.
 
         Args:
             find_ranks: returns all ranks that have parts; called at the first request.
             delta: True to offer differences from the version that was offered before.
+            directory: as in `WeightSource`.
         """
-        self._find_ranks, self._delta = find_ranks, delta
+        self._find_ranks, self._delta, self._directory = find_ranks, delta, str(directory or "")
         self._ranks: Sequence[RankClient] = ()
         self._key = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
@@ -97,7 +101,8 @@ class RanksOffer:
             if dtype not in self._plans:
                 self._ranks = self._ranks or self._find_ranks()
                 version = secrets.token_hex(8)
-                answers = self._ask("/versions", {"version": version, "dtype": dtype, "key": self._key, "delta": self._delta})
+                facts = {"version": version, "dtype": dtype, "key": self._key, "delta": self._delta, "directory": self._directory}
+                answers = self._ask("/versions", facts)
                 self._plans[dtype] = {"version": version, "key": self._key, "dtype": dtype, **_joined(self._ranks, answers)}
             return self._plans[dtype]
 

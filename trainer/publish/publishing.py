@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trainer.ledger.tables import LedgerVersion
+    from trainer.optim.optimizer import VerlOptimizer
     from trainer.phases import Phases
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,27 @@ class ServedHead:
 class HeadPublisher:
     """Publisher of the head of one branch."""
 
-    def __init__(self, publisher: Publisher, ledger: Ledger, settings: Settings, shutdown: Shutdown, phases: Phases) -> None:
-        """Publish the head of `ledger` through `publisher`, once the policies of its phase are updated."""
+    def __init__(
+        self,
+        publisher: Publisher,
+        ledger: Ledger,
+        settings: Settings,
+        shutdown: Shutdown,
+        phases: Phases,
+        optimizer: Callable[[], VerlOptimizer | None],
+    ) -> None:
+        """Publish the head of a ledger, once the policies of its phase are updated.
+
+        Args:
+            publisher: sends the requests.
+            ledger: of the branch.
+            settings: the whole tree.
+            shutdown: ends waits.
+            phases: of the branch.
+            optimizer: function that returns the optimizer that is loaded, whose ranks send weights. None: none is.
+        """
         self.publisher = publisher
+        self._optimizer = optimizer
         self._ledger = ledger
         self._settings = settings
         self._policy = settings.trainer.policy
@@ -219,13 +238,15 @@ class HeadPublisher:
         return {} if idle is None else {"engine_idle": idle}
 
     def _from_files(self, path: Path) -> WeightSource | None:
-        """Return a reader of a version's parameters from its files: those in memory may be in the middle of a step.
+        """Return a version's parameters in its files, which the ranks send: those in memory may be in the middle of a step.
 
-        None: the engines read the version's files.
+        None: the engines read the version's files, since there is no rank that would send them.
         """
-        if self._settings.trainer.weight_sync.method != "transfer" or not (path / WEIGHTS).is_file():
+        optimizer = self._optimizer()
+        ranks = optimizer.rank_senders if optimizer else ()
+        if not ranks or not (path / WEIGHTS).is_file():
             return None
-        return WeightSource(lambda: _read_weights(path / WEIGHTS))
+        return WeightSource(lambda: _read_weights(path / WEIGHTS), lambda: ranks, path)
 
     def _sleep(self, seconds: float) -> None:
         self._closed.wait(seconds)

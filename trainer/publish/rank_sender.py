@@ -1,12 +1,13 @@
 """Sender of one rank's own parts of the weights: to the process that publishes their sums, to engines' workers the words that they hold.
 
-In: the rank's parts, copied when a version is to be sent. Out: sums; words, or their differences from the version that was sent before.
-Invariant: words are sent only with the key of the version that is being published, and only of parts that this rank answers for.
+In: the rank's parts in memory or in a version's files, copied when it is to be sent. Out: sums; words, or their differences from the
+version that was sent before. Invariant: words are sent only with the key of the version that is being published, and only of parts that
+this rank answers for.
 
-The process that publishes asks with the rank's token: `POST /versions` {"version", "dtype", "key", "delta"} -> {"parts": [[name, shape,
-first, words], ...]} copies the parts; `POST /sums` {"dtype", "others", "scope"} -> {"tensors"}; `POST /whole` -> {"sum"}, the addend to the
-checksum in float32; `POST /end` {"keep"} -> {"full", "delta"}, the bytes that were sent. Workers ask with the key
-(`gateway/vllm_plugin/fetching.py` has the form).
+The process that publishes asks with the rank's token: `POST /versions` {"version", "dtype", "key", "delta", "directory"} -> {"parts":
+[[name, shape, first, words], ...]} copies the parts, of a version's files where `directory` names them; `POST /sums` {"dtype", "others",
+"scope"} -> {"tensors"}; `POST /whole` -> {"sum"}, the addend to the checksum in float32; `POST /end` {"keep"} -> {"full", "delta"}, the
+bytes that were sent. Workers ask with the key (`gateway/vllm_plugin/fetching.py` has the form).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,10 +25,12 @@ from spangrad.errors import SettingsError, TrainerError
 from spangrad.http.tokens import is_token
 from spangrad.weights.shards import ChecksumScope
 from trainer.publish.parts import HeldParts, Parts, Piece
-from trainer.publish.shared_file import sums_of_parts
+from trainer.publish.shared_file import FilePart, sums_of_parts
 from trainer.publish.token_server import Binary, TokenServer
 
 WORDS_PATH = "/words"
+WrittenParts = Callable[[Path], Iterable[FilePart]]
+"""Function that reads a rank's share of the weights in a version's directory, in float32, one part at a time."""
 
 
 class RankAddress(msgspec.Struct, frozen=True):
@@ -39,9 +43,17 @@ class RankAddress(msgspec.Struct, frozen=True):
 class PartsService:
     """Answers to requests for the parts of one rank."""
 
-    def __init__(self, parts: Parts) -> None:
-        """Answer for these parts; they are read when a version is to be sent."""
+    def __init__(self, parts: Parts, written: WrittenParts | None = None) -> None:
+        """Answer for these parts; they are read when a version is to be sent.
+
+        Args:
+            parts: in memory.
+            written: reads those of a version's files, whatever is in memory. None: they are not sent.
+        """
         self.parts = parts
+        self._written = written
+        self._directory: Path | None = None
+        """Directory of the version that is being published. None: it is in memory."""
         self._lock = threading.Lock()
         self._counting = threading.Lock()
         self._held: dict[str, HeldParts] = {}
@@ -66,14 +78,15 @@ class PartsService:
                     dtype = body["dtype"]
                     held = self._held.get(dtype) or HeldParts(dtype)
                     self._held[dtype] = held
-                    held.take(self.parts(), body["version"], keep_changes=body["delta"])
+                    self._directory = Path(body["directory"]) if body["directory"] else None
+                    held.take(self._source(), body["version"], keep_changes=body["delta"])
                     self._keys[dtype] = body["key"]
                     return {"parts": held.listed(), "base": held.base}
                 case "/sums":
                     sums = self._of(body["dtype"]).sums(body["others"], ChecksumScope(body["scope"]))
                     return {"tensors": {name: msgspec.structs.asdict(each) for name, each in sums.items()}}
                 case "/whole":
-                    return {"sum": sum(sums_of_parts([part])[part.name].plain for part in self.parts() if part.words.size)}
+                    return {"sum": sum(sums_of_parts([part])[part.name].plain for part in self._source() if part.words.size)}
                 case "/end":
                     self._keys.clear()
                     if not body["keep"]:
@@ -101,6 +114,13 @@ class PartsService:
             return Binary(len(delta), [delta], {"x-delta": "1"})
         return Binary(held.size(pieces), [each.reshape(-1).view("u1").data for each in words])
 
+    def _source(self) -> Iterable[FilePart]:
+        if self._directory is None:
+            return self.parts()
+        if self._written is None:
+            raise TrainerError("weights of a version's files are not sent from here.")
+        return self._written(self._directory)
+
     def _of(self, dtype: str) -> HeldParts:
         if dtype not in self._keys:
             raise TrainerError(f"no version is being published in {dtype}.")
@@ -110,19 +130,20 @@ class PartsService:
 class RankSender:
     """HTTP server of one rank for publications."""
 
-    def __init__(self, parts: Parts, host: str, port: int = 0) -> None:
+    def __init__(self, parts: Parts, host: str, port: int = 0, written: WrittenParts | None = None) -> None:
         """Listen at the address of this machine from which the process that publishes is reached.
 
         Args:
             parts: of this rank.
             host: trainer.weight_sync.transfer_host.
             port: port, or 0 for any free one.
+            written: as for `PartsService`.
 
         Raises:
             SettingsError: this process cannot listen there.
         """
         token = secrets.token_urlsafe(24)
-        self.service = PartsService(parts)
+        self.service = PartsService(parts, written)
         own = own_address(host)
 
         def allows(path: str, shown: str | None) -> bool:

@@ -91,7 +91,8 @@ class WeightsSender:
         def find_ranks() -> Sequence[RankClient]:
             return [remote_rank(address) for address in source.ranks()] if source.ranks else [local_rank(self.url, self._local)]
 
-        offer = self._offer = _Offer(source, RanksOffer(find_ranks, delta=self._delta and source.ranks is not None))
+        delta = self._delta and source.ranks is not None
+        offer = self._offer = _Offer(source, RanksOffer(find_ranks, delta=delta, directory=source.directory))
         try:
             yield {"url": self.url, "token": self.token}
         finally:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -20,8 +20,9 @@ import torch
 from spangrad.errors import CheckpointError
 from spangrad.weights import adapters
 from spangrad.weights.safetensors_header import read_header
-from trainer.optim.states.host_parts import DTYPES
-from trainer.optim.weight_shards import WeightPart
+from trainer.optim.states.host_parts import DTYPES, host_part
+from trainer.optim.weight_shards import WeightPart, row_range
+from trainer.publish.shared_file import FilePart
 
 _BUFFER_BYTES = 2**24
 _INDEX = "model.safetensors.index.json"
@@ -77,6 +78,10 @@ class WeightFiles:
         """Return whether there is a tensor of a name, in whichever form."""
         return name in self._places
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor by name, in the order of the files."""
+        return {name: place.shape for name, place in self._places.items()}
+
     def has(self, part: WeightPart) -> bool:
         """Return whether the tensor of a part is there, with its shape, in a dtype that can be read."""
         place = self._places.get(part.name)
@@ -111,6 +116,30 @@ class WeightFiles:
             if not read:
                 raise CheckpointError(f"{place.file} is cut off. Restore {self.directory} from a copy.")
             done += read
+
+
+def written_parts(directory: Path, ranks: int, number: int) -> Iterator[FilePart]:
+    """Yield one rank's share of a version's weights in float32, one part at a time, whatever the rank has in memory.
+
+    Rows are divided as FSDP2 divides them, so that a rank reads what it has written.
+
+    Args:
+        directory: of the version's files.
+        ranks: number of ranks.
+        number: of this rank.
+
+    Raises:
+        CheckpointError: the files cannot be read.
+    """
+    with WeightFiles(directory) as files:
+        for name, shape in files.shapes().items():
+            first, rows = row_range(shape[0] if shape else 1, ranks, number)
+            row = math.prod(shape[1:])
+            part = WeightPart(name, shape, first * row, torch.empty(rows * row))
+            if lacking := files.lacking([part]):
+                raise CheckpointError(f"{directory} holds {lacking[0]} in a dtype that is not sent. Save the model in float32 or bfloat16.")
+            files.read(part)
+            yield host_part(name, shape, part.first, part.words, copy=False)
 
 
 def _places(file: Path) -> dict[str, _Place]:
