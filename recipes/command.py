@@ -22,6 +22,7 @@ from commands.demo.settings import SETTINGS, store_and_gateway, write_settings
 from commands.options import flag_values
 from recipes.recipe import CHECKOUT, METHODS, SIZES, Prepared, Recipe, layers, merged, write_tasks
 from spangrad.errors import SettingsError, SpangradError
+from spangrad.probing.parallel import parallel_sizes
 from spangrad.processes import free_ports, own_command
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
@@ -139,12 +140,12 @@ def _tiny_values(recipe: Recipe, directory: Path) -> dict[str, object]:
 
 
 def services_of(recipe: Recipe, directory: Path, settings: Settings, prepared: Prepared) -> list[ServiceSpec]:
-    """Return all services of a run; on GPUs, engines have one each, in order, and the trainer has the others."""
+    """Return all services of a run; on GPUs, workers of engines have one each, in order, and the trainer has the others."""
     logs, config = directory / "logs", ("--config", str(directory / SETTINGS))
     agent = [*recipe.agent, "--tasks", str(directory / "train.jsonl")]
     engines = [str(backend.url) for backend in settings.gateway.backends]
-    gpus = gpus_of(settings)
-    own = {"engine": gpus[:1], "train": gpus[1 + len(engines) :]}
+    gpus, workers = gpus_of(settings), parallel_sizes(settings.engine.extra_args).workers
+    own = {"engine": gpus[:workers], "train": gpus[(1 + len(engines)) * workers :]}
     services = list(prepared.services)
     for service in training_services(settings, logs, config, agent):
         env = {"CUDA_VISIBLE_DEVICES": ",".join(own[service.name])} if gpus and service.name in own else {}
@@ -154,14 +155,15 @@ def services_of(recipe: Recipe, directory: Path, settings: Settings, prepared: P
     for number, url in enumerate(engines, 1):
         words = own_command("engine", *config, "--set", f"engine.port={url.rpartition(':')[2].strip('/')}")
         name = f"engine-{number}"
-        env = {"CUDA_VISIBLE_DEVICES": gpus[number]}
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number * workers : (number + 1) * workers])}
         services.append(ServiceSpec(name, tuple(words), logs / f"{name}.log", f"{url.rstrip('/')}/health", ("store",), env))
     return services
 
 
 def gpus_of(settings: Settings) -> list[str]:
     """Return the GPUs of this machine that a run takes: those of CUDA_VISIBLE_DEVICES, else the first ones. None, without ranks."""
-    count = 1 + len(settings.gateway.backends) + settings.trainer.workers.per_node if settings.trainer.workers.per_node else 0
+    engines = (1 + len(settings.gateway.backends)) * parallel_sizes(settings.engine.extra_args).workers
+    count = engines + settings.trainer.workers.per_node if settings.trainer.workers.per_node else 0
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or [str(gpu) for gpu in range(count)]
     if len(visible) < count:
         raise SettingsError(f"the settings take {count} GPUs, and CUDA_VISIBLE_DEVICES names {len(visible)}: `spangrad plan` finds others.")

@@ -61,7 +61,8 @@ def _head(plan: CapacityPlan) -> list[str]:
     sharing = ", by turns with the engines" if plan.takes_turns else ", sharing the GPU with the engine" if plan.shares_gpu else ""
     return [
         f"{model.kind}: {model.parameters:,} parameters{active}, on {cluster.hosts} node(s) of {cluster.per_host} x {cluster.gpu.name}",
-        f"{'Nearest miss' if plan.misses else 'Fits'}: {trained}; {plan.engines} engine(s), a GPU each, on the gateway's host; trainer of "
+        f"{'Nearest miss' if plan.misses else 'Fits'}: {trained}; {plan.engines} engine(s) of {plan.sizes.workers} "
+        f"worker(s), a GPU each{f' ({plan.sizes.label})' if plan.sizes.label else ''}, on the gateway's host; trainer of "
         f"{plan.ranks} rank(s) on {where}{sharing}",
     ]
 
@@ -77,7 +78,7 @@ def _layout_row(plan: CapacityPlan) -> tuple[str, ...]:
     kept = "recomputed" if plan.settings.trainer.gradient_checkpointing else "kept"
     peaks = (size(memory.peak_bytes(items)) for items in (plan.trainer_gpu, plan.first_host))
     fits = "; ".join(miss.split(" needs ")[0] + " does not" for miss in plan.misses) or "all"
-    return str(plan.engines), str(plan.ranks), trained, kept, *peaks, f"{plan.step_seconds:,.0f}", fits
+    return f"{plan.engines} {plan.sizes.label}".rstrip(), str(plan.ranks), trained, kept, *peaks, f"{plan.step_seconds:,.0f}", fits
 
 
 def _parts(plan: CapacityPlan) -> list[tuple[str, Sequence[MemoryItem], int | None]]:
@@ -85,7 +86,7 @@ def _parts(plan: CapacityPlan) -> list[tuple[str, Sequence[MemoryItem], int | No
     limit = plan.cluster.host_bytes
     return [
         ("GPU of the trainer, each", plan.trainer_gpu, plan.trainer_limit),
-        ("GPU of an engine, each", plan.engine_gpu, plan.cluster.gpu.memory_bytes),
+        ("GPU of an engine's worker, each", plan.engine_gpu, plan.cluster.gpu.memory_bytes),
         ("host of the trainer, first", plan.first_host, limit),
         *([("host of the trainer, others", plan.other_host, limit)] if plan.other_host else []),
     ]
@@ -129,6 +130,7 @@ def as_json(plan: CapacityPlan) -> str:
             "fits": not plan.misses,
             "misses": plan.misses,
             "engines": plan.engines,
+            "engine_workers": asdict(plan.sizes),
             "ranks": plan.ranks,
             "memory": parts,
             "cached_tokens": plan.cached_tokens,
@@ -155,6 +157,7 @@ def settings_file(plan: CapacityPlan, model: Path) -> str:
         *plan.proposals(),
     ]
     gpus = f"{plan.cluster.hosts} node(s) of {plan.cluster.per_host} x {plan.cluster.gpu.name}"
-    title = f"Written by `spangrad plan` for {gpus}: {plan.engines} engine(s), {plan.ranks} rank(s) of the trainer."
+    layout = f"{plan.engines} engine(s) of {plan.sizes.workers} worker(s), {plan.ranks} rank(s) of the trainer"
+    title = f"Written by `spangrad plan` for {gpus}: {layout}."
     backends = [f'\n[[gateway.backends]]\nurl = "http://127.0.0.1:{_FIRST_PORT + place}"\n' for place in range(1, plan.engines)]
     return settings_text(proposals, title) + "".join(backends)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from spangrad.errors import SettingsError
 from spangrad.http.service import in_url
+from spangrad.probing.parallel import parallel_sizes
 from spangrad.processes import LOOPBACK
 from spangrad.settings import Settings
 from spangrad.supervisor.service import ServiceSpec
@@ -24,12 +25,6 @@ CLUSTER = "{cluster}"
 RANKS = "ranks"
 """Name of the trainer's ranks, which the trainer places by itself."""
 _AT_HOME = ("store", "queue", "gateway")
-_PARALLEL = {
-    "--tensor-parallel-size": "-tp",
-    "--pipeline-parallel-size": "-pp",
-    "--data-parallel-size": "-dp",
-}
-"""Options of vLLM whose values multiply to an engine's number of workers -> their short forms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +140,12 @@ def placement(settings: Settings, services: Sequence[ServiceSpec], *, gpus: bool
         groups.append(BundleGroup(tuple(at_home), home=True))
     if "train" in names and trainer.gpus:
         groups.append(BundleGroup((trainer,)))
-    size = engine_workers(settings.engine.extra_args)
+    size = parallel_sizes(settings.engine.extra_args).workers
     engine = (1, size) if gpus else (size, 0)
     groups += [BundleGroup((Bundle(name, *engine),)) for name in names if _kind(name) == "engine"]
     groups += [BundleGroup((Bundle(name),)) for name in names if name == "build"]
     agents = tuple(Bundle(name) for name in names if _kind(name) in {"worker", "run"})
     return (*groups, *([BundleGroup(agents, "SPREAD")] if agents else []))
-
-
-def engine_workers(extra_args: Sequence[str]) -> int:
-    """Return the number of workers of an engine: tensor times pipeline times data parallel size, by vLLM's arguments."""
-    count = 1
-    for at, word in enumerate(extra_args):
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-")
-        if any(name in names for names in _PARALLEL.items()):
-            value = value if equals else "".join(extra_args[at + 1 : at + 2])
-            count *= int(value) if value.isdigit() else 1
-    return count
 
 
 def lacking(groups: Sequence[BundleGroup], nodes: Sequence[Node], home: str) -> list[Bundle]:

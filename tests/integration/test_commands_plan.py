@@ -11,6 +11,7 @@ import pytest
 
 from commands.training.plan import plan
 from spangrad.errors import SettingsError, TrainerError
+from spangrad.probing.parallel import ParallelSizes, parallel_sizes
 from spangrad.settings.sources import load_settings
 
 MODELS = Path(__file__).parents[1] / "fixtures/models"
@@ -29,6 +30,8 @@ def test_plan_of_7b_on_one_node_prints_items_stages_and_settings(capsys: pytest.
     for part in ("weights, float32", "KV cache", "version that is written", "checkpoint", "publication by disk", "MFU 0.35"):
         assert part in text
     assert "trainer.workers.per_node" in text
+    assert "GPU of an engine's worker, each" in text
+    assert "--tensor-parallel-size" in text
 
 
 def test_plan_of_32b_on_two_nodes_writes_settings_that_commands_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +41,9 @@ def test_plan_of_32b_on_two_nodes_writes_settings_that_commands_read(tmp_path: P
     settings = load_settings(file=file, env={})
     assert settings.trainer.workers.nodes == 2
     assert settings.trainer.model == LARGE.parent.absolute()
+    engine_gpus = (1 + len(settings.gateway.backends)) * parallel_sizes(settings.engine.extra_args).workers
+    assert engine_gpus > 1, "its weights leave one GPU too little room for contexts"
+    assert engine_gpus + settings.trainer.workers.per_node <= 8
     with pytest.raises(SettingsError, match=r"plan.toml exists already"):
         plan(model=LARGE, gpus="8x80", nodes=2, write=file)
 
@@ -47,6 +53,7 @@ def test_plan_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["fits"]
     assert facts["settings"]["engine.max_model_len"] == 2048
+    assert parallel_sizes(facts["settings"]["engine.extra_args"]) == ParallelSizes(**facts["engine_workers"])
 
 
 def test_plan_where_nothing_fits_prints_nearest_miss_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from commands.training.plan_report import as_json, settings_file
 from spangrad.errors import SettingsError
+from spangrad.probing.parallel import ParallelSizes
 from spangrad.settings import EngineSettings, Settings
 from spangrad.settings.sources import load_settings
 from tests.support.policies import trainer_settings
-from trainer.capacity import memory
+from trainer.capacity import engines, memory
 from trainer.capacity.architecture import Architecture, architecture_of, read_architecture
 from trainer.capacity.hardware import cluster_of
 from trainer.capacity.memory import MemoryItem
@@ -106,10 +107,54 @@ def test_memory_rises_with_each_model_and_copy_that_is_held(model: Architecture,
 def test_engine_gpu_with_cache_fills_share_that_is_its_own(model: Architecture, share: float) -> None:
     engine = EngineSettings(extra_args=(f"--gpu-memory-utilization={share}",))
     size = 10**12
-    assert memory.peak_bytes(memory.engine_gpu(model, engine, size)) == int(share * size)
-    tokens = memory.cached_tokens(model, engine, size)
-    assert tokens * model.kv_values * 2 <= next(item.bytes for item in memory.engine_gpu(model, engine, size) if item.name == "KV cache")
-    assert memory.cached_tokens(model, engine, size + 10**11) > tokens
+    assert memory.peak_bytes(engines.engine_gpu(model, engine, size)) == int(share * size)
+    tokens = engines.cached_tokens(model, engine, size)
+    assert tokens * model.kv_values * 2 <= next(item.bytes for item in engines.engine_gpu(model, engine, size) if item.name == "KV cache")
+    assert engines.cached_tokens(model, engine, size + 10**11) > tokens
+
+
+@given(models, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
+def test_shares_of_workers_together_are_the_model_and_copies(model: Architecture, tensor: int, pipeline: int) -> None:
+    sizes, alone = ParallelSizes(tensor, pipeline), ParallelSizes()
+    assert engines.worker_parameters(model, alone) == model.parameters
+    assert engines.cache_values(model, alone) == model.kv_values
+    own, cache = engines.worker_parameters(model, sizes), engines.cache_values(model, sizes)
+    assert own * sizes.of_replica >= model.parameters
+    assert cache * sizes.of_replica >= model.kv_values
+    if model.layers % pipeline == 0 and model.kv_heads % tensor == 0:
+        ends = 2 * model.head_parameters + model.hidden
+        assert own * sizes.of_replica <= model.parameters + ends * pipeline + model.layers * tensor + sizes.of_replica
+        assert cache * sizes.of_replica == model.kv_values
+    assert engines.worker_parameters(model, ParallelSizes(tensor, pipeline, 8)) == own, "a replica has all weights"
+
+
+def test_sizes_to_try_divide_heads_before_layers() -> None:
+    assert list(engines.sizes_to_try(LARGE, 8)) == [ParallelSizes(size) for size in (1, 2, 4, 8)]
+    assert list(engines.sizes_to_try(SMALL, 8)) == [*(ParallelSizes(size) for size in (1, 2, 4)), ParallelSizes(4, 2)], "28 heads"
+    odd = decoder("llama", 32, 3, 1, 1000, 1000, False)
+    assert list(engines.sizes_to_try(odd, 6)) == [ParallelSizes(), ParallelSizes(1, 2), ParallelSizes(1, 4)]
+
+
+def test_best_of_divides_engine_that_does_not_fit_one_gpu() -> None:
+    plan = planned(LARGE, "8x40", 2, trainer__lora__rank=16)
+    assert plan.misses == ()
+    assert plan.sizes.tensor >= 2
+    assert memory.peak_bytes(plan.engine_gpu) <= plan.cluster.gpu.memory_bytes
+    assert list(plan.settings.engine.extra_args[:2]) == ["--tensor-parallel-size", str(plan.sizes.tensor)]
+    assert plan.engine_gpus + plan.ranks <= 16
+
+
+def test_best_of_keeps_workers_of_engine_that_user_sets() -> None:
+    words = ("-tp", "2", "--pipeline_parallel_size=2", "--data-parallel-size", "2")
+    plan = planned(LARGE, "8x80", 2, engine__extra_args=words, trainer__lora__rank=16)
+    assert (plan.settings.engine.extra_args, plan.sizes) == (words, ParallelSizes(2, 2, 2))
+    assert (plan.engines, plan.engine_gpus, plan.has_own_hosts, plan.ranks) == (1, 8, True, 8)
+    weights = next(item.bytes for item in plan.engine_gpu if item.name == "weights")
+    assert weights == pytest.approx(2 * LARGE.parameters / 4, rel=0.02), "of a worker"
+    replica = engines.cached_tokens(LARGE, plan.settings.engine, plan.cluster.gpu.memory_bytes)
+    assert plan.cached_tokens == 2 * replica
+    with pytest.raises(SettingsError, match="no layout of trainer and engines"):
+        planned(LARGE, "4x80", 1, engine__extra_args=words)
 
 
 def test_peak_bytes_add_phase_of_most_memory_to_items_of_all_phases() -> None:
@@ -132,7 +177,7 @@ def test_best_of_for_7b_and_32b_trains_all_weights(model: Architecture, gpus: st
     assert memory.peak_bytes(plan.trainer_gpu) <= plan.trainer_limit
     assert memory.peak_bytes(plan.engine_gpu) <= plan.cluster.gpu.memory_bytes
     assert plan.cached_tokens >= plan.work.tokens
-    assert plan.engines + plan.settings.trainer.workers.per_node <= 8
+    assert plan.engine_gpus + plan.settings.trainer.workers.per_node <= 8
     assert plan.step_seconds > 0
 
 
@@ -152,7 +197,7 @@ def test_best_of_keeps_settings_of_user() -> None:
     }
     plan = planned(SMALL, "8x80", **kept)
     trainer = plan.settings.trainer
-    assert (trainer.max_tokens_per_device, trainer.gradient_checkpointing, trainer.workers.per_node, plan.engines) == (8192, True, 6, 2)
+    assert (trainer.max_tokens_per_device, trainer.gradient_checkpointing, trainer.workers.per_node, plan.engine_gpus) == (8192, True, 6, 2)
     assert plan.work.tokens == 2048
     with pytest.raises(SettingsError, match=r"has what is set: trainer.workers.per_node"):
         planned(SMALL, "8x80", trainer__workers__per_node=8)
@@ -169,7 +214,7 @@ def test_best_of_within_known_memory_of_hosts_writes_smaller_versions() -> None:
 
 def test_best_of_where_nothing_fits_names_need_and_limit_of_nearest_miss() -> None:
     plan = planned(LARGE, "2x24")
-    assert plan.excess > 1
+    assert plan.excesses[0] > 1
     assert any(re.match(r"a trainer's GPU needs [\d.]+ GiB of 22\.4 GiB", miss) for miss in plan.misses)
 
 
@@ -215,8 +260,8 @@ def test_generation_and_training_overlap_where_staleness_lets_them() -> None:
 
 def test_plan_of_turns_gives_every_gpu_to_both_and_waits_for_the_moves() -> None:
     apart, turns = planned(SMALL, "8x80"), planned(SMALL, "8x80", trainer__workers__colocated=True, trainer__sampling__max_staleness=1)
-    assert (turns.engines, turns.ranks, turns.misses) == (8, 8, ())
-    assert turns.settings.engine.extra_args == ("--gpu-memory-utilization", "0.9", "--enable-sleep-mode")
+    assert (turns.engine_gpus, turns.ranks, turns.misses) == (8, 8, ())
+    assert turns.settings.engine.extra_args[-3:] == ("--gpu-memory-utilization", "0.9", "--enable-sleep-mode")
     assert turns.trainer_limit == turns.cluster.gpu.memory_bytes - memory.ASLEEP
     seconds = {stage.name: stage.seconds for stage in turns.stages}
     together = ("generation", "forward and backward", "update", "turns of trainer and engines")
@@ -231,7 +276,7 @@ def test_plan_of_turns_gives_every_gpu_to_both_and_waits_for_the_moves() -> None
 def test_by_layout_has_best_plan_of_each_division_of_gpus() -> None:
     plans = candidates(LARGE, Settings(), cluster_of("4x80", 2))
     layouts = by_layout(plans)
-    assert [(plan.lora_rank, plan.trainer_hosts, plan.engines) for plan in layouts] == [
-        (rank, hosts, engines) for rank in (0, 16) for hosts, engines in ((1, 4), (2, 1), (2, 2), (2, 3))
+    assert [(plan.lora_rank, plan.trainer_hosts, plan.engine_gpus) for plan in layouts] == [
+        (rank, hosts, gpus) for rank in (0, 16) for hosts, gpus in ((1, 4), (2, 1), (2, 2), (2, 3))
     ]
     assert best_of(layouts) == best_of(plans)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from spangrad.errors import SettingsError
+from spangrad.probing.parallel import parallel_sizes
 from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings, settings_variables
 from spangrad.supervisor.placement import (
     BundleGroup,
     Node,
     cluster_values,
-    engine_workers,
     lack_text,
     lacking,
     placement,
@@ -86,8 +86,9 @@ def test_placement_spreads_workers() -> None:
         (["--tensor-parallel-size"], 1),
     ],
 )
-def test_engine_workers_multiply_parallel_sizes(words: list[str], workers: int) -> None:
-    assert engine_workers(words) == workers
+def test_parallel_sizes_multiply_to_workers(words: list[str], workers: int) -> None:
+    assert parallel_sizes(words).workers == workers
+    assert parallel_sizes(parallel_sizes(words).arguments) == parallel_sizes(words)
 
 
 def test_cluster_values_name_home_and_leave_other_machines_alone() -> None:

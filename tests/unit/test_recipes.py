@@ -89,12 +89,12 @@ def test_recipe_file_alone_loads_as_settings(recipe: Recipe) -> None:
 
 def test_recipe_services_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    arguments = arguments_of(MUSIQUE, ["--model", str(tmp_path), "--size", "7b"])
+    arguments = arguments_of(MUSIQUE, ["--model", str(tmp_path), "--size", "32b", "--method", "lora"])
     settings = load_settings(settings_of(MUSIQUE, arguments, tmp_path), env={})
     services = {service.name: service for service in services_of(MUSIQUE, tmp_path, settings, prepared(MUSIQUE, tmp_path))}
     gpus = {name: service.env["CUDA_VISIBLE_DEVICES"] for name, service in services.items() if "CUDA_VISIBLE_DEVICES" in service.env}
-    assert gpus == {"retrieval": "", "engine": "0", "engine-1": "1", "engine-2": "2", "train": "3,4,5,6,7"}
-    assert "engine.port=8002" in services["engine-2"].command
+    assert gpus == {"retrieval": "", "engine": "0,1", "engine-1": "2,3", "train": "4,5,6,7"}
+    assert "engine.port=8001" in services["engine-1"].command
     assert "retrieval" in services["run"].needs
     assert services["run"].env["RETRIEVAL_URL"].startswith("http://127.0.0.1:")
     elsewhere = prepared(MUSIQUE, tmp_path, "--retrieval", "http://search:8193")

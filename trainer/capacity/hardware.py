@@ -53,11 +53,13 @@ CHECKSUM_RATE = 1.9e9
 CAST_CHECKSUM_RATE = 1.8e9
 """Rate of `checksum_directory` over float32 words that are cast to bfloat16, on one core (measured: 1.8 to 1.9 GB/s of CPU time)."""
 CAST_RATE = 0.5e9
-"""Rate at which the trainer casts float32 weights for an engine of trainer.weight_sync.method `transfer` (measured: 0.3 to 0.8 GB/s)."""
+"""Rate at which a rank casts float32 weights for an engine of trainer.weight_sync.method `transfer` (measured: 0.3 to 0.8 GB/s)."""
 TRAINING_MFU = 0.35
 """Share of a GPU's peak that training reaches. An assumption."""
 PREFILL_MFU = 0.5
 """Share of a GPU's peak that an engine reaches in batches of many tokens. An assumption."""
+ALL_REDUCE_SECONDS = 15e-6
+"""Time of a sum over a host's GPUs, however little is summed. An assumption."""
 DECODE_SHARE = 0.6
 """Share of the memory's rate that decoding reaches. An assumption."""
 

@@ -1,4 +1,4 @@
-"""Memory of trainers' GPUs and hosts and of engines' GPUs, item by item, from a model's shapes and the settings.
+"""Memory of a trainer's GPUs and hosts, item by item, from a model's shapes and the settings; engines' is in `trainer.capacity.engines`.
 
 In: an `Architecture` and the settings. Out: items in bytes. Invariant: each item mirrors code, which its docstring names; tests hold
 the sum against the peak of real steps on a CPU within 15 %. What a CPU cannot show is an assumption, and a constant below.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from spangrad.settings import EngineSettings, TrainerSettings
+from spangrad.settings import TrainerSettings
 from trainer.capacity.architecture import Architecture
 from trainer.optim.process import LOGITS_CHUNK, dtype_of, recomputes_activations
 
@@ -32,12 +32,8 @@ FRAGMENTATION = 0.1
 """Share of a phase's memory that PyTorch's allocator reserves beyond it. An assumption."""
 RANK_PROCESS = 2 * 2**30
 """Main memory of a rank's process before it holds anything of the model. An assumption."""
-ENGINE_OVERHEAD = 4 * 2**30
-"""Memory of vLLM's activations, CUDA graphs and context. An assumption."""
 ASLEEP = 2 * 2**30
 """Memory of a GPU that an engine keeps in its sleep: CUDA's context, graphs and NCCL. An assumption."""
-_UTILISATION = 0.92
-"""vLLM's default of --gpu-memory-utilization."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,38 +267,3 @@ def written_state(model: Architecture, settings: TrainerSettings) -> int:
 def checkpoint_bytes(model: Architecture, settings: TrainerSettings) -> int:
     """Return the size of a checkpoint's files, which is that of what all ranks collect."""
     return written_weights(model, settings) + written_state(model, settings)
-
-
-# A GPU of an engine.
-
-
-def engine_gpu(model: Architecture, engine: EngineSettings, gpu_bytes: int) -> list[MemoryItem]:
-    """Return the memory of an engine's GPU; engines are planned with one worker each."""
-    weights = model.parameters * engine_width(engine) + model.adapter_parameters(engine.lora_rank) * engine_width(engine)
-    cache = engine.kv_cache_bytes or max(int(utilisation(engine) * gpu_bytes) - weights - ENGINE_OVERHEAD, 0)
-    return [
-        MemoryItem("weights", weights),
-        MemoryItem("activations, CUDA graphs", ENGINE_OVERHEAD),
-        MemoryItem("KV cache", cache),
-    ]
-
-
-def engine_width(engine: EngineSettings) -> int:
-    """Return the bytes of a value in the engine's dtype; `auto` is taken for bfloat16, since versions' files say the model's own dtype."""
-    return _FLOAT32 if engine.dtype in {"float32", "float"} else 2
-
-
-def cached_tokens(model: Architecture, engine: EngineSettings, gpu_bytes: int) -> int:
-    """Return the number of tokens that the engine's KV cache holds."""
-    cache = next(item.bytes for item in engine_gpu(model, engine, gpu_bytes) if item.name == "KV cache")
-    return cache // (model.kv_values * engine_width(engine))
-
-
-def utilisation(engine: EngineSettings) -> float:
-    """Return the share of the GPU's memory that the engine may take (--gpu-memory-utilization in engine.extra_args)."""
-    words = [part for word in engine.extra_args for part in word.replace("_", "-").split("=", 1)]
-    name = "--gpu-memory-utilization"
-    try:
-        return float(words[words.index(name) + 1])
-    except (ValueError, IndexError):
-        return _UTILISATION

@@ -3,8 +3,8 @@
 In: a model's shapes, settings, a cluster. Out: the fitting `CapacityPlan` of the shortest step, or the nearest miss. Invariant: settings
 that the user has set are kept; what is proposed is within the memory of every GPU, and of every host where that is known.
 
-Engines run on the gateway's host, each on a GPU of its own. The trainer has the other GPUs of every host, or all GPUs of the other hosts;
-on a single GPU it shares that with the engine. With trainer.workers.colocated the trainer has every GPU, those of the engines by turns.
+Engines run on the gateway's host, each worker on a GPU of its own. The trainer has the other GPUs of every host, or all GPUs of the other
+hosts; on a single GPU it shares that with the engine. With trainer.workers.colocated the trainer has every GPU, engines' GPUs by turns.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from spangrad.errors import SettingsError
+from spangrad.probing.parallel import ParallelSizes, parallel_sizes
 from spangrad.probing.proposals import Proposal, context_of
 from spangrad.settings import Settings
-from trainer.capacity import memory, timing
+from trainer.capacity import engines, memory, timing
 from trainer.capacity.architecture import Architecture
 from trainer.capacity.hardware import GpuCluster
 from trainer.capacity.memory import MemoryItem
@@ -57,6 +58,16 @@ class CapacityPlan:
         return max(self.settings.trainer.workers.per_node, 1) * self.trainer_hosts
 
     @property
+    def sizes(self) -> ParallelSizes:
+        """Return the division of each engine among its workers."""
+        return parallel_sizes(self.settings.engine.extra_args)
+
+    @property
+    def engine_gpus(self) -> int:
+        """Return the number of GPUs that engines take."""
+        return self.engines * self.sizes.workers
+
+    @property
     def lora_rank(self) -> int:
         """Return the rank of the adapters that are trained; 0: all weights are."""
         return self.settings.trainer.lora.rank
@@ -76,13 +87,13 @@ class CapacityPlan:
         """Return the memory that a rank may take of its GPU, in bytes."""
         if self.takes_turns:
             return self.cluster.gpu.memory_bytes - memory.ASLEEP
-        share = 1 - memory.utilisation(self.settings.engine) if self.shares_gpu else 1
+        share = 1 - engines.utilisation(self.settings.engine) if self.shares_gpu else 1
         return int(self.cluster.gpu.memory_bytes * share)
 
     @property
     def cached_tokens(self) -> int:
-        """Return the tokens that the KV cache of an engine holds."""
-        return memory.cached_tokens(self.model, self.settings.engine, self.cluster.gpu.memory_bytes)
+        """Return the tokens that the KV cache of an engine holds, those of all its replicas."""
+        return self.sizes.data * engines.cached_tokens(self.model, self.settings.engine, self.cluster.gpu.memory_bytes)
 
     @property
     def step_seconds(self) -> float:
@@ -95,18 +106,18 @@ class CapacityPlan:
         return tuple(sentence for excess, sentence in self._held_against_limits() if excess > 1)
 
     @property
-    def excess(self) -> float:
-        """Return the largest of needs over limits; above 1 something does not fit."""
-        return max(excess for excess, _ in self._held_against_limits())
+    def excesses(self) -> list[float]:
+        """Return needs over limits, the largest first; above 1 something does not fit."""
+        return sorted((excess for excess, _ in self._held_against_limits()), reverse=True)
 
     def _held_against_limits(self) -> Iterator[tuple[float, str]]:
         needed = memory.peak_bytes(self.trainer_gpu)
         yield needed / self.trainer_limit, f"a trainer's GPU needs {size(needed)} of {size(self.trainer_limit)}"
-        gpu = int(memory.utilisation(self.settings.engine) * self.cluster.gpu.memory_bytes) - self.takes_turns * memory.GPU_PROCESS
+        gpu = int(engines.utilisation(self.settings.engine) * self.cluster.gpu.memory_bytes) - self.takes_turns * memory.GPU_PROCESS
         fixed = memory.peak_bytes([item for item in self.engine_gpu if item.name != "KV cache"])
-        one_context = self.work.tokens * self.model.kv_values * memory.engine_width(self.settings.engine)
+        one_context = self.work.tokens * engines.cache_values(self.model, self.sizes) * engines.engine_width(self.settings.engine)
         cache = max(self.settings.engine.kv_cache_bytes or one_context, one_context)
-        yield (fixed + cache) / gpu, f"an engine's GPU needs {size(fixed + cache)} of {size(gpu)} for weights and one context"
+        yield (fixed + cache) / gpu, f"an engine's GPU needs {size(fixed + cache)} of {size(gpu)} for its weights and one context"
         limit = self.cluster.host_bytes
         for items in (self.first_host, self.other_host):
             if limit and items:
@@ -156,17 +167,21 @@ def candidates(model: Architecture, settings: Settings, cluster: GpuCluster, kep
 
 def best_of(plans: Sequence[CapacityPlan]) -> CapacityPlan:
     """Return the fitting plan of the shortest step, of all weights where those fit; where nothing fits, the nearest miss."""
-    fitting = [plan for plan in plans if plan.excess <= 1]
+    fitting = [plan for plan in plans if plan.excesses[0] <= 1]
     if not fitting:
-        return min(plans, key=lambda plan: plan.excess)
-    return min(fitting, key=lambda plan: (plan.lora_rank, plan.step_seconds, -plan.settings.trainer.max_tokens_per_device))
+        return min(plans, key=lambda plan: plan.excesses)
+
+    def order(plan: CapacityPlan) -> tuple[float, ...]:
+        return plan.lora_rank, plan.step_seconds, plan.sizes.workers, -plan.settings.trainer.max_tokens_per_device
+
+    return min(fitting, key=order)
 
 
 def by_layout(plans: Sequence[CapacityPlan]) -> list[CapacityPlan]:
-    """Return the best plan of each layout, with all weights and with adapters."""
+    """Return the best plan of each division of the GPUs among engines and trainer, with all weights and with adapters."""
     layouts: dict[tuple[int, int, int], list[CapacityPlan]] = {}
     for plan in plans:
-        layouts.setdefault((plan.lora_rank, plan.trainer_hosts, plan.engines), []).append(plan)
+        layouts.setdefault((plan.lora_rank, plan.trainer_hosts, plan.engine_gpus), []).append(plan)
     return [best_of(layouts[layout]) for layout in sorted(layouts)]
 
 
@@ -185,8 +200,12 @@ def _plans_of_rank(
         [trainer.max_tokens_per_device] if _BOUND in kept else [bound for bound in dict.fromkeys((*_TOKENS, context)) if bound >= context]
     )
     recomputations = [trainer.gradient_checkpointing] if _RECOMPUTATION in kept else [False, True]
-    served = _with_engine(_with_adapters(settings, rank), cluster, context, kept)
-    for layout, bound, recomputes in itertools.product(_layouts(cluster, takes_turns=trainer.workers.colocated), bounds, recomputations):
+    adapted = _with_adapters(settings, rank)
+    is_fixed = "engine.extra_args" in kept
+    divisions = [parallel_sizes(settings.engine.extra_args)] if is_fixed else engines.sizes_to_try(model, cluster.per_host)
+    layouts = [(sizes, layout) for sizes in divisions for layout in _layouts(cluster, sizes, takes_turns=trainer.workers.colocated)]
+    for (sizes, layout), bound, recomputes in itertools.product(layouts, bounds, recomputations):
+        served = _with_engine(adapted, cluster, context, None if is_fixed else sizes)
         planned = {
             "workers": trainer.workers.model_copy(update={"per_node": layout.per_node, "nodes": layout.hosts}),
             "max_tokens_per_device": bound,
@@ -210,13 +229,16 @@ class _Layout:
     has_own_hosts: bool = False
 
 
-def _layouts(cluster: GpuCluster, *, takes_turns: bool) -> list[_Layout]:
-    if takes_turns:
-        return [_Layout(cluster.per_host, 0 if cluster.per_host * cluster.hosts == 1 else cluster.per_host, cluster.hosts)]
+def _layouts(cluster: GpuCluster, sizes: ParallelSizes, *, takes_turns: bool) -> list[_Layout]:
+    """Return the divisions of a cluster with engines of so many workers, as many as their GPUs take."""
+    whole, rest = divmod(cluster.per_host, sizes.workers)
     if cluster.per_host * cluster.hosts == 1:
-        return [_Layout(1, 0, 1)]
-    apart = [_Layout(cluster.per_host, cluster.per_host, cluster.hosts - 1, has_own_hosts=True)] if cluster.hosts > 1 else []
-    return [*(_Layout(engines, cluster.per_host - engines, cluster.hosts) for engines in range(1, cluster.per_host)), *apart]
+        return [_Layout(1, 0, 1)] * (whole == 1)
+    if takes_turns:
+        return [_Layout(whole, cluster.per_host, cluster.hosts)] * (whole > 0 and not rest)
+    apart = [_Layout(whole, cluster.per_host, cluster.hosts - 1, has_own_hosts=True)] * (cluster.hosts > 1 and whole > 0 and not rest)
+    shared = range(1, (cluster.per_host - 1) // sizes.workers + 1)
+    return [*(_Layout(count, cluster.per_host - count * sizes.workers, cluster.hosts) for count in shared), *apart]
 
 
 def _with_adapters(settings: Settings, rank: int) -> Settings:
@@ -232,13 +254,13 @@ def _with_adapters(settings: Settings, rank: int) -> Settings:
     return settings.model_copy(update={"trainer": trainer.model_copy(update=adapted), "engine": engine})
 
 
-def _with_engine(settings: Settings, cluster: GpuCluster, context: int, kept: Collection[str]) -> Settings:
-    """Return the settings with the engines' context length and share of a GPU."""
+def _with_engine(settings: Settings, cluster: GpuCluster, context: int, sizes: ParallelSizes | None) -> Settings:
+    """Return the settings with the engines' context length, and their share of a GPU and workers; sizes None: arguments stay."""
     takes_turns = settings.trainer.workers.colocated
     share = _SHARED_UTILISATION if cluster.per_host * cluster.hosts == 1 and not takes_turns else _ENGINE_UTILISATION
-    proposed = ("--gpu-memory-utilization", str(share), *(["--enable-sleep-mode"] * takes_turns))
-    arguments = settings.engine.extra_args if "engine.extra_args" in kept else proposed
-    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"max_model_len": context, "extra_args": arguments})})
+    asleep = ["--enable-sleep-mode"] * takes_turns
+    proposed = (*sizes.arguments, "--gpu-memory-utilization", str(share), *asleep) if sizes else settings.engine.extra_args
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"max_model_len": context, "extra_args": proposed})})
 
 
 def _value(settings: Any, key: str) -> object:
@@ -264,7 +286,7 @@ def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, layout: 
         trainer_hosts=layout.hosts,
         has_own_hosts=layout.has_own_hosts,
         trainer_gpu=tuple(memory.trainer_gpu(model, settings.trainer, ranks)),
-        engine_gpu=tuple(memory.engine_gpu(model, settings.engine, cluster.gpu.memory_bytes)),
+        engine_gpu=tuple(engines.engine_gpu(model, settings.engine, cluster.gpu.memory_bytes)),
         first_host=host(first=True),
         other_host=host(first=False) if layout.hosts > 1 else (),
         stages=(
@@ -272,7 +294,7 @@ def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, layout: 
             *timing.training(model, settings, cluster, ranks, layout.hosts, work),
             *timing.turns(model, settings, cluster, ranks),
             timing.checkpoint(model, settings, cluster, ranks),
-            *timing.publications(model, settings, cluster, layout.engines),
+            *timing.publications(model, settings, cluster, layout.engines, ranks),
         ),
     )
 

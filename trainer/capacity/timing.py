@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from spangrad.probing.parallel import parallel_sizes
 from spangrad.probing.proposals import context_of
 from spangrad.settings import Settings, TrainerSettings
+from trainer.capacity import engines as engine_memory
 from trainer.capacity import memory
 from trainer.capacity.architecture import Architecture
 from trainer.capacity.hardware import (
+    ALL_REDUCE_SECONDS,
     CAST_CHECKSUM_RATE,
     CAST_RATE,
     CHECKSUM_RATE,
@@ -63,16 +66,24 @@ def workload(model: Architecture, settings: Settings) -> StepWorkload:
 
 def generation(model: Architecture, settings: Settings, cluster: GpuCluster, engines: int, work: StepWorkload) -> StageEstimate:
     """Return the generation of a step's rollouts, all tokens sampled one after the other."""
-    engine, gpu = settings.engine, cluster.gpu
-    cached = memory.cached_tokens(model, engine, gpu.memory_bytes)
-    of_engine = math.ceil(work.rollouts / engines)
-    at_once = max(min(of_engine, cached // work.tokens), 1)
-    width = memory.engine_width(engine)
-    read = model.parameters * width + at_once * work.tokens // 2 * model.kv_values * width
-    compute = 2 * model.active_parameters * at_once / (gpu.bf16_flops * PREFILL_MFU)
-    waves = math.ceil(of_engine / at_once)
-    seconds = waves * work.tokens * max(read / (gpu.memory_rate * DECODE_SHARE), compute)
-    return StageEstimate("generation", seconds, waves * work.tokens * read, "GPU memory of an engine")
+    engine, gpu, sizes = settings.engine, cluster.gpu, parallel_sizes(settings.engine.extra_args)
+    cached = engine_memory.cached_tokens(model, engine, gpu.memory_bytes)
+    of_replica = math.ceil(work.rollouts / (engines * sizes.data))
+    at_once = max(min(of_replica, cached // work.tokens), 1)
+    width = engine_memory.engine_width(engine)
+    cache = at_once * work.tokens // 2 * engine_memory.cache_values(model, sizes)
+    read = (engine_memory.worker_parameters(model, sizes) + cache) * width
+    compute = 2 * model.active_parameters * at_once / (gpu.bf16_flops * PREFILL_MFU) / sizes.of_replica
+    reduced = _all_reduces(model, sizes.tensor, at_once * model.hidden * width, gpu.peer_rate)
+    waves = math.ceil(of_replica / at_once)
+    # A token passes the stages one after the other.
+    seconds = waves * work.tokens * (sizes.pipeline * max(read / (gpu.memory_rate * DECODE_SHARE), compute) + reduced)
+    return StageEstimate("generation", seconds, waves * work.tokens * read, "GPU memory of an engine's worker")
+
+
+def _all_reduces(model: Architecture, tensor: int, size: int, rate: float) -> float:
+    """Return the seconds in which the workers of a layer add up their parts, twice a layer, for one token of each call."""
+    return 2 * model.layers * (ALL_REDUCE_SECONDS + 2 * size * (tensor - 1) / tensor / rate) if tensor > 1 else 0.0
 
 
 def training(
@@ -142,25 +153,26 @@ def checkpoint(model: Architecture, settings: Settings, cluster: GpuCluster, ran
     return StageEstimate("checkpoint", own + size / DISK_RATE, size, "disk")
 
 
-def publications(model: Architecture, settings: Settings, cluster: GpuCluster, engines: int) -> list[StageEstimate]:
+def publications(model: Architecture, settings: Settings, cluster: GpuCluster, engines: int, ranks: int) -> list[StageEstimate]:
     """Return the publication of a version by each weight sync method (docs/guides/weights.md); `adapter` takes adapters."""
-    whole, served = model.parameters * _FLOAT32, model.parameters * memory.engine_width(settings.engine)
-    casts = served < whole
-    to_gpu = served / cluster.gpu.host_rate
+    sizes = parallel_sizes(settings.engine.extra_args)
+    whole, served = model.parameters * _FLOAT32, model.parameters * engine_memory.engine_width(settings.engine)
+    casts, replicas = served < whole, engines * sizes.data
+    to_gpu = served / sizes.of_replica / cluster.gpu.host_rate
     checks = whole / CHECKSUM_RATE + (whole / CAST_CHECKSUM_RATE if casts else 0)
     stages = [
-        StageEstimate("publication by disk", checks + whole / DISK_RATE + to_gpu, whole * engines, "files, read by engines"),
+        StageEstimate("publication by disk", checks + whole / DISK_RATE + to_gpu, whole * replicas, "files, read by engines"),
         StageEstimate(
             "publication by transfer over http",
-            checks + engines * (whole / CAST_RATE if casts else 0) + engines * to_gpu,
-            served * engines,
-            "trainer's host to engines",
+            (checks + (whole / CAST_RATE if casts else 0)) / ranks + served * replicas / NETWORK_RATE + to_gpu,
+            served * replicas,
+            "ranks, each its share, to engines",
         ),
     ]
     if settings.trainer.lora.rank:
         adapters = model.adapter_parameters(settings.trainer.lora.rank, settings.trainer.lora.modules) * _FLOAT32
         seconds = adapters / DISK_RATE + adapters / CHECKSUM_RATE + whole / (CAST_CHECKSUM_RATE if casts else CHECKSUM_RATE)
-        stages.append(StageEstimate("publication by adapter", seconds, adapters * engines, "files, read by engines"))
+        stages.append(StageEstimate("publication by adapter", seconds, adapters * replicas, "files, read by engines"))
     return stages
 
 
