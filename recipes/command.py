@@ -119,7 +119,7 @@ def settings_of(recipe: Recipe, arguments: argparse.Namespace, directory: Path) 
     }
     files = layers(recipe.name, arguments.size, arguments.method)
     if arguments.tiny:
-        files = [*files[:1], CHECKOUT / "recipes/tiny.toml"]
+        files = [*files[:-1], CHECKOUT / "recipes/tiny.toml"]
     return {**merged(files, paths), **(_tiny_values(recipe, directory) if arguments.tiny else {}), **flag_values(arguments.set)}
 
 

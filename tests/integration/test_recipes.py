@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from recipes.recipe import METHODS, Method
 from spangrad.settings.sources import load_settings
 from spangrad.store.clickhouse import connect
+from spangrad.weights import adapters
 from tests.support.servers import running_store
+from trainer.publish import checkpoint
+from trainer.publish.checkpoint import version_directory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -19,14 +23,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["math", "spider", "musique", "swe"])
-def test_recipe_tiny_serves_trained_version(name: str, vllm_cache: Path, tmp_path: Path) -> None:
+def test_recipe_tiny_serves_trained_version(name: str, method: Method, vllm_cache: Path, tmp_path: Path) -> None:
     (tmp_path / ".vllm-cache").symlink_to(vllm_cache)
-    command = [sys.executable, "-m", f"recipes.{name}", "--tiny", "--directory", str(tmp_path / name)]
+    command = [sys.executable, "-m", f"recipes.{name}", "--tiny", "--method", method, "--directory", str(tmp_path / name)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["version"] >= 1
     settings = load_settings(file=tmp_path / name / "spangrad.toml", env={})
+    version = version_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch, 1)
+    assert (version / (adapters.WEIGHTS if method == "lora" else checkpoint.WEIGHTS)).exists()
     with running_store(settings.store, tmp_path / "store.log"):
         client = connect(settings.store)
         trained = client.query("SELECT RolloutId FROM spangrad.batches").result_rows
