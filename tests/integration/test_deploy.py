@@ -1,8 +1,9 @@
-"""The units in deploy/: they parse, their parts fit together, and every command in them is one that `spangrad` takes."""
+"""The units in deploy/: they parse, their parts fit together, and every command and setting in them is one that `spangrad` takes."""
 
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import shlex
 import shutil
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from commands.options import flag_values
 from spangrad.cli import app
-from spangrad.settings.sources import load_settings
+from spangrad.processes import wait_until
+from spangrad.settings import Settings
+from spangrad.settings.sources import explain_settings, load_settings, variable_of
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 EXECUTABLE = "/opt/spangrad/bin/spangrad"
@@ -24,6 +28,7 @@ UNITS = sorted((DEPLOY / "systemd").iterdir())
 DOCUMENTS: list[dict[str, Any]] = [
     one for file in sorted((DEPLOY / "kubernetes").iterdir()) for one in yaml.safe_load_all(file.read_text())
 ]
+SLURM = sorted((DEPLOY / "slurm").glob("*.sbatch"))
 CRON = [line for line in (DEPLOY / "cron/spangrad-train").read_text().splitlines() if line.startswith("*")]
 
 
@@ -47,7 +52,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         if unit.suffix == ".service":
             yield unit.name, shlex.split(Unit(unit)["Service"]["ExecStart"])
     for name, pod in pods():
-        yield from ((f"{name}/{one['name']}", one["command"]) for one in pod["containers"])
+        yield from (
+            (f"{name}/{one['name']}", [word.replace("$(POD_IP)", "10.0.0.7") for word in one["command"]]) for one in pod["containers"]
+        )
     for line in CRON:
         words = shlex.split(line.split("&&")[1].partition(">>")[0])
         yield "cron", words[words.index(EXECUTABLE) :]
@@ -58,19 +65,25 @@ COMMANDS = list(commands())
 
 @pytest.mark.parametrize(("place", "command"), COMMANDS, ids=[place for place, _ in COMMANDS])
 def test_deploy_commands_parse_in_cli(place: str, command: list[str]) -> None:
+    settings_of(command)
+
+
+def settings_of(command: list[str]) -> Settings:
+    """Return the settings that a command's --set give, once it parses."""
     executable, *arguments = command
     assert executable == EXECUTABLE
     function, bound, ignored = app.parse_args(arguments, exit_on_error=False, print_error=False)
     assert (function.__name__, ignored) == ({"queue": "_serve", "train": "_train"}.get(arguments[0], arguments[0]), {})
-    assert [name for name in bound.arguments if name not in {"follow", "once"}] == []
+    assert bound.arguments.keys() <= {"follow", "once", "port", "agent", "evaluator", "directory", "set_"}
+    return load_settings(flag_values(bound.arguments.get("set_")), env={})
 
 
 def test_deploy_every_service_has_unit_and_container() -> None:
     told = {place.split("/")[0] if "/" not in place else "kubernetes": set[str]() for place, _ in COMMANDS}
     for place, command in COMMANDS:
-        told["kubernetes" if "/" in place else place] |= {" ".join(command[1:])}
+        told["kubernetes" if "/" in place else place] |= {re.split(r" --(?!follow|once)", " ".join(command[1:]))[0]}
     everything = {"store", "engine", "gateway", "queue", "build --follow", "train --follow", "train --once"}
-    assert told.pop("kubernetes") == everything
+    assert told.pop("kubernetes") == everything | {"worker"}
     assert told.pop("cron") == {"train --once"}
     assert {one for commands in told.values() for one in commands} == everything
 
@@ -119,14 +132,94 @@ def test_deploy_kubernetes_objects_are_consistent() -> None:
             assert mounts.keys() <= volumes.keys(), name
             (config,) = [one["value"] for one in container["env"] if one["name"] == "SPANGRAD_CONFIG"]
             assert Path(config).parent == Path(mounts["settings"])
-            # vLLM gets no tokens: it takes orders from its own pod alone.
+            # vLLM gets no tokens but those of its registration; in the gateway's pod it takes orders from its own pod alone.
             assert ("envFrom" in container) is (container["name"] != "engine")
+            variables = {one["name"] for one in container["env"]} - {"SPANGRAD_CONFIG", "POD_IP"}
+            assert variables == ({"SPANGRAD_GATEWAY__TOKEN", "SPANGRAD_ENGINE__TOKEN"} if name == "Deployment/spangrad-engine" else set())
+            assert variables <= {variable_of(origin.key) for origin in explain_settings(env={})}
     for one in DOCUMENTS:
         if one["kind"] == "Deployment":
             assert one["spec"]["selector"]["matchLabels"] == one["spec"]["template"]["metadata"]["labels"]
     (cron,) = [one for one in DOCUMENTS if one["kind"] == "CronJob"]
     assert cron["spec"]["concurrencyPolicy"] == "Forbid"
     assert re.fullmatch(r"(\S+ ){4}\S+", cron["spec"]["schedule"])
+
+
+def submitted(script: Path, directory: Path, **variables: str) -> tuple[list[str], list[str]]:
+    """Run a batch script as Slurm would, with programs that write down how they are called; return its last command, and the steps."""
+    calls = directory / "calls"
+    calls.mkdir()
+    # Written whole, and then given its name.
+    stub = '#!/bin/bash\nown=$(basename "$0")-$$\nprintf "%s\\0" "$own" "$@" > "$CALLS/.$own"\nmv "$CALLS/.$own" "$CALLS/$own"\n'
+    replies = {"hostname": '[ "$1" = -s ] && echo node1 || echo 10.0.0.7 172.17.0.1', "ray": 'echo " 0.0/16.0 GPU"'}
+    programs = directory / "bin"
+    programs.mkdir()
+    for name in ("spangrad", "ray", "srun", "hostname"):
+        (programs / name).write_text(stub + replies.get(name, ""))
+        (programs / name).chmod(0o755)
+    (directory / "environment").write_text("SPANGRAD_GATEWAY__TOKEN=g\n")
+    text = (
+        script.read_text()
+        .replace("/opt/spangrad/bin", str(programs))
+        .replace("/shared/spangrad/environment", str(directory / "environment"))
+    )
+    environment = {"PATH": f"{programs}:{os.defpath}", "CALLS": str(calls), **variables}
+    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=environment, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    count = 2 if int(variables.get("SLURM_NNODES", "1")) > 1 else 0
+    wait_until(lambda: len(list(calls.glob("srun-*"))) == count, 60, "the job's steps")
+    found = {file.name: file.read_text().split("\0")[:-1] for file in calls.glob("[!.]*")}
+    (last,) = [words for name, words in found.items() if name.startswith("spangrad-")]
+    return [EXECUTABLE, *last[1:]], [" ".join(words) for name, words in found.items() if name.startswith("srun-")]
+
+
+def test_deploy_slurm_engines_register_at_ports_of_their_own(tmp_path: Path) -> None:
+    command, steps = submitted(DEPLOY / "slurm/spangrad-engine.sbatch", tmp_path, SLURM_ARRAY_TASK_ID="3")
+    settings = settings_of(command)
+    assert (command[1:4], steps) == (["engine", "--port", "8003"], [])
+    assert (settings.engine.host, settings.engine.url) == ("10.0.0.7", "http://10.0.0.7:8003")
+    assert settings.engine.cache_dir == Path("/tmp/spangrad-vllm-8003")
+
+
+def test_deploy_slurm_workers_take_rollouts(tmp_path: Path) -> None:
+    command, steps = submitted(DEPLOY / "slurm/spangrad-worker.sbatch", tmp_path)
+    settings_of(command)
+    assert (command[1], steps) == ("worker", [])
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_deploy_slurm_trainer_has_a_rank_for_each_gpu(tmp_path: Path, nodes: int) -> None:
+    command, steps = submitted(DEPLOY / "slurm/spangrad-train.sbatch", tmp_path, SLURM_NNODES=str(nodes), SLURM_GPUS_ON_NODE="8")
+    workers = settings_of(command).trainer.workers
+    assert command[1:3] == ["train", "--follow"]
+    assert (workers.per_node, workers.nodes) == (8, nodes)
+    assert workers.ray_address == ("10.0.0.7:6379" if nodes > 1 else None)
+    assert sorted("--head" in step for step in steps) == [False, True] * (nodes - 1)
+    assert all("--block" in step and "6379" in step for step in steps)
+
+
+@pytest.mark.parametrize("script", SLURM, ids=[script.name for script in SLURM])
+def test_deploy_slurm_options_come_before_commands(script: Path) -> None:
+    lines = script.read_text().splitlines()
+    options = [line for line in lines if line.startswith("#SBATCH ")]
+    assert lines[0] == "#!/bin/bash"
+    assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", line) for line in options)
+    assert f"#SBATCH --job-name={script.stem}" in options
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert [line for line in lines[first:] if line.startswith("#SBATCH")] == []
+
+
+def test_deploy_slurm_settings_load_and_name_one_host() -> None:
+    settings = load_settings(
+        file=DEPLOY / "slurm/spangrad.toml",
+        env={"SPANGRAD_STORE__TOKEN": "s", "SPANGRAD_GATEWAY__TOKEN": "g", "SPANGRAD_QUEUE__TOKEN": "q"},
+    )
+    store, gateway, queue = settings.store, settings.gateway, settings.queue
+    assert store.url == f"http://{store.host}:{store.clickhouse_port}"
+    assert store.otlp_endpoint == f"http://{store.host}:{store.otlp_http_port}"
+    assert (gateway.url, gateway.engine_url) == (f"http://{gateway.host}:{gateway.port}", "")
+    assert queue.url == f"http://{queue.host}:{queue.port}"
+    assert settings.runner.run_id == settings.trainer.run_id
 
 
 def test_deploy_systemd_units_verify(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gateway.pool.registry import FILE, BackendRegistry
 from gateway.registration import Registration
 from spangrad.errors import GatewayError
 from spangrad.processes import free_ports
-from spangrad.settings import BackendSettings, EngineSettings, Settings
-from spangrad.settings.sources import explain_settings, load_settings, variable_of
+from spangrad.settings import BackendSettings, Settings
+from spangrad.settings.sources import load_settings
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import ask, backends, staged
 
@@ -105,13 +104,3 @@ def test_registry_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytes
 def test_engine_without_url_registers_nowhere() -> None:
     with Registration(load_settings({"gateway.url": "http://127.0.0.1:9"}, env={})) as registration:
         assert registration._thread is None
-
-
-def test_kubernetes_manifest_names_settings_of_engine_and_gateway() -> None:
-    manifest = yaml.safe_load((ROOT / "packaging/kubernetes/engine.yaml").read_text())
-    (container,) = manifest["spec"]["template"]["spec"]["containers"]
-    known = {variable_of(origin.key) for origin in explain_settings(env={})}
-    assert {variable["name"] for variable in container["env"]} - known == {"POD_IP"}
-    keys = {word.partition("=")[0] for word in container["command"] if "=" in word}
-    assert keys == {"engine.host", "engine.url"}
-    assert container["readinessProbe"]["httpGet"]["port"] == EngineSettings().port
