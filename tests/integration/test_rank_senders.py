@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tracemalloc
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +18,27 @@ import pytest
 from safetensors.numpy import load_file
 
 from gateway.vllm_plugin import fetching
-from spangrad.settings import TrainerSettings
+from spangrad.settings import GatewaySettings, Settings, StoreSettings, TrainerSettings
 from spangrad.weights.checksums import checksum_directory, sums_of_directory
 from spangrad.weights.shards import checksum_of
 from spangrad.weights.sums import cast_words
+from tests.support.built_rollouts import BuiltRollouts
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import staged
+from tests.support.policies import trainer_settings
 from tests.support.receivers import words_sent
+from trainer.credit.estimators import estimator
+from trainer.data.source import GroupReader
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import open_ledger, prepare
+from trainer.ledger.tables import LedgerVersion
+from trainer.loop import Trainer
+from trainer.optim.optimizer import VerlOptimizer
+from trainer.publish import publishing
 from trainer.publish.offers import WeightSource
+from trainer.publish.publisher import publisher_of
 from trainer.publish.sender import WeightsSender
+from trainer.shutdown import Shutdown
 
 ranks_module = pytest.importorskip("benchmarks.publish_ranks")
 random_model = pytest.importorskip("benchmarks.random_model")
@@ -127,6 +141,57 @@ def planned_and_summed(sender: WeightsSender, dtype: str) -> dict[str, Any]:
     """Return the plan of a publication, whose words the ranks have copied and summed."""
     ask(sender, "/checksum", dtype=dtype, others={}, scope="full")
     return ask(sender, "/transfers", engine="e", over="http", workers=2, dtype=dtype, group="", whole=False)["update"]
+
+
+@pytest.mark.slow
+async def test_overlapped_steps_are_published_from_ranks(
+    store: StoreSettings, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole run with verl's optimizer: no publication reads whole tensors, and the engine holds what the ledger committed."""
+
+    def gather(file: Path) -> Iterator[Any]:
+        raise AssertionError(f"{file} was read whole")
+
+    monkeypatch.setattr(publishing, "_read_weights", gather)
+    steps, run = 3, f"overlapped-{uuid.uuid4().hex[:8]}"
+    facts = {"run_id": run, "branch": run, "model": tiny_model, "directory": tmp_path / "policies", "groups_per_batch": 1}
+    learning = trainer_settings(**facts, learning_rate=1e-3, max_staleness=99, weight_sync__method="transfer")
+
+    def train(url: str) -> tuple[list[LedgerVersion], int]:
+        settings = Settings(store=store, trainer=learning, gateway=GatewaySettings(url=url))
+        world = BuiltRollouts(settings, tiny_model)
+        for number in range(steps):
+            world.group(f"g{number}", [1.0, 0.0, 0.25])
+        ledger = open_ledger(settings)
+        optimizer = VerlOptimizer(tiny_model, learning)
+        trainer = Trainer(
+            settings=settings,
+            ledger=ledger,
+            source=GroupReader(world.client, settings),
+            optimizer=optimizer,
+            normalise=estimator(learning),
+            mirror=Mirror(world.client, store.url, ledger),
+            publisher=publisher_of(settings),
+            shutdown=Shutdown(),
+            loaded=prepare(ledger, settings),
+            load_optimizer=lambda version: pytest.fail(f"version {version.version} was loaded anew"),
+        )
+        try:
+            trainer.start()
+            trainer.run(follow=False)
+            return ledger.versions(), len(optimizer.rank_senders)
+        finally:
+            trainer.close()
+            ledger.close()
+
+    async with staged(FakeEngine(transfer="http", checksum=checksum_directory(tiny_model, "float32"))) as stage:
+        await stage.readiness("serving")
+        versions, senders = await asyncio.to_thread(train, str(stage.client._base_url).rstrip("/"))  # pyright: ignore[reportPrivateUsage]
+        assert (len(versions), senders) == (1 + steps, 1)
+        assert stage.engine.version == steps
+        assert stage.engine.checksum == versions[-1].policy_version.checksum
+    assert "reload_weights" not in stage.engine.orders
+    assert versions[-1].metrics["bytes_publish_full"] > 0
 
 
 async def test_rank_killed_amid_a_transfer_fails_it_and_files_restore_the_engine(
