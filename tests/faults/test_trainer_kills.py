@@ -135,7 +135,7 @@ def resolve_targets(settings: Settings, log: Path, seen: int, chance: Random, se
 
 
 def wait_for_weights(log: Path, seen: int) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while LOADED not in log.read_text()[seen:]:
         assert time.monotonic() < end, log.read_text()
         time.sleep(0.002)

@@ -3,146 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import polars as pl
 import psutil
 import pytest
-from safetensors.numpy import load_file
 
 from spangrad.errors import TrainerError
 from spangrad.processes import Child, free_ports, wait_until
-from spangrad.settings import Settings, StoreSettings
-from spangrad.types import VersionStatus
-from tests.support.built_rollouts import BuiltRollouts
-from tests.support.policies import changed, sampled_rows, trainer_key, trainer_settings
+from spangrad.settings import StoreSettings
+from tests.support.policies import changed, sampled_rows, trainer_settings
+from tests.support.trainer_commands import LIMIT_SECONDS, STEPS, TrainerCommands, lives, loaded, with_groups
 from tests.support.trainers import written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.distributed.cluster import Cluster
-from trainer.ledger.ledger import Ledger
 from trainer.optim.optimizer import VerlOptimizer
-from trainer.publish import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-STEPS = 4
-LOADED = "is loaded on cpu"
-"""Text of the log once the weights are loaded."""
-
-
-@dataclass
-class Service:
-    """A store that holds STEPS groups, and trainers of it, each on a branch of its own."""
-
-    store: StoreSettings
-    model: Path
-    directory: Path
-    run: str = field(default_factory=lambda: f"ray-{uuid.uuid4().hex[:8]}")
-
-    def settings(self, branch: str) -> Settings:
-        return Settings(
-            store=self.store,
-            trainer=trainer_settings(run_id=self.run, branch=f"{self.run}-{branch}", directory=self.directory / branch, model=self.model),
-        )
-
-    def start(self, branch: str, environment: Mapping[str, str] | None = None, **changes: object) -> subprocess.Popen[str]:
-        values: dict[str, object] = {
-            "store.url": self.store.url, "store.otlp_endpoint": self.store.otlp_endpoint, "trainer.weight_sync.publish": "false",
-            "trainer.directory": self.directory / branch, "trainer.sampling.groups_per_batch": 1,
-            "trainer.optim.learning_rate": 1e-3, "trainer.sampling.max_staleness": 99,
-            "trainer.branch": f"{self.run}-{branch}", "trainer.run_id": self.run, "trainer.model": self.model,
-            **{f"trainer.{trainer_key(name)}": value for name, value in changes.items()},
-        }  # fmt: skip
-        words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
-        command = [sys.executable, "-m", "spangrad", "train", "--once", *words]
-        with self.log(branch).open("a") as log:
-            return subprocess.Popen(command, stderr=log, text=True, env={**os.environ, "SPANGRAD_CONFIG": "", **(environment or {})})
-
-    def log(self, branch: str) -> Path:
-        return self.directory / f"{branch}.log"
-
-    def run_whole(self, branch: str, environment: Mapping[str, str] | None = None, **changes: object) -> None:
-        assert self.start(branch, environment, **changes).wait(300) == 0, self.log(branch).read_text()
-
-    def story(self, branch: str) -> list[tuple[int, VersionStatus | None, list[str]]]:
-        """Each version with its rollouts; a status of None is a step under way."""
-        settings = self.settings(branch).trainer
-        ledger = Ledger(settings.directory, settings.policy, settings.branch)
-        try:
-            return [
-                (one.version, one.status, sorted(row.rollout_id for row in ledger.batch(one.policy_version.batch_id or "")))
-                for one in ledger.versions()
-            ]
-        finally:
-            ledger.close()
-
-    def trained(self, branch: str) -> list[list[str]]:
-        """The rollouts of each committed batch, in order."""
-        if not (self.settings(branch).trainer.directory / "ledger.db").exists():
-            return []
-        return [batch for _, status, batch in self.story(branch) if status is VersionStatus.COMMITTED and batch]
-
-    def weights(self, branch: str, version: int) -> dict[str, np.ndarray]:
-        settings = self.settings(branch).trainer
-        return load_file(checkpoint.version_directory(settings.directory, settings.policy, settings.branch, version) / checkpoint.WEIGHTS)
-
-    def agree(self, one: str, other: str) -> bool:
-        """Whether what training made of the model on two branches differs by rounding alone.
-
-        All weights are judged together: Adam moves one whose gradient is rounding noise as far as any other, and so in any direction.
-        """
-        begun, left, right = load_file(self.model / "model.safetensors"), self.weights(one, STEPS), self.weights(other, STEPS)
-        return distance(left, right) < 1e-4 * distance(left, begun)
 
 
 @pytest.fixture(scope="module")
-def service(store: StoreSettings, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Service:
-    made = Service(store, tiny_model, tmp_path_factory.mktemp("ray"))
-    world = BuiltRollouts(made.settings("world"), tiny_model)
-    for i in range(STEPS):
-        world.group(f"g{i}", [1.0, 0.0, 0.25], calls=({}, {}))
-    return made
-
-
-@contextlib.contextmanager
-def loaded(service: Service, branch: str) -> Generator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A trainer with two workers that has loaded its weights, and every process that it started; at the end none may be left."""
-    trainer = service.start(branch, workers__per_node=2)
-    try:
-        end = time.monotonic() + 240
-        while LOADED not in (service.log(branch).read_text() if service.log(branch).exists() else ""):
-            assert trainer.poll() is None, service.log(branch).read_text()
-            assert time.monotonic() < end, service.log(branch).read_text()
-            time.sleep(0.02)
-        family = psutil.Process(trainer.pid).children(recursive=True)
-        yield trainer, family
-        trainer.wait(120)
-    finally:
-        trainer.kill()
-        trainer.wait()
-    # Ray's own agents notice the death of a cluster that could not say goodbye after a minute or two.
-    wait_until(lambda: not any(lives(one) for one in family), 240, "the end of every process of the trainer's")
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether it runs; a process that was killed stays visible where nobody asks for its end."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def service(store: StoreSettings, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainerCommands:
+    return with_groups(store, tiny_model, tmp_path_factory.mktemp("ray"))
 
 
 def workers_of(family: list[psutil.Process]) -> list[psutil.Process]:
@@ -154,11 +44,7 @@ def listening(family: list[psutil.Process]) -> set[str]:
     return {found.laddr.ip for one in family for found in one.net_connections("inet") if found.status == psutil.CONN_LISTEN}
 
 
-def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
-    return sum(float(np.square(one[name] - other[name], dtype=np.float64).sum()) for name in one) ** 0.5
-
-
-def test_train_with_two_ray_workers_equals_one_process(service: Service) -> None:
+def test_train_with_two_ray_workers_equals_one_process(service: TrainerCommands) -> None:
     service.run_whole("alone")
     with loaded(service, "two") as (trainer, family):
         assert len(workers_of(family)) == 2
@@ -175,7 +61,24 @@ def test_train_with_two_ray_workers_equals_one_process(service: Service) -> None
     assert all(np.array_equal(alone[name], one[name]) for name in alone)
 
 
-def test_train_on_two_nodes_of_external_ray_cluster(service: Service, tmp_path: Path) -> None:
+def test_ppo_with_critic_from_stored_rollouts_is_alike_on_any_number_of_ranks(service: TrainerCommands) -> None:
+    """Without ranks, and by verl's trainer on one and on two gloo ranks: loss, gradient and critic agree in each step."""
+    compared = ("loss", "grad_norm", "critic_loss", "advantage_std", "updated")
+    steps = dict[int, list[list[float]]]()
+    for ranks in (0, 1, 2):
+        branch = f"ppo-{ranks}"
+        service.run_whole(branch, workers__per_node=ranks, estimator="gae", critic_learning_rate=1e-4, learning_rate=1e-4)
+        assert service.story(branch) == service.story("ppo-0")
+        steps[ranks] = [[one.metrics[name] for name in compared] for one in service.committed(branch)]
+    assert len(steps[0]) == STEPS
+    assert all(values[compared.index("updated")] == 1 and values[compared.index("critic_loss")] > 0 for values in steps[0])
+    for ranks in (1, 2):
+        for found, expected in zip(steps[ranks], steps[0], strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5), ranks
+        assert service.agree("ppo-0", f"ppo-{ranks}", 1e-3)
+
+
+def test_train_on_two_nodes_of_external_ray_cluster(service: TrainerCommands, tmp_path: Path) -> None:
     """The commands of docs/start/scaling.md, both nodes on this machine."""
     (port,) = free_ports(1)
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
@@ -187,16 +90,16 @@ def test_train_on_two_nodes_of_external_ray_cluster(service: Service, tmp_path: 
         for name, words in {"head": head, "other": [f"--address=127.0.0.1:{port}"]}.items():
             node = Child(name, [*start, *words], tmp_path / name, token)
             nodes.callback(node.stop, 60)
-            wait_until(lambda node=node: "Ray runtime started" in node.log.read_text(), 120, name, [node])
+            wait_until(lambda node=node: "Ray runtime started" in node.log.read_text(), LIMIT_SECONDS, name, [node])
         service.run_whole("nodes", token, **where)
         stranger = service.start("stranger", {**token, "RAY_AUTH_TOKEN": "another"}, **where)
-        assert stranger.wait(300) == 1
+        assert stranger.wait(LIMIT_SECONDS) == 1
     assert "no Ray cluster let this trainer in at trainer.workers.ray_address" in service.log("stranger").read_text()
     service.run_whole("one process")
     assert service.agree("nodes", "one process")
 
 
-def test_train_with_killed_ray_worker_undoes_lease_and_next_run_resumes(service: Service) -> None:
+def test_train_with_killed_ray_worker_undoes_lease_and_next_run_resumes(service: TrainerCommands) -> None:
     """The next start has another number of workers."""
     with loaded(service, "killed") as (trainer, family):
         workers_of(family)[-1].kill()
@@ -211,7 +114,7 @@ def test_train_with_killed_ray_worker_undoes_lease_and_next_run_resumes(service:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_train_stopped_or_killed_leaves_no_process(service: Service, number: signal.Signals) -> None:
+def test_train_stopped_or_killed_leaves_no_process(service: TrainerCommands, number: signal.Signals) -> None:
     branch = number.name.lower()
     with loaded(service, branch) as (trainer, _):
         trainer.send_signal(number)
@@ -219,63 +122,6 @@ def test_train_stopped_or_killed_leaves_no_process(service: Service, number: sig
         assert trainer.returncode == 0
         assert "stopped by SIGTERM" in service.log(branch).read_text()
         assert all(status is not None for _, status, _ in service.story(branch)), "the lease is undone"
-
-
-KILLED = {
-    "trainer": "-m spangrad train",
-    "rank": "ray::WorkerDict",
-    "queue": "ray::TransferQueueController",
-    "rows": "ray::SimpleStorageUnit",
-    "raylet": "/raylet/raylet ",
-    "gcs": "/gcs_server ",
-}
-"""Words of the command line of each process that is killed."""
-KILLS = int(os.environ.get("FAULTS_KILLS", "50"))
-
-
-@pytest.mark.timeout(4 * 3600)
-def test_train_with_processes_killed_at_random_points_trains_each_batch_once(service: Service) -> None:
-    """Trainer, ranks, the queue of the rows and Ray itself, at any instant from the start on; FAULTS_SEED repeats a run."""
-    chance, fell, runs = Random(int(os.environ.get("FAULTS_SEED", "1"))), Counter[str](), 0
-    expected = [[f"g{i}-{j}" for j in range(3)] for i in range(STEPS)]
-    family: set[psutil.Process] = set()
-    while fell.total() < KILLS:
-        runs += 1
-        branch, done = f"chance-{runs}", list[list[str]]()
-        while len(done) < STEPS:
-            trainer = service.start(branch, workers__per_node=2, lease_seconds=3)
-            kind = chance.choice(list(KILLED)) if fell.total() < KILLS else ""
-            killed = bool(kind) and kill_at_random(service, branch, trainer, kind, chance, family)
-            code = trainer.wait(600)
-            fell[kind] += killed
-            assert code in ({0, 1, -signal.SIGKILL} if killed else {0}), (kind, service.log(branch).read_text()[-3000:])
-            done = service.trained(branch)
-            assert done == expected[: len(done)], (kind, "a batch was repeated or skipped")
-    wait_until(lambda: not any(lives(one) for one in family), 240, "the end of every process of the trainers'")
-    print(f"{fell.total()} kills in {runs} runs of {STEPS} steps: {dict(sorted(fell.items()))}")
-
-
-def kill_at_random(
-    service: Service, branch: str, trainer: subprocess.Popen[str], kind: str, chance: Random, family: set[psutil.Process]
-) -> bool:
-    """Kill a process of a trainer, at an instant of its start or of its steps; return whether there was one to kill."""
-    log = service.log(branch)
-    seen, in_start, patience = log.read_text().count(LOADED), chance.random() < 0.3, chance.uniform(0, 20 if chance.random() < 0.3 else 3)
-    end = time.monotonic() + 240
-    while not in_start and trainer.poll() is None and log.read_text().count(LOADED) == seen and time.monotonic() < end:
-        time.sleep(0.02)
-    if not in_start or kind == "trainer":
-        time.sleep(patience)
-    while trainer.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            whole = [psutil.Process(trainer.pid), *psutil.Process(trainer.pid).children(recursive=True)]
-            family |= {*whole[1:]}
-            named = [one for one in whole if KILLED[kind] in " ".join([*one.cmdline(), ""])]
-            if named:
-                named[-1].kill()
-                return True
-        time.sleep(0.05)
-    return False
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
