@@ -4,6 +4,8 @@ In: how many rollouts a round, how many rounds. Out: figures and counts that mus
 --follow`), an idle trainer and the stream of production traces are processes of their own. Measured are rounds of rollouts of 1 to 3 calls
 whose other spans have arrived before: their roots are sent in one request, and the round ends when a reader sees a build of each.
 
+`slowness` is the factor by which the machine computes longer than on a fast day, measured between the rounds: all bounds are times that.
+
 `cpu_ms` is CPU of builder and store in a round, without that of taking the roots in, which rounds before the builder's start measure;
 `_beside` is the same while production sends traces. `idle_cores` is CPU of store, builder and trainer while nothing arrives.
 
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,6 +28,7 @@ from typing import Any
 import polars as pl
 
 from benchmarks.idle_trainer import World
+from benchmarks.meter import calibration, slowness
 from benchmarks.scratch import scratch
 from benchmarks.small_rollouts import AGENT, TOOL, SmallRollout, request
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
@@ -39,7 +42,7 @@ from spangrad.types import Stage
 QUIET_SECONDS = 3.0
 """`builder.quiet_seconds`: production is built this long after it came."""
 MOST_CPU_MS, MOST_WALL_MS, MOST_IDLE_CORES, MOST_BESIDE = 200, 250, 0.02, 2.0
-"""Bounds, the last one of the ratio of rounds beside production to those without."""
+"""Bounds on a fast day, the last one of the ratio of rounds beside production to those without."""
 _BETWEEN_ROUNDS = 1.0
 _REQUEST_ROLLOUTS = 32
 _LONGEST_ROUND = 60.0
@@ -120,6 +123,7 @@ class Bench:
         self.builder: Child | None = None
         self.trainer: Child | None = None
         self.sent: dict[str, list[SmallRollout]] = {}
+        self.calibrations: list[float] = []
 
     def start_builder(self) -> None:
         """Start `spangrad build --follow`, and wait until it has built what is there."""
@@ -149,6 +153,7 @@ class Bench:
             _send(self.otlp, request(part for rollout in rollouts[start : start + _REQUEST_ROLLOUTS] for part in rollout.before_root()))
         self.client.command("SELECT 1")
         time.sleep(_BETWEEN_ROUNDS)
+        self.calibrations.append(calibration())
         self.sent[run] = rollouts
         roots = request(rollout.root() for rollout in rollouts)
         before = self._cpu()
@@ -271,18 +276,25 @@ def _measure(bench: Bench, rounds: int, production_a_second: float, idle_seconds
         "cpu_ms_beside": cpu_beside,
         "wall_ms_beside": wall_beside,
         "wall_ms_beside_max": max(item.wall_ms for item in beside),
+        "slowness": slowness(bench.calibrations),
         "idle_cores": sum(idle),
         **dict(zip(("idle_store", "idle_builder", "idle_trainer"), idle, strict=True)),
     }
-    bounds = {
-        "too_much_cpu": cpu > MOST_CPU_MS,
-        "too_slow": wall > MOST_WALL_MS,
-        "too_much_beside": cpu_beside > MOST_BESIDE * MOST_CPU_MS or wall_beside > MOST_BESIDE * MOST_WALL_MS,
-        "not_idle": sum(idle) > MOST_IDLE_CORES,
-    }
-    checked = bench.check([trace for stream in streams for trace in stream.sent]) | {name: int(over) for name, over in bounds.items()}
-    figures = {name: round(value, 4 if "idle" in name else 1) for name, value in ours.items()}
+    checked = bench.check([trace for stream in streams for trace in stream.sent]) | beyond_bounds(ours)
+    figures = {name: round(value, 4 if "idle" in name else 2 if name == "slowness" else 1) for name, value in ours.items()}
     return {"benchmark": "build_small", "ours": figures, "peer": {}, "ratio": {}, "checked": checked}
+
+
+def beyond_bounds(ours: Mapping[str, float]) -> dict[str, int]:
+    """Return 1 for each bound that the figures exceed, times the machine's slowness."""
+    cpu, wall, idle = (bound * ours["slowness"] for bound in (MOST_CPU_MS, MOST_WALL_MS, MOST_IDLE_CORES))
+    beyond = {
+        "too_much_cpu": ours["cpu_ms"] > cpu,
+        "too_slow": ours["wall_ms"] > wall,
+        "too_much_beside": ours["cpu_ms_beside"] > MOST_BESIDE * cpu or ours["wall_ms_beside"] > MOST_BESIDE * wall,
+        "not_idle": ours["idle_cores"] > idle,
+    }
+    return {name: int(value) for name, value in beyond.items()}
 
 
 def _is_right(row: dict[str, Any], rollout: SmallRollout, turn: int) -> bool:

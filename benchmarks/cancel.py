@@ -27,8 +27,9 @@ import numpy as np
 
 from benchmarks.cancel_engine import Sequence as EngineSequence
 from benchmarks.loop import write_model
+from benchmarks.meter import calibration
 from benchmarks.receivers import embedded
-from benchmarks.rollouts import calibration, start_services
+from benchmarks.rollouts import start_services
 from benchmarks.scratch import exit_code, scratch
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import RolloutSelector, RolloutState

@@ -1,4 +1,4 @@
-"""CPU and memory of process trees under load, and the CPU that other processes of the machine used.
+"""CPU and memory of process trees under load, the CPU that other processes of the machine used, and how slow the machine is.
 
 In: the leaders' process ids. Out: `Sample`s, and CPU by thread. Invariant: the CPU of a child that ended still counts.
 """
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import psutil
 
@@ -18,6 +19,8 @@ SAMPLE_SECONDS = 0.25
 QUIET_CORES = 0.03
 """CPU, in cores, below which a store counts as idle."""
 QUIET_SECONDS = 3.0
+CALIBRATION_MS = 6.5
+"""CPU of a calibration on a fast day, in milliseconds."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -107,6 +110,19 @@ def machine_cpu() -> float:
     """Seconds of CPU that the whole machine has spent on anything but waiting."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
     return (user + nice + system + irq + softirq + steal) / _TICKS
+
+
+def calibration() -> float:
+    """Return the CPU of a fixed loop in Python, in milliseconds."""
+    began, text = time.process_time(), ""
+    for number in range(50_000):
+        text = f"{number}{text[:10]}"
+    return round((time.process_time() - began) * 1e3, 2)
+
+
+def slowness(calibrations: Sequence[float]) -> float:
+    """Return the factor of times on this machine, by calibrations in the course of a run: their median against a fast day's, at least 1."""
+    return round(max(1.0, median(calibrations) / CALIBRATION_MS), 2)
 
 
 def cpu_by_thread(pid: int) -> dict[str, float]:

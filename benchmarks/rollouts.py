@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.gateway_bodies import POLICY
 from benchmarks.measure import ROOT
-from benchmarks.meter import machine_cpu, tree
+from benchmarks.meter import calibration, machine_cpu, tree
 from benchmarks.receivers import SpanStore, embedded
 from benchmarks.scratch import exit_code, scratch
 from runner.queue.client import QueueClient, new_rollout
@@ -95,14 +95,6 @@ def measure(directory: Path, count: int, rounds: int, concurrency: int) -> dict[
         "other_cores": round(others, 2),
     }
     return {"ours": figures, "ratio": {}, "checked": checked}
-
-
-def calibration() -> float:
-    """Return the CPU of a fixed loop in Python, in milliseconds."""
-    began, text = time.process_time(), ""
-    for number in range(50_000):
-        text = f"{number}{text[:10]}"
-    return round((time.process_time() - began) * 1e3, 2)
 
 
 async def _run(client: QueueClient, count: int, cursor: int) -> int:

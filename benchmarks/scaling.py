@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loop import write_model
-from benchmarks.meter import machine_cpu
+from benchmarks.meter import calibration, machine_cpu
 from benchmarks.receivers import embedded
-from benchmarks.rollouts import RUN, RunningServices, calibration, start_services
+from benchmarks.rollouts import RUN, RunningServices, start_services
 from benchmarks.scratch import exit_code, scratch
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import RolloutState
