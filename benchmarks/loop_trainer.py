@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from spangrad.settings.sources import load_settings
 from trainer import run
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, TokenValues
 from trainer.publish.checkpoint import STATE, WEIGHTS
 
 
@@ -42,6 +42,7 @@ class TimedOptimizer:
         ended = time.time()
         before_update()
         self._weight += 1
+        self.token_values = TokenValues(batch.advantages, batch.logprobs, -batch.logprobs)
         with self.times.open("a") as file:
             file.write(json.dumps({"began": began, "ended": ended, "rows": batch.real_rows}) + "\n")
         return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap_max": 0.0, "updated": 1.0}
