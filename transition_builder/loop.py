@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from datetime import datetime
+from typing import NoReturn
 
 import tenacity
 
@@ -73,13 +75,41 @@ def follow(settings: Settings) -> None:
             wait=tenacity.wait_exponential(multiplier=0.2, max=5),
             before_sleep=lambda state: log.warning("%s Trying again.", state.outcome.exception() if state.outcome else ""),
         )
-        while True:
-            urgent = bool(retrying(builder.wait))
-            began = time.monotonic()
+
+        def build(urgent: bool) -> None:
             retrying(builder.build_ready, urgent=urgent)
-            if urgent:
-                # Rollouts that end one after the other are built several at a time: the builder rests as long as it works.
-                time.sleep(min(time.monotonic() - began, settings.builder.poll_seconds))
+
+        repeat(lambda: bool(retrying(builder.wait)), build, settings.builder.poll_seconds)
+
+
+def repeat(
+    wait: Callable[[], bool],
+    build: Callable[[bool], object],
+    longest_rest: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> NoReturn:
+    """Wait and build in turn, with rests while rollouts end one after the other.
+
+    These are built several at a time: after an urgent pass the builder rests as long as that took. The wait before the pass counts as
+    rest, so that a rollout which ends during a pass that follows a wait is built at once after it.
+
+    Args:
+        wait: waits until there may be something to build, and returns whether it is urgent.
+        build: makes a pass, given whether it is urgent.
+        longest_rest: longest rest after a pass, in seconds.
+        clock: returns the time in seconds.
+        sleep: sleeps so many seconds.
+    """
+    while True:
+        ended = clock()
+        urgent = wait()
+        began = clock()
+        build(urgent)
+        rest = min(clock() - began, longest_rest) - (began - ended)
+        if urgent and rest > 0:
+            sleep(rest)
 
 
 def _started(settings: Settings, *, force: bool = False, on_progress: ProgressCallback = no_progress) -> Builder:
