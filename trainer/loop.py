@@ -42,7 +42,8 @@ from trainer.ledger.working_branch import WorkingBranch
 from trainer.monitor import alarms
 from trainer.monitor.batch_metrics import batch_metrics
 from trainer.monitor.batch_times import BatchTimes
-from trainer.monitor.evaluate import Evaluation, best, describe_best
+from trainer.monitor.evaluate import Evaluation
+from trainer.monitor.evaluation_command import EvaluationCommand
 from trainer.monitor.view import LogLines
 from trainer.monitor.watching import Clock, CommittedStep, Watchers, timed
 from trainer.overlap import FollowUps, Lookahead
@@ -116,6 +117,7 @@ class Trainer:
         self.batches = BatchQueue(self.settings.trainer, self.branch, self.clock, self._publish_again, self.phases.skips)
         self.lookahead = Lookahead(self._look, lambda: self.arrived(self.settings.trainer.poll_seconds))
         self.follow_ups = FollowUps()
+        self.evaluation_command = EvaluationCommand(self.settings.trainer.evaluation)
         self.turns = DeviceTurns(self.publishing, self.settings, self.shutdown, lambda: self.optimizer, self.clock)
         self.commits = Commits(self.transaction, self.follow_ups, self.clock, beside=self._overlaps)
         self.state_schedule = StateSchedule(self.settings.trainer, self.ledger, self.loaded)
@@ -153,13 +155,16 @@ class Trainer:
             self.ledger.add_metrics(late.version, dict(late.metrics))
             self._copy(late.version)
 
-    def _await_publication(self) -> None:
-        """Wait until what follows the last step is done, and the gateway serves the newest version: the run is over."""
+    def _conclude(self) -> None:
+        """Wait until what follows the last step is done, the gateway serves the newest version, and it is evaluated: the run is over."""
         self.follow_ups.wait()
         if self.publishing:
             self.publishing.wait()
             self._record_late_publications()
             self.follow_ups.wait()
+        if self.evaluation_command.wait():
+            self.shutdown.sleep(_CHECK_SECONDS)  # the last of its rollouts are built
+        self.evaluate()
 
     def run(self, *, follow: bool) -> None:
         """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready.
@@ -183,7 +188,7 @@ class Trainer:
             if 0 < limit <= self.branch.steps() and self.phases.has_entered():
                 logger.info("trainer.max_steps = %d steps are done", limit)
                 self._report_demand()
-                self._await_publication()
+                self._conclude()
                 return
             batch: Loaded | None = None
             busy = self._busy()
@@ -192,21 +197,16 @@ class Trainer:
                 if batch and self.step(batch):
                     continue
                 if not batch and not follow:
-                    self._await_publication()
-                    self.evaluate()
+                    self._conclude()
                     return
             # The end of another trainer's step is no arrival: those of one branch take turns.
             self._idle(self.settings.trainer.poll_seconds if busy or batch or not is_open else _CHECK_SECONDS)
 
     def evaluate(self) -> None:
-        """Measure versions on the held-out rollouts that were built since the last poll."""
-        measured = self.evaluation.measure(self.ledger) if self.evaluation else []
-        for version in measured:
-            self.watchers.evaluated(version, newest_version(self.ledger).version)
-        for version in (*measured, *(self.evaluation.rate(self.ledger) if self.evaluation else ())):
+        """Measure versions on the held-out rollouts that were built since the last poll, and record the evaluations that ended."""
+        changed = self.evaluation.update(self.ledger, self.watchers) if self.evaluation else []
+        for version in (*changed, *self.evaluation_command.record(self.ledger)):
             self.mirror.write(version)
-        if measured and (best_version := best(self.ledger.versions(), self.settings.trainer)):
-            logger.info("%s", describe_best(best_version, self.settings.trainer))
 
     def take(self) -> Loaded | None:
         """Return the oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
@@ -334,10 +334,10 @@ class Trainer:
         self.watchers.stepped(replace(step, version=version))
         self.evaluate()
         prune(self.ledger, self.settings)
-        if self.evaluation and self.evaluation.is_due(step.number):
+        if self.evaluation_command.is_due(step.number):
             if self.publishing:
-                self.publishing.wait()  # the held-out tasks are for this version, and the next is published after them
-            self.evaluation.run_command(version, step.number)
+                self.publishing.wait()  # the held-out tasks are for this version
+            self.evaluation_command.start(number)
 
     def _refuse(self, error: BadRowsError | AlreadyTrainedError, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> None:
         """Skip the groups whose rows failed, and undo the lease; a crash between the two repeats the step without them."""
@@ -366,7 +366,8 @@ class Trainer:
         return served.metrics if served and served.version == committed.version else {}
 
     def close(self) -> None:
-        """Stop the publication thread and the optimizer."""
+        """Stop the evaluation command, the publication thread and the optimizer."""
+        self.evaluation_command.close()
         if self.publishing:
             self.publishing.close()
         self.phases.close()

@@ -187,7 +187,7 @@ def check(settings: TrainerSettings) -> None:
         )
     if settings.evaluation.every and settings.evaluation.command:
         raise SettingsError(
-            "trainer.evaluation.command measures a version before the next step, and in phases it is served once the other policies are "
+            "trainer.evaluation.command measures a version from its step on, and in phases it is served once the other policies are "
             "updated (trainer.phase_policies). Set trainer.evaluation.every to 0, and run the held-out tasks beside."
         )
     if settings.checkpoint.after_crash == "orphan" and (settings.checkpoint.every > 1 or settings.checkpoint.minutes is not None):

@@ -90,7 +90,9 @@ class EvaluationSettings(Section):
     every: int = Field(default=0, ge=0)
     """Number of versions after which trainer.evaluation.command runs again. 0: never."""
     command: tuple[str, ...] = ()
-    """Program and arguments that run the held-out tasks, such as `spangrad run --mode validate ...`; the trainer waits for its end."""
+    """Program and arguments that run the held-out tasks beside training, such as `spangrad run --mode validate ...`; one runs at a time."""
+    timeout_seconds: float = Field(default=3600.0, gt=0)
+    """Time limit of trainer.evaluation.command, in seconds; a run that takes longer is ended. At its end the trainer waits for it."""
     success_reward: float = 1.0
     """Smallest final reward with which a rollout counts as a success."""
     past_policy: str = ""

@@ -285,8 +285,8 @@ def test_max_steps_counts_pending_version_and_waits_for_it(tmp_path: Path, base:
     released = threading.Event()
     optimizer = Slow(lambda _: released.is_set())
     trainer = wired(settings(base, tmp_path, max_steps=1), FakeSource([*"abcd"]), optimizer)
-    wait = trainer._await_publication
-    trainer._await_publication = lambda: (released.set(), wait())[1]  # type: ignore[method-assign]
+    wait = trainer._conclude
+    trainer._conclude = lambda: (released.set(), wait())[1]  # type: ignore[method-assign]
     trainer.run(follow=True)
     assert (optimizer.missed, optimizer.order) == ([], ["pass 1", "update 1", "write 1"])
     assert json.loads((tmp_path / "served.json").read_text())[-1] == 1

@@ -2,21 +2,19 @@
 
 Invariant: held-out rollouts are measured and never trained; a rollout whose calls come of two versions counts for neither.
 
-The held-out tasks run while a version is served: the user or a job starts `spangrad run --mode validate`, or the trainer starts
-trainer.evaluation.command after every trainer.evaluation.every versions and waits for its end before the next step.
+The held-out tasks run while a version is served: the user or a job starts `spangrad run --mode validate`, or the trainer does so beside
+the steps (`evaluation_command`).
 """
 
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from spangrad.processes import die_with_parent
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.store.clickhouse import store_errors
 from spangrad.store.datasets import rows_sql
@@ -29,6 +27,8 @@ from trainer.monitor.ratings import Competitor, Score, ratings, scores_of
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
+
+    from trainer.monitor.watching import Watchers
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ HAVING notEmpty(arrayFilter(role -> role != '', groupArrayArray(`Rewards.Role`))
 
 
 class Evaluation:
-    """Reader of one run's held-out rollouts, and starter of the command that makes them."""
+    """Reader of one run's held-out rollouts."""
 
     def __init__(self, client: Client, settings: Settings, build_spec: str) -> None:
         """Read with `client` the rollouts of the trainer's run that this specification built."""
@@ -74,6 +74,15 @@ class Evaluation:
         """Time from which rows are counted, in microseconds since 1970."""
         self._games: Sequence[Sequence[Any]] = ()
         """Held-out rollouts with rewards by role that were read and not rated yet: their players, and roles and values of the rewards."""
+
+    def update(self, ledger: Ledger, watchers: Watchers) -> list[LedgerVersion]:
+        """Measure and rate versions on what was built since the last poll, and report that; return the versions that changed."""
+        measured, newest = self.measure(ledger), ledger.frontier()
+        for version in measured:
+            watchers.evaluated(version, newest.version if newest else version.version)
+        if measured and (best_version := best(ledger.versions(), self._settings)):
+            logger.info("%s", describe_best(best_version, self._settings))
+        return [*measured, *self.rate(ledger)]
 
     def measure(self, ledger: Ledger) -> list[LedgerVersion]:
         """Write new metrics of versions into the ledger; return the versions that changed, oldest first."""
@@ -138,29 +147,6 @@ class Evaluation:
             if competitor.policy == self._settings.policy:
                 by_version.setdefault(competitor.version, {})[f"validate_rating_{competitor.role}"] = float(round(rating))
         return by_version
-
-    def is_due(self, step: int) -> bool:
-        """Return whether trainer.evaluation.command runs after a step of the branch."""
-        return bool(self._settings.evaluation.command and self._settings.evaluation.every and step % self._settings.evaluation.every == 0)
-
-    def run_command(self, version: LedgerVersion, step: int) -> None:
-        """Run trainer.evaluation.command after every trainer.evaluation.every steps of the branch. A failure of it is only logged."""
-        command = self._settings.evaluation.command
-        if not self.is_due(step):
-            return
-        try:
-            process = subprocess.Popen(command, preexec_fn=die_with_parent)
-        except OSError as error:
-            logger.warning("trainer.evaluation.command cannot be started (%s): version %d is not evaluated", error, version.version)
-            return
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        if code:
-            logger.warning("trainer.evaluation.command ended with exit code %d for version %d", code, version.version)
 
 
 def validation(rollouts: Iterable[dict[str, float]], settings: TrainerSettings) -> dict[str, float]:
