@@ -222,7 +222,7 @@ def metrics_page() -> Iterator[str]:
         ("Gateway", gateway),
         ("Queue", QueueMetrics(service)),
         ("Environments", EnvironmentMetrics(pool)),
-        ("Sessions of environments", SessionMetrics(SessionCounts(), lambda: sessions)),
+        ("Sessions of environments", SessionMetrics({"Game": (SessionCounts(), lambda: sessions)})),
         ("Builder", BuilderMetrics(lambda: {"train": (0.0, 0)})),
     ):
         yield f"## {title}"

@@ -1,12 +1,13 @@
 """Metrics of sessions and their episodes, in Prometheus' text format.
 
-Invariant: label values are fixed names, never the name of a run or an episode; counting costs a step microseconds.
+Invariant: label values are fixed names and those of the environments, never the name of a run or an episode; counting costs a step
+microseconds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -74,32 +75,40 @@ class SessionsNow:
 class SessionMetrics(Collector):
     """Prometheus metrics of a server."""
 
-    def __init__(self, counts: SessionCounts, now: Callable[[], SessionsNow]) -> None:
-        """Report counts as they are, and the state that `now` returns."""
-        self._counts = counts
-        self._now = now
+    def __init__(self, environments: Mapping[str, tuple[SessionCounts, Callable[[], SessionsNow]]]) -> None:
+        """Report, by environment, counts as they are, and the state that the function returns."""
+        self._environments = environments
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by prometheus_client."""
-        counts, now = self._counts, self._now()
-        for name, text, value in (
-            ("open", "Sessions.", now.sessions),
-            ("capacity", "Largest number of sessions.", now.capacity),
-            ("shards", "Processes that serve.", now.shards),
-            ("episode_returns", "Sum of the returns of the episodes that were done.", counts.returns),
-        ):
-            yield GaugeMetricFamily(_PREFIX + name, text, value=value)
-        for name, text, number in (
-            ("shard_restarts", "Processes that had to be started again.", now.restarts),
-            ("resets", "Resets.", counts.resets),
-            ("steps", "Steps, each counted once.", counts.steps),
-            ("errors", "Requests that were answered with an error.", counts.errors),
-            ("reset_seconds", "Time in resets.", counts.reset_seconds),
-        ):
-            yield CounterMetricFamily(_PREFIX + name, text, value=number)
-        yield _by("ended", "Sessions that were refused, and that ended, by how.", "end", _ENDS, now.ends)
-        yield _by("episodes", "Episodes that ended, by how.", "end", _EPISODE_ENDS, counts.episodes)
-        yield from counts.registry.collect()
+        families: dict[str, Metric] = {}
+        for environment, (counts, now) in self._environments.items():
+            for metric in _metrics(counts, now()):
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family.samples += [sample._replace(labels={"environment": environment, **sample.labels}) for sample in metric.samples]
+        yield from families.values()
+
+
+def _metrics(counts: SessionCounts, now: SessionsNow) -> Iterator[Metric]:
+    """Yield the metrics of one environment."""
+    for name, text, value in (
+        ("open", "Sessions.", now.sessions),
+        ("capacity", "Largest number of sessions.", now.capacity),
+        ("shards", "Processes that serve.", now.shards),
+        ("episode_returns", "Sum of the returns of the episodes that were done.", counts.returns),
+    ):
+        yield GaugeMetricFamily(_PREFIX + name, text, value=value)
+    for name, text, number in (
+        ("shard_restarts", "Processes that had to be started again.", now.restarts),
+        ("resets", "Resets.", counts.resets),
+        ("steps", "Steps, each counted once.", counts.steps),
+        ("errors", "Requests that were answered with an error.", counts.errors),
+        ("reset_seconds", "Time in resets.", counts.reset_seconds),
+    ):
+        yield CounterMetricFamily(_PREFIX + name, text, value=number)
+    yield _by("ended", "Sessions that were refused, and that ended, by how.", "end", _ENDS, now.ends)
+    yield _by("episodes", "Episodes that ended, by how.", "end", _EPISODE_ENDS, counts.episodes)
+    yield from counts.registry.collect()
 
 
 def _by(name: str, text: str, label: str, values: Sequence[str], counts: Counter[str]) -> Metric:

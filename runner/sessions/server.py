@@ -1,58 +1,36 @@
-"""`spangrad env serve`: sessions of an environment by OpenEnv's protocol, over WebSocket and HTTP.
+"""`spangrad env serve`: sessions of one environment or several by OpenEnv's protocol, over WebSocket and HTTP.
 
-In: requests of OpenEnv's clients. Out: responses. Invariant: as the sessions; beyond loopback each request needs the token.
+In: requests of OpenEnv's clients. Out: responses. Invariant: as the sessions; each environment has sessions, processes and a capacity of
+its own, and beyond loopback each request needs the token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
-import msgspec
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import web
 
 from runner.environments.server import address_of
-from runner.sessions.frames import FrameEvents
-from runner.sessions.games import Games, PlayerSpans
-from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError, SessionRequest
+from runner.sessions.games import Games
+from runner.sessions.messages import ErrorCode, SessionError
 from runner.sessions.metrics import SessionMetrics, SessionsNow
+from runner.sessions.routes import SessionRoutes, refuse
 from runner.sessions.sessions import SessionTable
 from runner.sessions.shards import ShardCommand, Shards
 from runner.sessions.step_spans import PlayedSpans
-from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER, ROLES
 from spangrad.http import server as http_server
 from spangrad.http.metrics import metrics_route
-from spangrad.http.server import BODY_BYTES, body, json_response, json_server
+from spangrad.http.server import json_response, json_server
 from spangrad.settings import EnvironmentServiceSettings
 
 log = logging.getLogger(__name__)
 
-_PINGS_IN_LEASE = 1.5
-"""Pings in the duration of a connection's lease: a connection is closed when half a pause after a ping no answer has come."""
-_STATUSES = {
-    ErrorCode.CAPACITY_REACHED: 503,
-    ErrorCode.SESSION_ERROR: 409,
-    ErrorCode.VALIDATION_ERROR: 422,
-    ErrorCode.INVALID_JSON: 400,
-    ErrorCode.UNKNOWN_TYPE: 400,
-}
-"""HTTP status of an error; 500 for the others."""
 
-
-class _Response(msgspec.Struct):
-    """Response of a session, its data as they are."""
-
-    type: str
-    data: msgspec.Raw
-
-
-def serve(settings: EnvironmentServiceSettings, command: ShardCommand, shards: int, capacity: int) -> None:
-    """Serve until SIGTERM or SIGINT, then close all environments.
+def serve(settings: EnvironmentServiceSettings, commands: Mapping[str, ShardCommand], shards: int, capacity: int) -> None:
+    """Serve until SIGTERM or SIGINT, then close all environments; arguments as of `running`.
 
     Raises:
         SpangradError: the address may not be bound, or is in use; or no environment can be created.
@@ -60,225 +38,110 @@ def serve(settings: EnvironmentServiceSettings, command: ShardCommand, shards: i
     address_of(settings).require_usable()
 
     def ready(url: str) -> None:
-        log.info("environments ready: %s, %d sessions in %d processes", url, capacity, shards)
+        for name in commands:
+            place = url if len(commands) == 1 else f"{url}/{name}"
+            log.info("environment %s ready: %s, %d sessions in %d processes", name, place, capacity, shards)
 
-    http_server.serve(lambda: running(settings, command, shards, capacity), ready)
+    http_server.serve(lambda: running(settings, commands, shards, capacity), ready)
 
 
 @asynccontextmanager
-async def running(settings: EnvironmentServiceSettings, command: ShardCommand, shards: int, capacity: int) -> AsyncGenerator[str]:
+async def running(
+    settings: EnvironmentServiceSettings, commands: Mapping[str, ShardCommand], shards: int, capacity: int
+) -> AsyncGenerator[str]:
     """Serve for as long as the block; yield the URL.
 
+    Args:
+        settings: address and times.
+        commands: commands of the environments' processes, by name; a single one is served at the root as well.
+        shards: number of processes of each environment.
+        capacity: largest number of sessions of each environment.
+
     Raises:
-        EnvironmentsError: no environment can be created.
+        EnvironmentsError: an environment cannot be created.
     """
-    processes = Shards(command, shards, settings.operation_seconds)
-    table = SessionTable(processes, capacity, settings)
-    spans = PlayedSpans(command.variables)
-    answers = SessionRoutes(table, Games(table, settings, spans), processes, settings)
-
-    def now() -> SessionsNow:
-        return SessionsNow(len(table), capacity, processes.serving, processes.restarts, table.ends)
-
-    routes = [
-        web.get("/ws", answers.connect),
-        web.post("/reset", answers.reset),
-        web.post("/step", answers.step),
-        web.get("/state", answers.state),
-        web.get("/health", answers.health),
-        web.get("/schema", answers.schema),
-        web.get("/metadata", answers.metadata),
-        web.get("/v1/load", answers.load),
-        web.get("/readyz", answers.ready),
-        metrics_route(SessionMetrics(table.counts, now)),
-    ]
+    served = {name: ServedEnvironment(settings, command, shards, capacity) for name, command in commands.items()}
+    metrics = SessionMetrics({name: (environment.table.counts, environment.now) for name, environment in served.items()})
+    routes = [metrics_route(metrics)]
+    for name, environment in served.items():
+        routes += environment.routes.below(f"/{name}")
+    if len(served) == 1:
+        routes += next(iter(served.values())).routes.below("")
+    else:
+        routes += _routes_of_all(served)
+    routes.append(web.route("*", "/{path:.*}", UnknownEnvironment(list(served)).refuse))
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(asyncio.to_thread, spans.close)
-        stack.push_async_callback(processes.stop)
-        await processes.start()
-        watching = asyncio.create_task(table.watch())
-        stack.callback(watching.cancel)
+        for environment in served.values():
+            stack.push_async_callback(environment.stop)
+        starts = await asyncio.gather(*(environment.processes.start() for environment in served.values()), return_exceptions=True)
+        if failed := [error for error in starts if error is not None]:
+            raise failed[0]
+        for environment in served.values():
+            watching = asyncio.create_task(environment.table.watch())
+            stack.callback(watching.cancel)
         server = await stack.enter_async_context(json_server(address_of(settings), routes))
-        stack.push_async_callback(answers.close)
+        for environment in served.values():
+            stack.push_async_callback(environment.routes.close)
         yield server.url
 
 
-class SessionRoutes:
-    """HTTP and WebSocket handlers of the server."""
+class ServedEnvironment:
+    """One environment of a server: its processes, its sessions and its routes."""
 
-    def __init__(self, table: SessionTable, games: Games, shards: Shards, settings: EnvironmentServiceSettings) -> None:
-        """Answer requests from the sessions of a table."""
-        self._table = table
-        self._games = games
-        self._shards = shards
-        self._heartbeat = settings.lease_seconds / _PINGS_IN_LEASE
-        self._connections: set[web.WebSocketResponse] = set()
-        self._endings: set[asyncio.Task[None]] = set()
+    def __init__(self, settings: EnvironmentServiceSettings, command: ShardCommand, shards: int, capacity: int) -> None:
+        """Start nothing yet; arguments as of `running`."""
+        self.processes = Shards(command, shards, settings.operation_seconds)
+        self.table = SessionTable(self.processes, capacity, settings)
+        self._spans = PlayedSpans(command.variables)
+        self.routes = SessionRoutes(self.table, Games(self.table, settings, self._spans), self.processes, settings)
 
-    async def close(self) -> None:
-        """Close all connections."""
-        goodbye = WSCloseCode.GOING_AWAY
-        await asyncio.gather(*(connection.close(code=goodbye) for connection in list(self._connections)), return_exceptions=True)
+    def now(self) -> SessionsNow:
+        """Return the state of the sessions."""
+        processes, table = self.processes, self.table
+        return SessionsNow(len(table), table.capacity, processes.serving, processes.restarts, table.ends)
 
-    async def connect(self, request: web.Request) -> web.WebSocketResponse:
-        """Serve a session for as long as its connection."""
-        connection = web.WebSocketResponse(
-            heartbeat=self._heartbeat, compress=False, max_msg_size=BODY_BYTES, timeout=1.0, decode_text=False
-        )
+    async def stop(self) -> None:
+        """End the processes, and send the spans that are left."""
+        await self.processes.stop()
+        await asyncio.to_thread(self._spans.close)
+
+
+class UnknownEnvironment:
+    """Refusal of paths that name no environment."""
+
+    def __init__(self, names: list[str]) -> None:
+        """Store the names of the environments."""
+        self._names = names
+
+    async def refuse(self, request: web.Request) -> web.StreamResponse:
+        """Answer with a sentence that lists the names, over HTTP or as a message of a session."""
+        path = request.match_info["path"]
+        first = path.partition("/")[0]
+        known = f"This server has {', '.join(self._names)}: add /NAME to its URL"
+        if first in self._names:
+            sentence = f"environment {first} has no path /{path.partition('/')[2]} for {request.method}. See docs/guides/environments.md"
+        else:
+            sentence = f"/{path} names no environment. {known}"
+        if request.headers.get("Upgrade", "").lower() != "websocket":
+            return json_response({"error": sentence}, 404)
+        connection = web.WebSocketResponse(timeout=1.0)
         await connection.prepare(request)
-        self._connections.add(connection)
-        try:
-            name, role = request.query.get("session_id"), request.query.get("role")
-            if role is None:
-                await self._converse(connection, name, _opening(request.headers))
-            else:
-                await self._converse_player(connection, name, role, _opening(request.headers))
-        except SessionError as error:
-            await _refuse(connection, error)
-        except ConnectionError:
-            pass  # the client has left
-        finally:
-            self._connections.discard(connection)
+        await refuse(connection, SessionError(ErrorCode.SESSION_ERROR, sentence, environments=self._names))
         return connection
 
-    async def _converse(self, connection: web.WebSocketResponse, name: str | None, opening: SessionOpening) -> None:
-        """Apply a connection's requests, one after the other, until it ends.
 
-        Raises:
-            SessionError: no session can be opened, or the session has ended.
-        """
-        session = await self._table.open(name, opening)
+def _routes_of_all(served: Mapping[str, ServedEnvironment]) -> list[web.RouteDef]:
+    """Return the routes at the root of several environments, which ask after all of them."""
 
-        def over(error: SessionError) -> None:
-            self._endings.add(task := asyncio.create_task(_refuse(connection, error)))
-            task.add_done_callback(self._endings.discard)
+    def serves_all() -> bool:
+        return all(environment.processes.serving for environment in served.values())
 
-        session.attach(over)
-        try:
-            while (message := await connection.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
-                frame = await session.ask(message.data)
-                if frame.events & FrameEvents.CLOSED:
-                    await connection.close()
-                    return
-                await connection.send_frame(frame.payload, WSMsgType.TEXT)
-        finally:
-            session.detach(over)
+    async def health(request: web.Request) -> web.Response:
+        return json_response({"status": "healthy" if serves_all() else "unhealthy"})
 
-    async def _converse_player(self, connection: web.WebSocketResponse, name: str | None, role: str, opening: SessionOpening) -> None:
-        """Answer a player's requests, one after the other, until its connection ends.
-
-        Raises:
-            SessionError: it names no game, or no role of it, or no session can be opened.
-        """
-        if not name:
-            raise SessionError(ErrorCode.VALIDATION_ERROR, f"name the game that {role} plays: ?session_id=GAME&role={role}")
-        game = await self._games.join(name, self._shards.description.roles, role)
-        spans, returns = PlayerSpans(self._games.spans, opening, role), True
-        try:
-            while (message := await connection.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
-                if _is_goodbye(message.data):
-                    returns = False
-                    await connection.close()
-                    return
-                span = spans.begin(message.data)
-                payload = await game.answer(role, message.data)
-                if span is not None:
-                    spans.end(span, payload)
-                await connection.send_frame(payload, WSMsgType.TEXT)
-        finally:
-            self._games.leave(name, game, role, returns=returns)
-
-    async def reset(self, request: web.Request) -> web.Response:
-        """Begin an episode, in the session that has its name."""
-        data = _object(await body(request))
-        episode = data.setdefault(EPISODE_ID, uuid.uuid4().hex)
-        return await self._apply(request, episode, {"type": "reset", "data": data}, opens=True)
-
-    async def step(self, request: web.Request) -> web.Response:
-        """Apply an action in the episode that is named."""
-        data = _object(await body(request))
-        message = {"type": "step", "data": data.get("action"), **{name: data[name] for name in ("step", "request_id") if name in data}}
-        return await self._apply(request, data.get(EPISODE_ID), message)
-
-    async def state(self, request: web.Request) -> web.Response:
-        """Return the state of the episode that is named."""
-        return await self._apply(request, request.query.get(EPISODE_ID), {"type": "state"})
-
-    async def health(self, request: web.Request) -> web.Response:
-        """Return whether any process serves."""
-        return json_response({"status": "healthy" if self._shards.serving else "unhealthy"})
-
-    async def schema(self, request: web.Request) -> web.Response:
-        """Return the JSON schemas of actions, observations and state."""
-        about = self._shards.description
-        return json_response({"action": about.action, "observation": about.observation, "state": about.state})
-
-    async def metadata(self, request: web.Request) -> web.Response:
-        """Return the description of the environment; `system_prompt` and `tools` are ours."""
-        about = self._shards.description
-        ours = {"system_prompt": about.system_prompt, "tools": about.tools}
-        if about.roles:
-            ours |= {ROLES: about.roles, "system_prompts": about.system_prompts, "forfeits": about.forfeits}
-        return json_response({"name": about.name, "description": about.description, **ours})
-
-    async def load(self, request: web.Request) -> web.Response:
-        """Return the number of sessions, and its limit."""
-        return json_response({"sessions": len(self._table), "capacity": self._table.capacity})
-
-    async def ready(self, request: web.Request) -> web.Response:
-        """Answer 200 while a process serves."""
-        if not self._shards.serving:
-            raise http_server.BusyError("no process serves yet")
+    async def ready(request: web.Request) -> web.Response:
+        if not serves_all():
+            raise http_server.BusyError("an environment has no process that serves yet")
         return web.Response(text="ok\n")
 
-    async def _apply(self, request: web.Request, name: object, message: Mapping[str, Any], *, opens: bool = False) -> web.Response:
-        """Apply a request over HTTP."""
-        try:
-            if not isinstance(name, str) or not name:
-                sentence = f"name the episode: {EPISODE_ID}, as reset answers it in its metadata"
-                raise SessionError(ErrorCode.VALIDATION_ERROR, sentence)
-            session = await self._table.open(name, _opening(request.headers)) if opens else self._table.find(name)
-            frame = await session.ask(msgspec.json.encode(message))
-        except SessionError as error:
-            return _http_response(error.encode())
-        return _http_response(frame.payload)
-
-
-def _is_goodbye(payload: bytes) -> bool:
-    """Return whether a player ends its connection."""
-    try:
-        return msgspec.json.decode(payload, type=SessionRequest).type == "close"
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-
-
-async def _refuse(connection: web.WebSocketResponse, error: SessionError) -> None:
-    """Send an error, and close."""
-    try:
-        await connection.send_frame(error.encode(), WSMsgType.TEXT)
-        await connection.close()
-    except ConnectionError:
-        pass  # the client has left
-
-
-def _http_response(payload: bytes) -> web.Response:
-    response = msgspec.json.decode(payload, type=_Response)
-    if response.type != "error":
-        return web.Response(body=bytes(response.data), content_type="application/json")
-    data = msgspec.json.decode(response.data)
-    status = _STATUSES.get(data["code"], 500)
-    return json_response({"error": data["message"], **data}, status, {"Retry-After": "1"} if status == 503 else None)
-
-
-def _opening(headers: Mapping[str, str]) -> SessionOpening:
-    carrier = {name: headers[name] for name in ("traceparent", "tracestate", "baggage") if name in headers}
-    return SessionOpening(carrier=carrier, client_rewards=headers.get(REWARDS_HEADER) == "client")
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    """Return a request's body.
-
-    Raises:
-        DecodeError: it is no JSON object.
-    """
-    return msgspec.json.decode(text or b"{}", type=dict[str, Any])
+    return [web.get("/health", health), web.get("/readyz", ready)]

@@ -38,7 +38,7 @@ AGENTS = Path(__file__).resolve().parent.parent / "agents"
 
 @asynccontextmanager
 async def served(environment: str = "guess_game:Guess", capacity: int = 8, **variables: str) -> AsyncGenerator[str]:
-    async with running(environment_service_settings(), ShardCommand(environment, AGENTS, variables), 1, capacity) as url:
+    async with running(environment_service_settings(), {"game": ShardCommand(environment, AGENTS, variables)}, 1, capacity) as url:
         yield url
 
 
@@ -336,7 +336,7 @@ async def test_env_remote_plays_openenvs_example_behind_our_server(tmp_path: Pat
     programs = await asyncio.to_thread(write_example, tmp_path)
     (site,) = (programs.parent / "lib").glob("*/site-packages")
     command = ShardCommand("echo_env.server.echo_env_environment:EchoEnvironment", tmp_path, {"PYTHONPATH": str(site)})
-    async with running(environment_service_settings(), command, 1, 4) as url:
+    async with running(environment_service_settings(), {"echo": command}, 1, 4) as url:
         outcome = await played(f"openenv+{url}", {"seed": 1}, "hello", "hi")
     assert [step.result.reward for step in outcome.steps] == [0.5, 0.2]
     assert json.loads(outcome.messages[3]["content"]) == {"echoed_message": "hello", "message_length": 5}

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from benchmarks.peers.environment import peer_environment
 from runner.sessions.server import running
 from runner.sessions.shards import ShardCommand
+from spangrad.episode.adapters.openenv_server import OpenEnvServer
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import EnvironmentServiceSettings
@@ -37,8 +38,8 @@ async def served(
     settings: EnvironmentServiceSettings | None = None,
 ) -> AsyncGenerator[tuple[aiohttp.ClientSession, str]]:
     """A server, and a client of it."""
-    command = ShardCommand(environment, AGENTS, variables or {})
-    async with running(settings or environment_service_settings(), command, shards, capacity) as url, aiohttp.ClientSession(url) as client:
+    commands = {"game": ShardCommand(environment, AGENTS, variables or {})}
+    async with running(settings or environment_service_settings(), commands, shards, capacity) as url, aiohttp.ClientSession(url) as client:
         yield client, url
 
 
@@ -104,11 +105,11 @@ async def test_env_serve_crash_ends_its_sessions_alone_with_an_error() -> None:
             assert (error["type"], error["data"]["code"]) == ("error", "SESSION_ERROR")
             assert "process of this environment has ended" in error["data"]["message"]
         assert (await ask(second, "step", {"text": "5"}))["observation"] == {"played": [5]}
-        await until(lambda: _has(client, "spangrad_sessions_shards 2.0"))
+        await until(lambda: _has(client, 'spangrad_sessions_shards{environment="game"} 2.0'))
         async with client.ws_connect("/ws") as anew:
             assert (await ask(anew, "step", {"text": "1"}))["code"] == "SESSION_ERROR"
             assert (await ask(anew, "reset"))["reward"] is None
-        assert await _has(client, "spangrad_sessions_shard_restarts_total 1.0")
+        assert await _has(client, 'spangrad_sessions_shard_restarts_total{environment="game"} 1.0')
         assert url.startswith("http://127.0.0.1:")
 
 
@@ -182,6 +183,59 @@ async def test_env_serve_spans_join_the_trace_of_the_client() -> None:
             await until(lambda: asyncio.sleep(0, len(sink.spans) >= 2))
         assert sorted(span.name for span in sink.spans) == ["execute_tool step", "reset"]
         assert {span.trace_id for span in sink.spans} == {TRACEPARENT[3:35]}
+
+
+TWO = {"guess": "guess_game:Guess", "duel": "duel:Duel"}
+
+
+@asynccontextmanager
+async def served_together(capacity: int = 1) -> AsyncGenerator[tuple[aiohttp.ClientSession, str]]:
+    """A server of two environments, and a client of it."""
+    commands = {name: ShardCommand(reference, AGENTS, {}) for name, reference in TWO.items()}
+    async with running(environment_service_settings(), commands, 1, capacity) as url, aiohttp.ClientSession(url) as client:
+        yield client, url
+
+
+async def test_env_serve_of_several_environments_keeps_them_apart() -> None:
+    async with served_together() as (client, url):
+        for name, roles in (("guess", None), ("duel", ["white", "black"])):
+            async with client.get(f"/{name}/metadata") as metadata, client.get(f"/{name}/schema") as schema:
+                about, fields = await metadata.json(), await schema.json()
+            assert (about["name"].lower(), about.get("roles")) == (name, roles)
+            assert ("actions" in fields["action"]["properties"]) == (roles is not None)
+        async with client.ws_connect("/guess/ws?session_id=a") as guess, client.ws_connect("/duel/ws?session_id=a") as duel:
+            assert (await ask(guess, "reset", {"secret": 4}))["observation"] == {"text": "Your guess?"}
+            assert set((await ask(duel, "reset", {"city": "rome"}))["observation"]["players"]) == {"white", "black"}
+            async with client.ws_connect("/guess/ws") as second:  # each is full for itself
+                assert (await second.receive_json(timeout=20))["data"]["max_sessions"] == 1
+            assert (await ask(guess, "step", {"text": "4"}))["done"] is True
+            async with client.get("/health") as health, client.get("/duel/v1/load") as load:
+                assert (await health.json(), await load.json()) == ({"status": "healthy"}, {"sessions": 1, "capacity": 1})
+            assert await _has(client, 'spangrad_sessions_steps_total{environment="guess"} 1.0')
+            assert await _has(client, 'spangrad_sessions_steps_total{environment="duel"} 0.0')
+            await guess.send_json({"type": "close"})
+        remote = await asyncio.to_thread(OpenEnvServer, [f"{url}/guess"])
+        await asyncio.to_thread(remote.reset, {"secret": 7})
+        assert (await asyncio.to_thread(remote.step, "7")).reward == 1.0
+        await asyncio.to_thread(remote.close)
+
+
+async def test_env_serve_unknown_name_is_refused_with_the_names() -> None:
+    async with served_together() as (client, url):
+        for path in ("", "/chess"):
+            async with client.get(f"{path}/metadata") as refused:
+                assert refused.status == 404
+                assert "This server has guess, duel: add /NAME to its URL" in (await refused.json())["error"]
+            for query in ("", "?session_id=a&role=white"):
+                with pytest.raises(EnvironmentsError, match="This server has guess, duel"):
+                    await asyncio.to_thread(OpenEnvServer, [f"{url}{path}{query}"])
+
+
+async def test_env_serve_of_one_environment_has_it_at_the_root_and_by_name() -> None:
+    async with served() as (client, _):
+        for path in ("", "/game"):
+            async with client.get(f"{path}/metadata") as metadata:
+                assert (await metadata.json())["name"] == "Guess"
 
 
 async def test_env_serve_environment_that_cannot_be_created_is_named() -> None:

@@ -339,12 +339,12 @@ async def test_session_counts_have_lengths_and_returns_of_done_episodes() -> Non
     counts = sessions.counts
     assert (counts.resets, counts.steps, dict(counts.episodes)) == (2, 2, {"done": 1, "abandoned": 1})
     now = SessionsNow(sessions=0, capacity=2, shards=1, restarts=0, ends=sessions.ends)
-    metrics = SessionMetrics(counts, lambda: now).collect()
+    metrics = SessionMetrics({"Adder": (counts, lambda: now)}).collect()
     samples = {(sample.name, *sample.labels.values()): sample.value for metric in metrics for sample in metric.samples}
-    assert samples["spangrad_sessions_episode_steps_sum",] == 2
-    assert samples["spangrad_sessions_episode_returns",] == 1.5
-    assert samples["spangrad_sessions_episode_return_bucket", "1.0"] == 0
-    assert samples["spangrad_sessions_episodes_total", "abandoned"] == 1
+    assert samples["spangrad_sessions_episode_steps_sum", "Adder"] == 2
+    assert samples["spangrad_sessions_episode_returns", "Adder"] == 1.5
+    assert samples["spangrad_sessions_episode_return_bucket", "Adder", "1.0"] == 0
+    assert samples["spangrad_sessions_episodes_total", "Adder", "abandoned"] == 1
 
 
 def test_session_opening_ignores_fields_of_later_versions() -> None:

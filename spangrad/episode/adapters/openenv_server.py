@@ -189,8 +189,6 @@ class OpenEnvServer:
             url = choose(loads)
             try:
                 self._ours = loads[url] is not None
-                if self.seat is not None and not self._ours:
-                    raise EnvironmentsError(f"{url} is no server of `spangrad env serve`, and holds no games. Drop session_id and role.")
                 self._connection = self._connect(url)
                 self._connection.send('{"type": "state"}')  # what is full says so unasked
                 response = self._received()
@@ -198,6 +196,8 @@ class OpenEnvServer:
                 refused = EnvironmentsError(f"the environment at {url} gives no session: {response['data'].get('message')}.")
             except OSError as error:
                 code, refused = _BUSY, EnvironmentsError(f"the environment at {url} does not answer ({error}). Start it, or fix the URL.")
+            if self.seat is not None and not self._ours and code not in (_BUSY, *_FATAL):
+                raise EnvironmentsError(f"{url} is no server of `spangrad env serve`, and holds no games. Drop session_id and role.")
             # A server of another's making may refuse a state before the first reset, which is no refusal of the session.
             if code not in (_BUSY, *_FATAL) and not (code and self.seat):
                 note_open(url, 1)
