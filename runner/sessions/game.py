@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from runner.sessions.messages import ErrorCode, SessionError, SessionRequest, encode
+from runner.sessions.messages import ErrorCode, LastReset, SessionError, SessionRequest, encode
 from spangrad.episode.environment import Content, rendered
 from spangrad.episode.match import PlayerState
 from spangrad.episode.openenv_fields import ACTING, ACTIONS, CONTENT, EPISODE_ID, FORFEIT, PLAYERS, observation_fields, observation_of
@@ -56,6 +56,7 @@ class Seat:
     """Steps of the episode."""
     response: asyncio.Future[bytes] | None = None
     """Response to its last request, done once it is sent. None: it has sent none in this episode."""
+    last_reset: LastReset[asyncio.Future[bytes]] = field(default_factory=LastReset["asyncio.Future[bytes]"])
     observed: list[_Observed] = field(default_factory=list["_Observed"])
     """Observations since its last response."""
     reward: float | None = None
@@ -151,7 +152,7 @@ class Game:
             request = msgspec.json.decode(payload, type=SessionRequest)
             match request.type:
                 case "reset":
-                    return await asyncio.shield(self._join(role, request.data or {}))
+                    return await asyncio.shield(self._join(role, request))
                 case "step":
                     return await asyncio.shield(self._act(role, request))
                 case "state":
@@ -166,21 +167,24 @@ class Game:
         except SessionError as error:
             return error.encode()
 
-    def _join(self, role: str, data: dict[str, Any]) -> asyncio.Future[bytes]:
+    def _join(self, role: str, request: SessionRequest) -> asyncio.Future[bytes]:
         """Have a player wait for the others; the last one begins the episode.
 
         Raises:
             SessionError: its episode is under way.
         """
         seat = self.seats[role]
+        if (before := seat.last_reset.response_to(request)) is not None:
+            return before
         if role in self._joined and seat.response is not None:
             return seat.response  # it asks again, on another connection
         if seat.state is not PlayerState.DONE:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"the episode of {role} is under way. Send step")
-        self._joined[role] = data
+        self._joined[role] = request.data or {}
         loop = asyncio.get_running_loop()
         seat.steps, seat.is_late, seat.reward, seat.response = 0, False, None, loop.create_future()
         seat.observed = []
+        seat.last_reset.note(request, seat.response)
         if set(self._joined) == set(self.seats) and self._is_over:
             self._begin()
         elif self._joining is None:
@@ -243,6 +247,7 @@ class Game:
         seat = self.seats[role]
         seat.has_left = True
         if self._joined.pop(role, None) is not None:
+            seat.last_reset = LastReset()  # it has reset nothing, and may ask again
             self._respond(seat, SessionError(ErrorCode.SESSION_ERROR, f"{role} has left").encode())
         elif role in self._acting and role not in self._actions:
             self._forfeit(role)

@@ -1,7 +1,7 @@
 """One session's environment: applies requests, one after the other.
 
-In: requests as bytes. Out: responses, with what the server counts. Invariant: a step that was played is never played again: a request with
-its number, or its name, gets the response of before, also where the step failed; no request is applied before a reset has succeeded.
+In: requests as bytes. Out: responses, with what the server counts. Invariant: a reset or a step that was played is never played again: a
+request with its number, or its name, gets the response of before, also where it failed; no request is applied before a reset has succeeded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from runner.sessions.frames import FrameEvents
-from runner.sessions.messages import ErrorCode, SessionError, SessionRequest, encode, observation_message
+from runner.sessions.messages import ErrorCode, LastReset, SessionError, SessionRequest, encode, observation_message
 from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
 from spangrad.episode.environment import Content, Environment, StepResult, checked_result, member, rendered
@@ -82,6 +82,7 @@ class SessionInstance:
         """Id of the episode; empty: none has begun."""
         self._count = 0
         """Steps that were played in the episode."""
+        self._last_reset = LastReset[Answer]()
         self._last: tuple[str | None, Answer] = (None, Answer(b""))
         """Name and answer of the last step."""
 
@@ -114,12 +115,22 @@ class SessionInstance:
             await self._call(close)
 
     async def _reset(self, request: SessionRequest) -> Answer:
+        if (before := self._last_reset.response_to(request)) is not None:
+            return Answer(before.payload, before.events & FrameEvents.ERROR)
         data = request.data or {}
         task = data["task"] if "task" in data else {name: value for name, value in data.items() if name != EPISODE_ID} or None
         episode = data.get(EPISODE_ID) or uuid.uuid4().hex
         if not isinstance(episode, str):
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {EPISODE_ID} {episode!r} is no text")
         self._episode, self._count, self._last = "", 0, (None, Answer(b""))
+        try:
+            answer = await self._begin(request, episode, task)
+        except SessionError as error:
+            answer = Answer(error.encode(), FrameEvents.ERROR)
+        self._last_reset.note(request, answer)
+        return answer
+
+    async def _begin(self, request: SessionRequest, episode: str, task: Any) -> Answer:
         span = self._span("reset", request, {semconv.EPISODE_ID: episode})
         began = time.perf_counter()
         try:

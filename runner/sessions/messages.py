@@ -1,7 +1,7 @@
 """Messages of OpenEnv's protocol, version 0.10: JSON objects over a WebSocket.
 
-In: requests of clients. Out: responses. Invariant: clients of OpenEnv read each response; what is ours beyond it (`step` and `traceparent`
-of a request, keys of metadata) is optional.
+In: requests of clients. Out: responses. Invariant: clients of OpenEnv read each response; what is ours beyond it (`reset`, `step` and
+`traceparent` of a request, keys of metadata) is optional.
 
 Source: https://github.com/huggingface/OpenEnv, src/openenv/core/env_server.
 """
@@ -9,13 +9,15 @@ Source: https://github.com/huggingface/OpenEnv, src/openenv/core/env_server.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from spangrad.episode.environment import StepResult
 from spangrad.episode.openenv_fields import observation_fields
+
+_Response = TypeVar("_Response")
 
 
 class ErrorCode(StrEnum):
@@ -41,11 +43,14 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     data: dict[str, Any] | None = None
     """Data of a reset: seed, episode_id, and the task's own fields; of a step: the action."""
+    reset: Annotated[int, Meta(ge=1)] | None = None
+    """Number of the reset in its session, above that of the one before: the last number again is answered as before, and resets nothing.
+    None: the next one."""
     step: Annotated[int, Meta(ge=1)] | None = None
     """Number of the step in its episode, from 1: a number that was played already is answered as before, and not played again. None: the
     next one."""
     request_id: str | None = None
-    """Name of the step, for the same purpose."""
+    """Name of the reset or the step, for the same purpose."""
     traceparent: str | None = None
     """Span that the step belongs to. None: that of the session's first request."""
 
@@ -62,6 +67,33 @@ class SessionError(Exception):
     def encode(self) -> bytes:
         """Return the response."""
         return encode("error", {"message": str(self), "code": self.code, **self.facts})
+
+
+class LastReset(Generic[_Response]):
+    """Last reset of a session or a player, and its response."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._name: str | None = None
+        self._response: _Response | None = None
+
+    def response_to(self, request: SessionRequest) -> _Response | None:
+        """Return the response of before, if a request is the last reset again. None: it is another one.
+
+        Raises:
+            SessionError: a later reset has followed it.
+        """
+        if request.reset == self._number or (request.request_id is not None and request.request_id == self._name):
+            return self._response
+        if request.reset is not None and request.reset < self._number:
+            sentence = f"reset {request.reset} was followed by reset {self._number}, and cannot be repeated. Send a higher number"
+            raise SessionError(ErrorCode.VALIDATION_ERROR, sentence)
+        return None
+
+    def note(self, request: SessionRequest, response: _Response) -> None:
+        """Keep a response."""
+        self._number = request.reset or self._number + 1
+        self._name, self._response = request.request_id, response
 
 
 def encode(kind: str, data: object) -> bytes:

@@ -145,7 +145,8 @@ class SessionRoutes:
         """Begin an episode, in the session that has its name."""
         data = _object(await body(request))
         episode = data.setdefault(EPISODE_ID, uuid.uuid4().hex)
-        return await self._apply(request, episode, {"type": "reset", "data": data}, opens=True)
+        numbers = {name: data.pop(name) for name in ("reset", "request_id") if name in data}
+        return await self._apply(request, episode, {"type": "reset", "data": data, **numbers}, opens=True)
 
     async def step(self, request: web.Request) -> web.Response:
         """Apply an action in the episode that is named."""

@@ -1,7 +1,7 @@
 """Processes of sessions, as the server sees them: started, watched and started again.
 
-In: sessions to open. Out: frames for them. Invariant: the end of a process ends its own sessions alone, each with an error, and another one
-takes its place; a process that does not answer is ended.
+In: sessions to open. Out: frames for them. Invariant: a session is opened in a process that has the fewest; the end of a process ends its
+own sessions alone, each with an error, and another one takes its place; a process that does not answer is ended.
 """
 
 from __future__ import annotations
@@ -204,13 +204,17 @@ class Shards:
 
     def least_loaded(self) -> ShardProcess | None:
         """Return the process with the fewest sessions. None: all of them are being started."""
-        serving = [process for process in self._processes.values() if process.serves]
-        return min(serving, key=lambda process: len(process.users), default=None)
+        return min(self.serving_processes, key=lambda process: len(process.users), default=None)
 
     @property
     def serving(self) -> int:
         """Number of processes that serve."""
-        return sum(process.serves for process in self._processes.values())
+        return len(self.serving_processes)
+
+    @property
+    def serving_processes(self) -> list[ShardProcess]:
+        """Processes that serve."""
+        return [process for process in self._processes.values() if process.serves]
 
     async def _keep(self, slot: int, process: ShardProcess) -> None:
         """Start a slot's process again whenever it has ended."""

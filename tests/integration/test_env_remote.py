@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from opentelemetry import trace
@@ -114,11 +115,21 @@ async def test_env_remote_seat_in_an_invalid_url_raises(query: str, sentence: st
             await EnvironmentCalls.create(factory_of(f"openenv+{url}{query}", load))
 
 
-async def test_env_remote_step_after_a_cut_connection_is_played_once(tmp_path: Path) -> None:
+async def test_env_remote_reset_and_step_after_a_cut_connection_are_played_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with served() as url:
         environment = await asyncio.to_thread(OpenEnvServer, [url])
+        connection = environment._connection
+        received = connection.receive
+
+        def cut() -> str | None:
+            received()
+            raise ConnectionResetError("the answer is lost")
+
+        connection.receive = cut
         await asyncio.to_thread(environment.reset, {"secret": 9, "log": str(log)})
+        async with aiohttp.ClientSession() as client, client.get(f"{url}/metrics") as metrics:
+            assert 'spangrad_sessions_resets_total{environment="game"} 1.0' in await metrics.text()
         connection = environment._connection
         connection.send(json.dumps({"type": "step", "data": {"text": "sleep"}, "step": 1}))
         connection._connection.shutdown(socket.SHUT_RDWR)

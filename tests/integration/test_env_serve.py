@@ -131,6 +131,19 @@ async def test_env_serve_step_retried_after_a_reconnect_is_not_played_again(tmp_
         assert log.read_text().splitlines() == ["9 sleep", "9 4"]
 
 
+async def test_env_serve_reset_retried_after_a_reconnect_or_over_http_resets_nothing() -> None:
+    async with served() as (client, _):
+        async with client.ws_connect("/ws?session_id=a") as connection:
+            first = await ask(connection, "reset", {"secret": 9}, reset=1)
+            await ask(connection, "step", {"text": "4"}, step=1)
+        async with client.ws_connect("/ws?session_id=a") as connection:
+            assert await ask(connection, "reset", {"secret": 9}, reset=1) == first
+            assert (await ask(connection, "step", {"text": "5"}, step=2))["observation"] == {"played": [4, 5]}
+        resets = [await post(client, "/reset", episode_id="e", secret=4, request_id="r") for _ in range(2)]
+        assert resets[0] == resets[1]
+        assert await _has(client, 'spangrad_sessions_resets_total{environment="game"} 2.0')
+
+
 async def test_env_serve_http_keeps_the_episode_by_its_id() -> None:
     async with served(capacity=1) as (client, _):
         status, answer = await post(client, "/reset", secret=4)

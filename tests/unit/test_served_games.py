@@ -194,6 +194,28 @@ def test_served_game_responds_at_a_players_turn_with_all_that_happened() -> None
     run_in_virtual_time(scenario())
 
 
+def test_served_game_reset_asked_for_again_resets_nothing_and_is_answered_as_before() -> None:
+    table = Table([frozenset("a"), frozenset("b")], forfeit_ends=True)
+
+    async def scenario() -> None:
+        game = game_of(table)
+        for role in ROLES:
+            game.attach(role)
+        resets = {role: asyncio.create_task(send(game, role, "reset", {}, request_id=role)) for role in ROLES}
+        first = await resets["a"]
+        assert await send(game, "a", "reset", {}, request_id="a") == first
+        waiting = asyncio.create_task(send(game, "b", "reset", {}, request_id="b"))
+        ended = asyncio.create_task(send(game, "a", "step", {"text": "a 1"}, step=1))
+        assert await waiting == await resets["b"]
+        assert await send(game, "a", "reset", {}, request_id="a") == first
+        assert (await send(game, "a", "reset", {}, request_id="later"))["data"]["code"] == "VALIDATION_ERROR"
+        assert (await send(game, "b", "step", {"text": "b 1"}, step=1))["data"]["done"] is True
+        assert (await ended)["data"]["done"] is True
+        assert table.at == 2, "the game went on"
+
+    run_in_virtual_time(scenario())
+
+
 def test_served_game_begins_with_all_players_or_not_at_all() -> None:
     async def scenario() -> None:
         game = game_of(Table([frozenset("a")], forfeit_ends=True))

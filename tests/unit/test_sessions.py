@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from runner.sessions import shards as shards_module
 from runner.sessions import step_spans
 from runner.sessions.frames import Frame, FrameEvents, FrameKind, FrameReader
 from runner.sessions.instance import SessionInstance, SessionOpening
 from runner.sessions.messages import SessionError
 from runner.sessions.metrics import SessionMetrics, SessionsNow
-from runner.sessions.sessions import SessionTable
-from runner.sessions.shard import call_here, description_of
+from runner.sessions.sessions import EnvironmentSession, SessionTable
+from runner.sessions.shard import EnvironmentDescription, call_here, description_of
+from runner.sessions.shards import ShardCommand, ShardProcess, Shards
 from runner.sessions.step_spans import PlayedSpans
 from spangrad import semconv
 from spangrad.episode.environment import StepResult, ToolAction, rendered
 from spangrad.episode.openenv_fields import action_fields, action_of, is_text, observation_fields, observation_of
 from spangrad.settings import EnvironmentServiceSettings
+from tests.support.virtual_time import run_in_virtual_time
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -94,6 +100,43 @@ def test_session_request_id_names_a_step() -> None:
     assert ask(session, "step", {"value": 1}, request_id="a") == first
     assert ask(session, "step", {"value": 1}, request_id="b") != first
     assert environment.plays == 2
+
+
+class Resets(Adder):
+    """An environment that counts its resets; those of the task 0 raise."""
+
+    resets = 0
+
+    def reset(self, task: Any) -> dict[str, Any]:
+        self.resets += 1
+        if task == 0:
+            raise ValueError("bad luck")
+        return {**super().reset(task), "reset": self.resets}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 3)), max_size=8), st.sampled_from(["reset", "request_id"]))
+def test_session_retried_resets_reset_once_and_are_answered_alike(episodes: list[tuple[int, int, int]], key: str) -> None:
+    environment = Resets()
+    session = instance(environment)
+    for number, (task, steps, times) in enumerate(episodes, 1):
+        name = {key: number if key == "reset" else f"r{number}"}
+        first = ask(session, "reset", {"task": task}, **name)
+        assert (first["type"] == "error") == (task == 0)
+        for _ in range(steps):
+            ask(session, "step", {"value": 1})
+        state = ask(session, "state")
+        assert all(ask(session, "reset", {"task": task}, **name) == first for _ in range(times))
+        assert (environment.resets, ask(session, "state")) == (number, state)
+
+
+def test_session_reset_of_an_earlier_number_is_refused_and_resets_nothing() -> None:
+    environment = Resets()
+    session = instance(environment)
+    assert [ask(session, "reset", reset=number)["type"] for number in (1, 7)] == ["observation"] * 2
+    assert code(ask(session, "reset", reset=6)) == "VALIDATION_ERROR"
+    assert environment.resets == 2
+    assert ask(session, "reset")["type"] == "observation"
+    assert (code(ask(session, "reset", reset=7)), environment.resets) == ("VALIDATION_ERROR", 3)
 
 
 def test_session_reset_begins_anew_and_names_the_episode() -> None:
@@ -244,6 +287,69 @@ def table(shard: FakeShard, capacity: int = 2) -> tuple[SessionTable, Clock]:
     clock = Clock()
     settings = EnvironmentServiceSettings(lease_seconds=10, idle_seconds=100, operation_seconds=5)
     return SessionTable(shard, capacity, settings, clock), clock  # pyright: ignore[reportArgumentType]
+
+
+class FakeProcess(ShardProcess):
+    """A process whose environments are created at once, and which ends when it is told to."""
+
+    @classmethod
+    async def start(cls, command: ShardCommand) -> FakeProcess:
+        process = cls()
+        process.described.set_result(EnvironmentDescription(name="", description="", action={}, observation={}, state={}))
+        return process
+
+    @property
+    def pid(self) -> int:
+        return 0
+
+    def send(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.OPEN:
+            self.users[frame.session].receive(Frame(FrameKind.OPEN, frame.session))
+
+    async def stop(self) -> None:
+        pass
+
+    kill = stop
+
+
+@given(st.integers(1, 4), st.lists(st.sampled_from(["open", "open", "open", "close", "crash"]), max_size=40), st.randoms())
+@settings(deadline=None)
+def test_sessions_are_spread_in_equal_shares_and_a_crash_costs_its_own_alone(shards: int, events: list[str], chance: Random) -> None:
+    async def scenario() -> None:
+        processes = Shards(ShardCommand("", Path(), {}), shards, 1.0)
+        times = EnvironmentServiceSettings(lease_seconds=10, idle_seconds=10_000, operation_seconds=5)
+        sessions = SessionTable(processes, 1000, times)
+        await processes.start()
+        alive: list[EnvironmentSession] = []
+        shares: Counter[ShardProcess] = Counter()
+        try:
+            for event in events:
+                if event == "open":
+                    session = await sessions.open(None, SessionOpening())
+                    assert all(shares[session.shard] <= shares[process] for process in processes.serving_processes)
+                    shares[session.shard] += 1
+                    alive.append(session)
+                elif event == "close" and alive:
+                    session = alive.pop(chance.randrange(len(alive)))
+                    shares[session.shard] -= 1
+                    sessions.end(session, "closed")
+                elif event == "crash":
+                    crashed = chance.choice(processes.serving_processes)
+                    crashed.connection_lost(None)
+                    assert [session for session in alive if session.over] == [session for session in alive if session.shard is crashed]
+                    alive = [session for session in alive if session.shard is not crashed]
+                    assert (len(sessions), processes.serving) == (len(alive), shards - 1)
+                    await asyncio.sleep(1)  # by then another one is started
+                    assert processes.serving == shards
+            if not {"close", "crash"} & set(events):
+                held = [shares[process] for process in processes.serving_processes]
+                assert max(held) - min(held) <= 1
+        finally:
+            await processes.stop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards_module, "ShardProcess", FakeProcess)
+        run_in_virtual_time(scenario())
 
 
 def ignored(error: SessionError) -> None:

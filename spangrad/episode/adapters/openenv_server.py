@@ -1,7 +1,8 @@
 """Environment on a server with OpenEnv's protocol, as an environment with reset and step: ours, or any other.
 
-In: URLs, a task, actions. Out: observations and results. Invariant: an episode is one session of one server; with ours a step whose answer
-was lost is asked for again by its number, and never played again; any other loss ends the episode as a failure of the environment.
+In: URLs, a task, actions. Out: observations and results. Invariant: an episode is one session of one server; with ours a reset or a step
+whose answer was lost is asked for again by its name or number, and never played again; any other loss ends the episode as a failure of the
+environment.
 
 A server of another's making knows no system prompt: its description and the schema of its actions are the prompt. A URL may name a game and
 a role, `?session_id=GAME&role=ROLE`: the environment is then that player's, and the others are clients of their own.
@@ -88,7 +89,8 @@ class OpenEnvServer:
         """Begin an episode; a server of another's making gets the task's fields."""
         data = {"task": task} if self._ours else task if isinstance(task, dict) else {} if task is None else {"task": task}
         self._step = 0
-        return self._result(self._ask({"type": "reset", "data": data})).observation
+        named = {"request_id": uuid.uuid4().hex} if self._ours else {}
+        return self._result(self._ask({"type": "reset", "data": data, **named})).observation
 
     def step(self, action: Any) -> StepResult:
         """Apply an action."""
