@@ -101,17 +101,16 @@ def require_five_clicks_from_failure_to_version(run: Path, directory: Path) -> N
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/healthz"), 60, "the page", [child])
         for browser in browsers():
             visitor = Visitor(browser, f"http://127.0.0.1:{port}", viewport={"width": 1200, "height": 800})
-            visitor.page.set_default_timeout(60_000)
             page = visitor.open("/")
             page.get_by_role("link", name="Rollouts").first.click()
             page.get_by_role("button", name="Return").click()
             page.get_by_role("button", name="Return ↓").click()
             page.get_by_role("button", name="Return ↑").wait_for()  # the lowest come first
             page.locator("#list tbody tr:has(a[href^='/version?'])").first.locator("a").first.click()
-            expect(page.locator("#facts")).to_contain_text(re.compile("reward = (0|-1)"), timeout=60_000)
-            expect(page.locator("#why")).to_contain_text("It is trained: batch", timeout=60_000)
+            expect(page.locator("#facts")).to_contain_text(re.compile("reward = (0|-1)"))
+            expect(page.locator("#why")).to_contain_text("It is trained: batch")
             page.locator("#facts a[href^='/version?']").click()
-            expect(page.locator("h1")).to_contain_text("@", timeout=60_000)
+            expect(page.locator("h1")).to_contain_text("@")
             expect(page.locator("#groups summary")).not_to_have_count(0)
             visitor.close()
     finally:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from commands.inspection.actions import action_commands
 from commands.inspection.records import read_messages, read_record, read_skipped
@@ -24,6 +24,9 @@ from spangrad.processes import free_ports
 from spangrad.settings import QueueSettings, Settings
 
 T = TypeVar("T")
+PATIENCE_MS = 30_000
+"""Time limit of what a test expects of a page, in milliseconds: a machine may be busy with other tests."""
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @contextmanager
@@ -103,7 +106,7 @@ class Visitor:
         self.url = url
         self.context: BrowserContext = browser.new_context(**options)
         self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(PATIENCE_MS)
         self.faults: list[str] = []
         self.page.on("console", lambda message: self._note(message.type in {"error", "warning"}, f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self._note(True, f"script: {error}"))
