@@ -8,6 +8,7 @@ const CHARTS = {
   Staleness: { mean: "staleness_mean" },
   "Logprob gap": { mean: "logprob_gap_mean", p99: "logprob_gap_p99" },
   "Idle shares": IDLE,
+  Drops: { drops: "drops" },
 };
 let drawn = "";
 

@@ -139,6 +139,8 @@ IMPORTED = {
 OF_VERL = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "trainer.optim.cpu_platform",
+    "VERL_LOGGING_LEVEL": "ERROR",
+    "TQ_LOGGING_LEVEL": "ERROR",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
 }

@@ -76,7 +76,7 @@ def test_trainer_once_takes_whole_batches_oldest_first(tmp_path: Path, base: Pat
         "loss": 0.5, "grad_norm": 1.0, "logprob_gap_max": 2e-6, "updated": 1.0,
         "transitions": 4.0, **MASKED, "sequences": 4.0, "tokens": 20.0, "trained_tokens": 8.0, "merge_ratio": 1.0,
         "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
-        "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0, "return_std": 0.5,
+        "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0, "drops": 0.0, "return_std": 0.5,
         "truncated_share": 0.0, "response_tokens_mean": 2.0, "response_tokens_p95": 2.0,
         "failed_share": 0.0, "failed_alarm": 0.0, "failed_share_staleness_1": 0.0,
         # Two groups are trained, and a batch of two is wanted for each of the 9 versions that calls may lie behind, and for the next.

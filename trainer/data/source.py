@@ -53,7 +53,7 @@ SELECT RunId, BuildSpec = %(spec)s AS Ours, uniqExact(RolloutId) FROM spangrad_i
 """
 
 _BUILDS = """
-SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Transitions, Rewards, Failure
+SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Transitions, Rewards, Failure, Drops
 FROM {builds} AS v
 WHERE {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt
@@ -105,6 +105,8 @@ class BatchRollout:
     revision: int
     failure: str = ""
     """`AttemptFailure` of the attempt; empty: it ended well."""
+    drops: int = 0
+    """Number of its calls that were dropped; 1 where it has none."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,7 @@ class GroupReader:
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
             BatchRollout(Group(*row[: len(GROUP_COLUMNS)]), *row[len(GROUP_COLUMNS) :])
-            for row in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision", "Failure").iter_rows()
+            for row in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision", "Failure", "Drops").iter_rows()
         ]
         cancelled = frozenset(rollout.group.group_id for rollout in rollouts if rollout.failure == AttemptFailure.CANCELLED)
         missing = missing_rows(builds, newest)

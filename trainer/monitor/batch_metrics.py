@@ -32,7 +32,7 @@ def batch_metrics(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[i
         success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the sampled
         tokens of the calls that may be trained: the number of committed versions between a token's and the one about to be trained; 0 is on
         policy. truncated_share, response_tokens_mean and response_tokens_p95, over those calls: share of responses that were cut at their
-        limit of tokens, and tokens of a response. The metrics of `failed_shares` and `role_metrics` are added.
+        limit of tokens, and tokens of a response. drops: calls of all rollouts that were dropped. The metrics of `failed_shares` and `role_metrics` are added.
     """
     rewards = (
         loaded.transitions.select(*KEY, Name="Rewards.Name", Value="Rewards.Value")
@@ -49,6 +49,7 @@ def batch_metrics(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[i
         "success": sum(successes) / len(successes) if successes else 0.0,
         "staleness_mean": float(behind.mean()) if len(behind) else 0.0,
         "staleness_max": float(behind.max(initial=0)),
+        "drops": float(sum(rollout.drops for rollout in loaded.rollouts)),
         **failed_shares(loaded, settings.policy, lineage, settings.alarms.failed_share),
         **role_metrics(loaded.transitions, settings.credit.reward_weights),
         **_responses(calls),
