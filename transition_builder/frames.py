@@ -98,10 +98,11 @@ def conform(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
     Raises:
         polars.exceptions.PolarsError: a column is missing, or a value does not fit its type.
     """
-    # This check costs a tenth of a query plan that changes nothing.
+    # This check, and columns one by one, cost a tenth and a quarter of a query plan.
     if [*frame.schema.items()] == [*schema.items()]:
         return frame
-    return frame.select(pl.col(name).cast(dtype) for name, dtype in schema.items())
+    columns = ((frame.get_column(name), dtype) for name, dtype in schema.items())
+    return pl.DataFrame([column if column.dtype == dtype else column.cast(dtype) for column, dtype in columns])
 
 
 def concat(frames: Iterable[pl.DataFrame], schema: Schema) -> pl.DataFrame:

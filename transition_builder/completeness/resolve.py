@@ -119,9 +119,8 @@ def _assigned(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
 def _of_interest(keys: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     """Return the ATTEMPT of rows of rollouts of interest, nulls for others; a run that is not named is the rollout's only one."""
     if keys.select((pl.col("RunId") != "").all()).item():
-        interesting = rollouts.select(ROLLOUT).unique().with_columns(ours=True)
-        keyed = keys.select(ATTEMPT).join(interesting, on=ROLLOUT, how="left", maintain_order="left")
-        return keyed.select(pl.when("ours").then(name).alias(name) for name in ATTEMPT)
+        ours = pl.struct(ROLLOUT).is_in(rollouts.select(pl.struct(ROLLOUT)).to_series().implode())
+        return keys.select(pl.when(ours).then(name).alias(name) for name in ATTEMPT)
     runs = rollouts.select(ROLLOUT).group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
     keyed = keys.join(runs, on="RolloutId", how="left", maintain_order="left")
     only = pl.when(pl.col("runs").list.len() == 1).then(pl.col("runs").list.first())

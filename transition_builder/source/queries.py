@@ -112,7 +112,7 @@ def query(
 
 def batches(keys: pl.Series) -> Iterator[tuple[bytes, ...]]:
     """Yield distinct keys without nulls, as many at a time as fit a statement; as bytes, since a store may hold keys that are not UTF-8."""
-    return clickhouse.batches(keys.drop_nulls().unique(maintain_order=True).cast(pl.Binary).to_list())
+    return clickhouse.batches(key for key in keys.unique(maintain_order=True).cast(pl.Binary).to_list() if key is not None)
 
 
 def span_constants(spans: pl.DataFrame) -> Mapping[str, object]:
