@@ -13,7 +13,7 @@ from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, TRAINED, metric
 from dashboards.variables import is_
 from spangrad.types import POLICY_FAILURES
 
-_STAGES = ("build", "idle", "load", "credit", "forward", "backward", "settle", "collect", "checkpoint", "publish")
+_STAGES = ("build", "idle", "load", "credit", "lease", "forward", "backward", "settle", "collect", "checkpoint", "publish")
 
 _RETURNS = f"(SELECT Version, GroupId, any(Return) AS Return FROM {TRAINED} GROUP BY Version, RunId, GroupId, RolloutId)"
 

@@ -94,8 +94,8 @@ class StepLease:
         """
         with self._commits.clock.stage("settle"):
             self._commits.settle()
-            if self._lease is None:
-                self._take()
+        if self._lease is None:
+            self._take()
 
     def hand_on(self) -> tuple[BatchLease, ExitStack]:
         """Return the lease, which is taken, and what renews it until it is closed."""
@@ -104,7 +104,8 @@ class StepLease:
 
     def _take(self) -> None:
         transaction = self._commits.transaction
-        self._lease = transaction.begin(self._rollouts, self._parent)
+        with self._commits.clock.stage("lease"):
+            self._lease = transaction.begin(self._rollouts, self._parent)
         if self._lease is None:
             raise HeadMovedError(f"branch {self._parent.branch} has a head other than version {self._parent.version}, or is about to.")
         self._beats.enter_context(beating(transaction.branch.ledger, self._lease))

@@ -40,7 +40,7 @@ WHERE RunId = {run:String} AND Final AND RolloutId NOT IN (SELECT RolloutId FROM
 STEP_METRICS = """
 SELECT sum(Metrics['seconds_train']), sum(Metrics['seconds_checkpoint']) + sum(Metrics['seconds_publish']), max(Metrics['logprob_gap_max'])
 FROM spangrad.policy_versions WHERE RunId = {run:String} AND Status = 'committed' AND BatchId != ''"""
-STAGES = ("build", "idle", "load", "credit", "forward", "backward", "checkpoint", "publish")
+STAGES = ("build", "idle", "load", "credit", "lease", "forward", "backward", "settle", "collect", "checkpoint", "publish")
 """Stages of a step that the picture shows, by their metrics' names without `seconds_`."""
 STEP_SECONDS = f"""
 SELECT Version, {", ".join(f"Seconds['seconds_{stage}']" for stage in STAGES)}

@@ -15,6 +15,9 @@ const CHARTS = {
   "Logprob gap": { mean: "logprob_gap_mean", p99: "logprob_gap_p99", largest: "logprob_gap_max" },
   Staleness: { mean: "staleness_mean" },
   "Seconds by part": { train: "seconds_train", publish: "seconds_publish", idle: "seconds_idle", step: "seconds_step" },
+  "Seconds before the update": { build: "seconds_build", load: "seconds_load", credit: "seconds_credit", lease: "seconds_lease" },
+  "Seconds of passes and copies": { forward: "seconds_forward", backward: "seconds_backward", collect: "seconds_collect" },
+  "Seconds after the update": { settle: "seconds_settle", checkpoint: "seconds_checkpoint", publish: "seconds_publish" },
   "Idle shares": IDLE,
 };
 const TABLE = ["mean_return", "success", "groups", "rollouts", "grad_norm", "ppo_kl", "staleness_mean", "logprob_gap_p99", "seconds_step"];

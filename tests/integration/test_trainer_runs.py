@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,9 @@ def test_trainer_spans_link_to_rollouts_and_are_no_rollout(service: Service) -> 
         assert linked == sorted(service.rows(roots))
         assert len(linked) == 4
         stages = f"SELECT SpanName FROM otel.otel_traces WHERE TraceId = '{trace_id}' AND ParentSpanId = '{span_id}' ORDER BY Timestamp"
-        assert service.rows(stages) == [(name,) for name in ("load", "credit", "train", "settle", "train", "collect", "checkpoint")]
+        names = [name for (name,) in service.rows(stages)]
+        names.remove("lease")  # before the pass, or before the update where the last version was pending
+        assert [name for name, _ in groupby(names)] == ["load", "credit", "train", "settle", "train", "collect", "checkpoint"]
     assert service.rows("SELECT count() FROM spangrad.reconcile WHERE Unaccounted > 0") == [(0,)]
 
 

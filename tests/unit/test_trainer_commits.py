@@ -97,7 +97,7 @@ def test_version_is_written_beside_next_pass_and_committed_before_next_update(tm
         path = Path(version.policy_version.path)
         assert load_file(path / "model.safetensors")["weight"].tolist() == [version.version]
         assert version.metrics["seconds_checkpoint"] > 0
-        stages = ("load", "credit", "train", "settle", "collect")
+        stages = ("load", "credit", "lease", "train", "settle", "collect")
         assert version.metrics["seconds_step"] == pytest.approx(sum(version.metrics[f"seconds_{name}"] for name in stages)), "not the write"
 
 
@@ -109,7 +109,7 @@ def test_version_at_staleness_0_is_committed_within_its_step(tmp_path: Path, bas
     assert trainer.step(loaded)
     assert (pending(trainer), trainer.ledger.committed_versions(), trainer.follow_ups.are_done) == (None, [0, 1], True)
     metrics = trainer.ledger.versions()[-1].metrics
-    stages = ("load", "credit", "train", "settle", "collect", "checkpoint")
+    stages = ("load", "credit", "lease", "train", "settle", "collect", "checkpoint")
     assert metrics["seconds_step"] == pytest.approx(sum(metrics[f"seconds_{name}"] for name in stages))
 
 

@@ -68,7 +68,7 @@ def test_trainer_once_takes_whole_batches_oldest_first(tmp_path: Path, base: Pat
     assert newest
     timed = {
         "tokens_per_second",
-        *(f"seconds_{name}" for name in ("idle", "load", "credit", "train", "settle", "collect", "checkpoint", "step")),
+        *(f"seconds_{name}" for name in ("idle", "load", "credit", "lease", "train", "settle", "collect", "checkpoint", "step")),
     }
     assert timed <= newest.metrics.keys()
     known = {name: value for name, value in newest.metrics.items() if name not in timed}
@@ -89,7 +89,8 @@ def test_trainer_once_takes_whole_batches_oldest_first(tmp_path: Path, base: Pat
     written = [(one.version, "seconds_publish" in one.metrics) for one in trainer.mirror.written]
     assert written == [(0, False), (1, True), (2, True)]
     facts = r"2 groups, 4 rollouts, 4 transitions, return \+0\.50, success 0\.50, response 2 tokens, gap 2e-06"
-    assert re.search(rf"step 2 -> version 2: {facts}, train \d\.\d\d s, publish 0\.25 s, idle \d+%\n", caplog.text)
+    stages = ", ".join(rf"{name} \d\.\d\d s" for name in ("idle", "load", "credit", "lease", "train", "settle", "collect", "checkpoint"))
+    assert re.search(rf"step 2 -> version 2: {facts}, {stages}, publish 0\.25 s, idle \d+%\n", caplog.text)
     trainer.run(follow=False)
     assert list(committed(trainer)) == [0, 1, 2], "a second run trains nothing"
 

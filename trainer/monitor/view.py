@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _STEPS_SHOWN = 12
 _STAGES = ("load", "credit", "train", "checkpoint", "publish")
+_LINE_STAGES = ("idle", "build", "load", "credit", "lease", "train", "forward", "backward", "settle", "collect", "checkpoint", "publish")
+"""Stages that the log line names, where their seconds are known; forward and backward are parts of train."""
 
 
 class LogLines:
@@ -139,8 +141,7 @@ def describe(step: CommittedStep) -> str:
         *([f"{m['truncated_share']:.0%} truncated"] if m.get("truncated_share") else []),
         *([f"entropy {m['entropy']:.2f}"] if "entropy" in m else []),
         f"gap {_number(m.get('logprob_gap_max'), '.0e', 'unknown')}",
-        f"train {m['seconds_train']:.2f} s",
-        *([f"publish {m['seconds_publish']:.2f} s"] if "seconds_publish" in m else []),
+        *(f"{name} {m[f'seconds_{name}']:.2f} s" for name in _LINE_STAGES if f"seconds_{name}" in m),
         f"idle {step.idle_share:.0%}",
         *([f"engines idle {m['engine_idle']:.0%}"] if "engine_idle" in m else []),
         *([] if m.get("updated", 1) else ["all advantages 0: weights as before"]),

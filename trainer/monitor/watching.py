@@ -23,8 +23,8 @@ class StepStage:
     """Timed stage of a step."""
 
     name: str
-    """Name of the stage: load, credit, train, settle (wait until the previous version is committed), collect (copies of weights and state
-    to main memory), checkpoint or publish. A stage that another one interrupts is recorded in parts."""
+    """Name of the stage: load, credit, lease, train, settle (wait until the previous version is committed), collect (copies of weights and
+    state to main memory), checkpoint or publish. A stage that another one interrupts is recorded in parts."""
     began: int
     """Start, in nanoseconds since 1970, as are all times of spans."""
     ended: int
