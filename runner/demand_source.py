@@ -4,19 +4,21 @@ In: tasks, and the demand that the queue holds. Out: groups in the queue. Invari
 queue what is enqueued, so a source that is killed and started again enqueues nothing twice and omits nothing. One source per run.
 
 A group that the trainer skips raises the level, and a cancelled group lowers what counts as enqueued; in both cases the next task takes its
-place. With runner.extra_groups, more groups run than are demanded; those still running when the trainer has all that it demanded are
-cancelled, and the extra ones are replaced only when the level rises again.
+place. A group of which too many rollouts are dead to train the others is cancelled while these run. With runner.extra_groups, more groups
+run than are demanded; those still running when the trainer has all that it demanded are cancelled, and the extra ones are replaced only
+when the level rises again.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from runner.groups import rollouts_of
+from runner.groups import cannot_be_trained, rollouts_of
 from runner.queue.client import QueueClient
 from runner.queue.wire import DemandState, NewRollout, QueuedRollout, RolloutSelector, RolloutState
 from spangrad.greedy_baseline import wants_greedy
@@ -56,7 +58,7 @@ class DemandUpdate:
     enqueued: int
     """Groups enqueued and not cancelled, since the run's beginning."""
     cancelled: int
-    """Groups that this update cancelled: they were stale, or no longer needed."""
+    """Groups that this update cancelled: they were stale, could no longer be trained, or were no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,10 @@ class DemandSource:
         self._greedy = wants_greedy(settings, Mode.TRAIN)
         self._begun: dict[tuple[str, int], dict[str, int]] = {}
         """Attempts that run, each with the versions of all policies that were served when it was first seen."""
+        self._ended = 0
+        """Position in the order in which rollouts ended, until which they were looked at."""
+        self._dead: dict[str, dict[str, Mode]] = {}
+        """Modes of dead rollouts by id, by group."""
 
     async def update(self) -> DemandUpdate:
         """Compare demand and queue once; enqueue or cancel groups accordingly.
@@ -114,7 +120,7 @@ class DemandSource:
         """
         run = self._settings.runner.run_id
         demand = await self._queue.demand(run)
-        cancelled = await self._cancel_old(demand)
+        cancelled = await self._cancel_old(demand) + await self._cancel_untrainable()
         if cancelled:
             demand = await self._queue.demand(run)
         todo = difference(demand, self._settings.runner.extra_groups)
@@ -176,3 +182,22 @@ class DemandSource:
         if stale_groups:
             _logger.info("cancelled %d groups that began before the oldest version that can be trained: %s", len(stale_groups), oldest)
         return len(stale_groups)
+
+    async def _cancel_untrainable(self) -> int:
+        """Cancel what still runs or waits of groups in which too many rollouts have died since the last look; return of how many groups."""
+        run, hit = self._settings.runner.run_id, set[str]()
+        estimator, size = self._settings.trainer.credit.estimator, self._settings.runner.group_size
+        while (page := await self._queue.ended(run, after=self._ended, limit=_PAGE)).rollouts:
+            self._ended = page.cursor
+            for rollout in page.rollouts:
+                if rollout.state is RolloutState.DEAD and rollout.mode in {Mode.TRAIN, Mode.GREEDY}:
+                    self._dead.setdefault(rollout.group_id, {})[rollout.rollout_id] = rollout.mode
+                    hit.add(rollout.group_id)
+        cancelled = 0
+        for group in hit:
+            if cannot_be_trained(estimator, size, Counter(self._dead[group].values())):
+                stopped = await self._queue.cancel(RolloutSelector(run_id=run, group_id=group))
+                cancelled += stopped.queued + stopped.running > 0
+        if cancelled:
+            _logger.info("cancelled %d groups with too many dead rollouts to train the others", cancelled)
+        return cancelled

@@ -7,7 +7,7 @@ that may be trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from runner.ids import ordered_ids
 from runner.queue.client import new_rollout
@@ -15,7 +15,28 @@ from runner.queue.wire import NewRollout
 from spangrad.errors import SettingsError
 from spangrad.http.announcements import OWN_SAMPLING, SamplingParameters
 from spangrad.settings import RunnerSettings, Settings
+from spangrad.settings.trainer_learning import Estimator
 from spangrad.types import Mode, Rollout, RolloutKey, Task
+
+_NOT_COMPARED: frozenset[Estimator] = frozenset({"gae", "reinforce_plus_plus"})
+"""Estimators that compare no rollouts of a group with each other."""
+
+
+def cannot_be_trained(estimator: Estimator, group_size: int, dead: Mapping[Mode, int]) -> bool:
+    """Return whether nothing of a group can be trained, whatever becomes of its rollouts that have not ended.
+
+    A dead rollout has no calls to train and no return. Two others must be left to be compared with each other, or one, where it is compared
+    with none or with the greedy rollout. Equal returns decide nothing before the last rollout ends, which may differ.
+
+    Args:
+        estimator: trainer.credit.estimator.
+        group_size: number of rollouts that may be trained.
+        dead: number of rollouts whose attempts all failed, by mode.
+    """
+    left = group_size - dead.get(Mode.TRAIN, 0)
+    if estimator == "remax":
+        return left < 1 or dead.get(Mode.GREEDY, 0) > 0
+    return left < (1 if estimator in _NOT_COMPARED else 2)
 
 
 def rollouts_of(tasks: Sequence[Task], run_id: str, mode: Mode, group_size: int, *, greedy: bool = False) -> list[Rollout]:

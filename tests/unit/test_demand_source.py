@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.demand_source import DemandSource, DemandUpdate, Difference, difference, task_at
-from runner.groups import queued
-from runner.queue.wire import DemandRequest, DemandState, RolloutSelector, RolloutState
-from spangrad.types import Mode, Task
+from runner.groups import cannot_be_trained, queued
+from runner.queue.wire import DemandRequest, DemandState, Failure, RolloutSelector, RolloutState
+from spangrad.settings.trainer_learning import Estimator
+from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.runners import queue_settings, serving
 
 TASKS = [Task(f"t{n}", n) for n in range(3)]
@@ -143,3 +146,34 @@ async def test_demand_source_meets_level_and_replaces_late_groups(tmp_path: Path
         await client.cancel(RolloutSelector(run_id="run", group_id=later.group_id))
         assert await first.update() == DemandUpdate(5, 5, 0)
         assert len({one.group_id for one in (await client.rollouts(run_id="run")).rollouts}) == 7
+
+
+@given(st.sampled_from(get_args(Estimator)), st.integers(1, 6), st.data())
+def test_cannot_be_trained_agrees_with_every_outcome_of_the_rest(estimator: Estimator, size: int, data: st.DataObject) -> None:
+    dead, greedy_is_dead = data.draw(st.integers(0, size)), data.draw(st.booleans()) and estimator == "remax"
+    least = 1 if estimator in {"gae", "reinforce_plus_plus", "remax"} else 2
+    trains = any(sum(outcome) >= least and not greedy_is_dead for outcome in product((True, False), repeat=size - dead))
+    assert cannot_be_trained(estimator, size, {Mode.TRAIN: dead, Mode.GREEDY: int(greedy_is_dead)}) == (not trains)
+
+
+async def test_demand_source_group_with_too_many_dead_rollouts_is_replaced_early(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=3, max_attempts=1)
+
+    async def version(_: str) -> int | None:
+        return None
+
+    async with serving(settings) as (client, _):
+        source = DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version)
+        await client.want("run", DemandRequest(policy="policy", branch="main", groups=1))
+        assert await source.update() == DemandUpdate(1, 1, 0)
+        leases = await client.lease("run", "worker", 3)
+        group = leases[0].group_id
+        updates = list[DemandUpdate]()
+        for lease in leases[:2]:
+            await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH)])
+            updates.append(await source.update())
+        assert updates == [DemandUpdate(1, 1, 0), DemandUpdate(1, 1, 1)]
+        rollouts = (await client.rollouts(run_id="run")).rollouts
+        assert Counter(one.state for one in rollouts if one.group_id == group) == {RolloutState.DEAD: 2, RolloutState.CANCELLED: 1}
+        assert Counter(one.state for one in rollouts if one.group_id != group) == {RolloutState.QUEUED: 3}
+        assert await source.update() == DemandUpdate(1, 1, 0), "looked at again, nothing is done"
