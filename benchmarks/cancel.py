@@ -5,7 +5,8 @@ queue, worker, agents, gateway and store are the real ones, each a process of it
 and only attempts with a call in flight at the time of the request are counted.
 
 Agents call without a pause, so that an attempt would go on if nothing stopped it. Each cancelled attempt is then called once more, as an
-agent does that was not stopped: the gateway must refuse it.
+agent does that was not stopped: the gateway must refuse it. Before that, neither the gateway has a call of a cancelled attempt in flight,
+nor the queue one that runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,9 @@ def measure(directory: Path, cancels: int, concurrency: int, per_second: float, 
         store = stack.enter_context(embedded(directory))
         services = start_services(directory, stack, store, concurrency, engine, "cancel_agent:call_forever", {"gateway.policy": "policy"})
         urls = (services.queue_url, services.gateway_url, services.engine_url)
-        asked, refused, sequences = asyncio.run(_cancel(*urls, cancels, concurrency, per_second, random.Random(seed)))
+        asked, refused, left, sequences = asyncio.run(_cancel(*urls, cancels, concurrency, per_second, random.Random(seed)))
     figures, checked = evaluate(asked, sequences)
-    checked["answered_later"] = len(asked) - refused
+    checked |= {"answered_later": len(asked) - refused, **left}
     return {"ours": {**figures, "calibration_ms": calibration()}, "peer": {}, "ratio": {}, "checked": checked}
 
 
@@ -103,8 +104,8 @@ def evaluate(asked: Mapping[str, float], sequences: Sequence[EngineSequence]) ->
 
 async def _cancel(
     queue_url: str, gateway_url: str, engine_url: str, cancels: int, concurrency: int, per_second: float, draw: random.Random
-) -> tuple[dict[str, float], int, list[EngineSequence]]:
-    """Return the time of each request by rollout, the number of rollouts whose later call was refused, and the engine's calls."""
+) -> tuple[dict[str, float], int, dict[str, int], list[EngineSequence]]:
+    """Return the time of each request by rollout, the number of rollouts whose later call was refused, what is left, the engine's calls."""
     names = [f"r{number}" for number in range(cancels + 2 * concurrency)]
     async with QueueClient(queue_url) as queue, aiohttp.ClientSession() as session:
         await queue.enqueue(RUN, [new_rollout(name, {"rollout": name}, name, rollout_id=name) for name in names])
@@ -126,12 +127,27 @@ async def _cancel(
         await asyncio.gather(*requests)
         await asyncio.sleep(REST_SECONDS)
         sequences = await _sequences(session, engine_url)
+        left = await _attempts_left(queue, session, gateway_url, asked)
         refused = 0
         for name in asked:
             url = f"{gateway_url}/rollout/{name}/attempt/0/v1/chat/completions"
             async with session.post(url, json={"model": "policy", "messages": [{"role": "user", "content": name}]}) as answer:
                 refused += answer.status == GONE_STATUS
-        return asked, refused, sequences
+        return asked, refused, left, sequences
+
+
+async def _attempts_left(queue: QueueClient, session: aiohttp.ClientSession, gateway_url: str, asked: Iterable[str]) -> dict[str, int]:
+    """Count the cancelled attempts that still run as far as the queue knows, and those with a call in flight at the gateway."""
+    running = (await queue.rollouts(run_id=RUN, state=RolloutState.RUNNING, limit=1000)).rollouts
+    cancelled = set(asked)
+    body = {"attempts": [{"rollout_id": name, "attempt": 0} for name in sorted(cancelled)], "wait": False}
+    async with session.post(f"{gateway_url}/attempts/calls", json=body) as answer:
+        answer.raise_for_status()
+        counted = (await answer.json())["attempts"]
+    return {
+        "left_at_queue": sum(rollout.rollout_id in cancelled for rollout in running),
+        "left_at_gateway": sum(attempt["in_flight"] > 0 for attempt in counted),
+    }
 
 
 async def _in_flight(session: aiohttp.ClientSession, engine_url: str) -> set[str]:
