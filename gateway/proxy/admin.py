@@ -16,7 +16,7 @@ from gateway.pool.upstream import BackendStatus
 from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
 from gateway.proxy.counts import ClosedAttempt, Counts
 from gateway.proxy.http import error_response
-from spangrad.http.announcements import AnnouncementRequest, AttemptNumber, RolloutName
+from spangrad.http.announcements import AnnouncementRequest, AttemptNumber, RolloutName, StageRequest
 from spangrad.http.server import json_response
 
 COUNT_WAIT_SECONDS = 10
@@ -54,7 +54,7 @@ class CountedAttempt(msgspec.Struct):
     in_flight: int
     """Number of those calls that have not ended."""
     closed: str
-    """Reason for which the attempt was closed, such as `token_budget`; empty: it was not."""
+    """Reason for which the attempt was closed, such as `token_budget`, or calls of its last stage were refused; empty: neither."""
 
 
 class CountedAttempts(msgspec.Struct):
@@ -90,6 +90,7 @@ class Admin:
         """Return the routes that aiohttp registers."""
         return [
             web.post("/attempts", self.announce),
+            web.post("/attempts/stages", self.start_stages),
             web.post("/attempts/calls", self.calls),
             web.post("/attempts/close", self.close),
             web.get("/healthz", self.health),
@@ -111,6 +112,16 @@ class Admin:
             self._counts.announce(AttemptKey(attempt.rollout_id, attempt.attempt), announcement)
         return json_response({"status": "announced"})
 
+    async def start_stages(self, request: web.Request) -> web.Response:
+        """Limit the calls of attempts to the time of the stages that they are about to begin."""
+        try:
+            started = msgspec.json.decode(await request.read(), type=StageRequest).attempts
+        except msgspec.DecodeError as error:
+            return error_response(400, f"an announcement of stages is JSON with a list `attempts`: {error}")
+        for stage in started:
+            self._counts.start_stage(AttemptKey(stage.rollout_id, stage.attempt), stage.stage, stage.seconds)
+        return json_response({"status": "announced"})
+
     async def calls(self, request: web.Request) -> web.Response:
         """Answer with the number of policy calls of attempts, and whether the last one was refused for the length of its prompt."""
         try:
@@ -123,8 +134,8 @@ class Admin:
         return json_response(CountedAttempts([self._counted(key) for key in keys]))
 
     def _counted(self, key: AttemptKey) -> CountedAttempt:
-        counts, closed = self._counts, self._counts.closed(key)
-        return CountedAttempt(counts.calls(key), counts.overflowed(key), counts.in_flight(key), closed.reason if closed else "")
+        counts, refused = self._counts, self._counts.refused(key)
+        return CountedAttempt(counts.calls(key), counts.overflowed(key), counts.in_flight(key), refused.reason if refused else "")
 
     async def close(self, request: web.Request) -> web.Response:
         """End attempts here and at the other gateways: their calls in flight are cut, and later ones refused."""

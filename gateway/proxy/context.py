@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from spangrad import semconv
-from spangrad.http.announcements import NO_ATTEMPT_LIMITS, OWN_SAMPLING, AttemptLimits, SamplingParameters
+from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
 
 _ATTEMPT_NUMBER = re.compile(r"[0-9]{1,4}")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
@@ -50,7 +50,7 @@ class Announcement:
     """None: not announced."""
     parent: SpanContext | None = None
     """The attempt's root span. None: not announced."""
-    limits: AttemptLimits = NO_ATTEMPT_LIMITS
+    limits: CallLimits = NO_LIMITS
     sampling: SamplingParameters = OWN_SAMPLING
 
 

@@ -2,7 +2,7 @@
 
 In: the runner's announcements, beginnings and ends of calls, ends of attempts. Out: counts, once no call is in flight; what is left of an
 attempt's budgets for its next call. Invariant: a call is counted when it is accepted, and ends here only after its span is queued for
-export; an attempt that was closed has no call in flight a moment later, and none is accepted.
+export; an attempt that was closed, or whose stage's time is over, has no call in flight a moment later, and none is accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, AttemptKey
 from spangrad.http.announcements import AttemptNumber, RolloutName
-from spangrad.types import AttemptFailure
+from spangrad.types import AttemptFailure, Stage
 
 ATTEMPTS_KEPT = 100_000
 """Number of attempts remembered; the least recently used without a call in flight are forgotten first (some 50 MB in all)."""
@@ -42,6 +42,18 @@ class ClosedAttempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(slots=True)
+class _StartedStage:
+    """Stage that an attempt is in."""
+
+    ends_at: float
+    """Time of the event loop at which its time is over."""
+    over: ClosedAttempt
+    """Answer to calls from then on."""
+    refused: bool = False
+    """True if a call was cut or refused for that."""
+
+
+@dataclass(slots=True)
 class _Tally:
     announced: Announcement = NOTHING_ANNOUNCED
     calls: int = 0
@@ -51,12 +63,16 @@ class _Tally:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     closed: ClosedAttempt | None = None
     """None: it has not ended, as far as is known."""
-    limits: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
-    """Time limits of the calls in flight."""
-    ends_at: float | None = None
-    """Time of the event loop at which the attempt's own time is over. None: it has no limit, or made no call yet."""
+    limits: dict[asyncio.Timeout, float] = field(default_factory=dict[asyncio.Timeout, float])
+    """Time limits of the calls in flight, with the times at which those would end that belong to no attempt."""
+    stage: _StartedStage | None = None
+    """None: no stage was announced."""
     tokens_out: int = 0
     """Tokens that engines have generated for it."""
+
+    def until(self, own: float) -> float:
+        """Return when a call ends that would end at `own`, were it not for its attempt."""
+        return own if self.stage is None else min(own, self.stage.ends_at)
 
 
 class Counts:
@@ -83,14 +99,32 @@ class Counts:
             if not limit.expired():
                 limit.reschedule(now)
 
+    def start_stage(self, attempt: AttemptKey, stage: Stage, seconds: float) -> None:
+        """Limit the calls of an attempt, also those in flight, to so many seconds from now on, instead of those of the stage before."""
+        tally = self._touch(attempt)
+        over = ClosedAttempt(attempt.rollout_id, attempt.number, f"{stage.value}_timeout")
+        tally.stage = _StartedStage(asyncio.get_running_loop().time() + seconds, over)
+        for limit, own in tally.limits.items():
+            if not limit.expired() and not tally.closed:
+                limit.reschedule(tally.until(own))
+
     def closed(self, attempt: AttemptKey | None) -> ClosedAttempt | None:
-        """Return how an attempt ended. None: it goes on."""
+        """Return how an attempt ended, or that the time of its stage is over. None: it goes on."""
         tally = self._tallies.get(attempt) if attempt else None
-        return tally.closed if tally else None
+        if tally is None or tally.closed or tally.stage is None:
+            return tally.closed if tally else None
+        return tally.stage.over if asyncio.get_running_loop().time() >= tally.stage.ends_at else None
+
+    def refused(self, attempt: AttemptKey) -> ClosedAttempt | None:
+        """Return how an attempt ended, or that calls of its last stage were cut or refused because its time was over. None: neither."""
+        tally = self._tallies.get(attempt)
+        if tally is None or tally.closed or tally.stage is None:
+            return tally.closed if tally else None
+        return tally.stage.over if tally.stage.refused else None
 
     @asynccontextmanager
     async def limit(self, attempt: AttemptKey | None, seconds: float) -> AsyncGenerator[None]:
-        """Limit the time of a call that has begun: to so many seconds, what is left of its attempt's time, and the attempt's end.
+        """Limit the time of a call that has begun: to so many seconds, what is left of its attempt's stage, and the attempt's end.
 
         Raises:
             TimeoutError: the time is over, or the attempt was closed.
@@ -102,15 +136,15 @@ class Counts:
         tally, clock = self._tallies[attempt], asyncio.get_running_loop().time
         until = clock() + seconds
         try:
-            async with asyncio.timeout_at(until if tally.ends_at is None else min(until, tally.ends_at)) as limit:
-                tally.limits.add(limit)
+            async with asyncio.timeout_at(tally.until(until)) as limit:
+                tally.limits[limit] = until
                 try:
                     yield
                 finally:
-                    tally.limits.discard(limit)
+                    del tally.limits[limit]
         except TimeoutError:
-            if tally.ends_at is not None and clock() >= tally.ends_at:
-                self._close(attempt, AttemptFailure.TIMEOUT)
+            if tally.stage is not None and clock() >= tally.stage.ends_at:
+                tally.stage.refused = True
             raise
 
     def tokens_left(self, attempt: AttemptKey | None) -> int | None:
@@ -126,10 +160,10 @@ class Counts:
             limits = tally.announced.limits
             if limits.max_calls is not None and tally.calls >= limits.max_calls:
                 self._close(attempt, AttemptFailure.CALL_BUDGET)
-            if tally.closed:
-                return tally.closed
-            if tally.ends_at is None and limits.seconds is not None:
-                tally.ends_at = asyncio.get_running_loop().time() + limits.seconds
+            if closed := self.closed(attempt):
+                if tally.stage is not None:
+                    tally.stage.refused = tally.stage.refused or closed is tally.stage.over
+                return closed
             tally.calls += 1
             tally.in_flight += 1
             tally.idle.clear()

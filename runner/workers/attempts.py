@@ -29,12 +29,15 @@ from runner.workers.lost_attempts import LostAttempts, rollout_of
 from runner.workers.root_spans import RootSpan, RootSpans, SandboxFacts, carrier
 from runner.workers.slots import Slot, Slots, StageClock
 from spangrad.errors import SpangradError
-from spangrad.http.announcements import AnnouncedAttempt, AttemptLimits, CallLimits
+from spangrad.http.announcements import AnnouncedAttempt, CallLimits, StartedStage
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure, Rollout, Stage
 
 T = TypeVar("T")
-_CLOSED_BY_GATEWAY = frozenset({AttemptFailure.TIMEOUT, AttemptFailure.TOKEN_BUDGET, AttemptFailure.CALL_BUDGET})
+_CLOSED_BY_GATEWAY = {str(one): one for one in (AttemptFailure.TOKEN_BUDGET, AttemptFailure.CALL_BUDGET)} | {
+    f"{Stage.RUN}_timeout": AttemptFailure.TIMEOUT
+}
+"""Failures of attempts whose agents failed after the gateway had refused them calls, by the gateway's reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,7 @@ class Attempts:
         self._settings = settings
         self._services = services
         self._sandbox = sandbox
+        self._limits = CallLimits(max_calls=settings.max_calls, max_output_tokens=settings.max_output_tokens)
         self._ahead = Slots(settings.workers * settings.initialised_ahead)
         self._lease_slots = Slots(settings.workers * settings.initialisations)
         self._evaluation_slots = Slots(settings.workers * settings.evaluations)
@@ -250,7 +254,7 @@ class Attempts:
         with await stop.first(self._ahead.take()) as ahead:
             with await stop.first(self._lease_slots.take()):
                 await self._begin(state)
-                with state.clock.counting(Stage.INIT):
+                async with self._stage(state, Stage.INIT, self._settings.init_timeout_seconds):
                     asked = environments.lease(key.rollout_id, key.attempt, state.rollout.task.input, self._settings.init_timeout_seconds)
                     instance = await stop.first(asked)
             entry = state.entry
@@ -278,24 +282,27 @@ class Attempts:
     async def _staged(
         self, state: _AttemptState, hosted: Hosted, host: AgentHost, slot: Slot, ends: Ends, instance: LeasedInstance | None
     ) -> AttemptOutcome:
-        stop, clock, settings = state.stop, state.clock, self._settings
+        stop, settings = state.stop, self._settings
         running = slot
         if self._pool.initialises:
-            with await stop.first(host.stage_slots.initialising.take()), clock.counting(Stage.INIT):
-                more = await hosted.go(Stage.INIT, settings.init_timeout_seconds, ends)
+            with await stop.first(host.stage_slots.initialising.take()):
+                async with self._stage(state, Stage.INIT, settings.init_timeout_seconds):
+                    more = await hosted.go(Stage.INIT, settings.init_timeout_seconds, ends)
             if not more:
                 return await hosted.finish(ends)
             running = await stop.first(host.stage_slots.running.take())
             slot.free()
             state.entry.free()
-        with running, clock.counting(Stage.RUN):
-            more = await hosted.go(Stage.RUN, state.lease.timeout_seconds, ends)
+        with running:
+            async with self._stage(state, Stage.RUN, state.lease.timeout_seconds):
+                more = await hosted.go(Stage.RUN, state.lease.timeout_seconds, ends)
         state.entry.free()
         if settings.close_after_run and instance is not None and self._services.environments is not None:
             self._services.environments.release(instance)
         if more:
-            with await stop.first(host.stage_slots.evaluating.take()), clock.counting(Stage.EVALUATE):
-                await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)
+            with await stop.first(host.stage_slots.evaluating.take()):
+                async with self._stage(state, Stage.EVALUATE, settings.evaluation_timeout_seconds):
+                    await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)
         return await hosted.finish(ends)
 
     async def _evaluated(self, state: _AttemptState, answer: AttemptOutcome, instance: LeasedInstance | None) -> AttemptOutcome:
@@ -312,8 +319,19 @@ class Attempts:
             "output": answer.output,
             "environment": instance.environment if instance is not None else None,
         }
-        with await state.stop.first(self._evaluation_slots.take()), state.clock.counting(Stage.EVALUATE):
-            return await state.stop.first(rewards.evaluate(body, self._settings.evaluation_timeout_seconds))
+        with await state.stop.first(self._evaluation_slots.take()):
+            async with self._stage(state, Stage.EVALUATE, self._settings.evaluation_timeout_seconds):
+                return await state.stop.first(rewards.evaluate(body, self._settings.evaluation_timeout_seconds))
+
+    @asynccontextmanager
+    async def _stage(self, state: _AttemptState, stage: Stage, seconds: float) -> AsyncGenerator[None]:
+        """Announce a stage and its time limit to the gateway, and measure the stage for as long as the block."""
+        if self._gateway is not None:
+            key = state.rollout.key
+            started = StartedStage(rollout_id=key.rollout_id, attempt=key.attempt, stage=stage, seconds=seconds)
+            await state.stop.first(self._gateway.start_stage(started))
+        with state.clock.counting(stage):
+            yield
 
     async def _begin(self, state: _AttemptState) -> None:
         """Open the root span, and announce the attempt to the gateway."""
@@ -328,17 +346,10 @@ class Attempts:
                 run_id=key.run_id,
                 mode=state.rollout.mode,
                 traceparent=state.propagation["traceparent"],
-                limits=self._limits(lease),
+                limits=lease.limits.within(self._limits),
                 sampling=lease.sampling,
             )
             await self._gateway.announce(attempt)
-
-    def _limits(self, lease: RolloutLease) -> AttemptLimits:
-        """Return the limits of an attempt's calls: its agent's and its evaluator's time, unless an initialisation may call before both."""
-        settings = self._settings
-        seconds = None if self._pool.initialises else lease.timeout_seconds + settings.evaluation_timeout_seconds
-        calls = lease.limits.within(CallLimits(max_calls=settings.max_calls, max_output_tokens=settings.max_output_tokens))
-        return AttemptLimits(seconds=seconds, max_calls=calls.max_calls, max_output_tokens=calls.max_output_tokens)
 
     async def _counted(self, state: _AttemptState, answer: AttemptOutcome) -> AttemptOutcome:
         """Return the answer after the gateway has counted the calls; it is a failure if the count is needed and unknown."""
@@ -356,7 +367,7 @@ class Attempts:
             and counted.closed in _CLOSED_BY_GATEWAY
             and answer.failure in {AttemptFailure.EXCEPTION, AttemptFailure.EXIT_CODE}
         ):
-            return replace(answer, failure=AttemptFailure(counted.closed))
+            return replace(answer, failure=_CLOSED_BY_GATEWAY[counted.closed])
         return answer
 
     def _with_reward(self, answer: AttemptOutcome) -> AttemptOutcome:

@@ -1,4 +1,4 @@
-"""Client of the gateway's API for the runner: announces attempts, and asks for their number of calls.
+"""Client of the gateway's API for the runner: announces attempts and their stages, and asks for their number of calls.
 
 Invariant: a gateway that is away for a moment is waited for; one that stays away ends the run with its URL and a remedy.
 """
@@ -13,7 +13,7 @@ from urllib.parse import quote
 import msgspec
 
 from spangrad.errors import GatewayError
-from spangrad.http.announcements import AnnouncedAttempt, AnnouncementRequest
+from spangrad.http.announcements import AnnouncedAttempt, AnnouncementRequest, StageRequest, StartedStage
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.batches import Batches
 from spangrad.http.service import RequestError, gateway_service
@@ -38,7 +38,7 @@ class CallCount(msgspec.Struct, frozen=True):
     overflowed: bool
     """True if the engine refused the last completed call because its prompt was longer than the model's context."""
     closed: str
-    """Reason for which the gateway answers no more of its calls, such as `token_budget`; empty: it does."""
+    """Reason for which the gateway answers no more of its calls, such as `token_budget` or `run_timeout`; empty: it does."""
 
 
 class _Counted(msgspec.Struct, frozen=True):
@@ -63,6 +63,7 @@ class GatewayClient:
         self._url = url.rstrip("/")
         self._client = AsyncClient(gateway_service(self._url, token, _RETRY_SECONDS), seconds=_REQUEST_SECONDS)
         self._announcing = Batches(self._announce)
+        self._starting = Batches(self._start)
         self._counting = Batches(self._count)
 
     async def close(self) -> None:
@@ -102,6 +103,14 @@ class GatewayClient:
         """
         await self._announcing.ask(attempt)
 
+    async def start_stage(self, stage: StartedStage) -> None:
+        """Announce that a stage of an attempt begins.
+
+        Raises:
+            GatewayError: the gateway refuses, or does not answer.
+        """
+        await self._starting.ask(stage)
+
     async def calls(self, key: RolloutKey) -> CallCount | None:
         """Count an attempt's policy calls, waiting for those in flight. None: the gateway does not know the attempt any more.
 
@@ -119,6 +128,10 @@ class GatewayClient:
     async def _announce(self, attempts: Sequence[AnnouncedAttempt]) -> Sequence[None]:
         await self._client.ask("POST", "/attempts", bytes, AnnouncementRequest(attempts=list(attempts)))
         return [None] * len(attempts)
+
+    async def _start(self, stages: Sequence[StartedStage]) -> Sequence[None]:
+        await self._client.ask("POST", "/attempts/stages", bytes, StageRequest(attempts=list(stages)))
+        return [None] * len(stages)
 
     async def _count(self, keys: Sequence[RolloutKey], *, wait: bool = False) -> Sequence[_Counted]:
         names = [{"rollout_id": key.rollout_id, "attempt": key.attempt} for key in keys]

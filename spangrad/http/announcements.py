@@ -1,4 +1,4 @@
-"""Announcement of an attempt to the gateway: the limits and the sampling of its calls.
+"""Announcements to the gateway: of an attempt, with the limits and the sampling of its calls, and of the start of each of its stages.
 
 In: what a request, settings and the runner ask for. Out: frozen messages that queue, runner and gateway share. Invariant: a value without a
 meaning is refused, and so is an unknown field.
@@ -11,6 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from spangrad.types import Stage
+
 RolloutName = Annotated[str, Meta(min_length=1)]
 AttemptNumber = Annotated[int, Meta(ge=0, le=9999)]
 _Count = Annotated[int, Meta(ge=1, lt=2**53)]
@@ -21,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class CallLimits(Message, frozen=True):
-    """Limits of an attempt's calls that a request or settings name."""
+    """Limits of an attempt's calls."""
 
     max_calls: _Count | None = None
     """Number of calls after which the gateway refuses more. None: no limit."""
@@ -33,13 +35,6 @@ class CallLimits(Message, frozen=True):
         return CallLimits(
             max_calls=self.max_calls or others.max_calls, max_output_tokens=self.max_output_tokens or others.max_output_tokens
         )
-
-
-class AttemptLimits(CallLimits, frozen=True):
-    """Limits of an attempt's calls that the gateway keeps."""
-
-    seconds: Annotated[float, Meta(gt=0)] | None = None
-    """Time from its first call after which it is closed, in seconds. None: no limit."""
 
 
 class SamplingParameters(Message, frozen=True):
@@ -56,7 +51,6 @@ class SamplingParameters(Message, frozen=True):
 
 
 NO_LIMITS = CallLimits()
-NO_ATTEMPT_LIMITS = AttemptLimits()
 OWN_SAMPLING = SamplingParameters()
 """Sampling parameters that are all the agent's."""
 
@@ -70,7 +64,7 @@ class AnnouncedAttempt(Message, frozen=True):
     mode: str
     traceparent: str | None = None
     """Context of the attempt's root span, which becomes the parent of its calls. None: it has none."""
-    limits: AttemptLimits = NO_ATTEMPT_LIMITS
+    limits: CallLimits = NO_LIMITS
     sampling: SamplingParameters = OWN_SAMPLING
 
 
@@ -78,3 +72,19 @@ class AnnouncementRequest(Message, frozen=True):
     """Body of POST /attempts of the gateway."""
 
     attempts: list[AnnouncedAttempt]
+
+
+class StartedStage(Message, frozen=True):
+    """A stage of an attempt that is about to begin; it takes the place of the stage before."""
+
+    rollout_id: RolloutName
+    attempt: AttemptNumber
+    stage: Stage
+    seconds: Annotated[float, Meta(gt=0)]
+    """Time limit of the stage, in seconds."""
+
+
+class StageRequest(Message, frozen=True):
+    """Body of POST /attempts/stages of the gateway."""
+
+    attempts: list[StartedStage]

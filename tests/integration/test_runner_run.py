@@ -246,7 +246,7 @@ async def test_run_last_call_overflowed_names_context_overflow(tmp_path: Path) -
         assert (well.failure, well.reward) == (None, {"reward": 0.5})
 
 
-@pytest.mark.parametrize("reason", ["token_budget", "call_budget", "timeout"])
+@pytest.mark.parametrize("reason", ["token_budget", "call_budget", "run_timeout"])
 async def test_run_attempt_closed_by_gateway_fails_for_that_reason(tmp_path: Path, reason: str) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
     async with stage(tmp_path, agent, concurrency=1, max_attempts=2, max_calls=3, max_output_tokens=50, timeout_seconds=20) as on:
@@ -254,11 +254,12 @@ async def test_run_attempt_closed_by_gateway_fails_for_that_reason(tmp_path: Pat
         (raised, well) = await on.runner.run(
             [Task("a", {"moods": ["raise"], "calls": 1}), Task("b", {"moods": [0.5], "calls": 1})], mode=Mode.TRAIN, group_size=1
         )
-        assert (raised.failure, raised.detail, raised.reward) == (reason, "RuntimeError: bad day", {"reward": 0.0})
+        assert (raised.failure, raised.detail, raised.reward) == (reason.removeprefix("run_"), "RuntimeError: bad day", {"reward": 0.0})
         assert (well.failure, well.reward) == (None, {"reward": 0.5})
         limits = [one["limits"] for one in on.gateway.announced.values()]
         assert {(each["max_calls"], each["max_output_tokens"]) for each in limits} == {(3, 50)}
-        assert all(each["seconds"] > 20 for each in limits), "the evaluator may call as well"
+        assert all(stages[0] == ("run", 20) for stages in on.gateway.stages.values())
+        assert on.gateway.stages.keys() == on.gateway.announced.keys()
 
 
 async def test_run_failed_attempt_forgotten_by_gateway_has_no_reward(tmp_path: Path) -> None:

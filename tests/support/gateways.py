@@ -59,6 +59,12 @@ class Stage:
         async with self.client.post("/attempts", json=body) as answer:
             return answer.status
 
+    async def start_stage(self, path: str, stage: str, seconds: float) -> int:
+        """Announce that an attempt begins a stage; return the status."""
+        body = {"attempts": [_attempt(path) | {"stage": stage, "seconds": seconds}]}
+        async with self.client.post("/attempts/stages", json=body) as answer:
+            return answer.status
+
     async def count(self, path: str) -> tuple[int | None, bool]:
         """Return the calls of an attempt (None: it is not known), and whether the last one was too long."""
         counted = await self._counted(path)

@@ -174,6 +174,8 @@ class AttemptGateway(HttpServer):
 
     def __init__(self, port: int = 0, reply: Callable[[list[dict[str, str]]], str] = lambda messages: "weather paris") -> None:
         self.announced: dict[tuple[str, int], dict[str, Any]] = {}
+        self.stages: dict[tuple[str, int], list[tuple[str, float]]] = {}
+        """Stages of attempts in their order, with their time limits."""
         self.calls: dict[tuple[str, int], int] = {}
         self.closed: dict[tuple[str, int], str] = {}
         """Reasons for which attempts were closed."""
@@ -216,6 +218,10 @@ class AttemptGateway(HttpServer):
                 return 200, {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice], "usage": usage}
             if path == "/attempts":
                 self.announced |= {(one["rollout_id"], one["attempt"]): one for one in body["attempts"]}
+                return 200, {}
+            if path == "/attempts/stages":
+                for one in body["attempts"]:
+                    self.stages.setdefault((one["rollout_id"], one["attempt"]), []).append((one["stage"], one["seconds"]))
                 return 200, {}
             if path == "/attempts/close":
                 self.closed |= {(one["rollout_id"], one["attempt"]): one["reason"] for one in body["attempts"]}

@@ -37,7 +37,7 @@ from gateway.pool.admin_pool import (
 from gateway.proxy.admin import Admin, ClosingRequest, CountedAttempts, CountRequest
 from gateway.proxy.auth import STATE_PATH
 from gateway.weights.release import Publication, PublicationRequest
-from spangrad.http.announcements import AnnouncementRequest
+from spangrad.http.announcements import AnnouncementRequest, StageRequest
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import ASKED, staged
 from tests.support.processes import fetch
@@ -78,8 +78,8 @@ class _Status(msgspec.Struct):
 
 
 BODIES = (
-    BackendRequest, SleepRequest, PolicySleepRequest, PublicationRequest, OrderRequest, AnnouncementRequest, CountRequest, ClosingRequest,
-    ServerRequest, ClearRequest,
+    BackendRequest, SleepRequest, PolicySleepRequest, PublicationRequest, OrderRequest, AnnouncementRequest, StageRequest, CountRequest,
+    ClosingRequest, ServerRequest, ClearRequest,
 )  # fmt: skip
 ANSWERS = (
     _Failure, _Followers, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts, ClearedBackends,
@@ -103,6 +103,7 @@ OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] 
     ("post", "/admin/policies/{policy}/rollback", POLICY, OrderRequest, Publication, [200, 400, 404, 409, 502]),
     ("get", "/admin/followers", {}, None, _Followers, [200]),
     ("post", "/attempts", {}, AnnouncementRequest, _Status, [200, 400]),
+    ("post", "/attempts/stages", {}, StageRequest, _Status, [200, 400]),
     ("post", "/attempts/calls", {}, CountRequest, CountedAttempts, [200, 400]),
     ("post", "/attempts/close", {}, ClosingRequest, _Status, [200, 400]),
     ("get", "/healthz", {}, None, _Status, [200]),

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from runner.workers.gateway_client import CallCount, GatewayClient
-from spangrad.http.announcements import AnnouncedAttempt
-from spangrad.types import Mode, RolloutKey
+from spangrad.http.announcements import AnnouncedAttempt, StartedStage
+from spangrad.types import Mode, RolloutKey, Stage
 from tests.support.gateways import ASKED, staged
 
 TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 65 input tokens."
@@ -72,6 +72,23 @@ async def test_gateway_client_calls_in_flight_delays_no_other_attempt() -> None:
             stage.engine.go_on.set()
             assert (await call)[0] == 200
             assert await waiting == CallCount(1, overflowed=False, closed="")
+        finally:
+            await client.close()
+
+
+async def test_gateway_client_stage_limits_calls_and_is_the_reason_with_their_count() -> None:
+    async with staged() as stage:
+        client = GatewayClient(str(stage.client._base_url), None)
+        key = RolloutKey("run", "r", 0)
+        try:
+            await client.announce(announced(key))
+            await client.start_stage(StartedStage(rollout_id="r", attempt=0, stage=Stage.RUN, seconds=0.1))
+            stage.engine.go_on.clear()
+            status, _ = await asyncio.wait_for(stage.chat("/rollout/r/attempt/0"), 30)
+            counted = await client.calls(key)
+            assert status == 410
+            assert counted is not None
+            assert counted.closed == "run_timeout"
         finally:
             await client.close()
 

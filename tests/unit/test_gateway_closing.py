@@ -127,14 +127,52 @@ async def test_call_budget_refuses_the_next_call(stage: Stage) -> None:
     assert await stage.count(FIRST) == (2, False)
 
 
-async def test_attempt_seconds_limit_a_later_call_to_the_rest(stage: Stage) -> None:
-    await stage.announce(FIRST, limits={"seconds": 0.5})
-    assert (await stage.chat(FIRST))[0] == 200
+async def test_stage_past_its_limit_cuts_and_refuses_calls_until_the_next_stage(stage: Stage) -> None:
+    await stage.announce(FIRST)
     stage.engine.go_on.clear()
-    status, body = await asyncio.wait_for(stage.chat(FIRST), 5)
-    assert (status, error(body)[0]) == (410, "attempt 0 of rollout r has ended (timeout). No more of its calls are answered.")
-    await asyncio.wait_for(stage.engine.left.wait(), 5)
-    assert await stage.ends(FIRST) == "timeout"
+    call = asyncio.create_task(stage.chat(FIRST))
+    await stage.engine.arrived.wait()
+    assert await stage.start_stage(FIRST, "run", 0.2) == 200
+    over = (410, ("attempt 0 of rollout r has ended (run_timeout). No more of its calls are answered.", "attempt_closed"))
+    for answer in (await asyncio.wait_for(call, 30), await asyncio.wait_for(stage.chat(FIRST), 30)):
+        assert (answer[0], error(answer[1])) == over
+    await asyncio.wait_for(stage.engine.left.wait(), 30)
+    assert await stage.ends(FIRST) == "run_timeout"
+    stage.engine.go_on.set()
+    await stage.start_stage(FIRST, "evaluate", 600)
+    assert (await stage.chat(FIRST))[0] == 200
+    assert await stage.ends(FIRST) == ""
+    assert await stage.count(FIRST) == (2, False), "what was refused is not counted"
+
+
+async def test_stage_that_follows_gives_a_call_in_flight_its_own_limit(stage: Stage) -> None:
+    await stage.start_stage(FIRST, "init", 600)
+    stage.engine.go_on.clear()
+    calls = [asyncio.create_task(stage.chat(path)) for path in (FIRST, SECOND)]
+    while len(stage.engine.requests) < 2:  # noqa: ASYNC110 - there is no event
+        await asyncio.sleep(0.01)
+    await stage.start_stage(FIRST, "run", 0.1)
+    assert (await asyncio.wait_for(calls[0], 30))[0] == 410
+    stage.engine.go_on.set()
+    assert (await asyncio.wait_for(calls[1], 30))[0] == 200, "the other attempt has no stage"
+
+
+async def test_stage_over_without_a_call_is_no_reason(stage: Stage) -> None:
+    await stage.announce(FIRST)
+    await stage.start_stage(FIRST, "run", 1e-9)
+    assert await stage.ends(FIRST) == ""
+
+
+async def test_stage_after_the_attempt_was_closed_opens_nothing(stage: Stage) -> None:
+    await close(stage)
+    await stage.start_stage(FIRST, "evaluate", 600)
+    status, body = await stage.chat(FIRST)
+    assert (status, error(body)[0]) == (410, MESSAGE)
+
+
+async def test_stage_unknown_is_refused(stage: Stage) -> None:
+    assert await stage.start_stage(FIRST, "rest", 1) == 400
+    assert await stage.start_stage(FIRST, "run", 0) == 400
 
 
 @pytest.mark.parametrize(
