@@ -91,12 +91,12 @@ def _prepared(rung: SandboxRung, policy: SandboxPolicy, scratch: Path, control: 
     if rung is SandboxRung.BUBBLEWRAP:
         if (why_not := bubblewrap.shortcoming()) is not None:
             return [], why_not
-        write_filter(filter_file := scratch / "bubblewrap.bpf", shared_network=False)
+        write_filter(filter_file := scratch / "bubblewrap.bpf", shared_network=False, shared_ipc=False)
         return bubblewrap.command(policy, filter_file, control), None
     if (why_not := landlock.shortcoming(policy)) is not None:
         return [], why_not
     kept_to_tcp = not policy.host_network
-    write_filter(filter_file := scratch / f"landlock-{'tcp' if kept_to_tcp else 'host'}.bpf", shared_network=kept_to_tcp)
+    write_filter(filter_file := scratch / f"landlock-{'tcp' if kept_to_tcp else 'host'}.bpf", shared_network=kept_to_tcp, shared_ipc=True)
     return landlock.command(policy, filter_file, scratch), None
 
 

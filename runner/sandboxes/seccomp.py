@@ -27,18 +27,24 @@ _REFUSED = (
     "kexec_file_load", "kexec_load", "quotactl", "reboot", "sethostname", "setdomainname", "settimeofday", "swapoff", "swapon", "syslog",
     "vhangup",
 )  # fmt: skip
+_INTER_PROCESS = (
+    "mq_getsetattr", "mq_notify", "mq_open", "mq_timedreceive", "mq_timedsend", "mq_unlink", "msgctl", "msgget", "msgrcv", "msgsnd",
+    "semctl", "semget", "semop", "semtimedop", "shmat", "shmctl", "shmdt", "shmget",
+)  # fmt: skip
+"""System V's shared memory, semaphores and messages, and POSIX message queues: neither is a file, so that no rule on files holds them."""
 _CLONE_NEWUSER = 0x10000000
 _SOCKET_TYPE = 0xF
 """Bits of a socket's type, without its flags."""
 
 
-def write_filter(file: Path, *, shared_network: bool) -> None:
+def write_filter(file: Path, *, shared_network: bool, shared_ipc: bool) -> None:
     """Write the filter to a file, at once or not at all.
 
     Args:
         file: overwritten.
         shared_network: True if the sandbox is in this machine's network and must be kept to TCP: no datagrams, no raw packets, and no
             sockets of other programs in the file system.
+        shared_ipc: True if the sandbox has this machine's shared memory, semaphores and message queues, and must be kept from them.
 
     Raises:
         SandboxError: the library libseccomp is missing.
@@ -51,6 +57,8 @@ def write_filter(file: Path, *, shared_network: bool) -> None:
     refused = seccomp.ERRNO(errno.EPERM)
     program = seccomp.SyscallFilter(seccomp.ALLOW)
     for name in _REFUSED:
+        program.add_rule(refused, name)
+    for name in _INTER_PROCESS if shared_ipc else ():
         program.add_rule(refused, name)
     program.add_rule(refused, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_NEWUSER, _CLONE_NEWUSER))
     # Its flags are behind a pointer. The C library goes back to clone.

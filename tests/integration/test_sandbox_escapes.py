@@ -25,7 +25,7 @@ from runner.sandboxes.seccomp import write_filter
 from spangrad.errors import SandboxError
 from spangrad.processes import kill_group
 from spangrad.types import SandboxRung
-from tests.support.escapes import ATTACKS, table, table_of_page
+from tests.support.escapes import ATTACKS, InterProcess, table, table_of_page
 
 PROGRAM = Path(__file__).parents[1] / "programs/escape.py"
 # An interpreter that every user can run: this one may be in a home.
@@ -46,7 +46,7 @@ SHORTCOMINGS: dict[str, str] = {}
 def outside() -> Generator[None]:
     """What is outside, and would be reached: files, sockets and a process that other users could reach as well."""
     words = f"outside-{uuid.uuid4().hex}"
-    with tempfile.TemporaryDirectory() as base:
+    with tempfile.TemporaryDirectory() as base, tempfile.NamedTemporaryFile() as beside:
         directory, open_directory = Path(base, "agent"), Path(base, "outside")
         for path in (Path(base), directory, open_directory):
             path.mkdir(exist_ok=True)
@@ -64,14 +64,17 @@ def outside() -> Generator[None]:
         abstract.bind("\0@" + words[:20])
         for listener in (unix, abstract):
             listener.listen(16)
+        between = InterProcess(words)
         threading.Thread(target=_answer, args=(udp,), daemon=True).start()
         try:
             FACTS.update(secret=str(secret), outside=str(open_directory), directory=str(directory), sdrow=words[::-1], pid=process.pid)
             FACTS.update(tcp=tcp.getsockname()[1], udp=udp.getsockname()[1], unix=unix.getsockname(), abstract=f"@{words[:20]}")
+            FACTS.update(worker=os.getpid(), tmp=str(Path(beside.name).parent), name=Path(beside.name).name, **between.facts)
             FACTS.update(processes=LIMITS.processes, disk=LIMITS.disk_bytes, memory=LIMITS.memory_bytes)
             _prepare(SandboxPolicy(directory, (), {}, False, LIMITS))
             yield
         finally:
+            between.close()
             kill_group(process.pid)
             process.wait()
             for opened in sockets:
@@ -105,7 +108,7 @@ def _prepare(policy: SandboxPolicy) -> None:
 def _of_a_user(policy: SandboxPolicy, rung: SandboxRung) -> list[str]:
     """The command line as a user has it, run by one."""
     filter_file = scratch_directory() / f"{rung}-of-a-user.bpf"
-    write_filter(filter_file, shared_network=rung is SandboxRung.LANDLOCK)
+    write_filter(filter_file, shared_network=rung is SandboxRung.LANDLOCK, shared_ipc=rung is SandboxRung.LANDLOCK)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: NOBODY)
         patch.setattr(sys, "executable", PYTHON)

@@ -89,6 +89,50 @@ def trace_process(facts: dict[str, Any]) -> None:
     _require(_libc.ptrace(_PTRACE_DETACH, facts["pid"], None, None))
 
 
+def signal_worker(facts: dict[str, Any]) -> None:
+    os.kill(facts["worker"], 0)
+
+
+def memory_of_process(facts: dict[str, Any]) -> None:
+    process = Path("/proc", str(facts["pid"]))
+    first = int((process / "maps").read_text().partition("-")[0], 16)
+    with (process / "mem").open("rb") as memory:
+        memory.seek(first)
+        assert memory.read(4) == b"\x7fELF"
+
+
+def variables_of_process(facts: dict[str, Any]) -> None:
+    assert Path("/proc", str(facts["pid"]), "environ").read_bytes()
+
+
+def root_of_process(facts: dict[str, Any]) -> None:
+    assert Path(f"/proc/{facts['pid']}/root{facts['secret']}").read_text() == "secret"
+
+
+def symlink_tmp(facts: dict[str, Any]) -> None:
+    link = Path(os.environ["TMPDIR"], "tmp")
+    link.symlink_to(facts["tmp"])
+    assert facts["name"] in os.listdir(link), "it sees its own /tmp"  # noqa: PTH208 - that follows the link
+
+
+def shared_memory(facts: dict[str, Any]) -> None:
+    segment = _libc.shmget(facts["key"], 0, 0)
+    _require(segment)
+    _libc.shmat.restype = ctypes.c_void_p
+    address = _libc.shmat(segment, None, 0o10000)  # read only
+    assert ctypes.string_at(address, 6) == b"secret"
+
+
+def semaphores(facts: dict[str, Any]) -> None:
+    semaphore = _libc.semget(facts["key"], 1, 0)
+    _require(semaphore)
+    _require(_libc.semctl(semaphore, 0, 16, 1))  # SETVAL
+
+
+def message_queue(facts: dict[str, Any]) -> None:
+    _require(_libc.mq_open(facts["queue"].encode(), os.O_RDWR))
+
+
 def unshare_user(facts: dict[str, Any]) -> None:
     _require(_libc.unshare(_CLONE_NEWUSER))
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from pathlib import Path
 
@@ -26,6 +28,14 @@ ATTACKS: dict[str, tuple[str, frozenset[SandboxRung]]] = {
     "list_processes": ("list the command lines of other processes", BOTH),
     "signal_process": ("signal a process outside", BOTH),
     "trace_process": ("trace a process outside", BOTH),
+    "signal_worker": ("signal the process that started it", BOTH),
+    "memory_of_process": ("read the memory of a process outside (/proc/PID/mem)", BOTH),
+    "variables_of_process": ("read the environment of a process outside", BOTH),
+    "root_of_process": ("read files through the root of a process outside (/proc/PID/root)", BOTH),
+    "symlink_tmp": ("list this machine's /tmp through a symbolic link", BOTH),
+    "shared_memory": ("read a segment of System V's shared memory", BOTH),
+    "semaphores": ("change a System V semaphore", BOTH),
+    "message_queue": ("open a POSIX message queue", BOTH),
     "unshare_user": ("create a user namespace", BOTH),
     "gain_privileges": ("gain privileges by a program's file (setuid)", BOTH),
     "fork_bomb": ("start more processes than its limit", BOTH),
@@ -35,6 +45,45 @@ ATTACKS: dict[str, tuple[str, frozenset[SandboxRung]]] = {
     "outlive": ("leave a process without a parent, session or environment behind", BOTH),
 }
 """Attacks by name: what the program tries, and the rungs that hold it."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_SIZE, _IPC_RMID, _CREATE = 4096, 0, 0o1666
+"""Bytes of the segment; the order to remove something; IPC_CREAT, for everyone."""
+
+
+class InterProcess:
+    """A segment of shared memory, a semaphore and a message queue that everyone may use, and that programs are to be kept from."""
+
+    def __init__(self, name: str) -> None:
+        key = int(name[-7:], 16)
+        _libc.shmat.restype = ctypes.c_void_p
+        self._segment = _required(_libc.shmget(key, _SIZE, _CREATE))
+        address = _libc.shmat(self._segment, None, 0)
+        ctypes.memmove(address, b"secret", 6)
+        _libc.shmdt(ctypes.c_void_p(address))
+        self._semaphore = _required(_libc.semget(key, 1, _CREATE))
+        short = f"/{name[-12:]}"  # the whole name would be in the command lines of attacks, where others are looked for
+        self._name = short.encode()
+        mask = os.umask(0)
+        try:
+            self._queue = _required(_libc.mq_open(self._name, os.O_CREAT | os.O_RDWR, 0o666, None))
+        finally:
+            os.umask(mask)
+        self.facts = {"key": key, "queue": short}
+
+    def close(self) -> None:
+        """Remove all three."""
+        _libc.shmctl(self._segment, _IPC_RMID, None)
+        _libc.semctl(self._semaphore, 0, _IPC_RMID)
+        os.close(self._queue)
+        _libc.mq_unlink(self._name)
+
+
+def _required(result: int) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
 PAGE = Path(__file__).parents[2] / "docs/guides/sandboxes.md"
 _TABLE = re.compile(r"\| a program tries to \|.*?\n\n", re.DOTALL)
 
