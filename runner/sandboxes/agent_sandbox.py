@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 import shutil
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -49,6 +50,14 @@ async def open_agent_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGener
     if sandbox.engine is SandboxRung.NONE:
         if sandbox.image is not None:
             raise SandboxError(f"runner.sandbox.image = {sandbox.image} needs a sandbox. Set runner.sandbox.engine = auto.")
+        if isinstance(agent, CommandAgent):
+            _logger.warning(
+                "program %s runs without a sandbox in %s on %s, with all rights of this user (runner.sandbox.engine = none). "
+                "Set runner.sandbox.engine = auto if it runs code that is not yours, such as a model's.",
+                agent.command[0],
+                agent.directory.resolve(),
+                platform.node(),
+            )
         yield None
         return
     if sandbox.engine is SandboxRung.REMOTE:

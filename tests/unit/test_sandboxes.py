@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from runner.sandboxes.agent_sandbox import open_agent_sandbox, policy_of
 from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy, interpreter_paths, require_narrow, services_of
 from runner.sandboxes.sandbox import prepare
-from runner.workers.agents import CommandAgent
+from runner.workers.agents import CallableAgent, CommandAgent
 from spangrad.agent.command import SandboxLaunch
 from spangrad.errors import SandboxError
 from spangrad.settings import QueueSettings, RunnerSettings, Settings
@@ -94,6 +95,21 @@ def test_prepare_remote_sandbox_refuses_policies_beyond_the_protocol(tmp_path: P
     ):
         with pytest.raises(SandboxError, match=f"cannot hand on the .*{name} of a policy"):
             prepare(demanding, SandboxRung.REMOTE)
+
+
+async def test_program_without_a_sandbox_warns_once_with_program_place_and_remedy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_agent_sandbox(Settings(), CommandAgent(("solve.sh", "--key", "secret"), directory=tmp_path)) as sandbox:
+        assert sandbox is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"program solve.sh runs without a sandbox in {tmp_path} on {platform.node()}, ")
+    assert "Set runner.sandbox.engine = auto" in record.getMessage()
+    assert "secret" not in record.getMessage()
+
+
+async def test_function_without_a_sandbox_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_agent_sandbox(Settings(), CallableAgent("json:loads")):
+        assert not caplog.records
 
 
 @pytest.mark.parametrize(
