@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shutil
+import subprocess
 import time
 import uuid
 from pathlib import Path
@@ -32,6 +35,7 @@ from tests.support.otlp import HttpServer
 from tests.support.runners import is_true, queue_settings, serving, until
 from transition_builder.loop import build_once
 
+GUIDE = Path(__file__).parents[2] / "docs/guides/process.md"
 AGENTS = Path(__file__).resolve().parent.parent / "agents"
 TASKS = [{"task_id": "lima", "input": {"city": "lima"}, "rollouts": 2}, {"task_id": "rome", "input": {"city": "rome"}}]
 
@@ -161,6 +165,25 @@ async def test_process_names_rollouts_that_have_not_ended(settings: Settings) ->
         other = await process(settings, {**request, "key": "second"})
         assert len(other[1]["pending"]) == 3
         assert (await client.run(request["run_id"])).states == {"running": 3, "queued": 3}
+
+
+async def test_process_docs_curl_command_gets_a_trajectory_of_each_rollout(settings: Settings) -> None:
+    if not shutil.which("curl"):
+        pytest.skip("curl is not here: install it")
+    (command,) = re.findall(r"^curl [^\n]*/v1/process -d '.*?'", GUIDE.read_text(), re.M | re.S)
+    here = command.replace("http://127.0.0.1:8190", str(settings.queue.url))
+    assert here != command
+    async with serving(settings) as (client, _):
+        running = asyncio.create_task(
+            asyncio.to_thread(subprocess.run, ["bash", "-c", here], capture_output=True, text=True, timeout=120, check=False)
+        )
+        await until(lambda: has_runs(client))
+        await client.cancel(RolloutSelector(run_id="mine"))
+        done = await running
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    validate(answer, description()["paths"]["/v1/process"]["post"]["responses"]["200"]["content"]["application/json"]["schema"])
+    assert [(each["task_id"], each["state"]) for each in answer["trajectories"]] == [("t1", "cancelled")] * 8
 
 
 async def test_process_answers_without_turns_for_rollouts_that_never_began(settings: Settings) -> None:
