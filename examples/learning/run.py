@@ -147,6 +147,7 @@ def example_settings(example: Example, directory: Path, seed: int, steps: int) -
         "trainer.loss.entropy_coef": 0.01,
         "runner.run_id": example.name,
         "runner.workers": 2,
+        "runner.concurrency": 32,
         **example.settings,
     }
 

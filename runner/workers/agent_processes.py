@@ -40,8 +40,8 @@ _LOADED = ""
 _logger = logging.getLogger(__name__)
 
 
-class HostSlots:
-    """Slots of one host, by stage."""
+class StageSlots:
+    """Slots by stage, of all hosts of a pool."""
 
     def __init__(self, settings: RunnerSettings) -> None:
         self.initialising = Slots(settings.initialisations)
@@ -65,7 +65,6 @@ class AgentHost:
         log: _Log,
         mark: str,
         spec: AgentSpec,
-        stage_slots: HostSlots,
     ) -> None:
         self._process = process
         self._jobs = jobs
@@ -77,7 +76,6 @@ class AgentHost:
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self.stage_callbacks: dict[str, Callable[[str], None]] = {}
         """Callbacks by job id: called with the name of the next stage when a stage of the attempt is over."""
-        self.stage_slots = stage_slots
         self._messages: list[bytes] = []
         """Messages of this turn of the event loop: they are written together, since each write wakes the process."""
         self._groups: set[int] = set()
@@ -133,7 +131,7 @@ class AgentHost:
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
         jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
-        host = cls(process, jobs, answers, pipe, log, mark, spec, HostSlots(settings))
+        host = cls(process, jobs, answers, pipe, log, mark, spec)
         loaded = host.expect(_LOADED)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -253,10 +251,10 @@ class _Log:
 
 
 class HostPool:
-    """A fixed number of hosts, each with a fixed number of slots; a host that dies or hangs is replaced.
+    """A fixed number of hosts that share a fixed number of slots; a host that dies or hangs is replaced.
 
     A slot is normally one of stage run. Where hosts create environments themselves, it is one of the stages before: such an attempt takes
-    its slot of stage run (`AgentHost.stage_slots`) later, in the same host.
+    its slot of stage run (`stage_slots`) later, in the same host.
     """
 
     def __init__(
@@ -275,8 +273,10 @@ class HostPool:
         self._environment = environment
         self.initialises = initialises(spec)
         """True if hosts create environments."""
-        self._slots_per_host = settings.initialised_ahead if self.initialises else settings.concurrency
-        """Slots of each host."""
+        self.stage_slots = StageSlots(settings)
+        self._slot_count = settings.initialised_ahead if self.initialises else settings.concurrency
+        """Slots of all hosts."""
+        self._host_count = min(settings.workers, self._slot_count)
         self._slots: asyncio.Queue[AgentHost | AgentError] = asyncio.Queue()
         self._active_hosts: dict[AgentHost, int] = {}
         """Hosts that get jobs, with their numbers."""
@@ -294,10 +294,9 @@ class HostPool:
         Raises:
             AgentError: the agent cannot be loaded.
         """
-        hosts = await asyncio.gather(*(self._start(number) for number in range(self._settings.workers)))
-        for _ in range(self._slots_per_host):
-            for host in hosts:
-                self._slots.put_nowait(host)
+        hosts = await asyncio.gather(*(self._start(number) for number in range(self._host_count)))
+        for place in range(self._slot_count):
+            self._slots.put_nowait(hosts[place % self._host_count])
 
     async def _start(self, number: int) -> AgentHost:
         name = f"{quote(self._name, safe='')}-{number}" if self._name else str(number)
@@ -333,7 +332,7 @@ class HostPool:
         except AgentError as error:
             self._slots.put_nowait(error)
             return
-        for _ in range(self._slots_per_host):
+        for _ in range(number, self._slot_count, self._host_count):
             self._slots.put_nowait(host)
 
     async def _end(self, host: AgentHost) -> None:

@@ -20,7 +20,7 @@ from runner.environments.client import EnvironmentClient, LeasedInstance, NoInst
 from runner.queue.client import QueueClient
 from runner.queue.wire import RolloutLease
 from runner.rewards.client import RewardClient
-from runner.workers.agent_processes import AgentHost, HostPool
+from runner.workers.agent_processes import HostPool
 from runner.workers.attempt_files import AttemptFiles
 from runner.workers.gateway_client import GatewayClient
 from runner.workers.hosted import Ends, Hosted
@@ -172,11 +172,11 @@ class Attempts:
         self._services = services
         self._sandbox = sandbox
         self._limits = CallLimits(max_calls=settings.max_calls, max_output_tokens=settings.max_output_tokens)
-        self._ahead = Slots(settings.workers * settings.initialised_ahead)
-        self._lease_slots = Slots(settings.workers * settings.initialisations)
-        self._evaluation_slots = Slots(settings.workers * settings.evaluations)
-        running = settings.workers * settings.concurrency
-        before = settings.workers * settings.initialised_ahead if pool.initialises or services.environments else 0
+        self._ahead = Slots(settings.initialised_ahead)
+        self._lease_slots = Slots(settings.initialisations)
+        self._evaluation_slots = Slots(settings.evaluations)
+        running = settings.concurrency
+        before = settings.initialised_ahead if pool.initialises or services.environments else 0
         self.entry = before or running
         """Number of attempts that can begin at once."""
         self.most = before + 2 * running
@@ -275,22 +275,22 @@ class Attempts:
                 state.entry.free()
             ends: Ends = [state.stop.requested] if instance is None else [state.stop.requested, instance.lost]
             async with Hosted(host, self._job(state, instance)) as hosted:
-                return await self._staged(state, hosted, host, slot, ends, instance)
+                return await self._staged(state, hosted, slot, ends, instance)
         finally:
             self._pool.give(host, freed=slot.freed)
 
     async def _staged(
-        self, state: _AttemptState, hosted: Hosted, host: AgentHost, slot: Slot, ends: Ends, instance: LeasedInstance | None
+        self, state: _AttemptState, hosted: Hosted, slot: Slot, ends: Ends, instance: LeasedInstance | None
     ) -> AttemptOutcome:
         stop, settings = state.stop, self._settings
         running = slot
         if self._pool.initialises:
-            with await stop.first(host.stage_slots.initialising.take()):
+            with await stop.first(self._pool.stage_slots.initialising.take()):
                 async with self._stage(state, Stage.INIT, settings.init_timeout_seconds):
                     more = await hosted.go(Stage.INIT, settings.init_timeout_seconds, ends)
             if not more:
                 return await hosted.finish(ends)
-            running = await stop.first(host.stage_slots.running.take())
+            running = await stop.first(self._pool.stage_slots.running.take())
             slot.free()
             state.entry.free()
         with running:
@@ -300,7 +300,7 @@ class Attempts:
         if settings.close_after_run and instance is not None and self._services.environments is not None:
             self._services.environments.release(instance)
         if more:
-            with await stop.first(host.stage_slots.evaluating.take()):
+            with await stop.first(self._pool.stage_slots.evaluating.take()):
                 async with self._stage(state, Stage.EVALUATE, settings.evaluation_timeout_seconds):
                     await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)
         return await hosted.finish(ends)

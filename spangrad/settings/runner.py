@@ -152,7 +152,13 @@ class HandlerSettings(Section):
     workers: int | None = Field(default=None, ge=1)
     """Number of agent processes of the handler. None: runner.workers."""
     concurrency: int | None = Field(default=None, ge=1)
-    """Rollouts of the handler that run at once in each process. None: runner.concurrency."""
+    """Rollouts of the handler that run at once in a worker. None: runner.concurrency."""
+    initialisations: int | None = Field(default=None, ge=1)
+    """Environments of the handler that are initialised at once in a worker. None: runner.initialisations."""
+    initialised_ahead: int | None = Field(default=None, ge=1)
+    """Attempts of the handler in a worker that may have an environment before they run. None: runner.initialised_ahead."""
+    evaluations: int | None = Field(default=None, ge=1)
+    """Evaluators of the handler that run at once in a worker. None: runner.evaluations."""
     max_calls: int | None = Field(default=None, ge=1)
     """Largest number of calls of an attempt. None: runner.max_calls."""
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -172,8 +178,8 @@ class HandlerSettings(Section):
 
 
 _OF_HANDLER = (
-    "workers", "concurrency", "max_calls", "max_output_tokens", "init_timeout_seconds", "evaluation_timeout_seconds", "empty_reward",
-    "close_after_run", "sandbox", "container",
+    "workers", "concurrency", "initialisations", "initialised_ahead", "evaluations", "max_calls", "max_output_tokens",
+    "init_timeout_seconds", "evaluation_timeout_seconds", "empty_reward", "close_after_run", "sandbox", "container",
 )  # fmt: skip
 """Settings of the runner that a handler may have values of its own for."""
 
@@ -195,16 +201,16 @@ class RunnerSettings(Section):
     validation_sampling: ValidationSampling = ValidationSampling()
     """Sampling of rollouts of mode validate, such as a lower temperature than that of training."""
     workers: int = Field(default=1, ge=1)
-    """Number of agent processes."""
+    """Number of agent processes of a worker, among which the slots of `concurrency` are divided; none is started without a slot."""
     concurrency: int = Field(default=16, ge=1)
-    """Rollouts that run at once in each process."""
+    """Rollouts that run at once in a worker, in all its processes."""
     initialisations: int = Field(default=16, ge=1)
-    """Environments that are initialised, or requested, at once in each process. An attempt that initialises holds no slot of
+    """Environments that are initialised, or requested, at once in a worker. An attempt that initialises holds no slot of
     `concurrency`."""
     initialised_ahead: int = Field(default=16, ge=1)
-    """Attempts of each process that may have an environment, or wait for one, before they have a slot of `concurrency`."""
+    """Attempts of a worker that may have an environment, or wait for one, before they have a slot of `concurrency`."""
     evaluations: int = Field(default=16, ge=1)
-    """Evaluators that run at once in each process. An attempt that is evaluated holds no slot of `concurrency`."""
+    """Evaluators that run at once in a worker. An attempt that is evaluated holds no slot of `concurrency`."""
     max_calls: int | None = Field(default=None, ge=1)
     """Largest number of calls of an attempt; the gateway refuses the next one (HTTP 410). None: no limit."""
     max_output_tokens: int | None = Field(default=None, ge=1)

@@ -90,7 +90,7 @@ async def test_worker_that_hangs_is_replaced_and_its_late_results_are_ignored(qu
 async def test_task_that_crashes_its_host_is_dead_after_max_attempts_and_delays_no_other(queue_db: str, tmp_path: Path) -> None:
     settings = queue_settings(queue_db, max_attempts=3)
     with (
-        runner_services(tmp_path, queue__url=settings.queue.url, workers=2, concurrency=1) as here,
+        runner_services(tmp_path, queue__url=settings.queue.url, workers=2, concurrency=2) as here,
         queue_server(settings, tmp_path / "queue.log"),
     ):
         async with QueueClient.of(settings.queue) as client:

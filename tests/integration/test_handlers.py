@@ -74,6 +74,36 @@ async def test_handlers_run_each_rollout_by_its_data_source(tmp_path: Path) -> N
     assert {name: limits.get("max_calls") for name, limits in announced.items()} == {**dict.fromkeys(announced, 7), "sh": None}
 
 
+COUNTED = """
+import os, pathlib, time
+
+running = pathlib.Path(__file__).parent / "running"
+
+
+def together(given):
+    running.mkdir(exist_ok=True)
+    mark = running / given
+    mark.touch()
+    time.sleep(0.1)
+    count = len(list(running.iterdir()))
+    mark.unlink()
+    return {"together": count, "process": os.getpid()}
+"""
+
+
+async def test_slots_of_a_handler_are_shared_by_the_processes_of_its_worker(tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(COUNTED)
+    agent = CallableAgent("counted:together", directory=tmp_path)
+    handlers = {"math": HandlerSettings(workers=3, concurrency=2)}
+    with runner_services(tmp_path, workers=1, concurrency=8, max_attempts=1, handlers=handlers) as here:
+        async with Runner(here.settings, {"math": agent}) as made:
+            tasks = [Task(str(number), str(number), data_source="math") for number in range(8)]
+            outcomes = await made.run(tasks, mode=Mode.TRAIN, group_size=1)
+    rewards = [outcome.reward or {} for outcome in outcomes]
+    assert {str(reward["together"]) for reward in rewards} <= {"1.0", "2.0"}
+    assert len({str(reward["process"]) for reward in rewards}) == 2, "no process is started without a slot"
+
+
 def no_handler(outcome: Outcome) -> str:
     """Detail of a rollout that no handler took, which is not tried again."""
     assert (outcome.failure, outcome.key.attempt) == ("no_handler", 0)

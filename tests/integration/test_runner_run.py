@@ -122,7 +122,7 @@ def facts(root: SunkSpan) -> dict[str, object]:
 
 async def test_runner_64_concurrent_rollouts_attribute_every_span(tmp_path: Path) -> None:
     agent = CallableAgent("mine:busy", directory=tmp_path)
-    async with stage(tmp_path, agent, workers=2, concurrency=32) as on:
+    async with stage(tmp_path, agent, workers=2, concurrency=64) as on:
         tasks = [Task(f"task-{n}", {"n": n}) for n in range(8)]
         seen: list[Outcome] = []
         outcomes = await on.runner.run(tasks, mode=Mode.VALIDATE, group_size=8, progress=seen.append)
