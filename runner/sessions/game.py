@@ -54,6 +54,8 @@ class Seat:
     state: PlayerState = PlayerState.DONE
     steps: int = 0
     """Steps of the episode."""
+    step_name: str | None = None
+    """Name of the last step."""
     response: asyncio.Future[bytes] | None = None
     """Response to its last request, done once it is sent. None: it has sent none in this episode."""
     last_reset: LastReset[asyncio.Future[bytes]] = field(default_factory=LastReset["asyncio.Future[bytes]"])
@@ -182,8 +184,8 @@ class Game:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"the episode of {role} is under way. Send step")
         self._joined[role] = request.data or {}
         loop = asyncio.get_running_loop()
-        seat.steps, seat.is_late, seat.reward, seat.response = 0, False, None, loop.create_future()
-        seat.observed = []
+        seat.steps, seat.step_name, seat.is_late = 0, None, False
+        seat.observed, seat.reward, seat.response = [], None, loop.create_future()
         seat.last_reset.note(request, seat.response)
         if set(self._joined) == set(self.seats) and self._is_over:
             self._begin()
@@ -196,22 +198,25 @@ class Game:
         return all(seat.state is PlayerState.DONE for seat in self.seats.values())
 
     def _begin(self) -> None:
-        if self._joining is not None:
-            self._joining.cancel()
-            self._joining = None
         (first, *_), self._episode = self._joined.values(), uuid.uuid4().hex
         for seat in self.seats.values():
             seat.state = PlayerState.PENDING
-        self._joined = {}
+        self._clear_joined()
         self._play({"type": "reset", "data": {EPISODE_ID: self._episode, **first}})
 
+    def _clear_joined(self) -> None:
+        """Empty the list of those who wait for the others: the next one has its whole time."""
+        self._joined = {}
+        if self._joining is not None:
+            self._joining.cancel()
+            self._joining = None
+
     def _give_up_joining(self) -> None:
-        self._joining = None
         lacking = ", ".join(role for role in self.seats if role not in self._joined)
         error = SessionError(ErrorCode.SESSION_ERROR, f"{lacking} did not reset within {self._limits.join_seconds:g} s. Reset again")
         for role in self._joined:
             self._respond(self.seats[role], error.encode())
-        self._joined = {}
+        self._clear_joined()
 
     def _act(self, role: str, request: SessionRequest) -> asyncio.Future[bytes]:
         """Take a player's action; the last of a turn plays it.
@@ -222,12 +227,13 @@ class Game:
         seat = self.seats[role]
         if request.data is None:
             raise SessionError(ErrorCode.VALIDATION_ERROR, "Invalid message: a step needs data, the action")
-        if request.step is not None and request.step == seat.steps and seat.response is not None and seat.steps:
+        is_named_again = request.request_id is not None and request.request_id == seat.step_name
+        if seat.steps and seat.response is not None and (request.step == seat.steps or is_named_again):
             return seat.response
         if request.step is not None and request.step != seat.steps + 1:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"step {request.step} does not follow step {seat.steps} of {role}")
         if seat.is_late:
-            seat.steps, seat.is_late = seat.steps + 1, False
+            seat.steps, seat.step_name, seat.is_late = seat.steps + 1, request.request_id, False
             seat.response = asyncio.get_running_loop().create_future()
             if role in self._acting or seat.state is PlayerState.DONE:
                 self._deliver(role)
@@ -236,7 +242,7 @@ class Game:
             raise SessionError(ErrorCode.SESSION_ERROR, f"the episode has ended for {role}, or has not begun. Send reset")
         if role not in self._acting or role in self._actions:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"it is not the turn of {role}")
-        seat.steps += 1
+        seat.steps, seat.step_name = seat.steps + 1, request.request_id
         seat.response = asyncio.get_running_loop().create_future()
         self._actions[role] = request.data
         self._play_if_whole()
@@ -249,6 +255,8 @@ class Game:
         if self._joined.pop(role, None) is not None:
             seat.last_reset = LastReset()  # it has reset nothing, and may ask again
             self._respond(seat, SessionError(ErrorCode.SESSION_ERROR, f"{role} has left").encode())
+            if not self._joined:
+                self._clear_joined()
         elif role in self._acting and role not in self._actions:
             self._forfeit(role)
 
@@ -304,7 +312,7 @@ class Game:
             self._finish(error)
             return
         seat = self.seats[role]
-        seat.steps -= 1
+        seat.steps, seat.step_name = seat.steps - 1, None
         del self._actions[role]
         self._respond(seat, error.encode())
         self._await_turn(turn)
@@ -356,7 +364,7 @@ class Game:
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
-        self._joined = {}
+        self._clear_joined()
         for seat in self.seats.values():
             seat.state = PlayerState.DONE
             self._respond(seat, error.encode())

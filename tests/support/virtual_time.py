@@ -28,9 +28,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         if not self._ready:
-            if not self._scheduled:
+            times = [timer.when() for timer in self._scheduled if not timer.cancelled()]
+            if not times:
                 raise DeadlockError
-            self._jumped += max(0.0, self._scheduled[0].when() - self.time())
+            self._jumped += max(0.0, min(times) - self.time())
         super()._run_once()
 
 
