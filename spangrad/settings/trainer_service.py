@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from spangrad.settings.section import Section
+
+_VALIDATION_METRICS = ("validate_return", "validate_success", "validate_rollouts")
+"""Metrics that every validation gives."""
+_NAMED_VALIDATION_METRICS = {"validate_reward_": "NAME", "validate_rating_": "ROLE"}
+"""Beginnings of the metrics that a validation gives by name, and what follows."""
+
+
+def _given_by_validation(metric: str) -> str:
+    named = any(metric.startswith(start) and metric != start for start in _NAMED_VALIDATION_METRICS)
+    if metric not in _VALIDATION_METRICS and not named:
+        names = [*_VALIDATION_METRICS, *(start + name for start, name in _NAMED_VALIDATION_METRICS.items())]
+        raise ValueError(
+            f"no validation gives the metric {metric!r}, so that no version would ever be the best. Set one of {', '.join(names)}"
+        )
+    return metric
 
 
 class LogprobAlarm(Section):
@@ -78,8 +93,8 @@ class CheckpointSettings(Section):
     (replay), or their versions are orphaned and their rollouts are free again (orphan)."""
     keep: int = 3
     """Number of newest checkpoints that are kept, beside pinned ones and those still needed."""
-    best_metric: str = "validate_return"
-    """Metric by which the best version is chosen, whose checkpoint is kept; the highest value is the best."""
+    best_metric: Annotated[str, AfterValidator(_given_by_validation)] = "validate_return"
+    """Metric of held-out rollouts by which the best version is chosen, whose checkpoint is kept; the highest value is the best."""
     best_rollouts: int = Field(default=8, ge=1)
     """Smallest number of held-out rollouts on which a version must be measured to be compared."""
 

@@ -15,6 +15,8 @@ from rich.console import Console
 
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
+from spangrad.settings.sources import load_settings
+from spangrad.settings.trainer_service import CheckpointSettings
 from spangrad.types import PolicyVersion, VersionStatus
 from tests.support.policies import trainer_settings
 from tests.support.trainers import FakeSource, settings, wired, write_base
@@ -197,6 +199,21 @@ def test_validation_gives_metrics_by_reward_name() -> None:
         "validate_rollouts": 3.0, "validate_return": pytest.approx(2.5 / 3), "validate_success": pytest.approx(2 / 3),
         "validate_reward_reward": 0.5, "validate_reward_style": 2.0, "validate_reward_tool": -1.0,
     }  # fmt: skip
+
+
+def test_best_metric_is_any_that_a_validation_gives() -> None:
+    given = [*validation([{"reward": 1.0, "tool": -1.0}], trainer_settings()), "validate_rating_white"]
+    assert [CheckpointSettings(best_metric=metric).best_metric for metric in given] == given
+
+
+@pytest.mark.parametrize("metric", ["validate_retrun", "mean_return", "validate_reward_", "validate_rating_", ""])
+def test_best_metric_that_no_validation_gives_is_refused_with_those_that_exist(metric: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"trainer.checkpoint.best_metric": metric}, env={})
+    message = str(caught.value)
+    assert message.startswith(f"setting trainer.checkpoint.best_metric = {metric!r} (flag): ")
+    assert f"no validation gives the metric {metric!r}" in message
+    assert "Set one of validate_return, validate_success, validate_rollouts, validate_reward_NAME, validate_rating_ROLE" in message
 
 
 def test_best_version_has_enough_rollouts_and_a_checkpoint(tmp_path: Path) -> None:
