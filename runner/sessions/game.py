@@ -59,6 +59,8 @@ class Seat:
     response: asyncio.Future[bytes] | None = None
     """Response to its last request, done once it is sent. None: it has sent none in this episode."""
     last_reset: LastReset[asyncio.Future[bytes]] = field(default_factory=LastReset["asyncio.Future[bytes]"])
+    recorded: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Last responses that a span has, by the type of the request."""
     observed: list[_Observed] = field(default_factory=list["_Observed"])
     """Observations since its last response."""
     reward: float | None = None
@@ -168,6 +170,14 @@ class Game:
             return SessionError(ErrorCode.INVALID_JSON, f"Invalid JSON: {error}").encode()
         except SessionError as error:
             return error.encode()
+
+    def is_first(self, role: str, kind: str, payload: bytes) -> bool:
+        """Return whether no span has a response yet, and note that one has: a request that was made again gets the response of before."""
+        recorded = self.seats[role].recorded
+        if recorded.get(kind) is payload:
+            return False
+        recorded[kind] = payload
+        return True
 
     def _join(self, role: str, request: SessionRequest) -> asyncio.Future[bytes]:
         """Have a player wait for the others; the last one begins the episode.

@@ -84,17 +84,20 @@ class Games:
 
 
 class PlayerSpans:
-    """Spans of one player's resets and steps."""
+    """Spans of one player's resets and steps, each once, however often it is asked for."""
 
-    def __init__(self, spans: PlayedSpans, opening: SessionOpening, role: str) -> None:
+    def __init__(self, spans: PlayedSpans, opening: SessionOpening, game: Game, role: str) -> None:
         """Store the arguments.
 
         Args:
             spans: source of spans.
             opening: what the player has sent with its first request.
+            game: its game.
             role: its role.
         """
-        self._spans, self._opening, self._role = spans, opening, role
+        self._spans, self._opening, self._game, self._role = spans, opening, game, role
+        self._kind = ""
+        """Type of the request of the span that was begun last."""
 
     def begin(self, payload: bytes) -> PlayedSpan | None:
         """Begin the span of a request. None: it belongs to no trace."""
@@ -104,16 +107,18 @@ class PlayerSpans:
             return None
         if sent.type not in ("reset", "step"):
             return None
+        self._kind = sent.type
         carrier = self._opening.carrier | ({"traceparent": sent.traceparent} if sent.traceparent else {})
         return self._spans.begin(sent.type, carrier, {semconv.REWARD_ROLE: self._role}, rewards=not self._opening.client_rewards)
 
-    @staticmethod
-    def end(span: PlayedSpan, payload: bytes) -> None:
-        """End a span by the response."""
+    def end(self, span: PlayedSpan, payload: bytes) -> None:
+        """End a span by the response; that of a response that has one is dropped."""
         response: Mapping[str, Any] = msgspec.json.decode(payload)
         data = response["data"]
         if response["type"] == "error":
             span.end(None, "", data["message"])
+            return
+        if not self._game.is_first(self._role, self._kind, payload):
             return
         metadata = data["metadata"]
         span.span.set_attribute(semconv.EPISODE_ID, metadata[EPISODE_ID])

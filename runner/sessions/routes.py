@@ -126,7 +126,7 @@ class SessionRoutes:
         if not name:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"name the game that {role} plays: ?session_id=GAME&role={role}")
         game = await self._games.join(name, self._shards.description.roles, role)
-        spans, returns = PlayerSpans(self._games.spans, opening, role), True
+        spans, returns = PlayerSpans(self._games.spans, opening, game, role), True
         try:
             while (message := await connection.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
                 if _is_goodbye(message.data):

@@ -17,10 +17,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from benchmarks.peers.environment import peer_environment
 from runner.sessions.server import running
 from runner.sessions.shards import ShardCommand
+from span_processors.reward import reward
 from spangrad.callables import load
 from spangrad.episode.adapters.openenv_server import OpenEnvServer, RemoteStepError
 from spangrad.episode.adapters.references import factory_of
@@ -30,7 +34,7 @@ from spangrad.episode.match import Match, MatchOutcome
 from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyRequest
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import Child, answers, free_ports, wait_until
-from spangrad.semconv import EPISODE_STEP_REWARD
+from spangrad.semconv import EPISODE_OBSERVATION, EPISODE_STEP, EPISODE_STEP_REWARD, EVALUATION_SCORE
 from tests.support.otlp import HttpServer, OtlpSink
 from tests.support.runners import environment_service_settings, until
 
@@ -175,6 +179,38 @@ async def test_env_remote_spans_are_children_of_the_steps_and_count_no_reward_tw
             await until(lambda: asyncio.sleep(0, len(sink.spans) >= 2))
         assert {(int(span.trace_id, 16), int(span.parent_id, 16), span.events) for span in sink.spans} == {(7, 9, ())}
         assert {span.name: span.attributes.get(EPISODE_STEP_REWARD) for span in sink.spans} == {"reset": None, "step": 1.0}
+
+
+async def test_env_remote_own_loop_of_an_agent_has_each_step_and_reward_once() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    def agent(url: str) -> None:
+        with provider.get_tracer("agent").start_as_current_span("agent"):
+            environment = OpenEnvServer([url])
+            environment.reset({"secret": 2})
+            for guess in "72":
+                with provider.get_tracer("agent").start_as_current_span("execute_tool guess"):
+                    result = environment.step(guess)
+                    environment._connection._connection.close()  # the next request is made again
+                    reward(result.reward or 0.0)
+            environment.close()
+
+    with OtlpSink() as sink:
+        async with served(OTEL_EXPORTER_OTLP_ENDPOINT=sink.url) as url:
+            await asyncio.to_thread(agent, url)
+    spans = exporter.get_finished_spans()
+    agents = {f"{span.context.span_id:016x}": span for span in spans if span.context}
+    assert [span.name for span in spans] == ["execute_tool guess", "execute_tool guess", "agent"]
+    served_spans = sorted(sink.spans, key=lambda span: int(span.attributes.get(EPISODE_STEP, 0)))
+    assert [(span.name, agents[span.parent_id].name) for span in served_spans] == [
+        ("reset", "agent"), ("step", "execute_tool guess"), ("step", "execute_tool guess"),
+    ]  # fmt: skip
+    assert len({span.parent_id for span in served_spans}) == 3
+    assert all(EPISODE_OBSERVATION in span.attributes for span in served_spans)
+    copies = [span.attributes[EPISODE_STEP_REWARD] for span in served_spans[1:]]
+    assert copies == [dict(event.attributes or {})[EVALUATION_SCORE] for span in spans for event in span.events]
+    assert [event for span in sink.spans for event in span.events] == []
 
 
 @asynccontextmanager

@@ -296,6 +296,27 @@ async def test_env_serve_players_of_a_game_have_a_connection_and_a_trace_each() 
     assert {span.name: len(span.events) for span in sink.spans} == {"execute_tool step": 1, "reset": 0}
 
 
+async def test_env_serve_players_request_that_is_made_again_has_one_span() -> None:
+    headers = {"traceparent": TRACEPARENT}
+    with OtlpSink() as sink:
+        async with (
+            served("duel:Duel", variables={"OTEL_EXPORTER_OTLP_ENDPOINT": sink.url}) as (client, _),
+            client.ws_connect("/ws?session_id=duel&role=white", headers=headers) as white,
+            client.ws_connect("/ws?session_id=duel&role=white", headers=headers) as again,
+            client.ws_connect("/ws?session_id=duel&role=black") as black,
+        ):
+            begun = asyncio.create_task(ask(black, "reset", {"task": {"city": "rome"}}))
+            reset = await ask(white, "reset", {"task": {"city": "rome"}}, request_id="r")
+            assert await ask(again, "reset", {"task": {"city": "rome"}}, request_id="r") == reset
+            ended = asyncio.create_task(ask(white, "step", {"text": "oslo"}, step=1))
+            await begun  # the step of white was played
+            waiting = asyncio.create_task(ask(again, "step", {"text": "oslo"}, step=1))
+            await ask(black, "step", {"text": "oslo"})
+            assert await ended == await waiting == await ask(again, "step", {"text": "oslo"}, step=1)
+            assert await ask(white, "reset", {"task": {"city": "rome"}}, request_id="r") == reset
+    assert sorted((span.name, len(span.events)) for span in sink.spans) == [("execute_tool step", 1), ("reset", 0)]
+
+
 def test_env_serve_beyond_loopback_needs_a_token() -> None:
     done = run_spangrad("env", "serve", "guess_game:Guess", "--directory", str(AGENTS), "--set", "environments.host=0.0.0.0")
     assert done.returncode != 0
