@@ -32,7 +32,8 @@ def batch_metrics(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[i
         success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the sampled
         tokens of the calls that may be trained: the number of committed versions between a token's and the one about to be trained; 0 is on
         policy. truncated_share, response_tokens_mean and response_tokens_p95, over those calls: share of responses that were cut at their
-        limit of tokens, and tokens of a response. drops: calls of all rollouts that were dropped. The metrics of `failed_shares` and `role_metrics` are added.
+        limit of tokens, and tokens of a response. drops: calls of all rollouts that were
+        dropped. The metrics of `failed_shares` and `role_metrics` are added.
     """
     rewards = (
         loaded.transitions.select(*KEY, Name="Rewards.Name", Value="Rewards.Value")
