@@ -22,8 +22,8 @@ from aiohttp import web
 from page.access import HEADERS, PageAccess, local_target
 from page.actions.perform import ActionCommands, ActionRunner
 from page.actions.routes import ActionRoutes
+from page.encoding import encode
 from page.files import PageFiles
-from page.json_text import encode
 from page.overview import FRESH_SECONDS
 from page.play.routes import PlayRoutes
 from page.play.sessions import PlaySessions, playable

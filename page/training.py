@@ -6,11 +6,13 @@ In: the store. Out: plain values for JSON. Invariant: a rollout counts by its ne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from page.cursors import Value, decode_cursor, encode_cursor
+from page.encoding import csv_line
 from page.reading import PageStore
 from spangrad.store.built_rollouts import newest_revisions_sql, revisions_sql
 
@@ -18,6 +20,8 @@ STEPS_MOST = 2000
 """Largest number of newest steps of a branch that curves show."""
 SKIPPED_ROWS = 200
 """Number of skipped groups of a page of their table."""
+STEP_CURSOR = ((int, float), int)
+"""Types of the values of a step's cursor."""
 STEP_ROWS = 200
 """Number of steps of a page of their table."""
 NEAR = 8
@@ -90,6 +94,10 @@ LEFT JOIN (
     GROUP BY RolloutId
 ) AS c ON c.RolloutId = b.RolloutId
 ORDER BY GroupId, RolloutId
+"""
+_ADVANTAGES = """
+SELECT RolloutId, Policy, Branch, Version, avg(Advantage) AS Advantage FROM spangrad.trained_calls
+WHERE RolloutId IN {rollouts:Array(String)} GROUP BY RolloutId, Policy, Branch, Version ORDER BY RolloutId, Policy, Branch, Version
 """
 _NEWEST_HELD_OUT = f"""
 {revisions_sql(once=True)}
@@ -178,6 +186,19 @@ def step_rows(store: PageStore, policy: str, branch: str, metrics: Sequence[str]
     return {"rows": rows[:STEP_ROWS], "after": encode_cursor([last["SortValue"], last["Version"]]) if last else None}
 
 
+def steps_export(store: PageStore, policy: str, branch: str, metrics: Sequence[str], order: StepOrder) -> Iterator[bytes]:
+    """Yield a branch's steps as CSV: version, time of the commit in UTC, and the metrics."""
+    yield csv_line(["Version", "Committed", *metrics])
+    while True:
+        page = step_rows(store, policy, branch, metrics, order)
+        for row in page["rows"]:
+            committed = datetime.fromtimestamp(row["CommittedMs"] / 1000, UTC).isoformat(timespec="milliseconds")
+            yield csv_line([row["Version"], committed, *(row["Metrics"].get(name, "") for name in metrics)])
+        if page["after"] is None:
+            return
+        order = replace(order, after=decode_cursor(page["after"], *STEP_CURSOR))
+
+
 def training_view(store: PageStore, policy: str | None, branch: str | None) -> dict[str, Any]:
     """Return branches, and of one of them the steps and the held-out returns by sampling version.
 
@@ -219,6 +240,11 @@ def skipped_view(skipped: Sequence[SkippedRow], after: str, since: int | None = 
         "after": encode_cursor(following[SKIPPED_ROWS - 1].place) if len(following) > SKIPPED_ROWS else None,
         "reasons": dict(Counter(row.reason for row in chosen).most_common()),
     }
+
+
+def advantages_of(store: PageStore, rollouts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the mean advantage of the calls of each rollout in each step that trained them."""
+    return store.rows(_ADVANTAGES, {"rollouts": list(rollouts)})
 
 
 def version_view(store: PageStore, policy: str, branch: str, version: int) -> dict[str, Any] | None:

@@ -26,7 +26,18 @@ from page.rollouts.filters import RolloutFilter, RolloutOrder
 from page.rollouts.listing import choices_of, export, numbers_of, search
 from page.rollouts.view import rollout_view, span_view
 from page.token_texts import TokenTexts
-from page.training import SkippedRow, StepOrder, comparison, skipped_view, step_rows, training_view, version_view
+from page.training import (
+    STEP_CURSOR,
+    SkippedRow,
+    StepOrder,
+    advantages_of,
+    comparison,
+    skipped_view,
+    step_rows,
+    steps_export,
+    training_view,
+    version_view,
+)
 from spangrad.errors import LedgerError
 from spangrad.settings import Settings
 
@@ -96,9 +107,10 @@ class PageViews:
             "/api/training": lambda query: training_view(self.store, query.get("policy") or None, query.get("branch") or None),
             "/api/lanes": self._lanes,
             "/api/training/skipped": self._skipped,
-            "/api/training/steps": self._steps,
+            "/api/training/steps": lambda query: step_rows(self.store, *_steps_of(query)),
             "/api/version": self._version,
             "/api/compare": self._compare,
+            "/api/beside/advantages": lambda query: advantages_of(self.store, query.getall("rollout", [])),
             "/api/span": lambda query: span_view(self.store, _required(query, "trace"), _required(query, "span")),
             "/api/call": self._call,
             "/api/call/texts": self._call_texts,
@@ -107,7 +119,12 @@ class PageViews:
 
     def downloads(self) -> dict[str, Callable[[Query], tuple[str, Iterable[bytes] | None]]]:
         """Return the functions of downloads, by path: the name of the file and its parts. None: there is nothing at that address."""
-        return {"/rollouts.csv": self._csv, "/rollouts.jsonl": self._jsonl, "/call.txt": self._call_file}
+        return {
+            "/rollouts.csv": self._csv,
+            "/rollouts.jsonl": self._jsonl,
+            "/steps.csv": lambda query: ("steps.csv", steps_export(self.store, *_steps_of(query))),
+            "/call.txt": self._call_file,
+        }
 
     def _csv(self, query: Query) -> tuple[str, Iterator[bytes]]:
         return "rollouts.csv", export(self.store, RolloutFilter.of(query), RolloutOrder.of(query), "csv")
@@ -174,20 +191,21 @@ class PageViews:
             return {**skipped_view((), ""), "problem": str(error)}
         return skipped_view(skipped, query.get("after", ""), since, until)
 
-    def _steps(self, query: Query) -> dict[str, Any]:
-        after, order = query.get("after"), query.get("order") or "desc"
-        if order not in {"asc", "desc"}:
-            raise ValueError(f"order = {order[:80]!r}: give asc or desc.")
-        chosen = StepOrder(query.get("sort", ""), order == "desc", decode_cursor(after, (int, float), int) if after else None)
-        metrics = query.get("metrics", "").split(",")
-        return step_rows(self.store, _required(query, "policy"), _required(query, "branch"), metrics, chosen)
-
     def _compare(self, query: Query) -> dict[str, Any]:
         return comparison(self.store, _required(query, "policy"), _number(query, "left"), _number(query, "right"))
 
     def _tokenizer_directories(self, hash_: str) -> Iterator[Path]:
         yield from filter(None, (self._settings.engine.model, self._settings.trainer.model))
         yield from (Path(row["Path"]) for row in self.store.rows(_CHECKPOINTS, {"hash": hash_}))
+
+
+def _steps_of(query: Query) -> tuple[str, str, list[str], StepOrder]:
+    """Return policy, branch, metrics and order of a table of steps."""
+    after, order = query.get("after"), query.get("order") or "desc"
+    if order not in {"asc", "desc"}:
+        raise ValueError(f"order = {order[:80]!r}: give asc or desc.")
+    chosen = StepOrder(query.get("sort", ""), order == "desc", decode_cursor(after, *STEP_CURSOR) if after else None)
+    return _required(query, "policy"), _required(query, "branch"), query.get("metrics", "").split(","), chosen
 
 
 def _place(query: Query) -> CallPlace:

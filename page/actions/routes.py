@@ -13,7 +13,7 @@ from aiohttp import web
 from page.access import PageAccess
 from page.actions.perform import ActionRunner
 from page.actions.requests import read_request
-from page.json_text import encode
+from page.encoding import encode
 from spangrad.http.server import body
 
 InThread = Callable[[Callable[[], str]], Awaitable[str]]

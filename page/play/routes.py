@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from page.access import HEADERS, PageAccess
-from page.json_text import encode
+from page.encoding import encode
 from page.play.sessions import PlaySessions
 from spangrad.errors import GatewayError
 from spangrad.http.json_http import ask

@@ -6,13 +6,12 @@ built meanwhile neither repeat nor hide a row.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from page.encoding import csv_line
 from page.reading import PageStore
 from page.rollouts.filters import HAS_RETURN, KEY, RolloutFilter, RolloutOrder, cursor_of
 from page.rollouts.text_search import rollouts_with
@@ -58,8 +57,6 @@ SELECT groupUniqArray(200)(RunId) AS run, groupUniqArray(20)(Mode) AS mode, grou
     groupUniqArrayArray(100)(AgentNames) AS agent, groupUniqArray(20)(BuildSpec) AS spec
 FROM {revisions_sql()}
 """
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""Characters with which a text becomes a formula where a spreadsheet opens the file."""
 
 
 def page_of(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, limit: int = PAGE_ROWS) -> dict[str, Any]:
@@ -143,17 +140,5 @@ def _json_lines(rows: list[dict[str, Any]], first: bool) -> bytes:
 
 
 def _csv_rows(rows: list[dict[str, Any]], first: bool) -> bytes:
-    text = io.StringIO()
-    writer = csv.writer(text)
-    if first and rows:
-        writer.writerow(rows[0])
-    writer.writerows([_cell(value) for value in row.values()] for row in rows)
-    return text.getvalue().encode()
-
-
-def _cell(value: object) -> object:
-    """Return a cell that no spreadsheet takes for a formula: an apostrophe marks a text that begins like one."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str) if isinstance(value, list | tuple | Mapping) else None
-    if text is None:
-        return value
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    head = csv_line(list(rows[0])) if first and rows else b""
+    return head + b"".join(csv_line(list(row.values())) for row in rows)

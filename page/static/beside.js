@@ -15,10 +15,14 @@ title(group === null ? "Rollouts side by side" : `Group ${group}`);
 put("facts", h("dl", {}, fact("Rollouts", known.size > MOST ? `${MOST} of ${known.size}, by return` : String(ids.length)),
   baseline === null ? null : fact("Mean return", number(baseline))));
 
+const trained = ids.length ? await ask(`/api/beside/advantages?${new URLSearchParams(ids.map((id) => ["rollout", id]))}`) : [];
 const columns = ids.map((id) => {
   const row = known.get(id);
+  const advantages = trained.filter((step) => step.RolloutId === id).map((step) =>
+    [h("a", { href: address("/version", { policy: step.Policy, branch: step.Branch, version: step.Version }) }, `${number(step.Advantage)} in ${step.Policy}@${step.Version}`), " "]);
   const head = h("dl", {}, fact("Return", row ? returned(row.Return, row.ReturnsByRole) : "–"),
-    row && row.Return !== null && baseline !== null ? fact("Return less the mean", number(row.Return - baseline)) : null);
+    row && row.Return !== null && baseline !== null ? fact("Return less the mean", number(row.Return - baseline)) : null,
+    fact("Mean advantage", advantages.length ? advantages : "not trained"));
   const conversation = h("div", {}, h("p", {}, "Reading…"));
   return { id, conversation, element: h("section", { class: "column", "aria-label": `Rollout ${visible(id)}`, tabindex: 0 },
     h("h2", {}, h("a", { href: address("/rollout", { id }) }, id)), head, conversation) };

@@ -91,6 +91,7 @@ function drawSteps(sort) {
       history.replaceState(null, "", address("/training", { ...Object.fromEntries(new URLSearchParams(location.search)), ...next }));
       return drawSteps(next);
     } });
+  document.getElementById("export-steps").href = address("/steps.csv", { ...place, metrics: TABLE.join(","), sort: metric, order: sort.order });
   return steps.fill();
 }
 

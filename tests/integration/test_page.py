@@ -322,6 +322,9 @@ def test_training_page_long_table_of_steps_continues_after_its_last_row(store: S
         rows, after = rows + answer["rows"], answer["after"]
     assert [row["Version"] for row in rows] == sorted(range(1, 451), key=lambda version: (version % 7, version))
     assert rows[0]["Metrics"] == {"mean_return": 0.0}
+    query = urlencode({"policy": "long", "branch": "main", "metrics": "mean_return,=other", **order})
+    lines = get(f"{url}/steps.csv?{query}")[2].decode().splitlines()
+    assert (lines[0], lines[1], len(lines)) == ("Version,Committed,mean_return,'=other", "7,2020-01-01T00:00:00.000+00:00,0.0,", 451)
 
 
 def test_training_page_lists_skipped_groups_with_reasons(tab: Visitor, url: str) -> None:
@@ -366,7 +369,8 @@ def test_beside_page_shows_a_group_with_returns_against_the_mean(tab: Visitor) -
     page.get_by_role("link", name="weather", exact=True).click()
     expect(page.locator(".column .turn")).to_have_count(4)
     assert page.locator(".column h2").all_inner_texts() == ["seen-1", "seen-2"]
-    assert page.locator(".column > dl dd").all_inner_texts() == ["1.25", "0.5", "0.25", "-0.5"]
+    facts = page.locator(".column > dl dd").all_inner_texts()
+    assert [text.strip() for text in facts] == ["1.25", "0.5", "-0.5 in policy@5 0.75 in policy@5", "0.25", "-0.5", "not trained"]
 
 
 def test_compare_page_pairs_versions_on_held_out_tasks(tab: Visitor) -> None:
