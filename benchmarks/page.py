@@ -211,6 +211,9 @@ VIEWS: dict[str, Paths] = {
         lambda: f"/api/lanes?policy={POLICY}&branch={BRANCH}&newest={1 + order.randrange(workload.versions)}&steps=8"
     ),
     "rollouts_beside": lambda order, calls, workload: lambda: f"/api/rollouts?run=run-0&group={order.choice(calls).group}&sort=return",
+    "beside_advantages": lambda order, calls, workload: (
+        lambda: f"/api/beside/advantages?{urlencode([('rollout', call.rollout) for call in order.sample(calls, 8)])}"
+    ),
     "rollout_turns": lambda order, calls, workload: lambda: f"/api/rollout/turns?{urlencode({'call': order.choice(calls).place})}",
     "call_texts": lambda order, calls, workload: lambda: _call(order, calls, "/api/call/texts"),
     "call_alternatives": lambda order, calls, workload: lambda: _call(order, calls, "/api/call/alternatives"),
