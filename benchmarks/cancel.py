@@ -137,7 +137,7 @@ async def _cancel(
 
 
 async def _attempts_left(queue: QueueClient, session: aiohttp.ClientSession, gateway_url: str, asked: Iterable[str]) -> dict[str, int]:
-    """Count the cancelled attempts that still run as far as the queue knows, and those with a call in flight at the gateway."""
+    """Count the cancelled attempts that still run as far as the queue knows, and those that the gateway has not closed, or with a call."""
     running = (await queue.rollouts(run_id=RUN, state=RolloutState.RUNNING, limit=1000)).rollouts
     cancelled = set(asked)
     body = {"attempts": [{"rollout_id": name, "attempt": 0} for name in sorted(cancelled)], "wait": False}
@@ -146,7 +146,7 @@ async def _attempts_left(queue: QueueClient, session: aiohttp.ClientSession, gat
         counted = (await answer.json())["attempts"]
     return {
         "left_at_queue": sum(rollout.rollout_id in cancelled for rollout in running),
-        "left_at_gateway": sum(attempt["in_flight"] > 0 for attempt in counted),
+        "left_at_gateway": sum(attempt["in_flight"] > 0 or not attempt["closed"] for attempt in counted) + len(cancelled) - len(counted),
     }
 
 
