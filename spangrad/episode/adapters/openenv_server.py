@@ -75,6 +75,8 @@ class OpenEnvServer:
         self._query = urlencode(named)
         """Name of the session, or of the seat: the same for each connection to it."""
         self._step = 0
+        self._begun: StepResult | None = None
+        """Result of the last reset of a seat, until its first step: others may have acted before its turn, and ended the game."""
         self._ours = False
         self._connection: WebSocket
         self._url = self._open(time.monotonic() + wait_seconds)
@@ -90,17 +92,25 @@ class OpenEnvServer:
         data = {"task": task} if self._ours else task if isinstance(task, dict) else {} if task is None else {"task": task}
         self._step = 0
         named = {"request_id": uuid.uuid4().hex} if self._ours else {}
-        return self._result(self._ask({"type": "reset", "data": data, **named})).observation
+        result = self._result(self._ask({"type": "reset", "data": data, **named}))
+        self._begun = None if self.seat is None else result
+        return result.observation
 
     def step(self, action: Any) -> StepResult:
-        """Apply an action."""
+        """Apply an action; the first one gets what a player earned before its turn, and is not played where the game has ended already."""
         if isinstance(action, UnusableReply):
             return action.result()
+        if self._begun is not None and self._begun.done:
+            return self._begun
         message: dict[str, Any] = {"type": "step", "data": action_fields(action)}
         if self._ours:
             self._step += 1
             message |= {"step": self._step, **{name: value for name, value in carrier_of().items() if name == "traceparent"}}
-        return self._result(self._ask(message))
+        result = self._result(self._ask(message))
+        begun, self._begun = self._begun, None
+        if begun is None or begun.reward is None:
+            return result
+        return replace(result, reward=begun.reward + (result.reward or 0.0))
 
     def parse(self, text: str) -> Any:
         """Return the action that a reply means; a server of ours parses it itself."""
