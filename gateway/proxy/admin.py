@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -17,8 +18,9 @@ from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
 from gateway.proxy.counts import ClosedAttempt, Counts
 from gateway.proxy.http import error_response
 from spangrad.http.announcements import AnnouncementRequest, AttemptNumber, RolloutName, StageRequest
-from spangrad.http.server import json_response
+from spangrad.http.server import Handler, json_response
 
+T = TypeVar("T")
 COUNT_WAIT_SECONDS = 10
 """Longest time that a count waits for calls in flight."""
 
@@ -89,20 +91,17 @@ class Admin:
     def routes(self) -> list[web.RouteDef]:
         """Return the routes that aiohttp registers."""
         return [
-            web.post("/attempts", self.announce),
-            web.post("/attempts/stages", self.start_stages),
-            web.post("/attempts/calls", self.calls),
-            web.post("/attempts/close", self.close),
+            web.post("/attempts", _given(AnnouncementRequest, "an announcement", self.announce)),
+            web.post("/attempts/stages", _given(StageRequest, "an announcement of stages", self.start_stages)),
+            web.post("/attempts/calls", _given(CountRequest, "a request for calls", self.calls)),
+            web.post("/attempts/close", _given(ClosingRequest, "an order to close attempts", self.close)),
             web.get("/healthz", self.health),
             web.get("/readyz", self.ready),
         ]
 
-    async def announce(self, request: web.Request) -> web.Response:
+    async def announce(self, request: AnnouncementRequest) -> web.Response:
         """Record that attempts are about to start."""
-        try:
-            announced = msgspec.json.decode(await request.read(), type=AnnouncementRequest).attempts
-        except msgspec.DecodeError as error:
-            return error_response(400, f"an announcement is JSON with a list `attempts`: {error}")
+        announced = request.attempts
         parents = [parse_traceparent(attempt.traceparent) for attempt in announced]
         for attempt, parent in zip(announced, parents, strict=True):
             if attempt.traceparent is not None and parent is None:
@@ -112,24 +111,16 @@ class Admin:
             self._counts.announce(AttemptKey(attempt.rollout_id, attempt.attempt), announcement)
         return json_response({"status": "announced"})
 
-    async def start_stages(self, request: web.Request) -> web.Response:
+    async def start_stages(self, request: StageRequest) -> web.Response:
         """Limit the calls of attempts to the time of the stages that they are about to begin."""
-        try:
-            started = msgspec.json.decode(await request.read(), type=StageRequest).attempts
-        except msgspec.DecodeError as error:
-            return error_response(400, f"an announcement of stages is JSON with a list `attempts`: {error}")
-        for stage in started:
+        for stage in request.attempts:
             self._counts.start_stage(AttemptKey(stage.rollout_id, stage.attempt), stage.stage, stage.seconds)
         return json_response({"status": "announced"})
 
-    async def calls(self, request: web.Request) -> web.Response:
+    async def calls(self, request: CountRequest) -> web.Response:
         """Answer with the number of policy calls of attempts, and whether the last one was refused for the length of its prompt."""
-        try:
-            counted = msgspec.json.decode(await request.read(), type=CountRequest)
-        except msgspec.DecodeError as error:
-            return error_response(400, f"a request for calls is JSON with a list `attempts`: {error}")
-        keys = [AttemptKey(attempt.rollout_id, attempt.attempt) for attempt in counted.attempts]
-        if counted.wait:
+        keys = [AttemptKey(attempt.rollout_id, attempt.attempt) for attempt in request.attempts]
+        if request.wait:
             await asyncio.gather(*(self._counts.wait_idle(key, COUNT_WAIT_SECONDS) for key in keys))
         return json_response(CountedAttempts([self._counted(key) for key in keys]))
 
@@ -137,15 +128,11 @@ class Admin:
         counts, refused = self._counts, self._counts.refused(key)
         return CountedAttempt(counts.calls(key), counts.overflowed(key), counts.in_flight(key), refused.reason if refused else "")
 
-    async def close(self, request: web.Request) -> web.Response:
+    async def close(self, request: ClosingRequest) -> web.Response:
         """End attempts here and at the other gateways: their calls in flight are cut, and later ones refused."""
-        try:
-            closed = msgspec.json.decode(await request.read(), type=ClosingRequest).attempts
-        except msgspec.DecodeError as error:
-            return error_response(400, f"an order to close attempts is JSON with a list `attempts`: {error}")
-        for attempt in closed:
+        for attempt in request.attempts:
             self._counts.close(attempt)
-        await self._close_elsewhere(closed)
+        await self._close_elsewhere(request.attempts)
         return json_response({"status": "closed"})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -160,3 +147,16 @@ class Admin:
         if down:
             return error_response(503, " ".join(policy.why_down() for policy in down))
         return json_response({"status": max((policy.status for policy in policies), key=list(BackendStatus).index)})
+
+
+def _given(kind: type[T], name: str, answer: Callable[[T], Awaitable[web.Response]]) -> Handler:
+    """Return the handler of requests with a body of a kind, which answers 400 to any other, by the kind's name."""
+
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            body = msgspec.json.decode(await request.read(), type=kind)
+        except msgspec.DecodeError as error:
+            return error_response(400, f"{name} is JSON with a list `attempts`: {error}")
+        return await answer(body)
+
+    return handle
