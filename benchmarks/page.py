@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -249,7 +250,7 @@ def measured(url: str, path: Callable[[], str], processes: Sequence[int], reques
 
 
 def timed(work: Callable[[str], object], processes: Sequence[int], arguments: Sequence[Callable[[], str]]) -> dict[str, float]:
-    """Return median and p95 of the time of a function, and the mean CPU time of processes, in milliseconds."""
+    """Return median and p95 (nearest rank) of the time of a function, and the mean CPU time of processes, in milliseconds."""
     seconds, before = list[float](), _cpu_seconds(processes)
     for argument in arguments:
         value = argument()
@@ -258,7 +259,7 @@ def timed(work: Callable[[str], object], processes: Sequence[int], arguments: Se
         seconds.append(time.perf_counter() - begin)
     cpu = (_cpu_seconds(processes) - before) / len(arguments)
     ordered = sorted(seconds)
-    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
     return {"p50_ms": round(median(seconds) * 1000, 1), "p95_ms": round(p95 * 1000, 1), "cpu_ms": round(cpu * 1000, 1)}
 
 
