@@ -49,11 +49,19 @@ def _answering(url: str) -> dict[str, Any]:
 
 def _builder(url: str) -> dict[str, Any]:
     text = text_of(url, _ANSWER_SECONDS)
-    return {"answers": text is not None, "detail": _lags(text or "")}
+    try:
+        return {"answers": text is not None, "detail": _lags(text or "")}
+    except (KeyError, ValueError):  # another program listens at the address
+        return {"answers": False, "detail": f"what {url} answers is no builder's metrics. Fix builder.metrics_address"}
 
 
 def _lags(metrics: str) -> str:
-    """Return the builder's lag by mode, where something waits; empty where nothing does."""
+    """Return the builder's lag by mode, where something waits; empty where nothing does.
+
+    Raises:
+        KeyError: a sample lacks its mode.
+        ValueError: the text is not in Prometheus' format.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     samples = [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]

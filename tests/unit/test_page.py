@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import page
+from page import services
 from page.rollouts.text_search import _spellings  # pyright: ignore[reportPrivateUsage]
+from spangrad.settings import BuilderSettings, Settings
 from spangrad.store.names import INTERNAL
 
 
@@ -13,6 +17,15 @@ def test_page_modules_name_no_internal_table() -> None:
     modules = sorted(Path(page.__file__).parent.rglob("*.py"))
     assert len(modules) > 10
     assert [module.name for module in modules if INTERNAL in module.read_text()] == []
+
+
+@pytest.mark.parametrize("text", ["<html>", "spangrad_builder_lag_seconds 5\n"])
+def test_services_other_program_at_the_builders_address_is_no_answer(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(services, "text_of", lambda url, seconds: text)
+    monkeypatch.setattr(services, "status_of", lambda url, seconds: None)
+    settings = Settings(builder=BuilderSettings(metrics_address="127.0.0.1:9"))
+    builder = next(row for row in services.services_of(settings) if row["name"] == "builder")
+    assert (builder["answers"], builder["detail"][:37]) == (False, "what http://127.0.0.1:9/metrics answe")
 
 
 def test_text_search_text_is_looked_for_as_json_escapes_it() -> None:
