@@ -101,7 +101,9 @@ export function clearProblem() {
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
-  return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toString();
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const shown = Number(value.toPrecision(digits));
+  return Math.abs(shown) < 1e-4 ? shown.toExponential() : shown.toString();
 }
 
 // A return; of a rollout whose rewards name several roles those of each, never their sum.
