@@ -172,12 +172,14 @@ class WatchApp(App[None]):
             self.call_from_thread(self._show, state)
 
     def _show_problem(self, problem: str) -> None:
-        line = self.query_one("#problem", Static)
-        line.update(problem)
-        line.display = bool(problem)
+        for line in self.query("#problem").results(Static):  # none once the app is ending
+            line.update(problem)
+            line.display = bool(problem)
 
     def _show(self, state: WatchState) -> None:
         self._show_problem("")
+        if not self.query("#list"):
+            return  # the app is ending
         texts = {
             "services": cells.service_lines(state.overview),
             "rollouts": cells.rollout_lines(state.overview),
