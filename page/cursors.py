@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 Value = int | float | str
+T = TypeVar("T")
 
 
 def encode_cursor(values: Sequence[Value]) -> str:
     """Return the cursor of a row by its values in the list's order."""
     return base64.urlsafe_b64encode(json.dumps(values).encode()).decode().rstrip("=")
+
+
+def cut_page(rows: Sequence[T], most: int, place: Callable[[T], Sequence[Value]]) -> tuple[list[T], str | None]:
+    """Return the rows of a page, and the cursor of what follows; None: nothing does.
+
+    Args:
+        rows: rows of the page, and one more where others follow.
+        most: largest number of rows of a page.
+        place: returns a row's values in the list's order.
+    """
+    return list(rows[:most]), encode_cursor(place(rows[most - 1])) if len(rows) > most else None
 
 
 def decode_cursor(text: str, *kinds: type | tuple[type, ...]) -> list[Value]:

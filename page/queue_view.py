@@ -34,12 +34,12 @@ def queue_view(settings: QueueSettings, run: str, state: str, order: str, after:
         QueueError: the queue refuses, or does not answer.
     """
     if settings.url is None:
-        return {"problem": UNNAMED, "runs": [], "rollouts": [], "after": None}
+        return {"problem": UNNAMED, "runs": [], "rows": [], "after": None}
     query = {"limit": ROWS, "after": after, "order": order, **({"run": run} if run else {}), **({"state": state} if state else {})}
     page = _ask(settings, f"/v1/rollouts?{urlencode(query)}")
     rollouts = page["rollouts"]
     runs = [] if after else _ask(settings, "/v1/runs")["runs"]
-    return {"runs": runs, "rollouts": rollouts, "after": page["cursor"] if len(rollouts) == ROWS else None}
+    return {"runs": runs, "rows": rollouts, "after": page["cursor"] if len(rollouts) == ROWS else None}
 
 
 def queued_rollout(settings: QueueSettings, rollout: str) -> dict[str, Any]:

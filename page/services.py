@@ -35,10 +35,10 @@ def services_of(settings: Settings) -> list[dict[str, Any]]:
         requests["builder"] = lambda: _builder(f"http://{settings.builder.metrics_address}/metrics")
     with ThreadPoolExecutor(len(requests)) as threads:
         answers = {name: threads.submit(request) for name, request in requests.items()}
-    asked = [{"name": name, **answer.result()} for name, answer in answers.items()]
+    answered = [{"name": name, **answer.result()} for name, answer in answers.items()]
     status = run_directory.status_of(settings.up.directory) or {"services": []}
     supervised = map(_supervised, status["services"])
-    return asked + [service for service in supervised if service["name"] not in _COVERED | requests.keys()]
+    return answered + [service for service in supervised if service["name"] not in _COVERED | requests.keys()]
 
 
 def _answering(url: str) -> dict[str, Any]:

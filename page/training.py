@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from page.cursors import Value, decode_cursor, encode_cursor
+from page.cursors import Value, cut_page, decode_cursor
 from page.encoding import csv_line
 from page.reading import PageStore
 from spangrad.store.built_rollouts import newest_revisions_sql, revisions_sql
@@ -182,8 +182,8 @@ def step_rows(store: PageStore, policy: str, branch: str, metrics: Sequence[str]
     parameters = {"policy": policy, "branch": branch, "metrics": list(metrics), "sort": order.sort, "value": value, "version": version}
     sql = _STEP_ROWS.format(after=after, direction=direction)
     rows = store.rows(sql, {**parameters, "limit": STEP_ROWS + 1})
-    last = rows[STEP_ROWS - 1] if len(rows) > STEP_ROWS else None
-    return {"rows": rows[:STEP_ROWS], "after": encode_cursor([last["SortValue"], last["Version"]]) if last else None}
+    shown, following = cut_page(rows, STEP_ROWS, lambda row: (row["SortValue"], row["Version"]))
+    return {"rows": shown, "after": following}
 
 
 def steps_export(store: PageStore, policy: str, branch: str, metrics: Sequence[str], order: StepOrder) -> Iterator[bytes]:
@@ -235,9 +235,10 @@ def skipped_view(skipped: Sequence[SkippedRow], after: str, since: int | None = 
     chosen = [row for row in skipped if (since is None or row.newest_version >= since) and (until is None or row.newest_version < until)]
     last = tuple(decode_cursor(after, int, str, str, str, str)) if after else None
     following = sorted((row for row in chosen if last is None or row.place < last), key=lambda row: row.place, reverse=True)
+    shown, cursor = cut_page(following, SKIPPED_ROWS, lambda row: row.place)
     return {
-        "rows": [asdict(row) for row in following[:SKIPPED_ROWS]],
-        "after": encode_cursor(following[SKIPPED_ROWS - 1].place) if len(following) > SKIPPED_ROWS else None,
+        "rows": [asdict(row) for row in shown],
+        "after": cursor,
         "reasons": dict(Counter(row.reason for row in chosen).most_common()),
     }
 

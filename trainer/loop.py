@@ -6,6 +6,7 @@ start; a commit that was not yet copied to the store, or published, is at the ne
 
 Where rollouts may be older than the newest version, all from the checkpoint on is done beside the next step (`trainer.commits`), up to its
 first update. Until then the version is pending, and counts as the head (`WorkingBranch`).
+
 A step trains the head of its branch. When another process moved it (another trainer of the branch, a rollback), its weights and its
 optimizer state are loaded first; while another trainer's step is under way, this one waits.
 
@@ -109,10 +110,8 @@ class Trainer:
         self.transaction = StepTransaction(self.settings, self.branch, self.shutdown)
         self.demand = DemandReporter(self.settings, self.branch, self.source.build_spec)
         self.phases = Phases(self.ledger, self.settings.trainer)
-        self.publishing = (
-            HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown, self.phases, lambda: self.optimizer)
-            if self.publisher
-            else None
+        self.publishing = self.publisher and HeadPublisher(
+            self.publisher, self.ledger, self.settings, self.shutdown, self.phases, lambda: self.optimizer
         )
         self.batches = BatchQueue(self.settings.trainer, self.branch, self.clock, self._publish_again, self.phases.skips)
         self.lookahead = Lookahead(self._look, lambda: self.arrived(self.settings.trainer.poll_seconds))
@@ -264,8 +263,8 @@ class Trainer:
     def step(self, loaded: Loaded) -> bool:
         """Make one version of one batch; when anything goes wrong before the commit, undo the lease.
 
-        Where steps overlap, the version may be pending when this returns.
-        A step that is refused for some of its rows leaves their groups skipped and the others ready.
+        Where steps overlap, the version may be pending when this returns. A step that is refused for some of its rows leaves their groups
+        skipped and the others ready.
 
         Returns:
             False: another trainer's step is under way, or the branch has another head by now.

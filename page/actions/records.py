@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from page.actions.requests import Request
-from page.cursors import decode_cursor, encode_cursor
+from page.cursors import cut_page, decode_cursor
 from page.reading import PageStore
 from spangrad import semconv
 from spangrad.errors import StoreError
@@ -115,8 +115,8 @@ def actions_view(store: PageStore, after: str) -> dict[str, Any]:
     asked_ms, id_ = decode_cursor(after, int, str) if after else (2**62, "")
     place = {"asked_ms": asked_ms, "id": id_, "most": ROWS + 1}
     rows = store.rows(_ACTIONS, {"service": SERVICE, "event": semconv.ACTION_EVENT, **place})
-    last = rows[ROWS - 1] if len(rows) > ROWS else None
-    return {"rows": rows[:ROWS], "after": encode_cursor([last["AskedMs"], last["Id"]]) if last else None}
+    shown, following = cut_page(rows, ROWS, lambda row: (row["AskedMs"], row["Id"]))
+    return {"rows": shown, "after": following}
 
 
 def _attributes(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:

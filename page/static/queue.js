@@ -43,20 +43,16 @@ const columns = [
   { title: "", cell: (rollout) => queueButtons(rollout) ?? "" },
 ];
 const order = query.order ?? "newest";
-let first = found;
 const table = new VirtualTable(document.getElementById("rollouts"), {
   columns,
   label: `Rollouts, the ${order} first`,
   sort: { sort: "arrival", order: order === "newest" ? "desc" : "asc" },
-  more: async (after, signal) => {
-    const page = first ?? await ask(address("/api/queue", { ...query, after }), { signal });
-    first = null;
-    return { rows: page.rollouts, after: page.after };
-  },
+  first: found,
+  more: (after, signal) => ask(address("/api/queue", { ...query, after }), { signal }),
   onSort: () => location.assign(address("/queue", { ...query, order: order === "newest" ? "oldest" : "newest" })),
 });
 await table.fill();
-put("many", many("Cancel", found.rollouts.filter((rollout) => OPEN.includes(rollout.state)), "cancel", "Cancel the first rollouts of this list that have not ended?"), " ",
-  many("Retry", found.rollouts.filter((rollout) => rollout.state === "dead"), "retry", "Queue the first dead rollouts of this list again?"));
-put("none", found.rollouts.length || found.problem ? "" : "No rollout is in this state.");
+put("many", many("Cancel", found.rows.filter((rollout) => OPEN.includes(rollout.state)), "cancel", "Cancel the first rollouts of this list that have not ended?"), " ",
+  many("Retry", found.rows.filter((rollout) => rollout.state === "dead"), "retry", "Queue the first dead rollouts of this list again?"));
+put("none", found.rows.length || found.problem ? "" : "No rollout is in this state.");
 ready();

@@ -21,12 +21,7 @@ export async function drawSkipped(place) {
     { title: "", cell: (row) => actionButton("Restore", { request: () => ({ action: "restore", policy, branch, groups: [row.group] }),
       question: `Make group ${row.group} trainable again? The trainer checks it again, and skips it where the reason still holds.` }) ?? "" },
   ];
-  let first = skipped;
-  const table = new VirtualTable(region, { columns, label: "Skipped groups, newest first",
-    more: async (after, signal) => {
-      const page = first ?? await ask(address("/api/training/skipped", { ...place, after }), { signal });
-      first = null;
-      return page;
-    } });
+  const table = new VirtualTable(region, { columns, label: "Skipped groups, newest first", first: skipped,
+    more: (after, signal) => ask(address("/api/training/skipped", { ...place, after }), { signal }) });
   await table.fill();
 }

@@ -6,10 +6,11 @@ const BEYOND = 12; // rows drawn above and below the view
 
 export class VirtualTable {
   // columns: [{name, title, cell(row) -> node or text, sort, wide, number}], more(after, signal) -> {rows, after}
-  constructor(region, { columns, label, more, sort, onSort }) {
+  constructor(region, { columns, label, more, first, sort, onSort }) {
     this.region = region;
     this.columns = columns;
     this.more = more;
+    this.first = first; // the first page, where it is here already
     this.rows = [];
     this.after = undefined; // undefined: nothing asked yet; null: all rows are here
     this.asking = null;
@@ -49,7 +50,8 @@ export class VirtualTable {
   async fill() {
     const { signal } = this.closing;
     if (this.asking || this.after === null || signal.aborted) return;
-    this.asking = this.more(this.after, signal);
+    this.asking = this.first ?? this.more(this.after, signal);
+    this.first = null;
     try {
       const { rows, after } = await this.asking;
       this.rows.push(...rows);

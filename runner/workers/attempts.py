@@ -34,8 +34,10 @@ from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure, Rollout, Stage
 
 T = TypeVar("T")
-_CLOSED_BY_GATEWAY = {str(one): one for one in (AttemptFailure.TOKEN_BUDGET, AttemptFailure.CALL_BUDGET)} | {
-    f"{Stage.RUN}_timeout": AttemptFailure.TIMEOUT
+_CLOSED_BY_GATEWAY = {
+    AttemptFailure.TOKEN_BUDGET.value: AttemptFailure.TOKEN_BUDGET,
+    AttemptFailure.CALL_BUDGET.value: AttemptFailure.CALL_BUDGET,
+    f"{Stage.RUN}_timeout": AttemptFailure.TIMEOUT,
 }
 """Failures of attempts whose agents failed after the gateway had refused them calls, by the gateway's reason."""
 

@@ -57,7 +57,7 @@ def test_ranks_trainer_and_ray_killed_at_random_points_end_with_undisturbed_weig
             done = service.trained(branch)
             assert done == expected[: len(done)], (kind, "a batch was repeated or skipped")
         assert service.checksums(branch) == service.checksums("undisturbed")
-    wait_until(lambda: not any(lives(one) for one in family), LIMIT_SECONDS, "the end of every process of the trainers'")
+    wait_until(lambda: not any(lives(process) for process in family), LIMIT_SECONDS, "the end of every process of the trainers'")
     tell(f"{fell.total()} kills in {runs} runs of {STEPS} steps: {dict(sorted(fell.items()))}")
 
 
@@ -76,7 +76,7 @@ def kill_at_random(
         with contextlib.suppress(psutil.NoSuchProcess):
             whole = [psutil.Process(trainer.pid), *psutil.Process(trainer.pid).children(recursive=True)]
             family |= {*whole[1:]}
-            named = [one for one in whole if KILLED[kind] in " ".join([*one.cmdline(), ""])]
+            named = [process for process in whole if KILLED[kind] in " ".join([*process.cmdline(), ""])]
             if named:
                 named[-1].kill()
                 return True

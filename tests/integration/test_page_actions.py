@@ -189,15 +189,15 @@ def test_queue_actions_cancel_open_rollouts_and_retry_dead_rollouts(page: Acting
     (lease,) = page.queue.ask("POST", "/v1/leases", {"run_id": RUN, "worker": "w"})["leases"]
     failure = {"rollout_id": lease["rollout_id"], "attempt": lease["attempt"], "reason": "exception"}
     page.queue.ask("POST", "/v1/leases/fail", {"failures": [failure]})
-    (dead,) = page.get("/api/queue?state=dead")["rollouts"]
+    (dead,) = page.get("/api/queue?state=dead")["rows"]
     assert (dead["rollout_id"], page.get("/api/queue/rollout?id=dies")["state"]) == ("dies", "dead")
     assert page.act({"action": "retry", "author": "Ada", "rollout_ids": ["dies"]}) == (200, "queued again: 1.")
     done = page.act({"action": "cancel", "author": "Ada", "rollout_ids": ["dies", "waits"]})
     assert done == (200, "cancelled: 2 that were queued, 0 that were running.")
     view = page.get(f"/api/queue?run={RUN}&state=cancelled")
-    assert [row["rollout_id"] for row in view["rollouts"]] == ["waits", "dies"]
+    assert [row["rollout_id"] for row in view["rows"]] == ["waits", "dies"]
     oldest = page.get(f"/api/queue?run={RUN}&state=cancelled&order=oldest")
-    assert [row["rollout_id"] for row in oldest["rollouts"]] == ["dies", "waits"]
+    assert [row["rollout_id"] for row in oldest["rows"]] == ["dies", "waits"]
     assert view["runs"][0]["states"] == {"cancelled": 2}
     assert page.get("/api/queue/rollout?id=absent") == {"state": None}
 
