@@ -240,6 +240,8 @@ class Game:
         is_named_again = request.request_id is not None and request.request_id == seat.step_name
         if seat.steps and seat.response is not None and (request.step == seat.steps or is_named_again):
             return seat.response
+        if seat.state is PlayerState.DONE and not seat.is_late:
+            raise SessionError(ErrorCode.SESSION_ERROR, f"the episode has ended for {role}, or has not begun. Send reset")
         if request.step is not None and request.step != seat.steps + 1:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"step {request.step} does not follow step {seat.steps} of {role}")
         if seat.is_late:
@@ -248,8 +250,6 @@ class Game:
             if role in self._acting or seat.state is PlayerState.DONE:
                 self._deliver(role)
             return seat.response
-        if seat.state is PlayerState.DONE:
-            raise SessionError(ErrorCode.SESSION_ERROR, f"the episode has ended for {role}, or has not begun. Send reset")
         if role not in self._acting or role in self._actions:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"it is not the turn of {role}")
         seat.steps, seat.step_name = seat.steps + 1, request.request_id

@@ -1,4 +1,4 @@
-"""Kills of the processes of served environments, and of their server, while many clients play: no step twice, no state of another's."""
+"""Kills of served environments' processes, of their server and of players: no step twice, none out of turn, no state of another's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ import pytest
 from spangrad.episode.adapters.openenv_server import OpenEnvServer
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
+from tests.agents.relay import TURNS
 
 AGENTS = Path(__file__).resolve().parent.parent / "agents"
 CLIENTS, STEPS = 8, 6
+GAMES = 4
+SOON = {"lease_seconds": 2, "idle_seconds": 5}
+"""Times after which players of served games have left, or wait for others no longer."""
 
 
 class Player:
@@ -59,53 +64,188 @@ class Player:
             environment.close()
 
 
+class Game:
+    """Two players of a served game, one game after the other; each replies with the token that it observed last."""
+
+    def __init__(self, number: int, url: str) -> None:
+        self.number, self.url = number, url
+        self.kinds = Counter[str]()
+        """Games by how many players saw the end: whole, part, lost."""
+        self.returns: list[float] = []
+        """Sums of both returns of the games that both players saw the end of."""
+        self.killed = 0
+        """Number of players that are to be killed."""
+        self.random = random.Random(number)
+
+    async def play(self, until: float) -> None:
+        number = 0
+        while time.monotonic() < until or self.killed:
+            number += 1
+            name = f"{self.number}-{number}"
+            returns = await asyncio.gather(*(asyncio.to_thread(self._play, name, role) for role in ("white", "black")))
+            seen = [value for value in returns if value is not None]
+            self.kinds["whole" if len(seen) == 2 else "part" if seen else "lost"] += 1
+            if len(seen) == 2:
+                self.returns.append(sum(seen))
+
+    def _play(self, name: str, role: str) -> float | None:
+        """Play to the end; return the sum of rewards. None: the game was lost, or the player killed."""
+        try:
+            seat = OpenEnvServer([f"{self.url}?session_id={name}&role={role}"], wait_seconds=30)
+        except EnvironmentsError:
+            return None
+        try:
+            text, total, done = seat.reset({}), 0.0, False
+            while not done:
+                if self.killed:
+                    self.killed -= 1
+                    seat._connection._connection.close()
+                    return None
+                if self.random.random() < 0.1:
+                    seat._connection._connection.close()  # the network fails as well
+                time.sleep(self.random.random() * 0.02)
+                result = seat.step(text.splitlines()[-1])
+                text, total, done = result.observation, total + (result.reward or 0.0), result.done
+        except EnvironmentsError:
+            return None
+        seat.close()
+        return total
+
+
 async def test_sessions_kills_play_no_step_twice_and_mix_no_states(tmp_path: Path) -> None:
-    await killed(tmp_path, kills=6, seconds=6)
+    await killed_sessions(tmp_path, kills=6, seconds=6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_sessions_fifty_kills_play_no_step_twice_and_mix_no_states(tmp_path: Path) -> None:
-    await killed(tmp_path, kills=50, seconds=75)
+    await killed_sessions(tmp_path, kills=50, seconds=75)
 
 
-async def killed(directory: Path, kills: int, seconds: float) -> None:
-    """Play for a time, and kill a process now and then: each fifth time the server, else one of its processes."""
-    (port,) = free_ports(1)
-    url, log = f"http://127.0.0.1:{port}", directory / "steps"
+async def test_served_games_kills_play_each_turn_once_in_order(tmp_path: Path, tell: Callable[[str], None]) -> None:
+    await killed_games(tmp_path, tell, kills=6, seconds=9)
 
-    def start() -> Child:
-        words = ("env", "serve", "guess_game:Guess", "--directory", str(AGENTS), "--port", str(port), "--shards", "2")
-        child = Child("environments", own_command(*words), directory / "env.log", inherit_settings=False)
-        wait_until(lambda: answers(f"{url}/health"), 60, "environments", [child])
-        return child
 
-    child = await asyncio.to_thread(start)
-    players = [Player(number, url, log) for number in range(CLIENTS)]
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_served_games_fifty_kills_play_each_turn_once_in_order(tmp_path: Path, tell: Callable[[str], None]) -> None:
+    await killed_games(tmp_path, tell, kills=50, seconds=100)
+
+
+async def killed_sessions(directory: Path, kills: int, seconds: float) -> None:
+    """Kill a process now and then while clients play: each fifth time the server, else one of its processes."""
+    service, log = Service("guess_game:Guess", directory), directory / "steps"
+    players = [Player(number, service.url, log) for number in range(CLIENTS)]
     end = time.monotonic() + seconds
-    playing = [asyncio.create_task(asyncio.to_thread(player.play, end)) for player in players]
-    descendants: list[psutil.Process] = []
-    try:
-        for number in range(1, kills + 1):
-            await asyncio.sleep(seconds / (kills + 1))
-            processes = await asyncio.to_thread(_shards, child)
-            descendants += processes
-            if number % 5 == 0:
-                os.kill(child.process.pid, signal.SIGKILL)
-                await asyncio.to_thread(child.process.wait)
-                child = await asyncio.to_thread(start)
-            elif processes:
-                _kill(random.choice(processes))
-        await asyncio.gather(*playing)
-    finally:
-        await asyncio.to_thread(child.stop)
+
+    def kill(number: int) -> Coroutine[Any, Any, None]:
+        return service.kill_server() if number % 5 == 0 else service.kill_shard()
+
+    await service.disturb([asyncio.to_thread(player.play, end) for player in players], kill, kills, seconds)
     assert [wrong for player in players for wrong in player.wrong] == []
     played = Counter(line for line in log.read_text().splitlines() if not line.endswith("closed"))
     assert {line: times for line, times in played.items() if times > 1} == {}
     assert set[str]().union(*(player.answered for player in players)) <= played.keys()
     assert sum(player.finished for player in players) > CLIENTS
     assert sum(player.lost for player in players) > 0
-    await asyncio.to_thread(wait_until, lambda: not any(map(_runs, descendants)), 10, "the end of all processes")
+    await service.require_end()
+
+
+async def killed_games(directory: Path, tell: Callable[[str], None], kills: int, seconds: float) -> None:
+    """Kill a player, a process or the server now and then while games of two are played."""
+    log = directory / "relay.log"
+    service = Service("relay:Relay", directory, {"RELAY_LOG": str(log)}, SOON)
+    games = [Game(number, service.url) for number in range(GAMES)]
+    end = time.monotonic() + seconds
+
+    async def kill(number: int) -> None:
+        if number % 3 == 0:
+            games[number % GAMES].killed += 1
+        elif number % 5 == 0:
+            await service.kill_server()
+        else:
+            await service.kill_shard()
+
+    await service.disturb([game.play(end) for game in games], kill, kills, seconds)
+    boards = defaultdict[str, list[str]](list)
+    for line in log.read_text().splitlines():
+        board, _, step = line.partition(" ")
+        boards[board].append(step)
+    for board, lines in boards.items():
+        for number, line in enumerate(lines):
+            assert line in _possible(board, number), f"{lines} of {board}"
+    kinds = sum((game.kinds for game in games), Counter[str]())
+    forfeits = sum("forfeit" in line for lines in boards.values() for line in lines)
+    tell(f"games of {GAMES} pairs beside {kills} kills: {dict(kinds)}; {forfeits} forfeits")
+    assert kinds["whole"] > GAMES
+    assert kinds["part"] + kinds["lost"] > 0
+    assert {total for game in games for total in game.returns} == {0.0}
+    assert forfeits > 0
+    await service.require_end()
+
+
+def _possible(board: str, number: int) -> set[str]:
+    """Return the lines that a game's log may have at a place."""
+    if number == 0:
+        return {"0 reset"}
+    if number > len(TURNS):
+        return set()
+    turn = sorted(TURNS[number - 1])
+    played = " ".join([f"{number - 1} step", *turn, *(f"{board}:{role}" for role in turn)])
+    return {played, *(f"{number - 1} forfeit {role}" for role in turn)}
+
+
+class Service:
+    """A server of one environment with two processes, which is started again after each kill."""
+
+    def __init__(
+        self, environment: str, directory: Path, variables: Mapping[str, str] | None = None, times: Mapping[str, int] | None = None
+    ) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        words = ("env", "serve", environment, "--directory", str(AGENTS), "--port", str(port), "--shards", "2")
+        set_times = [word for name, value in (times or {}).items() for word in ("--set", f"environments.{name}={value}")]
+        self._command = own_command(*words, *set_times)
+        self._log = directory / "env.log"
+        self._variables = variables
+        self._child: Child
+        self._descendants: list[psutil.Process] = []
+
+    async def disturb(
+        self, playing: list[Coroutine[Any, Any, None]], kill: Callable[[int], Coroutine[Any, Any, None]], kills: int, seconds: float
+    ) -> None:
+        """Serve until all have played, and kill at even intervals."""
+        await asyncio.to_thread(self._start)
+        tasks = [asyncio.create_task(each) for each in playing]
+        try:
+            for number in range(1, kills + 1):
+                await asyncio.sleep(seconds / (kills + 1))
+                await kill(number)
+            await asyncio.gather(*tasks)
+        finally:
+            await asyncio.to_thread(self._child.stop)
+
+    async def kill_server(self) -> None:
+        """Kill the server, and start it again."""
+        self._descendants += await asyncio.to_thread(_shards, self._child)
+        os.kill(self._child.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(self._child.process.wait)
+        await asyncio.to_thread(self._start)
+
+    async def kill_shard(self) -> None:
+        """Kill a process of the environment."""
+        processes = await asyncio.to_thread(_shards, self._child)
+        self._descendants += processes
+        if processes:
+            _kill(random.choice(processes))
+
+    async def require_end(self) -> None:
+        """Require that no process is left."""
+        await asyncio.to_thread(wait_until, lambda: not any(map(_runs, self._descendants)), 10, "the end of all processes")
+
+    def _start(self) -> None:
+        self._child = Child("environments", self._command, self._log, self._variables, inherit_settings=False)
+        wait_until(lambda: answers(f"{self.url}/health"), 60, "environments", [self._child])
 
 
 def _shards(child: Child) -> list[psutil.Process]:

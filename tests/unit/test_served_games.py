@@ -233,6 +233,18 @@ def test_served_game_begins_with_all_players_or_not_at_all() -> None:
     run_in_virtual_time(scenario())
 
 
+def test_served_game_of_a_lost_episode_ends_for_a_player_that_goes_on() -> None:
+    async def scenario() -> None:
+        game = game_of(Table([frozenset("a")], forfeit_ends=True))
+        game.attach("a")
+        assert (await send(game, "a", "step", {"text": "a 3"}, step=3))["data"] == {
+            "message": "the episode has ended for a, or has not begun. Send reset",
+            "code": "SESSION_ERROR",
+        }
+
+    run_in_virtual_time(scenario())
+
+
 async def test_description_of_an_environment_with_roles_has_each_roles_prompt() -> None:
     described = await description_of(Table([frozenset("a")], forfeit_ends=True))
     assert (described.roles, described.system_prompts["b"], described.forfeits) == (["a", "b", "c"], "You are b.", True)
