@@ -52,7 +52,7 @@ class EmbeddedQueue(QueueClient):
     @classmethod
     def begin(cls, settings: Settings) -> Self:
         """Create the queue of a new run."""
-        return cls(_directory(settings.runner) / f"{next(ordered_ids())}.db", _defaults(settings), GatewayOrders.of(settings))
+        return cls(_directory(settings.runner) / f"{next(ordered_ids())}.db", Defaults.of(settings), GatewayOrders.of(settings))
 
     @classmethod
     async def left(cls, settings: Settings) -> list[tuple[Self, int]]:
@@ -60,7 +60,7 @@ class EmbeddedQueue(QueueClient):
         queues: list[tuple[Self, int]] = []
         for file in sorted(_directory(settings.runner).glob("*.db")):
             try:
-                queue = cls(file, _defaults(settings), GatewayOrders.of(settings))
+                queue = cls(file, Defaults.of(settings), GatewayOrders.of(settings))
             except QueueError:
                 continue  # its process is alive, or it was killed before there was a table
             states = {state: count for run in await queue._service.counts() for state, count in run.states.items()}
@@ -117,10 +117,6 @@ def _directory(settings: RunnerSettings) -> Path:
     directory = settings.directory / "queues" / quote(settings.run_id, safe="").replace(".", "%2E")
     directory.mkdir(parents=True, exist_ok=True)
     return directory
-
-
-def _defaults(settings: Settings) -> Defaults:
-    return Defaults(settings.runner.timeout_seconds, settings.runner.max_attempts, settings.queue.lease_seconds)
 
 
 def _opened(file: Path) -> QueueDatabase:

@@ -70,7 +70,7 @@ def queued(rollout: Rollout, settings: Settings) -> NewRollout:
         group_size=rollout.group_size,
         mode=rollout.mode,
         rollout_id=rollout.key.rollout_id,
-        timeout_seconds=settings.runner.timeout_seconds,
+        timeout_seconds=settings.runner.timeout_of(rollout.task.data_source),
         max_attempts=settings.runner.max_attempts,
         prompt=rollout.task.prompt,
         least_sandbox=rollout.task.least_sandbox,

@@ -36,7 +36,7 @@ class RolloutManner(Struct, frozen=True, kw_only=True):
     mode: Mode = Mode.TRAIN
     priority: Priority = 0
     timeout_seconds: Seconds | None = None
-    """Time limit of one agent run, in seconds. None: runner.timeout_seconds of the server."""
+    """Time limit of one agent run, in seconds. None: that of the handler of its data source, or runner.timeout_seconds, of the server."""
     max_attempts: Count | None = None
     """Largest number of attempts of a rollout. None: runner.max_attempts of the server."""
     sampling: SamplingParameters = OWN_SAMPLING

@@ -7,7 +7,7 @@ entries as it hands out rollouts, however long the queue is; a rollout that was 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from runner.queue.wire import (
     RunCounts,
 )
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
+from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, SandboxRung
 
 CHUNK = 1000
@@ -49,9 +50,15 @@ class Moment:
 class Defaults:
     """Defaults for rollouts and leases that do not set these values."""
 
-    timeout_seconds: float
+    timeout_of: Callable[[str], float]
+    """Time limit of one agent run, in seconds, by data source."""
     max_attempts: int
     lease_seconds: float
+
+    @classmethod
+    def of(cls, settings: Settings) -> Defaults:
+        """Return the defaults that settings name."""
+        return cls(settings.runner.timeout_of, settings.runner.max_attempts, settings.queue.lease_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,7 @@ def enqueue(
                     "group_id": new_rollout.group_id,
                     "group_size": new_rollout.group_size,
                     "priority": new_rollout.priority,
-                    "timeout_seconds": new_rollout.timeout_seconds or defaults.timeout_seconds,
+                    "timeout_seconds": new_rollout.timeout_seconds or defaults.timeout_of(new_rollout.data_source),
                     "max_attempts": attempts,
                     "prompt_name": new_rollout.prompt.name if new_rollout.prompt else None,
                     "prompt_version": new_rollout.prompt.version if new_rollout.prompt else None,

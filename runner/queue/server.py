@@ -77,9 +77,8 @@ async def running(settings: Settings) -> AsyncGenerator[Service]:
     Raises:
         QueueError: the database is invalid, does not answer, or has another server.
     """
-    defaults = Defaults(settings.runner.timeout_seconds, settings.runner.max_attempts, settings.queue.lease_seconds)
     orders = GatewayOrders.of(settings)
-    service = Service(QueueDatabase(settings.queue.db.get_secret_value()), defaults, orders)
+    service = Service(QueueDatabase(settings.queue.db.get_secret_value()), Defaults.of(settings), orders)
     processing = Processing(service, settings)
     server = json_server(
         address_of(settings.queue),

@@ -165,6 +165,8 @@ class HandlerSettings(Section):
     """Largest number of tokens that the policy generates in an attempt. None: runner.max_output_tokens."""
     init_timeout_seconds: float | None = Field(default=None, gt=0)
     """Time limit of an attempt's environment, in seconds. None: runner.init_timeout_seconds."""
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """Time limit of one agent run, in seconds, where its rollout names none. None: runner.timeout_seconds."""
     evaluation_timeout_seconds: float | None = Field(default=None, gt=0)
     """Time limit of one evaluation, in seconds. None: runner.evaluation_timeout_seconds."""
     empty_reward: FailureReward = None
@@ -249,6 +251,12 @@ class RunnerSettings(Section):
     """Sandboxes of programs as agents (`spangrad run -- PROGRAM`)."""
     container: ContainerSettings = ContainerSettings()
     """Container images as agents (`spangrad run --image`)."""
+
+    def timeout_of(self, data_source: str) -> float:
+        """Return the time limit of one agent run on a data source, in seconds; that of the only handler where none is named."""
+        only = next(iter(self.handlers.values())) if len(self.handlers) == 1 and not data_source else None
+        handler = self.handlers.get(data_source, only)
+        return self.timeout_seconds if handler is None or handler.timeout_seconds is None else handler.timeout_seconds
 
     def of_handler(self, name: str) -> RunnerSettings:
         """Return the settings of a handler's attempts: the runner's own, and those of the handler where it has any."""

@@ -9,7 +9,7 @@ from runner.workers.agents import CallableAgent, CommandAgent
 from spangrad import semconv
 from spangrad.settings.runner import HandlerSettings
 from spangrad.types import Mode, Task
-from tests.support.runners import runner_services
+from tests.support.runners import queue_settings, runner_services, serving, some
 
 AGENTS = """
 import json
@@ -102,6 +102,33 @@ async def test_slots_of_a_handler_are_shared_by_the_processes_of_its_worker(tmp_
     rewards = [outcome.reward or {} for outcome in outcomes]
     assert {str(reward["together"]) for reward in rewards} <= {"1.0", "2.0"}
     assert len({str(reward["process"]) for reward in rewards}) == 2, "no process is started without a slot"
+
+
+async def test_handlers_limit_the_time_of_their_agents(tmp_path: Path) -> None:
+    agent = CommandAgent(("sh", "-c", "sleep 1; echo 0.5"), directory=tmp_path)
+    handlers = {"slow": HandlerSettings(), "hurried": HandlerSettings(timeout_seconds=0.2)}
+    with runner_services(tmp_path, max_attempts=1, handlers=handlers) as here:
+        async with Runner(here.settings, dict.fromkeys(handlers, agent)) as made:
+            tasks = [Task(name, name, data_source=name) for name in handlers]
+            outcomes = {each.task_id: each.failure for each in await made.run(tasks, mode=Mode.TRAIN, group_size=1)}
+    assert outcomes == {"slow": None, "hurried": "timeout"}
+
+
+async def test_queue_gives_each_rollout_the_time_limit_of_its_handler(tmp_path: Path) -> None:
+    handlers = {"slow": HandlerSettings(timeout_seconds=900), "usual": HandlerSettings()}
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", runner__handlers=handlers)
+    async with serving(settings) as (client, _):
+        sources = ("slow", "usual", "else", "")
+        await client.enqueue("run", [rollout for source in sources for rollout in some(1, f"{source} ", data_source=source)])
+        await client.enqueue("run", some(1, "own", data_source="slow", timeout_seconds=5))
+        leases = await client.lease("run", "worker", 5)
+    assert {lease.rollout_id: lease.timeout_seconds for lease in leases} == {
+        "slow 0": 900,
+        "usual 0": 300,
+        "else 0": 300,
+        " 0": 300,
+        "own0": 5,
+    }
 
 
 def no_handler(outcome: Outcome) -> str:

@@ -26,7 +26,7 @@ from spangrad.errors import QueueError
 from spangrad.types import AttemptFailure
 from tests.support.runners import some
 
-DEFAULTS = Defaults(timeout_seconds=300, max_attempts=2, lease_seconds=30)
+DEFAULTS = Defaults(lambda _: 300, max_attempts=2, lease_seconds=30)
 NOW = Moment("boot", 1000.0, 1.7e9)
 REASONS = st.sampled_from([AttemptFailure.CRASH, AttemptFailure.LOST, AttemptFailure.RELEASED, AttemptFailure.TIMEOUT])
 
