@@ -285,6 +285,36 @@ def test_publication_with_calls_in_flight_completes_them(gateway: Settings, tiny
     assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) == 110 for row in found)
 
 
+def test_closed_attempts_leave_no_sequence_in_engine(gateway: Settings, engine: Settings) -> None:
+    def counted(name: str) -> float:
+        with urllib.request.urlopen(f"{engine.gateway.engine_url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+    long = {**GREEDY, "max_tokens": 110, "ignore_eos": True}
+    answers: list[dict[str, Any]] = []
+
+    def call_until_refused(rollout: str) -> None:
+        answer = dict[str, Any]()
+        while "error" not in answer:
+            answer = fetch(f"{gateway.gateway.url}/rollout/{rollout}/attempt/0{CHAT}", long)
+            answers.append(answer)
+
+    before = counted("request_success_total")
+    callers = [threading.Thread(target=call_until_refused, args=(f"closed-{number % 4}",)) for number in range(16)]
+    for caller in callers:
+        caller.start()
+    wait_until(lambda: counted("num_requests_running") == len(callers), 60, "all calls in the engine")
+    closed = [{"rollout_id": f"closed-{number}", "attempt": 0, "reason": "cancelled"} for number in range(4)]
+    fetch(f"{gateway.gateway.url}/attempts/close", {"attempts": closed})
+    for caller in callers:
+        caller.join(60)
+    refused = [answer["error"]["type"] for answer in answers if "error" in answer]
+    assert refused == ["attempt_closed"] * len(callers)
+    wait_until(lambda: counted("num_requests_running") + counted("num_requests_waiting") == 0, 60, "an engine without sequences")
+    assert counted("request_success_total") - before < len(answers), "every call went on to its end"
+
+
 def test_publication_of_incomplete_weights_takes_engine_out_until_next(
     gateway: Settings, tiny_model: Path, tmp_path: Path, rows: Callable[[str], list[Any]]
 ) -> None:
