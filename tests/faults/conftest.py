@@ -9,24 +9,24 @@ from random import Random
 
 import pytest
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Tell:
+def report(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Report:
     """Prints a line at once, whatever pytest does with output, and where the test fails: nobody hears a worker of pytest-xdist."""
 
-    def say(text: str) -> None:
-        request.node.add_report_section("call", "told", text)
+    def print_line(text: str) -> None:
+        request.node.add_report_section("call", "reported", text)
         with capsys.disabled():
             print(f"\n  {request.node.name}: {text}", end="", flush=True)
 
-    return say
+    return print_line
 
 
 @pytest.fixture
-def chance(tell: Tell) -> Random:
+def chance(report: Report) -> Random:
     """Chance, of the seed in FAULTS_SEED; without one, of a new seed, which is printed."""
     seed = int(os.environ.get("FAULTS_SEED", time.time_ns() % 2**31))
-    tell(f"FAULTS_SEED={seed}")
+    report(f"FAULTS_SEED={seed}")
     return Random(seed)

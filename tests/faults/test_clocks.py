@@ -21,10 +21,10 @@ from spangrad.types import AttemptFailure
 from tests.support.runners import (
     is_state,
     kill,
+    new_rollouts,
     queue_server,
     queue_settings,
     runner_services,
-    some,
     until,
     until_ended,
     with_mood,
@@ -111,7 +111,7 @@ async def test_queue_leases_with_moved_clock_neither_freed_nor_frozen(queue_db: 
     settings = queue_settings(queue_db, queue__lease_seconds=1.5)
     with queue_server(settings, tmp_path / "queue.log", clock.environment):
         async with QueueClient.of(settings.queue) as client:
-            await client.enqueue("run", some(3))
+            await client.enqueue("run", new_rollouts(3))
             held, silent = await client.lease("run", "worker", 2)
             async with LeaseHeartbeats(client, "worker", lambda *_: None) as beating:
                 beating.keep([held])
@@ -139,7 +139,7 @@ async def test_workers_with_moved_clock_lose_no_attempt(queue_db: str, tmp_path:
         queue_server(settings, tmp_path / "queue.log", mine),
     ):
         async with QueueClient.of(settings.queue) as client:
-            await client.enqueue("run", with_mood("slow", some(40)))
+            await client.enqueue("run", with_mood("slow", new_rollouts(40)))
             for _ in range(2):
                 here.start_worker(env=mine)
             await until_ended(client, 5)
@@ -150,7 +150,7 @@ async def test_workers_with_moved_clock_lose_no_attempt(queue_db: str, tmp_path:
             assert max(one.seconds or 0 for rollout in whole for one in rollout.attempts) < 60, "time was counted by the clock of the day"
             seen = whole[-1].attempts[0]
             assert abs(seen.began_at - time.time() - moved) < 120, "its clock was not moved"
-            await client.enqueue("run", with_mood("hang", some(2, "held ")))
+            await client.enqueue("run", with_mood("hang", new_rollouts(2, "held ")))
             await until(lambda: is_state(client, "held 0", RolloutState.RUNNING))
             clock.move(0)
             for child in here.children:

@@ -28,7 +28,7 @@ def road(tmp_path: Path) -> Iterator[Road]:
 
 
 @pytest.mark.slow
-def test_collector_killed_20_times_loses_no_acknowledged_span(road: Road, chance: Random, tell: Callable[[str], None]) -> None:
+def test_collector_killed_20_times_loses_no_acknowledged_span(road: Road, chance: Random, report: Callable[[str], None]) -> None:
     load = road.load(chance.randrange(2**32))
     store_too = set(chance.sample(range(KILLS), STORE_KILLS))
     began = time.monotonic()
@@ -38,7 +38,7 @@ def test_collector_killed_20_times_loses_no_acknowledged_span(road: Road, chance
             road.kill("store")
             time.sleep(chance.uniform(0, 0.5))
         road.kill("collector")
-        tell(f"kill {kill + 1}, {load.tally.bodies} bodies acknowledged, {load.tally.broken} tries broken")
+        report(f"kill {kill + 1}, {load.tally.bodies} bodies acknowledged, {load.tally.broken} tries broken")
         if kill in store_too:
             road.start_store()
         road.start_collector()
@@ -46,14 +46,14 @@ def test_collector_killed_20_times_loses_no_acknowledged_span(road: Road, chance
     tally = load.stop()
     loaded = time.monotonic() - began
     verdict = road.judge(tally)
-    tell(f"{KILLS} kills, {STORE_KILLS} of the store, in {loaded:.0f} s: {tally.bodies} bodies, {verdict}")
+    report(f"{KILLS} kills, {STORE_KILLS} of the store, in {loaded:.0f} s: {tally.bodies} bodies, {verdict}")
 
     assert (tally.refused, verdict.faults) == ([], {})
     assert verdict.spans > 0
 
 
 @pytest.mark.slow
-def test_collector_while_store_is_away_loses_no_acknowledged_span(road: Road, chance: Random, tell: Callable[[str], None]) -> None:
+def test_collector_while_store_is_away_loses_no_acknowledged_span(road: Road, chance: Random, report: Callable[[str], None]) -> None:
     load = road.load(chance.randrange(2**32))
     time.sleep(2)
     road.kill("store")
@@ -66,7 +66,7 @@ def test_collector_while_store_is_away_loses_no_acknowledged_span(road: Road, ch
     began = time.monotonic()
     verdict = road.judge(tally, build=False)
     took = time.monotonic() - began
-    tell(f"away for {AWAY_SECONDS:g} s: {meanwhile} bodies acknowledged meanwhile, drained in {took:.1f} s; {verdict}")
+    report(f"away for {AWAY_SECONDS:g} s: {meanwhile} bodies acknowledged meanwhile, drained in {took:.1f} s; {verdict}")
 
     # The Collector took bodies all the while.
     assert meanwhile > 0

@@ -54,7 +54,7 @@ def stands_still(load: Load) -> bool:
 
 @pytest.mark.slow
 def test_store_on_full_disk_answers_503_and_resumes_with_room(
-    small_disk: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
+    small_disk: Path, tmp_path: Path, chance: Random, report: Callable[[str], None]
 ) -> None:
     store, run = store_settings(small_disk / "data"), uuid.uuid4().hex[:8]
     made = Rollouts(chance.randrange(2**32), run)
@@ -81,7 +81,7 @@ def test_store_on_full_disk_answers_503_and_resumes_with_room(
         wait_until(lambda: not lacking(store, run, tally.held), 3 * MAX_RETRY_SECONDS, "all that was acknowledged", [child])
         verdict = judge(store, run, tally.held)
         child.check()
-    tell(f"full {TIMES} times, {tally.again} refusals, 30 bodies at most {recovered:.1f} s after there was room; {verdict}")
+    report(f"full {TIMES} times, {tally.again} refusals, 30 bodies at most {recovered:.1f} s after there was room; {verdict}")
 
     assert (answers, caught.value.code(), asked) == ({503}, grpc.StatusCode.UNAVAILABLE, [(True,)])  # type: ignore[attr-defined]
     assert (tally.refused, verdict.faults) == ([], {})
@@ -89,7 +89,7 @@ def test_store_on_full_disk_answers_503_and_resumes_with_room(
 
 @pytest.mark.slow
 def test_collector_with_full_queue_refuses_and_resumes_with_room(
-    small_disk: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
+    small_disk: Path, tmp_path: Path, chance: Random, report: Callable[[str], None]
 ) -> None:
     # As small a disk as `spangrad collector` takes for these queues: their files have room for what they may hold.
     (small_disk / "ballast").write_bytes(bytes(ROOM * 2**20 - 2 * QUEUE_BYTES - 2**20))
@@ -104,7 +104,7 @@ def test_collector_with_full_queue_refuses_and_resumes_with_room(
         tally = load.stop()
         verdict = road.judge(tally, build=False)
         drained = time.monotonic() - began
-    tell(f"full after {bodies} bodies, {tally.again} tried again, drained in {drained:.1f} s; {verdict}")
+    report(f"full after {bodies} bodies, {tally.again} tried again, drained in {drained:.1f} s; {verdict}")
 
     assert tally.bodies > bodies
     assert (tally.refused, verdict.faults) == ([], {})

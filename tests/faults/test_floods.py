@@ -78,7 +78,7 @@ def left(connections: list[socket.socket], send: bytes) -> list[socket.socket]:
     return kept
 
 
-def require_served(store: StoreSettings, child: Child, chance: Random, tell: Callable[[str], None], what: str) -> None:
+def require_served(store: StoreSettings, child: Child, chance: Random, report: Callable[[str], None], what: str) -> None:
     """Spans are stored, questions are answered, and neither takes long."""
     run = uuid.uuid4().hex[:8]
     load = Load(store.otlp_http_port, store.otlp_grpc_port, Rollouts(chance.randrange(2**32), run).bodies, connections=4, timeout=10)
@@ -90,8 +90,8 @@ def require_served(store: StoreSettings, child: Child, chance: Random, tell: Cal
     tally = load.stop(30)
     verdict = judge(store, run, tally.held, build=False)
     pid = child.process.pid
-    tell(f"{what}: {open_files(pid)} files, {resident_mib(pid)} MiB; {tally.bodies} bodies")
-    tell(f"slowest body {tally.slowest:.2f} s, slowest question {slowest:.2f} s")
+    report(f"{what}: {open_files(pid)} files, {resident_mib(pid)} MiB; {tally.bodies} bodies")
+    report(f"slowest body {tally.slowest:.2f} s, slowest question {slowest:.2f} s")
     assert (tally.refused, tally.broken, verdict.faults) == ([], 0, {})
     assert max(slowest, tally.slowest) < SLOWEST_SECONDS
 
@@ -100,19 +100,19 @@ def require_served(store: StoreSettings, child: Child, chance: Random, tell: Cal
 @pytest.mark.parametrize("port", ["otlp_http_port", "clickhouse_port", "otlp_grpc_port"])
 @pytest.mark.parametrize("begin", BEGUN)
 def test_store_flooded_with_connections_serves_other_clients(
-    tmp_path: Path, chance: Random, tell: Callable[[str], None], port: str, begin: str
+    tmp_path: Path, chance: Random, report: Callable[[str], None], port: str, begin: str
 ) -> None:
     store = store_settings(tmp_path / "data")
     with running_store(store, tmp_path / "log") as child, flood(getattr(store, port), begun(begin, port), CONNECTIONS) as connections:
         assert len(connections) == CONNECTIONS
-        require_served(store, child, chance, tell, f"{CONNECTIONS} of {begin!r} to {port}")
+        require_served(store, child, chance, report, f"{CONNECTIONS} of {begin!r} to {port}")
         child.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("port", ["otlp_http_port", "clickhouse_port", "otlp_grpc_port"])
 def test_store_with_more_connections_than_open_files_serves_other_clients(
-    tmp_path: Path, chance: Random, tell: Callable[[str], None], port: str
+    tmp_path: Path, chance: Random, report: Callable[[str], None], port: str
 ) -> None:
     store = store_settings(tmp_path / "data")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -121,14 +121,14 @@ def test_store_with_more_connections_than_open_files_serves_other_clients(
         with running_store(store, tmp_path / "log") as child:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             with flood(getattr(store, port), b"", CONNECTIONS):
-                require_served(store, child, chance, tell, f"{CONNECTIONS} to {port}, at most {FEW_FILES} files")
+                require_served(store, child, chance, report, f"{CONNECTIONS} to {port}, at most {FEW_FILES} files")
                 child.check()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.slow
-def test_store_connections_without_whole_request_are_closed(tmp_path: Path, tell: Callable[[str], None]) -> None:
+def test_store_connections_without_whole_request_are_closed(tmp_path: Path, report: Callable[[str], None]) -> None:
     store = store_settings(tmp_path / "data")
     silent: dict[str, list[socket.socket]] = {}
     slow: dict[str, list[socket.socket]] = {}
@@ -143,6 +143,6 @@ def test_store_connections_without_whole_request_are_closed(tmp_path: Path, tell
             time.sleep(1)
             slow = {name: left(connections, b"x") for name, connections in slow.items()}
         kept = {name: len(left(connections, b"")) for name, connections in {**silent, **slow}.items()}
-    tell(f"of 20 each, after {LET_GO_SECONDS} s: {kept}")
+    report(f"of 20 each, after {LET_GO_SECONDS} s: {kept}")
 
     assert kept == dict.fromkeys(kept, 0)

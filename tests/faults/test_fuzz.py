@@ -156,18 +156,18 @@ class Door:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["OTLP/HTTP", "OTLP/gRPC", "ClickHouse"])
 def test_store_receivers_fuzzed_10000_times_answer_and_store_sound_bodies(
-    tmp_path: Path, chance: Random, tell: Callable[[str], None], kind: str
+    tmp_path: Path, chance: Random, report: Callable[[str], None], kind: str
 ) -> None:
-    fuzz(tmp_path, chance, tell, kind, BODIES)
+    fuzz(tmp_path, chance, report, kind, BODIES)
 
 
 @pytest.mark.parametrize("kind", ["OTLP/HTTP", "OTLP/gRPC", "ClickHouse"])
-def test_store_receivers_fuzzed_120_times_answer_and_store_sound_bodies(tmp_path: Path, tell: Callable[[str], None], kind: str) -> None:
+def test_store_receivers_fuzzed_120_times_answer_and_store_sound_bodies(tmp_path: Path, report: Callable[[str], None], kind: str) -> None:
     # The same ones each time: what chance finds is for the slow tests.
-    fuzz(tmp_path, Random(0), tell, kind, 120)
+    fuzz(tmp_path, Random(0), report, kind, 120)
 
 
-def fuzz(directory: Path, chance: Random, tell: Callable[[str], None], kind: str, bodies: int) -> None:
+def fuzz(directory: Path, chance: Random, report: Callable[[str], None], kind: str, bodies: int) -> None:
     """Send broken bodies among sound ones, and look at every answer, and at what became of the sound ones."""
     store, run = store_settings(directory / "data"), uuid.uuid4().hex[:8]
     with running_store(store, directory / "log") as child:
@@ -186,8 +186,8 @@ def fuzz(directory: Path, chance: Random, tell: Callable[[str], None], kind: str
         assert store_answers(store)
         verdict = judge(store, run, tally.held, build=False)
     told = sum((sender.told for sender in senders), Counter[str]())
-    tell(f"{told.total()} bodies in {took:.0f} s, slowest answer {slowest:.2f} s, {height} MiB at most: {dict(told.most_common())}")
-    tell(f"among them {tally.bodies} sound bodies; {verdict}")
+    report(f"{told.total()} bodies in {took:.0f} s, slowest answer {slowest:.2f} s, {height} MiB at most: {dict(told.most_common())}")
+    report(f"among them {tally.bodies} sound bodies; {verdict}")
 
     assert [failure for sender in senders for failure in sender.failed] == []
     assert told.total() == bodies // SENDERS * SENDERS

@@ -141,7 +141,7 @@ def settled(store: StoreSettings, load: Load, seconds: float = 60) -> Found:
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 async def test_gateway_killed_under_load_stores_each_answered_call_once(
-    settings: Settings, tmp_path: Path, chance: Random, tell: Callable[[str], None], kills: int
+    settings: Settings, tmp_path: Path, chance: Random, report: Callable[[str], None], kills: int
 ) -> None:
     load = Load(settings, uuid.uuid4().hex[:8])
     with running_store(settings.store, tmp_path / "store.log"):
@@ -154,14 +154,14 @@ async def test_gateway_killed_under_load_stores_each_answered_call_once(
                 await asyncio.sleep(chance.uniform(0, 1))
                 child.process.kill()
                 child.process.wait()
-                tell(f"kill {kill + 1}: {len(load.answered)} answered, {load.broken} broken")
+                report(f"kill {kill + 1}: {len(load.answered)} answered, {load.broken} broken")
             with running_gateway(settings, tmp_path / "gateway.log"):
                 await load.answers(20)
         with running_gateway(settings, tmp_path / "gateway.log") as last:
             now = await asyncio.to_thread(settled, settings.store, load)
             last.process.terminate()
             assert last.process.wait(10) == 0
-        tell(f"{len(load.answered)} answered, {load.broken} broken, {now}")
+        report(f"{len(load.answered)} answered, {load.broken} broken, {now}")
         now = found(settings.store, load)
     assert (now.missing, now.double) == (0, 0)
     # Else nothing was killed in the middle of anything.
@@ -171,7 +171,7 @@ async def test_gateway_killed_under_load_stores_each_answered_call_once(
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(120, marks=pytest.mark.slow)])
 async def test_gateway_while_store_is_down_spills_and_stores_each_call_once(
-    settings: Settings, tmp_path: Path, tell: Callable[[str], None], seconds: float
+    settings: Settings, tmp_path: Path, report: Callable[[str], None], seconds: float
 ) -> None:
     load = Load(settings, uuid.uuid4().hex[:8])
     # So little memory that most of it goes by the disk.
@@ -187,6 +187,6 @@ async def test_gateway_while_store_is_down_spills_and_stores_each_call_once(
             await load.answers(50)
         ended = time.monotonic()
         now = await asyncio.to_thread(settled, settings.store, load)
-    tell(f"{meanwhile} calls in {seconds} s without a store, all there {time.monotonic() - ended:.1f} s after the last call: {now}")
+    report(f"{meanwhile} calls in {seconds} s without a store, all there {time.monotonic() - ended:.1f} s after the last call: {now}")
     assert (now.missing, now.double, load.broken) == (0, 0, 0)
     assert meanwhile > 50

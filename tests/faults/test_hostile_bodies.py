@@ -89,7 +89,7 @@ def lying_frames() -> dict[str, bytes]:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, tell: Callable[[str], None]) -> Iterator[StoreSettings]:
+def settings(tmp_path: Path, report: Callable[[str], None]) -> Iterator[StoreSettings]:
     """A store of its own, which must live through a test, and may not grow much in it."""
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "log") as child:
@@ -98,7 +98,7 @@ def settings(tmp_path: Path, tell: Callable[[str], None]) -> Iterator[StoreSetti
         yield settings
         child.check()
         height = height_mib(pid)
-    tell(f"resident {before} -> {height} MiB at most")
+    report(f"resident {before} -> {height} MiB at most")
     assert height - before < GROWTH_MIB
 
 
@@ -164,14 +164,14 @@ class Others:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", [*ENCODINGS, "gzip members"])
-def test_compression_bombs_are_refused_as_too_large(settings: StoreSettings, tell: Callable[[str], None], encoding: str) -> None:
+def test_compression_bombs_are_refused_as_too_large(settings: StoreSettings, report: Callable[[str], None], encoding: str) -> None:
     name, body = encoding.split()[0], bomb(encoding)
     with Others(settings) as others, ThreadPoolExecutor(2 * AT_ONCE) as pool:
         began = time.monotonic()
         by_otlp = [pool.submit(otlp, settings, body, name) for _ in range(AT_ONCE)]
         by_clickhouse = [pool.submit(clickhouse, settings, body, name) for _ in range(AT_ONCE)]
         answers = {one.result() for one in by_otlp}, {one.result() for one in by_clickhouse}
-    tell(f"{AT_ONCE} of {len(body) // 1024} KiB to each port in {time.monotonic() - began:.1f} s, others waited {others.slowest}")
+    report(f"{AT_ONCE} of {len(body) // 1024} KiB to each port in {time.monotonic() - began:.1f} s, others waited {others.slowest}")
 
     assert answers[0] <= {(413, True), (429, True)}
     assert answers[1] <= TOO_MUCH

@@ -15,7 +15,7 @@ import pytest
 from runner.queue.client import QueueClient
 from spangrad import semconv
 from tests.agents.relay import TURNS
-from tests.support.runners import queue_settings, runner_services, some, until_ended
+from tests.support.runners import new_rollouts, queue_settings, runner_services, until_ended
 from tests.support.worker_kills import WORKERS, Victims, require_no_orphan, require_once
 
 AGENTS = Path(__file__).resolve().parents[1] / "agents"
@@ -46,7 +46,7 @@ class Players:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_players_killed_50_times_play_no_turn_twice_or_out_of_order(
-    queue_db: str, tmp_path: Path, tell: Callable[[str], None]
+    queue_db: str, tmp_path: Path, report: Callable[[str], None]
 ) -> None:
     chance, log = random.Random(26), tmp_path / "relay.log"
     players = Players(random.Random(27))
@@ -62,7 +62,7 @@ async def test_players_killed_50_times_play_no_turn_twice_or_out_of_order(
         victims = Victims(here, settings, chance, start_worker)
         try:
             async with QueueClient.of(settings.queue, retry_seconds=300) as client:
-                rollouts = some(ROLLOUTS)
+                rollouts = new_rollouts(ROLLOUTS)
                 await client.enqueue("run", rollouts)
                 for _ in range(WORKERS):
                     start_worker()
@@ -99,5 +99,5 @@ async def test_players_killed_50_times_play_no_turn_twice_or_out_of_order(
     assert set(returns.values()) == {0.0}
     reasons = Counter(str(reason or "succeeded") for reason in attempts.values())
     forfeits = sum("forfeit" in line for lines in steps.values() for line in lines)
-    tell(f"{dict(victims.killed)} killed; attempts: {dict(reasons)}; {forfeits} forfeits")
+    report(f"{dict(victims.killed)} killed; attempts: {dict(reasons)}; {forfeits} forfeits")
     assert victims.killed.keys() == {"server", "worker", "host", "player"}

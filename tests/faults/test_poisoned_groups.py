@@ -35,11 +35,11 @@ ROLLOUTS = 32
 
 @pytest.mark.slow  # test_trainer_skips and test_trainer_kills hold what is skipped
 def test_trainer_run_with_invalid_groups_learns_and_skips_exactly_those(
-    store: StoreSettings, tiny_model: Path, tmp_path: Path, tell: Callable[[str], None]
+    store: StoreSettings, tiny_model: Path, tmp_path: Path, report: Callable[[str], None]
 ) -> None:
     clean, nothing, _ = learn(store, tiny_model, tmp_path / "clean", poison=False)
     poisoned, skipped, injected = learn(store, tiny_model, tmp_path / "poisoned", poison=True)
-    tell(f"success of the last five batches: clean {clean:.3f}, poisoned {poisoned:.3f}; {len(injected)} groups were poisoned")
+    report(f"success of the last five batches: clean {clean:.3f}, poisoned {poisoned:.3f}; {len(injected)} groups were poisoned")
     assert (nothing, skipped) == ({}, injected)
     assert clean >= 0.9
     assert poisoned >= clean - 0.05

@@ -18,7 +18,7 @@ from runner.queue.tables import ATTEMPTS, ROLLOUTS, QueueDatabase
 from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from spangrad.processes import Child, die_with_parent
 from spangrad.settings import Settings
-from tests.support.runners import queue_process, queue_settings, some
+from tests.support.runners import new_rollouts, queue_process, queue_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +73,11 @@ async def survive(settings: Settings, directory: Path, kills: int, seed: int) ->
         for number in range(100_000):
             if not killing:
                 return
-            new = [*some(8, f"{number}-", max_attempts=1000), *poison(1, f"p{number}-"), *some(2, f"c{number}-", max_attempts=1000)]
+            new = [
+                *new_rollouts(8, f"{number}-", max_attempts=1000),
+                *poison(1, f"p{number}-"),
+                *new_rollouts(2, f"c{number}-", max_attempts=1000),
+            ]
             enqueued.update(await client.enqueue("run", new))
             unwanted = [f"c{number}-0", f"c{number}-1"]
             await client.cancel(RolloutSelector(rollout_ids=unwanted))
@@ -144,7 +148,7 @@ def test_queue_server_sigterm_answers_waiting_requests_and_keeps_acknowledged_wo
     async def stop() -> None:
         async with QueueClient.of(settings.queue) as client:
             waiting = asyncio.create_task(client.lease("nothing comes", "worker", wait_seconds=60))
-            adding = [asyncio.create_task(client.enqueue("run", some(50, f"{i}-"))) for i in range(20)]
+            adding = [asyncio.create_task(client.enqueue("run", new_rollouts(50, f"{i}-"))) for i in range(20)]
             await adding[0]
             began = time.monotonic()
             server.process.terminate()

@@ -38,7 +38,7 @@ KILLS = int(os.environ.get("FAULTS_KILLS", "2"))
 @pytest.mark.slow
 @pytest.mark.timeout(900 + 600 * KILLS)
 def test_ranks_trainer_and_ray_killed_at_random_points_end_with_undisturbed_weights(
-    store: StoreSettings, tiny_model: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
+    store: StoreSettings, tiny_model: Path, tmp_path: Path, chance: Random, report: Callable[[str], None]
 ) -> None:
     service, fell, runs = with_groups(store, tiny_model, tmp_path), Counter[str](), 0
     expected = [[f"g{i}-{j}" for j in range(3)] for i in range(STEPS)]
@@ -58,7 +58,7 @@ def test_ranks_trainer_and_ray_killed_at_random_points_end_with_undisturbed_weig
             assert done == expected[: len(done)], (kind, "a batch was repeated or skipped")
         assert service.checksums(branch) == service.checksums("undisturbed")
     wait_until(lambda: not any(lives(process) for process in family), LIMIT_SECONDS, "the end of every process of the trainers'")
-    tell(f"{fell.total()} kills in {runs} runs of {STEPS} steps: {dict(sorted(fell.items()))}")
+    report(f"{fell.total()} kills in {runs} runs of {STEPS} steps: {dict(sorted(fell.items()))}")
 
 
 def kill_at_random(

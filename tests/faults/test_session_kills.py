@@ -122,14 +122,14 @@ async def test_sessions_fifty_kills_play_no_step_twice_and_mix_no_states(tmp_pat
     await killed_sessions(tmp_path, kills=50, seconds=75)
 
 
-async def test_served_games_kills_play_each_turn_once_in_order(tmp_path: Path, tell: Callable[[str], None]) -> None:
-    await killed_games(tmp_path, tell, kills=6, seconds=9)
+async def test_served_games_kills_play_each_turn_once_in_order(tmp_path: Path, report: Callable[[str], None]) -> None:
+    await killed_games(tmp_path, report, kills=6, seconds=9)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_served_games_fifty_kills_play_each_turn_once_in_order(tmp_path: Path, tell: Callable[[str], None]) -> None:
-    await killed_games(tmp_path, tell, kills=50, seconds=100)
+async def test_served_games_fifty_kills_play_each_turn_once_in_order(tmp_path: Path, report: Callable[[str], None]) -> None:
+    await killed_games(tmp_path, report, kills=50, seconds=100)
 
 
 async def killed_sessions(directory: Path, kills: int, seconds: float) -> None:
@@ -151,7 +151,7 @@ async def killed_sessions(directory: Path, kills: int, seconds: float) -> None:
     await service.require_end()
 
 
-async def killed_games(directory: Path, tell: Callable[[str], None], kills: int, seconds: float) -> None:
+async def killed_games(directory: Path, report: Callable[[str], None], kills: int, seconds: float) -> None:
     """Kill a player, a process or the server now and then while games of two are played."""
     log = directory / "relay.log"
     service = Service("relay:Relay", directory, {"RELAY_LOG": str(log)}, SOON)
@@ -176,7 +176,7 @@ async def killed_games(directory: Path, tell: Callable[[str], None], kills: int,
             assert line in _possible(board, number), f"{lines} of {board}"
     kinds = sum((game.kinds for game in games), Counter[str]())
     forfeits = sum("forfeit" in line for lines in boards.values() for line in lines)
-    tell(f"games of {GAMES} pairs beside {kills} kills: {dict(kinds)}; {forfeits} forfeits")
+    report(f"games of {GAMES} pairs beside {kills} kills: {dict(kinds)}; {forfeits} forfeits")
     assert kinds["whole"] > GAMES
     assert kinds["part"] + kinds["lost"] > 0
     assert {total for game in games for total in game.returns} == {0.0}

@@ -29,7 +29,7 @@ STILL_SECONDS = 6
 
 @pytest.mark.slow
 def test_store_that_is_suspended_loses_no_span_and_counts_resent_spans_once(
-    tmp_path: Path, chance: Random, tell: Callable[[str], None]
+    tmp_path: Path, chance: Random, report: Callable[[str], None]
 ) -> None:
     """Senders give up after two seconds and send again: what they gave up is stored, too, once the store goes on."""
     store, run = store_settings(tmp_path / "data"), uuid.uuid4().hex[:8]
@@ -46,7 +46,7 @@ def test_store_that_is_suspended_loses_no_span_and_counts_resent_spans_once(
         tally = load.stop()
         height = height_mib(child.process.pid)
         verdict = judge(store, run, tally.held)
-    tell(f"{tally.broken} tries given up, resident {before} -> {height} MiB at most; {verdict}")
+    report(f"{tally.broken} tries given up, resident {before} -> {height} MiB at most; {verdict}")
 
     assert (tally.refused, verdict.faults) == ([], {})
     assert tally.broken > 0

@@ -24,7 +24,7 @@ KILLS = 20
 
 
 @pytest.mark.slow
-def test_store_killed_20_times_loses_no_acknowledged_span(tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
+def test_store_killed_20_times_loses_no_acknowledged_span(tmp_path: Path, chance: Random, report: Callable[[str], None]) -> None:
     store, log, run = store_settings(tmp_path / "data"), tmp_path / "log", uuid.uuid4().hex[:8]
     load = Load(store.otlp_http_port, store.otlp_grpc_port, Rollouts(chance.randrange(2**32), run).bodies)
     began = time.monotonic()
@@ -37,12 +37,12 @@ def test_store_killed_20_times_loses_no_acknowledged_span(tmp_path: Path, chance
         time.sleep(chance.uniform(0, 1.5))
         child.process.kill()
         child.process.wait()
-        tell(f"kill {kill + 1}, {load.tally.bodies} bodies acknowledged, {load.tally.broken} tries broken")
+        report(f"kill {kill + 1}, {load.tally.bodies} bodies acknowledged, {load.tally.broken} tries broken")
     with running_store(store, log):
         tally = load.stop()
         loaded = time.monotonic() - began
         verdict = judge(store, run, tally.held)
-    tell(f"{KILLS} kills in {loaded:.0f} s: {tally.bodies} bodies, {verdict}")
+    report(f"{KILLS} kills in {loaded:.0f} s: {tally.bodies} bodies, {verdict}")
 
     assert (tally.refused, verdict.faults) == ([], {})
     # Else nothing was killed between a commit and its answer.
@@ -53,7 +53,7 @@ def test_store_killed_20_times_loses_no_acknowledged_span(tmp_path: Path, chance
 @pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
 @pytest.mark.parametrize("table", ["otel_traces", "calls"], ids=["between its tables", "before its answer"])
 def test_store_killed_within_insert_keeps_each_span_once(
-    tmp_path: Path, chance: Random, tell: Callable[[str], None], table: str, rollouts: int
+    tmp_path: Path, chance: Random, report: Callable[[str], None], table: str, rollouts: int
 ) -> None:
     """A view that sleeps holds an insert open after the first of its tables, or after the last; there the store is killed."""
     store, log, run = store_settings(tmp_path / "data"), tmp_path / "log", uuid.uuid4().hex[:8]
@@ -67,7 +67,7 @@ def test_store_killed_within_insert_keeps_each_span_once(
         child.process.kill()
         child.process.wait()
     with running_store(store, log), connect(store) as client:
-        tell(f"killed with {_counts(client)}")
+        report(f"killed with {_counts(client)}")
         client.command("DROP VIEW default.slow")
         tally = load.stop()
         verdict = judge(store, run, tally.held)

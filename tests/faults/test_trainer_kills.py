@@ -53,7 +53,14 @@ def start(settings: Settings, log: Path) -> Forked:
     ("kills", "steps", "every"), [(3, 3, 2), pytest.param(50, 6, 1, marks=pytest.mark.slow), pytest.param(50, 6, 3, marks=pytest.mark.slow)]
 )
 def test_trainer_killed_at_random_points_ends_with_undisturbed_weights(
-    kills: int, steps: int, every: int, store: StoreSettings, tiny_model: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
+    kills: int,
+    steps: int,
+    every: int,
+    store: StoreSettings,
+    tiny_model: Path,
+    tmp_path: Path,
+    chance: Random,
+    report: Callable[[str], None],
 ) -> None:
     run = f"kills-{uuid.uuid4().hex[:8]}"
 
@@ -112,7 +119,7 @@ def test_trainer_killed_at_random_points_ends_with_undisturbed_weights(
         assert skipped(killed) == {f"g{i:02}-{reason}": reason for i, (reason, _) in first_in.items()}
         assert left_behind(killed) == set()
         assert mirrored(world, killed) == [(one.version, one.status) for one in versions(killed)]
-    tell(f"{fell.total()} kills in {runs} runs of {steps} steps ({seconds:.1f} s undisturbed): {dict(sorted(fell.items()))}")
+    report(f"{fell.total()} kills in {runs} runs of {steps} steps ({seconds:.1f} s undisturbed): {dict(sorted(fell.items()))}")
 
 
 def resolve_targets(settings: Settings, log: Path, seen: int, chance: Random, seconds: float) -> None:

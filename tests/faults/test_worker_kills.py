@@ -16,7 +16,7 @@ from runner.queue.wire import RolloutSelector, RolloutState
 from spangrad import semconv
 from spangrad.processes import wait_until
 from spangrad.types import AttemptFailure
-from tests.support.runners import queue_server, queue_settings, runner_services, some, until, until_ended, with_mood
+from tests.support.runners import new_rollouts, queue_server, queue_settings, runner_services, until, until_ended, with_mood
 from tests.support.worker_kills import WORKERS, Victims, require_no_orphan, require_once, until_true
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -33,7 +33,7 @@ async def agent(given):
 
 
 async def test_workers_killed_50_times_lose_no_rollout_and_leave_no_process(
-    queue_db: str, tmp_path: Path, tell: Callable[[str], None]
+    queue_db: str, tmp_path: Path, report: Callable[[str], None]
 ) -> None:
     chance = random.Random(8)
     settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=KILLS + 2)
@@ -41,7 +41,7 @@ async def test_workers_killed_50_times_lose_no_rollout_and_leave_no_process(
         victims = Victims(here, settings, chance, here.start_worker)
         try:
             async with QueueClient.of(settings.queue, retry_seconds=300) as client:
-                rollouts = with_mood("slow", some(ROLLOUTS))
+                rollouts = with_mood("slow", new_rollouts(ROLLOUTS))
                 await client.enqueue("run", rollouts)
                 for _ in range(WORKERS):
                     here.start_worker()
@@ -53,7 +53,7 @@ async def test_workers_killed_50_times_lose_no_rollout_and_leave_no_process(
                 attempts = await require_once(client, here, [str(one.rollout_id) for one in rollouts])
                 assert victims.killed.keys() == {"server", "worker", "host", "program"}
                 reasons = Counter(str(reason or "succeeded") for reason in attempts.values())
-                tell(f"{dict(victims.killed)} killed; attempts: {dict(reasons)}")
+                report(f"{dict(victims.killed)} killed; attempts: {dict(reasons)}")
                 assert reasons.keys() <= {"succeeded", "lost", "crash", "exit_code"}
                 await require_no_orphan(here)
         finally:
@@ -64,7 +64,7 @@ async def test_worker_that_hangs_is_replaced_and_its_late_results_are_ignored(qu
     settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=2)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
         async with QueueClient.of(settings.queue) as client:
-            await client.enqueue("run", with_mood("steady", some(1)))
+            await client.enqueue("run", with_mood("steady", new_rollouts(1)))
             stopped = here.start_worker()
             # Its program is at work: what comes of it is told after the worker goes on, when it is too late.
             await until_true("an attempt", lambda: bool(here.programs()))
@@ -77,7 +77,7 @@ async def test_worker_that_hangs_is_replaced_and_its_late_results_are_ignored(qu
                 stopped.process.send_signal(signal.SIGCONT)
             assert ended.attempts[-1].attempt == 1
             # It hears that its attempt is over, and goes on with others: both workers are kept busy.
-            await client.enqueue("run", with_mood("slow", some(8, "later ")))
+            await client.enqueue("run", with_mood("slow", new_rollouts(8, "later ")))
             ended = await until_ended(client, 9)
             whole = [await client.rollout(one.rollout_id) for one in ended]
             assert len({one.attempts[-1].worker for one in whole}) == 2
@@ -94,7 +94,9 @@ async def test_task_that_crashes_its_host_is_dead_after_max_attempts_and_delays_
         queue_server(settings, tmp_path / "queue.log"),
     ):
         async with QueueClient.of(settings.queue) as client:
-            await client.enqueue("run", [*with_mood("poison", some(1, "poison ", priority=1)), *with_mood("slow", some(20, "well "))])
+            await client.enqueue(
+                "run", [*with_mood("poison", new_rollouts(1, "poison ", priority=1)), *with_mood("slow", new_rollouts(20, "well "))]
+            )
             here.start_worker()
             ended = await until_ended(client, 21)
             states = {one.rollout_id: one.state for one in ended}
@@ -117,7 +119,7 @@ async def test_rollouts_cancelled_in_flight_free_every_slot(queue_db: str, tmp_p
             for _ in range(4):
                 here.start_worker(agent=("--agent", "sleepers:agent"))
             for time in (1, 2):  # the second time shows that every place of the first one is free
-                await client.enqueue("run", with_mood("sleep", some(1000, f"{time} ")))
+                await client.enqueue("run", with_mood("sleep", new_rollouts(1000, f"{time} ")))
 
                 async def all_run() -> bool:
                     return (await client.run("run")).states.get(RolloutState.RUNNING) == 1000
@@ -127,7 +129,7 @@ async def test_rollouts_cancelled_in_flight_free_every_slot(queue_db: str, tmp_p
                 cancelled = await client.cancel(RolloutSelector(run_id="run"))
                 assert (cancelled.queued, cancelled.running) == (0, 1000)
                 await asyncio.to_thread(wait_until, lambda so_many=1000 * time: len(here.roots()) == so_many, 300, "the roots")
-            await client.enqueue("run", with_mood("well", some(40)))
+            await client.enqueue("run", with_mood("well", new_rollouts(40)))
             ended = await until_ended(client, 2040)
             states = Counter((one.rollout_id.partition(" ")[2] != "", one.state) for one in ended)
             assert states == {(True, RolloutState.CANCELLED): 2000, (False, RolloutState.SUCCEEDED): 40}

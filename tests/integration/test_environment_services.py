@@ -20,7 +20,7 @@ from runner.workers.agents import CallableAgent
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.types import Mode, Task
 from tests.support.processes import ForkedChild
-from tests.support.runners import is_state, kill, queue_settings, runner_services, serving, some
+from tests.support.runners import is_state, kill, new_rollouts, queue_settings, runner_services, serving
 
 WORLD = """
     import os, pathlib
@@ -110,7 +110,7 @@ async def test_environment_lease_of_killed_worker_expires(tmp_path: Path) -> Non
         runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here,
     ):
         async with serving(settings) as (client, _):
-            (one,) = some(1)
+            (one,) = new_rollouts(1)
             await client.enqueue("run", [msgspec.structs.replace(one, input=msgspec.Raw(b'"hang"'))])
             worker = here.start_worker("--environment", leases)
             await asyncio.to_thread(wait_until, lambda: bool(here.processes()), 60, "the agent's program")

@@ -9,7 +9,7 @@ from runner.workers.agents import CallableAgent, CommandAgent
 from spangrad import semconv
 from spangrad.settings.runner import HandlerSettings
 from spangrad.types import Mode, Task
-from tests.support.runners import queue_settings, runner_services, serving, some
+from tests.support.runners import new_rollouts, queue_settings, runner_services, serving
 
 AGENTS = """
 import json
@@ -119,8 +119,8 @@ async def test_queue_gives_each_rollout_the_time_limit_of_its_handler(tmp_path: 
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", runner__handlers=handlers)
     async with serving(settings) as (client, _):
         sources = ("slow", "usual", "else", "")
-        await client.enqueue("run", [rollout for source in sources for rollout in some(1, f"{source} ", data_source=source)])
-        await client.enqueue("run", some(1, "own", data_source="slow", timeout_seconds=5))
+        await client.enqueue("run", [rollout for source in sources for rollout in new_rollouts(1, f"{source} ", data_source=source)])
+        await client.enqueue("run", new_rollouts(1, "own", data_source="slow", timeout_seconds=5))
         leases = await client.lease("run", "worker", 5)
     assert {lease.rollout_id: lease.timeout_seconds for lease in leases} == {
         "slow 0": 900,

@@ -14,7 +14,7 @@ from runner.runner import Runner
 from spangrad.client.demand import Stated, read
 from spangrad.settings import QueueSettings
 from spangrad.types import Task
-from tests.support.runners import queue_server, queue_settings, runner_services, serving, some, until
+from tests.support.runners import new_rollouts, queue_server, queue_settings, runner_services, serving, until
 from tests.support.trainers import FakeSource, committed, settings, wired, write_base
 from trainer.ledger.skips import SkipReason
 
@@ -41,7 +41,7 @@ class Answered(FakeSource):
     async def enqueue(self, groups: list[str]) -> None:
         async with QueueClient.of(self.queue) as client:
             for name in groups:
-                await client.enqueue("run", some(2, name, group_size=2))
+                await client.enqueue("run", new_rollouts(2, name, group_size=2))
 
 
 def test_demand_source_enqueues_as_many_groups_as_trainer_demands(tmp_path: Path) -> None:

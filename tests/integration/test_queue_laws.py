@@ -24,7 +24,7 @@ from runner.queue.wire import LeaseRequest, RolloutSelector, RolloutState
 from spangrad.database import Database, Owner
 from spangrad.errors import QueueError
 from spangrad.types import AttemptFailure
-from tests.support.runners import some
+from tests.support.runners import new_rollouts
 
 DEFAULTS = Defaults(lambda _: 300, max_attempts=2, lease_seconds=30)
 NOW = Moment("boot", 1000.0, 1.7e9)
@@ -51,7 +51,7 @@ class Story(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), priority=st.integers(-1, 1), attempts=st.integers(1, 3))
     def enqueue(self, count: int, priority: int, attempts: int) -> None:
-        new = some(count, f"{self.count}-", group_size=2, priority=priority, max_attempts=attempts)
+        new = new_rollouts(count, f"{self.count}-", group_size=2, priority=priority, max_attempts=attempts)
         self.count += 1
         ids = [one.rollout_id or "" for one in new]
         with self.database.transaction() as transaction:
@@ -221,7 +221,7 @@ def test_ended_rollouts_are_listed_in_order_of_their_ends(queue_db: str) -> None
     names = [f"r{i}" for i in range(30)]
     told = random.Random(0).sample(names, 30)
     with database.transaction() as transaction:
-        rows.enqueue(transaction, database, "run", some(30), names, DEFAULTS)
+        rows.enqueue(transaction, database, "run", new_rollouts(30), names, DEFAULTS)
         endings = Endings(transaction)
         rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=30), 30, NOW)
         for name in told[:10]:
@@ -241,7 +241,7 @@ def test_ended_rollouts_are_listed_in_order_of_their_ends(queue_db: str) -> None
 def test_ended_cursor_number_of_rollback_is_not_reused(queue_db: str) -> None:
     database = QueueDatabase(queue_db)
     with database.transaction() as transaction:
-        rows.enqueue(transaction, database, "run", some(2, max_attempts=1), ["r0", "r1"], DEFAULTS)
+        rows.enqueue(transaction, database, "run", new_rollouts(2, max_attempts=1), ["r0", "r1"], DEFAULTS)
         endings = Endings(transaction)
         rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30, NOW)
         endings.end(transaction, [Ending(name, 0, AttemptFailure.CRASH) for name in ("r0", "r1")], NOW.wall)

@@ -13,12 +13,12 @@ from inline_snapshot import snapshot
 from runner.queue.client import LeaseHeartbeats, QueueClient
 from runner.queue.wire import AttemptReceipt, Cancelled, Held, RolloutSelector, RolloutState
 from spangrad.types import AttemptFailure
-from tests.support.runners import done, is_state, is_true, queue_settings, serving, some, state, until
+from tests.support.runners import done, is_state, is_true, new_rollouts, queue_settings, serving, state, until
 
 
 async def test_complete_after_lost_lease_is_refused_with_reason(queue_db: str) -> None:
     async with serving(queue_settings(queue_db, queue__lease_seconds=0.3)) as (client, _):
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
         (slow,) = await client.lease("run", "slow")
         await until(lambda: is_state(client, "r0", RolloutState.QUEUED))
         (late,) = await client.complete([done(slow)])
@@ -53,7 +53,7 @@ async def test_complete_after_lost_lease_is_refused_with_reason(queue_db: str) -
 
 async def test_heartbeats_extend_leases_and_report_ended_attempts(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=1.0)) as (client, _):
-        await client.enqueue("run", some(3))
+        await client.enqueue("run", new_rollouts(3))
         leases = await client.lease("run", "worker", 3)
         over: dict[str, AttemptReceipt] = {}
         async with LeaseHeartbeats(client, "worker", lambda lease, result: over.update({lease.rollout_id: result})) as beating:
@@ -95,7 +95,7 @@ async def test_heartbeat_connection_that_stalls_loses_no_lease(tmp_path: Path) -
         await asyncio.gather(carry(reader, its_writer, silent), carry(its_reader, writer, silent))
 
     async with serving(settings) as (direct, _), await asyncio.start_server(between, "127.0.0.1", 0) as road:
-        await direct.enqueue("run", some(1))
+        await direct.enqueue("run", new_rollouts(1))
         url = f"http://127.0.0.1:{road.sockets[0].getsockname()[1]}"
         async with QueueClient(url) as client, LeaseHeartbeats(client, "worker", lambda lease, result: None) as beating:
             (lease,) = await client.lease("run", "worker")
@@ -108,7 +108,7 @@ async def test_heartbeat_connection_that_stalls_loses_no_lease(tmp_path: Path) -
 
 async def test_attempt_timeout_counts_agent_time_reported_by_worker(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.8)) as (client, _):
-        await client.enqueue("run", some(1, timeout_seconds=0.1, max_attempts=1))
+        await client.enqueue("run", new_rollouts(1, timeout_seconds=0.1, max_attempts=1))
         await client.lease("run", "worker")
         end = time.monotonic() + 1.2  # longer than it may run, and a lease's time
         while time.monotonic() < end:
@@ -126,7 +126,7 @@ async def test_attempt_timeout_counts_agent_time_reported_by_worker(tmp_path: Pa
 async def test_extended_lease_needs_no_heartbeat_after_restart(queue_db: str) -> None:
     settings = queue_settings(queue_db, queue__lease_seconds=0.3)
     async with serving(settings) as (client, _):
-        await client.enqueue("run", some(2))
+        await client.enqueue("run", new_rollouts(2))
         long, short = await client.lease("run", "worker", 2)
         assert await client.extend([long], 600) == []
         await until(lambda: is_state(client, "r1", RolloutState.QUEUED))
@@ -140,7 +140,7 @@ async def test_extended_lease_needs_no_heartbeat_after_restart(queue_db: str) ->
 async def test_queue_restart_renews_leases_and_keeps_run_time_of_attempts(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.5)
     async with serving(settings) as (client, _):
-        await client.enqueue("run", [*some(1, "short", timeout_seconds=1.0), *some(1, "long")])
+        await client.enqueue("run", [*new_rollouts(1, "short", timeout_seconds=1.0), *new_rollouts(1, "long")])
         leases = await client.lease("run", "worker", 2)
         began = time.monotonic()
     await asyncio.sleep(0.8)  # longer than a lease: nobody could renew it
@@ -158,7 +158,7 @@ async def test_queue_restart_renews_leases_and_keeps_run_time_of_attempts(tmp_pa
 
 async def test_queue_server_that_stalled_expires_no_lease(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.5)) as (client, service):
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
         (lease,) = await client.lease("run", "worker")
         time.sleep(1.5)  # noqa: ASYNC251 nothing of this process runs meanwhile, as under SIGSTOP
         sweeps = service.sweeps
@@ -169,7 +169,7 @@ async def test_queue_server_that_stalled_expires_no_lease(tmp_path: Path) -> Non
 
 async def test_attempt_timeout_excludes_queue_time(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.2)) as (client, _):
-        await client.enqueue("run", some(1, timeout_seconds=0.1))
+        await client.enqueue("run", new_rollouts(1, timeout_seconds=0.1))
         await asyncio.sleep(0.6)
         (lease,) = await client.lease("run", "worker")
         assert (await client.complete([done(lease)]))[0].refused is None
@@ -177,7 +177,7 @@ async def test_attempt_timeout_excludes_queue_time(tmp_path: Path) -> None:
 
 async def test_released_lease_does_not_count_as_attempt(queue_db: str) -> None:
     async with serving(queue_settings(queue_db, max_attempts=1)) as (client, _):
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
         for number in range(3):
             (lease,) = await client.lease("run", "worker")
             assert (lease.attempt, lease.last) == (number, True)
@@ -187,7 +187,7 @@ async def test_released_lease_does_not_count_as_attempt(queue_db: str) -> None:
 
 async def test_dead_worker_of_same_machine_loses_attempts_at_once(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=3600)) as (client, service):
-        await client.enqueue("run", some(2))
+        await client.enqueue("run", new_rollouts(2))
         command = [sys.executable, "-c", "from spangrad.leases import *; print(this_process(), flush=True); input()"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": Path(__file__).parents[2]}
         child = await asyncio.create_subprocess_exec(*command, **pipes)
@@ -208,8 +208,8 @@ async def test_dead_worker_of_same_machine_loses_attempts_at_once(tmp_path: Path
 
 async def test_cancel_with_1000_attempts_in_flight_cancels_all(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, service):
-        await client.enqueue("run", some(1500, group_size=10))
-        await client.enqueue("other", some(2, "o"))
+        await client.enqueue("run", new_rollouts(1500, group_size=10))
+        await client.enqueue("other", new_rollouts(2, "o"))
         leases = [*await client.lease("run", "one", 600), *await client.lease("run", "two", 400)]
         (kept,) = await client.lease("other", "one")
         finished, *rest = leases

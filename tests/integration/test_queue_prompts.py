@@ -29,7 +29,7 @@ from spangrad.errors import PromptError
 from spangrad.settings import GatewaySettings, PromptSettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import Mode, PromptVersion, Task
 from tests.support.otlp import OtlpSink
-from tests.support.runners import AttemptGateway, queue_settings, serving, some
+from tests.support.runners import AttemptGateway, new_rollouts, queue_settings, serving
 
 
 def facts(one: Any) -> tuple[object, ...]:
@@ -128,14 +128,14 @@ def test_prompt_versions_are_dense_and_unique_by_text(puts: list[tuple[str, str,
 async def test_queue_database_of_earlier_release_gets_missing_columns(queue_db: str) -> None:
     chosen = queue_settings(queue_db)
     async with serving(chosen) as (client, _):
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
     database = QueueDatabase(queue_db)
     with database.transaction() as transaction:
         for column in ("prompt_name", "prompt_version", "least_sandbox"):
             transaction.execute(sa.text(f"ALTER TABLE rollouts DROP COLUMN {column}"))
     database.close()
     async with serving(chosen) as (client, _):
-        await client.enqueue("run", [some(1, "new", prompt=PromptVersion("greeting", 3))[0]])
+        await client.enqueue("run", [new_rollouts(1, "new", prompt=PromptVersion("greeting", 3))[0]])
         assert [one.prompt for one in await client.lease("run", "me", 2)] == [None, PromptVersion("greeting", 3)]
         assert (await client.rollout("new0")).prompt == PromptVersion("greeting", 3)
 

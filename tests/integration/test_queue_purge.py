@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from runner.queue import purge
 from runner.queue.tables import ATTEMPTS, ROLLOUTS
 from runner.queue.wire import DemandState, Purge, RolloutSelector, RolloutState
-from tests.support.runners import done, failed, queue_settings, serving, some, until
+from tests.support.runners import done, failed, new_rollouts, queue_settings, serving, until
 
 
 async def test_purge_removes_ended_rollouts_only_and_reuses_no_number(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,8 +19,8 @@ async def test_purge_removes_ended_rollouts_only_and_reuses_no_number(queue_db: 
     monkeypatch.setattr(purge, "_TRANSACTIONS_PER_REQUEST", 2)
     settings = queue_settings(queue_db, max_attempts=1, queue__keep_days=None)
     async with serving(settings) as (client, service):
-        await client.enqueue("run", some(20, group_size=2))
-        await client.enqueue("another run", some(3, "other "))
+        await client.enqueue("run", new_rollouts(20, group_size=2))
+        await client.enqueue("another run", new_rollouts(3, "other "))
         held = await client.lease("run", "worker", 12)
         await client.complete([done(one) for one in held[:8]])
         await client.fail([failed(one) for one in held[8:11]])
@@ -59,7 +59,7 @@ async def test_queue_server_purges_periodically(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(purge, "_PURGE_SECONDS", 0.02)
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__keep_days=0.1 / 86400)
     async with serving(settings) as (client, _):
-        await client.enqueue("run", some(6))
+        await client.enqueue("run", new_rollouts(6))
         await client.complete([done(one) for one in await client.lease("run", "worker", 4)])
 
         async def forgotten() -> bool:

@@ -22,13 +22,13 @@ from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, Rollou
 from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
 from spangrad.types import Mode
-from tests.support.runners import done, failed, is_true, queue_settings, refuses, serving, some, until
+from tests.support.runners import done, failed, is_true, new_rollouts, queue_settings, refuses, serving, until
 from tests.support.servers import running_postgres
 
 
 async def test_rollout_lifecycle_over_queue_http(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, service):
-        assert await client.enqueue("run", some(2, priority=3)) == ["r0", "r1"]
+        assert await client.enqueue("run", new_rollouts(2, priority=3)) == ["r0", "r1"]
         (lease,) = await client.lease("run", "worker one")
         assert msgspec.json.decode(msgspec.json.encode(lease)) == snapshot(
             {
@@ -99,7 +99,7 @@ async def test_rollout_lifecycle_over_queue_http(queue_db: str) -> None:
 
 async def test_dead_rollouts_are_listed_and_retried(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, _):
-        await client.enqueue("run", some(3, max_attempts=2))
+        await client.enqueue("run", new_rollouts(3, max_attempts=2))
         for number in range(2):
             leases = await client.lease("run", "worker", 3)
             assert {one.attempt for one in leases} == {number}
@@ -119,9 +119,11 @@ async def test_demand_level_never_falls(queue_db: str) -> None:
     settings = queue_settings(queue_db)
     async with serving(settings) as (client, _):
         assert await client.demand("run") == DemandState(groups=0, enqueued=0, cancelled=0, branches=[])
-        apart = [msgspec.structs.replace(one, rollout_id=f"apart {one.rollout_id}", mode=Mode.PROBE) for one in some(16, group_size=8)]
+        apart = [
+            msgspec.structs.replace(one, rollout_id=f"apart {one.rollout_id}", mode=Mode.PROBE) for one in new_rollouts(16, group_size=8)
+        ]
         await client.enqueue("run", apart[:8])
-        await client.enqueue("run", [*some(16, group_size=8), *some(4, "held out", mode="validate"), *apart])
+        await client.enqueue("run", [*new_rollouts(16, group_size=8), *new_rollouts(4, "held out", mode="validate"), *apart])
         main = DemandRequest(policy="policy", branch="main", groups=12, oldest_version=3, filled=4)
         for _ in range(2):
             assert await client.want("run", main) == DemandState(groups=12, enqueued=2, cancelled=0, branches=[main])
@@ -154,7 +156,7 @@ async def test_demand_above_level_is_awaited_until_it_rises(queue_db: str) -> No
 async def test_run_id_with_special_characters_is_one_path_segment(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
         for name in ("a/b c?d#é", "%2F"):
-            await client.enqueue(name, some(1, name))
+            await client.enqueue(name, new_rollouts(1, name))
             wanted = DemandRequest(policy="p", branch="b", groups=1)
             assert (
                 await client.want(name, wanted)
@@ -168,7 +170,7 @@ async def test_run_id_with_special_characters_is_one_path_segment(tmp_path: Path
 async def test_endings_of_a_burst_come_in_one_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifier, "_GATHER_SECONDS", 0.5)
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
-        await client.enqueue("run", some(3))
+        await client.enqueue("run", new_rollouts(3))
         leases = await client.lease("run", "worker", 3)
         watcher = asyncio.create_task(client.ended("run", wait_seconds=30))
         await asyncio.sleep(0.2)
@@ -183,7 +185,7 @@ async def test_waiting_requests_are_answered_when_rollouts_arrive(tmp_path: Path
         watcher = asyncio.create_task(client.ended("run", wait_seconds=30))
         await until(lambda: is_true(len(service.waiting) == 1))
         began = time.monotonic()
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
         (lease,) = await worker
         assert not watcher.done()
         await client.complete([done(lease)])
@@ -202,13 +204,13 @@ async def test_lease_request_cancelled_while_waiting_gets_no_rollout(tmp_path: P
             await until(lambda: is_true(len(service.waiting) == 1))
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
         assert [lease.attempt for lease in await client.lease("run", "worker", wait_seconds=30)] == [0]
 
 
 async def test_writer_batches_requests_into_transactions(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
-        await asyncio.gather(*[client.enqueue("run", some(1, f"{i}-")) for i in range(200)])
+        await asyncio.gather(*[client.enqueue("run", new_rollouts(1, f"{i}-")) for i in range(200)])
         leases = await asyncio.gather(*[client.lease("run", f"worker {i}") for i in range(200)])
         assert len({one.rollout_id for (one,) in leases}) == 200, "none was handed out twice"
         results = await asyncio.gather(*[client.complete([done(one)]) for (one,) in leases])
@@ -230,11 +232,11 @@ async def test_writer_request_that_fails_affects_no_other(tmp_path: Path) -> Non
 
         first = asyncio.create_task(service.writer.do(block))
         await asyncio.to_thread(entered.wait, 30)
-        before = asyncio.create_task(client.enqueue("run", some(1, "a")))
+        before = asyncio.create_task(client.enqueue("run", new_rollouts(1, "a")))
         await until(lambda: is_true(service.writer.waiting == 1))
         bad = asyncio.create_task(service.writer.do(fall))
         await asyncio.sleep(0)
-        after = asyncio.create_task(client.enqueue("run", some(1, "b")))
+        after = asyncio.create_task(client.enqueue("run", new_rollouts(1, "b")))
         await until(lambda: is_true(service.writer.waiting == 3))
         blocked.set()
         await asyncio.gather(first, before, after)
@@ -245,7 +247,7 @@ async def test_writer_request_that_fails_affects_no_other(tmp_path: Path) -> Non
 
 async def test_queue_without_database_answers_503_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db"), retry_seconds=0) as (client, service):
-        await client.enqueue("run", some(2))
+        await client.enqueue("run", new_rollouts(2))
         (lease,) = await client.lease("run", "worker")
 
         def away(_: Database) -> Any:
@@ -261,9 +263,9 @@ async def test_queue_without_database_answers_503_and_recovers(tmp_path: Path, m
 
 async def test_enqueue_rollout_id_of_another_run_is_refused(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, _):
-        await client.enqueue("run", some(2))
+        await client.enqueue("run", new_rollouts(2))
         with pytest.raises(QueueError, match=r"\(400\): .*rollout r\d belongs to run run already"):
-            await client.enqueue("other", [*some(2), *some(1, "new")])
+            await client.enqueue("other", [*new_rollouts(2), *new_rollouts(1, "new")])
         assert [one.run_id for one in await client.runs()] == ["run"], "nothing of it was enqueued"
 
 
@@ -272,7 +274,7 @@ async def test_queue_with_restarted_postgresql_loses_no_rollout() -> None:
     with running_postgres() as postgres:
         settings = queue_settings(postgres.schema("queue"))
         async with serving(settings, retry_seconds=0) as (client, service):
-            await client.enqueue("run", some(4))
+            await client.enqueue("run", new_rollouts(4))
             first, second = await client.lease("run", "worker", 2)
             await client.complete([done(first)])
             postgres.crash()
@@ -339,7 +341,7 @@ async def test_queue_refusals_are_sentences(tmp_path: Path) -> None:
 async def test_queue_metrics_are_prometheus_text(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
-        await client.enqueue("run", some(4))
+        await client.enqueue("run", new_rollouts(4))
         one, two, _ = await client.lease("run", "worker", 3)
         await client.complete([done(one)])
         await client.fail([failed(two)])
@@ -376,7 +378,7 @@ def test_plain_queue_works_without_event_loop(tmp_path: Path) -> None:
     try:
         assert ready.wait(30)
         with SyncQueueClient(QueueClient.of(settings.queue)) as queue:
-            queue.wait(queue.client.enqueue("run", some(1)))
+            queue.wait(queue.client.enqueue("run", new_rollouts(1)))
             (lease,) = queue.wait(queue.client.lease("run", "worker"))
             assert queue.wait(queue.client.complete([done(lease)]))[0].state == RolloutState.SUCCEEDED
     finally:

@@ -15,7 +15,7 @@ from spangrad.errors import QueueError
 from spangrad.processes import free_ports
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure
-from tests.support.runners import AttemptGateway, done, is_state, is_true, queue_settings, serving, some, until
+from tests.support.runners import AttemptGateway, done, is_state, is_true, new_rollouts, queue_settings, serving, until
 
 LONG_SECONDS = 120.0
 """Time of a lease whose next heartbeat comes after the test."""
@@ -50,7 +50,7 @@ async def wait_for_request(client: QueueClient) -> None:
 async def test_cancel_reaches_worker_long_before_its_heartbeat(settings: Settings) -> None:
     ended = Ended()
     async with serving(settings) as (client, _), LeaseHeartbeats(client, "worker", ended) as beating:
-        await client.enqueue("run", some(3))
+        await client.enqueue("run", new_rollouts(3))
         beating.keep(await client.lease("run", "worker", 2))
         other = await client.lease("run", "other")
         await wait_for_request(client)  # the first heartbeat is over
@@ -65,7 +65,7 @@ async def test_cancel_reaches_worker_long_before_its_heartbeat(settings: Setting
 async def test_cancel_before_the_response_with_the_lease_ends_attempt_at_once(settings: Settings) -> None:
     ended = Ended()
     async with serving(settings) as (client, _), LeaseHeartbeats(client, "worker", ended) as beating:
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
         leases = await client.lease("run", "worker")
         await wait_for_request(client)
         await client.cancel(RolloutSelector(run_id="run"))
@@ -78,7 +78,7 @@ async def test_cancel_before_the_response_with_the_lease_ends_attempt_at_once(se
 async def test_stopped_names_expired_leases_after_a_position(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.3)
     async with serving(settings) as (client, _):
-        await client.enqueue("run", some(2, max_attempts=1))
+        await client.enqueue("run", new_rollouts(2, max_attempts=1))
         await client.lease("run", "worker", 2)
         first = await client.stopped("worker", wait_seconds=10)
         second = await client.stopped("worker", after=first.cursor, wait_seconds=0.2)
@@ -89,14 +89,14 @@ async def test_stopped_names_expired_leases_after_a_position(tmp_path: Path) -> 
         assert (await client.stopped("other")).results == []
         before = second.cursor
     async with serving(settings) as (client, _):
-        await client.enqueue("run", some(1, "late", max_attempts=1))
+        await client.enqueue("run", new_rollouts(1, "late", max_attempts=1))
         await client.lease("run", "worker")
         assert [one.rollout_id for one in (await client.stopped("worker", after=before, wait_seconds=10)).results] == ["late0"]
 
 
 async def test_completion_reported_by_worker_stops_nothing(settings: Settings) -> None:
     async with serving(settings) as (client, _):
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
         leases = await client.lease("run", "worker")
         await client.complete([done(leases[0])])
         assert (await client.stopped("worker")).results == []
@@ -110,7 +110,7 @@ async def gateway() -> AsyncGenerator[AttemptGateway]:
 
 async def test_failed_attempts_alone_are_closed_at_gateway(tmp_path: Path, gateway: AttemptGateway) -> None:
     async with serving(of_gateway(tmp_path, gateway__url=gateway.url)) as (client, _):
-        await client.enqueue("run", some(4))
+        await client.enqueue("run", new_rollouts(4))
         completed, failed, released, _ = await client.lease("run", "worker", 4)
         await client.complete([done(completed)])
         await client.fail([Failure(rollout_id=failed.rollout_id, attempt=0, reason=AttemptFailure.TIMEOUT)])
@@ -123,7 +123,7 @@ async def test_failed_attempts_alone_are_closed_at_gateway(tmp_path: Path, gatew
 async def test_gateway_that_is_away_gets_orders_when_it_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (port,) = free_ports(1)
     async with serving(of_gateway(tmp_path, gateway__url=f"http://127.0.0.1:{port}")) as (client, _):
-        await client.enqueue("run", some(2))
+        await client.enqueue("run", new_rollouts(2))
         await client.lease("run", "worker", 2)
         await client.cancel(RolloutSelector(run_id="run"))
         await until(lambda: is_true(bool(caplog.records)))
@@ -138,7 +138,7 @@ async def test_gateway_that_is_away_gets_orders_when_it_is_back(tmp_path: Path, 
 
 async def test_direct_mode_sends_gateway_no_orders(tmp_path: Path, gateway: AttemptGateway) -> None:
     async with serving(of_gateway(tmp_path, gateway__url=gateway.url, runner__gateway=False)) as (client, _):
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
         await client.lease("run", "worker")
         await client.cancel(RolloutSelector(run_id="run"))
         await until(lambda: is_state(client, "r0", RolloutState.CANCELLED))
@@ -149,7 +149,7 @@ async def test_direct_mode_sends_gateway_no_orders(tmp_path: Path, gateway: Atte
 async def test_heartbeats_continue_while_the_queue_is_away(settings: Settings) -> None:
     ended = Ended()
     async with serving(settings) as (client, _):
-        await client.enqueue("run", some(1))
+        await client.enqueue("run", new_rollouts(1))
         leases = await client.lease("run", "worker")
     async with QueueClient.of(settings.queue, retry_seconds=0.1) as client, LeaseHeartbeats(client, "worker", ended) as beating:
         beating.keep(leases)

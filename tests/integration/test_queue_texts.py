@@ -8,12 +8,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.support.runners import failed, queue_settings, serving, some
+from tests.support.runners import failed, new_rollouts, queue_settings, serving
 
 
 async def test_attempt_detail_with_unstorable_text_is_sanitized(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, _), aiohttp.ClientSession(client.url) as session:
-        await client.enqueue("run", some(3))
+        await client.enqueue("run", new_rollouts(3))
         first, second, third = await client.lease("run", "worker", 3)
         told = failed(first, detail="half \ud83d, null \x00, end")
         for _ in range(2):

@@ -16,7 +16,7 @@ from runner.workers.agents import CallableAgent
 from spangrad.errors import GatewayError, StoreError
 from spangrad.http import service
 from spangrad.settings import QueueSettings, RunnerSettings, Settings
-from tests.support.runners import queue_settings, runner_services, serving, some, until_ended, with_mood
+from tests.support.runners import new_rollouts, queue_settings, runner_services, serving, until_ended, with_mood
 
 
 async def test_worker_that_has_begun_waits_for_absent_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ async def test_worker_that_has_begun_waits_for_absent_store(monkeypatch: pytest.
 
     monkeypatch.setattr(runner_serving, "serve", serve)
     monkeypatch.setattr(worker, "_RETRY_SECONDS", 0)
-    monkeypatch.setattr(worker, "on_signals", lambda tell: None)
+    monkeypatch.setattr(worker, "on_signals", lambda report: None)
     await worker._work(Settings(), CallableAgent("mine:agent"))
     assert begins == 4
 
@@ -43,7 +43,7 @@ async def test_worker_whose_store_never_answered_raises(monkeypatch: pytest.Monk
         raise StoreError("the store is away.")
 
     monkeypatch.setattr(runner_serving, "serve", serve)
-    monkeypatch.setattr(worker, "on_signals", lambda tell: None)
+    monkeypatch.setattr(worker, "on_signals", lambda report: None)
     with pytest.raises(StoreError, match="the store is away"):
         await worker._work(Settings(), CallableAgent("mine:agent"))
 
@@ -109,8 +109,8 @@ async def test_rollout_timeout_overrides_worker_setting(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
     with runner_services(tmp_path, queue__url=settings.queue.url, timeout_seconds=0.01) as here:
         async with serving(settings) as (client, _):
-            await client.enqueue("run", with_mood("slow", some(1, "long", timeout_seconds=100)))
-            await client.enqueue("run", with_mood("hang", some(1, "short", timeout_seconds=0.5)))
+            await client.enqueue("run", with_mood("slow", new_rollouts(1, "long", timeout_seconds=100)))
+            await client.enqueue("run", with_mood("hang", new_rollouts(1, "short", timeout_seconds=0.5)))
             here.start_worker()
             ended = {one.rollout_id: one for one in await until_ended(client, 2)}
     told = {name: (one.state, one.attempts[-1].detail) for name, one in ended.items()}

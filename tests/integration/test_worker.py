@@ -20,7 +20,7 @@ from spangrad import semconv
 from spangrad.errors import QueueError
 from spangrad.processes import own_command, wait_until
 from spangrad.types import AttemptFailure, Mode, Task
-from tests.support.runners import RunnerServices, kill, queue_settings, runner_services, serving, some
+from tests.support.runners import RunnerServices, kill, new_rollouts, queue_settings, runner_services, serving
 
 BAD = {"crash": 10, "hang": 5, "garbage": 5}
 """Of 100 tasks."""
@@ -65,7 +65,7 @@ async def test_worker_sigterm_releases_unfinished_rollouts(tmp_path: Path) -> No
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=2, drain_seconds=0.5) as here:
         async with serving(settings) as (client, _):
-            tasks = [*some(1, "hang", priority=1), *some(3, "slow")]
+            tasks = [*new_rollouts(1, "hang", priority=1), *new_rollouts(3, "slow")]
             await client.enqueue("run", [_mood(one, one.rollout_id.rstrip("0123456789")) for one in tasks if one.rollout_id])
             worker = here.start_worker()
             await asyncio.to_thread(here.sink.wait_for, lambda: bool(here.sink.named("rollout")), 30)
@@ -95,7 +95,7 @@ async def test_worker_cancelled_rollout_ends_with_root_span(tmp_path: Path) -> N
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=3)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
         async with serving(settings) as (client, _):
-            await client.enqueue("run", [_mood(one, "hang") for one in some(2)])
+            await client.enqueue("run", [_mood(one, "hang") for one in new_rollouts(2)])
             here.start_worker()
             await asyncio.to_thread(wait_until, lambda: bool(here.gateway.announced), 30, "an attempt")
             cancelled = await client.cancel(RolloutSelector(run_id="run"))
@@ -111,7 +111,7 @@ async def test_worker_killed_has_its_root_spans_closed_by_others(tmp_path: Path)
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=2)
     with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
         async with serving(settings) as (client, _):
-            await client.enqueue("run", [_mood(one, "hang") for one in some(1)])
+            await client.enqueue("run", [_mood(one, "hang") for one in new_rollouts(1)])
             for attempt in range(2):
                 worker = here.start_worker()
                 key = ("r0", attempt)

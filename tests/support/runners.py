@@ -88,7 +88,7 @@ def queue_server(settings: Settings, log: Path, env: dict[str, str] | None = Non
         child.stop()
 
 
-def some(count: int, prefix: str = "r", group_size: int = 1, **facts: object) -> list[NewRollout]:
+def new_rollouts(count: int, prefix: str = "r", group_size: int = 1, **facts: object) -> list[NewRollout]:
     """Rollouts with names: r0, r1, ...; so many a group."""
     return [
         new_rollout(

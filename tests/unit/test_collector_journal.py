@@ -121,17 +121,17 @@ def test_journal_append_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: p
     journal.append([b"kept"])
     write, sizes = os.pwrite, iter(short)
 
-    def some(file: int, data: bytes, at: int) -> int:
+    def new_rollouts(file: int, data: bytes, at: int) -> int:
         if size := next(sizes, 0):
             return write(file, data[:size], at)
         raise OSError(errno.ENOSPC, "no room")
 
     def some_pieces(file: int, pieces: list[bytes], at: int) -> int:
-        return some(file, b"".join(pieces), at)
+        return new_rollouts(file, b"".join(pieces), at)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", some_pieces)
-        patched.setattr(os, "pwrite", some)
+        patched.setattr(os, "pwrite", new_rollouts)
         with pytest.raises(OSError, match="no room"):
             journal.append([b"lost", b"lost too"])
     journal.append([b"next"])

@@ -14,7 +14,7 @@ from runner.queue.wire import Completion, Failure, RolloutState
 from spangrad.errors import QueueError, SettingsError
 from spangrad.processes import free_ports
 from spangrad.types import AttemptFailure
-from tests.support.runners import queue_settings, serving, some
+from tests.support.runners import new_rollouts, queue_settings, serving
 
 
 def words(out: str) -> list[list[str]]:
@@ -31,7 +31,7 @@ async def test_queue_commands_list_cancel_and_retry_rollouts(tmp_path: Path, cap
         return capsys.readouterr().out
 
     async with serving(settings) as (client, _):
-        await client.enqueue("run", some(5, group_size=2))
+        await client.enqueue("run", new_rollouts(5, group_size=2))
         good, bad, _ = await client.lease("run", "a worker", 3)
         await client.complete([Completion(rollout_id=good.rollout_id, attempt=0, rewards={"reward": 0.5}, calls=3, seconds=1.25)])
         await client.fail([Failure(rollout_id=bad.rollout_id, attempt=0, reason=AttemptFailure.EXIT_CODE, detail="exit code 3")])
@@ -81,7 +81,7 @@ async def test_queue_cancel_and_retry_of_unknown_rollouts_raise(tmp_path: Path) 
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     where = [f"queue.url={settings.queue.url}"]
     async with serving(settings) as (client, _):
-        await client.enqueue("run", some(2))
+        await client.enqueue("run", new_rollouts(2))
         for function in (command._cancel, command._retry):
             with pytest.raises(QueueError, match=r"the queue has no rollout nobody\."):
                 await asyncio.to_thread(function, "r0", "nobody", set_=where)
@@ -97,7 +97,7 @@ async def test_queue_commands_print_agent_text_without_markup(tmp_path: Path, ca
     where = [f"queue.url={settings.queue.url}"]
     said = "[INST] :key: list[int] [/INST]"
     async with serving(settings) as (client, _):
-        await client.enqueue(said, some(1))
+        await client.enqueue(said, new_rollouts(1))
         (lease,) = await client.lease(said, said, 1)
         await client.fail([Failure(rollout_id=lease.rollout_id, attempt=0, reason=AttemptFailure.EXCEPTION, detail=said)])
         for show, names, places in ((command._list, [], 1), (command._dead, [], 2), (command._show, [lease.rollout_id], 3)):

@@ -9,12 +9,12 @@ import pytest
 
 from runner.queue.wire import Fail, RolloutSelector, RolloutState
 from spangrad.types import POLICY_FAILURES, AttemptFailure
-from tests.support.runners import failed, queue_settings, serving, some
+from tests.support.runners import failed, new_rollouts, queue_settings, serving
 
 
 async def test_fail_with_rewards_ends_rollout_without_retry(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", max_attempts=3)) as (client, _):
-        await client.enqueue("run", some(2))
+        await client.enqueue("run", new_rollouts(2))
         first, second = await client.lease("run", "worker", 2)
         counted = failed(first, AttemptFailure.TIMEOUT, rewards={"reward": -1.0})
         results = await client.fail([counted, failed(second, AttemptFailure.TIMEOUT)])

@@ -18,7 +18,7 @@ SPEC = BuilderSettings().spec
 TIME = SpanFactory.time
 
 
-def some(reward: float = 1.0) -> tuple[Frames, Built]:
+def new_rollouts(reward: float = 1.0) -> tuple[Frames, Built]:
     """Two rollouts, each of a transition and a drop."""
     spans = SpanFactory()
     for rollout in ("a", "b"):
@@ -40,7 +40,7 @@ def names(written: Written) -> list[list[Any]]:
 
 
 def test_revise_new_rollout_is_revision_0() -> None:
-    frames, built = some()
+    frames, built = new_rollouts()
     written = revise(built, frames.rollouts, empty(BUILT), SPEC, "me")
     assert names(written) == [["a", "b"]] * 4
     assert [frame.schema for frame in (written.rows.transitions, written.rows.drops, written.rows.rewards, written.builds)] == [
@@ -61,16 +61,16 @@ def test_revise_new_rollout_is_revision_0() -> None:
 
 
 def test_revise_same_rows_in_any_order_writes_nothing() -> None:
-    frames, built = some()
+    frames, built = new_rollouts()
     first = revise(built, frames.rollouts, empty(BUILT), SPEC)
     turned = Built(built.transitions.reverse(), built.drops.reverse(), built.rewards.reverse())
     assert names(revise(turned, frames.rollouts, before(first), SPEC)) == [[], [], [], []]
 
 
 def test_revise_other_reward_is_next_revision_of_its_rollout_only() -> None:
-    frames, built = some()
+    frames, built = new_rollouts()
     first = revise(built, frames.rollouts, empty(BUILT), SPEC)
-    frames, better = some(reward=2.0)
+    frames, better = new_rollouts(reward=2.0)
     second = revise(better, frames.rollouts, before(first), SPEC)
     assert names(second) == [["b"]] * 4
     assert [frame["Revision"].to_list() for frame in (second.rows.transitions, second.rows.drops, second.builds)] == [[1]] * 3
@@ -80,7 +80,7 @@ def test_revise_other_reward_is_next_revision_of_its_rollout_only() -> None:
 
 
 def test_contents_change_with_late_call() -> None:
-    _, built = some()
+    _, built = new_rollouts()
     fewer = Built(built.transitions, built.drops.filter(pl.col("RolloutId") == "a"), built.rewards)
     whole, less = (dict(contents(one).select("RolloutId", "Content").iter_rows()) for one in (built, fewer))
     assert whole["a"] == less["a"]
