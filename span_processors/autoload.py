@@ -30,6 +30,7 @@ from span_processors.exits import flush_at_exits
 from span_processors.export import ATTRIBUTE_COUNT_LIMIT, LosslessSpanProcessor, parse_headers, traces_url
 from span_processors.langchain_link import link_langchain
 from span_processors.rollout import RolloutSpanProcessor
+from span_processors.websocket_link import link_websockets
 
 _EXPORTER = "OTEL_TRACES_EXPORTER"
 _CONFIG_FILE = "OTEL_CONFIG_FILE"
@@ -80,11 +81,12 @@ def pre_instrument() -> None:
 
 
 def post_instrument() -> None:
-    """Link the spans that the instrumentors leave unconnected."""
-    try:
-        link_langchain()
-    except Exception:  # an agent must start with whatever versions it has
-        _logger.exception("openai's spans will not be linked to LangChain's")
+    """Link what the instrumentors leave unconnected."""
+    for link in (link_langchain, link_websockets):
+        try:
+            link()
+        except Exception:  # an agent must start with whatever versions it has
+            _logger.exception("%s failed: some spans will not be linked", link.__name__)
 
 
 def set_defaults() -> None:
