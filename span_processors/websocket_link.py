@@ -16,13 +16,13 @@ from wrapt import register_post_import_hook, wrap_function_wrapper
 from spangrad.agent.propagation import carrier_of
 
 _OPENINGS = {"websockets.asyncio.client": "connect.__init__", "websockets.sync.client": "connect"}
-"""What opens a connection, by the module that has it."""
+"""Functions that open connections, by their modules."""
 _HEADERS = "additional_headers"
 _linked = False
 
 
 def link_websockets() -> None:
-    """Wrap what opens connections, once; in an agent that does not use the library, nothing is imported."""
+    """Wrap the functions that open connections, once; in an agent that does not use the library, nothing is imported."""
     global _linked
     if _linked:
         return

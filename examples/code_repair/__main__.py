@@ -10,13 +10,12 @@ EXAMPLE = Example(
     evaluator="examples.code_repair.task:evaluate",
     model="examples.code_repair.model",
     questions=questions,
-    steps=24,
+    steps=32,
     groups=12,
     target=0.75,
     measure="repositories repaired",
     settings={
         "engine.max_model_len": 512,
-        "trainer.optim.warmup_steps": 4,
         "trainer.loss.entropy_coef": 0.0,
         "runner.concurrency": 12,  # sandboxes of a worker at once: a command has a time limit
     },
